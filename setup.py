@@ -1,8 +1,10 @@
-"""The part of the metadata that depends on where the project is published; everything else is in pyproject.toml.
+"""The part of the metadata that depends on where the project is published; everything else is in
+pyproject.toml.
 
-README.md links to files of the repository. A package index shows its text without them. With FT_CKPT_PROJECT_URL, the
-address of the repository (https://host/owner/name), these links and pictures become addresses there, and the project's
-URLs are stated. Without it, links become their text and pictures go.
+README.md links to files of the repository. A package index shows its text without them. With
+FT_CKPT_PROJECT_URL, the address of the repository (https://host/owner/name), these links and
+pictures become addresses there, and the project's URLs are stated. Without it, links become their
+text and pictures go.
 """
 
 import os
@@ -26,7 +28,9 @@ def long_description(readme: str, version: str, url: str = "") -> str:
     parts = _FENCE.split(readme)
     blocks = _FENCE.findall(readme)
     address = url.rstrip("/")
-    texts = [with_addresses(part, version, address) if address else without_links(part) for part in parts]
+    texts = [
+        with_addresses(part, version, address) if address else without_links(part) for part in parts
+    ]
     joined = texts[0]
     for block, text in zip(blocks, texts[1:], strict=True):
         joined += block + text
@@ -61,14 +65,18 @@ def project_urls(version: str, url: str = "") -> dict[str, str]:
 
 
 def stated_version() -> str:
-    (version,) = re.findall(r'^__version__ = "(.+)"', (ROOT / "ft_ckpt" / "_version.py").read_text(), re.MULTILINE)
+    (version,) = re.findall(
+        r'^__version__ = "(.+)"', (ROOT / "ft_ckpt" / "_version.py").read_text(), re.MULTILINE
+    )
     return version
 
 
 if __name__ == "__main__":
     setup(
         long_description=long_description(
-            (ROOT / "README.md").read_text(encoding="utf-8"), stated_version(), os.environ.get(URL, "")
+            (ROOT / "README.md").read_text(encoding="utf-8"),
+            stated_version(),
+            os.environ.get(URL, ""),
         ),
         long_description_content_type="text/markdown",
         project_urls=project_urls(stated_version(), os.environ.get(URL, "")),

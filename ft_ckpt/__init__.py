@@ -1,7 +1,7 @@
 """ft_ckpt: the checkpoint manager for Hugging Face and PEFT fine-tuning.
 
-The names in `__all__` are the public interface. They load on first use, so `import ft_ckpt` is fast and does
-not import torch.
+The names in `__all__` are the public interface. They load on first use, so `import ft_ckpt` is fast
+and does not import torch.
 """
 
 import importlib
@@ -12,7 +12,8 @@ from ft_ckpt._version import __version__ as __version__
 
 if sys.platform == "win32":
     raise ImportError(
-        "ft_ckpt: Windows lacks the calls that its commits rest on (fcntl, syncing a folder); run it in WSL 2, on the "
+        "ft_ckpt: Windows lacks the calls that its commits rest on (fcntl, syncing a folder); run "
+        "it in WSL 2, on the "
         "disk of WSL, see docs/platforms.md"
     )
 
@@ -142,7 +143,9 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("ft_ckpt.errors")
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'ft_ckpt' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    raise AttributeError(
+        f"module 'ft_ckpt' has no attribute {name!r}; public names: {', '.join(__all__)}"
+    )
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,6 @@
-"""`checkpoint_closure`: functions that a training loop calls each iteration and that run at some of them."""
+"""`checkpoint_closure`: functions that a training loop calls each iteration and that run at some of
+them.
+"""
 
 import time
 from collections.abc import Callable
@@ -27,7 +29,10 @@ _running: list[str] = []  # the name of the function that is running, if any
 def checkpoint_closure(function: Callable[P, R], /) -> Callable[P, R | None]: ...
 @overload
 def checkpoint_closure(
-    *, every: Every | None = None, total_steps: int | None = None, saver: CheckpointSaver[Any] | None = None
+    *,
+    every: Every | None = None,
+    total_steps: int | None = None,
+    saver: CheckpointSaver[Any] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
 def checkpoint_closure(
     function: Callable[..., Any] | None = None,
@@ -39,34 +44,41 @@ def checkpoint_closure(
 ) -> Any:
     """Run a function only at checkpoint steps and at the last step; other calls return None.
 
-    Call it in every iteration of the training loop, after `saver.step()`, on every rank: it runs on all of them, at
-    the same step. It sees a consistent state: the optimizer has stepped, and the models that the saver knows are
-    sharded as they are between steps.
+    Call it in every iteration of the training loop, after `saver.step()`, on every rank: it runs on
+    all of them, at the same step. It sees a consistent state: the optimizer has stepped, and the
+    models that the saver knows are sharded as they are between steps.
 
-    Steps and epochs are those of `saver`, by default of the one that is open; without one, or when it is not stepped,
-    calls are counted. `every` defaults to the saver's; only the saver watches signals. The last step is `total_steps`,
-    or the end of the data if `saver.remaining(loader, epochs=...)` knows it. If the loader cannot tell the last batch
-    of an epoch, the end of the epoch is seen an iteration late.
+    Steps and epochs are those of `saver`, by default of the one that is open; without one, or when
+    it is not stepped, calls are counted. `every` defaults to the saver's; only the saver watches
+    signals. The last step is `total_steps`, or the end of the data if `saver.remaining(loader,
+    epochs=...)` knows it. If the loader cannot tell the last batch of an epoch, the end of the
+    epoch is seen an iteration late.
 
-    An exception of the function is raised, and RankError on the other ranks. Raises ConfigError for invalid arguments,
-    CheckpointError for a call inside another such function, RanksDisagreeError when ranks call it at different steps.
+    An exception of the function is raised, and RankError on the other ranks. Raises ConfigError for
+    invalid arguments, CheckpointError for a call inside another such function, RanksDisagreeError
+    when ranks call it at different steps.
     """
     every, problems = every_of(every), []
     if not isinstance(every, Every | None):
         problems.append(f"every={every!r}: expected Every(...)")
     elif every is not None and every.best:
         problems.append(
-            f"every.best={every.best!r}: calls have no metrics; give it to the saver, which gets them in step()"
+            f"every.best={every.best!r}: calls have no metrics; give it to the saver, which gets "
+            "them in step()"
         )
     if total_steps is not None and (type(total_steps) is not int or total_steps < 1):
         problems.append(f"total_steps={total_steps!r}: expected a whole number above 0")
     if function is not None and not callable(function):
-        problems.append(f"{function!r}: expected a function; write @checkpoint_closure(every=Every(steps=100))")
+        problems.append(
+            f"{function!r}: expected a function; write @checkpoint_closure(every=Every(steps=100))"
+        )
     if problems:
         raise ConfigError(f"checkpoint_closure: {listing(problems)}")
 
     def decorate(inner: Callable[..., Any]) -> Callable[..., Any]:
-        scheduled = _ClosureSchedule(f"{getattr(inner, '__name__', type(inner).__name__)}()", every, total_steps, saver)
+        scheduled = _ClosureSchedule(
+            f"{getattr(inner, '__name__', type(inner).__name__)}()", every, total_steps, saver
+        )
 
         @wraps(inner)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +93,11 @@ class _ClosureSchedule:
     """The progress of one function's loop, and when the function runs."""
 
     def __init__(
-        self, name: str, every: Every | None, total_steps: int | None, saver: CheckpointSaver[Any] | None
+        self,
+        name: str,
+        every: Every | None,
+        total_steps: int | None,
+        saver: CheckpointSaver[Any] | None,
     ) -> None:
         self.name = name
         self._every, self._total_steps, self._saver = every, total_steps, saver
@@ -94,7 +110,8 @@ class _ClosureSchedule:
         """The result of `function` if it is due at this call, else None. On every rank."""
         if _running:
             raise CheckpointError(
-                f"{self.name}: called inside {_running[-1]}, which runs at a checkpoint step already; call it from the "
+                f"{self.name}: called inside {_running[-1]}, which runs at a checkpoint step "
+                "already; call it from the "
                 "training loop, or leave its decorator out"
             )
         self._find_saver()
@@ -110,18 +127,23 @@ class _ClosureSchedule:
         return None if reason is None else self._run_everywhere(reason, function)
 
     def _run_everywhere(self, reason: str, function: Callable[[], Any]) -> Any:
-        """Run `function` on all ranks when all have entered and their weights are sharded as between steps."""
+        """Run `function` on all ranks when all have entered and their weights are sharded as
+        between steps.
+        """
         ranks, before, begun = self._current_ranks(), self._history, time.monotonic()
         _, error = try_action(self._restore_shards)
         ranks.agree(self.name, {"step": before.step}, error, same=("step",))
-        self._history = self._after_call(before, reason, None)  # if it fails, it runs again an interval later
+        # if it fails, it runs again an interval later
+        self._history = self._after_call(before, reason, None)
         _running.append(self.name)
         try:
             result, error = ranks.attempt(function)
         finally:
             _running.pop()
         text = None if error is None else f"{type(error).__name__}: {error}"
-        failed = ranks.agree(f"the end of {self.name}", {"error": text}, decide=_failed_ranks).result
+        failed = ranks.agree(
+            f"the end of {self.name}", {"error": text}, decide=_failed_ranks
+        ).result
         if error is not None:
             raise error
         if failed:
@@ -131,10 +153,15 @@ class _ClosureSchedule:
 
     def _after_call(self, before: History, reason: str, cost: float | None) -> History:
         step, epochs, now = before.step, self._epochs_done(), time.monotonic()
-        return schedule.after_save(self._schedule, before, step, epochs, now, cost_seconds=cost, reason=reason)
+        return schedule.after_save(
+            self._schedule, before, step, epochs, now, cost_seconds=cost, reason=reason
+        )
 
     def _find_saver(self) -> None:
-        """Find the saver: the given or the open one. After it is closed, its last step stays current."""
+        """Find the saver: the given or the open one.
+
+        After it is closed, its last step stays current.
+        """
         opened = [] if self._given else open_savers()
         found = [saver for saver in opened if saver._run.has_begun] or opened
         if len(found) > 1:
@@ -147,7 +174,9 @@ class _ClosureSchedule:
             self._poll = None if found[0]._run.has_begun else self._poll
 
     def _note_step(self) -> ClockPoll:
-        """Note the step that has ended; start again at the first call, and if the saver was resumed since."""
+        """Note the step that has ended; start again at the first call, and if the saver was resumed
+        since.
+        """
         step, now = self._current_step(), time.monotonic()
         if self._poll is None or step < self._history.step:
             self._schedule = self._make_schedule()
@@ -164,22 +193,31 @@ class _ClosureSchedule:
             return self._calls
         if self._calls:
             raise ConfigError(
-                f"{self.name}: the first {self._calls} call(s) came before saver.step(), so that its steps would be "
+                f"{self.name}: the first {self._calls} call(s) came before saver.step(), so that "
+                "its steps would be "
                 "counted late; call it after saver.step()"
             )
         return self._saver._run.step
 
     def _make_schedule(self) -> Every:
-        """The schedule given, or the saver's, without signals and metrics, which only the saver has."""
+        """The schedule given, or the saver's, without signals and metrics, which only the saver
+        has.
+        """
         every = self._every or (self._saver.config.every if self._saver is not None else None)
         if every is None and self._total_steps is None:
             raise ConfigError(
-                f"{self.name}: no schedule; pass @checkpoint_closure(every=Every(steps=100)), or open a saver with "
+                f"{self.name}: no schedule; pass @checkpoint_closure(every=Every(steps=100)), or "
+                "open a saver with "
                 "every= before the first call"
             )
-        if every is not None and every.epochs and (self._saver is None or not self._saver._run.feeds.known_positions):
+        if (
+            every is not None
+            and every.epochs
+            and (self._saver is None or not self._saver._run.feeds.known_positions)
+        ):
             raise ConfigError(
-                f"{self.name}: every.epochs={every.epochs}, but no saver knows the epochs: take the batches from "
+                f"{self.name}: every.epochs={every.epochs}, but no saver knows the epochs: take "
+                "the batches from "
                 "saver.remaining(loader), and pass saver="
             )
         return replace(every or Every(deadline=None), signals=(), best=None)
@@ -187,13 +225,21 @@ class _ClosureSchedule:
     def _epochs_done(self, *, with_last: bool = True) -> int:
         """Completed passes over the data, rounded down to multiples of `every.epochs`."""
         epochs = self._schedule.epochs or 1
-        return 0 if self._saver is None else epochs * self._saver._run.feeds.passes_done(epochs, with_last=with_last)
+        return (
+            0
+            if self._saver is None
+            else epochs * self._saver._run.feeds.passes_done(epochs, with_last=with_last)
+        )
 
     def _is_last(self) -> bool:
         done, step = self._history.saved_step, self._history.step
         if self._total_steps is not None:
             return done < self._total_steps <= step
-        if self._saver is None or self._saver._epochs is None or self._saver._run.feeds.current is None:
+        if (
+            self._saver is None
+            or self._saver._epochs is None
+            or self._saver._run.feeds.current is None
+        ):
             return False
         feed = self._saver._run.feeds.current
         return done < step and bool(feed.at_end) and feed.epoch + 1 >= self._saver._epochs
@@ -212,4 +258,6 @@ class _ClosureSchedule:
 
 
 def _failed_ranks(values: Values) -> str:
-    return listing([f"rank {rank}: {value['error']}" for rank, value in enumerate(values) if value["error"]])
+    return listing(
+        [f"rank {rank}: {value['error']}" for rank, value in enumerate(values) if value["error"]]
+    )

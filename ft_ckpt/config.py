@@ -21,7 +21,13 @@ if TYPE_CHECKING:
     import torch
 
 _DTYPES = ("as_is", "config", "float64", "float32", "bfloat16", "float16")
-_SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+_SHORT = {
+    "fp64": "float64",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,75 +38,124 @@ class SaverConfig:
     """
 
     dtype: str = "as_is"
-    """Floating-point type in the file: "as_is", "config" (that of the model's config), a torch type or its name."""
+    """Floating-point type in the file: "as_is", "config" (that of the model's config), a torch type
+    or its name.
+    """
     format: str = DEFAULT_FORMAT
-    """Format of weight files: "safetensors", "h5" (HDF5), or "dual" (one file that is valid as both)."""
+    """Format of weight files: "safetensors", "h5" (HDF5), or "dual" (one file that is valid as
+    both).
+    """
     compression: str | None = None
     """HDF5 compression: "gzip", which every reader of HDF5 has; None: uncompressed, mappable."""
     max_shard_size: int | str = "50GB"
     """Largest weight file, in bytes or as "5GB" (decimal units, as in transformers) or "5GiB"."""
     attribute: str | None = None
-    """Submodule whose weights the folder holds, such as "policy"; a run stores the rest with its state. None: all."""
+    """Submodule whose weights the folder holds, such as "policy"; a run stores the rest with its
+    state. None: all.
+    """
     chat_template_name: str | None = None
-    """Names containing "olmo" end generation at <|im_end|> and <|endoftext|>; None keeps the model's own settings."""
+    """Names containing "olmo" end generation at <|im_end|> and <|endoftext|>; None keeps the
+    model's own settings.
+    """
     base_id: str | None = None
-    """Name on the Hub of an adapter's base that was loaded from a folder, for adapter configs and model cards."""
+    """Name on the Hub of an adapter's base that was loaded from a folder, for adapter configs and
+    model cards.
+    """
     nonfinite: Literal["save", "raise"] = "save"
     """NaN and infinities in weights: "save" writes them, "raise" refuses the checkpoint."""
     name_template: str = "checkpoint-{step}"
-    """Folder in the directory: {step}, {epoch} (finished); without {step}, saves of one epoch replace each other."""
+    """Folder in the directory: {step}, {epoch} (finished); without {step}, saves of one epoch
+    replace each other.
+    """
     enter_timeout_seconds: float = 600.0
-    """Time that ranks wait for each other to call `save`, in seconds; then an error names the missing ranks."""
+    """Time that ranks wait for each other to call `save`, in seconds; then an error names the
+    missing ranks.
+    """
     io_threads: int | None = None
-    """Writer threads on each rank that writes; None: 4. Up to 32 MiB on a local disk are written without threads."""
+    """Writer threads on each rank that writes; None: 4.
+
+    Up to 32 MiB on a local disk are written without threads.
+    """
     direct_io: Literal["auto", "on", "off"] = "auto"
-    """Unbuffered writes (O_DIRECT): "auto" for files from 8 MiB on if the file system supports them, "on", "off"."""
+    """Unbuffered writes (O_DIRECT): "auto" for files from 8 MiB on if the file system supports
+    them, "on", "off".
+    """
     digest: Literal["xxh3", "sha256"] = "xxh3"
-    """Digests of weight files: "xxh3", or "sha256" to store SHA-256 too, so that `sign` need not read the files again.
-    A file that several ranks write gets no SHA-256."""
+    """Digests of weight files: "xxh3", or "sha256" to store SHA-256 too, so that `sign` need not
+    read the files again. A file that several ranks write gets no SHA-256.
+    """
     each_rank_writes: Literal["auto", "on", "off"] = "auto"
-    """Each rank writes its own bytes (in a bucket: some of the files): "on", "off" (rank 0 writes everything), or
-    "auto" (where it is faster)."""
+    """Each rank writes its own bytes (in a bucket: some of the files): "on", "off" (rank 0 writes
+    everything), or "auto" (where it is faster).
+    """
     reuse_frozen: Literal["auto", "on", "off"] = "auto"
-    """Write frozen tensors as separate files, which later checkpoints hard-link: "on", "off", or "auto" (if large)."""
+    """Write frozen tensors as separate files, which later checkpoints hard-link: "on", "off", or
+    "auto" (if large).
+    """
     background: bool = False
-    """`save` and `save_state` return at once; the checkpoint is written while training continues."""
+    """`save` and `save_state` return at once; the checkpoint is written while training continues.
+    """
     snapshot_bytes: int | str | None = None
-    """Limit of the host copy of a background save on each rank, in bytes or as "5GB"; larger saves block."""
+    """Limit of the host copy of a background save on each rank, in bytes or as "5GB"; larger saves
+    block.
+    """
     every: Every | None = None
-    """When `step` saves a checkpoint to resume from; a number means steps. None: only on request."""
+    """When `step` saves a checkpoint to resume from; a number means steps.
+
+    None: only on request.
+    """
     keep: Keep | None = None
-    """Which checkpoints of the run stay after each save of its state; a number means the newest n. None: all."""
+    """Which checkpoints of the run stay after each save of its state; a number means the newest n.
+
+    None: all.
+    """
     on_failure: Literal["raise", "warn"] = "raise"
     """After a failed save by `step`: "raise", or "warn" and continue."""
     when_full: Literal["raise", "prune", "wait"] = "raise"
-    """On a disk without room for a checkpoint: "raise"; "prune" by `keep` first; "wait" until there is room."""
+    """On a disk without room for a checkpoint: "raise"; "prune" by `keep` first; "wait" until there
+    is room.
+    """
     on_difference: Literal["warn", "raise", "ignore"] = "warn"
-    """If a resumed run has other settings than the saved one, or replicas differ at a save: "warn", "raise" or
-    "ignore"."""
+    """If a resumed run has other settings than the saved one, or replicas differ at a save: "warn",
+    "raise" or "ignore".
+    """
     fan_out: Literal["auto", "read", "broadcast"] = "auto"
-    """Who reads a checkpoint: "read" (each rank its part), "broadcast" (rank 0 reads replicated tensors for all), or
-    "auto" ("read", but "broadcast" for small ranges in a bucket)."""
-    store_options: Mapping[str, Any] | None = field(default=None, repr=False)  # may have secret keys
+    """Who reads a checkpoint: "read" (each rank its part), "broadcast" (rank 0 reads replicated
+    tensors for all), or "auto" ("read", but "broadcast" for small ranges in a bucket).
+    """
+    # may have secret keys
+    store_options: Mapping[str, Any] | None = field(default=None, repr=False)
     """Options of the client of a URL's object store, as for `ft_ckpt.open_place`."""
     lease: bool = True
-    """Allow one training process for the directory; a second one gets an error that names the first. False: allow
-    several, which may overwrite each other's checkpoints."""
+    """Allow one training process for the directory; a second one gets an error that names the
+    first. False: allow several, which may overwrite each other's checkpoints.
+    """
     staging: str | os.PathLike[str] | None = None
-    """A local folder for this run alone. Checkpoints for a bucket are committed there, then uploaded during training. A
-    resume takes the newest checkpoint of both places."""
+    """A local folder for this run alone.
+
+    Checkpoints for a bucket are committed there, then uploaded during training. A resume takes the
+    newest checkpoint of both places.
+    """
     overwrite: bool = False
-    """Replace a checkpoint of the same name in a bucket. The old one is deleted before the new one is complete. Also an
-    argument of `save` and `save_state`."""
-    publish: str | Sequence[str] | Mapping[str, Any] | None = field(default=None, repr=False)  # may have secret headers
-    """Inference servers to update after each save: a URL, a list, or a dict of fields of `ServerOptions`. See
-    docs/publish.md."""
+    """Replace a checkpoint of the same name in a bucket.
+
+    The old one is deleted before the new one is complete. Also an argument of `save` and
+    `save_state`.
+    """
+    # may have secret headers
+    publish: str | Sequence[str] | Mapping[str, Any] | None = field(default=None, repr=False)
+    """Inference servers to update after each save: a URL, a list, or a dict of fields of
+    `ServerOptions`. See docs/publish.md.
+    """
     verify_resume: bool = True
     """Compare the digests of all files on a resume, before anything is overwritten."""
 
-    if TYPE_CHECKING:  # the constructor accepts more than the fields hold: a number for `every`, a torch type
+    # the constructor accepts more than the fields hold: a number for `every`, a torch type
+    if TYPE_CHECKING:
 
-        def __init__(self, *, background: bool = False, **settings: Unpack["SaverSettings"]) -> None: ...
+        def __init__(
+            self, *, background: bool = False, **settings: Unpack["SaverSettings"]
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         for name, meant in (("dtype", canonical_dtype), ("every", every_of), ("keep", keep_of)):
@@ -122,12 +177,15 @@ class SaverConfig:
     def rankings(self) -> dict[str, str]:
         """The metrics that checkpoints of the run are ranked by, each with "min" or "max"."""
         keep, every = self.keep or Keep(), self.every or Every()
-        ranked = [(name, mode) for name, mode, _ in (*keep.rankings, *(keep.state or Keep()).rankings)]
+        ranked = [
+            (name, mode) for name, mode, _ in (*keep.rankings, *(keep.state or Keep()).rankings)
+        ]
         return dict(ranked if every.best is None else [*ranked, every.best])
 
 
 class SaveSettings(TypedDict, total=False):
-    """The fields of `SaverConfig` as type checkers and editors see them in keywords, but for those of `SaverSettings`.
+    """The fields of `SaverConfig` as type checkers and editors see them in keywords, but for those
+    of `SaverSettings`.
 
     `background` is an argument of its own where it decides what saves return.
     """
@@ -161,18 +219,27 @@ class SaveSettings(TypedDict, total=False):
 
 
 class SaverSettings(SaveSettings, total=False):
-    """The settings of a `CheckpointSaver`; those that a Trainer has arguments of its own for are here."""
+    """The settings of a `CheckpointSaver`; those that a Trainer has arguments of its own for are
+    here.
+    """
 
     every: Every | int | None
     keep: Keep | int | None
 
 
 def make_config(config: SaverConfig | None, settings: Mapping[str, object]) -> SaverConfig:
-    """The configuration given as an object or as keywords, not both; ConfigError names unknown keywords."""
+    """The configuration given as an object or as keywords, not both; ConfigError names unknown
+    keywords.
+    """
     if config is not None and settings:
-        raise ConfigError(f"config= and {', '.join(sorted(settings))}= were both given; use one of the two ways")
+        raise ConfigError(
+            f"config= and {', '.join(sorted(settings))}= were both given; use one of the two ways"
+        )
     if not isinstance(config, SaverConfig | None):
-        raise ConfigError(f"config: a {type(config).__name__}, expected SaverConfig(...); or give settings as keywords")
+        raise ConfigError(
+            f"config: a {type(config).__name__}, expected SaverConfig(...); or "
+            "give settings as keywords"
+        )
     names = [field.name for field in fields(SaverConfig)]
     unknown = sorted(set(settings) - set(names))
     if unknown:
@@ -182,13 +249,16 @@ def make_config(config: SaverConfig | None, settings: Mapping[str, object]) -> S
     return config or SaverConfig(**values)
 
 
-# Names that users of transformers' TrainingArguments and of other savers know, and what does it here.
+# Names that users of transformers' TrainingArguments and of other savers know, and what does it
+# here.
 FAMILIAR_NAMES = {
     "hub_model_id": "push_to_hub= of save",
     "load_best_model_at_end": "ft_ckpt.load_model(ft_ckpt.best(directory, metric))",
     "metric_for_best_model": 'keep=Keep(best=("eval_loss", "min"))',
     "output_dir": "directory, the second argument",
-    "overwrite_output_dir": "saver.resume('never') to begin afresh, overwrite= to replace a checkpoint in a bucket",
+    "overwrite_output_dir": (
+        "saver.resume('never') to begin afresh, overwrite= to replace a checkpoint in a bucket"
+    ),
     "push_to_hub": "push_to_hub= of save",
     "resume_from_checkpoint": "saver.resume(checkpoint)",
     "safe_serialization": 'format="safetensors", the default',
@@ -210,19 +280,27 @@ def _instead_of(name: str, names: Sequence[str]) -> str:
 
 
 def numbers_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """The current values of `metrics` as floats, from numbers and from tensors or arrays of one element; {} for None.
+    """The current values of `metrics` as floats, from numbers and from tensors or arrays of one
+    element; {} for None.
 
     Raises ConfigError naming all that are not one real number, and for anything but a mapping.
     """
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
-        raise ConfigError(f"metrics={metrics!r:.80}: expected a name and a number for each, such as {{'loss': 0.5}}")
+        raise ConfigError(
+            f"metrics={metrics!r:.80}: expected a name and a number for each, "
+            f"such as {{'loss': 0.5}}"
+        )
     found = {name: _number_of(value) for name, value in metrics.items()}
-    problems = [f"{name} is {_value_kind(metrics[name])}" for name, value in found.items() if value is None]
+    problems = [
+        f"{name} is {_value_kind(metrics[name])}" for name, value in found.items() if value is None
+    ]
     problems += [f"the name {name!r} is no text" for name in found if not isinstance(name, str)]
     if problems:
-        raise ConfigError(f"metrics: {listing(problems)}; expected a name and one real number for each")
+        raise ConfigError(
+            f"metrics: {listing(problems)}; expected a name and one real number for each"
+        )
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -239,7 +317,10 @@ def whole_step(step: Any) -> int:
 
 
 def names_of(names: Any, what: str) -> tuple[str, ...]:
-    """The names in the argument `what`: an iterable of them, or one. Raises ConfigError for anything else."""
+    """The names in the argument `what`: an iterable of them, or one.
+
+    Raises ConfigError for anything else.
+    """
     if isinstance(names, str):
         return (names,)
     items = tuple(names) if isinstance(names, Iterable) else (names,)
@@ -265,7 +346,8 @@ def _value_kind(value: Any) -> str:
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes in `size`: an int, or a string such as "500MB" (decimal units) or "500MiB" (binary ones).
+    """Bytes in `size`: an int, or a string such as "500MB" (decimal units) or "500MiB" (binary
+    ones).
 
     Raises ConfigError when it is neither.
     """
@@ -273,7 +355,9 @@ def parse_size(size: int | str) -> int:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", str(size).upper())
     if match is None or (match[3] and not match[2]):
-        raise ConfigError(f"{size!r} is not a size; write bytes as a number, or a string such as '5GB' or '5GiB'")
+        raise ConfigError(
+            f"{size!r} is not a size; write bytes as a number, or a string such as '5GB' or '5GiB'"
+        )
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
 
 
@@ -293,7 +377,9 @@ def human_size(size_bytes: float) -> str:
 
 
 def canonical_dtype(dtype: Any) -> Any:
-    """torch's name ("bfloat16") of a torch type, given as such or by a short name; anything else unchanged."""
+    """torch's name ("bfloat16") of a torch type, given as such or by a short name; anything else
+    unchanged.
+    """
     name = str(dtype).removeprefix("torch.") if type(dtype).__name__ == "dtype" else dtype
     return _SHORT.get(name, name.removeprefix("torch.")) if isinstance(name, str) else name
 
@@ -342,12 +428,30 @@ def _rules_of(config: SaverConfig) -> list[Rule]:
         ("snapshot_bytes", lambda limit: limit is None or is_size(limit), f"{size}, or None"),
         ("enter_timeout_seconds", lambda seconds: is_number(seconds, 0.1), "at least 0.1"),
         ("io_threads", lambda count: count is None or is_number(count, 1), "at least 1, or None"),
-        ("name_template", _is_template, "{step} or {epoch}, no other field, no slash, no dot at the beginning"),
-        *((switch, _is_bool, "True or False") for switch in ("background", "lease", "overwrite", "verify_resume")),
-        *((name, _is_text_or_none, "text or None") for name in ("attribute", "chat_template_name", "base_id")),
-        ("store_options", lambda options: isinstance(options, Mapping | None), "a mapping of the client's options"),
+        (
+            "name_template",
+            _is_template,
+            "{step} or {epoch}, no other field, no slash, no dot at the beginning",
+        ),
+        *(
+            (switch, _is_bool, "True or False")
+            for switch in ("background", "lease", "overwrite", "verify_resume")
+        ),
+        *(
+            (name, _is_text_or_none, "text or None")
+            for name in ("attribute", "chat_template_name", "base_id")
+        ),
+        (
+            "store_options",
+            lambda options: isinstance(options, Mapping | None),
+            "a mapping of the client's options",
+        ),
         ("staging", _is_local_folder, "a folder of this machine, or None"),
-        ("publish", _is_publish_goal, "a server's URL, several, or a mapping of url=, after_resume= and publish's"),
+        (
+            "publish",
+            _is_publish_goal,
+            "a server's URL, several, or a mapping of url=, after_resume= and publish's",
+        ),
         (
             "base_id",
             _is_without_secrets,
@@ -374,7 +478,8 @@ def _is_without_secrets(value: Any) -> bool:
 
 def _is_template(template: str) -> bool:
     names = {template.format(step=step, epoch=step) for step in (1, 2)}
-    return len(names) == 2 and "/" not in template and not template.startswith(".")  # hidden: never listed
+    # hidden: never listed
+    return len(names) == 2 and "/" not in template and not template.startswith(".")
 
 
 def _is_publish_goal(goal: Any) -> bool:
@@ -382,15 +487,21 @@ def _is_publish_goal(goal: Any) -> bool:
         return False
     urls = goal.get("url") if isinstance(goal, Mapping) else goal
     many: Any = [urls] if isinstance(urls, str) else urls if isinstance(urls, Sequence) else ()
-    to_chain = isinstance(goal, Mapping) and goal.get("delta") is True  # `ServerOptions` checks its URL
+    # `ServerOptions` checks its URL
+    to_chain = isinstance(goal, Mapping) and goal.get("delta") is True
     to_servers = not to_chain
     are_urls = (str(url).startswith(("http://", "https://")) == to_servers for url in many)
-    is_known = not isinstance(goal, Mapping) or goal.get("after_resume", "resumed") in ("resumed", "published")
+    is_known = not isinstance(goal, Mapping) or goal.get("after_resume", "resumed") in (
+        "resumed",
+        "published",
+    )
     return goal is None or (bool(many) and all(are_urls) and is_known)
 
 
 def _absolute_goal(goal: Any) -> Any:
-    """The setting `publish` with absolute paths: it is used long after, perhaps in another working directory."""
+    """The setting `publish` with absolute paths: it is used long after, perhaps in another working
+    directory.
+    """
     if not isinstance(goal, Mapping):
         return goal
     absolute = dict(goal)
@@ -401,7 +512,9 @@ def _absolute_goal(goal: Any) -> Any:
             absolute[name] = absolute_location(path)
     if isinstance(goal.get("visible_at"), Mapping):
         folders = goal["visible_at"].items()
-        absolute["visible_at"] = {absolute_location(path) if _is_path(path) else path: seen for path, seen in folders}
+        absolute["visible_at"] = {
+            absolute_location(path) if _is_path(path) else path: seen for path, seen in folders
+        }
     if goal.get("delta") is True and isinstance(goal.get("url"), (str, os.PathLike)):
         absolute["url"] = absolute_location(goal["url"])
     return absolute

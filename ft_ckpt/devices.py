@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.storage.read_ahead import Block, BlockKeeper, Memory, address_of, new_block, new_block_of
+from ft_ckpt.storage.read_ahead import (
+    Block,
+    BlockKeeper,
+    Memory,
+    address_of,
+    new_block,
+    new_block_of,
+)
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -22,16 +29,26 @@ def is_accelerator(device: torch.device) -> bool:
 def current_device() -> torch.device | None:
     """The current accelerator of this thread, with its index; None without one."""
     device = torch.accelerator.current_accelerator(check_available=True)
-    return None if device is None else torch.device(device.type, torch.accelerator.current_device_index())
+    return (
+        None
+        if device is None
+        else torch.device(device.type, torch.accelerator.current_device_index())
+    )
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether `device` is of the type of torch's current accelerator, the only one that can have streams and events."""
-    return is_accelerator(device) and device.type == getattr(torch.accelerator.current_accelerator(), "type", None)
+    """Whether `device` is of the type of torch's current accelerator, the only one that can have
+    streams and events.
+    """
+    return is_accelerator(device) and device.type == getattr(
+        torch.accelerator.current_accelerator(), "type", None
+    )
 
 
 def choosing_device(device: torch.device) -> AbstractContextManager[None]:
-    """Make `device` this thread's current one in a block; a new thread would use, and initialise, the first."""
+    """Make `device` this thread's current one in a block; a new thread would use, and initialise,
+    the first.
+    """
     return torch.accelerator.device_index(device.index) if has_streams(device) else nullcontext()
 
 
@@ -41,7 +58,9 @@ _LEAST_OWN_BYTES = 16 << 20  # below, torch's allocator rounds up little and is 
 
 
 def pinned_memory(size_bytes: int, device: torch.device) -> Tensor:
-    """New memory for copies from and to `device`: uint8, one dimension; page-aligned if it is large."""
+    """New memory for copies from and to `device`: uint8, one dimension; page-aligned if it is
+    large.
+    """
     if size_bytes and has_streams(device):
         is_large = size_bytes >= _LEAST_OWN_BYTES and size_bytes & (size_bytes - 1)
         block = _registered_block(size_bytes, device) if is_large else None
@@ -61,7 +80,9 @@ def pinned_block(size_bytes: int, device: torch.device) -> Memory:
 
 
 class RegisteredBlock(Block):
-    """Memory that stays registered with a backend while it is referenced; empty in a forked process."""
+    """Memory that stays registered with a backend while it is referenced; empty in a forked
+    process.
+    """
 
     device: torch.device | None = None  # set when it is registered
     process = 0  # id of the process that registered it
@@ -79,8 +100,9 @@ def _registered_block(size_bytes: int, device: torch.device) -> RegisteredBlock 
     if runtime is None:
         return None
     block = new_block_of(RegisteredBlock, size_bytes)
-    # Pages shared with a forked process, such as a data loader's worker, are copied at the first write of either
-    # process, and the device would still use the old pages. So a fork gets empty pages; without any, unmapping fails.
+    # Pages shared with a forked process, such as a data loader's worker, are copied at the first
+    # write of either process, and the device would still use the old pages. So a fork gets empty
+    # pages; without any, unmapping fails.
     with choosing_device(device), suppress(OSError):
         block.madvise(_WIPEONFORK)
         if not int(runtime.cudaHostRegister(address_of(block), size_bytes, _PORTABLE)):
@@ -133,7 +155,8 @@ def record_moment(device: torch.device) -> Moment:
 def copy_to_host(pairs: Iterable[tuple[Tensor, Tensor]], after: Moment) -> None:
     """Fill host tensors (the first of each pair) from device tensors, after the moment `after`.
 
-    The copies run on a stream of their own, beside other work of the device. All bytes are there when this returns.
+    The copies run on a stream of their own, beside other work of the device. All bytes are there
+    when this returns.
     """
     stream = _new_stream(after.device)
     if stream is None:
@@ -158,7 +181,9 @@ def host_pieces(flat: Tensor, piece_bytes: int = PIECE_BYTES) -> Iterator[Tensor
     A piece is valid until the next one is requested; that one is copied meanwhile.
     """
     step, is_later = max(1, piece_bytes // flat.element_size()), has_streams(flat.device)
-    buffers = [pinned_memory(min(step, flat.numel()) * flat.element_size(), flat.device) for _ in range(2)]
+    buffers = [
+        pinned_memory(min(step, flat.numel()) * flat.element_size(), flat.device) for _ in range(2)
+    ]
     coming: deque[tuple[Tensor, Moment]] = deque()
     try:
         for number, start in enumerate(range(0, flat.numel(), step)):

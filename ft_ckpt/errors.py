@@ -5,27 +5,27 @@
     ├── SelectionError         ValueError          the requested part is not in the model
     │   ├── UnknownAttributeError  AttributeError  no such submodule
     │   └── NotAnAdapterError      TypeError       adapter_only on a model without adapters
-    ├── IncompleteError        ValueError          gathered or staged tensors differ from the live model
-    ├── CompanionError         ValueError          config, generation config or tokenizer cannot be saved as they are
+    ├── IncompleteError        ValueError          gathered or staged tensors are not the live ones
+    ├── CompanionError         ValueError          config or tokenizer cannot be saved
     ├── TargetError            OSError             the target cannot be written
-    │   ├── EngineError            OSError             an inference server refuses, or holds other weights
+    │   ├── EngineError            OSError             a server refuses, or holds other weights
     │   ├── NoSpaceError           OSError(ENOSPC) not enough space, found before or while writing
     │   └── NameTakenError         FileExistsError a file or object that must be new exists already
-    ├── ManifestError          ValueError          a manifest that is absent, malformed or from a newer ft_ckpt
+    ├── ManifestError          ValueError          absent, malformed or from a newer ft_ckpt
     │   └── NotACheckpointError    FileNotFoundError   no committed checkpoint there
     ├── CorruptError           ValueError          files differ from what the manifest recorded
-    │   ├── UnreadableError        OSError             a file that cannot be read now; it may be whole
+    │   ├── UnreadableError        OSError             a file cannot be read now; it may be whole
     │   └── MissingError           FileNotFoundError   no object of that name in a store
-    ├── LoadError              ValueError          a load or resume that does not fit, or unsupported content
-    │   └── BaseMismatchError      ValueError      an adapter loaded onto another base than it was trained on
+    ├── LoadError              ValueError          a load or resume does not fit
+    │   └── BaseMismatchError      ValueError      an adapter on another base than its own
     ├── TicketError            ValueError          a report about a sample that is not in flight
-    ├── WriterError            RuntimeError        a writer of the run handed in nothing, or something else
+    ├── WriterError            RuntimeError        a writer handed in nothing, or something else
     └── RankError              RuntimeError        another rank failed
-        └── RanksDisagreeError     RuntimeError    ranks called with different arguments, or not at all
+        └── RanksDisagreeError     RuntimeError    ranks called with different arguments
 
-Each is also a builtin exception, so that code without ft_ckpt can catch it. A message names the tensor or file first,
-then what was found, what was expected, and what to do. It is one printable line without secrets, see
-`messages.printable`.
+Each is also a builtin exception, so that code without ft_ckpt can catch it. A message names the
+tensor or file first, then what was found, what was expected, and what to do. It is one printable
+line without secrets, see `messages.printable`.
 """
 
 import errno
@@ -80,7 +80,9 @@ class TargetError(CheckpointError, OSError):
 
 
 class EngineError(TargetError):
-    """An inference server refuses, does not answer, or holds other weights than the published ones."""
+    """An inference server refuses, does not answer, or holds other weights than the published
+    ones.
+    """
 
 
 class NoSpaceError(TargetError):
@@ -122,7 +124,9 @@ class MissingError(CorruptError, FileNotFoundError):
 
 
 class LoadError(CheckpointError, ValueError):
-    """A load or resume that does not fit (missing, unexpected or reshaped tensors), or unsupported content."""
+    """A load or resume that does not fit (missing, unexpected or reshaped tensors), or unsupported
+    content.
+    """
 
 
 class BaseMismatchError(LoadError):
@@ -134,7 +138,9 @@ class TicketError(CheckpointError, ValueError):
 
 
 class WriterError(CheckpointError, RuntimeError):
-    """A writer of the run has ended, hands in nothing or something else, or belongs to another session."""
+    """A writer of the run has ended, hands in nothing or something else, or belongs to another
+    session.
+    """
 
 
 class RankError(CheckpointError, RuntimeError):
@@ -151,30 +157,41 @@ def listing(items: list[str], separator: str = "; ", most: int = 8) -> str:
     return shown if len(items) <= most else f"{shown}{separator}and {len(items) - most} more"
 
 
-Rule: TypeAlias = tuple[str, Callable[[Any], bool], str]  # field, predicate, the expected value in words
+# field, predicate, the expected value in words
+Rule: TypeAlias = tuple[str, Callable[[Any], bool], str]
 
 
 def check_settings(settings: Any, rules: Iterable[Rule]) -> None:
-    """Raise ConfigError naming every field of `settings` whose value does not satisfy the predicate of its rule.
+    """Raise ConfigError naming every field of `settings` whose value does not satisfy the predicate
+    of its rule.
 
-    `settings` is a dataclass. Of fields that its repr leaves out, only text is shown: others may contain secrets.
+    `settings` is a dataclass. Of fields that its repr leaves out, only text is shown: others may
+    contain secrets.
     """
     secret = {each.name for each in fields(settings) if not each.repr}
-    values = [(field, getattr(settings, field), is_valid, words) for field, is_valid, words in rules]
-    problems = [
-        f"{field}={SECRET if field in secret and not isinstance(value, str) else repr(value)}: expected {words}"
-        for field, value, is_valid, words in values
-        if not _satisfies(is_valid, value)
+    values = [
+        (field, getattr(settings, field), is_valid, words) for field, is_valid, words in rules
     ]
+    problems = []
+    for field, value, is_valid, words in values:
+        if _satisfies(is_valid, value):
+            continue
+        is_secret = field in secret and not isinstance(value, str)
+        shown = SECRET if is_secret else repr(value)
+        problems.append(f"{field}={shown}: expected {words}")
     if problems:
         raise ConfigError("; ".join(problems))
 
 
 def refuse_unknown_fields(kind: type[Any], values: Iterable[Any], names: Iterable[str]) -> None:
-    """Raise ConfigError for arguments of the dataclass `kind`: `values` without a name, and `names` that it lacks."""
+    """Raise ConfigError for arguments of the dataclass `kind`: `values` without a name, and `names`
+    that it lacks.
+    """
     choices = [field.name for field in fields(kind)]
     for value in values:
-        raise ConfigError(f"{kind.__name__}({short(value)}): expected a name for it, such as {choices[0]}=")
+        raise ConfigError(
+            f"{kind.__name__}({short(value)}): expected a name for it, such as {choices[0]}="
+        )
     for name in names:
         if name not in choices:
             advice = did_you_mean([name], choices) or f"expected some of {', '.join(choices)}"
@@ -182,30 +199,41 @@ def refuse_unknown_fields(kind: type[Any], values: Iterable[Any], names: Iterabl
 
 
 def _satisfies(is_valid: Callable[[Any], bool], value: Any) -> bool:
-    """The answer of a predicate; False for a value of a type that it was not made for, or too large for it."""
+    """The answer of a predicate; False for a value of a type that it was not made for, or too large
+    for it.
+    """
     with suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return is_valid(value)
     return False
 
 
-def is_number(value: Any, least: float = -math.inf, most: float = math.inf, *, whole: bool = False) -> bool:
-    """Whether `value` is a real number in [least, most], an integer if `whole`; False for a bool."""
+def is_number(
+    value: Any, least: float = -math.inf, most: float = math.inf, *, whole: bool = False
+) -> bool:
+    """Whether `value` is a real number in [least, most], an integer if `whole`; False for a
+    bool.
+    """
     kind: Any = Integral if whole else Real
     return isinstance(value, kind) and not isinstance(value, bool) and least <= value <= most
 
 
 @contextmanager
 def explained(target: object) -> Iterator[None]:
-    """Convert every OSError of the block into a TargetError, or a NoSpaceError if the disk is full."""
+    """Convert every OSError of the block into a TargetError, or a NoSpaceError if the disk is
+    full.
+    """
     try:
         yield
     except CheckpointError:
         raise
     except OSError as error:
         if error.errno in _FULL:
-            raise NoSpaceError(f"{target}: no room on its device ({error}); make room and save again") from error
+            raise NoSpaceError(
+                f"{target}: no room on its device ({error}); make room and save again"
+            ) from error
         found = TargetError(
-            f"{target}: cannot be written ({error}); check its permissions and its disk, or choose another path"
+            f"{target}: cannot be written ({error}); check its permissions and its disk, or choose "
+            "another path"
         )
         found.errno = error.errno
         raise found from error
@@ -214,8 +242,8 @@ def explained(target: object) -> Iterator[None]:
 class damaged_input:  # noqa: N801 - reads as a statement where it is used; a class, since it is entered for each tensor
     """Convert errors of the block, which reads `source`, into errors of ft_ckpt that name `source`.
 
-    An OSError becomes an UnreadableError, a missing file a NotACheckpointError; any other error is attributed to
-    damaged bytes and becomes a CorruptError.
+    An OSError becomes an UnreadableError, a missing file a NotACheckpointError; any other error is
+    attributed to damaged bytes and becomes a CorruptError.
     """
 
     __slots__ = ("source",)
@@ -227,9 +255,14 @@ class damaged_input:  # noqa: N801 - reads as a statement where it is used; a cl
         pass
 
     def __exit__(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _at: TracebackType | None
+        self,
+        _kind: type[BaseException] | None,
+        error: BaseException | None,
+        _at: TracebackType | None,
     ) -> None:
-        if type(error) is CorruptError and printable(str(self.source).partition(":")[0]) not in str(error):
+        if type(error) is CorruptError and printable(str(self.source).partition(":")[0]) not in str(
+            error
+        ):
             raise CorruptError(f"{self.source}: {error}") from error
         if error is None or isinstance(error, CheckpointError) or not isinstance(error, Exception):
             return
@@ -237,14 +270,20 @@ class damaged_input:  # noqa: N801 - reads as a statement where it is used; a cl
         if isinstance(error, FileNotFoundError) and error.errno is not None:
             raise NotACheckpointError(f"{self.source}: no such file ({error})") from error
         if isinstance(error, OSError) and error.errno is not None:
-            found = UnreadableError(f"{self.source}: cannot be read ({error}); try again, or use another copy")
+            found = UnreadableError(
+                f"{self.source}: cannot be read ({error}); try again, or use another copy"
+            )
             found.errno = error.errno
             raise found from error
-        raise CorruptError(f"{self.source}: not whole ({shown(error)}); use another copy") from error
+        raise CorruptError(
+            f"{self.source}: not whole ({shown(error)}); use another copy"
+        ) from error
 
 
 def system_error(error: BaseException | None) -> OSError | None:
-    """The OSError that caused `error`, if there is one; libraries wrap it in errors of their own."""
+    """The OSError that caused `error`, if there is one; libraries wrap it in errors of their
+    own.
+    """
     while error is not None and not (isinstance(error, OSError) and error.errno is not None):
         error = error.__cause__ or error.__context__
     return error

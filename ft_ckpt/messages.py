@@ -1,7 +1,10 @@
-"""Text for terminals and logs. Names, file contents, URLs and server responses are made printable here.
+"""Text for terminals and logs.
 
-Every error, warning, log record and line of output passes `printable`: control characters are escaped, secrets in URLs
-removed. Nothing else in ft_ckpt calls `warnings.warn` or `logging.getLogger`, and only `cli.options` calls `print`.
+Names, file contents, URLs and server responses are made printable here.
+
+Every error, warning, log record and line of output passes `printable`: control characters are
+escaped, secrets in URLs removed. Nothing else in ft_ckpt calls `warnings.warn` or
+`logging.getLogger`, and only `cli.options` calls `print`.
 """
 
 import logging
@@ -16,9 +19,11 @@ from typing import Any
 SECRET = "***"  # noqa: S105 - a placeholder, not a secret
 # Bounded repetitions: the text may be hostile, and long.
 _USER_INFO = re.compile(
-    r"(?P<mark>://|(?:(?<![\w/.:-])//|:/)(?=[^\s/@]*:))"  # without a scheme, or with one slash, as a Path has it
+    # without a scheme, or with one slash, as a Path has it
+    r"(?P<mark>://|(?:(?<![\w/.:-])//|:/)(?=[^\s/@]*:))"
     r"(?:(?P<user>[^\s/]*|[^\s/@:\[]+:(?!\d{1,5}/)\S{0,100})@"  # with a slash in the password, too
-    r"|(?<=://)(?P<rest>[^\s/@:\[\]'\"]+:(?!\d{1,5}\b)[^\s/@'\"]+))"  # no port: user info cut short by a message
+    # no port: user info cut short by a message
+    r"|(?<=://)(?P<rest>[^\s/@:\[\]'\"]+:(?!\d{1,5}\b)[^\s/@'\"]+))"
 )
 _PARAMETER = re.compile(
     r"((?:[?&;#]|%3F|%26)[^\s=&;?%]{0,60}?(?:sig|token|secret|key|cred|pass|pwd|auth|session)[^\s=&;?%]{0,60}(?:=|%3D))"
@@ -26,9 +31,11 @@ _PARAMETER = re.compile(
     re.IGNORECASE,
 )
 _TOKEN = re.compile(
-    r"(?P<kind>\bhf_)[A-Za-z0-9]{30,}|(?P<scheme>\bbearer\s{1,9})(?=[^\s'\"]{0,200}\d)[\w.~+/=-]{8,}", re.IGNORECASE
+    r"(?P<kind>\bhf_)[A-Za-z0-9]{30,}|(?P<scheme>\bbearer\s{1,9})(?=[^\s'\"]{0,200}\d)[\w.~+/=-]{8,}",
+    re.IGNORECASE,
 )
-_NAMED_CONTAINER = re.compile(r"(abfss?|wasbs?|ssh|sftp|git)$")  # schemes whose user info without ":" is no secret
+# schemes whose user info without ":" is no secret
+_NAMED_CONTAINER = re.compile(r"(abfss?|wasbs?|ssh|sftp|git)$")
 
 
 def install_extra(name: str) -> str:
@@ -37,7 +44,9 @@ def install_extra(name: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """`text` with "***" for tokens, and for user info and signing parameters in URLs, with or without a scheme."""
+    """`text` with "***" for tokens, and for user info and signing parameters in URLs, with or
+    without a scheme.
+    """
     text = _TOKEN.sub(lambda found: f"{found['kind'] or found['scheme']}{SECRET}", text)
     if ":" in text:
         text = _USER_INFO.sub(_hide_user_info, text)
@@ -45,12 +54,16 @@ def without_secrets(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""`text` without secrets, in one line: what `str.isprintable` refuses is escaped, as in "\x1b" and "\n".
+    r"""`text` without secrets, in one line: what `str.isprintable` refuses is escaped, as in "\x1b"
+    and "\n".
 
-    These are control characters, line separators, marks of direction, and surrogates (undecodable bytes of file names).
+    These are control characters, line separators, marks of direction, and surrogates (undecodable
+    bytes of file names).
     """
     if not text.isprintable():
-        text = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+        text = "".join(
+            one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+        )
     return without_secrets(text)
 
 
@@ -64,11 +77,16 @@ class _CleanRepr(reprlib.Repr):
         except Exception:  # noqa: BLE001 - of an object of any class
             return super().repr_instance(x, level)
         half = (self.maxother - 3) // 2
-        return text if len(text) <= self.maxother else f"{text[:half]}...{text[3 + half - self.maxother :]}"
+        return (
+            text
+            if len(text) <= self.maxother
+            else f"{text[:half]}...{text[3 + half - self.maxother :]}"
+        )
 
 
 def short(value: Any, most: int = 30) -> str:
-    """`repr(value)` with a few elements of containers and `most` characters of each text or object, from its ends.
+    """`repr(value)` with a few elements of containers and `most` characters of each text or object,
+    from its ends.
 
     Secrets are removed before shortening: in a part of a URL they are not recognised.
     """
@@ -83,9 +101,13 @@ def printable_lines(text: str) -> str:
 
 
 def clean_causes(error: BaseException | None) -> None:
-    """Make the messages of a library's error and its causes printable in place: tracebacks show them."""
+    """Make the messages of a library's error and its causes printable in place: tracebacks show
+    them.
+    """
     while error is not None:
-        error.args = tuple(printable_lines(arg) if isinstance(arg, str) else arg for arg in error.args)
+        error.args = tuple(
+            printable_lines(arg) if isinstance(arg, str) else arg for arg in error.args
+        )
         error = error.__cause__ or error.__context__
 
 
@@ -99,13 +121,17 @@ def nearest_names(words: Iterable[str], choices: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(words: Iterable[str], choices: Iterable[str]) -> str:
-    """The question "did you mean ...?" with the choice nearest to each of `words`; "" if none is near."""
+    """The question "did you mean ...?" with the choice nearest to each of `words`; "" if none is
+    near.
+    """
     nearest = nearest_names(words, choices)
     return f"did you mean {', '.join(nearest)}?" if nearest else ""
 
 
 def expected_one_of(word: str, choices: Iterable[str]) -> str:
-    """The text "expected one of ...", then the choice nearest to the unknown `word`, if one is near."""
+    """The text "expected one of ...", then the choice nearest to the unknown `word`, if one is
+    near.
+    """
     names = list(choices)
     question = did_you_mean([word], names)
     return f"expected one of {', '.join(names)}{'; ' if question else ''}{question}"
@@ -135,7 +161,8 @@ LOG.addFilter(_clean_record)
 
 
 def announce(text: str) -> None:
-    """Tell the user of a run one fact: as a record of the logger, or on stderr in a program that configures no logging.
+    """Tell the user of a run one fact: as a record of the logger, or on stderr in a program that
+    configures no logging.
 
     `logging.getLogger("ft_ckpt").setLevel(logging.WARNING)` silences it.
     """

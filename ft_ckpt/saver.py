@@ -82,17 +82,19 @@ class SaveArguments(TypedDict, total=False):
 
 
 class CheckpointSaver(Generic[SaveResult]):
-    """Saves and resumes a training run, and saves models as folders that every Hugging Face tool loads.
+    """Saves and resumes a training run, and saves models as folders that every Hugging Face tool
+    loads.
 
-    `accelerator`: its prepared models are checked now, so that a run does not fail at its end because of a generation
-    config that was invalid from the start. `directory`: where `save` with a step and without a path puts checkpoints,
-    also after the script has changed its working directory. `settings`: the fields of `SaverConfig`, which may be
-    passed as `config` instead. `on_saved`: one or several functions, called on rank 0 with the report of each committed
-    save, in the thread that finished it; their errors become warnings. They must not call the saver.
+    `accelerator`: its prepared models are checked now, so that a run does not fail at its end
+    because of a generation config that was invalid from the start. `directory`: where `save` with a
+    step and without a path puts checkpoints, also after the script has changed its working
+    directory. `settings`: the fields of `SaverConfig`, which may be passed as `config` instead.
+    `on_saved`: one or several functions, called on rank 0 with the report of each committed save,
+    in the thread that finished it; their errors become warnings. They must not call the saver.
 
-    Raises ConfigError for invalid settings, CompanionError for a tokenizer or generation config that does not fit,
-    SelectionError for optimizers and other objects of a run whose state cannot be saved, TargetError when `directory`
-    cannot be written.
+    Raises ConfigError for invalid settings, CompanionError for a tokenizer or generation config
+    that does not fit, SelectionError for optimizers and other objects of a run whose state cannot
+    be saved, TargetError when `directory` cannot be written.
     """
 
     @overload
@@ -155,21 +157,35 @@ class CheckpointSaver(Generic[SaveResult]):
         self.config = make_config(config, settings)
         self._rehearsal = triggers.start_recorder()
         if self._rehearsal is not None:
-            directory, self.config = self._rehearsal.directory, replace(self.config, staging=None, publish=None)
+            directory, self.config = (
+                self._rehearsal.directory,
+                replace(self.config, staging=None, publish=None),
+            )
         check_accelerator(accelerator)
         check_tokenizer(tokenizer)
         check_schedule(self.config, directory)
         self.accelerator = accelerator
         self.tokenizer = tokenizer
-        self._places = open_run_places(directory, self.config, lambda: self._current_ranks().is_main)
+        self._places = open_run_places(
+            directory, self.config, lambda: self._current_ranks().is_main
+        )
         for model in getattr(accelerator, "_models", None) or ():
             # A template takes its tokens from the tokenizer, which may be given to save() only.
-            check_companions(wrappers.unwrap(model), tokenizer, self.config.chat_template_name if tokenizer else None)
+            check_companions(
+                wrappers.unwrap(model),
+                tokenizer,
+                self.config.chat_template_name if tokenizer else None,
+            )
         self._run = TrainingRun(accelerator, self.config)
         self._epochs: int | None = None  # argument of `remaining`
         self._pending = SaveRunner(self._run)
-        follow_up, is_rehearsal = make_follow_up(on_saved, self._places, self.config), self._rehearsal is not None
-        self._saves = RunSaves(self._run, self._pending, self._places, tokenizer, is_rehearsal, follow_up)
+        follow_up, is_rehearsal = (
+            make_follow_up(on_saved, self._places, self.config),
+            self._rehearsal is not None,
+        )
+        self._saves = RunSaves(
+            self._run, self._pending, self._places, tokenizer, is_rehearsal, follow_up
+        )
         self._run.check_objects()
         self._run.note_base()
         _OPEN.add(self)
@@ -238,33 +254,44 @@ class CheckpointSaver(Generic[SaveResult]):
         check: str | Mapping[str, Any] | None = None,
         push_to_hub: str | None = None,
     ) -> Any:
-        """Save `model`, or a part of it, to the folder `path`; call on every rank. Returns when it is durable.
+        """Save `model`, or a part of it, to the folder `path`; call on every rank. Returns when it
+        is durable.
 
-        With `background` it returns at once if possible; the handle and the next call of the saver report the outcome,
-        and both raise if the save failed. The keywords that are not listed here override the saver's settings.
+        With `background` it returns at once if possible; the handle and the next call of the saver
+        report the outcome, and both raise if the save failed. The keywords that are not listed here
+        override the saver's settings.
 
-        The whole model is saved (of torch's AveragedModel the inner one), or the submodule at `attribute`; several
-        attributes get a folder each. `adapter_only` is required for a model with PEFT adapters: True saves the adapters
-        alone, False the base and the adapters side by side, which only `ft_ckpt.load_model` puts together. `path`
-        defaults to `directory`/checkpoint-`step`; a checkpoint with training state is never replaced. Within a run
-        `step` and `metrics` default to those of its last step. `state_dict`: tensors to save instead of the live ones;
-        it must agree with the model. `extra_files`: files of rank 0 by path in the checkpoint.
+        The whole model is saved (of torch's AveragedModel the inner one), or the submodule at
+        `attribute`; several attributes get a folder each. `adapter_only` is required for a model
+        with PEFT adapters: True saves the adapters alone, False the base and the adapters side by
+        side, which only `ft_ckpt.load_model` puts together. `path` defaults to
+        `directory`/checkpoint-`step`; a checkpoint with training state is never replaced. Within a
+        run `step` and `metrics` default to those of its last step. `state_dict`: tensors to save
+        instead of the live ones; it must agree with the model. `extra_files`: files of rank 0 by
+        path in the checkpoint.
 
-        `merged` True stores one plain model, with the active adapters merged into a copy of the base, layer by layer;
-        names choose adapters, a mapping gives each a weight. A quantised base is refused: `ft_ckpt.merge` merges the
-        adapter's files into the model that was quantised. `check`="logits", or a batch, compares the output of the
-        saved folder in transformers with the live model before the commit. With `push_to_hub` ("user/name", or a URL)
-        rank 0 then pushes the checkpoint there in the background, as `ft_ckpt.push` does; the report's `push` is the
-        handle.
+        `merged` True stores one plain model, with the active adapters merged into a copy of the
+        base, layer by layer; names choose adapters, a mapping gives each a weight. A quantised base
+        is refused: `ft_ckpt.merge` merges the adapter's files into the model that was quantised.
+        `check`="logits", or a batch, compares the output of the saved folder in transformers with
+        the live model before the commit. With `push_to_hub` ("user/name", or a URL) rank 0 then
+        pushes the checkpoint there in the background, as `ft_ckpt.push` does; the report's `push`
+        is the handle.
 
-        Raises SelectionError when the model lacks the requested part or the request is ambiguous, IncompleteError when
-        the files would differ from the model, TargetError or NoSpaceError when it cannot be written, RankError when
-        another rank failed, RanksDisagreeError when ranks called differently or not at all; nothing is committed then.
+        Raises SelectionError when the model lacks the requested part or the request is ambiguous,
+        IncompleteError when the files would differ from the model, TargetError or NoSpaceError when
+        it cannot be written, RankError when another rank failed, RanksDisagreeError when ranks
+        called differently or not at all; nothing is committed then.
         """
         config = self._config_with(
-            dtype=dtype, chat_template_name=chat_template_name, format=format, compression=compression,
-            max_shard_size=max_shard_size, background=background, overwrite=overwrite,
-        )  # fmt: skip
+            dtype=dtype,
+            chat_template_name=chat_template_name,
+            format=format,
+            compression=compression,
+            max_shard_size=max_shard_size,
+            background=background,
+            overwrite=overwrite,
+        )
         push_to = None if push_to_hub is None else push_goal(push_to_hub, **config.client_options)
         check_tokenizer(tokenizer)
         check_mappings(state_dict=state_dict, extra_files=extra_files)
@@ -285,7 +312,9 @@ class CheckpointSaver(Generic[SaveResult]):
                 self._saves.target_folder(path, step, has_state=False),
                 merged=merge_choice(merged, excluded),
                 check=None if check is None else live_logits(model, check),
-                adapter_only=False if merged else self._is_of_adapters(model, adapter_only, attribute),
+                adapter_only=False
+                if merged
+                else self._is_of_adapters(model, adapter_only, attribute),
                 attribute=attribute,
                 tokenizer=self.tokenizer if tokenizer is None else tokenizer,
                 state_dict=state_dict,
@@ -308,17 +337,24 @@ class CheckpointSaver(Generic[SaveResult]):
         step: int | None = None,
         **settings: Unpack[ServerSettings],
     ) -> PublishReport | None:
-        """Save `model` as `save` does, and publish it from rank 0 to the server at `url`, or to several; on every rank.
+        """Save `model` as `save` does, and publish it from rank 0 to the server at `url`, or to
+        several; on every rank.
 
-        Of a model with PEFT adapters the adapters are saved, unless `adapter_only` or `merged` says otherwise. A run
-        never prunes what is saved here. `settings` are those of `ft_ckpt.publish`. Returns the report on rank 0, None
-        on the others.
+        Of a model with PEFT adapters the adapters are saved, unless `adapter_only` or `merged` says
+        otherwise. A run never prunes what is saved here. `settings` are those of `ft_ckpt.publish`.
+        Returns the report on rank 0, None on the others.
 
         Raises what `save` and `ft_ckpt.publish` raise, RankError on the other ranks.
         """
         options = server_options(url, settings)
-        alone = not merged and has_adapters(model_inside(model)) if adapter_only is None else adapter_only
-        saved = self.save(model, path, adapter_only=alone, merged=merged, step=step, background=False)
+        alone = (
+            not merged and has_adapters(model_inside(model))
+            if adapter_only is None
+            else adapter_only
+        )
+        saved = self.save(
+            model, path, adapter_only=alone, merged=merged, step=step, background=False
+        )
         place = (saved.result() if isinstance(saved, PendingSave) else saved).place
         ranks = self._current_ranks()
         report: PublishReport | None
@@ -329,11 +365,12 @@ class CheckpointSaver(Generic[SaveResult]):
         return report
 
     def register(self, **objects: Any) -> None:
-        """Name objects of the run that Accelerate does not know, to be saved and resumed with it; on every rank.
+        """Name objects of the run that Accelerate does not know, to be saved and resumed with it;
+        on every rank.
 
-        `model`: the model whose weights are saved. Further modules (an average of the weights), optimizers, schedulers
-        and all objects with `state_dict` and `load_state_dict` are saved with their state. Raises SelectionError for
-        other objects.
+        `model`: the model whose weights are saved. Further modules (an average of the weights),
+        optimizers, schedulers and all objects with `state_dict` and `load_state_dict` are saved
+        with their state. Raises SelectionError for other objects.
         """
         self._run.register(objects)
 
@@ -345,35 +382,58 @@ class CheckpointSaver(Generic[SaveResult]):
         timeout_seconds: float = 300.0,
         **groups: int,
     ) -> str:
-        """Invite processes beside the training to hand in parts of each checkpoint; on every rank, after `resume`.
+        """Invite processes beside the training to hand in parts of each checkpoint; on every rank,
+        after `resume`.
 
-        Each name is that of a `Writer`; a group, such as rollout=4, invites "rollout-0" to "rollout-3". From now on a
-        save of the run asks all of them for their state, and commits when all have handed in theirs for its step; a
-        save in the background waits for them in the background. If writers or groups in `optional` are missing, it
-        commits without them after `timeout_seconds`, or when their process has ended; the report's notes name them.
-        Returns the token of the session; a `Writer` with this token joins no other session.
+        Each name is that of a `Writer`; a group, such as rollout=4, invites "rollout-0" to
+        "rollout-3". From now on a save of the run asks all of them for their state, and commits
+        when all have handed in theirs for its step; a save in the background waits for them in the
+        background. If writers or groups in `optional` are missing, it commits without them after
+        `timeout_seconds`, or when their process has ended; the report's notes name them. Returns
+        the token of the session; a `Writer` with this token joins no other session.
 
-        Raises WriterError if the checkpoint that was resumed lacks the part of a writer, or has one of a writer that is
-        not invited, unless `allow` names it; TargetError while another process has invited writers to the directory;
-        ConfigError for invalid names, without a directory and with `staging`. Saves raise WriterError naming the
-        writers that have ended, failed, or handed in nothing in time.
+        Raises WriterError if the checkpoint that was resumed lacks the part of a writer, or has one
+        of a writer that is not invited, unless `allow` names it; TargetError while another process
+        has invited writers to the directory; ConfigError for invalid names, without a directory and
+        with `staging`. Saves raise WriterError naming the writers that have ended, failed, or
+        handed in nothing in time.
         """
         if not is_number(timeout_seconds, 0):
-            raise ConfigError(f"timeout_seconds={timeout_seconds!r:.80}: expected seconds from 0 on")
-        if wrong := [f"{name}={count!r:.80}" for name, count in groups.items() if not is_number(count, 1, whole=True)]:
-            raise ConfigError(f"{listing(wrong, ', ')}: expected the number of writers of the group, from 1 on")
-        optional, allow = names_of(optional, "invite(optional=...)"), names_of(allow, "invite(allow=...)")
-        families = {name: tuple(f"{name}-{number}" for number in range(count)) for name, count in groups.items()}
+            raise ConfigError(
+                f"timeout_seconds={timeout_seconds!r:.80}: expected seconds from 0 on"
+            )
+        if wrong := [
+            f"{name}={count!r:.80}"
+            for name, count in groups.items()
+            if not is_number(count, 1, whole=True)
+        ]:
+            raise ConfigError(
+                f"{listing(wrong, ', ')}: expected the number of writers of the group, from 1 on"
+            )
+        optional, allow = (
+            names_of(optional, "invite(optional=...)"),
+            names_of(allow, "invite(allow=...)"),
+        )
+        families = {
+            name: tuple(f"{name}-{number}" for number in range(count))
+            for name, count in groups.items()
+        }
         names = [*writers, *(name for family in families.values() for name in family)]
         left_out = {each for name in optional for each in (name, *families.get(name, ()))}
         check_writer_names(names)
         if unknown := sorted({*optional} - {*names, *families}):
-            raise ConfigError(f"optional={unknown}: not invited; expected some of {', '.join(names)}")
-        return self._saves.invite({name: name in left_out for name in names}, allow, timeout_seconds)
+            raise ConfigError(
+                f"optional={unknown}: not invited; expected some of {', '.join(names)}"
+            )
+        return self._saves.invite(
+            {name: name in left_out for name in names}, allow, timeout_seconds
+        )
 
     @property
     def directory(self) -> Path | str | None:
-        """The folder for checkpoints that are saved without a path; its URL if it is in a bucket."""
+        """The folder for checkpoints that are saved without a path; its URL if it is in a
+        bucket.
+        """
         return None if self._places.directory is None else self._places.directory.location
 
     @property
@@ -384,13 +444,15 @@ class CheckpointSaver(Generic[SaveResult]):
     def remaining(
         self, loader: Iterable[Batch], epochs: int | None = None, *, replay: bool | None = None
     ) -> Iterator[Batch]:
-        """The batches of `loader` that the run has not seen: the rest of an epoch, or of `epochs` epochs.
+        """The batches of `loader` that the run has not seen: the rest of an epoch, or of `epochs`
+        epochs.
 
-        After `resume` it continues exactly where the checkpoint was made; with `replay` also for random augmentation in
-        loader workers, by reading seen batches again and dropping them. Epochs are counted per loader. On resume,
-        loaders are matched by dataset, or else by the order of the calls. Checkpoints that are due at the end of an
-        epoch are made there if the loader could not tell its last batch. After all `epochs` the last step is saved if
-        there is a schedule and the step was not saved.
+        After `resume` it continues exactly where the checkpoint was made; with `replay` also for
+        random augmentation in loader workers, by reading seen batches again and dropping them.
+        Epochs are counted per loader. On resume, loaders are matched by dataset, or else by the
+        order of the calls. Checkpoints that are due at the end of an epoch are made there if the
+        loader could not tell its last batch. After all `epochs` the last step is saved if there is
+        a schedule and the step was not saved.
         """
         check_loop(loader, epochs)
         feed = self.place_in(loader, replay)
@@ -403,7 +465,9 @@ class CheckpointSaver(Generic[SaveResult]):
             feed = self.place_in(loader, replay)
             batches = self._saves.read_until_signal(feed.batches())
             batches = self._run.watch_loop(batches, self._current_ranks())
-            yield from batches if self._rehearsal is None else self._rehearsal.watch_batches(batches)
+            yield from (
+                batches if self._rehearsal is None else self._rehearsal.watch_batches(batches)
+            )
             if self.config.every is not None and self.config.every.epochs:
                 self._saves.save_if_due({})
             if epochs is None:
@@ -411,21 +475,31 @@ class CheckpointSaver(Generic[SaveResult]):
         self._saves.save_last()
 
     def place_in(self, loader: Any, replay: bool | None = None) -> DataPosition:
-        """Data position of `loader`. For integrations that iterate the loader; training loops use `remaining`."""
-        return self._run.feeds.position_of(loader, self._current_ranks(), replay, self.config.on_difference)
+        """Data position of `loader`.
+
+        For integrations that iterate the loader; training loops use `remaining`.
+        """
+        return self._run.feeds.position_of(
+            loader, self._current_ranks(), replay, self.config.on_difference
+        )
 
     @as_in_training
-    def step(self, metrics: Mapping[str, Any] | None = None, *, step: int | None = None) -> SaveResult | None:
-        """Report a finished batch, and save the run when it is due. On every rank, after every batch.
+    def step(
+        self, metrics: Mapping[str, Any] | None = None, *, step: int | None = None
+    ) -> SaveResult | None:
+        """Report a finished batch, and save the run when it is due. On every rank, after every
+        batch.
 
-        A step is counted when an optimizer has stepped; batches of an accumulation are skipped, whether Accelerate or
-        the script accumulates. The optimizers must be prepared by Accelerate or registered; without any, every call
-        counts. `step` sets the count instead. `metrics`: real numbers, also as tensors or arrays of one element. After
-        a save for a signal the process exits on all ranks, see `Every.signals`.
+        A step is counted when an optimizer has stepped; batches of an accumulation are skipped,
+        whether Accelerate or the script accumulates. The optimizers must be prepared by Accelerate
+        or registered; without any, every call counts. `step` sets the count instead. `metrics`:
+        real numbers, also as tensors or arrays of one element. After a save for a signal the
+        process exits on all ranks, see `Every.signals`.
 
-        Raises ConfigError for invalid metrics and steps, and what `save_state` raises; with on_failure="warn" a failed
-        save gives a warning, and training continues. If there is a schedule, the first call raises SelectionError for
-        state that the optimizers have made and that cannot be saved.
+        Raises ConfigError for invalid metrics and steps, and what `save_state` raises; with
+        on_failure="warn" a failed save gives a warning, and training continues. If there is a
+        schedule, the first call raises SelectionError for state that the optimizers have made and
+        that cannot be saved.
         """
         given, step = numbers_of(metrics), step_of(step)
         if not self._run.is_batch_done():
@@ -435,7 +509,10 @@ class CheckpointSaver(Generic[SaveResult]):
         self._run.note_step(step, given)
         report = self._saves.save_if_due(given)
         if self._rehearsal is not None:
-            save, is_main = lambda path: self.save_state(path=path, metrics=given), self._current_ranks().is_main
+            save, is_main = (
+                lambda path: self.save_state(path=path, metrics=given),
+                self._current_ranks().is_main,
+            )
             self._rehearsal.record_step(self._run.step, given, report is not None, is_main, save)
         return cast("SaveResult | None", report)  # a saver's settings decide
 
@@ -508,13 +585,15 @@ class CheckpointSaver(Generic[SaveResult]):
         overwrite: bool | None = None,
         **objects: Any,
     ) -> Any:
-        """Save a checkpoint that the run can be resumed from: weights, and the state of everything else; on every rank.
+        """Save a checkpoint that the run can be resumed from: weights, and the state of everything
+        else; on every rank.
 
-        It contains the objects that Accelerate prepared and the registered ones; `objects` are registered first. If
-        only PEFT adapters are trained, only these are saved, unless `adapter_only` says otherwise. Weights that the
-        model's files have in another dtype, or not at all, are stored exactly with the state. `extra_files`,
-        `background` and `overwrite` as for `save`. Then checkpoints that `keep` does not select are deleted. Raises
-        what `save` raises.
+        It contains the objects that Accelerate prepared and the registered ones; `objects` are
+        registered first. If only PEFT adapters are trained, only these are saved, unless
+        `adapter_only` says otherwise. Weights that the model's files have in another dtype, or not
+        at all, are stored exactly with the state. `extra_files`, `background` and `overwrite` as
+        for `save`. Then checkpoints that `keep` does not select are deleted. Raises what `save`
+        raises.
         """
         check_mappings(extra_files=extra_files)
         counted = self._run.agree_on_metrics(numbers_of(metrics), self._current_ranks())
@@ -523,7 +602,8 @@ class CheckpointSaver(Generic[SaveResult]):
         return self._saves.save(None, config, path, counted, adapter_only, dict(extra_files or {}))
 
     def wait(self) -> SaveReport | None:
-        """Wait for the save in the background and return its report, or None without one; on every rank.
+        """Wait for the save in the background and return its report, or None without one; on every
+        rank.
 
         Raises the error of that save, once.
         """
@@ -531,21 +611,27 @@ class CheckpointSaver(Generic[SaveResult]):
 
     @as_in_training
     def resume(
-        self, checkpoint: str | Path | Place | bool | None = "auto", *, allow: Iterable[str] | bool = (), **objects: Any
+        self,
+        checkpoint: str | Path | Place | bool | None = "auto",
+        *,
+        allow: Iterable[str] | bool = (),
+        **objects: Any,
     ) -> Progress:
         """Restore the run from a checkpoint and return its progress; on every rank.
 
-        `checkpoint`: "auto" (also "latest", True, None), the newest whole one of the run, in `directory` or staged, or
-        a fresh start if there is none; "must", the newest, or an error; "never" (also False), a fresh start; or one by
-        its name or path, or the path of a folder of Accelerate's `save_state`. The newest belongs to the newest run in
-        the directory, however far other runs got. `objects` are registered first. `progress.report` lists the outcome
-        of each item, none on a fresh start; items named in `allow` (True: any) may be absent or fail. Optimizer state
-        and gradients that the checkpoint lacks are dropped. A run that is rolled back to one of its own older
-        checkpoints continues as a new run, which may replace the later checkpoints.
+        `checkpoint`: "auto" (also "latest", True, None), the newest whole one of the run, in
+        `directory` or staged, or a fresh start if there is none; "must", the newest, or an error;
+        "never" (also False), a fresh start; or one by its name or path, or the path of a folder of
+        Accelerate's `save_state`. The newest belongs to the newest run in the directory, however
+        far other runs got. `objects` are registered first. `progress.report` lists the outcome of
+        each item, none on a fresh start; items named in `allow` (True: any) may be absent or fail.
+        Optimizer state and gradients that the checkpoint lacks are dropped. A run that is rolled
+        back to one of its own older checkpoints continues as a new run, which may replace the later
+        checkpoints.
 
-        Raises LoadError when something was not restored, NotACheckpointError when there is none to resume from,
-        CorruptError naming damaged files and the newest whole checkpoint, RankError when another rank failed.
-        Nothing is overwritten before all files and items are compared.
+        Raises LoadError when something was not restored, NotACheckpointError when there is none to
+        resume from, CorruptError naming damaged files and the newest whole checkpoint, RankError
+        when another rank failed. Nothing is overwritten before all files and items are compared.
         """
         self._pending.wait_for_save()
         self._saves.take_lease()
@@ -563,13 +649,16 @@ class CheckpointSaver(Generic[SaveResult]):
     def close(self) -> None:
         """End the use of the saver, on every rank; later saves are refused. Waits as `wait` does.
 
-        With a schedule, the last step is saved first if it was not, unless an exception is propagating. Called at the
-        end of a `with` block.
+        With a schedule, the last step is saved first if it was not, unless an exception is
+        propagating. Called at the end of a `with` block.
         """
         self._end_use(save=sys.exc_info()[0] is None)
 
     def _announce_start(self, mode: str | Place) -> None:
-        """Say in one line where the run begins. A fresh start that was asked for is told to the log only."""
+        """Say in one line where the run begins.
+
+        A fresh start that was asked for is told to the log only.
+        """
         progress = self._run.progress
         if progress.resumed_from is None:
             searched = "no directory" if self.directory is None else shown_location(self.directory)
@@ -586,7 +675,9 @@ class CheckpointSaver(Generic[SaveResult]):
 
     def _config_with(self, **given: Any) -> SaverConfig:
         """The saver's settings, replaced by the arguments that are not None."""
-        return replace(self.config, **{name: value for name, value in given.items() if value is not None})
+        return replace(
+            self.config, **{name: value for name, value in given.items() if value is not None}
+        )
 
     def _is_of_adapters(self, model: nn.Module, asked: bool | None, attribute: Attribute) -> bool:
         alone = is_of_adapters(model, asked, attribute)
@@ -599,7 +690,8 @@ class CheckpointSaver(Generic[SaveResult]):
         with ExitStack() as stack:
             stack.callback(self._saves.end_lease)  # runs last: uploads are of this run, too
             stack.callback(self._saves.end_follow_up, wait=save)  # a background save starts it
-            stack.callback(self._saves.end_session)  # after a save in the background, which waits for the writers
+            # after a save in the background, which waits for the writers
+            stack.callback(self._saves.end_session)
             stack.callback(self._pending.close)
             stack.callback(self._run.close)
             stack.callback(_OPEN.discard, self)
@@ -615,7 +707,8 @@ class CheckpointSaver(Generic[SaveResult]):
         if kind is None:
             self._end_use(save=True)
         else:
-            try_action(lambda: self._end_use(save=False))  # its error would hide the propagating one
+            # its error would hide the propagating one
+            try_action(lambda: self._end_use(save=False))
 
     def _current_ranks(self) -> Ranks:
         return current_ranks(self.config.enter_timeout_seconds)

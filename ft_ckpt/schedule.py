@@ -1,8 +1,9 @@
 """When to save: schedules, the optimal interval, the log of saves. Pure functions of a `History`.
 
-Ranks must save together or not at all. `own_reason` depends on values that all ranks share (step, epochs, agreed
-metrics), so each rank acts on its own answer. `shared_reason` depends on clocks and signals, which differ: ranks
-exchange their answers at steps known in advance (`next_poll`), and the reason of one rank holds for all.
+Ranks must save together or not at all. `own_reason` depends on values that all ranks share (step,
+epochs, agreed metrics), so each rank acts on its own answer. `shared_reason` depends on clocks and
+signals, which differ: ranks exchange their answers at steps known in advance (`next_poll`), and the
+reason of one rank holds for all.
 """
 
 import math
@@ -35,14 +36,18 @@ _UNITS = {
 
 
 def optimal_interval(save_seconds: float, mtbf_seconds: float, order: str = "daly") -> float:
-    """Seconds of work between the end of a save and the start of the next that minimise the expected loss.
+    """Seconds of work between the end of a save and the start of the next that minimise the
+    expected loss.
 
-    `order` "young" is the first-order result sqrt(2 C M), with C the save time and M the time between failures. "daly"
-    adds higher orders, which matter when C is not far below M; for C >= 2 M it is M. Raises ConfigError when a time is
-    not above 0 or for another `order`.
+    `order` "young" is the first-order result sqrt(2 C M), with C the save time and M the time
+    between failures. "daly" adds higher orders, which matter when C is not far below M; for C >= 2
+    M it is M. Raises ConfigError when a time is not above 0 or for another `order`.
     """
     if not (save_seconds > 0 and mtbf_seconds > 0):
-        raise ConfigError(f"save time {save_seconds} s, time between failures {mtbf_seconds} s: both must be above 0")
+        raise ConfigError(
+            f"save time {save_seconds} s, time between failures {mtbf_seconds} "
+            "s: both must be above 0"
+        )
     if order not in ("daly", "young"):
         raise ConfigError(f"order={order!r}: expected daly or young")
     young = math.sqrt(2 * save_seconds * mtbf_seconds)
@@ -55,7 +60,9 @@ def optimal_interval(save_seconds: float, mtbf_seconds: float, order: str = "dal
 
 
 def bounded_interval(save_seconds: float, max_overhead: float) -> float:
-    """The shortest interval, in seconds, at which saving takes no more than `max_overhead` (in (0, 1]) of the time."""
+    """The shortest interval, in seconds, at which saving takes no more than `max_overhead` (in (0,
+    1]) of the time.
+    """
     return save_seconds * (1 - max_overhead) / max_overhead
 
 
@@ -64,14 +71,16 @@ def expected_overhead(
 ) -> float:
     """Time spent on saving, repeated work and restarts, as a multiple of the time of useful work.
 
-    Exact for failures at a constant rate, also during saves and restarts; infinite when the run would in practice never
-    reach the next checkpoint. `mtbf_seconds` may be infinite.
+    Exact for failures at a constant rate, also during saves and restarts; infinite when the run
+    would in practice never reach the next checkpoint. `mtbf_seconds` may be infinite.
     """
     if math.isinf(mtbf_seconds):
         return save_seconds / interval_seconds
     try:
         tries = math.expm1((interval_seconds + save_seconds) / mtbf_seconds)
-        return mtbf_seconds * math.exp(restart_seconds / mtbf_seconds) * tries / interval_seconds - 1
+        return (
+            mtbf_seconds * math.exp(restart_seconds / mtbf_seconds) * tries / interval_seconds - 1
+        )
     except OverflowError:
         return math.inf
 
@@ -91,7 +100,10 @@ def parse_seconds(duration: float | timedelta | str) -> float:
         seconds = float(duration)
     if seconds > 0:
         return seconds
-    raise ConfigError(f"{duration!r} is not a duration; write seconds as a number, or text such as '90s', '24h', '7d'")
+    raise ConfigError(
+        f"{duration!r} is not a duration; write seconds as a number, or text "
+        "such as '90s', '24h', '7d'"
+    )
 
 
 _MOST = 500  # entries; beyond it, every second one of the older half is dropped
@@ -101,8 +113,9 @@ _MOST = 500  # entries; beyond it, every second one of the older half is dropped
 class LoggedSave:
     """One save of a run's state.
 
-    `stall_seconds` is None until the call returns; of a save in the background it includes the wait of optimizers only
-    after the commit. `seconds` and `size_bytes` are None until the commit, all of them after a resume from this save.
+    `stall_seconds` is None until the call returns; of a save in the background it includes the wait
+    of optimizers only after the commit. `seconds` and `size_bytes` are None until the commit, all
+    of them after a resume from this save.
     """
 
     step: int
@@ -126,19 +139,27 @@ def append_save(log: Sequence[LoggedSave], entry: LoggedSave) -> tuple[LoggedSav
 def finish_last(
     log: Sequence[LoggedSave], seconds: float, size_bytes: int, waited_seconds: float
 ) -> tuple[LoggedSave, ...]:
-    """The log after the commit of the last save, in the background, for which optimizers have waited."""
+    """The log after the commit of the last save, in the background, for which optimizers have
+    waited.
+    """
     if not log:
         return ()
     stall = log[-1].stall_seconds
     stall = None if stall is None else stall + waited_seconds
-    return (*log[:-1], replace(log[-1], seconds=seconds, size_bytes=size_bytes, stall_seconds=stall))
+    return (
+        *log[:-1],
+        replace(log[-1], seconds=seconds, size_bytes=size_bytes, stall_seconds=stall),
+    )
 
 
 def log_to_json(log: Sequence[LoggedSave]) -> list[dict[str, Any]]:
     """The log as JSON values; metrics that are not finite are text."""
     entries = []
     for each in log:
-        metrics = {name: value if math.isfinite(value) else str(value) for name, value in each.metrics.items()}
+        metrics = {
+            name: value if math.isfinite(value) else str(value)
+            for name, value in each.metrics.items()
+        }
         entries.append({**vars(each), "metrics": metrics})
     return entries
 
@@ -150,7 +171,8 @@ def log_from_json(document: Any) -> tuple[LoggedSave, ...]:
         return tuple(save.logged() for save in stored)
     except ValueError as error:
         raise LoadError(
-            f"saves: {error} in the log of saves; the file was not written by ft_ckpt or was changed since"
+            f"saves: {error} in the log of saves; the file was not written by ft_ckpt or was "
+            "changed since"
         ) from error
 
 
@@ -179,7 +201,8 @@ DEADLINE_VARIABLE = "SLURM_JOB_END_TIME"  # unix seconds, set by Slurm in the en
 _POLL_SECONDS = 1.0  # latency of a signal
 _POLL_SHARE = 0.005  # largest fraction of the time for polls
 _MOST_STEPS_UNASKED = 100  # bounds the latency if steps suddenly take long
-_FIRST_SAVE_SECONDS = 1.0  # assumed until a save is measured; short, so that the first save comes early
+# assumed until a save is measured; short, so that the first save comes early
+_FIRST_SAVE_SECONDS = 1.0
 _UNMEASURED_MARGIN_SECONDS = 300.0
 _LEAST_MARGIN_SECONDS = 60.0
 _STEP_WEIGHT, _SAVE_WEIGHT = 0.1, 0.3  # of the newest measurement in the running mean
@@ -187,7 +210,9 @@ _STEP_WEIGHT, _SAVE_WEIGHT = 0.1, 0.3  # of the newest measurement in the runnin
 
 @dataclass(frozen=True, kw_only=True)
 class Every:
-    """When to save: whenever one of these is due. `Every()` alone saves on signals and before the end of a Slurm job.
+    """When to save: whenever one of these is due.
+
+    `Every()` alone saves on signals and before the end of a Slurm job.
 
     Raises ConfigError, with every problem at once, for invalid values.
     """
@@ -201,17 +226,27 @@ class Every:
     best: tuple[str, str] | None = None
     """Name of a metric and "min" or "max": whenever it is better than at all earlier saves."""
     signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1", "SIGINT")
-    """On one of these: save at the end of the step, then exit; a second signal ends the process at once."""
+    """On one of these: save at the end of the step, then exit; a second signal ends the process at
+    once.
+    """
     exit_code: int | None = None
     """Exit code after a save on a signal; None is 128 plus the signal's number, as in a shell."""
     deadline: float | datetime | str | None = "auto"
-    """Before this time: unix seconds, a datetime, ISO 8601 text (local without offset); "auto": end of a Slurm job."""
+    """Before this time: unix seconds, a datetime, ISO 8601 text (local without offset); "auto": end
+    of a Slurm job.
+    """
     deadline_margin_minutes: float | None = None
-    """Time before the deadline; None is three saves and two steps as measured, at least 1 minute (5 if unmeasured)."""
+    """Time before the deadline; None is three saves and two steps as measured, at least 1 minute (5
+    if unmeasured).
+    """
     mtbf: float | timedelta | str | None = None
-    """Mean time between failures of the run, in seconds or as "24h": saves at the interval with the smallest loss."""
+    """Mean time between failures of the run, in seconds or as "24h": saves at the interval with the
+    smallest loss.
+    """
     max_overhead: float = 0.05
-    """Largest fraction of the time that saves for `mtbf` may take, in (0, 1]; other reasons are not limited."""
+    """Largest fraction of the time that saves for `mtbf` may take, in (0, 1]; other reasons are not
+    limited.
+    """
 
     def __new__(cls, *values: Any, **settings: Any) -> Self:
         refuse_unknown_fields(cls, values, settings)
@@ -221,8 +256,12 @@ class Every:
         check_settings(self, _RULES)
 
     @classmethod
-    def optimal(cls, mtbf: float | timedelta | str, max_overhead: float = 0.05, **others: Any) -> "Every":
-        """Save at the interval with the smallest loss for failures every `mtbf` on average, re-estimated in the run."""
+    def optimal(
+        cls, mtbf: float | timedelta | str, max_overhead: float = 0.05, **others: Any
+    ) -> "Every":
+        """Save at the interval with the smallest loss for failures every `mtbf` on average,
+        re-estimated in the run.
+        """
         return cls(mtbf=mtbf, max_overhead=max_overhead, **others)
 
     def deadline_unix(self) -> float | None:
@@ -235,7 +274,10 @@ class Every:
 
 @dataclass(frozen=True)
 class History:
-    """The past of a run, from which the schedule decides. Times are in seconds of a monotonic clock."""
+    """The past of a run, from which the schedule decides.
+
+    Times are in seconds of a monotonic clock.
+    """
 
     step: int = 0
     seen_at: float = 0.0  # when that step, or the save after it, ended
@@ -251,7 +293,9 @@ class History:
     saves: tuple[LoggedSave, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The values that a resumed run continues with: best metrics, measurements, failures, the log of its saves."""
+        """The values that a resumed run continues with: best metrics, measurements, failures, the
+        log of its saves.
+        """
         kept = {name: getattr(self, name) for name in _KEPT}
         return kept | {"best": dict(self.best), "saves": log_to_json(self.saves)}
 
@@ -272,11 +316,15 @@ class _KeptHistory:
 _KEPT = tuple(kept.name for kept in fields(_KeptHistory))
 
 
-def begin_history(step: int, epochs_done: int, now: float, kept: Mapping[str, Any] | None = None) -> History:
-    """The history of a run that begins at `step`, or resumes there with `kept` from `History.to_json`.
+def begin_history(
+    step: int, epochs_done: int, now: float, kept: Mapping[str, Any] | None = None
+) -> History:
+    """The history of a run that begins at `step`, or resumes there with `kept` from
+    `History.to_json`.
 
-    The epochs in `kept` were counted for that save and take precedence over `epochs_done`. A resume from a routine
-    save counts as a failure after that save. Raises LoadError when `kept` is not from `to_json`.
+    The epochs in `kept` were counted for that save and take precedence over `epochs_done`. A resume
+    from a routine save counts as a failure after that save. Raises LoadError when `kept` is not
+    from `to_json`.
     """
     begun = History(step=step, seen_at=now, saved_step=step, saved_epochs=epochs_done, saved_at=now)
     if kept is None:
@@ -284,16 +332,25 @@ def begin_history(step: int, epochs_done: int, now: float, kept: Mapping[str, An
     try:
         counted = as_record(kept, _KeptHistory)
     except FieldError as error:
-        raise LoadError(f"history: {error}; the file was not written by ft_ckpt or was changed since") from error
+        raise LoadError(
+            f"history: {error}; the file was not written by ft_ckpt or was changed since"
+        ) from error
     saves = log_from_json(kept.get("saves", []))
     was_routine = counted.reason in ROUTINE
-    return replace(begun, **{**vars(counted), "failures": counted.failures + was_routine}, saves=saves)
+    return replace(
+        begun, **{**vars(counted), "failures": counted.failures + was_routine}, saves=saves
+    )
 
 
 def own_reason(
-    every: Every, history: History, step: int, epochs_done: int, metrics: Mapping[str, float] | None = None
+    every: Every,
+    history: History,
+    step: int,
+    epochs_done: int,
+    metrics: Mapping[str, float] | None = None,
 ) -> str | None:
-    """The reason to save after `step` from values that all ranks share: "steps", "epochs", "best" or None.
+    """The reason to save after `step` from values that all ranks share: "steps", "epochs", "best"
+    or None.
 
     Equal on every rank if `metrics` are. Never twice for one step.
     """
@@ -306,11 +363,14 @@ def own_reason(
     return "best" if _is_improvement(every, history, metrics or {}) else None
 
 
-def shared_reason(every: Every, history: History, now: float, now_unix: float, signal: str | None = None) -> str | None:
-    """The reason of this rank to save, from clocks and signals: the `signal`, "deadline", "minutes", "optimum" or None.
+def shared_reason(
+    every: Every, history: History, now: float, now_unix: float, signal: str | None = None
+) -> str | None:
+    """The reason of this rank to save, from clocks and signals: the `signal`, "deadline",
+    "minutes", "optimum" or None.
 
-    Reasons differ between ranks, which agree at polls. A signal is returned even if the step is already saved, so that
-    the caller exits; the other reasons never come twice for one step.
+    Reasons differ between ranks, which agree at polls. A signal is returned even if the step is
+    already saved, so that the caller exits; the other reasons never come twice for one step.
     """
     if signal is not None or history.step <= history.saved_step:
         return signal
@@ -326,8 +386,8 @@ def shared_reason(every: Every, history: History, now: float, now_unix: float, s
 def interval_seconds(every: Every, history: History) -> float | None:
     """The current interval for `every.mtbf`, in seconds from the end of a save; None without it.
 
-    The estimated time between failures starts from one assumed failure in `every.mtbf` and approaches the rate of the
-    run, in which several failures between two saves count as one.
+    The estimated time between failures starts from one assumed failure in `every.mtbf` and
+    approaches the rate of the run, in which several failures between two saves count as one.
     """
     if every.mtbf is None:
         return None
@@ -337,19 +397,25 @@ def interval_seconds(every: Every, history: History) -> float | None:
 
 
 def needs_poll(every: Every) -> bool:
-    """Whether ranks have to poll; rank 0's answer holds for all, because environments may differ."""
+    """Whether ranks have to poll; rank 0's answer holds for all, because environments may
+    differ.
+    """
     return bool(every.minutes or every.signals or every.mtbf) or every.deadline_unix() is not None
 
 
 def next_poll(history: History, step: int, poll_seconds: float) -> int:
     """The step of the next poll, after `step`: about once a second, for at most 0.5 % of the time.
 
-    Every step until steps are measured, never more than 100 steps later. `poll_seconds`: the shortest measured poll,
-    without the wait for slow ranks. Ranks measure different times, so the poll distributes rank 0's answer.
+    Every step until steps are measured, never more than 100 steps later. `poll_seconds`: the
+    shortest measured poll, without the wait for slow ranks. Ranks measure different times, so the
+    poll distributes rank 0's answer.
     """
     if not history.step_seconds:
         return step + 1
-    gap = max(int(_POLL_SECONDS / history.step_seconds), math.ceil(poll_seconds / _POLL_SHARE / history.step_seconds))
+    gap = max(
+        int(_POLL_SECONDS / history.step_seconds),
+        math.ceil(poll_seconds / _POLL_SHARE / history.step_seconds),
+    )
     return step + int(min(max(1, gap), _MOST_STEPS_UNASKED))
 
 
@@ -359,7 +425,13 @@ def after_step(history: History, step: int, now: float) -> History:
         return history
     passed = now - history.seen_at
     seconds = _running_mean(history.step_seconds, passed / (step - history.step), _STEP_WEIGHT)
-    return replace(history, step=step, seen_at=now, step_seconds=seconds, run_seconds=history.run_seconds + passed)
+    return replace(
+        history,
+        step=step,
+        seen_at=now,
+        step_seconds=seconds,
+        run_seconds=history.run_seconds + passed,
+    )
 
 
 def after_save(
@@ -373,10 +445,11 @@ def after_save(
     metrics: Mapping[str, float] | None = None,
     reason: str | None = None,
 ) -> History:
-    """The history after a save at `step` that ended at `now` and stopped training for `cost_seconds`.
+    """The history after a save at `step` that ended at `now` and stopped training for
+    `cost_seconds`.
 
-    Without a cost the mean stays: in the history that the checkpoint itself stores, and after a failed save (without
-    metrics too), so that the next try comes an interval later.
+    Without a cost the mean stays: in the history that the checkpoint itself stores, and after a
+    failed save (without metrics too), so that the next try comes an interval later.
     """
     best = dict(history.best)
     if every.best and _is_improvement(every, history, metrics or {}):
@@ -395,13 +468,20 @@ def after_save(
     )
 
 
-def after_commit(history: History, seconds: float, size_bytes: int, waited_seconds: float) -> History:
+def after_commit(
+    history: History, seconds: float, size_bytes: int, waited_seconds: float
+) -> History:
     """The history once a background save of `size_bytes` is committed.
 
-    `seconds`: of the whole save. `waited_seconds`: that optimizers waited for its copies after the call.
+    `seconds`: of the whole save. `waited_seconds`: that optimizers waited for its copies after the
+    call.
     """
     mean = _running_mean(history.save_seconds, seconds, _SAVE_WEIGHT)
-    return replace(history, save_seconds=mean, saves=finish_last(history.saves, seconds, size_bytes, waited_seconds))
+    return replace(
+        history,
+        save_seconds=mean,
+        saves=finish_last(history.saves, seconds, size_bytes, waited_seconds),
+    )
 
 
 def _is_improvement(every: Every, history: History, metrics: Mapping[str, float]) -> bool:
@@ -415,9 +495,11 @@ def _is_improvement(every: Every, history: History, metrics: Mapping[str, float]
 
 
 def _before_deadline(every: Every, history: History, now: float, now_unix: float) -> bool:
-    """Whether to save for the deadline: at the start of the margin, then when the unsaved work equals the time left.
+    """Whether to save for the deadline: at the start of the margin, then when the unsaved work
+    equals the time left.
 
-    The second case covers work inside the margin and jobs as short as the margin; only while two saves fit.
+    The second case covers work inside the margin and jobs as short as the margin; only while two
+    saves fit.
     """
     deadline = every.deadline_unix()
     if deadline is None:
@@ -447,7 +529,8 @@ def _running_mean(before: float | None, value: float | None, weight: float) -> f
 
 def _unix_seconds(when: float | datetime | str | None) -> float | None:
     if isinstance(when, str):
-        when = datetime.fromisoformat(when.replace("Z", "+00:00"))  # Python 3.10 does not know the letter
+        # Python 3.10 does not know the letter
+        when = datetime.fromisoformat(when.replace("Z", "+00:00"))
     return when.timestamp() if isinstance(when, datetime) else when
 
 
@@ -456,7 +539,9 @@ def _is_duration(value: Any) -> bool:
 
 
 def _is_best(value: Any) -> bool:
-    return value is None or (isinstance(value, (tuple, list)) and len(value) == 2 and value[1] in ("min", "max"))
+    return value is None or (
+        isinstance(value, (tuple, list)) and len(value) == 2 and value[1] in ("min", "max")
+    )
 
 
 def _is_deadline(value: Any) -> bool:
@@ -464,9 +549,19 @@ def _is_deadline(value: Any) -> bool:
 
 
 def _number_rule(
-    field: str, words: str, least: float, most: float = math.inf, *, whole: bool = False, optional: bool = True
+    field: str,
+    words: str,
+    least: float,
+    most: float = math.inf,
+    *,
+    whole: bool = False,
+    optional: bool = True,
 ) -> Rule:
-    return field, lambda value: (optional and value is None) or is_number(value, least, most, whole=whole), words
+    return (
+        field,
+        lambda value: (optional and value is None) or is_number(value, least, most, whole=whole),
+        words,
+    )
 
 
 _ABOVE_ZERO = math.ulp(0.0)

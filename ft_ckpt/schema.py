@@ -1,4 +1,6 @@
-"""Reads JSON values as frozen records, by msgspec: the types of a record's fields are its schema."""
+"""Reads JSON values as frozen records, by msgspec: the types of a record's fields are its
+schema.
+"""
 
 import re
 from dataclasses import fields
@@ -25,7 +27,8 @@ class FieldError(ValueError):
 
 
 def as_record(value: Any, kind: type[_Kind]) -> _Kind:
-    """The JSON value as a `kind`: a dataclass, named tuple, `tuple[X, ...]`, `Mapping[str, X]`, or a plain type.
+    """The JSON value as a `kind`: a dataclass, named tuple, `tuple[X, ...]`, `Mapping[str, X]`, or
+    a plain type.
 
     Undeclared fields are dropped. Raises FieldError for the first value of another type or range,
     for a missing field, and for a key that UTF-8 does not encode.
@@ -35,13 +38,17 @@ def as_record(value: Any, kind: type[_Kind]) -> _Kind:
     except RecursionError as error:
         raise FieldError(str(error)) from None
     except UnicodeEncodeError as error:
-        raise FieldError(f"{short(error.object)}: not UTF-8, expected the name of a field") from None
+        raise FieldError(
+            f"{short(error.object)}: not UTF-8, expected the name of a field"
+        ) from None
     except msgspec.ValidationError as error:
         raise FieldError(_field_first(str(error).replace("`", ""), value)) from None
 
 
 def values_of(record: Any) -> dict[str, Any]:
-    """The values of a dataclass by field, in the order of the declaration; `vars` has the order of the JSON text."""
+    """The values of a dataclass by field, in the order of the declaration; `vars` has the order of
+    the JSON text.
+    """
     kind: Any = type(record)
     return {name: getattr(record, name) for name in _field_names(kind)}
 
@@ -52,7 +59,9 @@ def _field_names(kind: Any) -> tuple[str, ...]:
 
 
 def _field_first(text: str, value: Any) -> str:
-    """msgspec's text with field and value first, as `parts[0].tensors[7].start: 'x', expected int`."""
+    """msgspec's text with field and value first, as `parts[0].tensors[7].start: 'x', expected
+    int`.
+    """
     located = _PLACE.fullmatch(text)
     if located is None:
         return text
@@ -60,7 +69,8 @@ def _field_first(text: str, value: Any) -> str:
     expected = located["expected"]
     try:
         return f"{field}: {short(_value_at(field, value))}, expected {expected}"
-    except (AttributeError, LookupError, TypeError, ValueError):  # the keys of mappings are not in the text
+    except (AttributeError, LookupError, TypeError, ValueError):
+        # the keys of mappings are not in the text
         return f"{field}: expected {expected}"
 
 

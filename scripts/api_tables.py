@@ -1,7 +1,9 @@
-"""Tables of parameters on the page of the API: an extension of griffe, which reads the docstrings for mkdocstrings.
+"""Tables of parameters on the page of the API: an extension of griffe, which reads the docstrings
+for mkdocstrings.
 
-A docstring describes a parameter in a sentence that begins with its name, "`base`: the model of an adapter.", and goes
-on to the next such sentence or the end of the paragraph. Each becomes a row; the other sentences stay as they are.
+A docstring describes a parameter in a sentence that begins with its name, "`base`: the model of an
+adapter.", and goes on to the next such sentence or the end of the paragraph. Each becomes a row;
+the other sentences stay as they are.
 """
 
 import re
@@ -38,7 +40,9 @@ def split_descriptions(docstring: str, parameters: Collection[str]) -> tuple[str
     kept: list[str] = []
     rows: dict[str, str] = {}
     for paragraph in docstring.split("\n\n"):
-        text = paragraph if paragraph.startswith((" ", "- ", "```")) else " ".join(paragraph.split())
+        text = (
+            paragraph if paragraph.startswith((" ", "- ", "```")) else " ".join(paragraph.split())
+        )
         starts = [match for match in _DESCRIPTION.finditer(text) if match[1] in parameters]
         for match, following in zip_longest(starts, starts[1:]):
             end = following.start() if following else len(text)

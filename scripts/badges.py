@@ -12,7 +12,8 @@ import tomllib
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 FONT = "Verdana, 'DejaVu Sans', Geneva, sans-serif"
-HEIGHT, LETTER, MARGIN = 20, 6.1, 7  # pixels: a badge, a letter of 11 pixels, the space at the ends of a text
+# pixels: a badge, a letter of 11 pixels, the space at the ends of a text
+HEIGHT, LETTER, MARGIN = 20, 6.1, 7
 NAME_COLOR, VALUE_COLOR = "#555d66", "#0a6cc4"
 
 
@@ -26,7 +27,9 @@ def badges() -> dict[str, str]:
     """Name and value of each badge."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     prefix = "Programming Language :: Python :: 3."
-    versions = [line.removeprefix(prefix) for line in project["classifiers"] if line.startswith(prefix)]
+    versions = [
+        line.removeprefix(prefix) for line in project["classifiers"] if line.startswith(prefix)
+    ]
     python = " | ".join(f"3.{minor}" for minor in sorted(versions, key=int))
     return {"license": project["license"], "python": python, "typing": "mypy --strict"}
 
@@ -34,14 +37,24 @@ def badges() -> dict[str, str]:
 def badge(name: str, value: str) -> str:
     """A badge as SVG: the name on grey, the value on blue."""
     left, right = (round(2 * MARGIN + LETTER * len(words)) for words in (name, value))
-    size = {"width": str(left + right), "height": str(HEIGHT), "viewBox": f"0 0 {left + right} {HEIGHT}"}
-    svg = Xml.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **size, "font-family": FONT, "role": "img"})
+    size = {
+        "width": str(left + right),
+        "height": str(HEIGHT),
+        "viewBox": f"0 0 {left + right} {HEIGHT}",
+    }
+    svg = Xml.Element(
+        "svg", {"xmlns": "http://www.w3.org/2000/svg", **size, "font-family": FONT, "role": "img"}
+    )
     Xml.SubElement(svg, "title").text = f"{name}: {value}"
     clip = Xml.SubElement(svg, "clipPath", {"id": "round"})
     Xml.SubElement(clip, "rect", {"width": str(left + right), "height": str(HEIGHT), "rx": "3"})
     group = Xml.SubElement(svg, "g", {"clip-path": "url(#round)"})
     Xml.SubElement(group, "rect", {"width": str(left), "height": str(HEIGHT), "fill": NAME_COLOR})
-    Xml.SubElement(group, "rect", {"x": str(left), "width": str(right), "height": str(HEIGHT), "fill": VALUE_COLOR})
+    Xml.SubElement(
+        group,
+        "rect",
+        {"x": str(left), "width": str(right), "height": str(HEIGHT), "fill": VALUE_COLOR},
+    )
     for words, start, width in ((name, 0, left), (value, left, right)):
         place = {"x": f"{start + MARGIN}", "y": "14", "textLength": f"{width - 2 * MARGIN}"}
         Xml.SubElement(svg, "text", {**place, "fill": "#ffffff", "font-size": "11"}).text = words

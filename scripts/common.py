@@ -1,4 +1,6 @@
-"""Shared by the example scripts: a text to read, a tokenizer, a tiny model, and a table of the saves."""
+"""Shared by the example scripts: a text to read, a tokenizer, a tiny model, and a table of the
+saves.
+"""
 
 import json
 import logging
@@ -21,16 +23,18 @@ Document = str | list[dict[str, str]]  # a text, or the messages of a conversati
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] "
+    "}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
 def make_accelerator() -> Accelerator:
-    """The Accelerator of this process, on the CPU where a launcher started it and there is no other device.
+    """The Accelerator of this process, on the CPU where a launcher started it and there is no other
+    device.
 
-    Without that setting each rank of `accelerate launch` on a CPU-only machine acts as the only one, trains by itself
-    and overwrites the others' files.
+    Without that setting each rank of `accelerate launch` on a CPU-only machine acts as the only
+    one, trains by itself and overwrites the others' files.
     """
     logging.basicConfig(format="%(message)s")
     logging.getLogger("ft_ckpt").setLevel(logging.INFO)  # what is resumed, saved and deleted
@@ -39,17 +43,25 @@ def make_accelerator() -> Accelerator:
 
 
 def read_documents(dataset: Path | None) -> list[Document]:
-    """The documents of a text or JSONL file (fields "text" or "messages"); without one, Python's own sources."""
+    """The documents of a text or JSONL file (fields "text" or "messages"); without one, Python's
+    own sources.
+    """
     if dataset is None:
         return list(standard_library())
     if dataset.suffix != ".jsonl":
         return [dataset.read_text(encoding="utf-8")]
-    rows = [json.loads(line) for line in dataset.read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = [
+        json.loads(line)
+        for line in dataset.read_text(encoding="utf-8").splitlines()
+        if line.strip()
+    ]
     return [row["messages"] if "messages" in row else row["text"] for row in rows]
 
 
 def standard_library(limit_bytes: int = 1_500_000) -> Iterable[str]:
-    """Modules of the standard library in the order of their names, whole, at most `limit_bytes` together."""
+    """Modules of the standard library in the order of their names, whole, at most `limit_bytes`
+    together.
+    """
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
         text = path.read_text(encoding="utf-8", errors="replace")
         limit_bytes -= len(text)
@@ -58,8 +70,12 @@ def standard_library(limit_bytes: int = 1_500_000) -> Iterable[str]:
         yield text
 
 
-def get_tokenizer(accelerator: Accelerator, model: str | None, documents: Sequence[Document]) -> Any:
-    """The tokenizer of a model folder, or one trained on the documents by rank 0 and sent to every rank."""
+def get_tokenizer(
+    accelerator: Accelerator, model: str | None, documents: Sequence[Document]
+) -> Any:
+    """The tokenizer of a model folder, or one trained on the documents by rank 0 and sent to every
+    rank.
+    """
     if model is not None:
         return AutoTokenizer.from_pretrained(model)
     trained = [train_bpe(documents).to_str() if accelerator.is_main_process else ""]
@@ -84,18 +100,24 @@ def train_bpe(documents: Sequence[Document], vocabulary_size: int = 2048) -> Tok
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((text for document in documents for text in _texts(document)), trainer)
+    tokenizer.train_from_iterator(
+        (text for document in documents for text in _texts(document)), trainer
+    )
     return tokenizer
 
 
 def pack(tokenizer: Any, documents: Sequence[Document], length: int) -> torch.Tensor:
     """All documents as one stream of tokens, cut into rows: a [rows, length] tensor of int64."""
     texts = [
-        document if isinstance(document, str) else tokenizer.apply_chat_template(document, tokenize=False)
+        document
+        if isinstance(document, str)
+        else tokenizer.apply_chat_template(document, tokenize=False)
         for document in documents
     ]
     stream: list[int] = []
-    for ids in tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]:
+    for ids in tokenizer(
+        texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+    )["input_ids"]:
         stream += [*ids, tokenizer.eos_token_id]
     rows = len(stream) // length
     return torch.tensor(stream[: rows * length]).view(rows, length)
@@ -105,7 +127,8 @@ def check_enough(rows: torch.Tensor, needed: int) -> None:
     """Ends the program when a text is too short for a batch on every process."""
     if len(rows) < needed:
         raise SystemExit(
-            f"the text makes {len(rows)} rows of {rows.shape[1]} tokens, {needed} are needed: give more text with "
+            f"the text makes {len(rows)} rows of {rows.shape[1]} tokens, {needed} are needed: give "
+            "more text with "
             "--dataset, or shorter rows or smaller batches"
         )
 
@@ -134,7 +157,11 @@ def print_saves(reports: Sequence[SaveReport]) -> None:
     for report in reports:
         casts = ", ".join(f"{count} x {cast}" for cast, count in report.casts.items())
         size, time = f"{report.bytes / 1e6:.1f} MB", f"{report.seconds:.2f} s"
-        path = report.path.relative_to(Path.cwd()) if report.path.is_relative_to(Path.cwd()) else report.path
+        path = (
+            report.path.relative_to(Path.cwd())
+            if report.path.is_relative_to(Path.cwd())
+            else report.path
+        )
         table.add_row(str(path), report.kind, str(report.tensors), size, time, casts or "none")
     console = Console()
     console.print(table)

@@ -32,16 +32,24 @@ def generate(folder: Path, prompt: str) -> str:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     torch.manual_seed(0)
-    output = model.generate(**inputs, max_new_tokens=32, do_sample=True, pad_token_id=tokenizer.pad_token_id)
+    output = model.generate(
+        **inputs, max_new_tokens=32, do_sample=True, pad_token_id=tokenizer.pad_token_id
+    )
     return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="checkpoint with a part for each submodel, as ppo.py writes it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "source", type=Path, help="checkpoint with a part for each submodel, as ppo.py writes it"
+    )
     parser.add_argument("destination", type=Path, help="folder to write")
     parser.add_argument("--part", default="policy", help="which part to take (default %(default)s)")
-    parser.add_argument("--prompt", default="def ", help="what the extracted model continues (default %(default)r)")
+    parser.add_argument(
+        "--prompt", default="def ", help="what the extracted model continues (default %(default)r)"
+    )
     return parser.parse_args()
 
 

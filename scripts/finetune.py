@@ -1,12 +1,14 @@
 """Fine-tune a causal language model with Accelerate and save it with ft_ckpt.
 
     accelerate launch --config_file configs/ddp_cpu.yaml scripts/finetune.py --output-dir runs/full
-    accelerate launch --config_file configs/ddp_cpu.yaml scripts/finetune.py --output-dir runs/lora \\
+    accelerate launch --config_file configs/ddp_cpu.yaml scripts/finetune.py --output-dir runs/lora
+    \\
         --model runs/full/final --lora
 
-Without --model a tiny OLMo-2 learns to write Python from the standard library's sources; nothing is downloaded.
-The same script runs under every file of configs/: the saver looks at the model it is handed, not at the launcher.
-Started again with the same --output-dir it resumes from its newest checkpoint, on any number of processes.
+Without --model a tiny OLMo-2 learns to write Python from the standard library's sources; nothing is
+downloaded. The same script runs under every file of configs/: the saver looks at the model it is
+handed, not at the launcher. Started again with the same --output-dir it resumes from its newest
+checkpoint, on any number of processes.
 """
 
 import argparse
@@ -20,7 +22,15 @@ from typing import Any, TextIO
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from common import check_enough, get_tokenizer, make_accelerator, pack, print_saves, read_documents, tiny_olmo
+from common import (
+    check_enough,
+    get_tokenizer,
+    make_accelerator,
+    pack,
+    print_saves,
+    read_documents,
+    tiny_olmo,
+)
 from peft import LoraConfig, get_peft_model
 from rich.progress import Progress
 from torch.utils.data import DataLoader
@@ -36,26 +46,40 @@ def main() -> None:
 
     documents = read_documents(args.dataset)
     tokenizer = get_tokenizer(accelerator, args.model, documents)
-    train, held_out = make_loaders(accelerator, pack(tokenizer, documents, args.sequence_length), args)
+    train, held_out = make_loaders(
+        accelerator, pack(tokenizer, documents, args.sequence_length), args
+    )
     model = make_model(tokenizer, args)
     optimizer, scheduler = make_optimizer(accelerator, model, args)
-    model, optimizer, train, held_out, scheduler = accelerator.prepare(model, optimizer, train, held_out, scheduler)
+    model, optimizer, train, held_out, scheduler = accelerator.prepare(
+        model, optimizer, train, held_out, scheduler
+    )
     learner = Learner(accelerator, model, optimizer, scheduler)
 
-    # Every rank makes the saver and every rank saves: each holds a part of the weights when the model is sharded.
-    settings = {"dtype": args.dtype, "max_shard_size": args.max_shard_size, "chat_template_name": args.chat_template}
+    # Every rank makes the saver and every rank saves: each holds a part of the weights when the
+    # model is sharded.
+    settings = {
+        "dtype": args.dtype,
+        "max_shard_size": args.max_shard_size,
+        "chat_template_name": args.chat_template,
+    }
     schedule = {"every": Every(steps=args.save_every or None), "keep": Keep(last=args.keep)}
-    with CheckpointSaver(accelerator, args.output_dir, tokenizer=tokenizer, **schedule, **settings) as saver:
+    with CheckpointSaver(
+        accelerator, args.output_dir, tokenizer=tokenizer, **schedule, **settings
+    ) as saver:
         saver.resume(args.resume)
         reports = list(training(learner, saver, train, args))
         final_loss = learner.evaluate(held_out)
         path, metrics = args.output_dir / "final", {"held_out_loss": final_loss}
-        reports.append(saver.save(model, path, adapter_only=args.lora, step=args.steps, metrics=metrics))
+        reports.append(
+            saver.save(model, path, adapter_only=args.lora, step=args.steps, metrics=metrics)
+        )
 
     if accelerator.is_main_process:
         print(f"held-out loss {final_loss:.3f}")
         print_saves(reports)
-    accelerator.end_training()  # the ranks leave together: one that ends alone may take the others down
+    # the ranks leave together: one that ends alone may take the others down
+    accelerator.end_training()
 
 
 def make_model(tokenizer: Any, args: argparse.Namespace) -> Any:
@@ -63,10 +87,18 @@ def make_model(tokenizer: Any, args: argparse.Namespace) -> Any:
     if args.model is None:
         model: Any = tiny_olmo(tokenizer)
     else:
-        # Full training keeps float32 weights (mixed precision is the launcher's business); frozen ones stay small.
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto" if args.lora else torch.float32)
+        # Full training keeps float32 weights (mixed precision is the launcher's business); frozen
+        # ones stay small.
+        model = AutoModelForCausalLM.from_pretrained(
+            args.model, dtype="auto" if args.lora else torch.float32
+        )
     if args.lora:
-        lora = LoraConfig(task_type="CAUSAL_LM", r=args.lora_r, lora_alpha=args.lora_alpha, target_modules="all-linear")
+        lora = LoraConfig(
+            task_type="CAUSAL_LM",
+            r=args.lora_r,
+            lora_alpha=args.lora_alpha,
+            target_modules="all-linear",
+        )
         model = get_peft_model(model, lora)
     return model
 
@@ -74,7 +106,9 @@ def make_model(tokenizer: Any, args: argparse.Namespace) -> Any:
 def make_loaders(
     accelerator: Accelerator, blocks: torch.Tensor, args: argparse.Namespace
 ) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Loaders of [batch, length] token tensors: every twentieth block is held out (at most 16 batches a rank)."""
+    """Loaders of [batch, length] token tensors: every twentieth block is held out (at most 16
+    batches a rank).
+    """
     world = args.batch_size * accelerator.num_processes
     check_enough(blocks, max(20, 2 * world))
     kept = torch.arange(len(blocks)) % 20 != 19
@@ -91,7 +125,8 @@ def make_optimizer(
     """AdamW on what is trainable, and a cosine schedule with a tenth of the steps to warm up."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=args.learning_rate, betas=(0.9, 0.95))
-    ticks = args.steps * accelerator.num_processes  # Accelerate moves the schedule once per process and step
+    # Accelerate moves the schedule once per process and step
+    ticks = args.steps * accelerator.num_processes
     return optimizer, get_cosine_schedule_with_warmup(optimizer, ticks // 10, ticks)
 
 
@@ -124,12 +159,16 @@ class Learner:
 
 
 def training(
-    learner: Learner, saver: CheckpointSaver, loader: Iterable[torch.Tensor], args: argparse.Namespace
+    learner: Learner,
+    saver: CheckpointSaver,
+    loader: Iterable[torch.Tensor],
+    args: argparse.Namespace,
 ) -> Iterator[SaveReport]:
-    """Trains from the saver's position up to --steps, pass after pass; yields the report of each save.
+    """Trains from the saver's position up to --steps, pass after pass; yields the report of each
+    save.
 
-    On rank 0 the loss appears in a progress bar when the output is a terminal, else on a line every --log-every steps;
-    with --losses every step's is appended to a file.
+    On rank 0 the loss appears in a progress bar when the output is a terminal, else on a line every
+    --log-every steps; with --losses every step's is appended to a file.
     """
     is_main = learner.accelerator.is_main_process
     bar = is_main and sys.stdout.isatty()
@@ -141,7 +180,11 @@ def training(
                 step = saver.progress.step + 1
                 log.write(f"{step} {loss!r}\n")
                 progress.update(task, advance=1, description=f"loss {loss:.3f}")
-                if is_main and not bar and (step in (1, args.steps) or (args.log_every and step % args.log_every == 0)):
+                if (
+                    is_main
+                    and not bar
+                    and (step in (1, args.steps) or (args.log_every and step % args.log_every == 0))
+                ):
                     print(f"step {step}/{args.steps} loss {loss:.3f}", flush=True)
                 report = saver.step({"loss": loss})
                 if report is not None:
@@ -159,30 +202,69 @@ def log_of(path: Path | None) -> TextIO:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--output-dir", type=Path, required=True, help="checkpoint-N and final are written here")
-    add("--model", help="folder with config, weights and tokenizer; default: a tiny OLMo-2 from scratch")
-    add("--dataset", type=Path, help="text file, or JSONL with `text` or `messages`; default: Python's sources")
+    add(
+        "--model",
+        help="folder with config, weights and tokenizer; default: a tiny OLMo-2 from scratch",
+    )
+    add(
+        "--dataset",
+        type=Path,
+        help="text file, or JSONL with `text` or `messages`; default: Python's sources",
+    )
     add("--steps", type=int, default=150, help="optimizer steps (default %(default)s)")
-    add("--batch-size", type=int, default=16, help="sequences per process and step (default %(default)s)")
+    add(
+        "--batch-size",
+        type=int,
+        default=16,
+        help="sequences per process and step (default %(default)s)",
+    )
     add("--sequence-length", type=int, default=64, help="tokens (default %(default)s)")
-    add("--learning-rate", type=float, default=1e-2, help="peak of the schedule (default %(default)s)")
+    add(
+        "--learning-rate",
+        type=float,
+        default=1e-2,
+        help="peak of the schedule (default %(default)s)",
+    )
     add("--lora", action="store_true", help="train and save a LoRA adapter on all linear layers")
     add("--lora-r", type=int, default=8, help="rank of the adapter (default %(default)s)")
-    add("--lora-alpha", type=int, default=16, help="the adapter is scaled by alpha/r (default %(default)s)")
-    add("--save-every", type=int, default=0, help="steps between checkpoints, 0 for signals and the final save alone")
+    add(
+        "--lora-alpha",
+        type=int,
+        default=16,
+        help="the adapter is scaled by alpha/r (default %(default)s)",
+    )
+    add(
+        "--save-every",
+        type=int,
+        default=0,
+        help="steps between checkpoints, 0 for signals and the final save alone",
+    )
     add("--keep", type=int, default=2, help="checkpoints to keep on the way (default %(default)s)")
     add("--resume", default="auto", help="auto (default), never, must, or a checkpoint's name")
     add("--losses", type=Path, help="append every step's loss to this file")
     add("--log-every", type=int, default=25, help="steps between lines (default %(default)s)")
     add("--seed", type=int, default=0)
-    add("--dtype", default="as_is", help="of the saved weights: as_is, config, float32, bfloat16, ...")
+    add(
+        "--dtype",
+        default="as_is",
+        help="of the saved weights: as_is, config, float32, bfloat16, ...",
+    )
     add("--max-shard-size", default="50GB", help="largest weight file (default %(default)s)")
-    add("--chat-template", help="name that decides the generation config, e.g. olmo; default: keep the model's")
+    add(
+        "--chat-template",
+        help="name that decides the generation config, e.g. olmo; default: keep the model's",
+    )
     args = parser.parse_args()
     if args.lora and args.model is None:
-        parser.error("--lora needs --model: the folder of a model or of an earlier run, such as runs/full/final")
+        parser.error(
+            "--lora needs --model: the folder of a model or of an earlier run, such as "
+            "runs/full/final"
+        )
     return args
 
 

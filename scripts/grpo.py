@@ -1,14 +1,17 @@
-"""Train with GRPO: a trainer of two ranks, a rollout process and a replay buffer, which share one checkpoint.
+"""Train with GRPO: a trainer of two ranks, a rollout process and a replay buffer, which share one
+checkpoint.
 
-    python scripts/grpo.py --output-dir runs/grpo               # started again after a crash or a kill, it goes on
+    python scripts/grpo.py --output-dir runs/grpo     # started again after a kill, it goes on
 
-All on CPU, with a small model with random weights; nothing is downloaded. The reward of a completion is the share of
-its tokens that repeat the prompt's token. Groups whose completions all have the same reward teach nothing: they are
-dropped. The replay buffer owns the `Frontier` of the prompts, so no prompt is lost or trained twice, and holds groups
-that were generated and not yet trained. Each process but the second rank has state of its own; all of it is in the
-checkpoint of a step, or there is none.
+All on CPU, with a small model with random weights; nothing is downloaded. The reward of a
+completion is the share of its tokens that repeat the prompt's token. Groups whose completions all
+have the same reward teach nothing: they are dropped. The replay buffer owns the `Frontier` of the
+prompts, so no prompt is lost or trained twice, and holds groups that were generated and not yet
+trained. Each process but the second rank has state of its own; all of it is in the checkpoint of a
+step, or there is none.
 
-OUTPUT_DIR/ledger.jsonl has a line for each step: its loss, bit for bit, and the prompts that were trained and dropped.
+OUTPUT_DIR/ledger.jsonl has a line for each step: its loss, bit for bit, and the prompts that were
+trained and dropped.
 """
 
 import argparse
@@ -52,16 +55,26 @@ def main(words: list[str] | None = None) -> int:
     """Run all processes until the training ends, or one of them does; returns the exit code."""
     args = parse_arguments(words)
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    # Forked, so that the libraries are loaded once. With accelerators use "spawn", or start the processes yourself.
+    # Forked, so that the libraries are loaded once. With accelerators use "spawn", or start the
+    # processes yourself.
     context = multiprocessing.get_context("fork")
     pipes = {name: context.Pipe() for name in ("rollout", "replay")}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(RANKS),
+    }
     theirs = {name: theirs for name, (_, theirs) in pipes.items()}
     ours = {name: ours for name, (ours, _) in pipes.items()}
-    work: dict[str, Callable[[], None]] = {f"rank {rank}": partial(train, rank, ours, args) for rank in range(RANKS)}
+    work: dict[str, Callable[[], None]] = {
+        f"rank {rank}": partial(train, rank, ours, args) for rank in range(RANKS)
+    }
     work["rollout"] = partial(serve_rollouts, theirs["rollout"], args)
     work["replay"] = partial(serve_replay, theirs["replay"], args)
-    processes = {name: context.Process(target=run_process, args=(action,), name=name) for name, action in work.items()}
+    processes = {
+        name: context.Process(target=run_process, args=(action,), name=name)
+        for name, action in work.items()
+    }
     for process in processes.values():
         process.start()
     try:
@@ -75,15 +88,23 @@ def main(words: list[str] | None = None) -> int:
 def wait_for(processes: dict[str, Any]) -> int:
     """Wait for all; returns 1 as soon as one fails, because the others cannot go on without it."""
     while any(process.is_alive() for process in processes.values()):
-        if failed := [name for name, process in processes.items() if process.exitcode not in (None, 0)]:
-            print(f"{failed[0]} ended with {processes[failed[0]].exitcode}; start again to go on", file=sys.stderr)
+        if failed := [
+            name for name, process in processes.items() if process.exitcode not in (None, 0)
+        ]:
+            print(
+                f"{failed[0]} ended with {processes[failed[0]].exitcode}; start again to go on",
+                file=sys.stderr,
+            )
             return 1
         time.sleep(0.02)
     return max(int(process.exitcode or 0) != 0 for process in processes.values())
 
 
 def run_process(action: Callable[[], None]) -> None:
-    """One process, which ends with the parent. A Ctrl-C reaches all of them, and the parent ends them."""
+    """One process, which ends with the parent.
+
+    A Ctrl-C reaches all of them, and the parent ends them.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     parent = os.getppid()
@@ -101,13 +122,18 @@ def run_process(action: Callable[[], None]) -> None:
 
 
 def train(rank: int, others: dict[str, Connection], args: argparse.Namespace) -> None:
-    """One rank of the trainer. Rank 0 talks to the other processes, and gives each rank its groups."""
+    """One rank of the trainer.
+
+    Rank 0 talks to the other processes, and gives each rank its groups.
+    """
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     accelerator = Accelerator(cpu=True)
     model = make_model(args.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     model, optimizer = accelerator.prepare(model, optimizer)
-    with CheckpointSaver(accelerator, args.output_dir, every=args.every, keep=2, background=args.background) as saver:
+    with CheckpointSaver(
+        accelerator, args.output_dir, every=args.every, keep=2, background=args.background
+    ) as saver:
         saver.resume()
         session = saver.invite("replay", "rollout", timeout_seconds=60)
         if rank == 0:
@@ -126,7 +152,8 @@ def train(rank: int, others: dict[str, Connection], args: argparse.Namespace) ->
             if rank == 0:
                 ask(others["replay"], "trained", [group.ticket for group in groups])
                 note(args.output_dir / "ledger.jsonl", step, mean, groups, dropped)
-                if step % args.every == 0 or step == args.steps:  # before the trainer saves: their state of this step
+                # before the trainer saves: their state of this step
+                if step % args.every == 0 or step == args.steps:
                     for pipe in others.values():
                         ask(pipe, "hand in", step)
             saver.step({"loss": mean})
@@ -137,7 +164,9 @@ def train(rank: int, others: dict[str, Connection], args: argparse.Namespace) ->
                 pipe.send(("end", None))
 
 
-def next_groups(others: dict[str, Connection], model: Any, step: int) -> tuple[list[Group], list[Ticket]]:
+def next_groups(
+    others: dict[str, Connection], model: Any, step: int
+) -> tuple[list[Group], list[Ticket]]:
     """The groups to train in `step`, and the prompts that were dropped on the way."""
     dropped: list[Ticket] = []
     weights = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
@@ -149,7 +178,9 @@ def next_groups(others: dict[str, Connection], model: Any, step: int) -> tuple[l
         if len(groups) == TRAINED:
             return groups, dropped
         if not tickets:
-            raise SystemExit(f"step {step}: all prompts are used up; give more --prompts or --epochs")
+            raise SystemExit(
+                f"step {step}: all prompts are used up; give more --prompts or --epochs"
+            )
 
 
 def share(groups: list[Group]) -> list[Group]:
@@ -167,12 +198,17 @@ def grpo_loss(model: Any, groups: list[Group]) -> Tensor:
         logits = model(input_ids=group.tokens[:, :-1]).logits.log_softmax(-1)
         chosen = logits.gather(-1, group.tokens[:, 1:, None])[..., 0]
         losses.append(-(advantages[:, None] * chosen).mean())
-    zero = sum(parameter.sum() for parameter in model.parameters()) * 0.0  # ranks without a group take part, too
+    # ranks without a group take part, too
+    zero = sum(parameter.sum() for parameter in model.parameters()) * 0.0
     return sum(losses, zero) / max(len(losses), 1)
 
 
 def note(ledger: Path, step: int, loss: float, groups: list[Group], dropped: list[Ticket]) -> None:
-    line = {"step": step, "loss": loss.hex(), "trained": [(group.ticket.key, group.version) for group in groups]}
+    line = {
+        "step": step,
+        "loss": loss.hex(),
+        "trained": [(group.ticket.key, group.version) for group in groups],
+    }
     with ledger.open("a") as file:
         file.write(json.dumps(line | {"dropped": [ticket.key for ticket in dropped]}) + "\n")
 
@@ -210,13 +246,18 @@ def generate(model: Any, generator: torch.Generator, ticket: Ticket, version: in
 
 def serve_replay(pipe: Connection, args: argparse.Namespace) -> None:
     """Hold the position in the prompts, and the groups that were generated and not yet trained."""
-    frontier, groups = Frontier(args.prompts, epochs=args.epochs, shuffle=True, seed=args.seed), list[Group]()
+    frontier, groups = (
+        Frontier(args.prompts, epochs=args.epochs, shuffle=True, seed=args.seed),
+        list[Group](),
+    )
     with Writer(args.output_dir, "replay", session=pipe.recv()[1]) as writer:
         if part := writer.resume():
             frontier.load_state_dict(part.state["frontier"])
             stored = [Group(Ticket(*ticket), *values) for ticket, *values in part.state["groups"]]
             tickets = frontier.renew(*(group.ticket for group in stored))
-            groups = [group._replace(ticket=ticket) for group, ticket in zip(stored, tickets, strict=True)]
+            groups = [
+                group._replace(ticket=ticket) for group, ticket in zip(stored, tickets, strict=True)
+            ]
         while (asked := pipe.recv())[0] != "end":
             action, given = asked
             answer: Any = None
@@ -235,7 +276,10 @@ def serve_replay(pipe: Connection, args: argparse.Namespace) -> None:
             elif action == "counts":
                 answer = frontier.counts
             else:
-                rows = [[list(group.ticket), group.version, group.tokens, group.rewards] for group in groups]
+                rows = [
+                    [list(group.ticket), group.version, group.tokens, group.rewards]
+                    for group in groups
+                ]
                 writer.put(given, {"frontier": frontier.state_dict(), "groups": rows})
             pipe.send(answer)
 
@@ -249,9 +293,15 @@ def ask(pipe: Connection, action: str, given: Any) -> Any:
 def make_model(seed: int) -> Any:
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        attn_implementation="eager",
+    )
     return LlamaForCausalLM(config)
 
 
@@ -270,7 +320,9 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=4, help="of the prompts")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--background", action=argparse.BooleanOptionalAction, default=True, help="save meanwhile")
+    parser.add_argument(
+        "--background", action=argparse.BooleanOptionalAction, default=True, help="save meanwhile"
+    )
     return parser.parse_args(words)
 
 

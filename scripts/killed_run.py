@@ -1,10 +1,11 @@
-"""Draws docs/images/killed-light.svg and killed-dark.svg: the losses of a run that is killed, and of one that is not.
+"""Draws docs/images/killed-light.svg and killed-dark.svg: the losses of a run that is killed, and
+of one that is not.
 
     python -m scripts.killed_run [FOLDER]    # about two minutes on a CPU; --kills, --epochs, --seed
 
-A small Llama is trained twice from the same start. The second run is killed with SIGKILL at random moments and started
-again after each. Every loss that it logs must be that of the first run, bit for bit, and so must the final weights;
-otherwise the script ends with exit code 1 and draws nothing.
+A small Llama is trained twice from the same start. The second run is killed with SIGKILL at random
+moments and started again after each. Every loss that it logs must be that of the first run, bit for
+bit, and so must the final weights; otherwise the script ends with exit code 1 and draws nothing.
 """
 
 import argparse
@@ -30,13 +31,16 @@ BATCHES = 32  # of an epoch
 SAVE_EVERY = 10  # steps
 KILLED = {"light": "#cf222e", "dark": "#ff7b72"}
 
-WIDTH, PANEL, TOP, GAP, FOOT = 640, 92, 34, 48, 40  # pixels: the picture, a curve, and the space around it
+# pixels: the picture, a curve, and the space around it
+WIDTH, PANEL, TOP, GAP, FOOT = 640, 92, 34, 48, 40
 LEFT, RIGHT = 40, 632  # pixels: the first and the last step
 
 
 @dataclass(frozen=True)
 class Life:
-    """One process of a run: the losses of its steps, exactly as it logged them, and whether it was killed."""
+    """One process of a run: the losses of its steps, exactly as it logged them, and whether it was
+    killed.
+    """
 
     losses: dict[int, str]
     killed: bool
@@ -51,12 +55,26 @@ class Life:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m scripts.killed_run", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", nargs="?", type=Path, default=IMAGES, help="of the pictures (default: docs/images)")
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.killed_run", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        default=IMAGES,
+        help="of the pictures (default: docs/images)",
+    )
     parser.add_argument("--kills", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=8, help=f"of {BATCHES} steps each (default: 8)")
-    parser.add_argument("--seed", type=int, help="of the moments of the kills (default: another one each time)")
-    parser.add_argument("--train", type=Path, metavar="RUN", help="be one process of a run, in this folder")
+    parser.add_argument(
+        "--epochs", type=int, default=8, help=f"of {BATCHES} steps each (default: 8)"
+    )
+    parser.add_argument(
+        "--seed", type=int, help="of the moments of the kills (default: another one each time)"
+    )
+    parser.add_argument(
+        "--train", type=Path, metavar="RUN", help="be one process of a run, in this folder"
+    )
     arguments = parser.parse_args()
     if arguments.train is not None:
         train(arguments.train, arguments.epochs)
@@ -86,17 +104,32 @@ def train(folder: Path, epochs: int) -> None:
 
     set_seed(0)
     torch.set_num_threads(1)
-    rows = (torch.randint(32, (8 * BATCHES, 1)) + torch.randint(1, 4, (8 * BATCHES, 1)) * torch.arange(16)) % 32
+    rows = (
+        torch.randint(32, (8 * BATCHES, 1))
+        + torch.randint(1, 4, (8 * BATCHES, 1)) * torch.arange(16)
+    ) % 32
     rows[:, 10:] = torch.randint(32, (8 * BATCHES, 6))  # noise, which keeps the losses moving
     samples = [{"input_ids": row, "labels": row} for row in rows]
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=32, **sizes, attention_dropout=0.1, bos_token_id=None, eos_token_id=None)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = LlamaConfig(
+        vocab_size=32, **sizes, attention_dropout=0.1, bos_token_id=None, eos_token_id=None
+    )
     accelerator = Accelerator(cpu=True)
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples, batch_size=8, shuffle=True))
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(samples, batch_size=8, shuffle=True)
+    )
     folder.mkdir(parents=True, exist_ok=True)
-    with CheckpointSaver(accelerator, folder, every=SAVE_EVERY, keep=2) as saver, (folder / LOG).open("a") as log:
+    with (
+        CheckpointSaver(accelerator, folder, every=SAVE_EVERY, keep=2) as saver,
+        (folder / LOG).open("a") as log,
+    ):
         saver.resume()
         for batch in saver.remaining(loader, epochs=epochs):
             loss = model(**batch).loss
@@ -110,26 +143,48 @@ def train(folder: Path, epochs: int) -> None:
 
 
 def run(folder: Path, epochs: int, kills: int, chances: random.Random) -> list[Life]:
-    """Start the script, kill it `kills` times, let the last process finish; its processes in order."""
+    """Start the script, kill it `kills` times, let the last process finish; its processes in
+    order.
+    """
     lives: list[Life] = []
     stretch = epochs * BATCHES / (kills + 1)  # each kill is in a part of the run of its own
     for life in range(kills + 1):
         logged = len(read_log(folder))
-        command = [sys.executable, "-m", "scripts.killed_run", "--train", str(folder), "--epochs", str(epochs)]
+        command = [
+            sys.executable,
+            "-m",
+            "scripts.killed_run",
+            "--train",
+            str(folder),
+            "--epochs",
+            str(epochs),
+        ]
         process = subprocess.Popen(command, cwd=ROOT)
         is_killed = life < kills
         if is_killed:
-            kill(process, folder, logged, step=int(stretch * (life + chances.uniform(0.3, 1))), chances=chances)
+            kill(
+                process,
+                folder,
+                logged,
+                step=int(stretch * (life + chances.uniform(0.3, 1))),
+                chances=chances,
+            )
         code = process.wait()
         if code != (-signal.SIGKILL if is_killed else 0):
             sys.exit(f"process {life + 1} ended with exit code {code}")
         lives.append(Life(dict(read_log(folder)[logged:]), is_killed))
-        print(f"process {life + 1}: steps {lives[-1].first_step} to {lives[-1].last_step}", flush=True)
+        print(
+            f"process {life + 1}: steps {lives[-1].first_step} to {lives[-1].last_step}", flush=True
+        )
     return lives
 
 
-def kill(process: subprocess.Popen[bytes], folder: Path, logged: int, step: int, chances: random.Random) -> None:
-    """Kill the process at a random moment after it has logged this step, wherever in a step or a save it is then."""
+def kill(
+    process: subprocess.Popen[bytes], folder: Path, logged: int, step: int, chances: random.Random
+) -> None:
+    """Kill the process at a random moment after it has logged this step, wherever in a step or a
+    save it is then.
+    """
     while process.poll() is None:
         steps = [number for number, _ in read_log(folder)[logged:]]
         if steps and steps[-1] >= step:
@@ -153,12 +208,15 @@ def read_log(folder: Path) -> list[tuple[int, str]]:
 
 
 def compare(whole: Life, lives: list[Life]) -> None:
-    """Every loss of the killed run is that of the run that was left alone, bit for bit, and no step is missing."""
+    """Every loss of the killed run is that of the run that was left alone, bit for bit, and no step
+    is missing.
+    """
     for number, life in enumerate(lives, start=1):
         for step, loss in life.losses.items():
             if loss != whole.losses.get(step):
                 sys.exit(
-                    f"step {step}: process {number} of the killed run has loss {loss}, not {whole.losses.get(step)}"
+                    f"step {step}: process {number} of the killed run has loss {loss}, not "
+                    f"{whole.losses.get(step)}"
                 )
     missing = set(whole.losses) - {step for life in lives for step in life.losses}
     if missing:
@@ -166,13 +224,17 @@ def compare(whole: Life, lives: list[Life]) -> None:
     repeated = sum(len(life.losses) for life in lives) - len(whole.losses)
     kills = sum(life.killed for life in lives)
     print(
-        f"{len(whole.losses)} steps, killed {kills} times, {repeated} steps made twice: all losses equal, bit for bit"
+        f"{len(whole.losses)} steps, killed {kills} times, {repeated} steps made twice: all losses "
+        "equal, bit for bit"
     )
 
 
 def compare_weights(*folders: Path) -> None:
     """The final weights of the runs are equal byte for byte."""
-    digests = [hashlib.sha256((folder / "final" / "model.safetensors").read_bytes()).hexdigest() for folder in folders]
+    digests = [
+        hashlib.sha256((folder / "final" / "model.safetensors").read_bytes()).hexdigest()
+        for folder in folders
+    ]
     if len(set(digests)) > 1:
         sys.exit(f"the final weights differ: {digests}")
     print(f"final weights equal: SHA-256 {digests[0]}")
@@ -192,12 +254,20 @@ def picture(whole: Life, lives: list[Life], theme: str) -> str:
     text, muted, ours, _, outline = THEMES[theme]
     height = TOP + 2 * PANEL + GAP + FOOT
     size = {"width": str(WIDTH), "height": str(height), "viewBox": f"0 0 {WIDTH} {height}"}
-    svg = Xml.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **size, "font-family": FONT, "role": "img"})
+    svg = Xml.Element(
+        "svg", {"xmlns": "http://www.w3.org/2000/svg", **size, "font-family": FONT, "role": "img"}
+    )
     kills = [life.last_step for life in lives if life.killed]
-    title = f"The losses of two runs of {whole.last_step} steps: one was killed {len(kills)} times, and they are equal"
+    title = (
+        f"The losses of two runs of {whole.last_step} steps: one was killed {len(kills)} "
+        "times, and they are equal"
+    )
     Xml.SubElement(svg, "title").text = title
     tops = (TOP, TOP + PANEL + GAP)
-    words = ("nobody killed this run", f"this one was killed {len(kills)} times with SIGKILL, and started again")
+    words = (
+        "nobody killed this run",
+        f"this one was killed {len(kills)} times with SIGKILL, and started again",
+    )
     axis = Axis(whole)
     for top, name in zip(tops, words, strict=True):
         write_text(svg, LEFT, top - 14, name, text, 16, weight="600")
@@ -233,25 +303,48 @@ class Axis:
 def draw_frame(svg: Xml.Element, axis: Axis, top: float, outline: str, muted: str) -> None:
     """The line below a curve, the highest and the lowest loss, and the last step."""
     bottom = f"{top + PANEL + 4:g}"
-    line = {"x1": str(LEFT), "x2": str(RIGHT), "y1": bottom, "y2": bottom, "stroke": outline, "stroke-width": "1"}
+    line = {
+        "x1": str(LEFT),
+        "x2": str(RIGHT),
+        "y1": bottom,
+        "y2": bottom,
+        "stroke": outline,
+        "stroke-width": "1",
+    }
     Xml.SubElement(svg, "line", line)
     write_text(svg, LEFT - 8, top + 8, f"{axis.highest:.1f}", muted, 13, anchor="end")
     write_text(svg, LEFT - 8, top + PANEL + 4, f"{axis.lowest:.1f}", muted, 13, anchor="end")
 
 
-def draw_curve(svg: Xml.Element, axis: Axis, top: float, losses: dict[int, str], color: str) -> None:
-    points = [f"{axis.x(step):.1f},{axis.y(float.fromhex(loss), top):.1f}" for step, loss in losses.items()]
+def draw_curve(
+    svg: Xml.Element, axis: Axis, top: float, losses: dict[int, str], color: str
+) -> None:
+    points = [
+        f"{axis.x(step):.1f},{axis.y(float.fromhex(loss), top):.1f}"
+        for step, loss in losses.items()
+    ]
     look = {"fill": "none", "stroke": color, "stroke-width": "1.5", "stroke-linejoin": "round"}
     Xml.SubElement(svg, "polyline", {"points": " ".join(points), **look})
 
 
-def draw_kill(svg: Xml.Element, axis: Axis, top: float, step: int, restarted: int, color: str) -> None:
-    """A dashed line through the curve and a cross above it; shaded are the steps that the next process made again."""
+def draw_kill(
+    svg: Xml.Element, axis: Axis, top: float, step: int, restarted: int, color: str
+) -> None:
+    """A dashed line through the curve and a cross above it; shaded are the steps that the next
+    process made again.
+    """
     x = f"{axis.x(step):.1f}"
     place = {"x": f"{axis.x(restarted):.1f}", "y": f"{top:g}", "height": f"{PANEL + 4:g}"}
     width = f"{max(0.0, axis.x(step) - axis.x(restarted)):.1f}"
     Xml.SubElement(svg, "rect", {**place, "width": width, "fill": color, "fill-opacity": "0.15"})
-    line = {"x1": x, "x2": x, "y1": f"{top:g}", "y2": f"{top + PANEL + 4:g}", "stroke": color, "stroke-width": "1.5"}
+    line = {
+        "x1": x,
+        "x2": x,
+        "y1": f"{top:g}",
+        "y2": f"{top + PANEL + 4:g}",
+        "stroke": color,
+        "stroke-width": "1.5",
+    }
     Xml.SubElement(svg, "line", {**line, "stroke-dasharray": "4 3"})
     write_text(svg, axis.x(step), top + 2, "✕", color, 15, anchor="middle", weight="600")
 

@@ -1,4 +1,6 @@
-"""Runs the notebooks of `notebooks/` and stores their outputs in them: `python scripts/notebooks.py [NAME ...]`."""
+"""Runs the notebooks of `notebooks/` and stores their outputs in them: `python scripts/notebooks.py
+[NAME ...]`.
+"""
 
 import os
 import sys
@@ -10,20 +12,34 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "notebooks"
-_QUIET = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONWARNINGS": "ignore", "DS_ACCELERATOR": "cpu"}
+_QUIET = {
+    "TQDM_DISABLE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "PYTHONWARNINGS": "ignore",
+    "DS_ACCELERATOR": "cpu",
+}
 
 
 def run_notebook(path: Path, temporary: Path) -> nbformat.NotebookNode:
-    """The notebook with new outputs, without warnings and progress bars; its files are made below `temporary`.
+    """The notebook with new outputs, without warnings and progress bars; its files are made below
+    `temporary`.
 
     Raises nbclient's CellExecutionError for the first cell that fails.
     """
     notebook = nbformat.read(path, as_version=4)
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     modules = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, **_QUIET, "PATH": programs, "PYTHONPATH": modules, "TMPDIR": str(temporary)}
+    environment = {
+        **os.environ,
+        **_QUIET,
+        "PATH": programs,
+        "PYTHONPATH": modules,
+        "TMPDIR": str(temporary),
+    }
     where = {"metadata": {"path": str(FOLDER)}}
-    client = NotebookClient(notebook, timeout=300, resources=where, record_timing=False, coalesce_streams=True)
+    client = NotebookClient(
+        notebook, timeout=300, resources=where, record_timing=False, coalesce_streams=True
+    )
     client.execute(env=environment)
     for cell in notebook.cells:
         if cell.cell_type == "code":

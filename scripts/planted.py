@@ -3,16 +3,18 @@
     scripts/planted                  all faults of tests/planted
     scripts/planted commit ID ...    those of some rooms (files of tests/planted), or with some ids
     scripts/planted --list           prints the faults, and runs nothing
-    scripts/planted --quick          the tests that a fault names, and not the whole default run if they pass
+    scripts/planted --quick          the tests that a fault names, never the whole default run
     scripts/planted --jobs 2         so many copies at the same time
     scripts/planted --json           the outcomes as JSON
 
-A fault is a change that somebody could make by mistake: a text that is once in a file, and the text in its place. The
-tests that it names are run first, without the slow ones, then the whole default run. A fault is caught when a test
-fails. At the end the tests that caught faults are run without them, so that a test that always fails proves nothing.
+A fault is a change that somebody could make by mistake: a text that is once in a file, and the text
+in its place. The tests that it names are run first, without the slow ones, then the whole default
+run. A fault is caught when a test fails. At the end the tests that caught faults are run without
+them, so that a test that always fails proves nothing.
 
-The exit code is 1 if a fault is missed, if its text is not once in its file, if no test can be run with it, if the
-tests do not end, or if a test fails without it; 2 for an unknown id. The working tree stays as it is.
+The exit code is 1 if a fault is missed, if its text is not once in its file, if no test can be run
+with it, if the tests do not end, or if a test fails without it; 2 for an unknown id. The working
+tree stays as it is.
 """
 
 import argparse
@@ -41,9 +43,19 @@ NAMED_SECONDS = 600  # for the tests that a fault names
 DEFAULT_SECONDS = 1800  # for the whole default run
 PYTEST = ("-q", "-p", "no:cacheprovider", "-m", "not slow")
 DEFAULT_RUN = ("-x", "-n", "4", "--dist", "loadfile", "--no-loadscope-reorder")
-LIBRARIES = ["pytest", "hypothesis", "torch", "torch.distributed.fsdp", "transformers", "accelerate", "peft", "h5py"]
+LIBRARIES = [
+    "pytest",
+    "hypothesis",
+    "torch",
+    "torch.distributed.fsdp",
+    "transformers",
+    "accelerate",
+    "peft",
+    "h5py",
+]
 NO_TESTS = 5  # pytest's exit code where a name or an expression selects none
-TIME_LIMITS = ("from pytest-timeout", "the process ended with status -1")  # of a test, of a launch of ranks
+# of a test, of a launch of ranks
+TIME_LIMITS = ("from pytest-timeout", "the process ended with status -1")
 
 
 class StaleFaultError(ValueError):
@@ -67,7 +79,9 @@ class Fault:
         text = (root / self.file).read_text(encoding="utf-8")
         count = text.count(self.old)
         if count != 1:
-            raise StaleFaultError(f"{self.id}: its text is {count} times in {self.file}, expected once")
+            raise StaleFaultError(
+                f"{self.id}: its text is {count} times in {self.file}, expected once"
+            )
         return text.replace(self.old, self.new)
 
     @contextmanager
@@ -125,10 +139,16 @@ def read_faults(folder: Path = ROOMS) -> list[Fault]:
 
 
 def choose_faults(faults: Sequence[Fault], names: Sequence[str]) -> list[Fault]:
-    """The faults with one of the names as id or room; all without names. Ends the program for an unknown name."""
+    """The faults with one of the names as id or room; all without names.
+
+    Ends the program for an unknown name.
+    """
     unknown = set(names) - {fault.id for fault in faults} - {fault.room for fault in faults}
     if unknown:
-        print(f"no fault or room of this name: {', '.join(sorted(unknown))}; see --list", file=sys.stderr)
+        print(
+            f"no fault or room of this name: {', '.join(sorted(unknown))}; see --list",
+            file=sys.stderr,
+        )
         raise SystemExit(2)
     return [fault for fault in faults if not names or fault.id in names or fault.room in names]
 
@@ -151,11 +171,14 @@ def copy_project(goal: Path) -> None:
 def run_tests(root: Path, arguments: Sequence[str], limit_seconds: float) -> TestRun:
     """Run tests in the project at `root`; whatever they started has ended afterwards.
 
-    The process is forked from one that has loaded the libraries, which takes longer than most of the tests.
+    The process is forked from one that has loaded the libraries, which takes longer than most of
+    the tests.
     """
     with tempfile.TemporaryDirectory(prefix="planted-log-") as folder:
         log = Path(folder, "log")
-        process = multiprocessing.get_context("forkserver").Process(target=be_pytest, args=(root, arguments, log))
+        process = multiprocessing.get_context("forkserver").Process(
+            target=be_pytest, args=(root, arguments, log)
+        )
         process.start()
         process.join(limit_seconds)
         status = process.exitcode
@@ -173,10 +196,14 @@ def be_pytest(root: Path, arguments: Sequence[str], log: Path) -> None:
     os.dup2(descriptor, sys.stderr.fileno())
     os.chdir(root)
     for name in list(os.environ):
-        if name.startswith(("FT_CKPT_", "PYTEST_")):  # a caller's nursery has loaded the package without the fault
+        # a caller's nursery has loaded the package without the fault
+        if name.startswith(("FT_CKPT_", "PYTEST_")):
             del os.environ[name]
     os.environ["PYTHONPATH"] = str(root)
-    sys.path[:] = [str(root), *(path for path in sys.path if Path(path).resolve() not in (ROOT, root))]
+    sys.path[:] = [
+        str(root),
+        *(path for path in sys.path if Path(path).resolve() not in (ROOT, root)),
+    ]
     for name in list(sys.modules):
         if name.partition(".")[0] == "scripts":  # of the working tree
             del sys.modules[name]
@@ -185,7 +212,9 @@ def be_pytest(root: Path, arguments: Sequence[str], log: Path) -> None:
 
 
 def load_libraries_once() -> None:
-    """Have the processes of `run_tests` forked from one that has the libraries, offline and with one thread each."""
+    """Have the processes of `run_tests` forked from one that has the libraries, offline and with
+    one thread each.
+    """
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     multiprocessing.get_context("forkserver").set_forkserver_preload(LIBRARIES)
 
@@ -214,7 +243,9 @@ def try_fault(fault: Fault, root: Path, *, is_quick: bool) -> Outcome:
     begin = time.monotonic()
 
     def outcome(verdict: str, **facts: str) -> Outcome:
-        return Outcome(fault.id, fault.room, verdict, seconds=round(time.monotonic() - begin, 1), **facts)
+        return Outcome(
+            fault.id, fault.room, verdict, seconds=round(time.monotonic() - begin, 1), **facts
+        )
 
     runs = [("named tests", ("-x", *fault.tests), NAMED_SECONDS)]
     if not is_quick:
@@ -224,7 +255,10 @@ def try_fault(fault: Fault, root: Path, *, is_quick: bool) -> Outcome:
             for by, arguments, limit_seconds in runs:
                 run = run_tests(root, arguments, limit_seconds)
                 if run.status is None:
-                    return outcome("hung", detail=f"the {by} did not end in {limit_seconds} s, nor did a test fail")
+                    return outcome(
+                        "hung",
+                        detail=f"the {by} did not end in {limit_seconds} s, nor did a test fail",
+                    )
                 if run.status == 1 and run.failed:
                     how = f"{by}, its time limit" if run.met_time_limit else by
                     return outcome("caught", test=run.failed[0], by=how)
@@ -236,7 +270,9 @@ def try_fault(fault: Fault, root: Path, *, is_quick: bool) -> Outcome:
     return outcome("missed", detail=fault.breaks)
 
 
-def try_faults(faults: Sequence[Fault], jobs: int, *, is_quick: bool, shows: bool) -> tuple[list[Outcome], list[str]]:
+def try_faults(
+    faults: Sequence[Fault], jobs: int, *, is_quick: bool, shows: bool
+) -> tuple[list[Outcome], list[str]]:
     """The outcome of each fault, and the tests that caught one but fail without it, too."""
     copies: SimpleQueue[Path] = SimpleQueue()
 
@@ -263,17 +299,23 @@ def try_faults(faults: Sequence[Fault], jobs: int, *, is_quick: bool, shows: boo
             run = run_tests(copies.get(), catching, DEFAULT_SECONDS)
             always_failing = run.failed
             if run.status != 0 and not run.failed:
-                raise SystemExit(f"the tests that caught faults do not run without them:\n{run.output[-2000:]}")
+                raise SystemExit(
+                    f"the tests that caught faults do not run without them:\n{run.output[-2000:]}"
+                )
     return outcomes, list(always_failing)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="scripts/planted", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/planted",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="*", metavar="ID", help="ids of faults, or rooms")
     parser.add_argument("--list", action="store_true", help="print the faults and run nothing")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="copies that are tested at the same time")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="copies that are tested at the same time"
+    )
     parser.add_argument("--json", action="store_true", help="print the outcomes as JSON")
     parser.add_argument("--quick", action="store_true", help="only the tests that a fault names")
     arguments = parser.parse_args()

@@ -1,11 +1,13 @@
-"""Proximal policy optimisation of a language model, saved with ft_ckpt: policy and value head in one module.
+"""Proximal policy optimisation of a language model, saved with ft_ckpt: policy and value head in
+one module.
 
     accelerate launch --config_file configs/ddp_cpu.yaml scripts/ppo.py --output-dir runs/ppo
     python scripts/extract_policy.py runs/ppo/both runs/ppo/extracted
 
-The reward can be checked by anyone: the share of generated tokens that match --target, by default a space and a
-lower-case word. Without --model the policy is a tiny OLMo-2 with random weights. Runs under DDP, FSDP2 and ZeRO-2;
-not under ZeRO-3, where the reference model would need an engine of its own.
+The reward can be checked by anyone: the share of generated tokens that match --target, by default a
+space and a lower-case word. Without --model the policy is a tiny OLMo-2 with random weights. Runs
+under DDP, FSDP2 and ZeRO-2; not under ZeRO-3, where the reference model would need an engine of its
+own.
 """
 
 import argparse
@@ -18,7 +20,15 @@ from typing import Any
 
 import torch
 from accelerate.utils import set_seed
-from common import check_enough, get_tokenizer, make_accelerator, pack, print_saves, read_documents, tiny_olmo
+from common import (
+    check_enough,
+    get_tokenizer,
+    make_accelerator,
+    pack,
+    print_saves,
+    read_documents,
+    tiny_olmo,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  the name everyone reads without thinking
 from torch.utils.data import DataLoader
@@ -38,14 +48,18 @@ class ActorCritic(nn.Module):
         self._no_split_modules = policy._no_split_modules  # where FSDP may cut
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """[batch, length] tokens to [batch, length, vocabulary] logits and [batch, length, 1] values."""
+        """[batch, length] tokens to [batch, length, vocabulary] logits and [batch, length, 1]
+        values.
+        """
         output = self.policy(input_ids=tokens, output_hidden_states=True, use_cache=False)
         return output.logits, self.value_head(output.hidden_states[-1])
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A batch of prompts with the tokens drawn for them; all fields but `tokens` are [batch, new tokens]."""
+    """A batch of prompts with the tokens drawn for them; all fields but `tokens` are [batch, new
+    tokens].
+    """
 
     tokens: Tensor  # [batch, prompt + new tokens]
     log_probs: Tensor  # of the new tokens when they were drawn
@@ -85,7 +99,10 @@ def main() -> None:
                 score = accelerator.reduce(rollout.scores.mean(), "mean").item()
                 if accelerator.is_main_process:
                     iteration = saver.progress.step + 1
-                    print(f"iteration {iteration}/{args.iterations} mean reward {score:.3f}", flush=True)
+                    print(
+                        f"iteration {iteration}/{args.iterations} mean reward {score:.3f}",
+                        flush=True,
+                    )
                 for loss in losses(model, rollout, args):
                     accelerator.backward(loss)
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -94,11 +111,19 @@ def main() -> None:
                 saver.step({"reward": score})
                 if saver.progress.step == args.iterations:
                     break
-        both = saver.save(model, args.output_dir / "both", attribute=["policy", "value_head"], step=args.iterations)
-        alone = saver.save(model, args.output_dir / "policy", attribute="policy", step=args.iterations)
+        both = saver.save(
+            model,
+            args.output_dir / "both",
+            attribute=["policy", "value_head"],
+            step=args.iterations,
+        )
+        alone = saver.save(
+            model, args.output_dir / "policy", attribute="policy", step=args.iterations
+        )
     if accelerator.is_main_process:
         print_saves([both, alone])
-    accelerator.end_training()  # the ranks leave together: one that ends alone may take the others down
+    # the ranks leave together: one that ends alone may take the others down
+    accelerator.end_training()
 
 
 def make_policy(tokenizer: Any, args: argparse.Namespace) -> Any:
@@ -108,22 +133,30 @@ def make_policy(tokenizer: Any, args: argparse.Namespace) -> Any:
 
 
 def matching_tokens(tokenizer: Any, target: str) -> Tensor:
-    """For each token of the vocabulary, whether its text matches the pattern in full: a [vocabulary] mask."""
-    texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))], clean_up_tokenization_spaces=False)
+    """For each token of the vocabulary, whether its text matches the pattern in full: a
+    [vocabulary] mask.
+    """
+    texts = tokenizer.batch_decode(
+        [[token] for token in range(len(tokenizer))], clean_up_tokenization_spaces=False
+    )
     return torch.tensor([re.fullmatch(target, text) is not None for text in texts])
 
 
 @torch.no_grad()
-def sample(model: Any, reference: Any, prompts: Tensor, target: Tensor, args: argparse.Namespace) -> Rollout:
+def sample(
+    model: Any, reference: Any, prompts: Tensor, target: Tensor, args: argparse.Namespace
+) -> Rollout:
     """Continues each prompt by --new-tokens tokens drawn from the policy, and scores them.
 
-    Every step goes through the wrapped model's own forward, the only way that works under every kind of sharding.
+    Every step goes through the wrapped model's own forward, the only way that works under every
+    kind of sharding.
     """
     model.eval()
     tokens = prompts
     for _ in range(args.new_tokens):
         logits, _ = model(tokens)
-        known = logits[:, -1, : len(target)]  # embeddings may have more rows than the tokenizer has tokens
+        # embeddings may have more rows than the tokenizer has tokens
+        known = logits[:, -1, : len(target)]
         drawn = torch.multinomial(known.float().softmax(-1), num_samples=1)
         tokens = torch.cat([tokens, drawn], dim=1)
     logits, values = model(tokens)
@@ -137,7 +170,9 @@ def sample(model: Any, reference: Any, prompts: Tensor, target: Tensor, args: ar
 
 
 def judge(logits: Tensor, tokens: Tensor, new_tokens: int) -> tuple[Tensor, Tensor]:
-    """Log-probability of each of the last `new_tokens` tokens, and the entropy there; [batch, new_tokens] each."""
+    """Log-probability of each of the last `new_tokens` tokens, and the entropy there; [batch,
+    new_tokens] each.
+    """
     distribution = before_new(logits, new_tokens).log_softmax(-1)
     log_probs = distribution.gather(-1, tokens[:, -new_tokens:, None]).squeeze(-1)
     return log_probs, -(distribution.exp() * distribution).sum(-1)
@@ -149,7 +184,9 @@ def before_new(output: Tensor, new_tokens: int) -> Tensor:
 
 
 def losses(model: Any, rollout: Rollout, args: argparse.Namespace) -> Iterator[Tensor]:
-    """One loss for each minibatch, --epochs times over the rollout: clipped policy ratio, value, entropy."""
+    """One loss for each minibatch, --epochs times over the rollout: clipped policy ratio, value,
+    entropy.
+    """
     model.train()
     advantages = generalized_advantages(rollout, args)
     returns = advantages + rollout.values
@@ -165,7 +202,11 @@ def losses(model: Any, rollout: Rollout, args: argparse.Namespace) -> Iterator[T
             ratio = (log_probs - part.log_probs).exp()
             clipped = ratio.clamp(1 - args.clip, 1 + args.clip)
             policy_loss = -torch.min(ratio * advantage, clipped * advantage).mean()
-            yield policy_loss + 0.5 * F.mse_loss(values, returns[index]) - args.entropy * entropy.mean()
+            yield (
+                policy_loss
+                + 0.5 * F.mse_loss(values, returns[index])
+                - args.entropy * entropy.mean()
+            )
 
 
 def generalized_advantages(rollout: Rollout, args: argparse.Namespace) -> Tensor:
@@ -181,22 +222,64 @@ def generalized_advantages(rollout: Rollout, args: argparse.Namespace) -> Tensor
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--output-dir", type=Path, required=True, help="`both` and `policy` are written here")
-    add("--model", help="folder with config, weights and tokenizer; default: a tiny OLMo-2 from scratch")
-    add("--dataset", type=Path, help="text or JSONL file that prompts are cut from; default: Python's sources")
-    add("--target", default=" [a-z]+", help="regular expression a rewarded token matches (default %(default)r)")
-    add("--iterations", type=int, default=20, help="rounds of sampling and learning (default %(default)s)")
-    add("--save-every", type=int, default=0, help="iterations between checkpoints, 0 for signals and the end alone")
-    add("--batch-size", type=int, default=32, help="prompts per process and iteration (default %(default)s)")
+    add(
+        "--model",
+        help="folder with config, weights and tokenizer; default: a tiny OLMo-2 from scratch",
+    )
+    add(
+        "--dataset",
+        type=Path,
+        help="text or JSONL file that prompts are cut from; default: Python's sources",
+    )
+    add(
+        "--target",
+        default=" [a-z]+",
+        help="regular expression a rewarded token matches (default %(default)r)",
+    )
+    add(
+        "--iterations",
+        type=int,
+        default=20,
+        help="rounds of sampling and learning (default %(default)s)",
+    )
+    add(
+        "--save-every",
+        type=int,
+        default=0,
+        help="iterations between checkpoints, 0 for signals and the end alone",
+    )
+    add(
+        "--batch-size",
+        type=int,
+        default=32,
+        help="prompts per process and iteration (default %(default)s)",
+    )
     add("--prompt-length", type=int, default=8, help="tokens (default %(default)s)")
-    add("--new-tokens", type=int, default=16, help="sampled after each prompt (default %(default)s)")
+    add(
+        "--new-tokens", type=int, default=16, help="sampled after each prompt (default %(default)s)"
+    )
     add("--epochs", type=int, default=2, help="passes over each rollout (default %(default)s)")
-    add("--minibatches", type=int, default=4, help="optimizer steps in a pass (default %(default)s)")
+    add(
+        "--minibatches", type=int, default=4, help="optimizer steps in a pass (default %(default)s)"
+    )
     add("--learning-rate", type=float, default=3e-3, help="(default %(default)s)")
-    add("--clip", type=float, default=0.2, help="largest change of a probability ratio (default %(default)s)")
-    add("--kl", type=float, default=0.005, help="penalty per nat away from the reference (default %(default)s)")
+    add(
+        "--clip",
+        type=float,
+        default=0.2,
+        help="largest change of a probability ratio (default %(default)s)",
+    )
+    add(
+        "--kl",
+        type=float,
+        default=0.005,
+        help="penalty per nat away from the reference (default %(default)s)",
+    )
     add("--entropy", type=float, default=0.0, help="bonus per nat of entropy (default %(default)s)")
     add("--gamma", type=float, default=1.0, help="discount per token (default %(default)s)")
     add("--lam", type=float, default=0.95, help="lambda of GAE (default %(default)s)")

@@ -1,12 +1,15 @@
-"""Builds the wheel and the source distribution of the commit that is checked out, and tries them. Uploads nothing.
+"""Builds the wheel and the source distribution of the commit that is checked out, and tries them.
+
+Uploads nothing.
 
     scripts/release                   # writes dist/: wheel, source distribution, SHA256SUMS
     scripts/release --out FOLDER
     FT_CKPT_PROJECT_URL=https://HOST/OWNER/NAME scripts/release
 
-Changes that are not committed are not in them. Two builds must be equal byte for byte, and so must the wheel that is
-built from the source distribution. The wheel is installed into an environment of its own, without the checkout, where
-its commands answer and the script of README.md trains; the libraries are those of the environment that runs this.
+Changes that are not committed are not in them. Two builds must be equal byte for byte, and so must
+the wheel that is built from the source distribution. The wheel is installed into an environment of
+its own, without the checkout, where its commands answer and the script of README.md trains; the
+libraries are those of the environment that runs this.
 """
 
 import argparse
@@ -29,7 +32,8 @@ from packaging.metadata import Metadata
 
 ROOT = Path(__file__).resolve().parents[1]
 SUMS = "SHA256SUMS"
-URL = "FT_CKPT_PROJECT_URL"  # the address of the repository, for the links of the description: see setup.py
+# the address of the repository, for the links of the description: see setup.py
+URL = "FT_CKPT_PROJECT_URL"
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_{}(sys.argv[1]))"
 
 
@@ -40,14 +44,21 @@ def main() -> None:
     os.environ["SOURCE_DATE_EPOCH"] = seconds
     with tempfile.TemporaryDirectory(prefix="release-") as name:
         folder = Path(name)
-        first, second = (build_both(checkout(folder / each), folder / f"{each} built") for each in ("one", "two"))
+        first, second = (
+            build_both(checkout(folder / each), folder / f"{each} built") for each in ("one", "two")
+        )
         step("two builds are equal", *map(compare, first, second))
         wheel, sdist = first
         again = build("wheel", unpack(sdist, folder / "from sdist"), folder / "again")
         step("the wheel from the source distribution is equal", compare(wheel, again))
         version = check_metadata(wheel, sdist)
         check_content(wheel, folder / "one")
-        try_wheel(wheel, version, (folder / "one" / "README.md").read_text(encoding="utf-8"), folder / "trial")
+        try_wheel(
+            wheel,
+            version,
+            (folder / "one" / "README.md").read_text(encoding="utf-8"),
+            folder / "trial",
+        )
         out.mkdir(parents=True, exist_ok=True)
         files = [Path(shutil.copy(path, out)) for path in (wheel, sdist)]
     sums = "".join(f"{sha256(path)}  {path.name}\n" for path in files)
@@ -57,7 +68,9 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/release", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the files (default: dist)")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "dist", help="folder for the files (default: dist)"
+    )
     return parser.parse_args()
 
 
@@ -79,7 +92,9 @@ def checkout(folder: Path) -> Path:
 
 
 def build_both(source: Path, out: Path) -> tuple[Path, Path]:
-    """Wheel and source distribution; the latter first, before the wheel's build leaves files in the source."""
+    """Wheel and source distribution; the latter first, before the wheel's build leaves files in the
+    source.
+    """
     sdist = build("sdist", source, out)
     make_equal(sdist)
     return build("wheel", source, out), sdist
@@ -101,7 +116,9 @@ def build(kind: str, source: Path, out: Path) -> Path:
 
 
 def make_equal(sdist: Path) -> None:
-    """Write the archive again in one order, with the commit's time and no owner, where setuptools has the build's."""
+    """Write the archive again in one order, with the commit's time and no owner, where setuptools
+    has the build's.
+    """
     time = int(os.environ["SOURCE_DATE_EPOCH"])
     with tarfile.open(sdist) as archive:
         members = [(member, archive.extractfile(member)) for member in archive.getmembers()]
@@ -111,7 +128,13 @@ def make_equal(sdist: Path) -> None:
             tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as equal,
         ):
             for member, content in sorted(members, key=lambda pair: pair[0].name):
-                member.mtime, member.uid, member.gid, member.uname, member.gname = time, 0, 0, "", ""
+                member.mtime, member.uid, member.gid, member.uname, member.gname = (
+                    time,
+                    0,
+                    0,
+                    "",
+                    "",
+                )
                 member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
                 member.pax_headers = {}
                 equal.addfile(member, content)
@@ -131,12 +154,16 @@ def unpack(sdist: Path, folder: Path) -> Path:
 
 def compare(first: Path, second: Path) -> str:
     if first.name != second.name or first.read_bytes() != second.read_bytes():
-        raise SystemExit(f"{first.name} ({sha256(first)}): another build gave {second.name} ({sha256(second)})")
+        raise SystemExit(
+            f"{first.name} ({sha256(first)}): another build gave {second.name} ({sha256(second)})"
+        )
     return first.name
 
 
 def check_metadata(wheel: Path, sdist: Path) -> str:
-    """The version, which both state with the same valid fields; by twine too, if it is installed."""
+    """The version, which both state with the same valid fields; by twine too, if it is
+    installed.
+    """
     with zipfile.ZipFile(wheel) as files:
         (name,) = [name for name in files.namelist() if name.endswith(".dist-info/METADATA")]
         stated = files.read(name)
@@ -145,15 +172,33 @@ def check_metadata(wheel: Path, sdist: Path) -> str:
         assert content is not None
         if content.read() != stated:
             raise SystemExit(f"{sdist.name}: its PKG-INFO differs from the wheel's METADATA")
-    metadata = Metadata.from_email(stated, validate=True)  # raises an error for each field that no index accepts
-    for field in ("summary", "description", "author", "keywords", "classifiers", "license_expression"):
+    # raises an error for each field that no index accepts
+    metadata = Metadata.from_email(stated, validate=True)
+    for field in (
+        "summary",
+        "description",
+        "author",
+        "keywords",
+        "classifiers",
+        "license_expression",
+    ):
         if not getattr(metadata, field):
             raise SystemExit(f"{wheel.name}: no {field} in its metadata")
     relative = re.findall(r"\]\((?!https?:|#)([^)\s]+)\)", metadata.description or "")
     if relative:
-        raise SystemExit(f"{wheel.name}: its description has links that lead nowhere on a package index: {relative}")
-    urls = f"{len(metadata.project_urls)} URLs" if metadata.project_urls else f"no URLs ({URL} is not set)"
-    step("metadata", f"ft_ckpt {metadata.version}, {len(metadata.classifiers or ())} classifiers, {urls}")
+        raise SystemExit(
+            f"{wheel.name}: its description has links that lead nowhere on a "
+            f"package index: {relative}"
+        )
+    urls = (
+        f"{len(metadata.project_urls)} URLs"
+        if metadata.project_urls
+        else f"no URLs ({URL} is not set)"
+    )
+    step(
+        "metadata",
+        f"ft_ckpt {metadata.version}, {len(metadata.classifiers or ())} classifiers, {urls}",
+    )
     if shutil.which("twine"):
         subprocess.run(["twine", "check", "--strict", wheel, sdist], check=True)
     return str(metadata.version)
@@ -165,20 +210,29 @@ def check_content(wheel: Path, source: Path) -> None:
         found = {name for name in files.namelist() if ".dist-info/" not in name}
     modules = {path.relative_to(source).as_posix() for path in (source / "ft_ckpt").rglob("*.py")}
     if found != modules | {"ft_ckpt/py.typed"}:
-        raise SystemExit(f"{wheel.name}: other files than in the checkout: {sorted(found ^ modules)}")
+        raise SystemExit(
+            f"{wheel.name}: other files than in the checkout: {sorted(found ^ modules)}"
+        )
     step("content", f"{len(modules)} modules, py.typed")
 
 
 def try_wheel(wheel: Path, version: str, readme: str, folder: Path) -> None:
-    """Install it beside the libraries that are here, and run its commands and the script of README.md."""
+    """Install it beside the libraries that are here, and run its commands and the script of
+    README.md.
+    """
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     install = ["--quiet", "--no-index", "--no-deps", "--disable-pip-version-check", str(wheel)]
-    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), "install", *install], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", str(python), "install", *install], check=True
+    )
     (site,) = folder.glob("lib/python*/site-packages")
-    # A path in a .pth file adds the libraries, and not what their own .pth files add, such as an editable ft_ckpt.
+    # A path in a .pth file adds the libraries, and not what their own .pth files add, such as an
+    # editable ft_ckpt.
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-    (script,) = re.findall(r'^```python title="train.py"\n(.*?)^```', readme, re.DOTALL | re.MULTILINE)
+    (script,) = re.findall(
+        r'^```python title="train.py"\n(.*?)^```', readme, re.DOTALL | re.MULTILINE
+    )
     program = folder / "train.py"
     program.write_text(script, encoding="utf-8")
     run = (folder / "bin" / "ft-ckpt",)
@@ -186,21 +240,32 @@ def try_wheel(wheel: Path, version: str, readme: str, folder: Path) -> None:
     def answer(*command: str | Path) -> str:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
         environment.pop("PYTHONPATH", None)
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise SystemExit(
-                f"{' '.join(map(str, command))}: exit status {done.returncode}\n{done.stdout}{done.stderr}"
+                f"{' '.join(map(str, command))}: exit status "
+                f"{done.returncode}\n{done.stdout}{done.stderr}"
             )
         return done.stdout
 
     place = Path(answer(python, "-c", "import ft_ckpt; print(ft_ckpt.__file__)").strip())
     if not place.is_relative_to(site):
         raise SystemExit(f"ft_ckpt was imported from {place}, not from the installed wheel")
-    if version not in answer(*run, "--version") or "usage: ft-ckpt" not in answer(python, "-m", "ft_ckpt", "--help"):
-        raise SystemExit(f"{wheel.name}: ft-ckpt --version does not answer {version}, or python -m ft_ckpt has no help")
+    if version not in answer(*run, "--version") or "usage: ft-ckpt" not in answer(
+        python, "-m", "ft_ckpt", "--help"
+    ):
+        raise SystemExit(
+            f"{wheel.name}: ft-ckpt --version does not answer {version}, or "
+            "python -m ft_ckpt has no help"
+        )
     answer(python, program)
     answer(*run, "verify", folder / "runs" / "sft")
-    step("installed alone", "ft-ckpt --version, python -m ft_ckpt --help, the script of README.md, ft-ckpt verify")
+    step(
+        "installed alone",
+        "ft-ckpt --version, python -m ft_ckpt --help, the script of README.md, ft-ckpt verify",
+    )
 
 
 # After the checks
@@ -209,14 +274,16 @@ def try_wheel(wheel: Path, version: str, readme: str, folder: Path) -> None:
 def next_steps(version: str, commit: str, out: Path, files: list[Path]) -> str:
     if "dev" in version:
         return (
-            f"{version} is in development: upload nothing. A release has its version in ft_ckpt/_version.py, its date "
+            f"{version} is in development: upload nothing. A release has its version in "
+            "ft_ckpt/_version.py, its date "
             "in CHANGELOG.md, and its checkpoints in tests/golden/checkpoints."
         )
     names = " ".join(str(path) for path in files)
     return (
         f"git tag -a v{version} {commit}, and push the tag\n"
         f"to the Python Package Index: twine upload {names}\n"
-        f"to the page of the release: both files, {out / SUMS} and the section {version} of CHANGELOG.md\n"
+        f"to the page of the release: both files, {out / SUMS} and the section {version} of "
+        "CHANGELOG.md\n"
         "to the site of the documentation: the folder site, made by mkdocs build --strict"
     )
 

@@ -38,11 +38,20 @@ def train() -> None:
     rows[:64, 8:] = torch.randint(32, (64, 4))  # noise, to be learnt by heart
     samples = [{"input_ids": row, "labels": row} for row in rows[:64]]
     held_out = rows[64:, :8]
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes, bos_token_id=None, eos_token_id=None))
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=32, **sizes, bos_token_id=None, eos_token_id=None)
+    )
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples, batch_size=8, shuffle=True))
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(samples, batch_size=8, shuffle=True)
+    )
     keep = Keep(last=3, every_steps=80, best=("eval_loss", "min"))
     with CheckpointSaver(accelerator, RUN, every=20, keep=keep, background=True) as saver:
         saver.resume()
@@ -61,14 +70,24 @@ def train() -> None:
 
 def run_command(*words: str) -> str:
     """The output of `ft-ckpt` with these arguments, as on a terminal with colours."""
-    environment = {**os.environ, "FORCE_COLOR": "1", "TERM": "xterm-256color", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {
+        **os.environ,
+        "FORCE_COLOR": "1",
+        "TERM": "xterm-256color",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     command = [sys.executable, "-m", "ft_ckpt", *words]
-    return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return subprocess.run(
+        command, env=environment, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
 
 
 def draw_terminal(command: str, output: str) -> str:
     """A terminal that shows a command and its output, as SVG: dark, on light and on dark pages."""
-    lines = [Text.assemble(("$ ", "bold green"), command), *Text.from_ansi(output.rstrip()).split("\n")]
+    lines = [
+        Text.assemble(("$ ", "bold green"), command),
+        *Text.from_ansi(output.rstrip()).split("\n"),
+    ]
     for line in lines:
         line.rstrip()
     width = max(line.cell_len for line in lines) + 1
@@ -90,7 +109,9 @@ def photograph(page: Path, picture: Path, scheme: str) -> None:
 
 
 def draw_all(folder: Path) -> None:
-    """Train in the working folder, and draw ls.svg, show.svg and the report's page into `folder`."""
+    """Train in the working folder, and draw ls.svg, show.svg and the report's page into
+    `folder`.
+    """
     train()
     for name, words in {"ls": ["ls", RUN], "show": ["show", f"{RUN}/final"]}.items():
         picture = draw_terminal(f"ft-ckpt {' '.join(words)}", run_command(*words))

@@ -1,10 +1,11 @@
 """Train a LoRA adapter and publish each checkpoint into a running server of vLLM or SGLang.
 
-    python scripts/serve.py --output-dir runs/served                    # writes a tiny base, and how to start a server
+    python scripts/serve.py --output-dir runs/served    # a tiny base, and how to start a server
     python scripts/serve.py --output-dir runs/served --url http://127.0.0.1:8000
 
-Without --model the base is a small OLMo-2 with random weights that is written to OUTPUT_DIR/base; nothing is
-downloaded. With several --url all servers get each checkpoint, or none. A publish that fails is a warning.
+Without --model the base is a small OLMo-2 with random weights that is written to OUTPUT_DIR/base;
+nothing is downloaded. With several --url all servers get each checkpoint, or none. A publish that
+fails is a warning.
 """
 
 import argparse
@@ -32,7 +33,8 @@ def main() -> None:
     if not args.url:
         print(
             "start a server, then give its address with --url:\n"
-            f"    VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve {base} --enable-lora --max-lora-rank 16"
+            f"    VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve {base} --enable-lora "
+            "--max-lora-rank 16"
         )
         return
     train(accelerator, base, args)
@@ -47,19 +49,25 @@ def write_base(accelerator: Accelerator, base: Path) -> None:
 
 
 def train(accelerator: Accelerator, base: Path, args: argparse.Namespace) -> None:
-    """Train, save every --save-every steps, and print the version that the servers hold after each save."""
+    """Train, save every --save-every steps, and print the version that the servers hold after each
+    save.
+    """
     tokenizer = get_tokenizer(accelerator, str(base), [])
     rows = pack(tokenizer, read_documents(args.dataset), 64)
     check_enough(rows, 16 * accelerator.num_processes)
     lora = LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules="all-linear")
     model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), lora)
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
+    optimizer = torch.optim.AdamW(
+        [each for each in model.parameters() if each.requires_grad], lr=1e-3
+    )
     loader = DataLoader(rows, 16, shuffle=True, drop_last=True)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     goal = {"url": args.url, "name": args.name}
     schedule = {"every": Every(steps=args.save_every), "keep": Keep(last=4)}
-    with CheckpointSaver(accelerator, args.output_dir / "run", tokenizer=tokenizer, publish=goal, **schedule) as saver:
+    with CheckpointSaver(
+        accelerator, args.output_dir / "run", tokenizer=tokenizer, publish=goal, **schedule
+    ) as saver:
         saver.resume()
         for batch in saver.remaining(loader):
             if saver.progress.step >= args.steps:
@@ -82,15 +90,31 @@ def show(publish: Any) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--output-dir", type=Path, required=True, help="the base and the run are written here")
-    add("--url", action="append", help="address of a server that was started with the base; may be repeated")
+    add(
+        "--url",
+        action="append",
+        help="address of a server that was started with the base; may be repeated",
+    )
     add("--model", help="folder of the base; default: a small OLMo-2 with random weights")
-    add("--dataset", type=Path, help="text file, or JSONL with `text` or `messages`; default: Python's sources")
-    add("--name", default="policy", help="of the adapter on the servers, before the @ (default %(default)s)")
+    add(
+        "--dataset",
+        type=Path,
+        help="text file, or JSONL with `text` or `messages`; default: Python's sources",
+    )
+    add(
+        "--name",
+        default="policy",
+        help="of the adapter on the servers, before the @ (default %(default)s)",
+    )
     add("--steps", type=int, default=30, help="optimizer steps (default %(default)s)")
-    add("--save-every", type=int, default=10, help="steps between checkpoints (default %(default)s)")
+    add(
+        "--save-every", type=int, default=10, help="steps between checkpoints (default %(default)s)"
+    )
     add("--seed", type=int, default=0)
     return parser.parse_args()
 

@@ -13,14 +13,15 @@ from ft_ckpt import Every, SaverConfig
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 _HEAD = """# Settings
 
-Every setting with its default, meaning and unit. Values that cannot work raise one error that names all problems,
-when the object is made. (`python scripts/settings.py` writes this page from the source.)
+Every setting with its default, meaning and unit. Values that cannot work raise one error that names
+all problems, when the object is made. (`python scripts/settings.py` writes this page from the
+source.)
 
 ## `SaverConfig`
 
-Pass them to `CheckpointSaver` as keywords, or together as `config=SaverConfig(...)`. `checkpointed` takes them too,
-except `every`, because the Trainer decides when to save. Both also take `on_saved`, functions that are called
-[after each save](push.md#after-each-save).
+Pass them to `CheckpointSaver` as keywords, or together as `config=SaverConfig(...)`. `checkpointed`
+takes them too, except `every`, because the Trainer decides when to save. Both also take `on_saved`,
+functions that are called [after each save](push.md#after-each-save).
 """
 _TAIL = """
 ## `Keep`
@@ -31,13 +32,19 @@ The checkpoints of a run that stay: see [What to keep](schedule.md#what-to-keep)
 
 def page() -> str:
     """The whole page as Markdown."""
-    return f"{_HEAD}\n{table(SaverConfig)}\n## `Every`\n\nWhen `saver.step()` saves.\n\n{table(Every)}{_TAIL}"
+    return (
+        f"{_HEAD}\n{table(SaverConfig)}\n## `Every`\n\nWhen `saver.step()` "
+        f"saves.\n\n{table(Every)}{_TAIL}"
+    )
 
 
 def table(kind: type) -> str:
     """A row for each field of a dataclass: name, default, and docstring."""
     words = _docstrings(kind)
-    rows = (f"| `{field.name}` | `{_shown(field.default)}` | {words[field.name]} |" for field in fields(kind))
+    rows = (
+        f"| `{field.name}` | `{_shown(field.default)}` | {words[field.name]} |"
+        for field in fields(kind)
+    )
     return "| setting | default | meaning |\n|---|---|---|\n" + "".join(f"{row}\n" for row in rows)
 
 

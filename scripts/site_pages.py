@@ -1,8 +1,9 @@
-"""Pages of the site beside the files of docs/: one for each notebook, and those for language models.
+"""Pages of the site beside the files of docs/: one for each notebook, and those for language
+models.
 
-mkdocs calls the functions `on_...` (mkdocs.yml). Language models find `llms.txt`, the list of the pages, and the source
-of each page beside it, in the form of https://llmstxt.org. The link to the API leads to a page of the site, because the
-source of that page has names in place of docstrings.
+mkdocs calls the functions `on_...` (mkdocs.yml). Language models find `llms.txt`, the list of the
+pages, and the source of each page beside it, in the form of https://llmstxt.org. The link to the
+API leads to a page of the site, because the source of that page has names in place of docstrings.
 """
 
 import base64
@@ -24,9 +25,13 @@ def on_files(files: Any, config: Any) -> Any:
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         folder = NOTEBOOKS.name
         files.append(File.generated(config, f"{folder}/{path.name}", abs_src_path=str(path)))
-        files.append(File.generated(config, f"{folder}/{path.stem}.md", content=notebook_text(path)))
+        files.append(
+            File.generated(config, f"{folder}/{path.stem}.md", content=notebook_text(path))
+        )
         for number, picture in enumerate(pictures_of(path)):
-            files.append(File.generated(config, f"{folder}/{path.stem}-{number}.png", content=picture))
+            files.append(
+                File.generated(config, f"{folder}/{path.stem}-{number}.png", content=picture)
+            )
     return files
 
 
@@ -40,7 +45,9 @@ def on_post_build(config: Any) -> None:
     (site / "llms.txt").write_text(list_pages(config, docs), encoding="utf-8")
     for _, _, page in pages_of(config["nav"]):
         if page != API:
-            (site / page).write_text(text_of(docs, page).replace(f"]({API}", "](api/"), encoding="utf-8")
+            (site / page).write_text(
+                text_of(docs, page).replace(f"]({API}", "](api/"), encoding="utf-8"
+            )
 
 
 def list_pages(config: Any, docs: Path) -> str:
@@ -57,7 +64,9 @@ def list_pages(config: Any, docs: Path) -> str:
 
 
 def pages_of(nav: list[Any], section: str = "Begin") -> Iterator[tuple[str, str, str]]:
-    """Group, title and file of each page; pages of a group come before those of the groups in it."""
+    """Group, title and file of each page; pages of a group come before those of the groups in
+    it.
+    """
     items = [item for entry in nav for item in entry.items()]
     yield from ((section, title, page) for title, page in items if isinstance(page, str))
     for title, pages in items:
@@ -68,7 +77,9 @@ def pages_of(nav: list[Any], section: str = "Begin") -> Iterator[tuple[str, str,
 def first_sentence(page: str) -> str:
     """The first sentence of a page's text, without the marks of Markdown."""
     paragraphs = (" ".join(each.split()) for each in page.split("\n\n"))
-    text = next(each for each in paragraphs if each and not each.startswith(("#", "```", "|", "<", "-")))
+    text = next(
+        each for each in paragraphs if each and not each.startswith(("#", "```", "|", "<", "-"))
+    )
     plain = re.sub(r"^\*\*\w+\.\*\* |\*\*", "", re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", text))
     return re.split(r"(?<=[.:])\s", plain, maxsplit=1)[0].rstrip(":")
 
@@ -104,7 +115,9 @@ def notebook_text(path: Path) -> str:
 
 def pictures_of(path: Path) -> list[bytes]:
     """The PNG files among the outputs of a notebook, in order."""
-    outputs = (output.get("data", {}) for cell in _cells(path) for output in cell.get("outputs", ()))
+    outputs = (
+        output.get("data", {}) for cell in _cells(path) for output in cell.get("outputs", ())
+    )
     return [base64.b64decode("".join(data["image/png"])) for data in outputs if "image/png" in data]
 
 

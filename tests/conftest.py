@@ -1,4 +1,5 @@
-"""Settings of all tests: no network, one thread per process, and one seed, so that a failure repeats.
+"""Settings of all tests: no network, one thread per process, and one seed, so that a failure
+repeats.
 
 FT_CKPT_SEED chooses another seed, for property-based tests too; `scripts/test --all` draws one.
 
@@ -37,23 +38,55 @@ settings.register_profile(
     "seeded",
     derandomize=SEED == "0",
     max_examples=examples(100),
-    suppress_health_check=[HealthCheck.too_slow],  # it measures seconds, which a busy machine has not
+    # it measures seconds, which a busy machine has not
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("seeded")
 extensions.settle_folder()
 
-# A file runs on one worker, so a file of a minute must not be the last to start, when the other worker is idle.
+# A file runs on one worker, so a file of a minute must not be the last to start, when the other
+# worker is idle.
 LONGEST_FILES = (
-    *("test_distributed", "test_documents", "test_trainer", "test_ranks_behaviour", "test_check_resume", "test_follow"),
-    *("test_position", "test_examples", "test_publish_cli", "test_staging", "test_cli", "test_replicas", "test_faults"),
-    *("test_resume_wrappers", "test_direct", "test_background", "test_background_ranks", "test_zero_optimizer"),
+    *(
+        "test_distributed",
+        "test_documents",
+        "test_trainer",
+        "test_ranks_behaviour",
+        "test_check_resume",
+        "test_follow",
+    ),
+    *(
+        "test_position",
+        "test_examples",
+        "test_publish_cli",
+        "test_staging",
+        "test_cli",
+        "test_replicas",
+        "test_faults",
+    ),
+    *(
+        "test_resume_wrappers",
+        "test_direct",
+        "test_background",
+        "test_background_ranks",
+        "test_zero_optimizer",
+    ),
     *("test_position_ranks", "test_compression", "test_hdf5"),
-    *("test_commit", "test_reuse", "test_running", "test_resume", "test_opening", "test_convert", "test_killed"),
+    *(
+        "test_commit",
+        "test_reuse",
+        "test_running",
+        "test_resume",
+        "test_opening",
+        "test_convert",
+        "test_killed",
+    ),
 )
 
 _SECONDS_OF_SLOW_TESTS = 7200  # campaigns, on a machine with other work
 
-# Campaigns of several cases that share nothing: workers take the cases one by one, and not the file.
+# Campaigns of several cases that share nothing: workers take the cases one by one, and not the
+# file.
 CAMPAIGNS = {
     "test_a_copy_that_is_killed_at_any_request_is_finished_by_the_next",
     "test_a_copy_that_is_refused_from_any_request_on_is_finished_by_the_next",
@@ -74,10 +107,14 @@ CAMPAIGNS = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Fork the workers of a run and their launches from one process; collect no garbage before the first test."""
+    """Fork the workers of a run and their launches from one process; collect no garbage before the
+    first test.
+    """
     if getattr(config.option, "numprocesses", None):
         share_nursery()
-        config.option.tx = [f"popen//python={sys.executable} {HELPERS / 'worker.py'}"] * len(config.option.tx)
+        config.option.tx = [f"popen//python={sys.executable} {HELPERS / 'worker.py'}"] * len(
+            config.option.tx
+        )
     gc.disable()
 
 
@@ -95,7 +132,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 def pytest_collection_finish() -> None:
-    """Exclude tests and libraries from later garbage collections, which would take a tenth of the run."""
+    """Exclude tests and libraries from later garbage collections, which would take a tenth of the
+    run.
+    """
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -104,7 +143,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the files, mark what only --all runs, and skip tests that need an accelerator where there is none."""
+    """Order the files, mark what only --all runs, and skip tests that need an accelerator where
+    there is none.
+    """
     is_partial = any("::" in argument for argument in config.args) or config.getoption("lf", False)
     _mark_the_rest(items, is_partial=is_partial)
     for item in items:
@@ -132,14 +173,18 @@ def _mark_the_rest(items: list[pytest.Item], *, is_partial: bool) -> None:
             others = [case for case, item in cases.items() if not item.get_closest_marker("slow")]
             kept = random.Random(test.rpartition("::")[2]).sample(others, min(kept[0], len(others)))
         if not is_partial and not cases.keys() >= set(kept):
-            raise pytest.UsageError(f"{test}: no such cases to sample: {sorted(set(kept) - cases.keys())}")
+            raise pytest.UsageError(
+                f"{test}: no such cases to sample: {sorted(set(kept) - cases.keys())}"
+            )
         for case in cases.keys() - set(kept):
             cases[case].add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Escape what no encoding has, such as parts of a hostile name: a worker could not send the report."""
+    """Escape what no encoding has, such as parts of a hostile name: a worker could not send the
+    report.
+    """
     report = yield
     report.sections = [(name, _encodable(text)) for name, text in report.sections]
     failure = str(report.longrepr or "")
@@ -154,9 +199,13 @@ def _encodable(text: str) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def _spread_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Have ext4 put each test's folder into another block group: in a full one it searches past all deleted files."""
+    """Have ext4 put each test's folder into another block group: in a full one it searches past all
+    deleted files.
+    """
     with suppress(FileNotFoundError):  # not Linux
-        subprocess.run(["chattr", "+T", tmp_path_factory.getbasetemp()], stderr=subprocess.DEVNULL, check=False)
+        subprocess.run(
+            ["chattr", "+T", tmp_path_factory.getbasetemp()], stderr=subprocess.DEVNULL, check=False
+        )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -168,7 +217,8 @@ def _launches(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _end_loader_workers() -> Iterator[None]:
-    """End the workers of loaders that a test leaves in a cycle, with the traceback of an error for example.
+    """End the workers of loaders that a test leaves in a cycle, with the traceback of an error for
+    example.
 
     The garbage collector ends their queues first, and then waits five seconds for each worker.
     """
@@ -181,7 +231,9 @@ def _end_loader_workers() -> Iterator[None]:
 
 @pytest.fixture
 def s3() -> Iterator[S3]:
-    """An S3 server on loopback with an empty bucket, s3://bucket, see tests/helpers/s3_server.py."""
+    """An S3 server on loopback with an empty bucket, s3://bucket, see
+    tests/helpers/s3_server.py.
+    """
     pytest.importorskip("obstore")
     with running_s3() as server:
         yield server
@@ -194,5 +246,8 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None or sys.platform != "linux":
         pytest.skip("needs a C compiler, and a loader that takes LD_PRELOAD")
     library = tmp_path_factory.mktemp("faulty") / "faulty.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-w", "-o", library, HELPERS / "faulty.c", "-ldl"], check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-w", "-o", library, HELPERS / "faulty.c", "-ldl"],
+        check=True,
+    )
     return library

@@ -1,5 +1,6 @@
 """Checkpoint folders: manifest, commit and recovery, listing, verification, retention and deletion.
 
-Nothing here depends on tensor values, models or wrappers, and nothing here imports torch. Begin at `commit`, whose
-opening table lists the ways to put a checkpoint in place, and at `catalog`, which lists and verifies.
+Nothing here depends on tensor values, models or wrappers, and nothing here imports torch. Begin at
+`commit`, whose opening table lists the ways to put a checkpoint in place, and at `catalog`, which
+lists and verifies.
 """

@@ -1,4 +1,7 @@
-"""Finds, orders and verifies the checkpoints of a run, and numbers new ones. Read-only; imports no torch."""
+"""Finds, orders and verifies the checkpoints of a run, and numbers new ones.
+
+Read-only; imports no torch.
+"""
 
 import math
 import os
@@ -9,9 +12,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ft_ckpt.checkpoint.checks import checkpoint_problems, look_again, may_pass, stored_bytes, with_current_cards
+from ft_ckpt.checkpoint.checks import (
+    checkpoint_problems,
+    look_again,
+    may_pass,
+    stored_bytes,
+    with_current_cards,
+)
 from ft_ckpt.checkpoint.contents import visible_folders, why_no_checkpoint
-from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, check_paths, manifest_from_json
+from ft_ckpt.checkpoint.manifest import (
+    MANIFEST_LIMIT_BYTES,
+    MANIFEST_NAME,
+    Manifest,
+    check_paths,
+    manifest_from_json,
+)
 from ft_ckpt.checkpoint.metrics import check_metric, read_metrics, write_metric
 from ft_ckpt.checkpoint.signature import SignedBy, signature_problems
 from ft_ckpt.config import numbers_of
@@ -62,19 +77,24 @@ class CheckpointInfo:
         return read_metrics(self.store, self.manifest)
 
     def write_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Store metrics that were measured after the save, durably, one after another, in place of older values.
+        """Store metrics that were measured after the save, durably, one after another, in place of
+        older values.
 
-        Commands and rules use them like those of the save. They are in marks beside the manifest, which does not
-        change. Call it while the checkpoint is leased, as in the loop of `ft_ckpt.follow`.
+        Commands and rules use them like those of the save. They are in marks beside the manifest,
+        which does not change. Call it while the checkpoint is leased, as in the loop of
+        `ft_ckpt.follow`.
 
-        Raises ConfigError for names that are empty or too long and for values that are no numbers, before anything is
-        written; NotACheckpointError if the checkpoint was deleted or saved again since it was listed; TargetError.
+        Raises ConfigError for names that are empty or too long and for values that are no numbers,
+        before anything is written; NotACheckpointError if the checkpoint was deleted or saved again
+        since it was listed; TargetError.
         """
         numbers = numbers_of(metrics)
         for name in numbers:
             check_metric(name)
         if load_manifest(self.store).created != self.manifest.created:
-            raise NotACheckpointError(f"{self.path}: saved again since it was listed; measure the new one")
+            raise NotACheckpointError(
+                f"{self.path}: saved again since it was listed; measure the new one"
+            )
         for name, value in numbers.items():
             write_metric(self.store, self.manifest, name, value)
 
@@ -100,8 +120,9 @@ class VerifyReport:
 def read_manifest(path: str | os.PathLike[str] | Place) -> Manifest:
     """The manifest of the checkpoint folder `path`, which may be a URL.
 
-    Raises NotACheckpointError, saying what is there, when nothing is committed; ManifestError when the manifest is
-    damaged, from a newer ft_ckpt, or contains a path outside the folder; UnreadableError when it cannot be read now.
+    Raises NotACheckpointError, saying what is there, when nothing is committed; ManifestError when
+    the manifest is damaged, from a newer ft_ckpt, or contains a path outside the folder;
+    UnreadableError when it cannot be read now.
     """
     place = open_place(path)
     try:
@@ -129,7 +150,8 @@ def manifest_text(store: Store) -> str:
         return read_text(store, MANIFEST_NAME, MANIFEST_LIMIT_BYTES)
     except MissingError as error:
         raise NotACheckpointError(
-            f"{store.url}: no {MANIFEST_NAME} in it, so no save was completed there; use another folder or save again"
+            f"{store.url}: no {MANIFEST_NAME} in it, so no save was completed there; use another "
+            "folder or save again"
         ) from error
     except UnreadableError:
         raise
@@ -138,7 +160,10 @@ def manifest_text(store: Store) -> str:
 
 
 def parse_manifest(text: str, where: str) -> Manifest:
-    """Parse a manifest and check that its paths stay inside its folder. Raises ManifestError, naming `where`."""
+    """Parse a manifest and check that its paths stay inside its folder.
+
+    Raises ManifestError, naming `where`.
+    """
     manifest = manifest_from_json(text, where)
     check_paths(manifest, where)
     return manifest
@@ -146,7 +171,8 @@ def parse_manifest(text: str, where: str) -> Manifest:
 
 @dataclass(frozen=True)
 class Listing:
-    """The checkpoints in a folder, oldest first, and the manifests there that could not be read, with the reasons.
+    """The checkpoints in a folder, oldest first, and the manifests there that could not be read,
+    with the reasons.
 
     A retry does not help for `damaged` ones; `unreadable` ones may be whole.
     """
@@ -160,23 +186,29 @@ class Listing:
             warn(f"{path}: left out: {error}", stacklevel=3)
 
     def require_readable(self) -> None:
-        """Raise UnreadableError naming the manifests that cannot be read now: one may be the wanted checkpoint."""
+        """Raise UnreadableError naming the manifests that cannot be read now: one may be the wanted
+        checkpoint.
+        """
         if self.unreadable:
             newest = self.found[-1].path if self.found else "none"
             errors = listing([str(error) for error in self.unreadable.values()])
             raise UnreadableError(
-                f"{errors}; the newest checkpoint that can be read is {newest}: try again, or name one"
+                f"{errors}; the newest checkpoint that can be read is {newest}: "
+                "try again, or name one"
             )
 
 
 def list_checkpoints(root: str | os.PathLike[str] | Place, *, links: bool = True) -> Listing:
-    """The committed checkpoints in `root` and directly below it, ordered as by `discover`, and errors of others.
+    """The committed checkpoints in `root` and directly below it, ordered as by `discover`, and
+    errors of others.
 
-    Without `links`, folders that are links are left out, and nothing behind them is opened. Raises UnreadableError when
-    `root` itself cannot be listed.
+    Without `links`, folders that are links are left out, and nothing behind them is opened. Raises
+    UnreadableError when `root` itself cannot be listed.
     """
     store = open_place(root).folder
-    folders = [folder for folder in visible_folders(store.list_folder()) if links or not folder.is_link]
+    folders = [
+        folder for folder in visible_folders(store.list_folder()) if links or not folder.is_link
+    ]
     stores = [store, *(store.within(each.name) for each in folders)]
     identities = [store.identity, *(each.identity for each in folders)]
     found: dict[str, CheckpointInfo] = {}
@@ -184,7 +216,8 @@ def list_checkpoints(root: str | os.PathLike[str] | Place, *, links: bool = True
     unreadable: dict[Path | str, CheckpointError] = {}
     for each, identity, result in zip(stores, identities, _read_all(stores), strict=True):
         if isinstance(result, CheckpointInfo):
-            found.setdefault(identity, result)  # links come last: one to a sibling is not a second checkpoint
+            # links come last: one to a sibling is not a second checkpoint
+            found.setdefault(identity, result)
         elif isinstance(result, UnreadableError):
             unreadable[Place(each).location] = result
         elif result is not None:
@@ -195,9 +228,10 @@ def list_checkpoints(root: str | os.PathLike[str] | Place, *, links: bool = True
 def discover(root: str | os.PathLike[str] | Place) -> list[CheckpointInfo]:
     """The committed checkpoints in `root` and directly below it, oldest first.
 
-    Runs are ordered by their newest checkpoint; checkpoints of one run by step, first those without a step in the order
-    of their saves. Hidden folders and folders without a manifest are left out; so are, with a warning, those whose
-    manifest is damaged or cannot be read now. Raises UnreadableError when `root` itself cannot be listed.
+    Runs are ordered by their newest checkpoint; checkpoints of one run by step, first those without
+    a step in the order of their saves. Hidden folders and folders without a manifest are left out;
+    so are, with a warning, those whose manifest is damaged or cannot be read now. Raises
+    UnreadableError when `root` itself cannot be listed.
     """
     listed = list_checkpoints(root)
     listed.warn_left_out()
@@ -207,8 +241,8 @@ def discover(root: str | os.PathLike[str] | Place) -> list[CheckpointInfo]:
 def list_readable(root: str | os.PathLike[str] | Place) -> Listing:
     """`list_checkpoints` to choose from: damaged manifests are warnings.
 
-    Raises UnreadableError if one cannot be read in three tries: it may be the one to choose; NotACheckpointError if
-    `root` is a file.
+    Raises UnreadableError if one cannot be read in three tries: it may be the one to choose;
+    NotACheckpointError if `root` is a file.
     """
     place = open_place(root)
     listed = look_again(lambda: list_checkpoints(place), lambda found: bool(found.unreadable))
@@ -226,11 +260,13 @@ def run_checkpoints(run: str | os.PathLike[str] | Place) -> list[CheckpointInfo]
 
 
 def latest(directory: str | os.PathLike[str] | Place) -> Path | str | None:
-    """The newest checkpoint in `directory` that passes `verify(deep=False)`; None if there is none, or no folder.
+    """The newest checkpoint in `directory` that passes `verify(deep=False)`; None if there is none,
+    or no folder.
 
-    Checkpoints computed from others (an average, a merged model) are skipped, and invalid ones with a warning. Returns
-    a local path or a URL, as `directory` is. Raises UnreadableError when a newer one, or any manifest, cannot be read
-    now: it may be the newest; NotACheckpointError when `directory` is a file.
+    Checkpoints computed from others (an average, a merged model) are skipped, and invalid ones with
+    a warning. Returns a local path or a URL, as `directory` is. Raises UnreadableError when a newer
+    one, or any manifest, cannot be read now: it may be the newest; NotACheckpointError when
+    `directory` is a file.
     """
     found = find_latest(directory)
     return None if found is None else found.path
@@ -238,16 +274,22 @@ def latest(directory: str | os.PathLike[str] | Place) -> Path | str | None:
 
 def find_latest(directory: str | os.PathLike[str] | Place) -> CheckpointInfo | None:
     """The checkpoint whose location `latest` returns."""
-    return _first_valid(reversed(_saved_by_training(list_readable(directory).found)), "an older checkpoint")
+    return _first_valid(
+        reversed(_saved_by_training(list_readable(directory).found)), "an older checkpoint"
+    )
 
 
-def best(run: str | os.PathLike[str] | Place, metric: str | tuple[str, str] | None = None) -> Path | str | None:
-    """The best checkpoint of the newest run in the folder `run` by a metric; None when none has a number.
+def best(
+    run: str | os.PathLike[str] | Place, metric: str | tuple[str, str] | None = None
+) -> Path | str | None:
+    """The best checkpoint of the newest run in the folder `run` by a metric; None when none has a
+    number.
 
-    `metric` is (name, "min" or "max"). A name alone, or None if there is one metric, is looked up in the run's
-    `Keep.best` and `Every.best`. NaN is never the best; the oldest of equal ones is. Checkpoints that do not pass
-    `verify(deep=False)` are skipped with a warning. Raises ConfigError when the metric or its direction is unknown;
-    UnreadableError when one that may be the best cannot be read now.
+    `metric` is (name, "min" or "max"). A name alone, or None if there is one metric, is looked up
+    in the run's `Keep.best` and `Every.best`. NaN is never the best; the oldest of equal ones is.
+    Checkpoints that do not pass `verify(deep=False)` are skipped with a warning. Raises ConfigError
+    when the metric or its direction is unknown; UnreadableError when one that may be the best
+    cannot be read now.
     """
     found = find_best(run, metric)
     return None if found is None else found.path
@@ -272,13 +314,15 @@ def verify(
 ) -> VerifyReport:
     """Compare the files of checkpoint `path` with its manifest.
 
-    Always: names, sizes, the tensors in each safetensors header, each index, the digests of files below 1 MiB, and that
-    there are no weights of another save. `deep` also reads all other bytes and compares the digests. A model card that
-    was written again since the save is a note of the report. `signed_by`: also the signature, see `sign`, and that no
-    file was added, deleted or changed since: the path of a public key, or (identity, provider) of a keyless signature.
+    Always: names, sizes, the tensors in each safetensors header, each index, the digests of files
+    below 1 MiB, and that there are no weights of another save. `deep` also reads all other bytes
+    and compares the digests. A model card that was written again since the save is a note of the
+    report. `signed_by`: also the signature, see `sign`, and that no file was added, deleted or
+    changed since: the path of a public key, or (identity, provider) of a keyless signature.
 
-    Raises NotACheckpointError, ManifestError or UnreadableError as `read_manifest` does; ConfigError when a signature
-    cannot be checked: an unusable key, a checkpoint in a bucket, no model-signing library.
+    Raises NotACheckpointError, ManifestError or UnreadableError as `read_manifest` does;
+    ConfigError when a signature cannot be checked: an unusable key, a checkpoint in a bucket, no
+    model-signing library.
     """
     store = open_place(path).folder
     found_at = Place(store).location
@@ -294,14 +338,18 @@ def verify(
             problems = tuple(dict.fromkeys(checkpoint_problems(seen, current, deep=deep)))
             if signed_by is not None:
                 problems += signature_problems(store, store, manifest, signed_by)
-        # A concurrent save may have overwritten the checkpoint, so that a mixture of both was read. Read again.
+        # A concurrent save may have overwritten the checkpoint, so that a mixture of both was read.
+        # Read again.
         if not problems or _manifest_version(store) == before:
             size_bytes = stored_bytes(seen, current)
-            return VerifyReport(found_at, not problems, problems, len(manifest.files), size_bytes, notes)
+            return VerifyReport(
+                found_at, not problems, problems, len(manifest.files), size_bytes, notes
+            )
 
 
 def _saved_by_training(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    return [info for info in infos if not info.manifest.made_from]  # not computed from other checkpoints
+    # not computed from other checkpoints
+    return [info for info in infos if not info.manifest.made_from]
 
 
 def _read_all(stores: Sequence[Store]) -> list[CheckpointInfo | CheckpointError | None]:
@@ -315,7 +363,9 @@ def _read_all(stores: Sequence[Store]) -> list[CheckpointInfo | CheckpointError 
 
 
 def _checkpoint_info(store: Store) -> CheckpointInfo | CheckpointError | None:
-    """The checkpoint committed in `store`, or the error of reading it; None when nothing is committed there."""
+    """The checkpoint committed in `store`, or the error of reading it; None when nothing is
+    committed there.
+    """
     try:
         with damaged_input(store.url):
             return CheckpointInfo(store, load_manifest(store))
@@ -328,7 +378,8 @@ def _checkpoint_info(store: Store) -> CheckpointInfo | CheckpointError | None:
 def in_run_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
     """Sort oldest first; a restarted run is newer than an earlier run that got further.
 
-    Within a run by step, number, time: clocks may go back, so the number comes before the time. Stable.
+    Within a run by step, number, time: clocks may go back, so the number comes before the time.
+    Stable.
     """
     infos, newest = list(infos), dict[str | None, str]()
     for info in infos:
@@ -361,7 +412,8 @@ def _first_valid(infos: Iterable[CheckpointInfo], instead: str) -> CheckpointInf
             return info
         if not problems:
             raise UnreadableError(
-                f"{unread[0]}; the newest readable checkpoint is {info.path}: try again, or name that one"
+                f"{unread[0]}; the newest readable checkpoint is {info.path}: "
+                "try again, or name that one"
             )
         if not unread:
             warn(f"{info.path}: not valid, using {instead}: {'; '.join(problems)}", stacklevel=4)
@@ -373,7 +425,8 @@ def _first_valid(infos: Iterable[CheckpointInfo], instead: str) -> CheckpointInf
 def damage_of(place: Place, *, deep: bool = False) -> tuple[str, ...]:
     """The problems that `verify` reports; it is repeated if they may be temporary.
 
-    Raises as `verify` does, and UnreadableError if the only problem is that files cannot be read now.
+    Raises as `verify` does, and UnreadableError if the only problem is that files cannot be read
+    now.
     """
 
     def look() -> tuple[str, ...]:
@@ -388,8 +441,13 @@ def damage_of(place: Place, *, deep: bool = False) -> tuple[str, ...]:
     return problems
 
 
-def _wanted_ranking(infos: Sequence[CheckpointInfo], metric: str | tuple[str, str] | None) -> tuple[str, str]:
-    """The name of the metric to rank by, and "min" or "max". Raises ConfigError if that is ambiguous or unknown."""
+def _wanted_ranking(
+    infos: Sequence[CheckpointInfo], metric: str | tuple[str, str] | None
+) -> tuple[str, str]:
+    """The name of the metric to rank by, and "min" or "max".
+
+    Raises ConfigError if that is ambiguous or unknown.
+    """
     if isinstance(metric, tuple) and len(metric) == 2 and metric[1] in ("min", "max"):
         return metric
     rankings = {name: mode for info in infos for name, mode in info.manifest.rankings.items()}
@@ -399,7 +457,8 @@ def _wanted_ranking(infos: Sequence[CheckpointInfo], metric: str | tuple[str, st
     known = sorted({name for info in infos for name in info.metrics})
     raise ConfigError(
         f"metric={metric!r}: expected (name, 'min' or 'max'); the run's Keep and Every rank by "
-        f"{listing(sorted(rankings), ', ') or 'none'}, its checkpoints have {listing(known, ', ') or 'no metrics'}"
+        f"{listing(sorted(rankings), ', ') or 'none'}, its checkpoints have "
+        f"{listing(known, ', ') or 'no metrics'}"
     )
 
 
@@ -415,7 +474,9 @@ _HEAD_BYTES = 64 << 10  # of a manifest: contains the scalar fields
 
 
 def next_number(target: Store, beside: Store) -> int:
-    """The number of a new checkpoint without a step: one more than the largest in both folders and directly below."""
+    """The number of a new checkpoint without a step: one more than the largest in both folders and
+    directly below.
+    """
     numbers = []
     for store in (target, beside):
         below = [store.within(folder.name) for folder in visible_folders(store.list_folder())]
@@ -424,7 +485,9 @@ def next_number(target: Store, beside: Store) -> int:
 
 
 def _number_in_head(store: Store) -> int:
-    """The number of the checkpoint in `store`, read from the start of its manifest; 0 when it has none."""
+    """The number of the checkpoint in `store`, read from the start of its manifest; 0 when it has
+    none.
+    """
     try:
         with closing(store.open(MANIFEST_NAME)) as file:
             head = read_range(file, 0, _HEAD_BYTES)

@@ -16,7 +16,14 @@ from ft_ckpt.checkpoint.manifest import (
     Manifest,
     PartRecord,
 )
-from ft_ckpt.errors import CheckpointError, CorruptError, MissingError, UnreadableError, listing, reason_of
+from ft_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    MissingError,
+    UnreadableError,
+    listing,
+    reason_of,
+)
 from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.formats.safetensors import HELPER, read_header
 from ft_ckpt.storage.digests import (
@@ -33,33 +40,43 @@ from ft_ckpt.storage.verify_files import digest_problems
 PAUSES_SECONDS = (0.2, 1.0)  # before each retry of a read that the system refused
 _T = TypeVar("_T")
 
-# The names by which readers find the weights of a model or an adapter. A file with such a name that the manifest does
-# not list is left from another save: from_pretrained prefers model.safetensors to an index, vLLM reads every shard, and
-# an adapter_config.json beside a model is applied to it. An adapter's folder may be its base's: only names of
-# adapters count there.
+# The names by which readers find the weights of a model or an adapter. A file with such a name that
+# the manifest does not list is left from another save: from_pretrained prefers model.safetensors to
+# an index, vLLM reads every shard, and an adapter_config.json beside a model is applied to it. An
+# adapter's folder may be its base's: only names of adapters count there.
 _WEIGHTS = r"(-\d+-of-\d+)?\.(safetensors|bin|h5)(\.index\.json)?"
 _MISLEADING = {
-    "model": re.compile(rf"((pytorch_)?model|{DIFFUSERS_MODEL_FILE}){_WEIGHTS}|adapter_config\.json"),
+    "model": re.compile(
+        rf"((pytorch_)?model|{DIFFUSERS_MODEL_FILE}){_WEIGHTS}|adapter_config\.json"
+    ),
     "module": re.compile(rf"(pytorch_)?model{_WEIGHTS}|adapter_config\.json"),
     "adapter": re.compile(rf"(adapter_model|{DIFFUSERS_LORA_FILE}){_WEIGHTS}"),
 }
 
 
-CARD_NAME = "README.md"  # the model card, which the Trainer, PEFT and people write again after a save
+# the model card, which the Trainer, PEFT and people write again after a save
+CARD_NAME = "README.md"
 
 
 def with_current_cards(
     store: Store, manifest: Manifest, listed: Mapping[str, Stored] | None = None
 ) -> tuple[Manifest, tuple[str, ...]]:
-    """The manifest with the records of the model cards as they are in `store` now, and a note for each change.
+    """The manifest with the records of the model cards as they are in `store` now, and a note for
+    each change.
 
     `listed` are the objects of a bucket: a card is read only if its version is another one.
     """
-    cards = {PurePosixPath(part.path, CARD_NAME).as_posix() for part in manifest.parts if part.kind != "state"}
+    cards = {
+        PurePosixPath(part.path, CARD_NAME).as_posix()
+        for part in manifest.parts
+        if part.kind != "state"
+    }
     files: list[FileRecord] = []
     notes: list[str] = []
     for file in manifest.files:
-        if file.path not in cards or (listed is not None and not _is_other(file, listed.get(file.path))):
+        if file.path not in cards or (
+            listed is not None and not _is_other(file, listed.get(file.path))
+        ):
             files.append(file)
             continue
         try:
@@ -76,12 +93,16 @@ def with_current_cards(
 
 
 def may_pass(problems: Collection[str]) -> bool:
-    """True if every problem is a file that the system cannot read now: the checkpoint may be whole."""
+    """True if every problem is a file that the system cannot read now: the checkpoint may be
+    whole.
+    """
     return bool(problems) and all(isinstance(problem, PassingProblem) for problem in problems)
 
 
 def look_again(look: Callable[[], _T], is_passing: Callable[[_T], bool]) -> _T:
-    """The result of `look`, which is called up to three times while the result is a temporary fault."""
+    """The result of `look`, which is called up to three times while the result is a temporary
+    fault.
+    """
     for seconds in PAUSES_SECONDS:
         found = look()
         if not is_passing(found):
@@ -95,20 +116,30 @@ def checkpoint_problems(
 ) -> Iterator[str]:
     """Every problem that `catalog.verify` reports, a line each.
 
-    The digests of small files are always compared, `deep`: those of all files but `left_out` and hard links to these.
+    The digests of small files are always compared, `deep`: those of all files but `left_out` and
+    hard links to these.
     """
     folders = {str(PurePosixPath(file.path).parent) for file in manifest.files}
     listings = (store.list_folder("" if folder == "." else folder) for folder in folders)
     listed = {each.name: each for found in listings for each in found.objects}
-    bad = {file.path: found for file in manifest.files if (found := _size_problem(store, file, listed.get(file.path)))}
+    bad = {
+        file.path: found
+        for file in manifest.files
+        if (found := _size_problem(store, file, listed.get(file.path)))
+    }
     yield from bad.values()
     for name in misleading_files(store, manifest):
-        yield f"{name}: not of this checkpoint, and readers would take it for its weights; move it away"
+        yield (
+            f"{name}: not of this checkpoint, and readers would take it for its weights; move "
+            "it away"
+        )
     sound = [file for file in manifest.files if file.path not in bad]
     yield from _tensor_problems(store, manifest, {file.path for file in sound})
     for part in manifest.parts:
         yield from _part_index_problems(store, part, {file.path for file in sound})
-    hashed = [file for file in sound if deep or _is_small(file) or _is_other(file, listed.get(file.path))]
+    hashed = [
+        file for file in sound if deep or _is_small(file) or _is_other(file, listed.get(file.path))
+    ]
     if left_out:
         linked = {file_key(store, name) for name in left_out}
         hashed = [file for file in hashed if file_key(store, file.path) not in linked]
@@ -116,7 +147,9 @@ def checkpoint_problems(
 
 
 def large_files(store: Store, manifest: Manifest) -> list[FileRecord]:
-    """The files whose digests are not compared whenever the checkpoint is opened; one of several hard links."""
+    """The files whose digests are not compared whenever the checkpoint is opened; one of several
+    hard links.
+    """
     return distinct_files(store, [file for file in manifest.files if not _is_small(file)])
 
 
@@ -131,11 +164,14 @@ def distinct_files(store: Store, files: Iterable[FileRecord]) -> list[FileRecord
 
 
 def replaced_problems(store: Store, manifest: Manifest, listed: Mapping[str, Stored]) -> list[str]:
-    """A line for each object that was written after the commit with other bytes than the manifest's.
+    """A line for each object that was written after the commit with other bytes than the
+    manifest's.
 
     A copy made by another tool is not a problem: it is another version of the same bytes.
     """
-    return digest_problems(store, [file for file in manifest.files if _is_other(file, listed.get(file.path))])
+    return digest_problems(
+        store, [file for file in manifest.files if _is_other(file, listed.get(file.path))]
+    )
 
 
 def file_problems(store: Store, file: FileRecord) -> list[str]:
@@ -150,7 +186,9 @@ def stored_bytes(store: Store, manifest: Manifest) -> int:
 
 
 def file_key(store: Store, name: str) -> object:
-    """A key that is equal for all hard links of one file; the name of a missing file or of an object."""
+    """A key that is equal for all hard links of one file; the name of a missing file or of an
+    object.
+    """
     try:
         found = store.stat(name) if isinstance(store, LocalStore) else None
     except UnreadableError:
@@ -159,7 +197,9 @@ def file_key(store: Store, name: str) -> object:
 
 
 def is_misleading(path: str, manifest: Manifest) -> bool:
-    """True when `path`, relative to the checkpoint, is not listed but readers would load it as weights."""
+    """True when `path`, relative to the checkpoint, is not listed but readers would load it as
+    weights.
+    """
     where, name = str(PurePosixPath(path).parent), PurePosixPath(path).name
     kinds = {part.kind for part in manifest.parts if (part.path or ".") == where}
     if not any(kind in _MISLEADING and _MISLEADING[kind].fullmatch(name) for kind in kinds):
@@ -183,7 +223,9 @@ def _is_other(file: FileRecord, found: Stored | None) -> bool:
 
 
 def _size_problem(store: Store, file: FileRecord, found: Stored | None) -> str | None:
-    """The size problem of a file that was listed as `found`; if it was not listed, opening it gives the reason."""
+    """The size problem of a file that was listed as `found`; if it was not listed, opening it gives
+    the reason.
+    """
     try:
         if found is not None:
             size_bytes = found.size_bytes
@@ -239,17 +281,29 @@ def _header_problems(store: Store, file: str, tensors: list[TensorRecord]) -> It
 
 
 def _part_index_problems(store: Store, part: PartRecord, sound: set[str]) -> Iterator[str]:
-    """Check that the index of a part maps each tensor to its file, and that several shards have an index."""
+    """Check that the index of a part maps each tensor to its file, and that several shards have an
+    index.
+    """
     files = {tensor.file for tensor in part.tensors}
     folder = f"{part.path}/" if part.path else ""
-    indexes = [name for name in sound if re.fullmatch(rf"{re.escape(folder)}[^/]+\.safetensors\.index\.json", name)]
+    indexes = [
+        name
+        for name in sound
+        if re.fullmatch(rf"{re.escape(folder)}[^/]+\.safetensors\.index\.json", name)
+    ]
     sharded = len(files) > 1 and all(file.endswith(".safetensors") for file in files)
     if (
         sharded and not indexes and part.kind != "state"
     ):  # a training state has one file for each rank, and its own reader
-        yield f"{folder or './'}: {len(files)} shards without an index; readers of sharded weights need one"
+        yield (
+            f"{folder or './'}: {len(files)} shards without an index; readers of sharded "
+            "weights need one"
+        )
     expected = {tensor.name: tensor.file for tensor in part.tensors}
-    tied = {name: expected[kept] for kept, *others in part.ties if kept in expected for name in others}  # optional
+    # optional
+    tied = {
+        name: expected[kept] for kept, *others in part.ties if kept in expected for name in others
+    }
     for name in sorted(indexes):
         try:
             found = _indexed_files(store, name, folder)
@@ -258,8 +312,13 @@ def _part_index_problems(store: Store, part: PartRecord, sound: set[str]) -> Ite
             continue
         places = {**{key: file for key, file in tied.items() if key in found}, **expected}
         if found != places:
-            wrong = sorted(key for key in places.keys() | found.keys() if places.get(key) != found.get(key))
-            yield f"{name}: maps these tensors to other files than the manifest: {listing(wrong, ', ')}"
+            wrong = sorted(
+                key for key in places.keys() | found.keys() if places.get(key) != found.get(key)
+            )
+            yield (
+                f"{name}: maps these tensors to other files than the manifest: "
+                f"{listing(wrong, ', ')}"
+            )
 
 
 def _indexed_files(store: Store, index: str, folder: str) -> dict[str, str]:
@@ -268,7 +327,15 @@ def _indexed_files(store: Store, index: str, folder: str) -> dict[str, str]:
         return {name: f"{folder}{file}" for name, file in entries.items()}
     except UnreadableError:
         raise
-    except (AttributeError, CheckpointError, KeyError, OSError, RecursionError, TypeError, ValueError):
+    except (
+        AttributeError,
+        CheckpointError,
+        KeyError,
+        OSError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ):
         return {}
 
 

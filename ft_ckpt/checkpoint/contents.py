@@ -1,6 +1,9 @@
-"""Describes what a place contains, for a user who gave another one than expected. Read-only; imports no torch.
+"""Describes what a place contains, for a user who gave another one than expected.
 
-Places are recognised by the names of files and folders; of small documents a class, a step or a base is read.
+Read-only; imports no torch.
+
+Places are recognised by the names of files and folders; of small documents a class, a step or a
+base is read.
 """
 
 import json
@@ -16,7 +19,8 @@ from ft_ckpt.messages import did_you_mean, short
 from ft_ckpt.storage.place import Place, shown_location
 from ft_ckpt.storage.store import Folder, FolderListing, Store, read_text
 
-ACCELERATE_MARKER = "random_states_0.pkl"  # in every folder of Accelerate's `save_state`, and in no other
+# in every folder of Accelerate's `save_state`, and in no other
+ACCELERATE_MARKER = "random_states_0.pkl"
 CHECKPOINT, RUN, RUNS = "checkpoint", "run", "folder of runs"  # of ft_ckpt
 # Contents without weights, but in folders below, and contents that only their own program reads.
 UNREADABLE = {"absent", "empty", RUN, RUNS, "Trainer output", "folder of models", "DeepSpeed"}
@@ -37,7 +41,9 @@ _STEP_FOLDER = re.compile(r"(?:checkpoint|step|epoch)[-_]?(\d+)")
 _ACCELERATE_FOLDER = re.compile(r"checkpoints|checkpoint_\d+")
 _DCP_METADATA = ".metadata"
 _DEEPSPEED_ADVICE = "its zero_to_fp32.py writes the weights as files that every function here reads"
-_DEEPSPEED_FILES = re.compile(r"zero_to_fp32\.py|mp_rank_\d+.*_states\.pt|.*zero_pp_rank_\d+.*_states\.pt")
+_DEEPSPEED_FILES = re.compile(
+    r"zero_to_fp32\.py|mp_rank_\d+.*_states\.pt|.*zero_pp_rank_\d+.*_states\.pt"
+)
 
 
 @dataclass(frozen=True)
@@ -45,10 +51,11 @@ class Contents:
     """What is at a place."""
 
     kind: str
-    """"absent", "file", "empty", CHECKPOINT, RUN or RUNS for those of ft_ckpt; of other programs "Trainer checkpoint",
-    "Trainer output", "model", "adapter", "sentence-transformers", "diffusers model", "diffusers pipeline",
-    "diffusers LoRA", "Accelerate", "DeepSpeed", "torch.distributed.checkpoint", "weights", "folder of models"; "other"
-    for everything else."""
+    """"absent", "file", "empty", CHECKPOINT, RUN or RUNS for those of ft_ckpt; of other programs
+    "Trainer checkpoint", "Trainer output", "model", "adapter", "sentence-transformers", "diffusers
+    model", "diffusers pipeline", "diffusers LoRA", "Accelerate", "DeepSpeed",
+    "torch.distributed.checkpoint", "weights", "folder of models"; "other" for everything else.
+    """
     text: str
     """In words, as in "a Hugging Face model (LlamaForCausalLM) without a manifest of ft_ckpt"."""
     advice: str
@@ -70,7 +77,11 @@ def describe_contents(place: Place) -> Contents:
         return _describe_file(place)
     listed = folder.list_folder()
     if not listed.exists:
-        siblings = [] if parent is None else [entry.name for entry in visible_folders(parent.list_folder())]
+        siblings = (
+            []
+            if parent is None
+            else [entry.name for entry in visible_folders(parent.list_folder())]
+        )
         advice = did_you_mean([name], siblings) or "`ft-ckpt ls` lists the checkpoints of a run"
         return Contents("absent", "no such folder", advice)
     return _describe_folder(folder, listed, _MAX_FOLDERS)
@@ -94,7 +105,11 @@ def _describe_file(place: Place) -> Contents:
     for store, _ in place.folders_around(levels=2):
         if store.url != place.folder.url and store.stat(MANIFEST_NAME) is not None:
             return Contents("file", f"{text} of the checkpoint {store.url}", "give that folder")
-    advice = "`ft-ckpt show` and `ft-ckpt convert` read single files" if is_weights else "give the folder that it is in"
+    advice = (
+        "`ft-ckpt show` and `ft-ckpt convert` read single files"
+        if is_weights
+        else "give the folder that it is in"
+    )
     return Contents("file", f"{text}, expected a folder", advice)
 
 
@@ -137,7 +152,12 @@ def _describe_run(below: Mapping[str, Contents]) -> Contents | None:
         return Contents(RUN, text, "name one of them", checkpoints)
     if foreign:
         text = f"a Trainer's output_dir with {listing([*foreign], ', ')} {_WITHOUT}"
-        return Contents("Trainer output", text, "`trainer.train(resume_from_checkpoint=True)` resumes them", foreign)
+        return Contents(
+            "Trainer output",
+            text,
+            "`trainer.train(resume_from_checkpoint=True)` resumes them",
+            foreign,
+        )
     return None
 
 
@@ -165,12 +185,20 @@ def _describe_foreign(store: Store, files: set[str]) -> Contents | None:
         return Contents("diffusers LoRA", f"LoRA weights of diffusers {_WITHOUT}", advice, weights)
     if _DCP_METADATA in files:
         kind = "torch.distributed.checkpoint"
-        return Contents(kind, f"a folder of {kind}", "`ft-ckpt show` and `ft-ckpt convert` read its weights")
+        return Contents(
+            kind, f"a folder of {kind}", "`ft-ckpt show` and `ft-ckpt convert` read its weights"
+        )
     if any(_DEEPSPEED_FILES.fullmatch(name) for name in files):
         return Contents("DeepSpeed", "a checkpoint of DeepSpeed", _DEEPSPEED_ADVICE)
     if weights:
-        text = f"weights ({listing([*weights], ', ')}), no config, and no manifest of ft_ckpt ({MANIFEST_NAME})"
-        advice = "no save was completed there, or another program wrote it; `ft-ckpt show` lists their tensors"
+        text = (
+            f"weights ({listing([*weights], ', ')}), no config, and no manifest of ft_ckpt "
+            f"({MANIFEST_NAME})"
+        )
+        advice = (
+            "no save was completed there, or another program wrote it; `ft-ckpt show` lists "
+            "their tensors"
+        )
         return Contents("weights", text, advice, weights)
     return None
 
@@ -179,14 +207,19 @@ def _describe_trainer_checkpoint(store: Store) -> Contents:
     step = document_in(store, "trainer_state.json").get("global_step")
     at_step = f" of step {step}" if type(step) is int else ""
     text = f"a checkpoint{at_step} of transformers' Trainer {_WITHOUT}"
-    advice = "`trainer.train(resume_from_checkpoint=path)` resumes it, `from_pretrained(path)` loads its model"
+    advice = (
+        "`trainer.train(resume_from_checkpoint=path)` resumes it, `from_pretrained(path)` "
+        "loads its model"
+    )
     return Contents("Trainer checkpoint", text, advice)
 
 
 def _describe_adapter(config: Mapping[str, Any]) -> Contents:
     base = config.get("base_model_name_or_path")
     on_base = f" on {short(base, 80)[1:-1]}" if isinstance(base, str) and base else ""
-    advice = "`PeftModel.from_pretrained(base, path)` loads it, `ft-ckpt merge` merges it into its base"
+    advice = (
+        "`PeftModel.from_pretrained(base, path)` loads it, `ft-ckpt merge` merges it into its base"
+    )
     return Contents("adapter", f"a PEFT adapter{on_base} {_WITHOUT}", advice)
 
 
@@ -202,8 +235,12 @@ def _describe_parent(below: Mapping[str, Contents]) -> Contents | None:
     """A folder whose folders have contents that a user may have meant."""
     runs = _of_kind(below, RUN)
     if runs:
-        return Contents(RUNS, f"a folder of runs: {listing([*runs], ', ')}", "name one of them", runs)
-    states = tuple(name for name in _of_kind(below, "Accelerate") if _ACCELERATE_FOLDER.fullmatch(name))
+        return Contents(
+            RUNS, f"a folder of runs: {listing([*runs], ', ')}", "name one of them", runs
+        )
+    states = tuple(
+        name for name in _of_kind(below, "Accelerate") if _ACCELERATE_FOLDER.fullmatch(name)
+    )
     if states:
         text = f"a project folder of Accelerate with {listing([*states], ', ')}"
         return Contents("Accelerate", text, "`saver.resume(path)` reads the newest", states)
@@ -244,7 +281,9 @@ def class_in(config: Mapping[str, Any], otherwise: str) -> str:
 
 
 def document_in(store: Store, name: str, max_bytes: int = _MAX_DOCUMENT_BYTES) -> Mapping[str, Any]:
-    """The JSON object `name`; empty if it is missing, damaged or too large: the description goes without it."""
+    """The JSON object `name`; empty if it is missing, damaged or too large: the description goes
+    without it.
+    """
     try:
         document = json.loads(read_text(store, name, max_bytes))
     except (CheckpointError, ValueError, RecursionError):

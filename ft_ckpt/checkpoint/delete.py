@@ -1,12 +1,15 @@
-"""Deletes one checkpoint, or its training state; after an interruption `finish_deletion` completes the work.
+"""Deletes one checkpoint, or its training state; after an interruption `finish_deletion` completes
+the work.
 
-A checkpoint is dropped by renaming its manifest to a tombstone: with this step it stops being a checkpoint, and the
-files to delete stay on record. Pins and leases are then checked once more; if there is one, the manifest is renamed
-back. Files that the manifest never listed stay. Deleting only the training state works the same way, with a new
-manifest without the state:
+A checkpoint is dropped by renaming its manifest to a tombstone: with this step it stops being a
+checkpoint, and the files to delete stay on record. Pins and leases are then checked once more; if
+there is one, the manifest is renamed back. Files that the manifest never listed stay. Deleting only
+the training state works the same way, with a new manifest without the state:
 
-    a tombstone, no manifest    delete what it lists, then the tombstone, then the folder if that left it empty
-    a tombstone, a manifest     delete what the first lists and the second does not, then the tombstone
+    a tombstone, no manifest    delete what it lists, then the tombstone, then the folder if that
+                                left it empty
+    a tombstone, a manifest     delete what the first lists and the second does not, then the
+                                tombstone
 """
 
 import contextlib
@@ -36,7 +39,8 @@ from ft_ckpt.storage.store import Store, is_inside, read_text
 
 STATE = "state"  # kind of the parts that hold a training state
 _NOTE = "the training state was removed when it was no longer to be kept"
-_BUSY = tuple(f"{PREFIX}{what}-" for what in ("stage", "old"))  # folders of a save that pours into this one
+# folders of a save that pours into this one
+_BUSY = tuple(f"{PREFIX}{what}-" for what in ("stage", "old"))
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,11 @@ def delete_state(path: Path) -> Removal:
 
 
 def set_aside(path: Path, manifest: Manifest) -> Path | None:
-    """Rename the damaged checkpoint `path` to a hidden name, which is not listed; returns the new path.
+    """Rename the damaged checkpoint `path` to a hidden name, which is not listed; returns the new
+    path.
 
-    None while it is being read or saved to, or if it is no longer the checkpoint of `manifest`. Raises OSError.
+    None while it is being read or saved to, or if it is no longer the checkpoint of `manifest`.
+    Raises OSError.
     """
     if lease_reasons(path) or _is_being_saved(path):
         return None
@@ -96,14 +102,17 @@ def set_aside(path: Path, manifest: Manifest) -> Path | None:
 
 
 def finish_deletion(path: Path) -> Removal:
-    """Complete the deletion that the tombstone in `path` describes, see the table on top; repeatable."""
+    """Complete the deletion that the tombstone in `path` describes, see the table on top;
+    repeatable.
+    """
     if _name_of_gone(path):
         return _remove_folder(path)
     if why := deletion_guards(path):
         return Removal(path, why=why if _restore_manifest(path) else ())
     committed = (path / MANIFEST_NAME).exists()
     store = LocalStore(path)
-    doomed = {SIGNATURE_NAME, *manifest_files(store, TOMBSTONE)}  # the signature covers the old manifest
+    # the signature covers the old manifest
+    doomed = {SIGNATURE_NAME, *manifest_files(store, TOMBSTONE)}
     doomed -= manifest_files(store, MANIFEST_NAME) if committed else set()
     freed = releasable_bytes(path, doomed)
     local_disk.delete_files(doomed, path)
@@ -116,13 +125,17 @@ def finish_deletion(path: Path) -> Removal:
 
 
 def unfinished_deletions(root: Path) -> list[Path]:
-    """The folders in `root` that need `finish_deletion`: with a tombstone, or emptied and renamed for deletion."""
+    """The folders in `root` that need `finish_deletion`: with a tombstone, or emptied and renamed
+    for deletion.
+    """
     found = [path for path in folder_entries(root) if not path.is_symlink()]
     return [path for path in found if _name_of_gone(path) or (path / TOMBSTONE).is_file()]
 
 
 def deletion_guards(path: Path) -> tuple[str, ...]:
-    """The reasons, read from its folder and the one around it, why the checkpoint `path` must not be deleted now."""
+    """The reasons, read from its folder and the one around it, why the checkpoint `path` must not
+    be deleted now.
+    """
     pinned = pin_reason(path)
     saving = ("a save to it is not finished",) if _is_being_saved(path) else ()
     return (*((pinned,) if pinned else ()), *lease_reasons(path), *saving)
@@ -140,7 +153,10 @@ def without_state(manifest: Manifest) -> Manifest:
 
 
 def manifest_files(store: Store, name: str) -> frozenset[str]:
-    """The files that a manifest or tombstone lists; newer formats are accepted. Raises OSError or CorruptError."""
+    """The files that a manifest or tombstone lists; newer formats are accepted.
+
+    Raises OSError or CorruptError.
+    """
     file = store.where(name)
     try:
         text = read_text(store, name, MANIFEST_LIMIT_BYTES)
@@ -148,14 +164,20 @@ def manifest_files(store: Store, name: str) -> frozenset[str]:
     except (KeyError, RecursionError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CorruptError(f"{file}: not a manifest ({shown(error)}); delete the folder by hand") from error
+        raise CorruptError(
+            f"{file}: not a manifest ({shown(error)}); delete the folder by hand"
+        ) from error
     if unsafe := sorted(path for path in paths if not is_inside(path)):
-        raise CorruptError(f"{file}: {listing(unsafe)}: outside of the folder; delete the folder by hand")
+        raise CorruptError(
+            f"{file}: {listing(unsafe)}: outside of the folder; delete the folder by hand"
+        )
     return paths
 
 
 def releasable_bytes(path: Path, names: Iterable[str]) -> int:
-    """Bytes that deleting these files of `path` frees; hard links count once, files linked elsewhere not at all."""
+    """Bytes that deleting these files of `path` frees; hard links count once, files linked
+    elsewhere not at all.
+    """
     found = local_disk.file_stats(names, path)
     names_of = Counter((each.st_dev, each.st_ino) for each in found)
     once = {(each.st_dev, each.st_ino): each for each in found}
@@ -163,13 +185,18 @@ def releasable_bytes(path: Path, names: Iterable[str]) -> int:
 
 
 def folder_entries(folder: Path) -> list[Path]:
-    """The entries of `folder`, sorted; empty when there is no such folder. Raises UnreadableError."""
+    """The entries of `folder`, sorted; empty when there is no such folder.
+
+    Raises UnreadableError.
+    """
     with damaged_input(folder):
         return [folder / name for name in local_disk.list_names(folder)]
 
 
 def _deletion_obstacles(path: Path) -> tuple[str, ...]:
-    """The reasons why `path` cannot be deleted now; an unfinished deletion is one, because it needs its tombstone."""
+    """The reasons why `path` cannot be deleted now; an unfinished deletion is one, because it needs
+    its tombstone.
+    """
     waiting = ("an earlier removal is not finished",) if (path / TOMBSTONE).exists() else ()
     return (*deletion_guards(path), *waiting)
 
@@ -181,7 +208,9 @@ def _is_being_saved(path: Path) -> bool:
 
 
 def _restore_manifest(path: Path) -> bool:
-    """Undo the deletion of `path`, which turned out to be guarded; False when it is damaged or was replaced."""
+    """Undo the deletion of `path`, which turned out to be guarded; False when it is damaged or was
+    replaced.
+    """
     was, now = _manifest_or_none(path / TOMBSTONE), _manifest_or_none(path / MANIFEST_NAME)
     if was is None or (now is not None and now.created != was.created) or _is_being_saved(path):
         return False
@@ -193,14 +222,21 @@ def _restore_manifest(path: Path) -> bool:
 
 
 def _close_folder(path: Path) -> Removal:
-    """Delete the marks and the tombstone of a checkpoint whose files are deleted, and its folder if that empties it."""
+    """Delete the marks and the tombstone of a checkpoint whose files are deleted, and its folder if
+    that empties it.
+    """
     if not _other_files(path):
-        gone = path.with_name(f".{path.name}{TOMBSTONE}")  # so that no empty folder has the checkpoint's name
+        # so that no empty folder has the checkpoint's name
+        gone = path.with_name(f".{path.name}{TOMBSTONE}")
         local_disk.move(path, gone)
         return _remove_folder(gone)
     _unlink_if_there(path / TOMBSTONE)
     local_disk.sync_path(path)
-    left = tuple(each for each in sorted(local_disk.walk_tree(path)) if each.is_symlink() or not each.is_dir())
+    left = tuple(
+        each
+        for each in sorted(local_disk.walk_tree(path))
+        if each.is_symlink() or not each.is_dir()
+    )
     return Removal(path, dropped=True, left=left)
 
 
@@ -217,7 +253,9 @@ def _remove_folder(gone: Path) -> Removal:
 
 
 def _other_files(path: Path) -> list[Path]:
-    """The entries of a deleted checkpoint's folder besides its tombstone; our other marks are deleted here."""
+    """The entries of a deleted checkpoint's folder besides its tombstone; our other marks are
+    deleted here.
+    """
     found = [each for each in folder_entries(path) if each.name != TOMBSTONE]
     spent = [each for each in found if each.name.startswith(PREFIX) and not each.is_dir()]
     for each in spent:
@@ -238,6 +276,8 @@ def _name_of_gone(path: Path) -> str:
 
 def _manifest_or_none(file: Path) -> Manifest | None:
     try:
-        return manifest_from_json(read_text(LocalStore(file.parent), file.name, MANIFEST_LIMIT_BYTES), str(file))
+        return manifest_from_json(
+            read_text(LocalStore(file.parent), file.name, MANIFEST_LIMIT_BYTES), str(file)
+        )
     except (CheckpointError, OSError):
         return None

@@ -10,7 +10,13 @@ from typing import Any
 
 from ft_ckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
-from ft_ckpt.errors import CheckpointError, CorruptError, NotACheckpointError, UnreadableError, listing
+from ft_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    NotACheckpointError,
+    UnreadableError,
+    listing,
+)
 from ft_ckpt.messages import warn
 from ft_ckpt.storage.place import Place, open_place
 
@@ -27,14 +33,17 @@ def follow(
     stop: threading.Event | None = None,
     on_problem: Callable[[CheckpointError], object] = lambda error: warn(str(error), stacklevel=4),
 ) -> Iterator[CheckpointInfo]:
-    """The checkpoints of `run`, a folder or URL that may not exist yet: those that are there, then each new one.
+    """The checkpoints of `run`, a folder or URL that may not exist yet: those that are there, then
+    each new one.
 
-    They come oldest first, each once, and once more if it was saved again; those that were made from others (merged,
-    averaged) do not come. While the body of the loop runs, the checkpoint is leased: no rule deletes it. The loop ends
-    after `idle_seconds` without a new checkpoint (None: never), and when `stop` is set.
+    They come oldest first, each once, and once more if it was saved again; those that were made
+    from others (merged, averaged) do not come. While the body of the loop runs, the checkpoint is
+    leased: no rule deletes it. The loop ends after `idle_seconds` without a new checkpoint (None:
+    never), and when `stop` is set.
 
-    `on_problem` gets the error of a checkpoint that is damaged (as by `verify(deep=False)`), which is skipped, and an
-    UnreadableError of what cannot be read now, which is tried again; each text once.
+    `on_problem` gets the error of a checkpoint that is damaged (as by `verify(deep=False)`), which
+    is skipped, and an UnreadableError of what cannot be read now, which is tried again; each text
+    once.
     """
     reported: set[str] = set()
 
@@ -78,7 +87,8 @@ def looks(
     pause_seconds = poll_seconds if idle_seconds is None else min(poll_seconds, idle_seconds)
     quiet_since = time.monotonic()
     while not stop.is_set():
-        looked = time.monotonic()  # a checkpoint may be committed after the look, while the caller works
+        # a checkpoint may be committed after the look, while the caller works
+        looked = time.monotonic()
         infos = _infos_in(run, on_problem)
         new = {key_of(info) for info in infos} - seen
         seen |= new
@@ -97,7 +107,10 @@ def key_of(info: CheckpointInfo) -> Key:
 
 @contextmanager
 def stop_on_signal() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set; a second signal acts as it did before. Only in the main thread."""
+    """An event that SIGINT and SIGTERM set; a second signal acts as it did before.
+
+    Only in the main thread.
+    """
     stop = threading.Event()
     before = dict[int, Any]()
 

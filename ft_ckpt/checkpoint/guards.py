@@ -1,8 +1,10 @@
-"""Guards of a checkpoint folder: marks (lock objects in a bucket), pins, leases, the mark of a save.
+"""Guards of a checkpoint folder: marks (lock objects in a bucket), pins, leases, the mark of a
+save.
 
-Every operation on a checkpoint in a bucket first puts a mark and then lists the folder, so that of two concurrent
-operations at least one sees the other's mark. A removal gives way: it deletes its tombstone when it sees a pin, a
-lease, a save, or another removal. All others wait until the removal is over, and list again.
+Every operation on a checkpoint in a bucket first puts a mark and then lists the folder, so that of
+two concurrent operations at least one sees the other's mark. A removal gives way: it deletes its
+tombstone when it sees a pin, a lease, a save, or another removal. All others wait until the removal
+is over, and list again.
 
 `leases` says how long a mark is valid. Pins, metrics and signatures do not expire.
 """
@@ -48,7 +50,8 @@ from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Store, Stored
 
 PIN = f"{PREFIX}pin"
-SIGNED = f"{PREFIX}signature"  # in a bucket: a signature and the manifest that it covers, see `transfer.signatures`
+# in a bucket: a signature and the manifest that it covers, see `transfer.signatures`
+SIGNED = f"{PREFIX}signature"
 SAVING = f"{PREFIX}saving"  # a save to a bucket in progress
 TOMBSTONE = f"{PREFIX}dropped"  # lists the files to delete; in a bucket, prefix of the names
 _POLL_SECONDS, _PATIENCE_SECONDS = 0.2, 60.0  # waiting for a removal, which takes a few requests
@@ -61,13 +64,17 @@ def is_mark(name: str) -> bool:
 
 def living_marks(store: Store, listed: Iterable[Stored], kind: str, now: float) -> list[str]:
     """The names of the marks of one `kind` whose processes may be alive."""
-    return [each.name for each in listed if each.name.startswith(kind) and may_live(store, each, now)]
+    return [
+        each.name for each in listed if each.name.startswith(kind) and may_live(store, each, now)
+    ]
 
 
 def settled_list(store: Store, own: str | None) -> list[Stored]:
-    """All objects of a checkpoint in a bucket, once no removal is in progress that may have missed the mark `own`.
+    """All objects of a checkpoint in a bucket, once no removal is in progress that may have missed
+    the mark `own`.
 
-    `own` was just put there; without it, nothing is waited for. Raises UnreadableError after a minute.
+    `own` was just put there; without it, nothing is waited for. Raises UnreadableError after a
+    minute.
     """
     until = time.monotonic() + _PATIENCE_SECONDS
     while True:
@@ -77,7 +84,9 @@ def settled_list(store: Store, own: str | None) -> list[Stored]:
         if not busy:
             return listed
         if time.monotonic() > until:
-            raise UnreadableError(f"{store.url}: is being deleted ({busy[0]}); try again in a minute")
+            raise UnreadableError(
+                f"{store.url}: is being deleted ({busy[0]}); try again in a minute"
+            )
         time.sleep(_POLL_SECONDS)
 
 
@@ -101,10 +110,12 @@ def lease_in_bucket(store: Store) -> Iterator[str | None]:
 
 
 def pin(path: str | os.PathLike[str] | Place, reason: str = "") -> None:
-    """Exempt the checkpoint `path` from all retention rules, durably; `ls` and `prune` show `reason`.
+    """Exempt the checkpoint `path` from all retention rules, durably; `ls` and `prune` show
+    `reason`.
 
-    Raises NotACheckpointError when nothing is committed there; TargetError or NoSpaceError when the pin cannot be
-    written, and none is left. In a bucket also UnreadableError when it is unknown whether a removal is in progress.
+    Raises NotACheckpointError when nothing is committed there; TargetError or NoSpaceError when the
+    pin cannot be written, and none is left. In a bucket also UnreadableError when it is unknown
+    whether a removal is in progress.
     """
     store = open_place(path).folder
     _check_committed(store)
@@ -129,7 +140,9 @@ def unpin(path: str | os.PathLike[str] | Place) -> bool:
 
 
 def pin_reason(path: str | os.PathLike[str] | Place) -> str | None:
-    """The user and the reason of the pin of checkpoint `path`, for messages; None when it is not pinned."""
+    """The user and the reason of the pin of checkpoint `path`, for messages; None when it is not
+    pinned.
+    """
     store = open_place(path).folder
     if store.stat(PIN) is None:
         return None
@@ -153,10 +166,12 @@ def _user_name() -> str:
 
 @contextmanager
 def hold_lease(path: str | os.PathLike[str] | Place) -> Iterator[str | None]:
-    """Protect the checkpoint `path` from deletion while the block runs; read its manifest inside, once.
+    """Protect the checkpoint `path` from deletion while the block runs; read its manifest inside,
+    once.
 
-    Does nothing without a manifest, or if the folder cannot be written: nothing can be deleted there either. In a
-    bucket it must be a checkpoint; yields the name of the lease for `settled_list`.
+    Does nothing without a manifest, or if the folder cannot be written: nothing can be deleted
+    there either. In a bucket it must be a checkpoint; yields the name of the lease for
+    `settled_list`.
     """
     store = open_place(path).folder
     if not isinstance(store, LocalStore):
@@ -177,12 +192,18 @@ def hold_lease(path: str | os.PathLike[str] | Place) -> Iterator[str | None]:
 def lease_reasons(path: str | os.PathLike[str]) -> tuple[str, ...]:
     """A line for each living process that holds a lease on `path`."""
     store = LocalStore(Path(path))
-    return tuple(f"in use by {mark_holder(store, file.name)}" for file in _lease_files(store.folder) if _is_held(file))
+    return tuple(
+        f"in use by {mark_holder(store, file.name)}"
+        for file in _lease_files(store.folder)
+        if _is_held(file)
+    )
 
 
 @dataclass(eq=False)
 class _FileLease(Lease):
-    """A lease on a checkpoint on a disk: a locked file, kept open, as a save may move the folder aside."""
+    """A lease on a checkpoint on a disk: a locked file, kept open, as a save may move the folder
+    aside.
+    """
 
     handle: int = -1
 
@@ -191,7 +212,8 @@ class _FileLease(Lease):
         file = folder_of(self.store) / self.name
         self.handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         machine = None
-        with suppress(BlockingIOError):  # another process checks the new lease at this moment: only its age counts then
+        # another process checks the new lease at this moment: only its age counts then
+        with suppress(BlockingIOError):
             machine = locks.machine_id() if locks.lock_descriptor(self.handle) else None
         identity = {"host": socket.gethostname(), "pid": os.getpid(), "machine": machine}
         with suppress(OSError):  # on a full disk it stays empty, and only its age counts
@@ -208,7 +230,9 @@ class _FileLease(Lease):
 
 
 def _take_lease(store: LocalStore) -> _FileLease | None:
-    """A new lease on the checkpoint in `store`; None without one, and if its folder cannot be written."""
+    """A new lease on the checkpoint in `store`; None without one, and if its folder cannot be
+    written.
+    """
     path = store.folder
     lease = _FileLease(store, f"{LEASE}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
     try:
@@ -228,11 +252,14 @@ def _lease_files(path: Path) -> list[Path]:
 
 
 def _is_held(file: Path) -> bool:
-    return not locks.has_ended(file, read_mark(LocalStore(file.parent), file.name).get("machine"), STALE_SECONDS)
+    return not locks.has_ended(
+        file, read_mark(LocalStore(file.parent), file.name).get("machine"), STALE_SECONDS
+    )
 
 
 def clear_spent_mark(store: Store) -> bool:
-    """Delete the mark of a save that was killed after it committed the checkpoint in `store`; True if there was one.
+    """Delete the mark of a save that was killed after it committed the checkpoint in `store`; True
+    if there was one.
 
     A mark that cannot be read or deleted now stays.
     """
@@ -250,10 +277,14 @@ class SaveMark(ExclusiveLease):
 
     name: str = SAVING
     run_id: str | None = None
-    cleared: bool = False  # everything in the folder is of this save, or of dead ones that it took over
+    # everything in the folder is of this save, or of dead ones that it took over
+    cleared: bool = False
 
     def take(self) -> None:
-        """Put the mark, replacing that of a dead save or of this run. Raises TargetError while another is alive."""
+        """Put the mark, replacing that of a dead save or of this run.
+
+        Raises TargetError while another is alive.
+        """
         try:
             self.put(create_only=True)
         except NameTakenError:
@@ -262,7 +293,9 @@ class SaveMark(ExclusiveLease):
         self.begin()
 
     def declare_clear(self) -> None:
-        """Record in the mark that no foreign files are in the folder, for the cleanup after a crash."""
+        """Record in the mark that no foreign files are in the folder, for the cleanup after a
+        crash.
+        """
         if not self.cleared:
             self.cleared = True
             self.put()
@@ -271,7 +304,8 @@ class SaveMark(ExclusiveLease):
         """Raise TargetError when another save has taken the folder over."""
         if not self.is_ours:
             raise TargetError(
-                f"{self.store.url}: taken over by {mark_holder(self.store, SAVING)}, which took this save for dead; "
+                f"{self.store.url}: taken over by {mark_holder(self.store, SAVING)}, which took "
+                "this save for dead; "
                 "nothing was committed"
             )
 
@@ -284,7 +318,8 @@ class SaveMark(ExclusiveLease):
         is_own = self.run_id is not None and found.get("run_id") == self.run_id
         if not is_own and self._is_alive():
             raise TargetError(
-                f"{self.store.url}: {mark_holder(self.store, SAVING)} is saving there, or was killed less than ten "
+                f"{self.store.url}: {mark_holder(self.store, SAVING)} is saving there, or was "
+                "killed less than ten "
                 "minutes ago; use another name, or try again then"
             )
         self.cleared = bool(found.get("cleared"))

@@ -1,8 +1,10 @@
-"""Leases: marks by which a process shows that it works somewhere. One thread renews all leases of a process.
+"""Leases: marks by which a process shows that it works somewhere.
 
-A mark is valid for ten minutes after it was last renewed, by the clock of the store (the time of the reader's new
-mark). On the machine of its process it is valid only while the process lives. `run_lease` has a stricter rule, which
-needs no clock but that of the reader.
+One thread renews all leases of a process.
+
+A mark is valid for ten minutes after it was last renewed, by the clock of the store (the time of
+the reader's new mark). On the machine of its process it is valid only while the process lives.
+`run_lease` has a stricter rule, which needs no clock but that of the reader.
 """
 
 import json
@@ -56,11 +58,16 @@ def holder_of(facts: dict[str, Any]) -> str:
 
 def put_mark(store: Store, name: str, *, create_only: bool = False, **facts: Any) -> None:
     """Put a mark with the identity of this process, and `facts`. Raises TargetError."""
-    store.write(name, json.dumps({**locks.process_facts(), **facts}).encode(), create_only=create_only)
+    store.write(
+        name, json.dumps({**locks.process_facts(), **facts}).encode(), create_only=create_only
+    )
 
 
 def store_time(store: Store) -> float:
-    """The time of the store's clock in unix seconds, from an object that is written there. Raises TargetError."""
+    """The time of the store's clock in unix seconds, from an object that is written there.
+
+    Raises TargetError.
+    """
     clock = new_mark(CLOCK)
     put_mark(store, clock)
     try:
@@ -69,7 +76,8 @@ def store_time(store: Store) -> float:
         store.delete([clock])
     if stored is None:
         raise UnreadableError(
-            f"{store.where(clock)}: disappeared after it was written; check that no other program deletes "
+            f"{store.where(clock)}: disappeared after it was written; check that "
+            "no other program deletes "
             "files in this folder"
         )
     return stored.modified
@@ -93,7 +101,8 @@ class _Renewal:
     seconds: float
     due: float  # by time.monotonic
     is_over: bool = False
-    running: Any = field(default_factory=threading.RLock)  # held during a call; a call may end its own renewal
+    # held during a call; a call may end its own renewal
+    running: Any = field(default_factory=threading.RLock)
 
     def call(self) -> None:
         with self.running:
@@ -116,7 +125,9 @@ class _Renewals:
         with self._change:
             self._renewals.append(renewal)
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._work, name="ft_ckpt-leases", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._work, name="ft_ckpt-leases", daemon=True
+                )
                 self._thread.start()
             self._change.notify()
         return renewal
@@ -160,7 +171,9 @@ os.register_at_fork(after_in_child=_forget_renewals)
 
 @contextmanager
 def renewed(renew: Callable[[], object], seconds: float | None = None) -> Iterator[None]:
-    """Call `renew` each minute, or every `seconds`, while the block runs; its errors are ignored."""
+    """Call `renew` each minute, or every `seconds`, while the block runs; its errors are
+    ignored.
+    """
     renewal = _renewals.add(renew, BEAT_SECONDS if seconds is None else seconds)
     try:
         yield
@@ -183,7 +196,10 @@ class Lease:
         return {"token": self.token}
 
     def put(self, *, create_only: bool = False) -> None:
-        """Write the mark. Raises TargetError; NameTakenError with `create_only` when there is one."""
+        """Write the mark.
+
+        Raises TargetError; NameTakenError with `create_only` when there is one.
+        """
         put_mark(self.store, self.name, create_only=create_only, **self.facts)
 
     def begin(self, seconds: float | None = None) -> None:
@@ -213,7 +229,9 @@ class Lease:
 
 @dataclass(eq=False)
 class ExclusiveLease(Lease):
-    """A lease whose name other processes use, too: one of them may put its own mark in the place of this one."""
+    """A lease whose name other processes use, too: one of them may put its own mark in the place of
+    this one.
+    """
 
     @property
     def is_ours(self) -> bool:

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: its records and their JSON form.
 
-A checkpoint folder is committed if and only if `ft_ckpt.json` (MANIFEST_NAME) is in it. Everything in this module is
-frozen data, without access to disk or torch.
+A checkpoint folder is committed if and only if `ft_ckpt.json` (MANIFEST_NAME) is in it. Everything
+in this module is frozen data, without access to disk or torch.
 """
 
 import json
@@ -23,7 +23,8 @@ from ft_ckpt.schema import FieldError, Whole, as_record, values_of
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.store import is_inside
 
-# Names of weight files that diffusers reads, without ending and shard number; all other libraries read other names.
+# Names of weight files that diffusers reads, without ending and shard number; all other libraries
+# read other names.
 DIFFUSERS_MODEL_FILE = "diffusion_pytorch_model"
 DIFFUSERS_LORA_FILE = "pytorch_lora_weights"
 MANIFEST_NAME = "ft_ckpt.json"
@@ -46,7 +47,8 @@ class BaseRecord:
     config_hash: str
     fingerprint: Mapping[str, Any]  # sampled elements, see `model.base_model`
     class_name: str = ""  # its class in training; "" in manifests of earlier versions
-    config: Mapping[str, Any] = field(default_factory=dict)  # where its config differs from its files, see `base_class`
+    # where its config differs from its files, see `base_class`
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 PART_KINDS = ("model", "adapter", "module", "state")
@@ -54,7 +56,9 @@ PART_KINDS = ("model", "adapter", "module", "state")
 
 @dataclass(frozen=True)
 class PartRecord:
-    """One part of the checkpoint: a model, an adapter, a plain module or the training state, in a folder of its own."""
+    """One part of the checkpoint: a model, an adapter, a plain module or the training state, in a
+    folder of its own.
+    """
 
     name: str  # "" for the whole model, an attribute path such as "policy", or an adapter's name
     path: str  # folder relative to the checkpoint, "" for the checkpoint folder itself
@@ -62,7 +66,8 @@ class PartRecord:
     format: str  # a name of `formats.registry`, such as "safetensors"
     class_name: str
     tensors: tuple[TensorRecord, ...]
-    ties: tuple[tuple[str, ...], ...] = ()  # groups of stored or dropped names that are one tensor, kept name first
+    # groups of stored or dropped names that are one tensor, kept name first
+    ties: tuple[tuple[str, ...], ...] = ()
     trainable: tuple[str, ...] = ()  # stored names that required a gradient
     adapter: str | None = None
     active: bool = False  # this adapter was active when saved
@@ -85,20 +90,27 @@ class Manifest:
     kind: str  # "full" | "adapter" | "attribute" | "state" | "delta"
     created: str  # ISO 8601, UTC
     step: Whole | None = None
-    # Whole numbers stay whole: a manifest that is read and written again has the same text. In JSON those that are not
-    # finite are text.
+    # Whole numbers stay whole: a manifest that is read and written again has the same text. In JSON
+    # those that are not finite are text.
     metrics: Mapping[str, int | float] = field(default_factory=dict)
     world: Mapping[str, Any] = field(default_factory=dict)  # {"size": 2, "engine": "fsdp2", ...}
     versions: Mapping[str, str] = field(default_factory=dict)
-    shared: tuple[tuple[str, ...], ...] = ()  # groups of "part:name in its module" that were one tensor across parts
+    # groups of "part:name in its module" that were one tensor across parts
+    shared: tuple[tuple[str, ...], ...] = ()
     notes: tuple[str, ...] = ()  # decisions of the saver that matter to readers
     run_id: str | None = None
-    rankings: Mapping[str, str] = field(default_factory=dict)  # metric -> "min" or "max", as the run ranks it
-    export: bool = False  # weights saved beside the checkpoints of a run: retention never deletes them
-    number: int | None = None  # without a step: one more than the largest beside it, since clocks may go back
-    made_from: tuple[str, ...] = ()  # names of the checkpoints that the weights were computed from: an average, a merge
-    delta: Mapping[str, str] = field(default_factory=dict)  # of a delta: its base and contents, see `transfer.deltas`
-    token: str | None = None  # in a bucket, unique for each save: concurrent saves never write equal manifests
+    # metric -> "min" or "max", as the run ranks it
+    rankings: Mapping[str, str] = field(default_factory=dict)
+    # weights saved beside the checkpoints of a run: retention never deletes them
+    export: bool = False
+    # without a step: one more than the largest beside it, since clocks may go back
+    number: int | None = None
+    # names of the checkpoints that the weights were computed from: an average, a merge
+    made_from: tuple[str, ...] = ()
+    # of a delta: its base and contents, see `transfer.deltas`
+    delta: Mapping[str, str] = field(default_factory=dict)
+    # in a bucket, unique for each save: concurrent saves never write equal manifests
+    token: str | None = None
     format_version: int = FORMAT_VERSION
 
 
@@ -128,17 +140,30 @@ def manifest_to_json(manifest: Manifest) -> str:
 
     Its field "digest" is the digest of the text without the line of that field.
     """
-    plain = {key: value for key, value in values_of(manifest).items() if key not in ("parts", "files")}
+    plain = {
+        key: value for key, value in values_of(manifest).items() if key not in ("parts", "files")
+    }
     plain = {key: value for key, value in plain.items() if value or key not in ("delta", "token")}
     plain["notes"] = [without_secrets(note) for note in manifest.notes]
-    plain["metrics"] = {name: value if math.isfinite(value) else str(value) for name, value in plain["metrics"].items()}
+    plain["metrics"] = {
+        name: value if math.isfinite(value) else str(value)
+        for name, value in plain["metrics"].items()
+    }
     lines = [f"  {_json_text(key)}: {_json_text(value)}," for key, value in plain.items()]
     kept = (
-        {key: value for key, value in values_of(file).items() if key not in ("etag", "sha256") or value is not None}
+        {
+            key: value
+            for key, value in values_of(file).items()
+            if key not in ("etag", "sha256") or value is not None
+        }
         for file in manifest.files
     )
-    lines.append('  "files": [\n' + ",\n".join(f"    {_json_text(record)}" for record in kept) + "\n  ],")
-    lines.append('  "parts": [\n' + ",\n".join(_part_json(part) for part in manifest.parts) + "\n  ]")
+    lines.append(
+        '  "files": [\n' + ",\n".join(f"    {_json_text(record)}" for record in kept) + "\n  ],"
+    )
+    lines.append(
+        '  "parts": [\n' + ",\n".join(_part_json(part) for part in manifest.parts) + "\n  ]"
+    )
     body = "\n".join(lines) + "\n}\n"
     return "{\n" + _digest_line(_text_digest("{\n" + body)) + body
 
@@ -146,8 +171,9 @@ def manifest_to_json(manifest: Manifest) -> str:
 def manifest_from_json(text: str, source: str = MANIFEST_NAME) -> Manifest:
     """The manifest in `text`; `source` names it in errors.
 
-    Raises ManifestError when it is not JSON, when a field is missing or has another type or range, when its digest
-    differs (manifests of ft_ckpt 0.1.0 have none), or when it was written by a newer ft_ckpt.
+    Raises ManifestError when it is not JSON, when a field is missing or has another type or range,
+    when its digest differs (manifests of ft_ckpt 0.1.0 have none), or when it was written by a
+    newer ft_ckpt.
     """
     document = _parse_document(text, source)
     _check_digest(document, text, source)
@@ -160,21 +186,32 @@ def manifest_from_json(text: str, source: str = MANIFEST_NAME) -> Manifest:
         ) from error
     if problems := list(_manifest_problems(manifest)):
         raise ManifestError(
-            f"{source}: malformed manifest ({listing(problems)}); the checkpoint is damaged, use an older one"
+            f"{source}: malformed manifest ({listing(problems)}); the checkpoint is damaged, use "
+            "an older one"
         )
     return manifest
 
 
 def _part_json(part: PartRecord) -> str:
-    base = None if part.base is None else {**values_of(part.base), "id": part.base.id and without_secrets(part.base.id)}
+    base = (
+        None
+        if part.base is None
+        else {**values_of(part.base), "id": part.base.id and without_secrets(part.base.id)}
+    )
     plain = {**values_of(part), "base": base}
-    head = "".join(f"{_json_text(key)}: {_json_text(value)}, " for key, value in plain.items() if key != "tensors")
+    head = "".join(
+        f"{_json_text(key)}: {_json_text(value)}, "
+        for key, value in plain.items()
+        if key != "tensors"
+    )
     tensors = ",\n".join("      " + _json_text(values_of(tensor)) for tensor in part.tensors)
     return f'    {{{head}"tensors": [\n{tensors}\n    ]}}'
 
 
 def _json_text(value: Any) -> str:
-    """JSON that can be encoded as UTF-8: surrogates (file name bytes that are not UTF-8) are escaped."""
+    """JSON that can be encoded as UTF-8: surrogates (file name bytes that are not UTF-8) are
+    escaped.
+    """
     return re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", _encode(value))
 
 
@@ -187,7 +224,9 @@ def _digest_line(digest: str) -> str:
 
 
 def _metrics_of(stored: Any) -> Any:
-    """The metrics as numbers: NaN and infinities are stored as text, and 0.1.0 did not refuse other values."""
+    """The metrics as numbers: NaN and infinities are stored as text, and 0.1.0 did not refuse other
+    values.
+    """
     if type(stored) is not dict:
         return stored
     metrics = {}
@@ -209,35 +248,43 @@ def _parse_document(text: str, source: str) -> dict[str, Any]:
         version = document["format_version"]
     except (ValueError, KeyError, RecursionError, TypeError) as error:
         raise ManifestError(
-            f"{source}: not an ft_ckpt manifest ({shown(error)}); the checkpoint is damaged, use an older one"
+            f"{source}: not an ft_ckpt manifest ({shown(error)}); the checkpoint is damaged, use "
+            "an older one"
         ) from error
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise ManifestError(
-            f"{source}: manifest format {version!r}, this ft_ckpt reads up to {FORMAT_VERSION}; upgrade ft_ckpt"
+            f"{source}: manifest format {version!r}, this ft_ckpt reads up to {FORMAT_VERSION}; "
+            "upgrade ft_ckpt"
         )
     return dict(document)
 
 
 def _check_digest(document: dict[str, Any], text: str, source: str) -> None:
-    """Compare a manifest with its digest; one without is by 0.1.0 and must have no undeclared fields."""
+    """Compare a manifest with its digest; one without is by 0.1.0 and must have no undeclared
+    fields.
+    """
     expected = document.get("digest")
     if "digest" in document:
         found = _text_digest(text.replace(_digest_line(str(expected)), "", 1))
         if found != expected:
             raise ManifestError(
-                f"{source}: its digest is {found}, expected {expected!r}: the manifest has changed since then; "
+                f"{source}: its digest is {found}, expected {expected!r}: the manifest has changed "
+                "since then; "
                 'use an older checkpoint, or delete the line "digest" if you changed it yourself'
             )
     elif unknown := sorted(document.keys() - {each.name for each in fields(Manifest)}):
         raise ManifestError(
-            f"{source}: malformed manifest ({listing(unknown, ', ')}: unknown, and no digest); the checkpoint is "
+            f"{source}: malformed manifest ({listing(unknown, ', ')}: unknown, and no digest); the "
+            "checkpoint is "
             "damaged, use an older one"
         )
 
 
 def _manifest_problems(manifest: Manifest) -> Iterator[str]:
     """A line for each value of the right type that no save can have written."""
-    repeated = [path for path, count in Counter(file.path for file in manifest.files).items() if count > 1]
+    repeated = [
+        path for path, count in Counter(file.path for file in manifest.files).items() if count > 1
+    ]
     yield from (f"{path!r}: listed more than once" for path in repeated)
     for file in manifest.files:
         if file.ranks > _MOST_RANKS:
@@ -247,7 +294,9 @@ def _manifest_problems(manifest: Manifest) -> Iterator[str]:
         elif not _are_in_order(file):
             yield f"{file.path!r}: cuts that are not in order, inside of the file and of its ranks"
     base = manifest.delta.get("base", "")
-    if manifest.delta and ("/" in base or not is_inside(base) or not manifest.delta.keys() >= _DELTA_FIELDS):
+    if manifest.delta and (
+        "/" in base or not is_inside(base) or not manifest.delta.keys() >= _DELTA_FIELDS
+    ):
         yield f"delta: {dict(manifest.delta)}, expected the name of its base and two digests"
     for part in manifest.parts:
         if part.kind not in PART_KINDS:
@@ -257,14 +306,20 @@ def _manifest_problems(manifest: Manifest) -> Iterator[str]:
                 yield f"sampled elements of {name!r}: {short(samples)}, expected numbers by index"
         for tensor in part.tensors:
             if tensor.start > tensor.end:
-                yield f"{tensor.name!r}: shape {list(tensor.shape)} at bytes {tensor.start} to {tensor.end}"
+                yield (
+                    f"{tensor.name!r}: shape {list(tensor.shape)} at bytes {tensor.start} to "
+                    f"{tensor.end}"
+                )
 
 
 def _are_samples(samples: Any) -> bool:
     """Whether a fingerprint's value for a tensor is as saves write it: {"12": 0.5}."""
     if type(samples) is not dict:
         return False
-    return all(_INDEX.fullmatch(index) and type(number) in (int, float) for index, number in samples.items())
+    return all(
+        _INDEX.fullmatch(index) and type(number) in (int, float)
+        for index, number in samples.items()
+    )
 
 
 def _are_in_order(file: FileRecord) -> bool:
@@ -280,12 +335,17 @@ def _are_in_order(file: FileRecord) -> bool:
 
 
 def check_paths(manifest: Manifest, source: str) -> None:
-    """Raise ManifestError naming every path of the manifest that leads out of its folder; `source` names it."""
-    paths = {file.path for file in manifest.files} | {tensor.file for part in manifest.parts for tensor in part.tensors}
+    """Raise ManifestError naming every path of the manifest that leads out of its folder; `source`
+    names it.
+    """
+    paths = {file.path for file in manifest.files} | {
+        tensor.file for part in manifest.parts for tensor in part.tensors
+    }
     unsafe = [path for path in paths if not is_inside(path)]
     unsafe += [part.path for part in manifest.parts if part.path != "" and not is_inside(part.path)]
     if unsafe:
         raise ManifestError(
-            f"{source}: {listing(sorted(map(repr, unsafe)))}: a path in a manifest must be relative, with forward "
+            f"{source}: {listing(sorted(map(repr, unsafe)))}: a path in a manifest must be "
+            "relative, with forward "
             f"slashes and without '..'; do not use this checkpoint"
         )

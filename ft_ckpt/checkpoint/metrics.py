@@ -1,7 +1,7 @@
 """Metrics that were measured after a save: a mark for each in the checkpoint's folder.
 
-The manifest does not change, so that copies and signatures stay valid. A mark names the save that was measured; after
-an overwrite it is ignored.
+The manifest does not change, so that copies and signatures stay valid. A mark names the save that
+was measured; after an overwrite it is ignored.
 """
 
 import json
@@ -33,25 +33,33 @@ def read_metrics(store: Store, manifest: Manifest) -> Mapping[str, float]:
                     found[str(mark["metric"])] = float(mark["value"])
             except UnreadableError:
                 raise
-            except (CorruptError, KeyError, RecursionError, TypeError, ValueError):  # damaged, or deleted since
+            except (CorruptError, KeyError, RecursionError, TypeError, ValueError):
+                # damaged, or deleted since
                 continue
     return found
 
 
 def check_metric(name: str) -> None:
-    """Raise ConfigError for a name that is empty, too long for the name of a mark, or has half of a surrogate pair."""
+    """Raise ConfigError for a name that is empty, too long for the name of a mark, or has half of a
+    surrogate pair.
+    """
     try:
         stored_name = quote(name, safe="")
     except UnicodeEncodeError:
-        raise ConfigError(f"metric {name!a}: expected text, which can be encoded in UTF-8") from None
+        raise ConfigError(
+            f"metric {name!a}: expected text, which can be encoded in UTF-8"
+        ) from None
     if not 0 < len(stored_name) <= _LONGEST_NAME:
         shown_name = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
         expected = f"1 to {_LONGEST_NAME} bytes, percent-encoded"
-        raise ConfigError(f"metric {shown_name!r}: expected {expected}, but it has {len(stored_name)}")
+        raise ConfigError(
+            f"metric {shown_name!r}: expected {expected}, but it has {len(stored_name)}"
+        )
 
 
 def write_metric(store: Store, manifest: Manifest, name: str, value: float) -> None:
-    """Write a metric of the checkpoint in `store`, durably, in place of an older value; it must be leased.
+    """Write a metric of the checkpoint in `store`, durably, in place of an older value; it must be
+    leased.
 
     Raises ConfigError as `check_metric` does, and TargetError.
     """

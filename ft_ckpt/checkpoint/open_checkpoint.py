@@ -1,8 +1,8 @@
 """Opens one checkpoint, so that readers see one save even if it is replaced meanwhile.
 
-On a disk a reader has a descriptor of the folder, see `open_folder`, and a lease: what an overwrite moves aside is
-deleted when no lease is left, and no save waits for a reader. A bucket is listed: each object is read in the listed
-version, or not at all.
+On a disk a reader has a descriptor of the folder, see `open_folder`, and a lease: what an overwrite
+moves aside is deleted when no lease is left, and no save waits for a reader. A bucket is listed:
+each object is read in the listed version, or not at all.
 """
 
 import hashlib
@@ -53,7 +53,8 @@ class OpenCheckpoint:
     place: Place  # at which it was opened, and beside which other checkpoints are
     store: Store  # its files, by their paths in the checkpoint
     manifest: Manifest  # with the records of the model cards as they are now
-    identity: str  # digest of the manifest's text: equal for all ranks that have opened the same checkpoint
+    # digest of the manifest's text: equal for all ranks that have opened the same checkpoint
+    identity: str
     stack: ExitStack | None = field(default=None, compare=False, repr=False)  # closes with it
 
     @property
@@ -71,16 +72,22 @@ class OpenCheckpoint:
 
     @property
     def folder(self) -> Path:
-        """A path at which libraries find its files, the same ones after the checkpoint was replaced."""
+        """A path at which libraries find its files, the same ones after the checkpoint was
+        replaced.
+        """
         return folder_of(self.store)
 
     def find_problems(self, deep: bool, left_out: Collection[str] = ()) -> tuple[str, ...]:
-        """The problems of the open files, as `catalog.verify` reports them, and of files beside them.
+        """The problems of the open files, as `catalog.verify` reports them, and of files beside
+        them.
 
-        `deep`: the digests of all files but `left_out` are compared, not those of small files alone.
+        `deep`: the digests of all files but `left_out` are compared, not those of small files
+        alone.
         """
         if deep:
-            self.fetch_files([file.path for file in self.manifest.files if file.path not in left_out])
+            self.fetch_files(
+                [file.path for file in self.manifest.files if file.path not in left_out]
+            )
         found = tuple(checkpoint_problems(self.store, self.manifest, deep=deep, left_out=left_out))
         if not isinstance(self.store, OpenFolder):
             return found  # the listing contains the files beside it
@@ -90,9 +97,11 @@ class OpenCheckpoint:
         return (*found, *beside)
 
     def fetch_files(self, paths: Collection[str]) -> None:
-        """Download files of a checkpoint in a bucket once, into a temporary folder; they are compared and read there.
+        """Download files of a checkpoint in a bucket once, into a temporary folder; they are
+        compared and read there.
 
-        Without room for all of them they stay in the bucket, and comparing and reading are a download each.
+        Without room for all of them they stay in the bucket, and comparing and reading are a
+        download each.
         """
         if isinstance(self.store, ListedStore) and self.stack is not None:
             with suppress(NoSpaceError):
@@ -119,11 +128,12 @@ class OpenCheckpoint:
 def open_checkpoint(place: str | os.PathLike[str] | Place) -> Iterator[OpenCheckpoint]:
     """The checkpoint at `place`, open and with a lease against deletion while the block runs.
 
-    Its digests are compared by `find_problems` or `refuse_damaged`, which callers use before anything of its files.
+    Its digests are compared by `find_problems` or `refuse_damaged`, which callers use before
+    anything of its files.
 
-    A missing file raises MissingError when it is read. Raises NotACheckpointError or ManifestError as `load_manifest`;
-    CorruptError when an object is not the committed one, or (where folders cannot be exchanged, without a lease, and
-    without /proc) the checkpoint was replaced meanwhile.
+    A missing file raises MissingError when it is read. Raises NotACheckpointError or ManifestError
+    as `load_manifest`; CorruptError when an object is not the committed one, or (where folders
+    cannot be exchanged, without a lease, and without /proc) the checkpoint was replaced meanwhile.
     """
     store = open_place(place).folder
     if not isinstance(store, LocalStore):
@@ -140,19 +150,24 @@ def open_checkpoint(place: str | os.PathLike[str] | Place) -> Iterator[OpenCheck
 
 
 def checkpoint_around(place: Place) -> tuple[Store, str] | None:
-    """The checkpoint of ours that is or contains `place`, and the name of `place` in it; None if there is none."""
+    """The checkpoint of ours that is or contains `place`, and the name of `place` in it; None if
+    there is none.
+    """
     around = place.folders_around()
-    return next(((store, name) for store, name in around if store.stat(MANIFEST_NAME) is not None), None)
+    return next(
+        ((store, name) for store, name in around if store.stat(MANIFEST_NAME) is not None), None
+    )
 
 
 @contextmanager
 def hold_open(path: str | os.PathLike[str] | Place, *, compares: bool = True) -> Iterator[Place]:
     """Yield the place to read the file or folder `path` from.
 
-    The checkpoint of ours that is or contains it is opened; the result is then among its open files. With `compares`,
-    the digests of this file, or of all files in this folder but training state, are compared first. A file that the
-    checkpoint does not list, and anything outside of checkpoints of ours, is read in place. Raises what
-    `open_checkpoint` does, and CorruptError for damaged files.
+    The checkpoint of ours that is or contains it is opened; the result is then among its open
+    files. With `compares`, the digests of this file, or of all files in this folder but training
+    state, are compared first. A file that the checkpoint does not list, and anything outside of
+    checkpoints of ours, is read in place. Raises what `open_checkpoint` does, and CorruptError for
+    damaged files.
     """
     place = open_place(path)
     found = checkpoint_around(place)
@@ -168,14 +183,18 @@ def hold_open(path: str | os.PathLike[str] | Place, *, compares: bool = True) ->
 
 
 def files_in(manifest: Manifest, name: str) -> set[str]:
-    """The file `name`, or the files in the folder `name` but training state; of a folder of training state, all."""
+    """The file `name`, or the files in the folder `name` but training state; of a folder of
+    training state, all.
+    """
     begin = f"{name}/" if name else ""
     inside = {file.path for file in manifest.files if f"{file.path}/".startswith(begin)}
     return inside & {file.path for file in without_state(manifest).files} or inside
 
 
 def _open_listed(store: Store, stack: ExitStack) -> OpenCheckpoint:
-    """The checkpoint in a bucket, listed while no save is replacing it; leased until the stack is closed."""
+    """The checkpoint in a bucket, listed while no save is replacing it; leased until the stack is
+    closed.
+    """
     before = _manifest_state(store)
     lease = stack.enter_context(hold_lease(Place(store))) if before else None
     for _ in range(_MOST_TRIES):
@@ -188,9 +207,12 @@ def _open_listed(store: Store, stack: ExitStack) -> OpenCheckpoint:
             manifest, _ = with_current_cards(listed, manifest, listed.listed)
             if problems := replaced_problems(listed, manifest, listed.listed):
                 raise CorruptError(
-                    f"{store.url}: {listing(problems)}; overwritten after it was committed, use another checkpoint"
+                    f"{store.url}: {listing(problems)}; overwritten after it was committed, use "
+                    "another checkpoint"
                 )
-            return OpenCheckpoint(Place(store), listed, manifest, text_identity(text.encode()), stack)
+            return OpenCheckpoint(
+                Place(store), listed, manifest, text_identity(text.encode()), stack
+            )
         before = after
     raise CorruptError(f"{store.url}: replaced while it was read; read it again")
 
@@ -217,7 +239,9 @@ def _open_local(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
 
 
 def _delete_if_aside(path: Path, marker: OpenManifest) -> None:
-    """Delete what a save has moved aside while the checkpoint was read, unless another reader has a lease on it."""
+    """Delete what a save has moved aside while the checkpoint was read, unless another reader has a
+    lease on it.
+    """
     with suppress(CheckpointError, OSError):  # it is left to the next save
         if not marker.is_at(path / MANIFEST_NAME):
             recover_target(path)
@@ -248,7 +272,11 @@ def earlier_checkpoints(beside: Store, most: int) -> Iterator[EarlierCheckpoint]
     with suppress(OSError):
         for folder in beside.list_folder().folders:
             with suppress(OSError):
-                found = None if folder.name.startswith(".") else beside.within(folder.name).stat(MANIFEST_NAME)
+                found = (
+                    None
+                    if folder.name.startswith(".")
+                    else beside.within(folder.name).stat(MANIFEST_NAME)
+                )
                 sealed += [(found.modified, folder.name)] if found is not None else []
     for time, name in sorted(sealed, reverse=True)[:most]:
         with suppress(ManifestError, OSError):  # damaged, or deleted since
@@ -257,9 +285,11 @@ def earlier_checkpoints(beside: Store, most: int) -> Iterator[EarlierCheckpoint]
 
 
 def take_earlier(one: EarlierCheckpoint, record: FileRecord, store: Store, name: str) -> bool:
-    """Copy or link an earlier file to `name` in `store`; False if impossible, or if it was modified after its commit.
+    """Copy or link an earlier file to `name` in `store`; False if impossible, or if it was modified
+    after its commit.
 
-    Its version is compared again afterwards, in case it was replaced meanwhile. Raises what the stores do.
+    Its version is compared again afterwards, in case it was replaced meanwhile. Raises what the
+    stores do.
     """
     found = one.store.stat(record.path)
     if found is None or found.size_bytes != record.size_bytes or found.modified > one.sealed:

@@ -1,8 +1,9 @@
 """The folder of an open checkpoint on a disk, read through one descriptor.
 
-`/proc/self/fd/N/model.safetensors` stays the old file after a save has exchanged the folder or moved it aside, for
-libraries that read by path too. Where a save cannot exchange folders it moves single files, the manifest first: so the
-manifest is looked at after each file is opened, and at the end.
+`/proc/self/fd/N/model.safetensors` stays the old file after a save has exchanged the folder or
+moved it aside, for libraries that read by path too. Where a save cannot exchange folders it moves
+single files, the manifest first: so the manifest is looked at after each file is opened, and at the
+end.
 """
 
 import os
@@ -21,7 +22,9 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 @dataclass(frozen=True)
 class OpenFolder(LocalStore):
-    """The files of the open checkpoint of `marker` in this folder of it; other files are not seen."""
+    """The files of the open checkpoint of `marker` in this folder of it; other files are not
+    seen.
+    """
 
     marker: "OpenManifest | None" = None
     files: frozenset[str] = frozenset()  # paths in the checkpoint
@@ -50,7 +53,11 @@ class OpenFolder(LocalStore):
     def list_folder(self, prefix: str = "") -> FolderListing:
         listing = super().list_folder(prefix)
         begin = f"{self.inside}{prefix}/" if prefix else self.inside
-        below = {path.removeprefix(begin).partition("/")[0] for path in self.files if path.startswith(begin)}
+        below = {
+            path.removeprefix(begin).partition("/")[0]
+            for path in self.files
+            if path.startswith(begin)
+        }
         folders = tuple(folder for folder in listing.folders if folder.name in below)
         objects = tuple(stored for stored in listing.objects if self._is_listed(stored.name))
         return FolderListing(listing.exists, folders, objects)
@@ -83,13 +90,17 @@ class OpenManifest:
                 return False
 
     def refuse_replaced(self) -> None:
-        """Raise CorruptError if another save has put its files into the folder, or the folder was deleted."""
+        """Raise CorruptError if another save has put its files into the folder, or the folder was
+        deleted.
+        """
         if not self.is_at(self.path):
             raise CorruptError(f"{self.shown}: replaced while it was read; read it again")
 
 
 def open_folder(path: Path, stack: ExitStack) -> Path:
-    """A path at which the folder `path` stays this folder until the stack closes; `path` itself without /proc."""
+    """A path at which the folder `path` stays this folder until the stack closes; `path` itself
+    without /proc.
+    """
     if not _DESCRIPTORS.is_dir():
         return path
     with damaged_input(path):
@@ -99,7 +110,10 @@ def open_folder(path: Path, stack: ExitStack) -> Path:
 
 
 def open_manifest(folder: Path, shown: Path, stack: ExitStack) -> OpenManifest | None:
-    """The manifest in `folder`, open until the stack closes; None without one. `shown`: the path in messages."""
+    """The manifest in `folder`, open until the stack closes; None without one.
+
+    `shown`: the path in messages.
+    """
     with damaged_input(shown / MANIFEST_NAME):
         try:
             descriptor = regular_descriptor(folder / MANIFEST_NAME)

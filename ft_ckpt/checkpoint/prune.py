@@ -1,4 +1,6 @@
-"""Prunes a run: deletes the checkpoints that the rules do not keep, and makes room on a full disk."""
+"""Prunes a run: deletes the checkpoints that the rules do not keep, and makes room on a full
+disk.
+"""
 
 import contextlib
 import dataclasses
@@ -14,7 +16,12 @@ from functools import partial
 from pathlib import Path
 
 from ft_ckpt.checkpoint import catalog, commit
-from ft_ckpt.checkpoint.bucket_delete import drop_from_bucket, mark_guards, settle_in_bucket, strip_in_bucket
+from ft_ckpt.checkpoint.bucket_delete import (
+    drop_from_bucket,
+    mark_guards,
+    settle_in_bucket,
+    strip_in_bucket,
+)
 from ft_ckpt.checkpoint.catalog import CheckpointInfo, damage_of
 from ft_ckpt.checkpoint.delete import (
     STATE,
@@ -35,7 +42,14 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, parse_time
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import CheckpointError, ConfigError, NoSpaceError, UnreadableError
 from ft_ckpt.messages import LOG, warn
-from ft_ckpt.retention import HeldCheckpoint, Keep, PrunePlan, check_metrics, newest_valid, plan_pruning
+from ft_ckpt.retention import (
+    HeldCheckpoint,
+    Keep,
+    PrunePlan,
+    check_metrics,
+    newest_valid,
+    plan_pruning,
+)
 from ft_ckpt.storage import locks
 from ft_ckpt.storage.frozen_view import ListedStore
 from ft_ckpt.storage.local_store import LocalStore, clear_old_drafts, folder_of
@@ -45,7 +59,8 @@ from ft_ckpt.storage.trials import TRIAL
 
 Step = tuple[Path | str, Callable[[], Removal]]  # one removal: location and action
 _STAGE = re.compile(r"\.(?P<target>.+)\.ft_ckpt-stage-.+-\d+-[0-9a-f]{8}", re.DOTALL)
-_VALID_IN_BUCKETS: dict[str, bytes] = {}  # store identity -> digest of the listing that was verified
+# store identity -> digest of the listing that was verified
+_VALID_IN_BUCKETS: dict[str, bytes] = {}
 
 
 @dataclass(frozen=True)
@@ -59,7 +74,8 @@ class LocalRun:
 
     @contextlib.contextmanager
     def exclusive_sweep(self) -> Iterator[bool]:
-        """Lock the folder against a second pruning, which could bring a checkpoint back; False when one is running.
+        """Lock the folder against a second pruning, which could bring a checkpoint back; False when
+        one is running.
 
         On file systems without folder locks, such as NFS, only one process may prune.
         """
@@ -85,7 +101,10 @@ class LocalRun:
         return releasable_bytes(folder_of(checkpoint), names)
 
     def recover(self) -> tuple[str, ...]:
-        """Settle stages and sidelines. The run's own folder comes first: what is below it may be in a stage."""
+        """Settle stages and sidelines.
+
+        The run's own folder comes first: what is below it may be in a stage.
+        """
         clear_old_drafts(self.root)
         stages = (_STAGE.fullmatch(path.name) for path in folder_entries(self.root))
         targets = sorted({stage["target"] for stage in stages if stage})
@@ -98,7 +117,9 @@ class LocalRun:
 
 @dataclass
 class BucketRun:
-    """The folder of a run in a bucket, see `bucket_delete` and `guards`; each decision comes from one listing."""
+    """The folder of a run in a bucket, see `bucket_delete` and `guards`; each decision comes from
+    one listing.
+    """
 
     root: Store
     now: float = 0.0  # time of the store's clock: a lower bound
@@ -111,7 +132,10 @@ class BucketRun:
         return contextlib.nullcontext(True)
 
     def unfinished(self) -> list[Step]:
-        """All folders with marks: their processes may be dead. Stale clock and trial objects are deleted here."""
+        """All folders with marks: their processes may be dead.
+
+        Stale clock and trial objects are deleted here.
+        """
         self.now = store_time(self.root)
         listed = self._list_all()
         passing = [each for each in listed.values() if each.name.startswith((CLOCK, TRIAL))]
@@ -131,7 +155,9 @@ class BucketRun:
         return strip_in_bucket(self.root.within(location_name(location)))
 
     def is_valid(self, info: CheckpointInfo) -> bool:
-        """Verified once: a valid checkpoint stays valid while its objects keep the versions that were verified."""
+        """Verified once: a valid checkpoint stays valid while its objects keep the versions that
+        were verified.
+        """
         objects = [each for each in info.store.list() if not is_mark(each.name)]
         versions = hashlib.blake2b(repr(objects).encode(), digest_size=16).digest()
         if _VALID_IN_BUCKETS.get(info.store.identity) != versions:
@@ -144,19 +170,30 @@ class BucketRun:
         return mark_guards(checkpoint, {each.name: each for each in checkpoint.list()}, self.now)
 
     def releasable(self, checkpoint: Store, names: Iterable[str]) -> int:
-        return sum(found.size_bytes for name in names if (found := checkpoint.stat(name)) is not None)
+        return sum(
+            found.size_bytes for name in names if (found := checkpoint.stat(name)) is not None
+        )
 
     def recover(self) -> tuple[str, ...]:
-        """Delete what is left of dead saves, and finish removals. A failure is a warning: leftovers block no save."""
+        """Delete what is left of dead saves, and finish removals.
+
+        A failure is a warning: leftovers block no save.
+        """
         done = []
         try:
             for location, step in self.unfinished():
                 removal = step()
                 if removal.freed_bytes or removal.dropped:
-                    what = "finished its removal" if removal.dropped else "removed what was left of a save"
+                    what = (
+                        "finished its removal"
+                        if removal.dropped
+                        else "removed what was left of a save"
+                    )
                     done.append(f"{location_name(location)}: {what}")
         except CheckpointError as error:
-            warn(f"{self.root.url}: leftovers of dead saves were not removed ({error})", stacklevel=3)
+            warn(
+                f"{self.root.url}: leftovers of dead saves were not removed ({error})", stacklevel=3
+            )
         return tuple(done)
 
     def _list_all(self) -> dict[str, Stored]:
@@ -185,18 +222,20 @@ class PruneReport:
     dropped: tuple[Path | str, ...] = ()
     stripped: tuple[Path | str, ...] = ()  # kept without their training state
     freed_bytes: int = 0
-    left: tuple[Path | str, ...] = ()  # unlisted files in the folders of dropped checkpoints, which stay
+    # unlisted files in the folders of dropped checkpoints, which stay
+    left: tuple[Path | str, ...] = ()
     problems: tuple[str, ...] = ()
 
 
 def survey_run(
     root: str | os.PathLike[str] | Place, protect: Iterable[str | os.PathLike[str] | Place] = ()
 ) -> list[HeldCheckpoint]:
-    """The checkpoints in the folder `root` of a run, oldest first; links and `root` itself are left out.
+    """The checkpoints in the folder `root` of a run, oldest first; links and `root` itself are left
+    out.
 
-    Guarded: checkpoints in `protect`, pinned or leased ones, targets of links in `root`, and those that a save is about
-    to replace. Raises UnreadableError when a manifest, or `root`, cannot be read now: rules applied to some of the
-    checkpoints could delete the wrong ones.
+    Guarded: checkpoints in `protect`, pinned or leased ones, targets of links in `root`, and those
+    that a save is about to replace. Raises UnreadableError when a manifest, or `root`, cannot be
+    read now: rules applied to some of the checkpoints could delete the wrong ones.
     """
     return _survey(open_run_folder(open_place(root)), protect)
 
@@ -212,10 +251,10 @@ def prune_run(
 ) -> PruneReport:
     """Delete the checkpoints in `root` that `keep` does not ask for (see `retention.plan_pruning`).
 
-    With `run_id` other runs' checkpoints stay; without it the rules apply to each run separately. Exports, averages and
-    folders without a manifest always stay. Failed deletions are reported in `problems`, not raised; so is a concurrent
-    sweep of the same folder, which is not waited for. If `strict`, raises ConfigError for a metric of `keep` that no
-    checkpoint has.
+    With `run_id` other runs' checkpoints stay; without it the rules apply to each run separately.
+    Exports, averages and folders without a manifest always stay. Failed deletions are reported in
+    `problems`, not raised; so is a concurrent sweep of the same folder, which is not waited for. If
+    `strict`, raises ConfigError for a metric of `keep` that no checkpoint has.
     """
 
     def make_plan(run: RunFolder) -> PrunePlan:
@@ -256,7 +295,8 @@ def make_room(
 ) -> PruneReport:
     """Delete the checkpoints that `keep` will not ask for once `step` is saved.
 
-    The newest valid ones stay, because the new one is not committed yet. Reports as `prune_run` does.
+    The newest valid ones stay, because the new one is not committed yet. Reports as `prune_run`
+    does.
     """
 
     def as_if_saved(run: RunFolder) -> PrunePlan:
@@ -265,12 +305,16 @@ def make_room(
         if not vital:
             return plan_pruning(held, keep, run_id)
         held = [
-            dataclasses.replace(each, guards=(*each.guards, vital[each.path])) if each.path in vital else each
+            dataclasses.replace(each, guards=(*each.guards, vital[each.path]))
+            if each.path in vital
+            else each
             for each in held
         ]
         now = datetime.now(timezone.utc).timestamp()
         number = 1 + max((each.number for each in held), default=0)
-        coming = HeldCheckpoint(path="\0", step=step, created=now, has_state=True, run_id=run_id, number=number)
+        coming = HeldCheckpoint(
+            path="\0", step=step, created=now, has_state=True, run_id=run_id, number=number
+        )
         planned = plan_pruning([*held, coming], keep, run_id)
         kept = {path: why for path, why in planned.keep.items() if path != coming.path}
         return dataclasses.replace(planned, keep=kept)
@@ -278,8 +322,11 @@ def make_room(
     return _run_plan(open_place(root), as_if_saved)
 
 
-def remove_checkpoints(root: Place, drop: Iterable[Path | str], strip: Iterable[Path | str]) -> PruneReport:
-    """Delete the checkpoints `drop` of the run in `root`, and the training states of `strip`, unless they are guarded.
+def remove_checkpoints(
+    root: Place, drop: Iterable[Path | str], strip: Iterable[Path | str]
+) -> PruneReport:
+    """Delete the checkpoints `drop` of the run in `root`, and the training states of `strip`,
+    unless they are guarded.
 
     Interrupted removals are finished first. Reports as `prune_run` does.
     """
@@ -287,27 +334,38 @@ def remove_checkpoints(root: Place, drop: Iterable[Path | str], strip: Iterable[
 
 
 def recover_all(root: str | os.PathLike[str] | Place) -> tuple[str, ...]:
-    """Undo or finish the saves into `root` whose process died (see `commit`, `bucket_delete`); a line for each.
+    """Undo or finish the saves into `root` whose process died (see `commit`, `bucket_delete`); a
+    line for each.
 
-    For the process that is about to save there: no other process may be saving into `root`. Raises TargetError.
+    For the process that is about to save there: no other process may be saving into `root`. Raises
+    TargetError.
     """
     return open_run_folder(open_place(root)).recover()
 
 
-def _survey(run: RunFolder, protect: Iterable[str | os.PathLike[str] | Place]) -> list[HeldCheckpoint]:
+def _survey(
+    run: RunFolder, protect: Iterable[str | os.PathLike[str] | Place]
+) -> list[HeldCheckpoint]:
     root = run.snapshot()
     links = {each.identity: each.name for each in root.folder.list_folder().folders if each.is_link}
     protected = {open_place(path).folder.identity for path in protect}
     listed = catalog.list_checkpoints(root, links=False)
     listed.require_readable()
     infos = (info for info in listed.found if info.store != root.folder)
-    return [held for info in infos if (held := _held_checkpoint(run, info, links, protected)) is not None]
+    return [
+        held
+        for info in infos
+        if (held := _held_checkpoint(run, info, links, protected)) is not None
+    ]
 
 
 def _held_checkpoint(
     run: RunFolder, info: catalog.CheckpointInfo, links: Mapping[str, str], protected: set[str]
 ) -> HeldCheckpoint | None:
-    """The checkpoint with its guards; `links`: link name by store identity. None if it was deleted meanwhile."""
+    """The checkpoint with its guards; `links`: link name by store identity.
+
+    None if it was deleted meanwhile.
+    """
     manifest, store, path = info.manifest, info.store, info.path
     try:
         valid = run.is_valid(info)
@@ -332,7 +390,10 @@ def _held_checkpoint(
         has_weights=kinds != {STATE},
         run_id=None if manifest.export else manifest.run_id,
         is_export=manifest.export,
-        base=base and (path.with_name(base) if isinstance(path, Path) else f"{path.rpartition('/')[0]}/{base}"),
+        base=base
+        and (
+            path.with_name(base) if isinstance(path, Path) else f"{path.rpartition('/')[0]}/{base}"
+        ),
     )
 
 
@@ -344,14 +405,18 @@ def _created_seconds(store: Store, created: str) -> float:
     return 0.0 if found is None else found.modified
 
 
-def _run_plan(root: Place, make_plan: Callable[[RunFolder], PrunePlan], *, dry_run: bool = False) -> PruneReport:
+def _run_plan(
+    root: Place, make_plan: Callable[[RunFolder], PrunePlan], *, dry_run: bool = False
+) -> PruneReport:
     run = open_run_folder(root)
     try:
         if dry_run:
             return _dry_report(run, make_plan(run))
         with run.exclusive_sweep() as alone:
             if not alone:
-                return PruneReport(problems=(f"{root}: another sweep is at work there; nothing was deleted",))
+                return PruneReport(
+                    problems=(f"{root}: another sweep is at work there; nothing was deleted",)
+                )
             done = [_try_step(*step) for step in run.unfinished()]
             plan = make_plan(run)
             done += [_try_step(path, partial(run.drop, path)) for path in plan.drop]
@@ -359,7 +424,9 @@ def _run_plan(root: Place, make_plan: Callable[[RunFolder], PrunePlan], *, dry_r
     except ConfigError:
         raise
     except (CheckpointError, OSError) as error:
-        return PruneReport(problems=(f"{root}: cannot be listed ({error}); no further checkpoint was deleted",))
+        return PruneReport(
+            problems=(f"{root}: cannot be listed ({error}); no further checkpoint was deleted",)
+        )
     report = _prune_report(plan, done)
     for path in report.dropped:
         LOG.info("deleted %s", location_name(path))
@@ -412,8 +479,8 @@ def ensure_space(
 ) -> None:
     """Return when `target` can be written and its disk has `needed_bytes`; at once in a bucket.
 
-    `tries`: how often this save has filled the disk already. Raises NoSpaceError when there is no room and
-    `config.when_full` allows no further step, TargetError when `target` cannot be written.
+    `tries`: how often this save has filled the disk already. Raises NoSpaceError when there is no
+    room and `config.when_full` allows no further step, TargetError when `target` cannot be written.
     """
     if target.folder.free_bytes() is None:
         return

@@ -1,15 +1,17 @@
 """The lease of a run's directory: one process trains into it at a time.
 
-It is the mark `.ft_ckpt-run` in the directory, on a disk or in a bucket. The first save or resume of a run puts it, the
-end of the saver deletes it. A second process that finds one decides by what it knows about the process that put it:
+It is the mark `.ft_ckpt-run` in the directory, on a disk or in a bucket. The first save or resume
+of a run puts it, the end of the saver deletes it. A second process that finds one decides by what
+it knows about the process that put it:
 
-    it has ended on this machine        take over at once
-    it lives on this machine            error, while its renewals are younger than a minute
-    all else (another machine or        watch the mark by the own clock: error if it changes, take over if it does not
-    container, a stopped process)       change for a minute
+    it has ended on this machine     take over at once
+    it lives on this machine         error, while its renewals are younger than a minute
+    all else (another machine or     watch the mark by the own clock: error if it changes, take over
+    container, a stopped process)    if it does not change for a minute
 
-So a job that was killed and starts again elsewhere waits for at most a minute. Clocks of two machines are never
-compared. A process that was stopped for longer finds the mark of another one before its next commit, and refuses.
+So a job that was killed and starts again elsewhere waits for at most a minute. Clocks of two
+machines are never compared. A process that was stopped for longer finds the mark of another one
+before its next commit, and refuses.
 """
 
 import atexit
@@ -32,7 +34,8 @@ from ft_ckpt.storage.store import Store
 RUN_LEASE = f"{local_disk.PREFIX}run"
 LEASE_SECONDS, RENEW_SECONDS = 60.0, 20.0
 _LOOKS = 30  # at a mark that is watched
-_SETTLE_SECONDS = (0.1, 1.0)  # on a disk, and in a bucket: several may take over a dead lease at the same moment
+# on a disk, and in a bucket: several may take over a dead lease at the same moment
+_SETTLE_SECONDS = (0.1, 1.0)
 _WAITING = "%s: %s may train into it; waiting %.0f s for a renewal of its lease"
 _EXPIRED = "%s: taken over from %s, which has not renewed its lease for %.0f s"
 _of_process: dict[str, "RunLease"] = {}  # by the identity of the directory
@@ -84,7 +87,9 @@ class RunLease(ExclusiveLease):
                 break
             facts = parse_mark(text)
             if _has_ended(facts):
-                LOG.info("%s: taken over from %s, which has ended", self.store.url, holder_of(facts))
+                LOG.info(
+                    "%s: taken over from %s, which has ended", self.store.url, holder_of(facts)
+                )
                 self._take_over()
                 break
             if watched is None:
@@ -101,7 +106,9 @@ class RunLease(ExclusiveLease):
         self.begin(RENEW_SECONDS)
 
     def renew(self) -> None:
-        """Renew the mark while a saver uses it; release it when all of them were deleted without `close`."""
+        """Renew the mark while a saver uses it; release it when all of them were deleted without
+        `close`.
+        """
         if self._is_unused():
             self.release()
         else:
@@ -113,12 +120,14 @@ class RunLease(ExclusiveLease):
         Reads the mark only if it was not renewed in time, as of a process that was stopped.
         """
         if self.is_held and locks.steady_seconds() - self._renewed_at > 2 * RENEW_SECONDS:
-            with suppress(CheckpointError):  # of the place: the save meets it, too, and says what it is
+            # of the place: the save meets it, too, and says what it is
+            with suppress(CheckpointError):
                 self._renew_own()
         if self.is_lost:
             facts = parse_mark(_mark_text(self.store) or "")
             raise LeaseTakenError(
-                f"{self.store.url}: taken over by {holder_of(facts)}, as this process did not renew its lease for "
+                f"{self.store.url}: taken over by {holder_of(facts)}, as this process did not "
+                "renew its lease for "
                 f"{LEASE_SECONDS:.0f} s (was it stopped?); nothing was committed, end this process"
             )
 
@@ -133,7 +142,10 @@ class RunLease(ExclusiveLease):
             super().release()
 
     def _renew_own(self) -> None:
-        """Put the mark again, unless another process has put its own. Raises TargetError where the folder is gone."""
+        """Put the mark again, unless another process has put its own.
+
+        Raises TargetError where the folder is gone.
+        """
         text = _mark_text(self.store)
         if text is None:
             self.is_lost = not self._put_first()
@@ -169,16 +181,18 @@ class RunLease(ExclusiveLease):
 
 
 def lease_run(directory: Place, user: object) -> RunLease:
-    """The lease of the run in `directory`, in use by the saver's part `user` until it leaves or is deleted.
+    """The lease of the run in `directory`, in use by the saver's part `user` until it leaves or is
+    deleted.
 
-    Savers of one process share it. Raises LeaseTakenError naming the process that trains there, TargetError if the mark
-    cannot be written, UnreadableError if it cannot be read.
+    Savers of one process share it. Raises LeaseTakenError naming the process that trains there,
+    TargetError if the mark cannot be written, UnreadableError if it cannot be read.
     """
     store = directory.absolute.folder
     if isinstance(store, LocalStore):
         with explained(store.folder):
             local_disk.make_folder(store.folder)
-        store = replace(store, syncs=False)  # a power cut ends the process, too; and no renewal makes the folder again
+        # a power cut ends the process, too; and no renewal makes the folder again
+        store = replace(store, syncs=False)
     with _taking:
         with _change:
             lease = _of_process.get(store.identity)
@@ -202,13 +216,19 @@ def _mark_text(store: Store) -> str | None:
 
 
 def _has_ended(facts: dict[str, Any]) -> bool:
-    """Whether the process that put the mark has ended, or is this one, before an exec or without a record of it."""
+    """Whether the process that put the mark has ended, or is this one, before an exec or without a
+    record of it.
+    """
     identity = locks.process_facts()
-    return locks.is_gone(facts) or (bool(facts) and all(facts.get(name) == identity[name] for name in identity))
+    return locks.is_gone(facts) or (
+        bool(facts) and all(facts.get(name) == identity[name] for name in identity)
+    )
 
 
 def _refuse_if_alive(store: Store, facts: dict[str, Any]) -> None:
-    """Raise LeaseTakenError if the process lives on this machine and has renewed its lease within a minute."""
+    """Raise LeaseTakenError if the process lives on this machine and has renewed its lease within a
+    minute.
+    """
     age = _age_here(facts)
     if age is not None and age < LEASE_SECONDS:
         raise LeaseTakenError(_busy(store, facts, age))
@@ -226,8 +246,10 @@ def _busy(store: Store, facts: dict[str, Any], age: float) -> str:
     seconds = facts.get("held_seconds")  # at its last renewal
     since = f" for {seconds + age:.0f} s" if isinstance(seconds, (int, float)) else ""
     return (
-        f"{store.url}: {holder_of(facts)} trains into it{since}, its lease was renewed {age:.0f} s ago; end it, close "
-        "its saver or use another folder (lease=False goes on without a lease: checkpoints may be of either)"
+        f"{store.url}: {holder_of(facts)} trains into it{since}, its lease was renewed {age:.0f} s "
+        "ago; end it, close "
+        "its saver or use another folder (lease=False goes on without a lease: "
+        "checkpoints may be of either)"
     )
 
 

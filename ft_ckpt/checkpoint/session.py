@@ -1,4 +1,5 @@
-"""The session of a run: processes beside the trainer, its writers, hand in their parts of each checkpoint.
+"""The session of a run: processes beside the trainer, its writers, hand in their parts of each
+checkpoint.
 
 It consists of files below the folder of the run, on a disk or in a bucket:
 
@@ -7,11 +8,13 @@ It consists of files below the folder of the run, on a disk or in a bucket:
     .ft_ckpt-writers/TOKEN/STEP/NAME/...       the files that NAME hands in for STEP
     .ft_ckpt-writers/TOKEN/STEP/NAME/HANDED    their list with digests, written last
 
-The trainer asks for a step in session.json, waits for HANDED of each writer, and takes the files into the stage of its
-save, below state/writers/NAME. So they are files of one checkpoint, which one manifest commits. Every start of the
-trainer, and every resume, opens a session with a new token: files of an earlier session are never used.
+The trainer asks for a step in session.json, waits for HANDED of each writer, and takes the files
+into the stage of its save, below state/writers/NAME. So they are files of one checkpoint, which one
+manifest commits. Every start of the trainer, and every resume, opens a session with a new token:
+files of an earlier session are never used.
 
-The age of a mark is measured by the store's clock alone. Process liveness is decided as for other marks, see `guards`.
+The age of a mark is measured by the store's clock alone. Process liveness is decided as for other
+marks, see `guards`.
 """
 
 import json
@@ -23,9 +26,23 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 
 from ft_ckpt.checkpoint.catalog import load_manifest
-from ft_ckpt.checkpoint.leases import mark_holder, may_live, put_mark, read_mark, renewed, store_time
+from ft_ckpt.checkpoint.leases import (
+    mark_holder,
+    may_live,
+    put_mark,
+    read_mark,
+    renewed,
+    store_time,
+)
 from ft_ckpt.checkpoint.manifest import Manifest
-from ft_ckpt.errors import CheckpointError, ConfigError, NameTakenError, TargetError, WriterError, listing
+from ft_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    NameTakenError,
+    TargetError,
+    WriterError,
+    listing,
+)
 from ft_ckpt.messages import LOG
 from ft_ckpt.schema import FieldError, as_record
 from ft_ckpt.storage import locks
@@ -75,9 +92,12 @@ class Session:
 
 @dataclass(frozen=True)
 class HandedIn:
-    """The contents of HANDED: the files of one writer for one step, or the error that one of its functions raised."""
+    """The contents of HANDED: the files of one writer for one step, or the error that one of its
+    functions raised.
+    """
 
-    files: tuple[FileRecord, ...] = ()  # a `linked` file is not handed in: it equals that of the checkpoint `last`
+    # a `linked` file is not handed in: it equals that of the checkpoint `last`
+    files: tuple[FileRecord, ...] = ()
     last: str | None = None  # path of that checkpoint, as in `LastCheckpoint`
     error: str | None = None
 
@@ -105,7 +125,10 @@ def handed_folder(session: Session, step: int, name: str) -> str:
 
 
 def is_open(room: Store) -> bool:
-    """Whether the process that opened the session may be alive. Writes an object to read the clock of the store."""
+    """Whether the process that opened the session may be alive.
+
+    Writes an object to read the clock of the store.
+    """
     if locks.is_gone(read_mark(room, SESSION)):
         return False
     found = room.stat(SESSION)
@@ -127,7 +150,8 @@ def check_writer_names(names: Iterable[str]) -> None:
     wrong += sorted({f"{name!r} twice" for name in names if names.count(name) > 1})
     if wrong or not names:
         raise ConfigError(
-            f"writers: {listing(wrong, ', ') or 'none'}; expected names of letters, digits, '.', '_' and '-', each once"
+            f"writers: {listing(wrong, ', ') or 'none'}; expected names of letters, digits, '.', "
+            "'_' and '-', each once"
         )
 
 
@@ -142,7 +166,8 @@ def parts_of(manifest: Manifest) -> dict[str, tuple[FileRecord, ...]]:
 
 
 def default_rule(parts: Sequence[str], writers: Sequence[str]) -> dict[str, list[str]]:
-    """The parts of a checkpoint that each writer of a group gets: those of its own name, the others in turns.
+    """The parts of a checkpoint that each writer of a group gets: those of its own name, the others
+    in turns.
 
     With four parts and two writers, writer 0 gets parts 0 and 2, writer 1 gets parts 1 and 3.
     """
@@ -168,10 +193,14 @@ class OpenSession:
         self.room = room_of(self.run.folder)
 
     def open(self) -> None:
-        """Write the session, and keep its mark alive. Raises TargetError while another process has one open."""
+        """Write the session, and keep its mark alive.
+
+        Raises TargetError while another process has one open.
+        """
         facts, mine = read_mark(self.room, SESSION), locks.process_facts()
         is_own = facts and all(
-            facts.get(key) == mine[key] for key in ("host", "machine", "namespace", "pid", "started")
+            facts.get(key) == mine[key]
+            for key in ("host", "machine", "namespace", "pid", "started")
         )
         if facts and not is_own and is_open(self.room):
             raise self._taken()
@@ -183,7 +212,10 @@ class OpenSession:
         self._over.enter_context(renewed(self._write))
 
     def ask(self, step: int) -> None:
-        """Ask all writers for their state at `step`. Raises WriterError if another process has taken the run over."""
+        """Ask all writers for their state at `step`.
+
+        Raises WriterError if another process has taken the run over.
+        """
         found = read_session(self.room)
         if found is not None and found.token != self.session.token:
             raise WriterError(f"step {step}: {self._taken()}")
@@ -191,19 +223,25 @@ class OpenSession:
         self._write()
 
     def collect(self, step: int, stage: Store) -> tuple[list[FileRecord], list[str]]:
-        """Wait for the files of all writers for `step`, and take them into `stage`; returns their records, and notes.
+        """Wait for the files of all writers for `step`, and take them into `stage`; returns their
+        records, and notes.
 
-        May be repeated with another stage. Raises WriterError naming all required writers that have ended, failed, or
-        handed in nothing `timeout_seconds` after `ask`; optional ones become notes. TargetError if `stage` cannot be
-        written.
+        May be repeated with another stage. Raises WriterError naming all required writers that have
+        ended, failed, or handed in nothing `timeout_seconds` after `ask`; optional ones become
+        notes. TargetError if `stage` cannot be written.
         """
         records, notes, waiting = list[FileRecord](), list[str](), [*self.session.writers]
         pause = pauses(self.room)
         while waiting:
             is_late = time.monotonic() > self._asked_at + self.timeout_seconds
-            reasons = {name: self._why_ended(name) or (self._why_late(name) if is_late else "") for name in waiting}
+            reasons = {
+                name: self._why_ended(name) or (self._why_late(name) if is_late else "")
+                for name in waiting
+            }
             ready = self._ready(step)  # after the processes are checked: one may hand in and end
-            problems = {name: reason for name, reason in reasons.items() if reason and name not in ready}
+            problems = {
+                name: reason for name, reason in reasons.items() if reason and name not in ready
+            }
             for name in [name for name in waiting if name in ready]:
                 waiting.remove(name)
                 taken, problem = self._take(step, name, stage)
@@ -211,7 +249,9 @@ class OpenSession:
                 if problem:
                     problems[name] = problem
             if required := [
-                f"writer {name}: {why}" for name, why in problems.items() if name not in self.session.optional
+                f"writer {name}: {why}"
+                for name, why in problems.items()
+                if name not in self.session.optional
             ]:
                 raise WriterError(f"step {step}: {listing(required)}; nothing was committed")
             notes += [f"writer {name}: left out: {why}" for name, why in problems.items()]
@@ -223,7 +263,8 @@ class OpenSession:
     def note_committed(self, last: LastCheckpoint) -> None:
         """Let processes that join from now on continue from the checkpoint `last`.
 
-        Files that were handed in for earlier steps are deleted. Those of its own step stay, for a repeated save.
+        Files that were handed in for earlier steps are deleted. Those of its own step stay, for a
+        repeated save.
         """
         asked = self.session.asked
         self.session = replace(self.session, last=last, asked=None if asked == last.step else asked)
@@ -242,7 +283,8 @@ class OpenSession:
 
     def _taken(self) -> TargetError:
         return TargetError(
-            f"{self.room.where(SESSION)}: {mark_holder(self.room, SESSION)} trains this run, or was killed less than "
+            f"{self.room.where(SESSION)}: {mark_holder(self.room, SESSION)} trains this run, or "
+            "was killed less than "
             "ten minutes ago on another machine; end it, or use another folder"
         )
 
@@ -265,9 +307,15 @@ class OpenSession:
         return {name for name, _, path in found if path == HANDED}
 
     def _why_ended(self, name: str) -> str:
-        facts = read_mark(self.room, mark_of(self.session, name)) if isinstance(self.room, LocalStore) else {}
+        facts = (
+            read_mark(self.room, mark_of(self.session, name))
+            if isinstance(self.room, LocalStore)
+            else {}
+        )
         if facts and locks.is_gone(facts):
-            return f"its process {facts.get('pid')} on {facts.get('host')} has ended; start it again"
+            return (
+                f"its process {facts.get('pid')} on {facts.get('host')} has ended; start it again"
+            )
         return ""
 
     def _why_late(self, name: str) -> str:
@@ -275,22 +323,30 @@ class OpenSession:
         if self.room.stat(mark) is None:
             return f"has not joined within {self.timeout_seconds:g} s; start it, or invite others"
         return (
-            f"{mark_holder(self.room, mark)} handed in nothing within {self.timeout_seconds:g} s; check that "
+            f"{mark_holder(self.room, mark)} handed in nothing within "
+            f"{self.timeout_seconds:g} s; check that "
             "process, or give invite() a larger timeout_seconds"
         )
 
     def _checkpoint_with(self, file: FileRecord, last: str) -> Store:
-        """The checkpoint `last`, which has `file`; the newest one if `last` is deleted and that has the file, too."""
+        """The checkpoint `last`, which has `file`; the newest one if `last` is deleted and that has
+        the file, too.
+        """
         found = LastCheckpoint(last, "", None).place(self.run).folder
         if found.stat(file.path) is None and self.session.last is not None:
             newest = self.session.last.place(self.run).folder
             wanted = (file.path, file.size_bytes, file.digest)
-            if any((one.path, one.size_bytes, one.digest) == wanted for one in load_manifest(newest).files):
+            if any(
+                (one.path, one.size_bytes, one.digest) == wanted
+                for one in load_manifest(newest).files
+            ):
                 return newest
         return found
 
     def _take(self, step: int, name: str, stage: Store) -> tuple[list[FileRecord], str]:
-        """Take the files of one writer into the stage: their records, and the problem, if there is one."""
+        """Take the files of one writer into the stage: their records, and the problem, if there is
+        one.
+        """
         below = self.room.within(handed_folder(self.session, step, name))
         try:
             handed = as_record(json.loads(read_text(below, HANDED)), HandedIn)
@@ -306,13 +362,17 @@ class OpenSession:
             goal = f"{PARTS}/{name}/{file.path}"
             try:
                 if file.linked and handed.last is not None:
-                    source, path = self._checkpoint_with(replace(file, path=goal), handed.last), goal
+                    source, path = (
+                        self._checkpoint_with(replace(file, path=goal), handed.last),
+                        goal,
+                    )
                 if not stage.copy(path, goal, source):
                     with closing(source.open(path)) as opened:
                         copy_object(opened, stage, goal)
                 found = stage.stat(goal)
                 wrong = found is None or found.size_bytes != file.size_bytes
-                if isinstance(stage, LocalStore) and not wrong:  # the commit of a bucket compares its objects
+                # the commit of a bucket compares its objects
+                if isinstance(stage, LocalStore) and not wrong:
                     wrong = read_record(stage, goal).digest != file.digest
             except TargetError:
                 raise  # the stage cannot be written, which is no fault of the writer
@@ -332,10 +392,11 @@ def open_session(
     allow: Iterable[str],
     timeout_seconds: float,
 ) -> OpenSession:
-    """Open a session for `writers` (True: optional), whose processes continue from the checkpoint `last` with `parts`.
+    """Open a session for `writers` (True: optional), whose processes continue from the checkpoint
+    `last` with `parts`.
 
-    Raises WriterError for writers without a part there, and parts without a writer, that `allow` does not name;
-    TargetError while another process has a session open.
+    Raises WriterError for writers without a part there, and parts without a writer, that `allow`
+    does not name; TargetError while another process has a session open.
     """
     check_writer_names(writers)
     optional = tuple(name for name, is_optional in writers.items() if is_optional)
@@ -348,7 +409,9 @@ def open_session(
     return opened
 
 
-def _compare_with_parts(last: LastCheckpoint, writers: Sequence[str], parts: set[str], allowed: set[str]) -> None:
+def _compare_with_parts(
+    last: LastCheckpoint, writers: Sequence[str], parts: set[str], allowed: set[str]
+) -> None:
     def family(name: str) -> str:
         return re.sub(r"-\d+$", "", name)
 
@@ -365,7 +428,8 @@ def _compare_with_parts(last: LastCheckpoint, writers: Sequence[str], parts: set
     ]
     if problems:
         raise WriterError(
-            f"{last.path}: holds {listing(problems, ', ')}; invite the same writers, or invite(..., allow=[names]) to "
+            f"{last.path}: holds {listing(problems, ', ')}; invite the same writers, or "
+            "invite(..., allow=[names]) to "
             "go on without"
         )
 

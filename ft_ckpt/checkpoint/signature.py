@@ -1,7 +1,9 @@
-"""Signatures in the format of OpenSSF's model-signing, made and checked by its own library, which is imported on use.
+"""Signatures in the format of OpenSSF's model-signing, made and checked by its own library, which
+is imported on use.
 
-`model.sig` in a checkpoint's folder is a Sigstore bundle with the SHA-256 of the manifest and of every file that the
-manifest lists. The manifest itself cannot list it. Leases, pins and our other marks are not signed.
+`model.sig` in a checkpoint's folder is a Sigstore bundle with the SHA-256 of the manifest and of
+every file that the manifest lists. The manifest itself cannot list it. Leases, pins and our other
+marks are not signed.
 """
 
 import os
@@ -12,34 +14,53 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
-from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, MissingError, TargetError, UnreadableError, shown
+from ft_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptError,
+    MissingError,
+    TargetError,
+    UnreadableError,
+    shown,
+)
 from ft_ckpt.messages import install_extra, printable
 from ft_ckpt.storage.local_disk import PREFIX, walk_tree
 from ft_ckpt.storage.local_store import LocalStore, folder_of, temporary_store
 from ft_ckpt.storage.store import Store, read_text
 
 SIGNATURE_NAME = "model.sig"  # as the library names it
-SignedBy: TypeAlias = str | os.PathLike[str] | tuple[str, str]  # PEM file of a public key, or (identity, provider)
+# PEM file of a public key, or (identity, provider)
+SignedBy: TypeAlias = str | os.PathLike[str] | tuple[str, str]
 _LIMIT_BYTES = 64 << 20
 _EXPECTED = "expected a PEM file, elliptic curve P-256, P-384 or P-521"
 _UNSIGNED = (SIGNATURE_NAME, f"{PREFIX}pin")  # recorded in the bundle, for readers without ft_ckpt
 
 
 def make_signature(
-    opened: Store, manifest: Manifest, key: str | os.PathLike[str] | None, password: str | None, provider: str | None
+    opened: Store,
+    manifest: Manifest,
+    key: str | os.PathLike[str] | None,
+    password: str | None,
+    provider: str | None,
 ) -> bytes:
-    """The bundle for the checkpoint whose open files are in `opened`; without `key`, by Sigstore's keyless signing.
+    """The bundle for the checkpoint whose open files are in `opened`; without `key`, by Sigstore's
+    keyless signing.
 
-    Raises ConfigError for an unusable key, or without the library; TargetError when Sigstore cannot be used now.
+    Raises ConfigError for an unusable key, or without the library; TargetError when Sigstore cannot
+    be used now.
     """
     hashing, signing, _ = _libraries()
-    config = signing.Config().set_hashing_config(_ListedFiles(_hashing_of(hashing), manifest, trusts=True))
+    config = signing.Config().set_hashing_config(
+        _ListedFiles(_hashing_of(hashing), manifest, trusts=True)
+    )
     if key is None:
         with _explained("Sigstore: cannot be used now", TargetError):
             config.use_sigstore_signer(oidc_issuer=provider, use_ambient_credentials=True)
     else:
         with _explained(f"{os.fspath(key)}: not usable as a private key, {_EXPECTED}"):
-            config.use_elliptic_key_signer(private_key=Path(key), password=password and password.encode())
+            config.use_elliptic_key_signer(
+                private_key=Path(key), password=password and password.encode()
+            )
     with temporary_store(prefix="ft_ckpt-sign-") as room:
         named = _named_folder(opened, room)
         with _explained(f"{named.name}: not signed", TargetError):
@@ -47,12 +68,15 @@ def make_signature(
         return room.read(SIGNATURE_NAME)
 
 
-def signature_problems(origin: Store, opened: Store, manifest: Manifest, signed_by: SignedBy) -> tuple[str, ...]:
-    """The reasons why the checkpoint at `origin`, with its open files in `opened`, is not signed by `signed_by`.
+def signature_problems(
+    origin: Store, opened: Store, manifest: Manifest, signed_by: SignedBy
+) -> tuple[str, ...]:
+    """The reasons why the checkpoint at `origin`, with its open files in `opened`, is not signed by
+    `signed_by`.
 
-    `signed_by`: the path of a public key, or (identity, provider) of a keyless signature. Every file is read. Raises
-    ConfigError for a checkpoint in a bucket, an unusable key, or without the library; UnreadableError when Sigstore
-    cannot be used now.
+    `signed_by`: the path of a public key, or (identity, provider) of a keyless signature. Every
+    file is read. Raises ConfigError for a checkpoint in a bucket, an unusable key, or without the
+    library; UnreadableError when Sigstore cannot be used now.
     """
     unlisted = unlisted_files(folder_of(origin), manifest)
     hashing, _, verifying = _libraries()
@@ -69,7 +93,13 @@ def signature_problems(origin: Store, opened: Store, manifest: Manifest, signed_
     try:
         bundle = read_text(origin, SIGNATURE_NAME, _LIMIT_BYTES)
     except MissingError:
-        return (*gained, f"{SIGNATURE_NAME}: missing, expected a signature by {signer}; `ft-ckpt sign` makes one")
+        return (
+            *gained,
+            (
+                f"{SIGNATURE_NAME}: missing, expected a signature by {signer}; "
+                "`ft-ckpt sign` makes one"
+            ),
+        )
     except CorruptError as error:
         return (*gained, f"{SIGNATURE_NAME}: cannot be read ({error})")
     with temporary_store(prefix="ft_ckpt-sign-") as room:
@@ -77,7 +107,8 @@ def signature_problems(origin: Store, opened: Store, manifest: Manifest, signed_
         try:
             config.verify(_named_folder(opened, room), room.folder / SIGNATURE_NAME)
         except Exception as error:  # noqa: BLE001 - a bundle may contain anything
-            is_list = str(error).startswith("Signature mismatch")  # the library's list of the files that differ
+            # the library's list of the files that differ
+            is_list = str(error).startswith("Signature mismatch")
             why = printable(str(error)) if is_list else shown(error)
             return (*gained, f"{SIGNATURE_NAME}: not a signature of these files by {signer}: {why}")
     return tuple(gained)
@@ -92,9 +123,14 @@ def _named_folder(opened: Store, room: LocalStore) -> Path:
 
 
 def unlisted_files(folder: Path, manifest: Manifest) -> list[str]:
-    """The files in `folder` that a signature does not cover, without itself and our marks, sorted."""
+    """The files in `folder` that a signature does not cover, without itself and our marks,
+    sorted.
+    """
     files = (path for path in walk_tree(folder) if path.is_symlink() or not path.is_dir())
-    names = {path.relative_to(folder).as_posix() for path in files} - {SIGNATURE_NAME, *_signed_names(manifest)}
+    names = {path.relative_to(folder).as_posix() for path in files} - {
+        SIGNATURE_NAME,
+        *_signed_names(manifest),
+    }
     return sorted(name for name in names if not name.startswith(PREFIX) or "/" in name)
 
 
@@ -104,14 +140,18 @@ def _signed_names(manifest: Manifest) -> list[str]:
 
 @dataclass(frozen=True)
 class _ListedFiles:
-    """Stands in for the library's hashing configuration: hashes exactly the files that a signature covers."""
+    """Stands in for the library's hashing configuration: hashes exactly the files that a signature
+    covers.
+    """
 
     config: Any  # model_signing.hashing.Config
     manifest: Manifest
     trusts: bool = False  # take the SHA-256 that the manifest has; the others are computed
 
     def hash(self, model_path: Path, **_: Any) -> Any:
-        known = {file.path: file.sha256 for file in self.manifest.files if self.trusts and file.sha256}
+        known = {
+            file.path: file.sha256 for file in self.manifest.files if self.trusts and file.sha256
+        }
         names = [name for name in _signed_names(self.manifest) if name not in known]
         present = [path for name in names if (path := model_path / name).is_file()]
         return _with_known(self.config.hash(model_path, files_to_hash=present), known)
@@ -127,20 +167,31 @@ def _with_known(hashed: Any, known: Mapping[str, str]) -> Any:
     kind = library.SerializationType.from_args(hashed.serialization_type)
     found = [(each.identifier, each.digest) for each in hashed.resource_descriptors()]
     sample = found[0][1]  # of ft_ckpt.json, which is always computed
-    found += [(name, replace(sample, digest_value=bytes.fromhex(digest))) for name, digest in known.items()]
-    return library.Manifest(hashed.model_name, [kind.new_item(name, digest) for name, digest in found], kind)
+    found += [
+        (name, replace(sample, digest_value=bytes.fromhex(digest)))
+        for name, digest in known.items()
+    ]
+    return library.Manifest(
+        hashed.model_name, [kind.new_item(name, digest) for name, digest in found], kind
+    )
 
 
 def _hashing_of(hashing: Any) -> Any:
     """SHA-256 of whole files; the folder is a link, see `_named_folder`."""
-    return hashing.Config().set_ignored_paths(paths=_UNSIGNED, ignore_git_paths=False).set_allow_symlinks(True)
+    return (
+        hashing.Config()
+        .set_ignored_paths(paths=_UNSIGNED, ignore_git_paths=False)
+        .set_allow_symlinks(True)
+    )
 
 
 def _libraries() -> tuple[Any, Any, Any]:
     try:
         from model_signing import hashing, signing, verifying
     except ImportError as error:
-        raise ConfigError(f"signatures need model-signing ({error}); {install_extra('sign')}") from error
+        raise ConfigError(
+            f"signatures need model-signing ({error}); {install_extra('sign')}"
+        ) from error
     return hashing, signing, verifying
 
 

@@ -1,7 +1,9 @@
-"""Staging: the files of a save are written to a hidden folder or a bucket prefix, then committed or discarded.
+"""Staging: the files of a save are written to a hidden folder or a bucket prefix, then committed or
+discarded.
 
-On a disk, `commit` puts the hidden folder in place. A bucket cannot move many objects in one step: objects get their
-final names, and writing the manifest, last and only if there is none, is the commit.
+On a disk, `commit` puts the hidden folder in place. A bucket cannot move many objects in one step:
+objects get their final names, and writing the manifest, last and only if there is none, is the
+commit.
 """
 
 import time
@@ -17,7 +19,15 @@ from ft_ckpt.checkpoint.bucket_delete import files_of_save
 from ft_ckpt.checkpoint.catalog import next_number
 from ft_ckpt.checkpoint.commit import recover_target
 from ft_ckpt.checkpoint.delete import manifest_files
-from ft_ckpt.checkpoint.guards import PIN, SAVING, TOMBSTONE, SaveMark, clear_spent_mark, is_mark, settled_list
+from ft_ckpt.checkpoint.guards import (
+    PIN,
+    SAVING,
+    TOMBSTONE,
+    SaveMark,
+    clear_spent_mark,
+    is_mark,
+    settled_list,
+)
 from ft_ckpt.checkpoint.leases import LEASE
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, check_paths, manifest_to_json
 from ft_ckpt.errors import CorruptError, NameTakenError, TargetError, listing
@@ -45,7 +55,9 @@ class Staging(Protocol):
         ...
 
     def commit(self, manifest: Manifest) -> None:
-        """Make the files the checkpoint, durably, or change nothing; raises as `commit.commit_stage` does."""
+        """Make the files the checkpoint, durably, or change nothing; raises as
+        `commit.commit_stage` does.
+        """
         ...
 
     def discard(self) -> None:
@@ -79,17 +91,21 @@ class LocalStaging:
 
 @dataclass(frozen=True)
 class ObjectStaging:
-    """Objects under their final names, which the manifest makes a checkpoint; `mark` excludes other saves."""
+    """Objects under their final names, which the manifest makes a checkpoint; `mark` excludes other
+    saves.
+    """
 
     store: Store
     beside: Store
     mark: SaveMark
 
     def commit(self, manifest: Manifest) -> None:
-        """Compare the objects with the manifest, and write it if there is none: readers see all or nothing.
+        """Compare the objects with the manifest, and write it if there is none: readers see all or
+        nothing.
 
-        Raises CorruptError if they differ; NameTakenError if another save committed first (verify it: its objects may
-        have been replaced by these); TargetError, also when another save has taken the folder over.
+        Raises CorruptError if they differ; NameTakenError if another save committed first (verify
+        it: its objects may have been replaced by these); TargetError, also when another save has
+        taken the folder over.
         """
         check_paths(manifest, self.store.url)
         if manifest.step is None and manifest.number is None:
@@ -103,24 +119,42 @@ class ObjectStaging:
         self.mark.release()
 
     def discard(self) -> None:
-        """Delete all objects, unless there is a manifest, or another save has taken the folder over."""
+        """Delete all objects, unless there is a manifest, or another save has taken the folder
+        over.
+        """
         if self.mark.is_held:
             if self.mark.is_ours and self.store.stat(MANIFEST_NAME) is None:
-                self.store.delete([each.name for each in self.store.list() if not _is_meta(each.name)])
+                self.store.delete(
+                    [each.name for each in self.store.list() if not _is_meta(each.name)]
+                )
             self.mark.release()
 
     def _check_objects(self, manifest: Manifest, found: Mapping[str, Stored]) -> None:
         """Raise CorruptError naming all objects that are not exactly those written by this save."""
         expected = {file.path: file for file in manifest.files}
-        wrong = sorted(name for name in found.keys() | expected.keys() if _differs(found.get(name), expected.get(name)))
-        if not wrong:  # small objects, written in one request, have no known version: compare their bytes
-            small = [file for file in manifest.files if file.etag is None and file.size_bytes < SMALL_BYTES]
+        wrong = sorted(
+            name
+            for name in found.keys() | expected.keys()
+            if _differs(found.get(name), expected.get(name))
+        )
+        # small objects, written in one request, have no known version: compare their bytes
+        if not wrong:
+            small = [
+                file
+                for file in manifest.files
+                if file.etag is None and file.size_bytes < SMALL_BYTES
+            ]
             with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
                 read = pool.map(lambda file: read_record(self.store, file.path).digest, small)
-                wrong = [file.path for file, digest in zip(small, read, strict=True) if digest != file.digest]
+                wrong = [
+                    file.path
+                    for file, digest in zip(small, read, strict=True)
+                    if digest != file.digest
+                ]
         if wrong:
             raise CorruptError(
-                f"{self.store.url}: {listing(wrong, ', ')}: stored with another size or digest than was "
+                f"{self.store.url}: {listing(wrong, ', ')}: stored with another "
+                "size or digest than was "
                 "written; save again"
             )
 
@@ -138,8 +172,8 @@ def _is_meta(name: str) -> bool:  # manifest or mark: not one of the files that 
 def put_manifest(store: Store, text: bytes) -> None:
     """Write the manifest if there is none: the commit of objects that are all there.
 
-    The manifest that is there afterwards decides, not the response. Raises NameTakenError when it is another save's,
-    TargetError when there is none, or it cannot be read.
+    The manifest that is there afterwards decides, not the response. Raises NameTakenError when it
+    is another save's, TargetError when there is none, or it cannot be read.
     """
     found: bytes | None
     for pause in _PAUSES:
@@ -155,7 +189,8 @@ def put_manifest(store: Store, text: bytes) -> None:
             return
         if found is not None:
             raise NameTakenError(
-                f"{store.url}: another save committed to this name at the same time, so files may be mixed; "
+                f"{store.url}: another save committed to this name at the same "
+                "time, so files may be mixed; "
                 "run `ft-ckpt verify`"
             )
     raise refusal
@@ -166,11 +201,11 @@ def open_object_staging(
 ) -> ObjectStaging:
     """A staging for the checkpoint `name` in the folder `beside` of any store.
 
-    Leftovers of a dead save, or of one of the same run, are deleted; with `overwrite` also an existing checkpoint,
-    manifest first, so that there is none until the new one is whole.
+    Leftovers of a dead save, or of one of the same run, are deleted; with `overwrite` also an
+    existing checkpoint, manifest first, so that there is none until the new one is whole.
 
-    Raises NameTakenError if there is a checkpoint, TargetError if another save is in progress there, or files that
-    belong to no checkpoint are in the way.
+    Raises NameTakenError if there is a checkpoint, TargetError if another save is in progress
+    there, or files that belong to no checkpoint are in the way.
     """
     store = beside.within(name)
     mark = SaveMark(store, run_id=run_id)
@@ -183,29 +218,42 @@ def open_object_staging(
     return ObjectStaging(store, beside, mark)
 
 
-def _clear_folder(store: Store, listed: Sequence[Stored], mark: SaveMark, *, overwrite: bool) -> None:
+def _clear_folder(
+    store: Store, listed: Sequence[Stored], mark: SaveMark, *, overwrite: bool
+) -> None:
     """Delete the objects in the way of a save; raises as `open_object_staging` does."""
     names = {each.name for each in listed}
     guards = sorted(name for name in names if name.startswith((PIN, LEASE)))
     listing_files = [name for name in names if name.startswith((MANIFEST_NAME, TOMBSTONE))]
     if MANIFEST_NAME in names and not overwrite:
         raise NameTakenError(
-            f"{store.url}: exists already, and a bucket cannot replace a checkpoint in one step; use another name, or "
+            f"{store.url}: exists already, and a bucket cannot replace a checkpoint in one step; "
+            "use another name, or "
             "overwrite=True, which deletes the old checkpoint before the new one is complete"
         )
     if MANIFEST_NAME in names and guards:
-        raise NameTakenError(f"{store.url}: the checkpoint is pinned or being read: {listing(guards)}")
+        raise NameTakenError(
+            f"{store.url}: the checkpoint is pinned or being read: {listing(guards)}"
+        )
     ours = {path for name in listing_files for path in manifest_files(store, name)} & names
-    ours |= files_of_save(names - {MANIFEST_NAME}) if mark.cleared and MANIFEST_NAME not in names else set()
+    ours |= (
+        files_of_save(names - {MANIFEST_NAME})
+        if mark.cleared and MANIFEST_NAME not in names
+        else set()
+    )
     if others := sorted(name for name in names - ours if not _is_meta(name)):
         raise TargetError(
-            f"{store.url}: {listing(others, ', ')}: files that belong to no checkpoint are in the way; move "
+            f"{store.url}: {listing(others, ', ')}: files that belong to no "
+            "checkpoint are in the way; move "
             "them, or use "
             "another name"
         )
-    mark.declare_clear()  # first: without the manifest, only the mark says which save the rest belongs to
+    # first: without the manifest, only the mark says which save the rest belongs to
+    mark.declare_clear()
     store.delete([MANIFEST_NAME] if MANIFEST_NAME in names else [])
-    store.delete([*sorted(ours), *(name for name in names if name.startswith((TOMBSTONE, PIN, LEASE)))])
+    store.delete(
+        [*sorted(ours), *(name for name in names if name.startswith((TOMBSTONE, PIN, LEASE)))]
+    )
 
 
 def open_staging_at(
@@ -216,7 +264,8 @@ def open_staging_at(
     overwrite: bool = False,
     max_mode: int = 0o777,
 ) -> Staging:
-    """A new staging for a place in any store; raises as `open_staging` and `open_object_staging` do.
+    """A new staging for a place in any store; raises as `open_staging` and `open_object_staging`
+    do.
 
     On a disk, `max_mode` limits the permissions of what is committed.
     """
@@ -227,7 +276,9 @@ def open_staging_at(
 
 
 def settle_staging_at(target: Place) -> None:
-    """Delete the leftovers at `target` of a save that was killed after its commit, as far as possible."""
+    """Delete the leftovers at `target` of a save that was killed after its commit, as far as
+    possible.
+    """
     store = target.folder
     if isinstance(store, LocalStore):
         recover_target(store.folder)
@@ -235,8 +286,13 @@ def settle_staging_at(target: Place) -> None:
         clear_spent_mark(store)
 
 
-def open_staging(target: Path, direct_bytes: int | None = BLOCK_BYTES, max_mode: int = 0o777) -> LocalStaging:
-    """A new staging for the folder `target`; raises as `commit.open_stage` does. Other arguments: see LocalStore."""
+def open_staging(
+    target: Path, direct_bytes: int | None = BLOCK_BYTES, max_mode: int = 0o777
+) -> LocalStaging:
+    """A new staging for the folder `target`; raises as `commit.open_stage` does.
+
+    Other arguments: see LocalStore.
+    """
     return LocalStaging(commit.open_stage(target), target, direct_bytes, max_mode)
 
 

@@ -1,4 +1,6 @@
-"""Verifies a single file, or a folder of another program: headers, indexes, JSON, a manifest that lists the file."""
+"""Verifies a single file, or a folder of another program: headers, indexes, JSON, a manifest that
+lists the file.
+"""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +19,9 @@ from ft_ckpt.storage.store import Store, is_inside
 
 
 def listing_manifest(place: Place) -> tuple[Store, Manifest, FileRecord] | None:
-    """The checkpoint that lists the file at `place`: its store, its manifest, the record. None if none does.
+    """The checkpoint that lists the file at `place`: its store, its manifest, the record.
+
+    None if none does.
 
     Raises ManifestError for a damaged manifest.
     """
@@ -31,7 +35,10 @@ def listing_manifest(place: Place) -> tuple[Store, Manifest, FileRecord] | None:
 
 
 def verify_listed(place: Place) -> VerifyReport | None:
-    """Compare size and digest of the file at `place`; None if no manifest lists it. Raises ManifestError."""
+    """Compare size and digest of the file at `place`; None if no manifest lists it.
+
+    Raises ManifestError.
+    """
     found = listing_manifest(place) if place.is_object else None
     if found is None:
         return None
@@ -48,8 +55,9 @@ _INDEX = ".safetensors.index.json"
 def verify_foreign(place: Place) -> VerifyReport:
     """Check the safetensors file or folder at `place`, without a manifest.
 
-    Checks the header of each file, the tensors that each index maps to files, and the syntax of each JSON file. Values
-    cannot be checked without recorded digests. Raises LoadError if there is no safetensors file.
+    Checks the header of each file, the tensors that each index maps to files, and the syntax of
+    each JSON file. Values cannot be checked without recorded digests. Raises LoadError if there is
+    no safetensors file.
     """
     store, names = (place.store, [place.name]) if place.is_object else (place.folder, None)
     names = names or [each.name for each in store.list()]
@@ -66,7 +74,9 @@ def verify_foreign(place: Place) -> VerifyReport:
             with closing(store.open(name)) as file:
                 tensors[name] = set(read_header(file))
         except CorruptError as error:  # noqa: PERF203 - one for each file
-            problems.append(str(error) if str(error).startswith(f"{name}: ") else f"{name}: {error}")
+            problems.append(
+                str(error) if str(error).startswith(f"{name}: ") else f"{name}: {error}"
+            )
     for name in names:
         if name.endswith(".json"):
             problems += _document_problems(store, name, tensors)
@@ -84,7 +94,9 @@ def _document_problems(store: Store, name: str, held: dict[str, set[str]]) -> It
         yield from _index_file_problems(store, name, found, held)
 
 
-def _index_file_problems(store: Store, index: str, found: Any, held: dict[str, set[str]]) -> Iterator[str]:
+def _index_file_problems(
+    store: Store, index: str, found: Any, held: dict[str, set[str]]
+) -> Iterator[str]:
     """Check that an index maps each tensor to a file beside it that contains it."""
     where = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(where, dict):
@@ -92,11 +104,17 @@ def _index_file_problems(store: Store, index: str, found: Any, held: dict[str, s
         return
     folder = index.rpartition("/")[0]
     shards = {str(file): f"{folder}/{file}" if folder else str(file) for file in where.values()}
-    lost = sorted(shard for shard, name in shards.items() if not is_inside(shard) or store.stat(name) is None)
+    lost = sorted(
+        shard for shard, name in shards.items() if not is_inside(shard) or store.stat(name) is None
+    )
     if lost:
         yield f"{index}: shards missing: {listing(lost, ', ')}"
-    tensors = {shard: held[name] for shard, name in shards.items() if shard not in lost and name in held}
-    wrong = sorted(name for name, shard in where.items() if name not in tensors.get(str(shard), where))
+    tensors = {
+        shard: held[name] for shard, name in shards.items() if shard not in lost and name in held
+    }
+    wrong = sorted(
+        name for name, shard in where.items() if name not in tensors.get(str(shard), where)
+    )
     if wrong:
         yield f"{index}: not in the shards that it maps them to: {listing(wrong, ', ')}"
     stray = sorted(name for names in tensors.values() for name in names if name not in where)

@@ -1,7 +1,8 @@
 """`ft-ckpt`: list, verify, compare, convert and prune checkpoints.
 
-A command's module is imported when the command is called. It declares the arguments, calls the library and prints. Only
-`plan`, `report`, `doctor` and `check-resume` compute their results here. Begin at the table of commands below.
+A command's module is imported when the command is called. It declares the arguments, calls the
+library and prints. Only `plan`, `report`, `doctor` and `check-resume` compute their results here.
+Begin at the table of commands below.
 """
 
 import os
@@ -25,7 +26,9 @@ _NAME = "ft-ckpt"
 
 @dataclass(frozen=True)
 class Command:
-    """A command: the module of `ft_ckpt.cli` that declares it in `add_<name>`, its usage, and a line for the help."""
+    """A command: the module of `ft_ckpt.cli` that declares it in `add_<name>`, its usage, and a
+    line for the help.
+    """
 
     module: str
     usage: str
@@ -35,40 +38,80 @@ class Command:
 GROUPS = {
     "see": {
         "ls": Command("show", "RUN [OPTIONS]", "List the checkpoints of a run."),
-        "show": Command("show", "PATH [OPTIONS]", "Describe a checkpoint or model: class, size, tensors."),
-        "latest": Command("show", "RUN [OPTIONS]", "Print the path of the newest valid checkpoint."),
-        "best": Command("show", "RUN [OPTIONS]", "Print the path of the checkpoint with the best metric."),
-        "diff": Command("files", "A B [OPTIONS]", "Compare the tensors of two checkpoints or models."),
-        "report": Command("report", "RUN [OPTIONS]", "Write a page about a run: metrics, times, sizes."),
+        "show": Command(
+            "show", "PATH [OPTIONS]", "Describe a checkpoint or model: class, size, tensors."
+        ),
+        "latest": Command(
+            "show", "RUN [OPTIONS]", "Print the path of the newest valid checkpoint."
+        ),
+        "best": Command(
+            "show", "RUN [OPTIONS]", "Print the path of the checkpoint with the best metric."
+        ),
+        "diff": Command(
+            "files", "A B [OPTIONS]", "Compare the tensors of two checkpoints or models."
+        ),
+        "report": Command(
+            "report", "RUN [OPTIONS]", "Write a page about a run: metrics, times, sizes."
+        ),
     },
     "check": {
         "verify": Command("show", "PATH [OPTIONS]", "Check that files are as they were saved."),
         "sign": Command("sign", "CHECKPOINT --key PRIVATE [OPTIONS]", "Sign a checkpoint."),
-        "check-resume": Command("check", "[OPTIONS] SCRIPT [ARGS]", "Prove that a training script resumes exactly."),
-        "doctor": Command("doctor", "PLACE [OPTIONS]", "Test whether a folder or bucket is safe for saves."),
+        "check-resume": Command(
+            "check", "[OPTIONS] SCRIPT [ARGS]", "Prove that a training script resumes exactly."
+        ),
+        "doctor": Command(
+            "doctor", "PLACE [OPTIONS]", "Test whether a folder or bucket is safe for saves."
+        ),
         "plan": Command("plan", "[FOLDER] [OPTIONS]", "Find out how often to save."),
     },
     "keep": {
-        "prune": Command("prune", "RUN [OPTIONS]", "Delete all checkpoints of a run that no rule keeps."),
+        "prune": Command(
+            "prune", "RUN [OPTIONS]", "Delete all checkpoints of a run that no rule keeps."
+        ),
         "pin": Command("prune", "PATH [OPTIONS]", "Protect a checkpoint from deletion."),
         "unpin": Command("prune", "PATH", "End the protection."),
     },
     "move": {
-        "cp": Command("transfer", "SOURCE DESTINATION [OPTIONS]", "Copy a checkpoint to another folder or bucket."),
-        "sync": Command("transfer", "SOURCE DESTINATION [OPTIONS]", "Copy the checkpoints that another place lacks."),
-        "push": Command("transfer", "CHECKPOINT URL [OPTIONS]", "Upload a checkpoint to the Hub or a bucket."),
-        "pull": Command("transfer", "URL [FOLDER] [OPTIONS]", "Download a checkpoint from the Hub or a bucket."),
+        "cp": Command(
+            "transfer",
+            "SOURCE DESTINATION [OPTIONS]",
+            "Copy a checkpoint to another folder or bucket.",
+        ),
+        "sync": Command(
+            "transfer",
+            "SOURCE DESTINATION [OPTIONS]",
+            "Copy the checkpoints that another place lacks.",
+        ),
+        "push": Command(
+            "transfer", "CHECKPOINT URL [OPTIONS]", "Upload a checkpoint to the Hub or a bucket."
+        ),
+        "pull": Command(
+            "transfer", "URL [FOLDER] [OPTIONS]", "Download a checkpoint from the Hub or a bucket."
+        ),
     },
     "convert": {
-        "convert": Command("files", "SRC DST [OPTIONS]", "Write weights in another format or dtype."),
+        "convert": Command(
+            "files", "SRC DST [OPTIONS]", "Write weights in another format or dtype."
+        ),
         "merge": Command("files", "ADAPTER OUT [OPTIONS]", "Merge an adapter into its base model."),
-        "average": Command("files", "A B ... OUT [OPTIONS]", "Average the weights of several checkpoints."),
-        "export": Command("engines", "ADAPTER OUT --for ENGINE [OPTIONS]", "Write an adapter for vLLM or SGLang."),
+        "average": Command(
+            "files", "A B ... OUT [OPTIONS]", "Average the weights of several checkpoints."
+        ),
+        "export": Command(
+            "engines", "ADAPTER OUT --for ENGINE [OPTIONS]", "Write an adapter for vLLM or SGLang."
+        ),
     },
     "serve": {
-        "publish": Command("engines", "CHECKPOINT URL ... [OPTIONS]", "Load a checkpoint into running servers."),
-        "check-for": Command("engines", "ENGINE FOLDER [OPTIONS]", "List what vLLM or SGLang would misread."),
-        "watch": Command("watch", "RUN [OPTIONS] -- COMMAND", "Evaluate each new checkpoint of a run."),
+        "publish": Command(
+            "engines", "CHECKPOINT URL ... [OPTIONS]", "Load a checkpoint into running servers."
+        ),
+        "check-for": Command(
+            "engines", "ENGINE FOLDER [OPTIONS]", "List what vLLM or SGLang would misread."
+        ),
+        "watch": Command(
+            "watch", "RUN [OPTIONS] -- COMMAND", "Evaluate each new checkpoint of a run."
+        ),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
@@ -87,7 +130,8 @@ _FAMILIAR_NAMES = {  # what other programs call it
     "serve": "publish",
     "upload": "push",
 }
-_COMPLETE = "_FT_CKPT_COMPLETE"  # set by the shell functions below: print completions instead of running the command
+# set by the shell functions below: print completions instead of running the command
+_COMPLETE = "_FT_CKPT_COMPLETE"
 _COMPLETIONS = {
     "bash": """_ft_ckpt_completion() {
   COMPREPLY=($(_FT_CKPT_COMPLETE=1 ft-ckpt "${COMP_WORDS[@]:1:COMP_CWORD}"))
@@ -98,19 +142,26 @@ complete -o default -F _ft_ckpt_completion ft-ckpt""",
   if (( $#found )); then compadd -- $found; else _files; fi
 }
 compdef _ft_ckpt_completion ft-ckpt""",
-    "fish": "complete -c ft-ckpt -a '(_FT_CKPT_COMPLETE=1 ft-ckpt (commandline -opc)[2..] (commandline -ct))'",
+    "fish": (
+        "complete -c ft-ckpt -a '(_FT_CKPT_COMPLETE=1 ft-ckpt (commandline -opc)[2..] "
+        "(commandline -ct))'"
+    ),
 }
 
 
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         command = self.prog.removeprefix(_NAME).strip()
-        message = message.removeprefix("argument ").replace("the following arguments are required:", "expected")
+        message = message.removeprefix("argument ").replace(
+            "the following arguments are required:", "expected"
+        )
         end = " See" if message.endswith("?") else "; see"
         raise ConfigError(f"{command + ': ' if command else ''}{message}{end} `{self.prog} --help`")
 
     def read(self, words: Sequence[str], *, mixed: bool) -> Namespace:
-        """The arguments and options in `words`; `mixed`: options may follow a variable number of arguments."""
+        """The arguments and options in `words`; `mixed`: options may follow a variable number of
+        arguments.
+        """
         parse = self.parse_known_intermixed_args if mixed else self.parse_known_args
         options, left = parse(words)
         if left:
@@ -122,12 +173,18 @@ class _Parser(ArgumentParser):
         if not unknown:
             return f"{words[0]}: one argument too many"
         # Without the dashes, which would count as likeness.
-        nearest = nearest_names([unknown[0].lstrip("-")], [name.lstrip("-") for name in self._option_string_actions])
+        nearest = nearest_names(
+            [unknown[0].lstrip("-")], [name.lstrip("-") for name in self._option_string_actions]
+        )
         question = f"; did you mean --{nearest[0]}?" if nearest else ""
         return f"{unknown[0]}: no such option{question}"
 
     def completions(self, word: str) -> list[str]:
-        return [name for name in self._option_string_actions if word.startswith("-") and name.startswith(word)]
+        return [
+            name
+            for name in self._option_string_actions
+            if word.startswith("-") and name.startswith(word)
+        ]
 
 
 class _GlobalParser(_Parser):
@@ -152,8 +209,8 @@ class _GlobalParser(_Parser):
 def main() -> NoReturn:
     """Run `ft-ckpt` on the arguments of the process.
 
-    Exit code 0; 1 when a check failed, a comparison found differences, or there was nothing to undo; 2 for an error,
-    printed in one line; 141 on a broken pipe.
+    Exit code 0; 1 when a check failed, a comparison found differences, or there was nothing to
+    undo; 2 for an error, printed in one line; 141 on a broken pipe.
     """
     accept_any_text()
     sys.excepthook = lambda *crash: print_lines(
@@ -168,19 +225,24 @@ def main() -> NoReturn:
 
 
 def _warning_printer() -> Callable[..., None]:
-    """Prints warnings in one line each: those of this project, and those of libraries once, under the library's name.
+    """Prints warnings in one line each: those of this project, and those of libraries once, under
+    the library's name.
 
-    Python's own hook, `warnings.showwarning`. Deprecations in libraries say nothing to who runs a command: they are
-    shown if PYTHONWARNINGS or -W asks for warnings.
+    Python's own hook, `warnings.showwarning`. Deprecations in libraries say nothing to who runs a
+    command: they are shown if PYTHONWARNINGS or -W asks for warnings.
     """
     shown = set[str]()
 
-    def print_warning(message: Warning | str, category: type[Warning], filename: str, *_rest: object) -> None:
+    def print_warning(
+        message: Warning | str, category: type[Warning], filename: str, *_rest: object
+    ) -> None:
         if issubclass(category, CheckpointWarning):
             print_lines(f"{_NAME}: {message}", file=sys.stderr)
             return
         line = f"{_library_of(filename)}: {message}"
-        is_for_developers = issubclass(category, (DeprecationWarning, FutureWarning, PendingDeprecationWarning))
+        is_for_developers = issubclass(
+            category, (DeprecationWarning, FutureWarning, PendingDeprecationWarning)
+        )
         if line in shown or (is_for_developers and not sys.warnoptions):
             return
         shown.add(line)
@@ -212,7 +274,8 @@ def run_command(words: Sequence[str]) -> int:
         if words[0] not in COMMANDS:
             raise ConfigError(f"{words[0]}: no such command; {_instead_of(words[0])}")
         parser = _command_parser(words[0])
-        # For these two commands, all words after the script or after -- belong to the script or command.
+        # For these two commands, all words after the script or after -- belong to the script or
+        # command.
         options = parser.read(words[1:], mixed=words[0] not in ("check-resume", "watch"))
         return options.run(options) or 0
 
@@ -222,7 +285,10 @@ def _instead_of(word: str) -> str:
     if word in _FAMILIAR_NAMES:
         return f"use `{_NAME} {_FAMILIAR_NAMES[word]}`"
     if Path(word).exists():
-        return f"`{_NAME} ls {word}` lists the checkpoints in a folder, `{_NAME} show {word}` describes a model"
+        return (
+            f"`{_NAME} ls {word}` lists the checkpoints in a folder, `{_NAME} show {word}` "
+            "describes a model"
+        )
     question = did_you_mean([word], COMMANDS)
     return f"{question + ' ' if question else ''}`{_NAME} --help` lists the commands"
 
@@ -260,12 +326,16 @@ def _completions(words: Sequence[str]) -> list[str]:
 
 
 def tensorflow_to_h5() -> None:
-    """`tensorflow-to-h5 SRC DST`: convert a TensorFlow checkpoint to an HDF5 file, as `ft-ckpt convert` does."""
+    """`tensorflow-to-h5 SRC DST`: convert a TensorFlow checkpoint to an HDF5 file, as `ft-ckpt
+    convert` does.
+    """
     sys.argv[1:] = ["convert", *sys.argv[1:], "--format", "h5"]
     main()
 
 
 def h5_to_tensorflow() -> None:
-    """`h5-to-tensorflow SRC DST`: convert a file to a TensorFlow checkpoint folder, as `ft-ckpt convert` does."""
+    """`h5-to-tensorflow SRC DST`: convert a file to a TensorFlow checkpoint folder, as `ft-ckpt
+    convert` does.
+    """
     sys.argv[1:] = ["convert", *sys.argv[1:], "--format", "tensorflow"]
     main()

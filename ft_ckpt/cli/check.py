@@ -1,4 +1,6 @@
-"""`ft-ckpt check-resume`: runs a script without a stop, then with a stop and a resume, and compares both runs."""
+"""`ft-ckpt check-resume`: runs a script without a stop, then with a stop and a resume, and compares
+both runs.
+"""
 
 import os
 import shlex
@@ -24,7 +26,10 @@ _TAIL_LINES = 30  # of the output of a script that failed
 
 @dataclass(frozen=True)
 class MetricRow:
-    """One metric of one step in both runs. Values are `float.hex` text; None if a run lacks the metric."""
+    """One metric of one step in both runs.
+
+    Values are `float.hex` text; None if a run lacks the metric.
+    """
 
     step: int
     metric: str | None
@@ -39,7 +44,9 @@ class MetricRow:
 
 @dataclass(frozen=True)
 class Finding:
-    """The comparison of two runs: metrics step by step, and `tensors` of weights and training state at the end."""
+    """The comparison of two runs: metrics step by step, and `tensors` of weights and training state
+    at the end.
+    """
 
     stop: int
     rows: tuple[MetricRow, ...]
@@ -57,7 +64,9 @@ class Finding:
 
 def add_check_resume(parser: ArgumentParser) -> None:
     parser.add_argument("script", metavar="SCRIPT", help="Path of the training script.")
-    parser.add_argument("arguments", metavar="ARGS", nargs=REMAINDER, help="Arguments of the script.")
+    parser.add_argument(
+        "arguments", metavar="ARGS", nargs=REMAINDER, help="Arguments of the script."
+    )
     parser.add_argument(
         "--steps",
         type=bounded(int, 2),
@@ -66,7 +75,10 @@ def add_check_resume(parser: ArgumentParser) -> None:
         help="Number of steps to run, 2 or more (default: 10).",
     )
     parser.add_argument(
-        "--stop", type=bounded(int, 1), metavar="N", help="Step to stop after (default: half of the steps)."
+        "--stop",
+        type=bounded(int, 1),
+        metavar="N",
+        help="Step to stop after (default: half of the steps).",
     )
     parser.add_argument(
         "--nproc",
@@ -75,21 +87,29 @@ def add_check_resume(parser: ArgumentParser) -> None:
         metavar="N",
         help="Number of processes, launched by torchrun (default: 1).",
     )
-    parser.add_argument("--launch", metavar="COMMAND", help='Launcher, as in "accelerate launch --config_file FILE".')
+    parser.add_argument(
+        "--launch",
+        metavar="COMMAND",
+        help='Launcher, as in "accelerate launch --config_file FILE".',
+    )
     parser.add_argument(
         "--scratch",
         metavar="FOLDER",
-        help="Folder with room for three or more checkpoints (default: the system's temporary folder).",
+        help=(
+            "Folder with room for three or more checkpoints (default: the system's temporary "
+            "folder)."
+        ),
     )
     add_json(parser)
     parser.set_defaults(run=_check_resume)
 
 
 def _check_resume(options: Namespace) -> int:
-    """Run SCRIPT once without a stop and once with a stop and a resume, and compare batches, metrics and final state
-    bit for bit. The exit code is 1 if they differ. Options come before SCRIPT; those after it are the script's.
-    The script makes a CheckpointSaver, calls resume() before its loop and step(metrics) in it. Checkpoints go to
-    a scratch folder, not to the saver's directory.
+    """Run SCRIPT once without a stop and once with a stop and a resume, and compare batches,
+    metrics and final state bit for bit. The exit code is 1 if they differ. Options come before
+    SCRIPT; those after it are the script's. The script makes a CheckpointSaver, calls resume()
+    before its loop and step(metrics) in it. Checkpoints go to a scratch folder, not to the saver's
+    directory.
     """
     steps, stop = options.steps, options.stop
     if stop is not None and stop >= steps:
@@ -102,34 +122,49 @@ def _check_resume(options: Namespace) -> int:
 
 
 def rehearse_script(command: Sequence[str], room: Path, steps: int, stop: int) -> Finding:
-    """Run `command` three times with checkpoints in `room`: for `steps`, up to `stop`, and resumed from there.
+    """Run `command` three times with checkpoints in `room`: for `steps`, up to `stop`, and resumed
+    from there.
 
-    Raises CheckpointError if the script fails, ends too soon, makes no saver or never calls its `step`, and LoadError
-    if it does not resume.
+    Raises CheckpointError if the script fails, ends too soon, makes no saver or never calls its
+    `step`, and LoadError if it does not resume.
     """
     one, other = (Rehearsal(str(room / name), "", steps) for name in ("through", "resumed"))
-    through = _run_script(command, replace(one, record=str(room / "through.jsonl")), f"{steps} steps without a stop")
+    through = _run_script(
+        command, replace(one, record=str(room / "through.jsonl")), f"{steps} steps without a stop"
+    )
     before = _run_script(
-        command, replace(other, record=str(room / "before.jsonl"), stop=stop), f"a stop after step {stop}"
+        command,
+        replace(other, record=str(room / "before.jsonl"), stop=stop),
+        f"a stop after step {stop}",
     )
     stopped = before[-1].number
-    after = _run_script(command, replace(other, record=str(room / "after.jsonl")), f"resumed at step {stopped}")
+    after = _run_script(
+        command, replace(other, record=str(room / "after.jsonl")), f"resumed at step {stopped}"
+    )
     if after[0].number <= stopped:
         raise LoadError(
-            f"{_script_name(command)}: started again it began with step {after[0].number}, though there was a "
-            f"checkpoint of step {stopped}: call saver.resume() before the loop, with no path and no step of your own"
+            f"{_script_name(command)}: started again it began with step {after[0].number}, though "
+            "there was a "
+            f"checkpoint of step {stopped}: call saver.resume() before the loop, with no path and "
+            "no step of your own"
         )
     tensors, different = _compare_ends(Path(one.directory) / END, Path(other.directory) / END)
-    return Finding(stopped, tuple(_compare_steps(through, [*before, *after])), tensors, tuple(different))
+    return Finding(
+        stopped, tuple(_compare_steps(through, [*before, *after])), tensors, tuple(different)
+    )
 
 
 def _launch_command(words: Sequence[str], nproc: int, launch: str | None) -> list[str]:
     if not open_place(words[0]).is_object:
         raise ConfigError(
-            f"check-resume: {words[0]}: no file, expected a training script; see `ft-ckpt check-resume --help`"
+            f"check-resume: {words[0]}: no file, expected a training script; see `ft-ckpt "
+            "check-resume --help`"
         )
     if launch and nproc > 1:
-        raise ConfigError("check-resume: --launch and --nproc: expected one of them; the launcher has its own option")
+        raise ConfigError(
+            "check-resume: --launch and --nproc: expected one of them; the "
+            "launcher has its own option"
+        )
     if launch:
         return [*shlex.split(launch), *words]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
@@ -144,11 +179,17 @@ def _run_script(command: Sequence[str], rehearsal: Rehearsal, what: str) -> list
     if code:
         problem = f"ended with exit code {code}"
     elif found is None:
-        problem = "made no CheckpointSaver: make one, call its resume() before the loop and its step() in it"
+        problem = (
+            "made no CheckpointSaver: make one, call its resume() before the loop and its "
+            "step() in it"
+        )
     elif not found:
         problem = "never called saver.step(): call it after each batch, with metrics={'loss': loss}"
     elif found[-1].number < last:
-        problem = f"ended after step {found[-1].number}, {last} are needed: let it run longer, or give fewer --steps"
+        problem = (
+            f"ended after step {found[-1].number}, {last} are needed: let it run longer, or "
+            "give fewer --steps"
+        )
     else:
         return found
     shown = (f"  {line}" for line in tail.splitlines())
@@ -161,10 +202,13 @@ def _run_process(command: Sequence[str], rehearsal: Rehearsal) -> tuple[int, str
     environment = {**os.environ, VARIABLE: rehearsal.to_json()}
     with spool_file() as log:
         try:
-            # The command is the user's own.
-            done = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)  # noqa: S603
+            done = subprocess.run(  # noqa: S603 - the command is the user's own
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False
+            )
         except OSError as error:
-            raise ConfigError(f"{command[0]}: {error.strerror}; --launch is a command that takes a script") from error
+            raise ConfigError(
+                f"{command[0]}: {error.strerror}; --launch is a command that takes a script"
+            ) from error
         log.seek(0)
         lines = log.read().decode(errors="replace").splitlines(keepends=True)
         return done.returncode, "".join(lines[-_TAIL_LINES:])
@@ -177,15 +221,28 @@ def _script_name(command: Sequence[str]) -> str:
 def _compare_steps(through: Sequence[Step], resumed: Sequence[Step]) -> Iterator[MetricRow]:
     ones, others = ({step.number: step for step in steps} for steps in (through, resumed))
     for number in sorted(ones.keys() | others.keys()):
-        one, other = ones.get(number, Step(number, {}, None)), others.get(number, Step(number, {}, None))
-        seen = one.batches is not None or other.batches is not None or (number in ones) != (number in others)
-        alike = one.batches == other.batches and number in ones and number in others if seen else None
+        one, other = (
+            ones.get(number, Step(number, {}, None)),
+            others.get(number, Step(number, {}, None)),
+        )
+        seen = (
+            one.batches is not None
+            or other.batches is not None
+            or (number in ones) != (number in others)
+        )
+        alike = (
+            one.batches == other.batches and number in ones and number in others if seen else None
+        )
         for name in dict.fromkeys([*one.metrics, *other.metrics]) or [None]:
-            yield MetricRow(number, name, one.metrics.get(name or ""), other.metrics.get(name or ""), alike)
+            yield MetricRow(
+                number, name, one.metrics.get(name or ""), other.metrics.get(name or ""), alike
+            )
 
 
 def _compare_ends(one: Path, other: Path) -> tuple[int, list[str]]:
-    """The number of tensors at the end, and the names of those that differ; per-rank state is not compared."""
+    """The number of tensors at the end, and the names of those that differ; per-rank state is not
+    compared.
+    """
     from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
     from ft_ckpt.formats import detect
     from ft_ckpt.model.diff import compare_files
@@ -196,7 +253,9 @@ def _compare_ends(one: Path, other: Path) -> tuple[int, list[str]]:
         for path in (one, other):
             held = stack.enter_context(open_checkpoint(path))
             held.refuse_damaged()
-            parts = {tensor.file: part.path for part in held.manifest.parts for tensor in part.tensors}
+            parts = {
+                tensor.file: part.path for part in held.manifest.parts for tensor in part.tensors
+            }
             files = [
                 (f"{part}/" if part else "", detect.open_tensor_file(held.store.open(file)))
                 for file, part in parts.items()
@@ -219,8 +278,21 @@ def _show_finding(found: Finding, *, as_json: bool) -> None:
 def _finding_cells(row: MetricRow, found: Finding) -> tuple[str, ...]:
     batches = {None: "-", True: "same", False: "differ"}[row.batches]
     stopped = "stopped here" if row.step == found.stop else ""
-    mark = "<- first difference" if row is found.first_difference else "differs" if not row.is_equal else stopped
-    return str(row.step), row.metric or "-", _exact_number(row.through), _exact_number(row.resumed), batches, mark
+    mark = (
+        "<- first difference"
+        if row is found.first_difference
+        else "differs"
+        if not row.is_equal
+        else stopped
+    )
+    return (
+        str(row.step),
+        row.metric or "-",
+        _exact_number(row.through),
+        _exact_number(row.resumed),
+        batches,
+        mark,
+    )
 
 
 def _exact_number(exact: str | None) -> str:
@@ -228,43 +300,78 @@ def _exact_number(exact: str | None) -> str:
 
 
 def _verdict_text(found: Finding) -> str:
-    first, ends = found.first_difference, f"{len(found.different)} of {found.tensors} tensors differ at the end"
+    first, ends = (
+        found.first_difference,
+        f"{len(found.different)} of {found.tensors} tensors differ at the end",
+    )
     if found.is_equal:
-        lacking = "" if any(row.metric for row in found.rows) else "; no metrics were given to saver.step()"
-        return f"the same, to the bit, with {found.tensors} tensors of weights and training state at the end{lacking}"
+        lacking = (
+            ""
+            if any(row.metric for row in found.rows)
+            else "; no metrics were given to saver.step()"
+        )
+        return (
+            f"the same, to the bit, with {found.tensors} tensors of weights and training state "
+            f"at the end{lacking}"
+        )
     if first is None:
-        return f"not the same: {ends}, though no metric does: {listing(list(found.different), ', ')}"
+        return (
+            f"not the same: {ends}, though no metric does: {listing(list(found.different), ', ')}"
+        )
     numbers = (
         f"{first.metric} {_exact_number(first.through)} and {_exact_number(first.resumed)}"
         if first.metric
         else "the batches"
     )
-    return f"not the same: they differ from step {first.step} on ({numbers}); {ends}. {_advice_text(first, found.stop)}"
+    return (
+        f"not the same: they differ from step {first.step} on ({numbers}); {ends}. "
+        f"{_advice_text(first, found.stop)}"
+    )
 
 
 def _advice_text(first: MetricRow, stop: int) -> str:
     if first.step <= stop:
         return (
-            "That is before the stop: the script is not deterministic, so nothing can be said about resuming. Seed it "
+            "That is before the stop: the script is not deterministic, so nothing can be said "
+            "about resuming. Seed it "
             "before it makes model and data (accelerate.utils.set_seed)"
         )
     if first.batches is False:
-        return "The resumed run got other data: take batches from saver.remaining(loader), and seed all that it draws"
-    data = "The data was the same" if first.batches else "If the data was the same (see saver.remaining)"
+        return (
+            "The resumed run got other data: take batches from saver.remaining(loader), and "
+            "seed all that it draws"
+        )
+    data = (
+        "The data was the same"
+        if first.batches
+        else "If the data was the same (see saver.remaining)"
+    )
     return (
-        f"{data}: something that moves the loss is not in the checkpoint, such as a scheduler that is neither prepared "
+        f"{data}: something that moves the loss is not in the checkpoint, such as a scheduler that "
+        "is neither prepared "
         "by Accelerate nor registered, or random numbers of a generator of the script's own"
     )
 
 
 def _finding_json(found: Finding) -> dict[str, Any]:
     rows = [
-        {**asdict(row), "equal": row.is_equal, "through": _number(row.through), "resumed": _number(row.resumed)}
+        {
+            **asdict(row),
+            "equal": row.is_equal,
+            "through": _number(row.through),
+            "resumed": _number(row.resumed),
+        }
         for row in found.rows
     ]
     first = rows[found.rows.index(found.first_difference)] if found.first_difference else None
     ends = {"tensors": found.tensors, "different": list(found.different)}
-    return {"equal": found.is_equal, "stop": found.stop, "first_difference": first, "end": ends, "rows": rows}
+    return {
+        "equal": found.is_equal,
+        "stop": found.stop,
+        "first_difference": first,
+        "end": ends,
+        "rows": rows,
+    }
 
 
 def _number(exact: str | None) -> float | None:

@@ -1,4 +1,7 @@
-"""Facts about a stored model for people: class, parameters, adapter, base. From manifests and configs; no torch."""
+"""Facts about a stored model for people: class, parameters, adapter, base.
+
+From manifests and configs; no torch.
+"""
 
 import math
 from collections import Counter
@@ -20,7 +23,13 @@ _SIZES = {  # fields of a config of transformers, and their words
     "hidden_size": "hidden size {:,}",
     "vocab_size": "{:,} tokens",
 }
-_ADAPTER_NAMES = {"LORA": "LoRA", "ADALORA": "AdaLoRA", "LOHA": "LoHa", "LOKR": "LoKr", "IA3": "IA3"}
+_ADAPTER_NAMES = {
+    "LORA": "LoRA",
+    "ADALORA": "AdaLoRA",
+    "LOHA": "LoHa",
+    "LOKR": "LoKr",
+    "IA3": "IA3",
+}
 _MAX_TARGETS = 8
 
 
@@ -35,7 +44,9 @@ class ModelFacts:
     """The dtype of most elements first."""
     model_type: str | None = None
     sizes: Mapping[str, int] | None = None
-    """Layers, hidden size and vocabulary by the names of the config's fields, as far as it has them."""
+    """Layers, hidden size and vocabulary by the names of the config's fields, as far as it has
+    them.
+    """
     quantisation: str | None = None
     adapter: str | None = None
     """The kind of adapter, such as "LoRA"; None for a model."""
@@ -46,7 +57,9 @@ class ModelFacts:
     """Name or path of the adapter's base."""
 
     def headline(self) -> str:
-        """Class, parameters and dtype, as in "LoRA adapter of LlamaForCausalLM, 4,096 parameters in float32"."""
+        """Class, parameters and dtype, as in "LoRA adapter of LlamaForCausalLM, 4,096 parameters in
+        float32".
+        """
         what = self.class_name or ""
         if self.adapter is not None:
             what = f"{self.adapter} adapter{' of ' if what else ''}{what}"
@@ -55,7 +68,9 @@ class ModelFacts:
         return f"{what}{', ' if what else ''}{human_count(self.parameters)} {unit}{dtypes}"
 
     def details(self) -> Iterator[str]:
-        """A line for the architecture, one for the adapter, one for its base; as far as they are known."""
+        """A line for the architecture, one for the adapter, one for its base; as far as they are
+        known.
+        """
         sizes = [_SIZES[field].format(size) for field, size in (self.sizes or {}).items()]
         shape = ", ".join([*([self.model_type] if self.model_type else []), *sizes])
         if shape:
@@ -64,7 +79,9 @@ class ModelFacts:
             yield f"quantised by {self.quantisation}"
         if self.rank is not None:
             alpha = "" if self.alpha is None else f", alpha {self.alpha:g}"
-            targets = f", on {listing(list(self.targets), ', ', _MAX_TARGETS)}" if self.targets else ""
+            targets = (
+                f", on {listing(list(self.targets), ', ', _MAX_TARGETS)}" if self.targets else ""
+            )
             yield f"rank {self.rank}{alpha}{targets}"
         if self.adapter is not None:
             yield f"base: {self.base or 'a model built in memory'}"
@@ -101,7 +118,9 @@ def facts_of_folder(store: Store, tensors: Iterable[tuple[str, Sequence[int]]]) 
 
 
 def adapter_name(store: Store, part: PartRecord) -> str:
-    """The kind of an adapter of a checkpoint, as in "LoRA"; "adapter" if its config does not say it."""
+    """The kind of an adapter of a checkpoint, as in "LoRA"; "adapter" if its config does not say
+    it.
+    """
     return _adapter_name(document_in(store, f"{part.path}/adapter_config.json".removeprefix("/")))
 
 
@@ -113,7 +132,13 @@ def _adapter_name(config: Mapping[str, Any]) -> str:
 
 
 def _facts(
-    store: Store, folder: str, elements: Counter[str], class_name: str, base: str | None, *, is_adapter: bool
+    store: Store,
+    folder: str,
+    elements: Counter[str],
+    class_name: str,
+    base: str | None,
+    *,
+    is_adapter: bool,
 ) -> ModelFacts:
     dtypes = tuple(dtype for dtype, _ in elements.most_common())
     parameters = elements.total()
@@ -165,12 +190,16 @@ def _number(value: object) -> float | None:
 
 
 def rules_of_run(infos: Sequence[CheckpointInfo]) -> Keep | None:
-    """The rules of the run in its newest training state; None if there is none, or it cannot be read."""
+    """The rules of the run in its newest training state; None if there is none, or it cannot be
+    read.
+    """
     for info in reversed(infos):
         for part in info.manifest.parts:
             if part.kind != STATE:
                 continue
-            documents = [file.path for file in info.manifest.files if file.path.startswith(f"{part.path}/")]
+            documents = [
+                file.path for file in info.manifest.files if file.path.startswith(f"{part.path}/")
+            ]
             document = next((path for path in documents if path.endswith(".json")), "")
             record = document_in(info.store, document, _MAX_STATE_BYTES).get("keep")
             if not isinstance(record, dict):

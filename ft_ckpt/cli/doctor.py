@@ -1,4 +1,6 @@
-"""`ft-ckpt doctor PLACE`: the operations that a folder or bucket supports, and fallbacks for the others."""
+"""`ft-ckpt doctor PLACE`: the operations that a folder or bucket supports, and fallbacks for the
+others.
+"""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -14,7 +16,9 @@ from ft_ckpt.storage.place import open_place
 from ft_ckpt.storage.trials import BUCKET_NEEDS, FOLDER_NEEDS, Ability, try_place
 
 _INSTEAD = {  # the fallback where an ability is missing
-    "exchange two folders": "an overwritten checkpoint is put aside file by file; a crash is undone by the next save",
+    "exchange two folders": (
+        "an overwritten checkpoint is put aside file by file; a crash is undone by the next save"
+    ),
     "hard links": "files that do not change are written with each checkpoint",
     "writing past the page cache": "all goes through the page cache, slower on most disks",
     "locks": "a dead process is recognised by time alone: leases last ten minutes, leftovers a day",
@@ -36,8 +40,15 @@ class PlaceReport:
     def dangers(self) -> tuple[str, ...]:
         """The reasons why saves are not safe there."""
         needed = FOLDER_NEEDS | (BUCKET_NEEDS if self.mount is None else set())
-        found = [f"{each.name}: {each.detail}" for each in self.abilities if not each.works and each.name in needed]
-        return (*((self.mount.warning,) if self.mount is not None and self.mount.is_bucket else ()), *found)
+        found = [
+            f"{each.name}: {each.detail}"
+            for each in self.abilities
+            if not each.works and each.name in needed
+        ]
+        return (
+            *((self.mount.warning,) if self.mount is not None and self.mount.is_bucket else ()),
+            *found,
+        )
 
 
 def add_doctor(parser: ArgumentParser) -> None:
@@ -47,8 +58,10 @@ def add_doctor(parser: ArgumentParser) -> None:
 
 
 def _doctor(options: Namespace) -> int:
-    """Test whether the folder or bucket PLACE supports the operations that saves need. The exit code is 1 if saves are
-    not safe there. The test files have hidden names and are deleted.
+    """Test whether the folder or bucket PLACE supports the operations that saves need.
+
+    The exit code is 1 if saves are not safe there. The test files have hidden names and are
+    deleted.
     """
     report = examine_place(options.place)
     if options.as_json:
@@ -59,11 +72,16 @@ def _doctor(options: Namespace) -> int:
 
 
 def examine_place(location: str) -> PlaceReport:
-    """Test a folder or bucket. Raises TargetError if there is no such folder, or nothing can be written there."""
+    """Test a folder or bucket.
+
+    Raises TargetError if there is no such folder, or nothing can be written there.
+    """
     place = open_place(location)
     store = place.folder
     if isinstance(store, LocalStore) and not place.is_folder:
-        problem = "a file, expected a folder" if place.is_object else "no such folder; make it first"
+        problem = (
+            "a file, expected a folder" if place.is_object else "no such folder; make it first"
+        )
         raise TargetError(f"{place}: {problem}")
     mount = mount_of(store.folder) if isinstance(store, LocalStore) else None
     return PlaceReport(str(place), mount, store.free_bytes(), try_place(store))

@@ -19,14 +19,23 @@ _ENGINES = ("vllm", "sglang")
 
 
 def add_publish(parser: ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Checkpoint: a path or URL; with --follow, a run.")
     parser.add_argument(
-        "url", metavar="URL", nargs="+",
-        help="Address of a server, as in http://127.0.0.1:8000; with --delta, the folder or URL of a chain of deltas.",
-    )  # fmt: skip
+        "checkpoint", metavar="CHECKPOINT", help="Checkpoint: a path or URL; with --follow, a run."
+    )
+    parser.add_argument(
+        "url",
+        metavar="URL",
+        nargs="+",
+        help=(
+            "Address of a server, as in http://127.0.0.1:8000; with --delta, the folder or URL "
+            "of a chain of deltas."
+        ),
+    )
     _add_server_options(parser)
     parser.add_argument(
-        "--follow", action="store_true", help="Publish each new checkpoint of a run until SIGINT or SIGTERM."
+        "--follow",
+        action="store_true",
+        help="Publish each new checkpoint of a run until SIGINT or SIGTERM.",
     )
     parser.add_argument(
         "--idle",
@@ -39,46 +48,77 @@ def add_publish(parser: ArgumentParser) -> None:
 
 
 def _add_server_options(parser: ArgumentParser) -> None:
-    """Declare the fields of `ServerOptions`, by their names; those that are not given keep their defaults."""
+    """Declare the fields of `ServerOptions`, by their names; those that are not given keep their
+    defaults.
+    """
 
     def add(flag: str, **declaration: Any) -> None:
         parser.add_argument(flag, default=SUPPRESS, **declaration)
 
     add("--name", help="Name of the adapter on the servers (default: that of the run's folder).")
     add("--version", help="Name of the version (default: from step and manifest).")
-    add("--as", **_choice_of("auto", "adapter", "weights"), dest="kind", help="What to publish (default: auto).")
+    add(
+        "--as",
+        **_choice_of("auto", "adapter", "weights"),
+        dest="kind",
+        help="What to publish (default: auto).",
+    )
     add("--part", metavar="NAME", help="Part of the checkpoint to publish.")
     add(
-        "--visible-at", action="append", metavar="LOCAL=SERVER",
+        "--visible-at",
+        action="append",
+        metavar="LOCAL=SERVER",
         help="The servers see the folder LOCAL at the path SERVER; may be repeated.",
-    )  # fmt: skip
-    add("--stage", metavar="FOLDER", help="Folder that the servers see, for a checkpoint in a bucket.")
+    )
     add(
-        "--keep", type=bounded(int, 0), metavar="N",
+        "--stage",
+        metavar="FOLDER",
+        help="Folder that the servers see, for a checkpoint in a bucket.",
+    )
+    add(
+        "--keep",
+        type=bounded(int, 0),
+        metavar="N",
         help="Number of older versions of an adapter to keep loaded (default: 2).",
-    )  # fmt: skip
+    )
     add(
-        "--in-flight", **_choice_of("wait", "keep", "abort"),
+        "--in-flight",
+        **_choice_of("wait", "keep", "abort"),
         help="What happens to running requests while weights are replaced (default: wait).",
-    )  # fmt: skip
+    )
     add(
-        "--check", **_choice_of("all", "listed"),
-        help="all: compare digests and answers; listed: only ask whether it is loaded (default: all).",
-    )  # fmt: skip
-    add("--base", help="Base of the adapter: also compare the answers with those of transformers and PEFT.")
+        "--check",
+        **_choice_of("all", "listed"),
+        help=(
+            "all: compare digests and answers; listed: only ask whether it is loaded (default: "
+            "all)."
+        ),
+    )
     add(
-        "--header", action="append", metavar="NAME=VALUE", dest="headers",
+        "--base",
+        help="Base of the adapter: also compare the answers with those of transformers and PEFT.",
+    )
+    add(
+        "--header",
+        action="append",
+        metavar="NAME=VALUE",
+        dest="headers",
         help="Header of each request. For a bearer token, set FT_CKPT_ENGINE_TOKEN instead.",
-    )  # fmt: skip
+    )
     add(
-        "--timeout", type=bounded(float, 0.1), metavar="SECONDS", dest="timeout_seconds",
+        "--timeout",
+        type=bounded(float, 0.1),
+        metavar="SECONDS",
+        dest="timeout_seconds",
         help="Timeout of a request (default: 300).",
-    )  # fmt: skip
+    )
     add("--delta", action="store_true", help="Append the changed elements to a chain of deltas.")
     add(
-        "--anchor-every", type=bounded(int, 1), metavar="N",
+        "--anchor-every",
+        type=bounded(int, 1),
+        metavar="N",
         help="With --delta: write all elements in every Nth entry (default: 10).",
-    )  # fmt: skip
+    )
 
 
 def _choice_of(*choices: str) -> dict[str, Any]:
@@ -87,22 +127,32 @@ def _choice_of(*choices: str) -> dict[str, Any]:
 
 
 def _pairs(option: str, given: list[str]) -> dict[str, str]:
-    found = {name: value for name, mark, value in (text.partition("=") for text in given) if mark and name and value}
+    found = {
+        name: value
+        for name, mark, value in (text.partition("=") for text in given)
+        if mark and name and value
+    }
     if len(found) < len(given):
-        raise ConfigError(f"{option}: expected NAME=VALUE, each name once")  # without the text: it may be a token
+        # without the text: it may be a token
+        raise ConfigError(f"{option}: expected NAME=VALUE, each name once")
     return found
 
 
 def _publish(options: Namespace) -> None:
-    """Load CHECKPOINT into the running vLLM or SGLang servers at the URLs, and check that they serve it. If one fails,
-    all keep the previous version. With --follow, each new checkpoint of a run is published. With --delta, the
-    checkpoint is appended to a chain of deltas, from which other machines rebuild it.
+    """Load CHECKPOINT into the running vLLM or SGLang servers at the URLs, and check that they
+    serve it. If one fails, all keep the previous version. With --follow, each new checkpoint of a
+    run is published. With --delta, the checkpoint is appended to a chain of deltas, from which
+    other machines rebuild it.
     """
     from ft_ckpt.engines.follow import follow_run
     from ft_ckpt.engines.options import ServerOptions, ServerSettings
     from ft_ckpt.engines.publish import publish
 
-    settings = {name: value for name, value in vars(options).items() if name in ServerSettings.__annotations__}
+    settings = {
+        name: value
+        for name, value in vars(options).items()
+        if name in ServerSettings.__annotations__
+    }
     for name, flag in (("visible_at", "--visible-at"), ("headers", "--header")):
         if name in settings:
             settings[name] = _pairs(flag, settings[name])
@@ -111,9 +161,12 @@ def _publish(options: Namespace) -> None:
         _print_report(publish(options.checkpoint, server_options), as_json=options.as_json)
         return
     follow_run(
-        followed_run(options.checkpoint), server_options, idle_seconds=options.idle,
-        on_published=lambda report: _print_report(report, as_json=options.as_json), on_trouble=_print_trouble,
-    )  # fmt: skip
+        followed_run(options.checkpoint),
+        server_options,
+        idle_seconds=options.idle,
+        on_published=lambda report: _print_report(report, as_json=options.as_json),
+        on_trouble=_print_trouble,
+    )
 
 
 def _print_trouble(text: str) -> None:
@@ -127,10 +180,13 @@ def _print_report(report: "PublishReport", *, as_json: bool) -> None:
         entry = report.servers[0]
         kind = report.kind if entry.before is None else f"{report.kind} on {entry.before}"
         done = f"{report.seconds:.1f} s" if entry.is_new else "there already"
-        print_lines(f"{shown_location(report.path)} -> {entry.url}: {kind}, {entry.checked}, {done}")
+        print_lines(
+            f"{shown_location(report.path)} -> {entry.url}: {kind}, {entry.checked}, {done}"
+        )
     else:
         print_lines(
-            f"{shown_location(report.path)} -> {report.name} ({report.kind} {report.version}): {report.seconds:.1f} s"
+            f"{shown_location(report.path)} -> {report.name} ({report.kind} {report.version}): "
+            f"{report.seconds:.1f} s"
         )
         rows = (
             (
@@ -150,16 +206,22 @@ def add_export(parser: ArgumentParser) -> None:
     parser.add_argument("adapter", metavar="ADAPTER", help="Adapter, or a checkpoint with one.")
     parser.add_argument("target", metavar="OUT", help="Folder to write to.")
     parser.add_argument(
-        "--for", type=one_of(*_ENGINES), metavar="|".join(_ENGINES), required=True, dest="engine",
+        "--for",
+        type=one_of(*_ENGINES),
+        metavar="|".join(_ENGINES),
+        required=True,
+        dest="engine",
         help="Engine that will load the adapter.",
-    )  # fmt: skip
+    )
     add_force(parser)
     add_json(parser)
     parser.set_defaults(run=_export)
 
 
 def _export(options: Namespace) -> None:
-    """Write ADAPTER to the folder OUT in the form that every version of the engine reads: one rank, one scale."""
+    """Write ADAPTER to the folder OUT in the form that every version of the engine reads: one rank,
+    one scale.
+    """
     refuse_existing(options.target, options.force)
     from ft_ckpt.engines.export import export
 
@@ -182,15 +244,27 @@ def add_check_for(parser: ArgumentParser) -> None:
 
 
 def _check_for(options: Namespace) -> int:
-    """List what ENGINE would refuse, ignore or misread in FOLDER. No server is needed. The exit code is 1 if there is
-    anything.
+    """List what ENGINE would refuse, ignore or misread in FOLDER.
+
+    No server is needed. The exit code is 1 if there is anything.
     """
     from ft_ckpt.engines.preflight import check_for
 
     found = check_for(options.engine, options.folder, max_lora_rank=options.max_lora_rank)
     if options.as_json:
-        result: dict[str, Any] = {"path": options.folder, "engine": options.engine, "findings": found}
+        result: dict[str, Any] = {
+            "path": options.folder,
+            "engine": options.engine,
+            "findings": found,
+        }
         views.print_json(result)
     else:
-        print_lines(*(found or [f"{options.folder}: nothing that {options.engine} would refuse, drop or misread"]))
+        print_lines(
+            *(
+                found
+                or [
+                    f"{options.folder}: nothing that {options.engine} would refuse, drop or misread"
+                ]
+            )
+        )
     return 1 if found else 0

@@ -1,4 +1,6 @@
-"""The commands `convert`, `average`, `merge` and `diff`, and the part of `show` that describes files."""
+"""The commands `convert`, `average`, `merge` and `diff`, and the part of `show` that describes
+files.
+"""
 
 import ctypes
 import math
@@ -28,38 +30,56 @@ def _add_output_options(parser: ArgumentParser) -> None:
     formats = ", ".join(known.name for known in written_formats())
     parser.add_argument("--format", help=f"Format: {formats} (default: by the suffix).")
     parser.add_argument("--dtype", help="Cast floats to float64, float32, bfloat16 or float16.")
-    parser.add_argument("--max-shard-size", metavar="SIZE", help='Maximum size of a weight file, as in "5GB".')
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", help='Maximum size of a weight file, as in "5GB".'
+    )
     add_force(parser)
     add_json(parser)
 
 
 def _add_verify(parser: ArgumentParser) -> None:
-    parser.add_argument("--verify", action="store_true", help="Read the result back and compare it bit for bit.")
+    parser.add_argument(
+        "--verify", action="store_true", help="Read the result back and compare it bit for bit."
+    )
 
 
 def add_convert(parser: ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="Checkpoint, model folder or weight file.")
-    parser.add_argument("target", metavar="DST", help="File to write, with the suffix of its format, or folder.")
     parser.add_argument(
-        "--map", metavar="FILE", help='Rename tensors: a file of lines "old new", or JSON; both may end in *.'
+        "target", metavar="DST", help="File to write, with the suffix of its format, or folder."
     )
-    parser.add_argument("--shards", metavar="FILE", help='For TensorFlow: a file of lines "pattern shard".')
+    parser.add_argument(
+        "--map",
+        metavar="FILE",
+        help='Rename tensors: a file of lines "old new", or JSON; both may end in *.',
+    )
+    parser.add_argument(
+        "--shards", metavar="FILE", help='For TensorFlow: a file of lines "pattern shard".'
+    )
     _add_verify(parser)
     _add_output_options(parser)
     parser.set_defaults(run=_convert)
 
 
 def _convert(options: Namespace) -> None:
-    """Write the weights of SRC to DST in another format or dtype. DST is a file with the suffix of its format, or a
-    folder.
+    """Write the weights of SRC to DST in another format or dtype.
+
+    DST is a file with the suffix of its format, or a folder.
     """
     refuse_existing(options.target, options.force)
     from ft_ckpt.model.convert import convert
 
     report = convert(
-        options.source, options.target, format=options.format, dtype=options.dtype, map=options.map,
-        max_shard_size=options.max_shard_size, shards=options.shards, verify=options.verify, overwrite=options.force,
-    )  # fmt: skip
+        options.source,
+        options.target,
+        format=options.format,
+        dtype=options.dtype,
+        map=options.map,
+        max_shard_size=options.max_shard_size,
+        shards=options.shards,
+        verify=options.verify,
+        overwrite=options.force,
+    )
     print_conversion(options.source, report, options.verify, as_json=options.as_json)
 
 
@@ -68,7 +88,9 @@ def refuse_existing(target: str, force: bool) -> None:
     place = open_place(target)
     found = place.folder.list_folder()
     if not force and (found.folders or found.objects if place.is_folder else found.exists):
-        raise TargetError(f"{target}: exists already; give --force to replace it, or choose another path")
+        raise TargetError(
+            f"{target}: exists already; give --force to replace it, or choose another path"
+        )
 
 
 def show_file(source: Place, *, as_json: bool) -> None:
@@ -83,7 +105,13 @@ def show_file(source: Place, *, as_json: bool) -> None:
     model = facts_of_folder(source.folder, ((spec.dtype, spec.shape) for spec in specs.values()))
     if as_json:
         tensors = [{**spec._asdict(), "bytes": spec.size_bytes} for spec in specs.values()]
-        document = {"path": str(source), "bytes": size, "tensors": tensors, "ties": ties, "others": skipped}
+        document = {
+            "path": str(source),
+            "bytes": size,
+            "tensors": tensors,
+            "ties": ties,
+            "others": skipped,
+        }
         views.print_json({**document, "model": model})
         return
     print_lines(f"{source}: {model.headline()}", *(f"  {line}" for line in model.details()))
@@ -93,7 +121,9 @@ def show_file(source: Place, *, as_json: bool) -> None:
         print_lines(f"  {other}")
 
 
-def _tensor_rows(specs: dict[str, "Spec"], ties: dict[str, str]) -> Iterator[tuple[str, str, str, str]]:
+def _tensor_rows(
+    specs: dict[str, "Spec"], ties: dict[str, str]
+) -> Iterator[tuple[str, str, str, str]]:
     """A row for each tensor, indented below the prefix that it shares with others."""
     root: dict[str, Any] = {}
     for name in (*specs, *ties):
@@ -114,14 +144,21 @@ def _node_rows(
         return
     name, label = node.get(_HERE), "  " * depth + label
     if name in specs:
-        yield label, views.human_shape(specs[name].shape), specs[name].dtype, human_size(specs[name].size_bytes)
+        yield (
+            label,
+            views.human_shape(specs[name].shape),
+            specs[name].dtype,
+            human_size(specs[name].size_bytes),
+        )
     else:
         yield label, "" if name is None else f"= {ties[name]}", "", ""
     for step, inner in below:
         yield from _node_rows(inner, step, depth + 1, specs, ties)
 
 
-def print_conversion(source: str, report: "ConvertReport", verified: bool, *, as_json: bool) -> None:
+def print_conversion(
+    source: str, report: "ConvertReport", verified: bool, *, as_json: bool
+) -> None:
     """Print what was written from `source`, in a line or as JSON."""
     if as_json:
         views.print_json({**vars(report), "verified": verified})
@@ -156,8 +193,9 @@ def add_diff(parser: ArgumentParser) -> None:
 
 
 def _diff(options: Namespace) -> int:
-    """Compare the tensors of A and B: which changed, by how much, in which layers. Settings that affect the output are
-    compared, too. The exit code is 1 if they differ.
+    """Compare the tensors of A and B: which changed, by how much, in which layers.
+
+    Settings that affect the output are compared, too. The exit code is 1 if they differ.
     """
     one, other, top = options.one, options.other, options.top
     from ft_ckpt.checkpoint.open_checkpoint import hold_open
@@ -176,11 +214,14 @@ def _diff(options: Namespace) -> int:
             "tensors": list(map(_difference_json, tensors[:most])),
             "layers": list(map(_difference_json, layers[:most])),
         }
-        found["settings"] = [{"name": name, "a": before, "b": after} for name, before, after in settings]
+        found["settings"] = [
+            {"name": name, "a": before, "b": after} for name, before, after in settings
+        ]
         views.print_json({"a": one, "b": other, "counts": counts, **found})
         return 1 if differ else 0
     print_lines(
-        f"{one} -> {other}: {', '.join(f'{count} {status}' for status, count in counts.items()) or 'no tensors'}"
+        f"{one} -> {other}: "
+        f"{', '.join(f'{count} {status}' for status, count in counts.items()) or 'no tensors'}"
     )
     for name, before, after in settings:
         print_lines(f"{name}: {before} -> {after}")
@@ -189,14 +230,20 @@ def _diff(options: Namespace) -> int:
     return 1 if differ else 0
 
 
-def _print_differences(heads: tuple[str, ...], found: Sequence["Difference"], most: int | None) -> None:
+def _print_differences(
+    heads: tuple[str, ...], found: Sequence["Difference"], most: int | None
+) -> None:
     unequal = [each for each in found if each.changed]
     if not unequal:
         return
     print_lines()
     nothing = ("", "", "")  # none were comparable
     rows = (
-        (each.name, " ".join(_change_words(each)), *(_change_figures(each) if each.sums.elements else nothing))
+        (
+            each.name,
+            " ".join(_change_words(each)),
+            *(_change_figures(each) if each.sums.elements else nothing),
+        )
         for each in unequal[:most]
     )
     views.print_table(heads, rows)
@@ -217,7 +264,9 @@ def _change_words(each: "Difference") -> Iterator[str]:
 
 
 def _change_figures(each: "Difference") -> Iterator[str]:
-    yield f"{each.sums.largest:.3g}" + (f" ({each.sums.unbounded} not finite)" if each.sums.unbounded else "")
+    yield f"{each.sums.largest:.3g}" + (
+        f" ({each.sums.unbounded} not finite)" if each.sums.unbounded else ""
+    )
     yield f"{each.mean:.3g}"
     yield f"{each.relative:.3g}" if math.isfinite(each.relative) else "-"
 
@@ -246,22 +295,34 @@ _KEPT_BYTES = 1 << 30
 def add_merge(parser: ArgumentParser) -> None:
     parser.add_argument("source", metavar="ADAPTER", help="Adapter, or a checkpoint with adapters.")
     parser.add_argument("target", metavar="OUT", help="Folder to write the merged model to.")
-    parser.add_argument("--base", help="Folder of the base model (default: the one that the adapter names).")
     parser.add_argument(
-        "--adapter", action="append", metavar="NAME", help="Merge only the adapter of this name; may be repeated."
+        "--base", help="Folder of the base model (default: the one that the adapter names)."
+    )
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        metavar="NAME",
+        help="Merge only the adapter of this name; may be repeated.",
     )
     parser.add_argument("--weights", help='Weight of each adapter, as in "0.7,0.3".')
-    parser.add_argument("--check", action="store_true", help="Compare the logits of both models before OUT is written.")
     parser.add_argument(
-        "--any-base", action="store_true", help="Skip the check that the base is the one of the training."
+        "--check",
+        action="store_true",
+        help="Compare the logits of both models before OUT is written.",
+    )
+    parser.add_argument(
+        "--any-base",
+        action="store_true",
+        help="Skip the check that the base is the one of the training.",
     )
     _add_output_options(parser)
     parser.set_defaults(run=_merge)
 
 
 def _merge(options: Namespace) -> None:
-    """Merge ADAPTER into its base model and write the result to the folder OUT. It is computed layer by layer in
-    float32 and rounded once.
+    """Merge ADAPTER into its base model and write the result to the folder OUT.
+
+    It is computed layer by layer in float32 and rounded once.
     """
     refuse_existing(options.target, options.force)
     _keep_freed_memory()
@@ -269,16 +330,25 @@ def _merge(options: Namespace) -> None:
     from ft_ckpt.saving.merge_files import merge
 
     report = merge(
-        options.source, options.target, base=options.base, adapters=options.adapter,
-        weights=parse_weights(options.weights), format=options.format, dtype=options.dtype,
-        max_shard_size=options.max_shard_size, check="logits" if options.check else None,
-        check_base=not options.any_base, overwrite=options.force,
-    )  # fmt: skip
+        options.source,
+        options.target,
+        base=options.base,
+        adapters=options.adapter,
+        weights=parse_weights(options.weights),
+        format=options.format,
+        dtype=options.dtype,
+        max_shard_size=options.max_shard_size,
+        check="logits" if options.check else None,
+        check_base=not options.any_base,
+        overwrite=options.force,
+    )
     print_conversion(options.source, report, False, as_json=options.as_json)
 
 
 def _keep_freed_memory() -> None:
-    """Let the allocator of this process keep freed memory: the next layer needs as much, and new pages are slow."""
+    """Let the allocator of this process keep freed memory: the next layer needs as much, and new
+    pages are slow.
+    """
     with suppress(AttributeError, OSError):  # another allocator
         libc = ctypes.CDLL(None)
         for setting in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
@@ -286,11 +356,18 @@ def _keep_freed_memory() -> None:
 
 
 def add_average(parser: ArgumentParser) -> None:
-    parser.add_argument("sources", metavar="A", nargs="+", help="Checkpoints; with --last, the folder of a run.")
-    parser.add_argument("target", metavar="OUT", help="File or folder to write.")
-    parser.add_argument("--weights", help='Weight of each checkpoint, as in "1,2,1" (default: equal).')
     parser.add_argument(
-        "--last", type=bounded(int, 1), metavar="N", help="Average the N newest valid checkpoints of a run."
+        "sources", metavar="A", nargs="+", help="Checkpoints; with --last, the folder of a run."
+    )
+    parser.add_argument("target", metavar="OUT", help="File or folder to write.")
+    parser.add_argument(
+        "--weights", help='Weight of each checkpoint, as in "1,2,1" (default: equal).'
+    )
+    parser.add_argument(
+        "--last",
+        type=bounded(int, 1),
+        metavar="N",
+        help="Average the N newest valid checkpoints of a run.",
     )
     _add_verify(parser)
     _add_output_options(parser)
@@ -298,15 +375,22 @@ def add_average(parser: ArgumentParser) -> None:
 
 
 def _average(options: Namespace) -> None:
-    """Write the average of the weights of the checkpoints A, B, ... to OUT. It is computed in float32 and rounded once;
-    adapters are averaged factor by factor.
+    """Write the average of the weights of the checkpoints A, B, ... to OUT.
+
+    It is computed in float32 and rounded once; adapters are averaged factor by factor.
     """
     refuse_existing(options.target, options.force)
     from ft_ckpt.model.average import average, parse_weights
 
     report = average(
-        options.sources, options.target, weights=parse_weights(options.weights), last=options.last,
-        format=options.format, dtype=options.dtype, max_shard_size=options.max_shard_size, verify=options.verify,
+        options.sources,
+        options.target,
+        weights=parse_weights(options.weights),
+        last=options.last,
+        format=options.format,
+        dtype=options.dtype,
+        max_shard_size=options.max_shard_size,
+        verify=options.verify,
         overwrite=options.force,
-    )  # fmt: skip
+    )
     print_conversion(", ".join(options.sources), report, options.verify, as_json=options.as_json)

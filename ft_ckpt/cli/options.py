@@ -17,7 +17,9 @@ from ft_ckpt.messages import expected_one_of, printable
 
 def add_json(parser: ArgumentParser) -> None:
     """Declare --json, as `as_json`."""
-    parser.add_argument("--json", action="store_true", dest="as_json", help="Print the result as JSON.")
+    parser.add_argument(
+        "--json", action="store_true", dest="as_json", help="Print the result as JSON."
+    )
 
 
 def add_force(parser: ArgumentParser) -> None:
@@ -27,7 +29,9 @@ def add_force(parser: ArgumentParser) -> None:
 
 def add_dry_run(parser: ArgumentParser) -> None:
     """Declare --dry-run."""
-    parser.add_argument("--dry-run", action="store_true", help="Print what would be done; change nothing.")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="Print what would be done; change nothing."
+    )
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
@@ -41,7 +45,9 @@ def one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
-def bounded(kind: Callable[[str], float], least: float, most: float = math.inf) -> Callable[[str], float]:
+def bounded(
+    kind: Callable[[str], float], least: float, most: float = math.inf
+) -> Callable[[str], float]:
     """The argument type of a finite number from `least` to `most`."""
     number = "a whole number" if kind is int else "a number"
 
@@ -57,12 +63,16 @@ def bounded(kind: Callable[[str], float], least: float, most: float = math.inf) 
 
 
 # Control characters, also as undecodable bytes; line separators; bidirectional marks.
-_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\udc80-\udc9f]")
+_CONTROLS = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\udc80-\udc9f]"
+)
 _BROKEN_PIPE = 141  # a shell's exit code of a program that SIGPIPE ended
 
 
 def accept_any_text() -> None:
-    """Make the streams print undecodable file names as their bytes, and unencodable characters as escapes."""
+    """Make the streams print undecodable file names as their bytes, and unencodable characters as
+    escapes.
+    """
     codecs.register_error("ft_ckpt", _escape_text)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -88,7 +98,9 @@ def print_path(path: object) -> None:
 
 @contextmanager
 def checked_output() -> Iterator[None]:
-    """Flush what the block prints. Raises TargetError if it cannot be written; exits with 141 on a broken pipe.
+    """Flush what the block prints.
+
+    Raises TargetError if it cannot be written; exits with 141 on a broken pipe.
 
     Without this, Python prints a message of its own at exit and exits with 120.
     """

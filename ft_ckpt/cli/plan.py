@@ -53,21 +53,34 @@ class IntervalRow:
 
 
 def add_plan(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", nargs="?", help="Checkpoint, run or model of the same size.")
     parser.add_argument(
-        "--model-size", metavar="SIZE", help='Size of a checkpoint, as in "2GB" (default: that of FOLDER).'
+        "folder", metavar="FOLDER", nargs="?", help="Checkpoint, run or model of the same size."
     )
     parser.add_argument(
-        "--step-time", metavar="TIME", help='Duration of a training step, as in "1.2" (seconds) or "2min".'
+        "--model-size",
+        metavar="SIZE",
+        help='Size of a checkpoint, as in "2GB" (default: that of FOLDER).',
     )
     parser.add_argument(
-        "--save-time", metavar="TIME", help="Time that a save delays training (default: measured by writing to FOLDER)."
+        "--step-time",
+        metavar="TIME",
+        help='Duration of a training step, as in "1.2" (seconds) or "2min".',
     )
-    parser.add_argument("--mtbf", metavar="TIME", help='Mean time between failures of one node, as in "30d".')
     parser.add_argument(
-        "--nodes", type=bounded(int, 1), default=1, metavar="N",
+        "--save-time",
+        metavar="TIME",
+        help="Time that a save delays training (default: measured by writing to FOLDER).",
+    )
+    parser.add_argument(
+        "--mtbf", metavar="TIME", help='Mean time between failures of one node, as in "30d".'
+    )
+    parser.add_argument(
+        "--nodes",
+        type=bounded(int, 1),
+        default=1,
+        metavar="N",
         help="Number of nodes; a failure of any of them stops the run (default: 1).",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--restart-time",
         default="5min",
@@ -90,23 +103,35 @@ def add_plan(parser: ArgumentParser) -> None:
         help="Length of the run in hours (default: 24).",
     )
     parser.add_argument(
-        "--max-overhead", type=bounded(float, 0.001, 1), default=0.05, metavar="FRACTION",
+        "--max-overhead",
+        type=bounded(float, 0.001, 1),
+        default=0.05,
+        metavar="FRACTION",
         help="Maximum fraction of the time for saving (default: 0.05).",
-    )  # fmt: skip
+    )
     add_json(parser)
     parser.set_defaults(run=_plan)
 
 
 def _plan(options: Namespace) -> None:
-    """Find out how often a run should save: a table of intervals with the time that saving takes and the time that
-    failures cost. FOLDER is a checkpoint, run or model of the same size.
+    """Find out how often a run should save: a table of intervals with the time that saving takes
+    and the time that failures cost. FOLDER is a checkpoint, run or model of the same size.
     """
     folder = None if options.folder is None else open_place(options.folder)
     if folder and not folder.is_folder:
         raise NotACheckpointError(why_no_checkpoint(folder))
-    model_size, step_time, save_time, mtbf = options.model_size, options.step_time, options.save_time, options.mtbf
+    model_size, step_time, save_time, mtbf = (
+        options.model_size,
+        options.step_time,
+        options.save_time,
+        options.mtbf,
+    )
     size_of = model_size or save_time or folder
-    needs = {"--step-time": step_time, "--mtbf": mtbf, "--model-size, --save-time or FOLDER": size_of}
+    needs = {
+        "--step-time": step_time,
+        "--mtbf": mtbf,
+        "--model-size, --save-time or FOLDER": size_of,
+    }
     missing = [name for name, given in needs.items() if not given]
     if missing:
         raise ConfigError(f"plan: expected {'; '.join(missing)}; see `ft-ckpt plan --help`")
@@ -114,7 +139,9 @@ def _plan(options: Namespace) -> None:
     room = folder or open_place(".")
     job = PlannedRun(
         step_seconds=parse_seconds(step_time),
-        save_seconds=parse_seconds(save_time) if save_time else _measure_save(room.folder, size or 0),
+        save_seconds=parse_seconds(save_time)
+        if save_time
+        else _measure_save(room.folder, size or 0),
         mtbf_seconds=parse_seconds(mtbf) / options.nodes,
         restart_seconds=parse_seconds(options.restart_time),
         size_bytes=size,
@@ -123,16 +150,24 @@ def _plan(options: Namespace) -> None:
         max_overhead=options.max_overhead,
     )
     if math.isinf(total_overhead(job, best_steps(job))):
-        times = f"a save of {human_time(job.save_seconds)} and a failure every {human_time(job.mtbf_seconds)}"
+        times = (
+            f"a save of {human_time(job.save_seconds)} and a failure every "
+            f"{human_time(job.mtbf_seconds)}"
+        )
         raise ConfigError(f"plan: {times}: the run would never get from one checkpoint to the next")
     _show_plan(job, interval_rows(job), measured=not save_time, as_json=options.as_json)
 
 
 def best_steps(job: PlannedRun) -> int:
-    """The number of steps between saves with the least total overhead, within the limit on the cost of saving."""
+    """The number of steps between saves with the least total overhead, within the limit on the cost
+    of saving.
+    """
     least = math.ceil(bounded_interval(job.save_seconds, job.max_overhead) / job.step_seconds)
     wanted = int(optimal_interval(job.save_seconds, job.mtbf_seconds) / job.step_seconds)
-    return min((max(1, least, steps) for steps in (wanted, wanted + 1)), key=lambda steps: total_overhead(job, steps))
+    return min(
+        (max(1, least, steps) for steps in (wanted, wanted + 1)),
+        key=lambda steps: total_overhead(job, steps),
+    )
 
 
 def saving_overhead(job: PlannedRun, steps: float) -> float:
@@ -142,21 +177,30 @@ def saving_overhead(job: PlannedRun, steps: float) -> float:
 
 def total_overhead(job: PlannedRun, steps: float) -> float:
     """Expected overhead of a save every `steps` steps, see `expected_overhead`."""
-    return expected_overhead(steps * job.step_seconds, job.save_seconds, job.mtbf_seconds, job.restart_seconds)
+    return expected_overhead(
+        steps * job.step_seconds, job.save_seconds, job.mtbf_seconds, job.restart_seconds
+    )
 
 
 def interval_rows(job: PlannedRun) -> list[IntervalRow]:
     """The optimum, and the round numbers of steps around it."""
     best = best_steps(job)
-    rounds = (digit * 10**power for power in range(len(str(best * _SPREAD)) + 1) for digit in _ROUND)
+    rounds = (
+        digit * 10**power for power in range(len(str(best * _SPREAD)) + 1) for digit in _ROUND
+    )
     around = {steps for steps in rounds if best / _SPREAD <= steps <= best * _SPREAD}
     return [_interval_row(job, steps, steps == best) for steps in sorted({best, *around})]
 
 
 def _interval_row(job: PlannedRun, steps: int, optimum: bool) -> IntervalRow:
-    interval, overhead, share = steps * job.step_seconds, total_overhead(job, steps), saving_overhead(job, steps)
+    interval, overhead, share = (
+        steps * job.step_seconds,
+        total_overhead(job, steps),
+        saving_overhead(job, steps),
+    )
     saves = int(job.hours * 3600 / (interval * (1 + overhead)))
-    held = saves if job.keep_last is None else min(saves, job.keep_last + 1)  # and one being written
+    # and one being written
+    held = saves if job.keep_last is None else min(saves, job.keep_last + 1)
     disk = None if job.size_bytes is None else held * job.size_bytes
     return IntervalRow(steps, interval, saves, disk, share, overhead - share, overhead, optimum)
 
@@ -164,22 +208,31 @@ def _interval_row(job: PlannedRun, steps: int, optimum: bool) -> IntervalRow:
 def _show_plan(job: PlannedRun, found: list[IntervalRow], *, measured: bool, as_json: bool) -> None:
     if as_json:
         best = next(row.steps for row in found if row.optimum)
-        table = [{k: None if v == math.inf else v for k, v in asdict(row).items()} for row in found]  # JSON has no inf
-        views.print_json({**asdict(job), "measured": measured, "optimum_steps": best, "rows": table})
+        # JSON has no inf
+        table = [{k: None if v == math.inf else v for k, v in asdict(row).items()} for row in found]
+        views.print_json(
+            {**asdict(job), "measured": measured, "optimum_steps": best, "rows": table}
+        )
         return
     size = "" if job.size_bytes is None else f" of {human_size(job.size_bytes)}"
     how = ", measured by writing" if measured else ""
     print_lines(
-        f"a save{size} takes {human_time(job.save_seconds)}{how}; a failure every {human_time(job.mtbf_seconds)}"
+        f"a save{size} takes {human_time(job.save_seconds)}{how}; a failure every "
+        f"{human_time(job.mtbf_seconds)}"
     )
-    print_lines(f"{job.hours:g} hours of running; a restart takes {human_time(job.restart_seconds)} (in recomputation)")
+    print_lines(
+        f"{job.hours:g} hours of running; a restart takes {human_time(job.restart_seconds)} (in "
+        "recomputation)"
+    )
     heads = ("steps", "interval", "saves", "disk", "saving", "recomputation", "total", "")
     rows = []
     for row in found:
         disk = "-" if row.disk_bytes is None else human_size(row.disk_bytes)
         shares = map(_percent_text, (row.saving, row.recomputation, row.total))
         mark = "<- optimum" if row.optimum else ""
-        rows.append((f"{row.steps}", human_time(row.interval_seconds), f"{row.saves}", disk, *shares, mark))
+        rows.append(
+            (f"{row.steps}", human_time(row.interval_seconds), f"{row.saves}", disk, *shares, mark)
+        )
     views.print_table(heads, rows)
 
 
@@ -202,12 +255,17 @@ def _folder_bytes(folder: Place) -> int:
         return stored_bytes(found[-1].store, found[-1].manifest)
     size = sum(each.size_bytes for each in folder.folder.list_folder().objects)
     if not size:
-        raise NotACheckpointError(f"{folder}: {describe_contents(folder).text}; give a model, or --model-size")
+        raise NotACheckpointError(
+            f"{folder}: {describe_contents(folder).text}; give a model, or --model-size"
+        )
     return size
 
 
 def _measure_save(store: Store, size_bytes: int) -> float:
-    """Seconds to write `size_bytes` durably, extrapolated from 256 MiB at most. Gathering shards is not included."""
+    """Seconds to write `size_bytes` durably, extrapolated from 256 MiB at most.
+
+    Gathering shards is not included.
+    """
     from ft_ckpt.storage.writer import Writer, region_of
 
     sample = max(1, min(size_bytes, _SAMPLE_BYTES))

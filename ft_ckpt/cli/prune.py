@@ -37,7 +37,9 @@ def add_prune(parser: ArgumentParser) -> None:
         help='Keep the best by a metric, as in "loss:min" or "loss:min:2"; may be repeated.',
     )
     parser.add_argument(
-        "--run", dest="run_id", help='Apply the rules to the run of this id, or to "all" runs in the folder.'
+        "--run",
+        dest="run_id",
+        help='Apply the rules to the run of this id, or to "all" runs in the folder.',
     )
     add_dry_run(parser)
     add_json(parser)
@@ -45,8 +47,9 @@ def add_prune(parser: ArgumentParser) -> None:
 
 
 def _prune(options: Namespace) -> None:
-    """Delete the checkpoints in the folder RUN that no rule keeps. The newest valid checkpoint, pinned ones and those
-    in use always stay.
+    """Delete the checkpoints in the folder RUN that no rule keeps.
+
+    The newest valid checkpoint, pinned ones and those in use always stay.
     """
     root = run_folder(options.run_folder)
     state = Keep(last=options.state_last, every_steps=options.state_every)
@@ -60,7 +63,9 @@ def _prune(options: Namespace) -> None:
         state=state if state.has_rules else None,
     )
     if not keep.has_rules and keep.state is None:
-        raise ConfigError("prune: no rule given, so everything stays; give --last, --every, --best, --daily, ...")
+        raise ConfigError(
+            "prune: no rule given, so everything stays; give --last, --every, --best, --daily, ..."
+        )
     run_id = _run_id(root, options.run_id)
     report = prune_run(root, keep, run_id=run_id, dry_run=options.dry_run, strict=True)
     _show_report(root, report, dry_run=options.dry_run, as_json=options.as_json)
@@ -99,15 +104,22 @@ def _unpin(options: Namespace) -> int:
 def _best_rule_of(text: str) -> Best:
     found = re.fullmatch(r"(.+?):(min|max)(?::(\d+))?", text)
     if found is None:
-        raise ConfigError(f"--best {text}: expected a metric, min or max, and perhaps how many, as in eval_loss:min:2")
+        raise ConfigError(
+            f"--best {text}: expected a metric, min or max, and perhaps how many, as in "
+            "eval_loss:min:2"
+        )
     return found[1], found[2], int(found[3] or 1)
 
 
 def _run_id(root: Place, asked: str | None) -> str | None:
-    """The id of the run to prune; None for all. Raises ConfigError for an unknown id, or for several runs without one.
-    Checkpoints without a run id (exported weights, averages) belong to no run, unless there are no others.
+    """The id of the run to prune; None for all.
+
+    Raises ConfigError for an unknown id, or for several runs without one. Checkpoints without a run
+    id (exported weights, averages) belong to no run, unless there are no others.
     """
-    found = Counter(info.manifest.run_id for info in run_checkpoints_in(root) if not info.manifest.export)
+    found = Counter(
+        info.manifest.run_id for info in run_checkpoints_in(root) if not info.manifest.export
+    )
     runs = {name: count for name, count in found.items() if name is not None}
     if asked == "all" or (asked is None and not runs):
         return None
@@ -115,7 +127,9 @@ def _run_id(root: Place, asked: str | None) -> str | None:
         return next(iter(runs))
     if asked is None or asked not in runs:
         there = [f"{name} ({count} checkpoints)" for name, count in runs.items()]
-        raise ConfigError(f"{root}: holds the runs {listing(there, ', ')}; give --run with one of them, or all")
+        raise ConfigError(
+            f"{root}: holds the runs {listing(there, ', ')}; give --run with one of them, or all"
+        )
     return asked
 
 
@@ -125,8 +139,16 @@ def _show_report(root: Place, report: PruneReport, *, dry_run: bool, as_json: bo
         return
     rows = [(location_name(path), "drop", "") for path in report.dropped]
     for path, why in report.kept.items():
-        rows.append((location_name(path), "keep without state" if path in report.stripped else "keep", ", ".join(why)))
+        rows.append(
+            (
+                location_name(path),
+                "keep without state" if path in report.stripped else "keep",
+                ", ".join(why),
+            )
+        )
     views.print_table(("checkpoint", "verdict", "why"), rows)
-    print_lines(f"{root}: {human_size(report.freed_bytes)} {'would be freed' if dry_run else 'freed'}")
+    print_lines(
+        f"{root}: {human_size(report.freed_bytes)} {'would be freed' if dry_run else 'freed'}"
+    )
     for file in report.left:
         print_lines(f"  {file}: stays, as no checkpoint listed it")

@@ -1,4 +1,7 @@
-"""`ft-ckpt report RUN`: a page about a run. `run_facts` reads the run, `report_page` writes the page."""
+"""`ft-ckpt report RUN`: a page about a run.
+
+`run_facts` reads the run, `report_page` writes the page.
+"""
 
 from argparse import ArgumentParser, Namespace
 from functools import reduce
@@ -20,13 +23,19 @@ from ft_ckpt.storage.place import Place, source_mode
 def add_report(parser: ArgumentParser) -> None:
     parser.add_argument("run_folder", metavar="RUN", help="Folder of the run.")
     parser.add_argument(
-        "-o", "--output", default="report.html", metavar="FILE",
+        "-o",
+        "--output",
+        default="report.html",
+        metavar="FILE",
         help="Page to write, a name that ends in .html (default: report.html).",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--drift", type=bounded(int, 0), default=8, metavar="N",
+        "--drift",
+        type=bounded(int, 0),
+        default=8,
+        metavar="N",
         help="Newest pairs of neighbouring checkpoints to compare; 0 for none (default: 8).",
-    )  # fmt: skip
+    )
     add_json(parser)
     parser.set_defaults(run=_report)
 

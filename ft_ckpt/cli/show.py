@@ -27,7 +27,13 @@ from ft_ckpt.checkpoint.verify import verify_listed
 from ft_ckpt.cli import views
 from ft_ckpt.cli.describe import rules_of_run
 from ft_ckpt.cli.options import add_json, print_lines
-from ft_ckpt.errors import CheckpointError, ConfigError, ManifestError, NotACheckpointError, UnreadableError
+from ft_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    ManifestError,
+    NotACheckpointError,
+    UnreadableError,
+)
 from ft_ckpt.retention import name_metrics, plan_pruning
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Store
@@ -44,10 +50,15 @@ def run_folder(location: str) -> Place:
 
 
 def run_checkpoints_in(run: Place) -> list[CheckpointInfo]:
-    """The checkpoints of a run; none of an empty folder. Raises NotACheckpointError for other contents."""
+    """The checkpoints of a run; none of an empty folder.
+
+    Raises NotACheckpointError for other contents.
+    """
     infos = catalog.run_checkpoints(run)
     if not infos and run.folder.stat(MANIFEST_NAME) is not None:
-        raise NotACheckpointError(f"{run}: a checkpoint, expected the folder of a run; `ft-ckpt show` shows one")
+        raise NotACheckpointError(
+            f"{run}: a checkpoint, expected the folder of a run; `ft-ckpt show` shows one"
+        )
     if not infos:
         contents = describe_contents(run)
         if contents.kind != "empty":
@@ -56,7 +67,10 @@ def run_checkpoints_in(run: Place) -> list[CheckpointInfo]:
 
 
 def followed_run(location: str) -> Place:
-    """The folder of a run to wait for. Raises NotACheckpointError if it is a file, or holds no run's checkpoints."""
+    """The folder of a run to wait for.
+
+    Raises NotACheckpointError if it is a file, or holds no run's checkpoints.
+    """
     run = open_place(location)
     contents = describe_contents(run)
     if contents.kind not in (RUN, "absent", "empty", "other"):
@@ -66,18 +80,24 @@ def followed_run(location: str) -> Place:
 
 def add_ls(parser: ArgumentParser) -> None:
     parser.add_argument("run_folder", metavar="RUN", help="Folder of the run.")
-    parser.add_argument("--metrics", action="store_true", help="Show all metrics (default: the two most important).")
+    parser.add_argument(
+        "--metrics", action="store_true", help="Show all metrics (default: the two most important)."
+    )
     add_json(parser)
     parser.set_defaults(run=_ls)
 
 
 def _ls(options: Namespace) -> None:
-    """List the checkpoints of the folder RUN, oldest first; of any other folder, say what it contains."""
+    """List the checkpoints of the folder RUN, oldest first; of any other folder, say what it
+    contains.
+    """
     run = run_folder(options.run_folder)
     infos = catalog.discover(run)
     if not infos:
         contents = describe_contents(run)
-        views.show_contents(contents, run, _rows_of_contents(run, contents), as_json=options.as_json)
+        views.show_contents(
+            contents, run, _rows_of_contents(run, contents), as_json=options.as_json
+        )
         return
     reports = {info.path: catalog.verify(info.place, deep=False) for info in infos}
     kept = _reasons_to_keep(run, infos)
@@ -85,7 +105,9 @@ def _ls(options: Namespace) -> None:
     rows = []
     for info in infos:
         path = info.path
-        rows.append(views.checkpoint_row(info, reports[path], kept.get(path, ()), best.get(path, ())))
+        rows.append(
+            views.checkpoint_row(info, reports[path], kept.get(path, ()), best.get(path, ()))
+        )
     metrics = views.ranked_metrics(infos)[: None if options.metrics else 2]
     views.show_run(rows, metrics, as_json=options.as_json)
 
@@ -113,11 +135,16 @@ def _row_of(place: Place, contents: Contents) -> dict[str, Any]:
     return row
 
 
-def _reasons_to_keep(run: Place, infos: Sequence[CheckpointInfo]) -> Mapping[Path | str, tuple[str, ...]]:
-    """Why the rules of the run keep each checkpoint; where it has no rules, only which are pinned."""
+def _reasons_to_keep(
+    run: Place, infos: Sequence[CheckpointInfo]
+) -> Mapping[Path | str, tuple[str, ...]]:
+    """Why the rules of the run keep each checkpoint; where it has no rules, only which are
+    pinned.
+    """
     rules = rules_of_run(infos)
     if rules is not None and (rules.has_rules or rules.state is not None):
-        with suppress(CheckpointError):  # a manifest cannot be read now: `discover` has warned of it
+        # a manifest cannot be read now: `discover` has warned of it
+        with suppress(CheckpointError):
             return plan_pruning(survey_run(run), rules).keep
     reasons = {info.path: guards.pin_reason(info.place) for info in infos}
     return {path: (reason,) for path, reason in reasons.items() if reason is not None}
@@ -149,8 +176,9 @@ def add_latest(parser: ArgumentParser) -> None:
 
 
 def _latest(options: Namespace) -> int:
-    """Print the path of the newest valid checkpoint in the folder RUN. The exit code is 1 if there is none, or if the
-    folder does not exist.
+    """Print the path of the newest valid checkpoint in the folder RUN.
+
+    The exit code is 1 if there is none, or if the folder does not exist.
     """
     run = open_place(options.run_folder)
     newest = catalog.find_latest(run)
@@ -164,20 +192,27 @@ def _say_there_is_none(run: Place) -> int:
     """Say on standard error why a folder has no valid checkpoint."""
     contents = describe_contents(run)
     text = f"{run}: no valid checkpoint in it; `ft-ckpt verify {run}` says why"
-    print_lines(f"ft-ckpt: {text if contents.kind in (CHECKPOINT, RUN) else contents.sentence(run)}", file=sys.stderr)
+    print_lines(
+        f"ft-ckpt: {text if contents.kind in (CHECKPOINT, RUN) else contents.sentence(run)}",
+        file=sys.stderr,
+    )
     return 1
 
 
 def add_best(parser: ArgumentParser) -> None:
     parser.add_argument("run_folder", metavar="RUN", help="Folder of the run.")
-    parser.add_argument("--metric", help='Metric to compare by, as in "eval_loss" or "eval_loss:min".')
+    parser.add_argument(
+        "--metric", help='Metric to compare by, as in "eval_loss" or "eval_loss:min".'
+    )
     add_json(parser)
     parser.set_defaults(run=_best)
 
 
 def _best(options: Namespace) -> int:
-    """Print the path of the valid checkpoint in the folder RUN with the best value of a metric. Without --metric, the
-    metric is that of the run's own rules (keep= and every=). The exit code is 1 if there is no checkpoint.
+    """Print the path of the valid checkpoint in the folder RUN with the best value of a metric.
+
+    Without --metric, the metric is that of the run's own rules (keep= and every=). The exit code is
+    1 if there is no checkpoint.
     """
     run = open_place(options.run_folder)
     name, _, mode = (options.metric or "").rpartition(":")
@@ -189,7 +224,9 @@ def _best(options: Namespace) -> int:
     measured = {metric for info in catalog.list_checkpoints(run).found for metric in info.metrics}
     metric = ranking[0] if isinstance(ranking, tuple) else ranking
     if measured and metric is not None:
-        raise NotACheckpointError(f"{run}: no valid checkpoint with the metric {name_metrics([metric], measured)}")
+        raise NotACheckpointError(
+            f"{run}: no valid checkpoint with the metric {name_metrics([metric], measured)}"
+        )
     return _say_there_is_none(run)
 
 
@@ -200,8 +237,8 @@ def add_show(parser: ArgumentParser) -> None:
 
 
 def _show(options: Namespace) -> None:
-    """Describe the checkpoint, model folder or weight file PATH: class, parameters, adapter, metrics, tensors. Only
-    headers are read, no tensor.
+    """Describe the checkpoint, model folder or weight file PATH: class, parameters, adapter,
+    metrics, tensors. Only headers are read, no tensor.
     """
     place = open_place(options.path)
     store = place.folder
@@ -213,28 +250,41 @@ def _show(options: Namespace) -> None:
 
         show_file(place, as_json=options.as_json)
         return
-    views.show_checkpoint(CheckpointInfo(store, catalog.load_manifest(store)), as_json=options.as_json)
+    views.show_checkpoint(
+        CheckpointInfo(store, catalog.load_manifest(store)), as_json=options.as_json
+    )
 
 
 def add_verify(parser: ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="Checkpoint, run, model folder or weight file.")
     parser.add_argument(
-        "--fast", action="store_true", help="Check names, sizes and headers; skip the digests of large files."
+        "path", metavar="PATH", help="Checkpoint, run, model folder or weight file."
     )
     parser.add_argument(
-        "--signed-by", metavar="PUBLIC", help="Also check the signature with this public key (a PEM file)."
+        "--fast",
+        action="store_true",
+        help="Check names, sizes and headers; skip the digests of large files.",
     )
-    parser.add_argument("--identity", help="Also check a keyless signature: who signed, as in name@example.org.")
-    parser.add_argument("--identity-provider", metavar="URL", help="With --identity: where the signer logged in.")
+    parser.add_argument(
+        "--signed-by",
+        metavar="PUBLIC",
+        help="Also check the signature with this public key (a PEM file).",
+    )
+    parser.add_argument(
+        "--identity", help="Also check a keyless signature: who signed, as in name@example.org."
+    )
+    parser.add_argument(
+        "--identity-provider", metavar="URL", help="With --identity: where the signer logged in."
+    )
     add_json(parser)
     parser.set_defaults(run=_verify)
 
 
 def _verify(options: Namespace) -> int:
-    """Check that the files at PATH are as they were saved: those of a checkpoint, of all checkpoints of a run, or one
-    file. The exit code is 1 if they are not. Folders of other programs have no recorded digests, so only
-    headers, indexes and configs are checked there. With --signed-by, the check also fails if the signature is
-    missing, or if any file was added, removed or changed since.
+    """Check that the files at PATH are as they were saved: those of a checkpoint, of all
+    checkpoints of a run, or one file. The exit code is 1 if they are not. Folders of other programs
+    have no recorded digests, so only headers, indexes and configs are checked there. With
+    --signed-by, the check also fails if the signature is missing, or if any file was added, removed
+    or changed since.
     """
     signed_by = _wanted_signer(options)
     place, deep = open_place(options.path), not options.fast
@@ -248,7 +298,9 @@ def _verify(options: Namespace) -> int:
     if signed_by is not None and not found:
         raise NotACheckpointError(f"{place}: no checkpoint, so it has no signature to check")
     listed = verify_listed(place) if deep and not found else None
-    reports = [_report_on(each, deep, signed_by) for each in found] or [listed or verify.verify_foreign(place)]
+    reports = [_report_on(each, deep, signed_by) for each in found] or [
+        listed or verify.verify_foreign(place)
+    ]
     note = "" if found or listed or not reports[0].ok else _UNCHECKED
     views.show_reports(reports, note, as_json=options.as_json)
     return 0 if all(report.ok for report in reports) else 1
@@ -257,15 +309,20 @@ def _verify(options: Namespace) -> int:
 def _wanted_signer(options: Namespace) -> SignedBy | None:
     keyless = options.identity, options.identity_provider
     if (options.signed_by is not None and any(keyless)) or any(keyless) != all(keyless):
-        raise ConfigError("verify: expected --signed-by, or both of --identity and --identity-provider")
+        raise ConfigError(
+            "verify: expected --signed-by, or both of --identity and --identity-provider"
+        )
     return keyless if all(keyless) else options.signed_by
 
 
 def _checkpoints_at(store: Store) -> list[Store]:
     """The folder itself and those directly below it, if they have a manifest or cannot be read."""
     folders = store.list_folder().folders
-    below = sorted(each.name for each in folders if not each.name.startswith(".") and not each.is_link)
-    here = [info.store for info in catalog.discover(Place(store))]  # in order of steps; unreadable checkpoints follow
+    below = sorted(
+        each.name for each in folders if not each.name.startswith(".") and not each.is_link
+    )
+    # in order of steps; unreadable checkpoints follow
+    here = [info.store for info in catalog.discover(Place(store))]
     stores = [store, *(store.within(name) for name in below)]
     return [*here, *(each for each in stores if each not in here and _may_be_checkpoint(each))]
 

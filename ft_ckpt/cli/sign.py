@@ -14,20 +14,34 @@ _PASSWORD = "FT_CKPT_SIGN_PASSWORD"  # noqa: S105 - the name of a variable
 def add_sign(parser: ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Checkpoint in a local folder.")
     parser.add_argument(
-        "--key", metavar="PRIVATE", help=f"Private key (a PEM file). Its password is read from {_PASSWORD}."
+        "--key",
+        metavar="PRIVATE",
+        help=f"Private key (a PEM file). Its password is read from {_PASSWORD}.",
     )
-    parser.add_argument("--keyless", action="store_true", help="Sign with an identity instead of a key, by Sigstore.")
-    parser.add_argument("--identity-provider", metavar="URL", help="With --keyless: URL to log in at.")
+    parser.add_argument(
+        "--keyless",
+        action="store_true",
+        help="Sign with an identity instead of a key, by Sigstore.",
+    )
+    parser.add_argument(
+        "--identity-provider", metavar="URL", help="With --keyless: URL to log in at."
+    )
     add_json(parser)
     parser.set_defaults(run=_sign)
 
 
 def _sign(options: Namespace) -> None:
     """Verify CHECKPOINT, then write its signature model.sig in OpenSSF's model-signing format."""
-    if (options.key is None) != options.keyless or (options.identity_provider and not options.keyless):
-        raise ConfigError("sign: expected --key PRIVATE, or --keyless with or without --identity-provider")
+    if (options.key is None) != options.keyless or (
+        options.identity_provider and not options.keyless
+    ):
+        raise ConfigError(
+            "sign: expected --key PRIVATE, or --keyless with or without --identity-provider"
+        )
     password = os.environ.get(_PASSWORD)
-    signature = sign(options.checkpoint, options.key, password=password, provider=options.identity_provider)
+    signature = sign(
+        options.checkpoint, options.key, password=password, provider=options.identity_provider
+    )
     if options.as_json:
         views.print_json({"path": options.checkpoint, "signature": str(signature)})
     else:

@@ -1,4 +1,7 @@
-"""The commands `push`, `pull`, `cp` and `sync`. The client of a bucket or the Hub is imported on use."""
+"""The commands `push`, `pull`, `cp` and `sync`.
+
+The client of a bucket or the Hub is imported on use.
+"""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -19,12 +22,16 @@ if TYPE_CHECKING:
 def add_push(parser: ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Checkpoint: a path or URL.")
     parser.add_argument(
-        "url", metavar="URL", help="hf://user/name[@revision][/folder], or a place in a bucket (s3://, hf://buckets/)."
+        "url",
+        metavar="URL",
+        help="hf://user/name[@revision][/folder], or a place in a bucket (s3://, hf://buckets/).",
     )
     parser.add_argument("--private", action="store_true", help="Create a private repository.")
     parser.add_argument("--state", action="store_true", help="Include the training state.")
     parser.add_argument(
-        "--base-id", metavar="NAME", help="Name of the base model on the Hub, for the adapter's config."
+        "--base-id",
+        metavar="NAME",
+        help="Name of the base model on the Hub, for the adapter's config.",
     )
     parser.add_argument("--message", help="Commit message.")
     add_json(parser)
@@ -38,39 +45,58 @@ def _push(options: Namespace) -> None:
     from ft_ckpt.transfer.push import push_now
 
     push_options = PushOptions(
-        private=options.private or None, state=options.state, base_id=options.base_id, message=options.message
+        private=options.private or None,
+        state=options.state,
+        base_id=options.base_id,
+        message=options.message,
     )
     report = push_now(checkpoint, _checked_url(options.url), push_options)
     if options.as_json:
         views.print_json(report)
         return
     facts = f"{len(report.files)} files, {human_size(report.bytes)}, {report.seconds:.1f} s"
-    print_lines(f"{checkpoint} -> {report.url}: {facts if report.is_new else 'all of it was there, nothing was sent'}")
-    for note in (*report.notes, *(f"{name}: deleted, of an older checkpoint" for name in report.deleted)):
+    print_lines(
+        f"{checkpoint} -> {report.url}: "
+        f"{facts if report.is_new else 'all of it was there, nothing was sent'}"
+    )
+    for note in (
+        *report.notes,
+        *(f"{name}: deleted, of an older checkpoint" for name in report.deleted),
+    ):
         print_lines(f"  {note}")
 
 
 def add_pull(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "url", metavar="URL", help="hf://user/name[@revision][/folder], a place in a bucket, or the path of a delta."
+        "url",
+        metavar="URL",
+        help="hf://user/name[@revision][/folder], a place in a bucket, or the path of a delta.",
     )
-    parser.add_argument("folder", metavar="FOLDER", nargs="?", help="Folder to write to (default: the cache).")
+    parser.add_argument(
+        "folder", metavar="FOLDER", nargs="?", help="Folder to write to (default: the cache)."
+    )
     add_force(parser)
     add_json(parser)
     parser.set_defaults(run=_pull)
 
 
 def _pull(options: Namespace) -> None:
-    """Download a checkpoint from the Hub or a bucket to FOLDER and verify it. Pulling a delta, from a bucket or a
-    folder, rebuilds the full checkpoint. Without FOLDER, a checkpoint in a bucket is downloaded to the cache
-    (FT_CKPT_CACHE, or ft_ckpt in HF_HOME), and its path is printed.
+    """Download a checkpoint from the Hub or a bucket to FOLDER and verify it.
+
+    Pulling a delta, from a bucket or a folder, rebuilds the full checkpoint. Without FOLDER, a
+    checkpoint in a bucket is downloaded to the cache (FT_CKPT_CACHE, or ft_ckpt in HF_HOME), and
+    its path is printed.
     """
     url, folder = options.url, options.folder
     from ft_ckpt.transfer.push import pull
 
     place = open_place(url) if "://" not in url else None
     is_here = place is not None and place.folder.stat(MANIFEST_NAME) is not None
-    report = pull(place if place is not None and is_here else _checked_url(url), folder, overwrite=options.force)
+    report = pull(
+        place if place is not None and is_here else _checked_url(url),
+        folder,
+        overwrite=options.force,
+    )
     if options.as_json:
         views.print_json(report)
         return
@@ -78,13 +104,17 @@ def _pull(options: Namespace) -> None:
         print_path(report.path)
         return
     found = "verified" if report.verified else "not verified: no manifest there"
-    print_lines(f"{url} -> {report.path}: {len(report.files)} files, {human_size(report.bytes)}, {found}")
+    print_lines(
+        f"{url} -> {report.path}: {len(report.files)} files, {human_size(report.bytes)}, {found}"
+    )
 
 
 def add_cp(parser: ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="Checkpoint: a path or URL.")
     parser.add_argument(
-        "destination", metavar="DESTINATION", help="Path or URL. If it ends in a slash, the name of SOURCE is appended."
+        "destination",
+        metavar="DESTINATION",
+        help="Path or URL. If it ends in a slash, the name of SOURCE is appended.",
     )
     add_force(parser)
     add_json(parser)
@@ -92,7 +122,10 @@ def add_cp(parser: ArgumentParser) -> None:
 
 
 def _cp(options: Namespace) -> None:
-    """Copy the checkpoint SOURCE to DESTINATION and verify all digests. An interrupted copy leaves no checkpoint."""
+    """Copy the checkpoint SOURCE to DESTINATION and verify all digests.
+
+    An interrupted copy leaves no checkpoint.
+    """
     from ft_ckpt.transfer.copies import copy
 
     report = copy(options.source, options.destination, overwrite=options.force)
@@ -106,26 +139,35 @@ def _copy_facts(report: "CopyReport") -> str:
     size = f"{len(report.files)} files, {human_size(report.bytes)}"
     if not report.is_new:
         return f"{size}, all of it was there"
-    sent = "" if report.sent_bytes == report.bytes else f", {human_size(report.sent_bytes)} of it sent"
+    sent = (
+        "" if report.sent_bytes == report.bytes else f", {human_size(report.sent_bytes)} of it sent"
+    )
     return f"{size}{sent}, {report.seconds:.1f} s"
 
 
 def add_sync(parser: ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="Folder of the run: a path or URL.")
-    parser.add_argument("destination", metavar="DESTINATION", help="Folder to copy to: a path or URL.")
-    parser.add_argument("--delete", action="store_true", help="Also delete what the run has deleted since.")
+    parser.add_argument(
+        "destination", metavar="DESTINATION", help="Folder to copy to: a path or URL."
+    )
+    parser.add_argument(
+        "--delete", action="store_true", help="Also delete what the run has deleted since."
+    )
     add_dry_run(parser)
     add_json(parser)
     parser.set_defaults(run=_sync)
 
 
 def _sync(options: Namespace) -> int:
-    """Copy the checkpoints of the run SOURCE that are missing in DESTINATION, newest first. The exit code is 1 if
-    something could not be copied or deleted.
+    """Copy the checkpoints of the run SOURCE that are missing in DESTINATION, newest first.
+
+    The exit code is 1 if something could not be copied or deleted.
     """
     from ft_ckpt.transfer.sync import sync
 
-    report = sync(options.source, options.destination, delete=options.delete, dry_run=options.dry_run)
+    report = sync(
+        options.source, options.destination, delete=options.delete, dry_run=options.dry_run
+    )
     if options.as_json:
         views.print_json(report)
     else:

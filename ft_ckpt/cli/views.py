@@ -1,4 +1,7 @@
-"""Prints the results of `ft-ckpt`: tables for people, JSON for programs. Rich is imported when a table is printed."""
+"""Prints the results of `ft-ckpt`: tables for people, JSON for programs.
+
+Rich is imported when a table is printed.
+"""
 
 import dataclasses
 import json
@@ -36,7 +39,8 @@ _GAP = 2  # between columns
 def checkpoint_row(
     info: CheckpointInfo, report: VerifyReport, kept: Sequence[str], best: Sequence[str]
 ) -> dict[str, Any]:
-    """The row of one checkpoint, as in the JSON output; `problems` are those of the fast verification.
+    """The row of one checkpoint, as in the JSON output; `problems` are those of the fast
+    verification.
 
     `kept`: the reasons to keep it; `best`: the metrics by which it is the best of its run.
     """
@@ -68,15 +72,21 @@ def show_run(rows: Sequence[dict[str, Any]], metrics: Sequence[str], *, as_json:
     columns = _run_columns(rows, metrics)
     invalid = [number for number, each in enumerate(rows) if not each["valid"]]
     print_table(tuple(columns), zip(*columns.values(), strict=True), red=invalid)
-    others = {name for each in rows for name in each["metrics"] if _metric_head(name) not in columns}
+    others = {
+        name for each in rows for name in each["metrics"] if _metric_head(name) not in columns
+    }
     if others:
         print_lines(f"{len(others)} more metrics: `ft-ckpt show`, or --metrics")
     for each in rows:
         _print_problems(each["path"], each["problems"])
 
 
-def show_contents(contents: Contents, place: Place, rows: Sequence[dict[str, Any]], *, as_json: bool) -> None:
-    """Print what a place contains that is not the folder of a run, and which command describes it."""
+def show_contents(
+    contents: Contents, place: Place, rows: Sequence[dict[str, Any]], *, as_json: bool
+) -> None:
+    """Print what a place contains that is not the folder of a run, and which command describes
+    it.
+    """
     if as_json:
         print_json(list(rows))
         return
@@ -89,7 +99,15 @@ def show_contents(contents: Contents, place: Place, rows: Sequence[dict[str, Any
         for row in rows:
             age = "-" if row["created"] is None else _age_text(row["created"])
             step = _or_dash(row["step"])
-            cells.append((location_name(row["path"]), str(row["checkpoints"]), step, age, human_size(row["bytes"])))
+            cells.append(
+                (
+                    location_name(row["path"]),
+                    str(row["checkpoints"]),
+                    step,
+                    age,
+                    human_size(row["bytes"]),
+                )
+            )
         print_table(heads, cells)
     if rows and contents.kind != "other":
         command = "ls" if contents.kind == RUNS else "show"
@@ -98,7 +116,9 @@ def show_contents(contents: Contents, place: Place, rows: Sequence[dict[str, Any
 
 
 def ranked_metrics(infos: Iterable[CheckpointInfo]) -> list[str]:
-    """The metrics of a run by importance: metrics that it ranks by, then the loss, then evaluations, then others."""
+    """The metrics of a run by importance: metrics that it ranks by, then the loss, then
+    evaluations, then others.
+    """
     infos = list(infos)
     ranked = {name for info in infos for name in info.manifest.rankings}
     known = dict.fromkeys(name for info in infos for name in info.metrics)
@@ -112,13 +132,18 @@ def ranked_metrics(infos: Iterable[CheckpointInfo]) -> list[str]:
 def show_latest(info: CheckpointInfo, *, as_json: bool) -> None:
     """Print only the path, for scripts; in JSON with step and time."""
     if as_json:
-        print_json({"path": info.path, "step": info.manifest.step, "created": info.manifest.created})
+        print_json(
+            {"path": info.path, "step": info.manifest.step, "created": info.manifest.created}
+        )
     else:
         print_path(info.path)
 
 
 def show_reports(reports: Sequence[VerifyReport], note: str = "", *, as_json: bool) -> None:
-    """Print each verdict with `note` in one line, then its problems. In JSON a single report is not in a list."""
+    """Print each verdict with `note` in one line, then its problems.
+
+    In JSON a single report is not in a list.
+    """
     if as_json:
         print_json(reports[0] if len(reports) == 1 else list(reports))
         return
@@ -137,17 +162,29 @@ def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:
     Of tensors: name, shape, dtype, size, and file if there are several.
     """
     manifest = info.manifest
-    facts = {part.name: facts_of_part(info.store, part) for part in manifest.parts if part.kind != STATE}
+    facts = {
+        part.name: facts_of_part(info.store, part) for part in manifest.parts if part.kind != STATE
+    }
     if as_json:
-        print_json({"path": info.path, **values_of(manifest), "metrics": info.metrics, "models": facts})
+        print_json(
+            {"path": info.path, **values_of(manifest), "metrics": info.metrics, "models": facts}
+        )
         return
     if len(facts) == 1:
         (model,) = facts.values()
         print_lines(f"{info.path}: {model.headline()}", *(f"  {line}" for line in model.details()))
     else:
-        print_lines(f"{info.path}: {count_of(len(facts), 'part')}" if facts else f"{info.path}: training state only")
+        print_lines(
+            f"{info.path}: {count_of(len(facts), 'part')}"
+            if facts
+            else f"{info.path}: training state only"
+        )
     step = "" if manifest.step is None else f"step {manifest.step}, "
-    state = ", with training state" if facts and any(part.kind == STATE for part in manifest.parts) else ""
+    state = (
+        ", with training state"
+        if facts and any(part.kind == STATE for part in manifest.parts)
+        else ""
+    )
     size = human_size(stored_bytes(info.store, manifest))
     print_lines(f"  {step}saved {human_moment(manifest.created)}, {manifest.kind}, {size}{state}")
     if info.metrics:
@@ -156,8 +193,14 @@ def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:
         _show_part(part, facts.get(part.name) if len(facts) > 1 and part.kind != STATE else None)
     if writers := parts_of(manifest):
         print_lines("", "parts of writers")
-        sizes = {name: human_size(sum(file.size_bytes for file in files)) for name, files in writers.items()}
-        print_table(("writer", "files", "size"), ((name, str(len(writers[name])), sizes[name]) for name in writers))
+        sizes = {
+            name: human_size(sum(file.size_bytes for file in files))
+            for name, files in writers.items()
+        }
+        print_table(
+            ("writer", "files", "size"),
+            ((name, str(len(writers[name])), sizes[name]) for name in writers),
+        )
 
 
 def _show_part(part: PartRecord, facts: ModelFacts | None) -> None:
@@ -169,12 +212,17 @@ def _show_part(part: PartRecord, facts: ModelFacts | None) -> None:
     details = [] if facts is None else [f"  {line}" for line in facts.details()]
     print_lines("", f"{name}: {headline}{count_of(len(part.tensors), 'tensor')}{place}", *details)
     heads = ("tensor", "shape", "dtype", "size", "file")[: 5 if len(files) > 1 else 4]
-    tensors = ((t.name, human_shape(t.shape), t.dtype, human_size(t.end - t.start), t.file) for t in part.tensors)
+    tensors = (
+        (t.name, human_shape(t.shape), t.dtype, human_size(t.end - t.start), t.file)
+        for t in part.tensors
+    )
     print_table(heads, (cells[: len(heads)] for cells in tensors))
 
 
 def _run_columns(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> dict[str, list[str]]:
-    """The columns of a run's table by head, as many as fit; columns without information are left out."""
+    """The columns of a run's table by head, as many as fit; columns without information are left
+    out.
+    """
     columns: dict[str, list[str]] = {}
     for head in ("checkpoint", "step", "age", "size", "kind", "parts"):
         columns[head] = [_column_cell(row, head) for row in rows]
@@ -182,7 +230,9 @@ def _run_columns(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> dict
         columns[_metric_head(name)] = [_metric_cell(row, name) for row in rows]
     for head in ("kept", "valid"):
         columns[head] = [_column_cell(row, head) for row in rows]
-    columns = {head: cells for head, cells in columns.items() if set(cells) != {_ORDINARY.get(head, "")}}
+    columns = {
+        head: cells for head, cells in columns.items() if set(cells) != {_ORDINARY.get(head, "")}
+    }
     heads = [_metric_head(name) for name in metrics]
     for head in ("parts", "age", "kept", "kind", *reversed(heads)):
         if _table_width(columns) <= _terminal_width():
@@ -199,7 +249,11 @@ def _metric_cell(row: Mapping[str, Any], name: str) -> str:
 
 
 def _metric_head(metric: str) -> str:
-    return f"metric {metric}" if metric in ("checkpoint", "age", "size", "kind", *_ORDINARY) else metric
+    return (
+        f"metric {metric}"
+        if metric in ("checkpoint", "age", "size", "kind", *_ORDINARY)
+        else metric
+    )
 
 
 def _column_cell(each: Mapping[str, Any], head: str) -> str:
@@ -226,7 +280,9 @@ def _table_width(columns: Mapping[str, Sequence[str]]) -> int:
 
 
 def _terminal_width() -> int:
-    """The width of the terminal in characters; a large number for a file or pipe, where nothing wraps."""
+    """The width of the terminal in characters; a large number for a file or pipe, where nothing
+    wraps.
+    """
     if sys.stdout is None or not sys.stdout.isatty():
         return 100_000
     from rich.console import Console
@@ -234,8 +290,13 @@ def _terminal_width() -> int:
     return Console().width
 
 
-def print_table(heads: Sequence[str], rows: Iterable[tuple[str, ...]], *, red: Sequence[int] = ()) -> None:
-    """Print a table as wide as its contents; the first column is not wrapped. `red`: numbers of the rows in red."""
+def print_table(
+    heads: Sequence[str], rows: Iterable[tuple[str, ...]], *, red: Sequence[int] = ()
+) -> None:
+    """Print a table as wide as its contents; the first column is not wrapped.
+
+    `red`: numbers of the rows in red.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -245,7 +306,12 @@ def print_table(heads: Sequence[str], rows: Iterable[tuple[str, ...]], *, red: S
     for number, head in enumerate(heads):
         right = head in _NUMBERS
         name = Text(printable(head))  # not str: a name may look like markup
-        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=number == 0 or right)
+        table.add_column(
+            name,
+            justify="right" if right else "left",
+            overflow="fold",
+            no_wrap=number == 0 or right,
+        )
     for number, line in enumerate(cells):
         table.add_row(*map(Text, line), style="red" if number in red else None)
     first = max((len(line[0]) for line in cells), default=0)
@@ -259,7 +325,9 @@ def _print_problems(path: str, problems: Iterable[str]) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print `value` as indented JSON: dataclasses as objects, paths and non-finite numbers as text."""
+    """Print `value` as indented JSON: dataclasses as objects, paths and non-finite numbers as
+    text.
+    """
     print_lines(*json.dumps(_json_value(value), indent=2).split("\n"))
 
 

@@ -1,4 +1,6 @@
-"""The command `watch`: evaluates each checkpoint of a run, and stores the numbers as its metrics."""
+"""The command `watch`: evaluates each checkpoint of a run, and stores the numbers as its
+metrics.
+"""
 
 import json
 import subprocess
@@ -34,25 +36,35 @@ def add_watch(parser: ArgumentParser) -> None:
         nargs="+",
         help="Command to run, after --; {path} is replaced by the checkpoint's path.",
     )
-    parser.add_argument("--metric", default="score", metavar="NAME", help="Name of the metric (default: score).")
     parser.add_argument(
-        "--idle", type=bounded(float, 0), metavar="SECONDS", help="End after this time without a new checkpoint."
+        "--metric", default="score", metavar="NAME", help="Name of the metric (default: score)."
+    )
+    parser.add_argument(
+        "--idle",
+        type=bounded(float, 0),
+        metavar="SECONDS",
+        help="End after this time without a new checkpoint.",
     )
     add_json(parser)
     parser.set_defaults(run=_watch)
 
 
 def _watch(options: Namespace) -> None:
-    """Run COMMAND once on each new checkpoint of RUN. The last line of its output, a number or a JSON object of
-    numbers, is stored as metrics of the checkpoint, which ls, best and prune use. Checkpoints that have the
-    metric are skipped. The command runs until SIGINT or SIGTERM.
+    """Run COMMAND once on each new checkpoint of RUN.
+
+    The last line of its output, a number or a JSON object of numbers, is stored as metrics of the
+    checkpoint, which ls, best and prune use. Checkpoints that have the metric are skipped. The
+    command runs until SIGINT or SIGTERM.
     """
     from ft_ckpt.checkpoint.follow import follow, stop_on_signal
     from ft_ckpt.checkpoint.metrics import check_metric
 
     check_metric(options.metric)
     if not any(_PATH in word for word in options.command):
-        raise ConfigError(f"{' '.join(options.command)}: expected {_PATH} among its words, for the checkpoint's path")
+        raise ConfigError(
+            f"{' '.join(options.command)}: expected {_PATH} among its words, for "
+            "the checkpoint's path"
+        )
     skipped: list[CheckpointError] = []
 
     def note(error: CheckpointError) -> None:
@@ -90,7 +102,11 @@ def _evaluate(checkpoint: "CheckpointInfo", options: Namespace) -> None:
         raise _CommandError(f"{printable(' '.join(command))}: {error}") from error
     seconds = time.monotonic() - begun
     if options.as_json:
-        result: dict[str, Any] = {"path": str(checkpoint.path), "metrics": metrics, "seconds": seconds}
+        result: dict[str, Any] = {
+            "path": str(checkpoint.path),
+            "metrics": metrics,
+            "seconds": seconds,
+        }
         views.print_json(result)
     else:
         numbers = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
@@ -99,30 +115,44 @@ def _evaluate(checkpoint: "CheckpointInfo", options: Namespace) -> None:
 
 
 def _measure(command: Sequence[str], metric: str) -> Mapping[str, float]:
-    """The numbers that `command` prints, `metric` last. Raises _CommandError; ConfigError if it cannot be started."""
+    """The numbers that `command` prints, `metric` last.
+
+    Raises _CommandError; ConfigError if it cannot be started.
+    """
     try:
-        # The command is the user's own. In a new session, so that Ctrl-C in a terminal ends only the watcher.
+        # The command is the user's own. In a new session, so that Ctrl-C in a terminal ends only
+        # the watcher.
         done = subprocess.run(  # noqa: S603 - see above
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            check=False,
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"{command[0]}: cannot be started ({error})") from error
     shown = printable(" ".join(command))
     if done.returncode:
-        reason = f"exit code {done.returncode}" if done.returncode > 0 else f"signal {-done.returncode}"
+        reason = (
+            f"exit code {done.returncode}" if done.returncode > 0 else f"signal {-done.returncode}"
+        )
         raise _CommandError(f"{shown}: ended with {reason}")
     lines = done.stdout.decode(errors="replace").strip().splitlines()
     line = lines[-1].strip() if lines else ""
     numbers = _numbers_in(line, metric)
     if metric not in numbers:
         expected = f"a number, or a JSON object with the number {metric!r}"
-        raise _CommandError(f"{shown}: its last line is {printable(line)[:200]!r}, expected {expected}")
+        raise _CommandError(
+            f"{shown}: its last line is {printable(line)[:200]!r}, expected {expected}"
+        )
     value = numbers.pop(metric)
     return {**numbers, metric: value}  # its metric is written last, and settles the checkpoint
 
 
 def _numbers_in(line: str, metric: str) -> dict[str, float]:
-    """The numbers in a line: `metric` alone, or those of a JSON object by name; other values are left out."""
+    """The numbers in a line: `metric` alone, or those of a JSON object by name; other values are
+    left out.
+    """
     with suppress(ValueError):
         return {metric: float(line)}
     numbers = dict[str, float]()

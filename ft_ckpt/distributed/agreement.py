@@ -1,6 +1,8 @@
-"""Agreement of ranks: collects a value of each rank in torch's store and computes one verdict for all.
+"""Agreement of ranks: collects a value of each rank in torch's store and computes one verdict for
+all.
 
-A verdict is a dictionary: the `result` for every rank, or a `problem` and the `kind` of error that all ranks raise.
+A verdict is a dictionary: the `result` for every rank, or a `problem` and the `kind` of error that
+all ranks raise.
 """
 
 import json
@@ -15,10 +17,19 @@ from queue import SimpleQueue
 from typing import Any, NoReturn
 
 from ft_ckpt import errors
-from ft_ckpt.errors import CheckpointError, LeaseTakenError, NoSpaceError, RankError, RanksDisagreeError
+from ft_ckpt.errors import (
+    CheckpointError,
+    LeaseTakenError,
+    NoSpaceError,
+    RankError,
+    RanksDisagreeError,
+)
 
-ADVICE = "call it on every rank, not under `if accelerator.is_main_process`, and with the same arguments"
-_OF_ALL_RANKS = (LeaseTakenError, NoSpaceError)  # on which all ranks decide alike what to do; else a RankError
+ADVICE = (
+    "call it on every rank, not under `if accelerator.is_main_process`, and with the same arguments"
+)
+# on which all ranks decide alike what to do; else a RankError
+_OF_ALL_RANKS = (LeaseTakenError, NoSpaceError)
 Values = Sequence[Mapping[str, Any]]  # of all ranks, in rank order; equal values are one object
 Verdict = dict[str, Any]
 
@@ -60,7 +71,8 @@ def disagreement(problem: str) -> Verdict:
 def verdict_on(values: Values, decide: Callable[[Values], Any]) -> Verdict:
     """The verdict for every rank: the result of `decide`, or the error it raised."""
     try:
-        return {"problem": None, "result": json.loads(json.dumps(decide(values)))}  # as other ranks read it
+        # as other ranks read it
+        return {"problem": None, "result": json.loads(json.dumps(decide(values)))}
     except Exception as error:  # noqa: BLE001 - raised on every rank
         kind = type(error) if isinstance(error, CheckpointError) else RankError
         return _refusal(kind.__name__, error_facts(error)["error"])
@@ -69,20 +81,32 @@ def verdict_on(values: Values, decide: Callable[[Values], Any]) -> Verdict:
 def judge_entries(
     what: str, entries: dict[int, dict[str, Any]], size: int, same: tuple[str, ...], limit: float
 ) -> Verdict | None:
-    """The verdict if the entries of the ranks show a problem, else None; `same` names fields that must be equal."""
+    """The verdict if the entries of the ranks show a problem, else None; `same` names fields that
+    must be equal.
+    """
     missing = [rank for rank in range(size) if rank not in entries]
     if missing:
-        return disagreement(f"{what}: rank(s) {rank_numbers(missing)} did not enter it within {limit:g} s; {ADVICE}")
+        return disagreement(
+            f"{what}: rank(s) {rank_numbers(missing)} did not enter it within {limit:g} s; {ADVICE}"
+        )
     elsewhere = [rank for rank, entry in entries.items() if entry["what"] != what]
     if elsewhere:
         called = entries[elsewhere[0]]["what"]
-        return disagreement(f"{what}: rank(s) {rank_numbers(elsewhere)} called {called} instead; {ADVICE}")
+        return disagreement(
+            f"{what}: rank(s) {rank_numbers(elsewhere)} called {called} instead; {ADVICE}"
+        )
     failed = [rank for rank, entry in entries.items() if entry["error"] is not None]
     if failed:
         text = "; ".join(f"rank {rank}: {entries[rank]['error']}" for rank in failed[:4])
         kinds = {entries[rank]["raises"] for rank in failed}
-        return _refusal(kinds.pop() if len(kinds) == 1 else RankError.__name__, f"{what} failed: {text}")
-    differing = [difference for name in same if (difference := _field_difference(name, list(entries.values())))]
+        return _refusal(
+            kinds.pop() if len(kinds) == 1 else RankError.__name__, f"{what} failed: {text}"
+        )
+    differing = [
+        difference
+        for name in same
+        if (difference := _field_difference(name, list(entries.values())))
+    ]
     return disagreement(f"{what}: ranks disagree: {'; '.join(differing)}") if differing else None
 
 
@@ -129,7 +153,10 @@ _KEYS_AT_ONCE = 32  # per call, because the server holds its whole answer in mem
 
 
 def put_value(store: Any, key: str, value: Any) -> int:
-    """Store a value in parts under `key` and further keys, `key` last. Returns the number of parts."""
+    """Store a value in parts under `key` and further keys, `key` last.
+
+    Returns the number of parts.
+    """
     text = json.dumps(value).encode()
     parts = [text[low : low + _PART_BYTES] for low in range(0, len(text), _PART_BYTES)]
     for number, part in enumerate(parts[1:], 1):
@@ -145,14 +172,19 @@ def get_values(store: Any, keys: Sequence[str]) -> Iterator[Any]:
         batch = keys[low : low + _KEYS_AT_ONCE]
         for key, stored in zip(batch, store.multi_get(batch), strict=True):
             count, _, first = stored.partition(b" ")
-            text = b"".join([first, *(store.get(_part_key(key, number)) for number in range(1, int(count)))])
+            text = b"".join(
+                [first, *(store.get(_part_key(key, number)) for number in range(1, int(count)))]
+            )
             if text not in known:
                 known[text] = json.loads(text)
             yield known[text]
 
 
 def delete_value(store: Any, key: str, parts: int) -> None:
-    """Delete a value of `parts` parts. Raises RuntimeError or NotImplementedError if the store cannot delete."""
+    """Delete a value of `parts` parts.
+
+    Raises RuntimeError or NotImplementedError if the store cannot delete.
+    """
     store.delete_key(key)
     for number in range(1, parts):
         store.delete_key(_part_key(key, number))
@@ -167,13 +199,18 @@ _Call = tuple[futures.Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class AnsweringStore:
-    """A store that raises RankError after `silent_seconds` (at least 10 s) without an answer, and then at each call."""
+    """A store that raises RankError after `silent_seconds` (at least 10 s) without an answer, and
+    then at each call.
+    """
 
     def __init__(self, store: Any, silent_seconds: float = 600.0) -> None:
         self.silent_seconds = silent_seconds
         self._store, self._calls, self._is_silent = store, SimpleQueue[_Call](), False
-        self._one_at_a_time = threading.Lock()  # so that the wait of one call is not counted as silence of another
-        threading.Thread(target=_answer_calls, args=(self._calls,), name="ft_ckpt-store", daemon=True).start()
+        # so that the wait of one call is not counted as silence of another
+        self._one_at_a_time = threading.Lock()
+        threading.Thread(
+            target=_answer_calls, args=(self._calls,), name="ft_ckpt-store", daemon=True
+        ).start()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return partial(self._ask, getattr(self._store, name))
@@ -183,7 +220,9 @@ class AnsweringStore:
         return AnsweringStore(self._store.clone(), self.silent_seconds)
 
     def _ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        waits = sum((value for value in arguments if isinstance(value, timedelta)), timedelta()).total_seconds()
+        waits = sum(
+            (value for value in arguments if isinstance(value, timedelta)), timedelta()
+        ).total_seconds()
         limit, answer = max(self.silent_seconds, _LEAST_SECONDS), futures.Future[Any]()
         with self._one_at_a_time:
             if not self._is_silent:
@@ -192,7 +231,8 @@ class AnsweringStore:
         if not self._is_silent:
             return answer.result()
         raise RankError(
-            f"the key-value store of the process group has not answered for {limit:g} s: the network, or the process "
+            f"the key-value store of the process group has not answered for {limit:g} s: the "
+            "network, or the process "
             "that keeps it, is gone; start the ranks again"
         )
 

@@ -1,7 +1,7 @@
 """Parameters that an engine has cut or spread over ranks as ordinary tensors: refused by name.
 
-DeepSpeed's AutoTP and Megatron mark their parts of a parameter, DeepSpeed's MoE the experts of one rank. Without these
-marks rank 0's part would be stored as the whole.
+DeepSpeed's AutoTP and Megatron mark their parts of a parameter, DeepSpeed's MoE the experts of one
+rank. Without these marks rank 0's part would be stored as the whole.
 """
 
 from typing import Any
@@ -13,18 +13,22 @@ from ft_ckpt.distributed.sharding import OpaqueSharding
 from ft_ckpt.distributed.wrapper import TensorLayout, Wrapper, layout_like
 
 _PART = (
-    "this rank's part of a larger parameter, cut by DeepSpeed's AutoTP or Megatron; cut the model with transformers' "
+    "this rank's part of a larger parameter, cut by DeepSpeed's AutoTP or Megatron; cut the model "
+    "with transformers' "
     "DistributedConfig(tp_size=...), or save with the engine's own means"
 )
 _EXPERT = (
-    "an expert of this rank alone, spread by DeepSpeed's MoE; train with ep_size=1, or save with DeepSpeed's own "
+    "an expert of this rank alone, spread by DeepSpeed's MoE; train with ep_size=1, or save with "
+    "DeepSpeed's own "
     "engine.save_checkpoint()"
 )
 _UNSPREAD = (None, "ep_size_1")  # groups of experts that every rank has
 
 
 class EngineParts(Wrapper):
-    """Ordinary tensors with the marks of AutoTP, Megatron or DeepSpeed's MoE, in a run of several ranks."""
+    """Ordinary tensors with the marks of AutoTP, Megatron or DeepSpeed's MoE, in a run of several
+    ranks.
+    """
 
     def describes(self, tensor: Any) -> bool:
         if not (_is_part(tensor) or _is_expert(tensor)):
@@ -45,7 +49,9 @@ def _is_part(tensor: Any) -> bool:
 
 
 def _is_on_one_rank(tensor: Any) -> bool:
-    """Whether the AutoTP layer of the tensor says that its group has one rank, which holds the whole tensor."""
+    """Whether the AutoTP layer of the tensor says that its group has one rank, which holds the
+    whole tensor.
+    """
     layer: Any = getattr(getattr(tensor, "gather_params", None), "__self__", None)
     if not hasattr(layer, "mp_group"):
         return False
@@ -53,4 +59,7 @@ def _is_on_one_rank(tensor: Any) -> bool:
 
 
 def _is_expert(tensor: Any) -> bool:
-    return getattr(tensor, "allreduce", True) is False and getattr(tensor, "group_name", None) not in _UNSPREAD
+    return (
+        getattr(tensor, "allreduce", True) is False
+        and getattr(tensor, "group_name", None) not in _UNSPREAD
+    )

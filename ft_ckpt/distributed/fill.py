@@ -1,7 +1,8 @@
-"""Fills live tensors from stored ones: each rank reads its own elements, or rank 0 reads and broadcasts.
+"""Fills live tensors from stored ones: each rank reads its own elements, or rank 0 reads and
+broadcasts.
 
-Boxes come from the shardings of the current run, so the number of ranks may differ from that of the save. Threads read
-many tensors ahead in byte order, bypassing the page cache if that is faster.
+Boxes come from the shardings of the current run, so the number of ranks may differ from that of the
+save. Threads read many tensors ahead in byte order, bypassing the page cache if that is faster.
 """
 
 import hashlib
@@ -9,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, groupby, product
 from typing import NamedTuple
 
@@ -22,7 +24,15 @@ from ft_ckpt.distributed.sharding import Box, part_count
 from ft_ckpt.distributed.source import Source, box_memories
 from ft_ckpt.errors import LoadError, RankError, listing
 from ft_ckpt.formats.dtypes import dtype_name
-from ft_ckpt.formats.file_io import THREADS, Landing, StraightLanding, bytes_at, copy_bytes, read_runs, whole_run
+from ft_ckpt.formats.file_io import (
+    THREADS,
+    Landing,
+    StraightLanding,
+    bytes_at,
+    copy_bytes,
+    read_runs,
+    whole_run,
+)
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.formats.pytree import PLAIN
 from ft_ckpt.storage.read_ahead import ByteRun, new_block, read_ahead
@@ -61,16 +71,25 @@ class WantedTensor:
     def in_boxes(self) -> list[WantedBox]:
         """The boxes with their memory; empty if this rank holds no element."""
         view, dtype = self.info.sharding.view, self.info.dtype
-        memories = [] if self.local is None or not self.local.numel() else box_memories(self.boxes, self.local)
-        return [WantedBox(box, memory, view, dtype, self.file, self.name) for box, memory in memories]
+        memories = (
+            []
+            if self.local is None or not self.local.numel()
+            else box_memories(self.boxes, self.local)
+        )
+        return [
+            WantedBox(box, memory, view, dtype, self.file, self.name) for box, memory in memories
+        ]
 
 
 def fill_all(wanted: Iterable[WantedTensor], threads: int = THREADS, direct: str = "auto") -> int:
-    """Overwrite this rank's elements of each tensor with the stored ones. Returns the number of bytes read.
+    """Overwrite this rank's elements of each tensor with the stored ones.
 
-    Memory beside the tensors: the blocks of `read_ahead`, and a stage of 16 MiB or one row where rows are staged.
-    `direct`: as in `read_ahead`. Raises LoadError naming every tensor that is missing or of another shape or dtype,
-    before anything is read; CorruptError if a file is too short or has changed.
+    Returns the number of bytes read.
+
+    Memory beside the tensors: the blocks of `read_ahead`, and a stage of 16 MiB or one row where
+    rows are staged. `direct`: as in `read_ahead`. Raises LoadError naming every tensor that is
+    missing or of another shape or dtype, before anything is read; CorruptError if a file is too
+    short or has changed.
     """
     tensors = list(wanted)
     check_all(tensors)
@@ -124,7 +143,9 @@ def readers_here() -> int:
 
 @dataclass(eq=False)
 class _RowsLanding:
-    """Stages whole rows for a box that has part of the columns, or a tensor with gaps or another dtype."""
+    """Stages whole rows for a box that has part of the columns, or a tensor with gaps or another
+    dtype.
+    """
 
     box: WantedBox
     low: int = 0  # rows of the box that are done
@@ -152,7 +173,9 @@ class _RowsLanding:
 
 
 def _put_rows(box: WantedBox, low: int, rows: Tensor) -> None:
-    """Copy consecutive whole rows of the tensor, from row `low` on, into the box; rows outside of it are ignored."""
+    """Copy consecutive whole rows of the tensor, from row `low` on, into the box; rows outside of
+    it are ignored.
+    """
     if not box.view:
         box.local.copy_(rows.reshape(()))
         return
@@ -166,29 +189,45 @@ def _put_rows(box: WantedBox, low: int, rows: Tensor) -> None:
 
 
 def _landings_of_box(box: WantedBox) -> dict[ByteRun, Landing] | None:
-    """The byte ranges of this rank's box and their landings; None if it must be read through the file's format."""
+    """The byte ranges of this rank's box and their landings; None if it must be read through the
+    file's format.
+    """
     view, dtype = box.view, box.dtype
     local, mine, name, item = box.local, box.mine, box.name, dtype.itemsize
     run = whole_run(box.file, name)
-    if run is None or type(local) not in PLAIN or _is_expanded(local) or (not view and local.dtype != dtype):
+    if (
+        run is None
+        or type(local) not in PLAIN
+        or _is_expanded(local)
+        or (not view and local.dtype != dtype)
+    ):
         return None
     last = max((dim for dim, size in enumerate(view) if mine.sizes[dim] != size), default=0)
     size = math.prod(mine.sizes[last:]) * item
     if local.is_contiguous() and local.dtype == dtype and (not last or size >= _LEAST_RUN_BYTES):
         starts = (run.start + start * item for start in _run_starts(mine, view, last))
         return {
-            ByteRun(name, run.file, start, size): StraightLanding(local, n * size) for n, start in enumerate(starts)
+            ByteRun(name, run.file, start, size): StraightLanding(local, n * size)
+            for n, start in enumerate(starts)
         }
     row_bytes = math.prod(view[1:]) * item
-    rows = ByteRun(name, run.file, run.start + mine.offsets[0] * row_bytes, mine.sizes[0] * row_bytes)
+    rows = ByteRun(
+        name, run.file, run.start + mine.offsets[0] * row_bytes, mine.sizes[0] * row_bytes
+    )
     return {rows: _RowsLanding(box)}
 
 
 def _run_starts(mine: Box, view: tuple[int, ...], last: int) -> Iterable[int]:
-    """The starts of the box's runs in the flattened tensor, in order; `last` is the last dimension that is cut."""
+    """The starts of the box's runs in the flattened tensor, in order; `last` is the last dimension
+    that is cut.
+    """
     strides = [math.prod(view[dim + 1 :]) for dim in range(len(view))]
-    places = [range(low, low + size) for low, size in zip(mine.offsets[:last], mine.sizes, strict=False)]
-    begin = sum(low * stride for low, stride in zip(mine.offsets[last:], strides[last:], strict=True))
+    places = [
+        range(low, low + size) for low, size in zip(mine.offsets[:last], mine.sizes, strict=False)
+    ]
+    begin = sum(
+        low * stride for low, stride in zip(mine.offsets[last:], strides[last:], strict=True)
+    )
     for place in product(*places):
         yield begin + sum(index * stride for index, stride in zip(place, strides, strict=False))
 
@@ -196,54 +235,75 @@ def _run_starts(mine: Box, view: tuple[int, ...], last: int) -> Iterable[int]:
 def _spec_problem(tensor: WantedTensor) -> str | None:
     name, spec = tensor.name, tensor.file.specs.get(tensor.name)
     if not tensor.boxes and tensor.local is not None and tensor.local.numel():
-        return f"{tensor.info.name}: unknown which of its elements this rank holds ({tensor.info.engine})"
+        return (
+            f"{tensor.info.name}: unknown which of its elements this rank holds "
+            f"({tensor.info.engine})"
+        )
     if spec is None:
         return f"{name}: not in the checkpoint, and {tensor.info.name} needs it"
     wanted = (tensor.info.shape, dtype_name(tensor.info.dtype))
     if (spec.shape, spec.dtype) == wanted:
         return None
-    return f"{name}: {spec.dtype} {list(spec.shape)} in the checkpoint, {wanted[1]} {list(wanted[0])} in this run"
+    return (
+        f"{name}: {spec.dtype} {list(spec.shape)} in the checkpoint, {wanted[1]} "
+        f"{list(wanted[0])} in this run"
+    )
 
 
 def _is_expanded(local: Tensor) -> bool:
     """Whether several elements share memory, as in a result of `expand`."""
-    return any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True))
+    return any(
+        stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)
+    )
 
 
 def _fill_expanded(box: WantedBox) -> int:
-    """Fill each memory location once. Raises LoadError if the elements that share it differ in the file."""
+    """Fill each memory location once.
+
+    Raises LoadError if the elements that share it differ in the file.
+    """
     local = box.local
     whole = torch.empty(local.shape, dtype=local.dtype, device="cpu")
     size_bytes = _fill_box(replace(box, local=whole))
     once = tuple(slice(1) if stride == 0 else slice(None) for stride in local.stride())
     expanded = whole[once].expand(local.shape).contiguous()
     if not torch.equal(expanded.view(-1).view(torch.uint8), whole.view(-1).view(torch.uint8)):
-        raise LoadError(f"{box.name}: elements share memory here (made by expand), and differ in the checkpoint")
+        raise LoadError(
+            f"{box.name}: elements share memory here (made by expand), and differ in the checkpoint"
+        )
     local[once].copy_(whole[once])
     return size_bytes
 
 
-Filler = Callable[[str, Callable[[], list[WantedTensor]]], None]  # (name in errors, function that lists the tensors)
+# (name in errors, function that lists the tensors)
+Filler = Callable[[str, Callable[[], list[WantedTensor]]], None]
 _BROADCAST_BYTES = 16 << 20  # per read of a tensor through its format
 SMALL_RANGE_BYTES = 4 << 20  # smaller ranges of a rank are not worth a request to a bucket
 
 
 def each_reads(_what: str, collect: Callable[[], list[WantedTensor]]) -> None:
-    """Read this rank's elements of the tensors of `collect`. Not collective. Raises as `fill_all` and `collect`."""
+    """Read this rank's elements of the tensors of `collect`.
+
+    Not collective. Raises as `fill_all` and `collect`.
+    """
     wanted = collect()
     check_all(wanted)
     fill_all(tensor for tensor in wanted if not _is_whole_everywhere(tensor))
-    # Processes that read the same bytes share the page cache; with direct I/O each would read the disk.
+    # Processes that read the same bytes share the page cache; with direct I/O each would read the
+    # disk.
     fill_all(
-        (tensor for tensor in wanted if _is_whole_everywhere(tensor)), direct="auto" if readers_here() == 1 else "off"
+        (tensor for tensor in wanted if _is_whole_everywhere(tensor)),
+        direct="auto" if readers_here() == 1 else "off",
     )
 
 
 def choose_filler(way: str, ranks: Ranks) -> Filler:
-    """The filler for a `way` of SaverConfig.fan_out, or for "small": rank 0 reads small ranges for all ranks.
+    """The filler for a `way` of SaverConfig.fan_out, or for "small": rank 0 reads small ranges for
+    all ranks.
 
-    With "small" and "broadcast" the filler is collective: all ranks must call it for the same tensors in the same
-    order. An error of `collect` on one rank, or of rank 0's reads, is raised on all ranks.
+    With "small" and "broadcast" the filler is collective: all ranks must call it for the same
+    tensors in the same order. An error of `collect` on one rank, or of rank 0's reads, is raised on
+    all ranks.
     """
     if way not in ("broadcast", "small") or ranks.size == 1:
         return each_reads
@@ -251,7 +311,12 @@ def choose_filler(way: str, ranks: Ranks) -> Filler:
 
     def fill(what: str, collect: Callable[[], list[WantedTensor]]) -> None:
         plan, error = try_action(lambda: _BroadcastPlan(collect(), chosen))
-        ranks.agree(f"reading {what}", {"tensors": "" if plan is None else plan.digest}, error, same=("tensors",))
+        ranks.agree(
+            f"reading {what}",
+            {"tensors": "" if plan is None else plan.digest},
+            error,
+            same=("tensors",),
+        )
         assert plan is not None  # else `agree` has raised the error
         broadcast_tensors(plan, ranks)
         fill_all(plan.own)
@@ -270,9 +335,11 @@ class _Rows(NamedTuple):
 
 
 class _BroadcastPlan:
-    """The tensors to fill, and all memory for it, allocated first so that no rank fails between broadcasts.
+    """The tensors to fill, and all memory for it, allocated first so that no rank fails between
+    broadcasts.
 
-    Needs BUCKET_BYTES beside the tensors, or the memory of one row if a row alone is larger. Raises as `check_all`.
+    Needs BUCKET_BYTES beside the tensors, or the memory of one row if a row alone is larger. Raises
+    as `check_all`.
     """
 
     def __init__(self, wanted: list[WantedTensor], chosen: Callable[[WantedTensor], bool]) -> None:
@@ -286,7 +353,10 @@ class _BroadcastPlan:
     @property
     def digest(self) -> str:
         """Equal on ranks that expect the same tensors."""
-        described = ((one.name, one.info.shape, one.info.dtype, one.info.sharding.view) for one in self.common)
+        described = (
+            (one.name, one.info.shape, one.info.dtype, one.info.sharding.view)
+            for one in self.common
+        )
         expected = "\n".join(map(str, described))
         return hashlib.blake2b(expected.encode(), digest_size=8).hexdigest()
 
@@ -309,9 +379,11 @@ def _cut_into_buckets(wanted: Sequence[WantedTensor], limit: int) -> list[list[_
 
 
 def broadcast_tensors(plan: _BroadcastPlan, ranks: Ranks) -> None:
-    """Fill each rank's part of tensors that rank 0 reads. Collective, with the same tensors on all ranks.
+    """Fill each rank's part of tensors that rank 0 reads. Collective, with the same tensors on all
+    ranks.
 
-    A read error is raised on rank 0, and RankError on the others; a rank's own copy error is raised there alone.
+    A read error is raised on rank 0, and RankError on the others; a rank's own copy error is raised
+    there alone.
     """
     import torch.distributed as dist
 
@@ -321,7 +393,8 @@ def broadcast_tensors(plan: _BroadcastPlan, ranks: Ranks) -> None:
     for bucket in plan.buckets:
         size, error = bucket[-1].stop, None
         if feed is not None:
-            _, error = try_action(lambda: feed.fill_all(room[rows.start : rows.stop] for rows in bucket))  # noqa: B023 - called at once
+            targets = [room[rows.start : rows.stop] for rows in bucket]
+            _, error = try_action(partial(feed.fill_all, targets))
             room[size] = int(error is not None)
         dist.broadcast(room[: size + 1], src=0)
         if error is not None:
@@ -351,7 +424,9 @@ def _is_whole_everywhere(tensor: WantedTensor) -> bool:
 def _is_small(tensor: WantedTensor) -> bool:
     """Whether each rank would read a small range of the tensor; must be the same on all ranks."""
     sharding = tensor.info.sharding
-    return not sharding.is_opaque and tensor.info.size_bytes < SMALL_RANGE_BYTES * part_count(sharding)
+    return not sharding.is_opaque and tensor.info.size_bytes < SMALL_RANGE_BYTES * part_count(
+        sharding
+    )
 
 
 def _in_file_order(wanted: list[WantedTensor]) -> list[WantedTensor]:
@@ -359,7 +434,9 @@ def _in_file_order(wanted: list[WantedTensor]) -> list[WantedTensor]:
     files = {id(tensor.file): tensor.file for tensor in wanted}
     places = {key: {name: at for at, name in enumerate(file.specs)} for key, file in files.items()}
     order = {key: number for number, key in enumerate(files)}
-    return sorted(wanted, key=lambda tensor: (order[id(tensor.file)], places[id(tensor.file)][tensor.name]))
+    return sorted(
+        wanted, key=lambda tensor: (order[id(tensor.file)], places[id(tensor.file)][tensor.name])
+    )
 
 
 class _PieceFeed:
@@ -392,4 +469,6 @@ def _stored_pieces(wanted: Sequence[WantedTensor]) -> Iterator[Tensor]:
         for tensor, _ in group:
             step, numel = max(1, _BROADCAST_BYTES // tensor.info.dtype.itemsize), tensor.info.numel
             for start in range(0, numel, step):
-                yield tensor.file.read(tensor.name, start, min(start + step, numel)).view(torch.uint8)
+                yield tensor.file.read(tensor.name, start, min(start + step, numel)).view(
+                    torch.uint8
+                )

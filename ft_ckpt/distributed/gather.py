@@ -1,7 +1,8 @@
 """Gathers the elements of tensors on one rank: rank 0, or the writer of a file.
 
-`stream_buckets` moves chosen tensors there one bucket at a time, so that the rank holds no more than its own shard and
-the bucket. Every rank computes which rank sends which elements, so only tensor bytes are sent.
+`stream_buckets` moves chosen tensors there one bucket at a time, so that the rank holds no more
+than its own shard and the bucket. Every rank computes which rank sends which elements, so only
+tensor bytes are sent.
 """
 
 import math
@@ -25,7 +26,8 @@ BUCKET_BYTES = 256 << 20  # buffer of a rank for tensors that are gathered or br
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Consecutive elements of one tensor on the receiving rank, flat, valid until the next chunk is requested.
+    """Consecutive elements of one tensor on the receiving rank, flat, valid until the next chunk is
+    requested.
 
     They may be on that rank's accelerator.
     """
@@ -36,17 +38,24 @@ class Chunk:
 
 
 def stream_chunks(chosen: Sequence[Source], ranks: Ranks, to: int = 0) -> Iterator[Chunk]:
-    """The elements of `chosen`, in order, as chunks on the rank `to`; nothing on the others. Collective.
+    """The elements of `chosen`, in order, as chunks on the rank `to`; nothing on the others.
+    Collective.
 
-    Every rank must exhaust it, with the same `chosen`. Beside its own shard the rank `to` holds at most BUCKET_BYTES,
-    or two rows of a tensor where these are larger; an opaque tensor is gathered whole.
+    Every rank must exhaust it, with the same `chosen`. Beside its own shard the rank `to` holds at
+    most BUCKET_BYTES, or two rows of a tensor where these are larger; an opaque tensor is gathered
+    whole.
     """
     for bucket in stream_buckets(chosen, ranks, to):
         yield from bucket
 
 
-def stream_buckets(chosen: Sequence[Source], ranks: Ranks, to: int = 0) -> Iterator[Iterator[Chunk]]:
-    """As `stream_chunks`, by bucket. A bucket moves while all ranks iterate over it, in the same order of buckets."""
+def stream_buckets(
+    chosen: Sequence[Source], ranks: Ranks, to: int = 0
+) -> Iterator[Iterator[Chunk]]:
+    """As `stream_chunks`, by bucket.
+
+    A bucket moves while all ranks iterate over it, in the same order of buckets.
+    """
     buckets = list(_cut_buckets(chosen, BUCKET_BYTES // 2, to))  # one half is filled from the other
     moving = ([unit for unit in bucket if moves_to(unit.info, to)] for bucket in buckets)
     most = max((sum(padded_size(unit.size_bytes) for unit in units) for units in moving), default=0)
@@ -68,7 +77,9 @@ def gather_tensors(chosen: Sequence[Source], ranks: Ranks, to: int = 0) -> dict[
     """Full copies of `chosen` on the host of the rank `to`, by name; `{}` elsewhere. Collective."""
     full: dict[str, Tensor] = {}
     if ranks.rank == to:
-        full = {info.name: torch.empty(info.shape, dtype=info.dtype, device="cpu") for info in chosen}
+        full = {
+            info.name: torch.empty(info.shape, dtype=info.dtype, device="cpu") for info in chosen
+        }
     for chunk in stream_chunks(chosen, ranks, to):
         flat = full[chunk.name].view(-1)
         flat[chunk.start : chunk.start + chunk.data.numel()].copy_(chunk.data)
@@ -95,13 +106,17 @@ class _RowRange:
         return (self.high - self.low) * self.row_numel * self.info.dtype.itemsize
 
     def boxes_of_rank(self, rank: int) -> tuple[Box, ...]:
-        """The boxes that `rank` contributes; for a tensor that every rank holds whole, the boxes in its own memory."""
+        """The boxes that `rank` contributes; for a tensor that every rank holds whole, the boxes in
+        its own memory.
+        """
         sharding = self.info.sharding
         return sharding.local_boxes(rank) if _is_everywhere(self.info) else sharding.boxes(rank)
 
     def parts_of_rank(self, rank: int) -> list[Box]:
         """The boxes that `rank` contributes to these rows, in coordinates of the view."""
-        return [part for box in self.boxes_of_rank(rank) if (part := self._part_of_box(box)) is not None]
+        return [
+            part for box in self.boxes_of_rank(rank) if (part := self._part_of_box(box)) is not None
+        ]
 
     def own_data(self, rank: int) -> list[Tensor]:
         """This rank's elements of each of `parts_of_rank(rank)`."""
@@ -136,7 +151,8 @@ def _is_everywhere(info: Source) -> bool:
 def _cut_buckets(chosen: Sequence[Source], limit: int, to: int) -> Iterator[list[_RowRange]]:
     """The tensors cut at whole rows into lists of units of at most `limit` bytes (or one row).
 
-    Tensors that move must be cut the same way on all ranks, so they share no bucket with tensors that do not move.
+    Tensors that move must be cut the same way on all ranks, so they share no bucket with tensors
+    that do not move.
     """
     bucket: list[_RowRange] = []
     room = limit
@@ -158,7 +174,9 @@ def _cut_buckets(chosen: Sequence[Source], limit: int, to: int) -> Iterator[list
         yield bucket
 
 
-def _cut_units(info: Source, local: Tensor | None, limit: int, *, moves: bool) -> Iterator[_RowRange]:
+def _cut_units(
+    info: Source, local: Tensor | None, limit: int, *, moves: bool
+) -> Iterator[_RowRange]:
     view = info.sharding.view
     rows = view[0] if view else 1
     if info.sharding.is_opaque or (not moves and local is not None and local.is_contiguous()):
@@ -166,7 +184,9 @@ def _cut_units(info: Source, local: Tensor | None, limit: int, *, moves: bool) -
         return
     row_bytes = max(1, math.prod(view[1:]) * info.dtype.itemsize)
     step = max(1, limit // row_bytes)
-    yield from (_RowRange(info, local, low, min(low + step, rows)) for low in range(0, max(rows, 1), step))
+    yield from (
+        _RowRange(info, local, low, min(low + step, rows)) for low in range(0, max(rows, 1), step)
+    )
 
 
 @dataclass
@@ -179,7 +199,9 @@ class _BucketCarrier:
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def carry_bucket(self, bucket: list[_RowRange]) -> Iterator[Chunk]:
-        """Send this rank's contributions of `bucket`, or receive the others' and yield the chunks."""
+        """Send this rank's contributions of `bucket`, or receive the others' and yield the
+        chunks.
+        """
         import torch.distributed as dist
 
         moving = [unit for unit in bucket if moves_to(unit.info, self.to)]
@@ -209,7 +231,8 @@ class _BucketCarrier:
         if id(unit) in filled:
             return filled[id(unit)].view(-1)
         own = unit.own_data(self.ranks.rank)
-        return own[0].reshape(-1) if own else torch.empty(0, dtype=unit.info.dtype, device="cpu")  # has no owner
+        # has no owner
+        return own[0].reshape(-1) if own else torch.empty(0, dtype=unit.info.dtype, device="cpu")
 
     def _pack_own(self, moving: list[_RowRange]) -> Tensor | None:
         """This rank's contributions in one buffer, or None."""
@@ -227,7 +250,8 @@ class _BucketCarrier:
         """The full rows of each unit, by id of the unit, in the receive buffer."""
         import torch.distributed as dist
 
-        room = self._reuse_buffer("rows", self.most)  # full size: a reader of the last chunk keeps the buffer alive
+        # full size: a reader of the last chunk keeps the buffer alive
+        room = self._reuse_buffer("rows", self.most)
         rows, position = {}, 0
         for unit in moving:
             shape = (unit.high - unit.low, *unit.info.sharding.view[1:])
@@ -237,17 +261,27 @@ class _BucketCarrier:
         for rank in owners:
             if rank == self.ranks.rank:
                 for unit in moving:
-                    for part, own in zip(unit.parts_of_rank(rank), unit.own_data(rank), strict=True):
+                    for part, own in zip(
+                        unit.parts_of_rank(rank), unit.own_data(rank), strict=True
+                    ):
                         _paste_part(rows[id(unit)], unit, part, own)
                 continue
             parts = [(unit, part) for unit in moving for part in unit.parts_of_rank(rank)]
             if parts:
-                sizes = [padded_size(math.prod(part.sizes) * unit.info.dtype.itemsize) for unit, part in parts]
+                sizes = [
+                    padded_size(math.prod(part.sizes) * unit.info.dtype.itemsize)
+                    for unit, part in parts
+                ]
                 packed = self._reuse_buffer("packed", sum(sizes))
                 with _as_rank_error(f"receiving tensors of rank {rank}"):
                     dist.recv(packed, src=rank)
                 for (unit, part), start in zip(parts, accumulate(sizes, initial=0), strict=False):
-                    _paste_part(rows[id(unit)], unit, part, bytes_as(packed, start, unit.info.dtype, part.sizes))
+                    _paste_part(
+                        rows[id(unit)],
+                        unit,
+                        part,
+                        bytes_as(packed, start, unit.info.dtype, part.sizes),
+                    )
         return rows
 
     def _reuse_buffer(self, use: str, size: int) -> Tensor:
@@ -256,10 +290,12 @@ class _BucketCarrier:
         if buffer is None or buffer.numel() < size:
             self.buffers.pop(use, None)
             del buffer  # frees it before the larger one is allocated
-            # At least one rank's share of a full bucket, so that growth is rare: the backend may keep a buffer that is
-            # no longer used.
+            # At least one rank's share of a full bucket, so that growth is rare: the backend may
+            # keep a buffer that is no longer used.
             usual = self.most // self.ranks.size
-            buffer = self.buffers[use] = torch.empty(max(size, usual), dtype=torch.uint8, device=wire_device())
+            buffer = self.buffers[use] = torch.empty(
+                max(size, usual), dtype=torch.uint8, device=wire_device()
+            )
         return buffer[:size]
 
 
@@ -291,10 +327,13 @@ def bytes_as(flat: Tensor, start: int, dtype: torch.dtype, shape: Sequence[int])
 
 
 def wire_device() -> torch.device:
-    """The device that the default process group sends from: the accelerator under NCCL and the like, else the CPU."""
+    """The device that the default process group sends from: the accelerator under NCCL and the
+    like, else the CPU.
+    """
     import torch.distributed as dist
 
     backend, host = str(dist.get_backend()), torch.device("cpu")
     if "gloo" in backend or "mpi" in backend:
-        return host  # and asks for no accelerator, which would initialize one that training does not use
+        # and asks for no accelerator, which would initialize one that training does not use
+        return host
     return current_device() or host

@@ -1,9 +1,10 @@
 """This rank, its process group, and collective operations that end on all ranks when one fails.
 
-Agreement uses the process group's key-value store, not a collective. So no rank waits in a GPU operation while rank 0
-writes (no watchdog fires), and errors name a missing rank by number. An error on one rank reaches the others within a
-second: the failed rank reports it under the next agreement, and the others poll for such reports wherever they wait.
-The same calls work with one process and no process group.
+Agreement uses the process group's key-value store, not a collective. So no rank waits in a GPU
+operation while rank 0 writes (no watchdog fires), and errors name a missing rank by number. An
+error on one rank reaches the others within a second: the failed rank reports it under the next
+agreement, and the others poll for such reports wherever they wait. The same calls work with one
+process and no process group.
 """
 
 import json
@@ -36,7 +37,9 @@ from ft_ckpt.errors import CheckpointError, RankError, RanksDisagreeError
 
 @contextmanager
 def beside_thread(name: str, work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Run `work` in a daemon thread during the block; it must return soon after its event is set."""
+    """Run `work` in a daemon thread during the block; it must return soon after its event is
+    set.
+    """
     done = threading.Event()
     thread = threading.Thread(target=work, args=(done,), name=name, daemon=True)
     thread.start()
@@ -55,7 +58,9 @@ _MOST_POLLED = 32  # ranks whose signs of life are polled at a time
 
 @dataclass
 class Ranks:
-    """This process among its peers: `rank` of `size`, connected by a key-value `store` (None with one process)."""
+    """This process among its peers: `rank` of `size`, connected by a key-value `store` (None with
+    one process).
+    """
 
     rank: int
     size: int
@@ -66,8 +71,10 @@ class Ranks:
     channel: str = ""  # separates the agreements of another thread from the main one's
     scope: str = ""  # of the attempts this rank is in: their agreements are counted separately
     ahead: tuple[str, ...] = ()  # keys of the agreements after these attempts
-    spent: list[str] = field(default_factory=list)  # this rank's keys that no rank needs after the next agreement
-    further: dict[str, int] = field(default_factory=dict)  # number of parts of this rank's values, by key
+    # this rank's keys that no rank needs after the next agreement
+    spent: list[str] = field(default_factory=list)
+    # number of parts of this rank's values, by key
+    further: dict[str, int] = field(default_factory=dict)
     polled_at: float = 0.0  # for failure reports
 
     @property
@@ -89,13 +96,16 @@ class Ranks:
         timeout_seconds: float | None = None,
         decide: Callable[[Values], Any] = agreement.value_of_leader,
     ) -> Agreed:
-        """Exchange a `value` (JSON) of each rank: rank 0 calls `decide` with all, and every rank gets its result.
+        """Exchange a `value` (JSON) of each rank: rank 0 calls `decide` with all, and every rank
+        gets its result.
 
-        `what` names the call in errors. The result should not grow with the number of ranks, because every rank reads
-        it. `decide` may take long: rank 0 reports meanwhile that it is alive. The fields named in `same` must be equal
-        on all ranks. Raises this rank's own `error` unchanged; on the other ranks RankError naming the rank that
-        failed, NoSpaceError or LeaseTakenError; on all ranks the error of `decide`; RanksDisagreeError if values
-        differ, or if a rank does not call it within `timeout_seconds` (default: the object's) or can no longer call it.
+        `what` names the call in errors. The result should not grow with the number of ranks,
+        because every rank reads it. `decide` may take long: rank 0 reports meanwhile that it is
+        alive. The fields named in `same` must be equal on all ranks. Raises this rank's own `error`
+        unchanged; on the other ranks RankError naming the rank that failed, NoSpaceError or
+        LeaseTakenError; on all ranks the error of `decide`; RanksDisagreeError if values differ, or
+        if a rank does not call it within `timeout_seconds` (default: the object's) or can no longer
+        call it.
         """
         if self.size == 1:
             if error is not None:
@@ -123,10 +133,13 @@ class Ranks:
         return Agreed(found["result"], values)
 
     def attempt(self, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        """The result of `action` and None, or None and its error. All ranks call it, and then agree on the outcome.
+        """The result of `action` and None, or None and its error.
 
-        Meanwhile this rank reports that it is alive. Its error is raised on the other ranks as well, as soon as they
-        wait or poll (`check_peers`) inside their `action`, so that all reach the agreement.
+        All ranks call it, and then agree on the outcome.
+
+        Meanwhile this rank reports that it is alive. Its error is raised on the other ranks as
+        well, as soon as they wait or poll (`check_peers`) inside their `action`, so that all reach
+        the agreement.
         """
         if self.size == 1:
             return try_action(action)
@@ -147,7 +160,9 @@ class Ranks:
         Cheap enough for any loop.
         """
         now = time.monotonic()
-        if self.size > 1 and now >= self.polled_at + max(_POLL_SECONDS, self.size / _POLLS_PER_SECOND):
+        if self.size > 1 and now >= self.polled_at + max(
+            _POLL_SECONDS, self.size / _POLLS_PER_SECOND
+        ):
             self.polled_at = now
             self._check_failures()
 
@@ -170,23 +185,31 @@ class Ranks:
             yield
 
     def open_receive_slot(self, senders: Sequence[int]) -> None:
-        """Announce that this rank is ready to receive, after waiting until all `senders` are ready to send.
+        """Announce that this rank is ready to receive, after waiting until all `senders` are ready
+        to send.
 
-        A send without a receiver, or a receive from a failed rank, would block until the process group times out.
-        Raises as `await_receive_slot` does.
+        A send without a receiver, or a receive from a failed rank, would block until the process
+        group times out. Raises as `await_receive_slot` does.
         """
         self.slots += 1
         turn = f"{self.rounds}/turn/{self.slots}"
         self.spent.append(self._store_key(turn))
-        if not self._await_names([f"{turn}/{rank}" for rank in senders], senders, self.timeout_seconds):
+        if not self._await_names(
+            [f"{turn}/{rank}" for rank in senders], senders, self.timeout_seconds
+        ):
             ranks, seconds = rank_numbers(senders), self.timeout_seconds
-            raise RankError(f"rank(s) {ranks} did not start sending tensors within {seconds:g} s of a sign of life")
+            raise RankError(
+                f"rank(s) {ranks} did not start sending tensors within "
+                f"{seconds:g} s of a sign of life"
+            )
         self.store.set(self._store_key(turn), "")
 
     def await_receive_slot(self, sends: bool, to: int = 0) -> None:
-        """On other ranks: wait until the rank `to` is ready to receive, if this one `sends` tensors.
+        """On other ranks: wait until the rank `to` is ready to receive, if this one `sends`
+        tensors.
 
-        Raises the failure of another rank; RankError if the rank `to` falls silent or has entered a later agreement.
+        Raises the failure of another rank; RankError if the rank `to` falls silent or has entered a
+        later agreement.
         """
         self.slots += 1
         turn = f"{self.rounds}/turn/{self.slots}"
@@ -196,7 +219,8 @@ class Ranks:
         self.store.set(own, "")
         if not self._await_names([turn], [to], self.timeout_seconds):
             raise RankError(
-                f"rank {to} did not start receiving tensors within {self.timeout_seconds:g} s of a sign of life"
+                f"rank {to} did not start receiving tensors within {self.timeout_seconds:g} s of a "
+                "sign of life"
             )
         self._delete_key(own)
 
@@ -217,14 +241,20 @@ class Ranks:
         with self.working():
             found = problem or agreement.verdict_on(values, decide)
         self._put_value(f"{self.rounds}/verdict", found)
-        left = [f"{self.rounds}/verdict", *([*names, f"{self.rounds}/failed"] if found["problem"] else names[:1])]
-        if len(here) == self.size:  # so all have read the previous verdict and used its receive slots
+        left = [
+            f"{self.rounds}/verdict",
+            *([*names, f"{self.rounds}/failed"] if found["problem"] else names[:1]),
+        ]
+        # so all have read the previous verdict and used its receive slots
+        if len(here) == self.size:
             self._forget_spent()
         self.spent += map(self._store_key, left)
         return found, values
 
     def _await_verdict(self, what: str, limit: float) -> dict[str, Any]:
-        """Wait for rank 0 as long as it reports that it is alive, and then at most `limit` for its verdict."""
+        """Wait for rank 0 as long as it reports that it is alive, and then at most `limit` for its
+        verdict.
+        """
         arrived = self._await_names([f"{self.rounds}/0"], [0], limit)
         if arrived and self._await_names([f"{self.rounds}/verdict"], [0], limit + 60.0):
             verdict: agreement.Verdict
@@ -234,18 +264,30 @@ class Ranks:
                 self._forget_spent()  # all have arrived, so this rank's receive slots are used
             return verdict
         # Rank 0 may still arrive: it must not count this entry as the presence of this rank.
-        own = {"what": what, "value": {}, "error": f"gave up after {limit:g} s", "raises": RankError.__name__}
+        own = {
+            "what": what,
+            "value": {},
+            "error": f"gave up after {limit:g} s",
+            "raises": RankError.__name__,
+        }
         self._put_value(f"{self.rounds}/{self.rank}", own)
         found = "rank 0 came and then fell silent" if arrived else f"rank(s) 0 did not enter {what}"
         return agreement.disagreement(f"{what}: {found} within {limit:g} s; {ADVICE}")
 
     def _await_names(self, names: Sequence[str], awaited: Iterable[int], limit: float) -> bool:
-        """Wait for `names`, each set by one of the ranks `awaited`; False after `limit` seconds without a sign of life.
+        """Wait for `names`, each set by one of the ranks `awaited`; False after `limit` seconds
+        without a sign of life.
 
         If many are missing, only the first ones are polled. Raises as `_check_failures` does.
         """
-        deadline, heard, missing = time.monotonic() + limit, b"", deque(zip(names, awaited, strict=True))
-        while not self._have_arrived(missing, min(_BEAT_SECONDS, max(deadline - time.monotonic(), 0.001))):
+        deadline, heard, missing = (
+            time.monotonic() + limit,
+            b"",
+            deque(zip(names, awaited, strict=True)),
+        )
+        while not self._have_arrived(
+            missing, min(_BEAT_SECONDS, max(deadline - time.monotonic(), 0.001))
+        ):
             first = [*islice(missing, _MOST_POLLED)]
             self._check_failures(first)
             beats = [self._beat_key(rank) for _, rank in first]
@@ -258,27 +300,39 @@ class Ranks:
         return True
 
     def _check_failures(self, missing: Sequence[tuple[str, int]] = ()) -> None:
-        """Raise if keys in `missing` will never be set: a rank has failed, or has gone on without this one."""
+        """Raise if keys in `missing` will never be set: a rank has failed, or has gone on without
+        this one.
+        """
         for later in (*self.ahead, self._store_key(f"{self.rounds + 1}")):
             failed = self.store.check([f"{later}/failed"])
             gone = [rank for _, rank in missing if self.store.check([f"{later}/{rank}"])]
             if not (failed or gone) or (missing and self._are_here([name for name, _ in missing])):
-                continue  # a rank that has set the last of them may have entered the next agreement already
+                # a rank that has set the last of them may have entered the next agreement already
+                continue
             if not failed:
-                raise RanksDisagreeError(f"rank(s) {rank_numbers(gone)} went on without this one; {ADVICE}")
+                raise RanksDisagreeError(
+                    f"rank(s) {rank_numbers(gone)} went on without this one; {ADVICE}"
+                )
             agreement.raise_problem(json.loads(self.store.get(f"{later}/failed")))
 
     def _report_failure(self, error: BaseException | None) -> None:
-        """Report at the next agreement that this rank has failed; the first report of any rank counts."""
+        """Report at the next agreement that this rank has failed; the first report of any rank
+        counts.
+        """
         if error is not None:
             report = json.dumps(agreement.failure_of_rank(self.rank, error))
             with suppress(RankError):  # the store is gone: report the local failure
                 self.store.compare_set(self._store_key(f"{self.rounds + 1}/failed"), "", report)
 
     def _have_arrived(self, missing: "deque[tuple[str, int]]", seconds: float) -> bool:
-        """Wait at most `seconds` until all names are set, else remove the leading set ones. Whether none is missing."""
+        """Wait at most `seconds` until all names are set, else remove the leading set ones.
+
+        Whether none is missing.
+        """
         try:
-            self.store.wait([self._store_key(name) for name, _ in missing], timedelta(seconds=seconds))
+            self.store.wait(
+                [self._store_key(name) for name, _ in missing], timedelta(seconds=seconds)
+            )
         except RuntimeError:  # DistStoreError: time is up
             while missing and self._are_here([missing[0][0]]):
                 missing.popleft()
@@ -305,7 +359,9 @@ class Ranks:
 
     @property
     def _launch(self) -> str:
-        """Separates the ranks from those before a restart by torchrun, whose store outlives them."""
+        """Separates the ranks from those before a restart by torchrun, whose store outlives
+        them.
+        """
         return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{self.size}"
 
     def _put_value(self, name: str, value: dict[str, Any]) -> None:
@@ -316,16 +372,19 @@ class Ranks:
 
 
 _by_itself: ContextVar[bool] = ContextVar("_by_itself", default=False)
-_shared: dict[tuple[Any, str], Ranks] = {}  # by process group, kept alive so that its id is not reused, and channel
+# by process group, kept alive so that its id is not reused, and channel
+_shared: dict[tuple[Any, str], Ranks] = {}
 
 
-def current_ranks(timeout_seconds: float = 600.0, channel: str = "", *, needs_group: bool = False) -> Ranks:
+def current_ranks(
+    timeout_seconds: float = 600.0, channel: str = "", *, needs_group: bool = False
+) -> Ranks:
     """The ranks of the default process group, or one rank when there is none.
 
-    One object per process group and `channel`: its count of rounds must be the same on every rank and for every saver.
-    A channel is for one thread, and separates its agreements from those of other threads. Raises RanksDisagreeError in
-    a process that was launched as one of several and has no process group; with `needs_group` also if only the number
-    of processes shows it.
+    One object per process group and `channel`: its count of rounds must be the same on every rank
+    and for every saver. A channel is for one thread, and separates its agreements from those of
+    other threads. Raises RanksDisagreeError in a process that was launched as one of several and
+    has no process group; with `needs_group` also if only the number of processes shows it.
     """
     import torch.distributed as dist
 
@@ -342,10 +401,14 @@ def current_ranks(timeout_seconds: float = 600.0, channel: str = "", *, needs_gr
     group = _get_default_group()
     if (group, "") not in _shared:
         _shared.clear()  # a destroyed group's store is gone with it
-        _shared[group, ""] = Ranks(dist.get_rank(), dist.get_world_size(), AnsweringStore(_get_default_store()))
+        _shared[group, ""] = Ranks(
+            dist.get_rank(), dist.get_world_size(), AnsweringStore(_get_default_store())
+        )
     if (group, channel) not in _shared:  # a thread that waits in a store blocks the others
         store = _shared[group, ""].store.clone()
-        _shared[group, channel] = Ranks(dist.get_rank(), dist.get_world_size(), store, channel=channel)
+        _shared[group, channel] = Ranks(
+            dist.get_rank(), dist.get_world_size(), store, channel=channel
+        )
     ranks = _shared[group, channel]
     ranks.timeout_seconds = ranks.store.silent_seconds = timeout_seconds
     return ranks
@@ -353,7 +416,9 @@ def current_ranks(timeout_seconds: float = 600.0, channel: str = "", *, needs_gr
 
 @contextmanager
 def by_itself() -> Iterator[None]:
-    """Let this process act as the only rank in the block, for objects that it holds whole and no other rank awaits."""
+    """Let this process act as the only rank in the block, for objects that it holds whole and no
+    other rank awaits.
+    """
     token = _by_itself.set(True)
     try:
         yield
@@ -362,18 +427,25 @@ def by_itself() -> Iterator[None]:
 
 
 def _refuse_split_brain(needs_group: bool) -> None:
-    """Raise if this is one of several launched processes without a process group: all would write the same folder."""
+    """Raise if this is one of several launched processes without a process group: all would write
+    the same folder.
+    """
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdigit() and int(launched) > 1 and (needs_group or "RANK" in os.environ):
         raise RanksDisagreeError(
-            f"WORLD_SIZE={launched} in the environment, but this process has no process group: every rank would take "
-            "itself for the only one. Use Accelerator(cpu=True) or ACCELERATE_USE_CPU=true on a machine without "
-            "accelerators, or torch.distributed.init_process_group; unset WORLD_SIZE if the process really is alone"
+            f"WORLD_SIZE={launched} in the environment, but this process has no process group: "
+            "every rank would take "
+            "itself for the only one. Use Accelerator(cpu=True) or ACCELERATE_USE_CPU=true on a "
+            "machine without "
+            "accelerators, or torch.distributed.init_process_group; unset WORLD_SIZE if the "
+            "process really is alone"
         )
 
 
 def try_action(action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """The result of `action` and None, or None and its error: for steps on whose outcome the ranks agree next."""
+    """The result of `action` and None, or None and its error: for steps on whose outcome the ranks
+    agree next.
+    """
     try:
         return action(), None
     except Exception as error:  # noqa: BLE001 - passed to `agree`, which reports and raises it

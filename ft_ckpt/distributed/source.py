@@ -37,13 +37,17 @@ class Source:
     engine: str  # "plain", "fsdp1", "fsdp2", "zero3", "parts", "zero"
     sharding: Sharding
     is_added: bool = False  # in the state dict, but neither parameter nor buffer
-    live: Any = None  # the parameter, the buffer or an engine's stand-in; the reference keeps `key`, its id, valid
+    # the parameter, the buffer or an engine's stand-in; the reference keeps `key`, its id, valid
+    live: Any = None
     take: Callable[[Any], Tensor | None] = lambda _: None  # live -> this rank's elements
-    gather: Callable[[Any], Tensor] = _not_gathered  # live -> the full tensor of an opaque sharding; collective
+    # live -> the full tensor of an opaque sharding; collective
+    gather: Callable[[Any], Tensor] = _not_gathered
 
     @property
     def local(self) -> Tensor | None:
-        """This rank's elements, as `Sharding.local_boxes` says, without gradient; None if it has none."""
+        """This rank's elements, as `Sharding.local_boxes` says, without gradient; None if it has
+        none.
+        """
         return self.take(self.live)
 
     def gather_full(self) -> Tensor:
@@ -61,12 +65,16 @@ class Source:
         return self.numel * self.dtype.itemsize
 
     def holding(self, local: Tensor | None) -> "Source":
-        """The same tensor with its elements on this rank taken from `local`, such as a copy in host memory."""
+        """The same tensor with its elements on this rank taken from `local`, such as a copy in host
+        memory.
+        """
         return replace(self, take=lambda _: local)
 
 
 def box_memories(boxes: Sequence[Box], local: Tensor | None) -> list[tuple[Box, Tensor]]:
-    """Each box of a rank with its memory in the shape of the box; `local` is the memory of all boxes."""
+    """Each box of a rank with its memory in the shape of the box; `local` is the memory of all
+    boxes.
+    """
     if local is None or not boxes:
         return []
     if len(boxes) == 1 and local.dim() == len(boxes[0].sizes):
@@ -76,7 +84,18 @@ def box_memories(boxes: Sequence[Box], local: Tensor | None) -> list[tuple[Box, 
 
 
 def held_source(
-    name: str, raw_name: str, shape: tuple[int, ...], engine: str, sharding: Sharding, dtype: torch.dtype, live: Any
+    name: str,
+    raw_name: str,
+    shape: tuple[int, ...],
+    engine: str,
+    sharding: Sharding,
+    dtype: torch.dtype,
+    live: Any,
 ) -> Source:
-    """The source, with a new key, of a tensor outside of models. Set its local elements with `holding`."""
-    return Source(unique_key(), name, raw_name, shape, dtype, False, False, engine, sharding, live=live)
+    """The source, with a new key, of a tensor outside of models.
+
+    Set its local elements with `holding`.
+    """
+    return Source(
+        unique_key(), name, raw_name, shape, dtype, False, False, engine, sharding, live=live
+    )

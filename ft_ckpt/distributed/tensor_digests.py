@@ -8,21 +8,29 @@ import xxhash
 from torch import Tensor
 
 _WORDS = 1 << 24  # of 8 bytes, digested at a time on an accelerator
-_MIXING_FACTORS = (-7046029254386353131, -4417276706812531889, -8663945395140668459)  # odd, of several hash functions
+# odd, of several hash functions
+_MIXING_FACTORS = (-7046029254386353131, -4417276706812531889, -8663945395140668459)
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The digest of each tensor, hexadecimal. Digests of equal tensors on different kinds of devices differ."""
+    """The digest of each tensor, hexadecimal.
+
+    Digests of equal tensors on different kinds of devices differ.
+    """
     digests = {name: _digest_on_host(tensor) for name, tensor in tensors.items() if tensor.is_cpu}
     elsewhere = {name: tensor for name, tensor in tensors.items() if not tensor.is_cpu}
     folded = [folded_bits(tensor) for tensor in elsewhere.values()]
     # One wait for all tensors.
-    values = torch.stack([value.to(folded[0].device) for value in folded]).tolist() if folded else []
+    values = (
+        torch.stack([value.to(folded[0].device) for value in folded]).tolist() if folded else []
+    )
     return digests | {name: f"{value:x}" for name, value in zip(elsewhere, values, strict=True)}
 
 
 def folded_bits(tensor: Tensor) -> Tensor:
-    """A digest of all bits of the tensor and their positions, one int64, computed on the tensor's device."""
+    """A digest of all bits of the tensor and their positions, one int64, computed on the tensor's
+    device.
+    """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     data = data.clone() if data.storage_offset() % 8 else data
     whole = data.numel() - data.numel() % 8

@@ -28,17 +28,24 @@ class ModelTensors:
 
     def __init__(self, model: nn.Module) -> None:
         """List the modules of `model`, after engines have resharded them as for a state dict."""
-        self.chain = wrappers.wrapper_chain(model)  # the given model, each wrapped module, the user's own last
+        # the given model, each wrapped module, the user's own last
+        self.chain = wrappers.wrapper_chain(model)
         walked = [*wrappers.walk_modules(self.chain[-1])]
         self.modules = [module for _, _, module in walked]
         everything = [*self.chain[:-1], *self.modules]
         wrappers.reshard_modules(everything)
-        stand_ins, self._broadcast = wrappers.tensors_of_modules(everything), wrappers.broadcast_buffers(model)
-        self._places: list[tuple[str, str, Any]] = []  # canonical name, raw name, tensor; ties included
+        stand_ins, self._broadcast = (
+            wrappers.tensors_of_modules(everything),
+            wrappers.broadcast_buffers(model),
+        )
+        # canonical name, raw name, tensor; ties included
+        self._places: list[tuple[str, str, Any]] = []
         for path, raw, module in walked:
             for own, tensor in _own_tensors(module, stand_ins.get(id(module), {})).items():
                 name = f"{path}.{own}" if path else own
-                self._places.append((name, name if raw == path else f"{raw}.{own}" if raw else own, tensor))
+                self._places.append(
+                    (name, name if raw == path else f"{raw}.{own}" if raw else own, tensor)
+                )
         self._sources: dict[bool, dict[str, Source]] = {}
 
     @cached_property
@@ -48,52 +55,84 @@ class ModelTensors:
     def sources(self, allow_meta: bool = False) -> dict[str, Source]:
         """Every tensor of the model's state dict, by canonical name, tied names included.
 
-        These are parameters, persistent buffers, and tensors that modules and hooks add. The order and the names are
-        the same on every rank and under every wrapper. Raises IncompleteError naming tensors that are cut in an unknown
-        way and, unless `allow_meta`, tensors without data on this rank (on the meta device, lazy, or partitioned by an
-        unknown engine); SelectionError naming tensors without dense values. Moves no data.
+        These are parameters, persistent buffers, and tensors that modules and hooks add. The order
+        and the names are the same on every rank and under every wrapper. Raises IncompleteError
+        naming tensors that are cut in an unknown way and, unless `allow_meta`, tensors without data
+        on this rank (on the meta device, lazy, or partitioned by an unknown engine); SelectionError
+        naming tensors without dense values. Moves no data.
         """
-        known = self._sources.get(False) or self._sources.get(allow_meta)  # a check that passed holds for both
+        # a check that passed holds for both
+        known = self._sources.get(False) or self._sources.get(allow_meta)
         if known is None:
             known = self._sources[allow_meta] = self._described(allow_meta)
         return known
 
     def added(self) -> dict[str, AddedValue]:
-        """The values in the modules' state beside parameters and persistent buffers, tensors or not."""
-        return self._added_to({n: source for n, source in self.sources(allow_meta=True).items() if not source.is_added})
+        """The values in the modules' state beside parameters and persistent buffers, tensors or
+        not.
+        """
+        return self._added_to(
+            {
+                n: source
+                for n, source in self.sources(allow_meta=True).items()
+                if not source.is_added
+            }
+        )
 
     def names_added(self, given: Iterable[str]) -> list[str]:
         """The names of `added`, as far as they are known before the model is loaded.
 
-        If a module cannot list its extra state yet: the `given` names of extra state that a module can load.
+        If a module cannot list its extra state yet: the `given` names of extra state that a module
+        can load.
         """
         try:
             return list(self.added())
         except SelectionError:
             known, root = self.sources(allow_meta=True), self.chain[-1]
-            return [name for name in given if name not in known and module_state.takes_extra_state(root, name)]
+            return [
+                name
+                for name in given
+                if name not in known and module_state.takes_extra_state(root, name)
+            ]
 
     def restore_added(self, values: Mapping[str, Any]) -> None:
         """Restore the values of `added`. Raises LoadError naming values that were not restored."""
-        own = {n: source.live for n, source in self.sources(allow_meta=True).items() if not source.is_added}
+        own = {
+            n: source.live
+            for n, source in self.sources(allow_meta=True).items()
+            if not source.is_added
+        }
         module_state.load_added_state(self.chain[-1], own, values)
 
     def _described(self, allow_meta: bool) -> dict[str, Source]:
         unmade = [name for name, _, tensor in self._places if is_lazy(tensor)]
-        found = _laid_out([place for place in self._places if place[0] not in unmade] if unmade else self._places)
+        found = _laid_out(
+            [place for place in self._places if place[0] not in unmade] if unmade else self._places
+        )
         if self._broadcast:
-            found = {n: of_rank_0(source) if source.key in self._broadcast else source for n, source in found.items()}
+            found = {
+                n: of_rank_0(source) if source.key in self._broadcast else source
+                for n, source in found.items()
+            }
         with suppress(SelectionError) if allow_meta else nullcontext():
-            added = {name: entry for name, entry in self._added_to(found).items() if isinstance(entry.value, Tensor)}
+            added = {
+                name: entry
+                for name, entry in self._added_to(found).items()
+                if isinstance(entry.value, Tensor)
+            }
             sources = _laid_out([(name, entry.raw, entry.value) for name, entry in added.items()])
-            found |= {n: replace(source, trainable=False, is_added=True) for n, source in sources.items()}
+            found |= {
+                n: replace(source, trainable=False, is_added=True) for n, source in sources.items()
+            }
         _refuse_sparse(found)
         _refuse_unknown_cuts(found)
         without_data = [] if allow_meta else unmade + _without_data(found)
         if without_data:
             raise IncompleteError(
-                f"{listing(without_data, ', ')}: {len(without_data)} tensor(s) of the model have no data on this rank "
-                "(meta device, lazy, offloaded, or partitioned by an engine this version does not know); materialise "
+                f"{listing(without_data, ', ')}: {len(without_data)} tensor(s) of the model have "
+                "no data on this rank "
+                "(meta device, lazy, offloaded, or partitioned by an engine this version does not "
+                "know); materialise "
                 "the model first"
             )
         return found
@@ -101,7 +140,9 @@ class ModelTensors:
     def _added_to(self, found: Mapping[str, Source]) -> dict[str, AddedValue]:
         if self._are_plain:
             return {}
-        return module_state.added_state(self.chain[-1], {name: source.live for name, source in found.items()})
+        return module_state.added_state(
+            self.chain[-1], {name: source.live for name, source in found.items()}
+        )
 
 
 def source_of_tensor(name: str, raw: str, tensor: Any) -> Source:
@@ -116,16 +157,21 @@ def _source(name: str, raw: str, tensor: Any, layout: TensorLayout) -> Source:
 
 def _laid_out(places: Sequence[tuple[str, str, Any]]) -> dict[str, Source]:
     layouts = wrappers.layouts_of(tensor for _, _, tensor in places)
-    return {place[0]: _source(*place, layout) for place, layout in zip(places, layouts, strict=True)}
+    return {
+        place[0]: _source(*place, layout) for place, layout in zip(places, layouts, strict=True)
+    }
 
 
 def _refuse_sparse(found: Mapping[str, Source]) -> None:
     live = {name: source.live for name, source in found.items() if isinstance(source.live, Tensor)}
     if {*map(_DENSITY, live.values())} <= {_DENSE}:
         return
-    sparse = [f"{name}: {tensor.layout}" for name, tensor in live.items() if _DENSITY(tensor) != _DENSE]
+    sparse = [
+        f"{name}: {tensor.layout}" for name, tensor in live.items() if _DENSITY(tensor) != _DENSE
+    ]
     raise SelectionError(
-        f"{listing(sparse)}: a tensor without dense values cannot be stored; make it dense, or leave it out of the "
+        f"{listing(sparse)}: a tensor without dense values cannot be stored; make it dense, or "
+        "leave it out of the "
         "model's state dict (persistent=False)"
     )
 
@@ -133,28 +179,45 @@ def _refuse_sparse(found: Mapping[str, Source]) -> None:
 def _without_data(found: Mapping[str, Source]) -> list[str]:
     """The names of tensors without data on this rank, or on any."""
     have = wrappers.have_data(source.live for source in found.values())
-    return [name for (name, source), has in zip(found.items(), have, strict=True) if _is_lost(source, has)]
+    return [
+        name
+        for (name, source), has in zip(found.items(), have, strict=True)
+        if _is_lost(source, has)
+    ]
 
 
 def _is_lost(info: Source, has_data: bool) -> bool:
-    """Whether elements are missing; `has_data`: whether this rank has the elements that it should have."""
+    """Whether elements are missing; `has_data`: whether this rank has the elements that it should
+    have.
+    """
     if info.sharding.is_opaque:  # torch gathers it
         return False
     if info.sharding.owners:
         return not has_data
-    return info.numel > 0 and not info.sharding.is_sharded  # the group of rank 0 holds a replica of a sharded one
+    # the group of rank 0 holds a replica of a sharded one
+    return info.numel > 0 and not info.sharding.is_sharded
 
 
 def _own_tensors(module: nn.Module, stand_ins: Mapping[str, Any]) -> dict[str, Any]:
-    """The module's direct parameters and persistent buffers, in order; `stand_ins` replace those an engine took."""
+    """The module's direct parameters and persistent buffers, in order; `stand_ins` replace those an
+    engine took.
+    """
     own: Any = module._parameters
     buffers: Any = module._buffers
-    found = {key: value for key, value in own.items() if value is not None and key != "_flat_param"} if own else {}
+    found = (
+        {key: value for key, value in own.items() if value is not None and key != "_flat_param"}
+        if own
+        else {}
+    )
     if stand_ins:  # FSDP1 with use_orig_params=False leaves plain attributes in place of parameters
         found |= stand_ins
     if buffers:
         left_out = module._non_persistent_buffers_set
-        found |= {key: buffer for key, buffer in buffers.items() if buffer is not None and key not in left_out}
+        found |= {
+            key: buffer
+            for key, buffer in buffers.items()
+            if buffer is not None and key not in left_out
+        }
     return found
 
 
@@ -164,7 +227,9 @@ def _refuse_unknown_cuts(found: Mapping[str, Source]) -> None:
         if why := getattr(info.sharding, "why", ""):
             refused.setdefault(why, []).append(name)
     if refused:
-        raise IncompleteError(listing([f"{listing(names, ', ')}: {why}" for why, names in refused.items()]))
+        raise IncompleteError(
+            listing([f"{listing(names, ', ')}: {why}" for why, names in refused.items()])
+        )
 
 
 def of_rank_0(source: Source) -> Source:
@@ -175,17 +240,23 @@ def of_rank_0(source: Source) -> Source:
 def from_state_dict(
     state_dict: Mapping[str, Tensor] | None, live: Mapping[str, Source], ranks: Ranks
 ) -> dict[str, Source]:
-    """Sources that take their data from a state dict the caller gathered, checked against the `live` model.
+    """Sources that take their data from a state dict the caller gathered, checked against the
+    `live` model.
 
-    Only rank 0's dict is read. Raises IncompleteError naming every entry that is missing, unexpected, or of another
-    shape or dtype.
+    Only rank 0's dict is read. Raises IncompleteError naming every entry that is missing,
+    unexpected, or of another shape or dtype.
     """
     if not ranks.is_main:
-        return {n: replace(source, sharding=OwnedSharding(source.shape, 0)).holding(None) for n, source in live.items()}
+        return {
+            n: replace(source, sharding=OwnedSharding(source.shape, 0)).holding(None)
+            for n, source in live.items()
+        }
     tied: dict[int, list[str]] = {}
     for name, source in live.items():
         tied.setdefault(source.key, []).append(name)
-    given = {name: tensor for name, tensor in (state_dict or {}).items() if isinstance(tensor, Tensor)}
+    given = {
+        name: tensor for name, tensor in (state_dict or {}).items() if isinstance(tensor, Tensor)
+    }
     problems = [f"{name}: not in the model" for name in given if name not in live]
     result: dict[str, Source] = {}
     for name, source in live.items():
@@ -195,14 +266,18 @@ def from_state_dict(
         elif tuple(tensor.shape) != source.shape:
             problems.append(f"{name}: shape {tuple(tensor.shape)}, the model has {source.shape}")
         elif tensor.dtype != source.dtype:
-            problems.append(f"{name}: {tensor.dtype}, the model has {source.dtype} (dtype= casts while saving)")
+            problems.append(
+                f"{name}: {tensor.dtype}, the model has {source.dtype} (dtype= casts while saving)"
+            )
         else:
             made = source_of_tensor(name, source.raw_name, tensor.detach())
             result[name] = replace(made, trainable=source.trainable, key=source.key)
     if problems:
         raise IncompleteError(
-            f"{listing(problems)}: the state dict differs from the live model in {len(problems)} place(s); gather it "
-            "with accelerator.get_state_dict under the unwrapped model's names, or leave state_dict= out"
+            f"{listing(problems)}: the state dict differs from the live model in {len(problems)} "
+            "place(s); gather it "
+            "with accelerator.get_state_dict under the unwrapped model's names, or leave "
+            "state_dict= out"
         )
     return result
 

@@ -1,6 +1,7 @@
 """The interface of a wrapper or engine; the defaults are those of a plain module.
 
-To add a kind, write a subclass in its own module that overrides the differences, and add a line to `wrappers`.
+To add a kind, write a subclass in its own module that overrides the differences, and add a line to
+`wrappers`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,28 +27,40 @@ class TensorLayout(NamedTuple):
     sharding: Sharding
 
 
-def layout_like(tensor: Any, shape: tuple[int, ...], engine: str, sharding: Sharding) -> TensorLayout:
+def layout_like(
+    tensor: Any, shape: tuple[int, ...], engine: str, sharding: Sharding
+) -> TensorLayout:
     """The layout of a tensor with torch's attributes and another full `shape`."""
     is_parameter = isinstance(tensor, nn.Parameter)
-    return TensorLayout(shape, tensor.dtype, bool(tensor.requires_grad), is_parameter, engine, sharding)
+    return TensorLayout(
+        shape, tensor.dtype, bool(tensor.requires_grad), is_parameter, engine, sharding
+    )
 
 
 def shaped_as_box(local: Tensor, sharding: Sharding) -> Tensor:
-    """This rank's part of a tensor in the shape of its box, where the view splits a dimension of the tensor."""
+    """This rank's part of a tensor in the shape of its box, where the view splits a dimension of
+    the tensor.
+    """
     boxes = sharding.local_boxes(global_rank())
-    return local if not boxes or tuple(local.shape) == boxes[0].sizes else local.view(boxes[0].sizes)
+    return (
+        local if not boxes or tuple(local.shape) == boxes[0].sizes else local.view(boxes[0].sizes)
+    )
 
 
 class Wrapper:
     """One kind of wrapper module, or of tensors that an engine has laid out."""
 
     child_key: str | None = None  # the name of the wrapped child in its modules
-    packages: tuple[str, ...] = ()  # prefixes of the names of modules whose functions it registers as hooks
-    function_packages: tuple[str, ...] = ()  # packages of functions that it sets on the user's modules
+    # prefixes of the names of modules whose functions it registers as hooks
+    packages: tuple[str, ...] = ()
+    # packages of functions that it sets on the user's modules
+    function_packages: tuple[str, ...] = ()
     attributes: tuple[str, ...] = ()  # that it sets on the user's modules
     attribute_prefixes: tuple[str, ...] = ()
-    layout_facts: tuple[str, ...] = ()  # attributes that, with the type, determine `layout_of`; (): unknown
-    hides_gradients: str | None = None  # display name, if accumulated gradients cannot be read under it
+    # attributes that, with the type, determine `layout_of`; (): unknown
+    layout_facts: tuple[str, ...] = ()
+    # display name, if accumulated gradients cannot be read under it
+    hides_gradients: str | None = None
     shows_runs = False  # whether optimizers see only this rank's elements, as an ordinary tensor
 
     def wraps(self, module: nn.Module) -> bool:
@@ -55,7 +68,9 @@ class Wrapper:
         return False
 
     def keeps_weights(self, module: nn.Module) -> bool:
-        """Whether `module` has separate master weights, which overwrite the model's at the next optimizer step."""
+        """Whether `module` has separate master weights, which overwrite the model's at the next
+        optimizer step.
+        """
         return False
 
     def hides_tensors(self, module: nn.Module) -> bool:
@@ -63,7 +78,8 @@ class Wrapper:
         return False
 
     def tensors_of_modules(self, modules: Sequence[nn.Module]) -> Mapping[tuple[int, str], Any]:
-        """(id of a module, name) -> the stand-in for the parameter that the module had under that name.
+        """(id of a module, name) -> the stand-in for the parameter that the module had under that
+        name.
 
         `modules` are those of a model, wrappers included.
         """
@@ -82,7 +98,9 @@ class Wrapper:
         if not self.layout_facts:
             return [*map(self.layout_of, tensors)]
         ask, known, found = attrgetter(*self.layout_facts), dict[Any, TensorLayout](), []
-        for tensor, is_parameter in zip(tensors, map(isinstance, tensors, repeat(nn.Parameter)), strict=True):
+        for tensor, is_parameter in zip(
+            tensors, map(isinstance, tensors, repeat(nn.Parameter)), strict=True
+        ):
             try:
                 facts = ask(tensor), is_parameter
             except AttributeError:
@@ -94,7 +112,10 @@ class Wrapper:
         return found
 
     def local_part(self, tensor: Any) -> Tensor | None:
-        """This rank's elements of a tensor that it `describes`, without gradient, or None. Moves no data."""
+        """This rank's elements of a tensor that it `describes`, without gradient, or None.
+
+        Moves no data.
+        """
         raise AssertionError("a tensor of another engine")
 
     def has_data(self, tensor: Any) -> bool:
@@ -111,7 +132,9 @@ class Wrapper:
         return tensor
 
     def state_run(self, tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
-        """The layout of optimizer state of the shape of a tensor that `shows_runs`, and this rank's elements of it."""
+        """The layout of optimizer state of the shape of a tensor that `shows_runs`, and this rank's
+        elements of it.
+        """
         raise AssertionError("a tensor of another engine")
 
     def reshard_modules(self, modules: Sequence[nn.Module]) -> None:
@@ -126,9 +149,11 @@ class Wrapper:
         return cls
 
     def pending_gradients(self, modules: Sequence[nn.Module]) -> Mapping[str, Any]:
-        """Gradients that the engine keeps outside of `.grad` until the step is complete, by raw parameter name.
+        """Gradients that the engine keeps outside of `.grad` until the step is complete, by raw
+        parameter name.
 
-        Each has `read()` and `write(gradient)`, with None for no gradient. `modules` are a model and all submodules.
+        Each has `read()` and `write(gradient)`, with None for no gradient. `modules` are a model
+        and all submodules.
         """
         return {}
 
@@ -164,7 +189,9 @@ class DataParallelWrapper(Wrapper):
         return isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
 
     def broadcast_buffers(self, module: nn.Module) -> Iterable[Tensor]:
-        if isinstance(module, nn.parallel.DistributedDataParallel) and module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+        if not isinstance(module, nn.parallel.DistributedDataParallel):
+            return
+        if module.will_sync_module_buffers():  # type: ignore[no-untyped-call]  # torch has no type
             yield from module.modules_buffers
 
 
@@ -206,9 +233,15 @@ class StandInTensors(PlainTensors):
         return True
 
 
-def stand_in_parameter(shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]) -> nn.Parameter:
-    """A parameter of that shape in the memory of one element, which stands for the tensor that `read` returns."""
-    parameter = nn.Parameter(torch.zeros((), dtype=dtype, device="cpu").expand(shape), requires_grad=False)
+def stand_in_parameter(
+    shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]
+) -> nn.Parameter:
+    """A parameter of that shape in the memory of one element, which stands for the tensor that
+    `read` returns.
+    """
+    parameter = nn.Parameter(
+        torch.zeros((), dtype=dtype, device="cpu").expand(shape), requires_grad=False
+    )
     setattr(parameter, _READ, read)
     return parameter
 

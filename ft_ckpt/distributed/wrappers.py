@@ -1,7 +1,8 @@
 """The list of known wrappers, and functions that dispatch to them.
 
-Wrappers are recognised by their modules and tensors, never by the configuration of a launcher. To add one, write a
-module with a `Wrapper` and add it to WRAPPERS: the first wrapper that describes a tensor handles it.
+Wrappers are recognised by their modules and tensors, never by the configuration of a launcher. To
+add one, write a module with a `Wrapper` and add it to WRAPPERS: the first wrapper that describes a
+tensor handles it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -52,13 +53,17 @@ def unwrap(model: nn.Module) -> nn.Module:
 def wrapper_chain(model: nn.Module) -> list[nn.Module]:
     """`model` and the module inside each wrapper, the user's own module last."""
     chain = [model]
-    while (key := wrapped_key(chain[-1])) is not None and (inner := chain[-1]._modules[key]) is not None:
+    while (key := wrapped_key(chain[-1])) is not None and (
+        inner := chain[-1]._modules[key]
+    ) is not None:
         chain.append(inner)
     return chain
 
 
 def wrapped_key(module: nn.Module) -> str | None:
-    """The name of the wrapped child, which canonical names leave out; None if `module` is not a wrapper."""
+    """The name of the wrapped child, which canonical names leave out; None if `module` is not a
+    wrapper.
+    """
     children = module._modules
     for wrapper in WRAPPERS:
         if wrapper.child_key in children and wrapper.wraps(module):
@@ -67,7 +72,8 @@ def wrapped_key(module: nn.Module) -> str | None:
 
 
 def walk_modules(root: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """(canonical name, raw name, module) for each of `root.named_modules(remove_duplicate=False)`, in its order.
+    """(canonical name, raw name, module) for each of `root.named_modules(remove_duplicate=False)`,
+    in its order.
 
     The canonical name leaves out the steps of wrappers.
     """
@@ -77,7 +83,11 @@ def walk_modules(root: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
         yield name, raw, module
         children = module._modules
         if children:
-            inner, above, raw_above = wrapped_key(module), f"{name}." if name else "", f"{raw}." if raw else ""
+            inner, above, raw_above = (
+                wrapped_key(module),
+                f"{name}." if name else "",
+                f"{raw}." if raw else "",
+            )
             waiting += [
                 (name if key == inner else above + key, raw_above + key, child)
                 for key, child in reversed(children.items())
@@ -96,7 +106,8 @@ def hides_tensors(module: nn.Module) -> bool:
 
 
 def tensors_of_modules(modules: Sequence[nn.Module]) -> dict[int, dict[str, Any]]:
-    """(id of a module, name) -> the stand-in for the parameter that an engine has taken from the module.
+    """(id of a module, name) -> the stand-in for the parameter that an engine has taken from the
+    module.
 
     Wrappers must be among `modules`.
     """
@@ -116,7 +127,12 @@ def reshard_modules(modules: Sequence[nn.Module]) -> None:
 def broadcast_buffers(model: nn.Module) -> frozenset[int]:
     """Ids of the buffers that wrappers broadcast from rank 0 before the next forward."""
     chain = wrapper_chain(model)
-    return frozenset(id(buffer) for outer in chain for kind in WRAPPERS for buffer in kind.broadcast_buffers(outer))
+    return frozenset(
+        id(buffer)
+        for outer in chain
+        for kind in WRAPPERS
+        for buffer in kind.broadcast_buffers(outer)
+    )
 
 
 def user_class(cls: type) -> type:
@@ -198,7 +214,9 @@ def shows_runs(tensor: Any) -> bool:
 
 
 def state_run(tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
-    """The layout of optimizer state of the shape of a tensor that `shows_runs`, and this rank's elements of it."""
+    """The layout of optimizer state of the shape of a tensor that `shows_runs`, and this rank's
+    elements of it.
+    """
     return _engine_of(tensor).state_run(tensor, state)
 
 
@@ -215,13 +233,21 @@ def _engine_of(tensor: Any) -> Wrapper:
 def hiding_gradients(model: nn.Module) -> list[str]:
     """The display names of engines in `model` whose accumulated gradients cannot be read."""
     hiding = [wrapper for wrapper in WRAPPERS if wrapper.hides_gradients]
-    return [str(wrapper.hides_gradients) for wrapper in hiding if any(map(wrapper.wraps, model.modules()))]
+    return [
+        str(wrapper.hides_gradients)
+        for wrapper in hiding
+        if any(map(wrapper.wraps, model.modules()))
+    ]
 
 
 def kept_gradients(root: nn.Module) -> dict[str, PendingGradient]:
     """Gradients that engines keep until a step is complete, by raw parameter name."""
     modules = [module for _, _, module in walk_modules(root)]
-    return {name: found for wrapper in WRAPPERS for name, found in wrapper.pending_gradients(modules).items()}
+    return {
+        name: found
+        for wrapper in WRAPPERS
+        for name, found in wrapper.pending_gradients(modules).items()
+    }
 
 
 def drop_kept_gradients(root: nn.Module) -> None:

@@ -1,7 +1,8 @@
-"""DeepSpeed's ZeRO: the parameters that stage 3 partitions, and the flat partitions that its optimizers train.
+"""DeepSpeed's ZeRO: the parameters that stage 3 partitions, and the flat partitions that its
+optimizers train.
 
-Every rank computes the layouts of all ranks from sizes and orders, without communication. `training.zero_optimizer`
-also reads DeepSpeed's fields of optimizers.
+Every rank computes the layouts of all ranks from sizes and orders, without communication.
+`training.zero_optimizer` also reads DeepSpeed's fields of optimizers.
 """
 
 import math
@@ -41,20 +42,25 @@ class DeepSpeedWrapper(Wrapper):
         return cls.__name__.endswith("Engine") and "deepspeed" in cls.__module__
 
     def keeps_weights(self, module: nn.Module) -> bool:
-        return self.wraps(module) and hasattr(getattr(module, "optimizer", None), "refresh_fp32_params")
+        return self.wraps(module) and hasattr(
+            getattr(module, "optimizer", None), "refresh_fp32_params"
+        )
 
     def hides_tensors(self, module: nn.Module) -> bool:
         return self.wraps(module)  # the optimizers' partitions are in no module
 
     def describes(self, tensor: Any) -> bool:
-        return hasattr(tensor, "ds_shape")  # under stage 3; stages 1 and 2 leave ordinary parameters
+        # under stage 3; stages 1 and 2 leave ordinary parameters
+        return hasattr(tensor, "ds_shape")
 
     def layout_of(self, tensor: Any) -> TensorLayout:
         return layout_like(tensor, tuple(tensor.ds_shape), "zero3", _zero3_sharding(tensor))
 
     def local_part(self, tensor: Any) -> Tensor | None:
         sharding = _zero3_sharding(tensor)  # without the padding
-        span = sharding.range_in_shard(global_rank()) if isinstance(sharding, FlatSharding) else None
+        span = (
+            sharding.range_in_shard(global_rank()) if isinstance(sharding, FlatSharding) else None
+        )
         return None if span is None else tensor.ds_tensor.detach().view(-1)[slice(*span)]
 
     def has_data(self, tensor: Any) -> bool:
@@ -76,7 +82,9 @@ def _flat_sharding(numel: int, first: int, shard: int, members: Sequence[int]) -
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """One parameter in a partition, and its position in any buffer that is cut like the partition."""
+    """One parameter in a partition, and its position in any buffer that is cut like the
+    partition.
+    """
 
     owner: Source  # of the weight
     sharding: FlatSharding
@@ -85,7 +93,11 @@ class Slot:
     def local_run(self, buffer: Tensor) -> Tensor | None:
         """This rank's elements in `buffer`, or None."""
         span = self.sharding.range_in_shard(global_rank())
-        return None if span is None else buffer.detach().view(-1)[self.start + span[0] : self.start + span[1]]
+        return (
+            None
+            if span is None
+            else buffer.detach().view(-1)[self.start + span[0] : self.start + span[1]]
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,32 +112,45 @@ class Partition:
 def zero_partitions(optimizer: Any, owners: _Owners) -> list[Partition]:
     """This rank's partitions. All ranks have the same number, with the same parameters.
 
-    `owners` are the sources of the models that the optimizer trains, by the ids of their parameters. Raises
-    SelectionError for parameters of unknown models, and for settings under which state cannot be stored by name.
+    `owners` are the sources of the models that the optimizer trains, by the ids of their
+    parameters. Raises SelectionError for parameters of unknown models, and for settings under which
+    state cannot be stored by name.
     """
     problems = _refused_settings(optimizer)
     if problems:
         raise SelectionError(
-            f"{type(optimizer).__name__}: {listing(problems)}: its state cannot be kept by name; change these "
+            f"{type(optimizer).__name__}: {listing(problems)}: its state cannot be kept by name; "
+            "change these "
             "settings, or save without the optimizer's state"
         )
-    return list(_stage_3(optimizer, owners) if hasattr(optimizer, "fp16_groups") else _stages_1_2(optimizer, owners))
+    return list(
+        _stage_3(optimizer, owners)
+        if hasattr(optimizer, "fp16_groups")
+        else _stages_1_2(optimizer, owners)
+    )
 
 
 def changed_with_steps(optimizer: Any) -> list[Any] | None:
-    """The masters and their weights: the tensors besides its state that a step of the inner optimizer changes.
+    """The masters and their weights: the tensors besides its state that a step of the inner
+    optimizer changes.
 
     None if tensors may change outside of steps.
     """
-    muon = any("use_muon" in group for group in optimizer.optimizer.param_groups)  # momentum changes before the step
+    # momentum changes before the step
+    muon = any("use_muon" in group for group in optimizer.optimizer.param_groups)
     if muon or getattr(optimizer, "zenflow", False) or _refused_settings(optimizer):
         return None
     groups, masters = next(fields for fields in _FIELDS if hasattr(optimizer, fields[0]))
-    return [*getattr(optimizer, masters), *(weight for group in getattr(optimizer, groups) for weight in group)]
+    return [
+        *getattr(optimizer, masters),
+        *(weight for group in getattr(optimizer, groups) for weight in group),
+    ]
 
 
 def _stage_3(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
-    """Each parameter is cut into equal shards; a partition is this rank's shards one after the other."""
+    """Each parameter is cut into equal shards; a partition is this rank's shards one after the
+    other.
+    """
     for number, master in enumerate(optimizer.fp32_partitioned_groups_flat):
         places, start = [], 0
         for _, source in _partitioned_sources(owners, optimizer.fp16_groups[number]):
@@ -137,11 +162,18 @@ def _stage_3(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
 
 
 def _stages_1_2(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
-    """A group's parameters are concatenated, perhaps aligned; a partition is an equal shard of the result."""
-    mixed = hasattr(optimizer, "bf16_groups")  # stage 1 in bfloat16 with float32 gradients has its own class
-    masters = optimizer.fp32_groups_flat_partition if mixed else optimizer.single_partition_of_fp32_groups
+    """A group's parameters are concatenated, perhaps aligned; a partition is an equal shard of the
+    result.
+    """
+    # stage 1 in bfloat16 with float32 gradients has its own class
+    mixed = hasattr(optimizer, "bf16_groups")
+    masters = (
+        optimizer.fp32_groups_flat_partition if mixed else optimizer.single_partition_of_fp32_groups
+    )
     for number, master in enumerate(masters):
-        laid = optimizer.bf16_groups[number] if mixed else optimizer.round_robin_bit16_groups[number]
+        laid = (
+            optimizer.bf16_groups[number] if mixed else optimizer.round_robin_bit16_groups[number]
+        )
         trained = laid if mixed else optimizer.bit16_groups[number]
         ends = [0, *accumulate(parameter.numel() for parameter in laid)]
         starts = getattr(optimizer, "round_robin_bit16_offsets", {number: ends})[number]
@@ -150,7 +182,9 @@ def _stages_1_2(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
         places = []
         for parameter, source in _partitioned_sources(owners, trained):
             first = starts[position[id(parameter)]]
-            places.append(Slot(source, _flat_sharding(source.numel, first, master.numel(), members), 0))
+            places.append(
+                Slot(source, _flat_sharding(source.numel, first, master.numel(), members), 0)
+            )
         yield Partition(master, number, tuple(places))
 
 
@@ -162,7 +196,9 @@ def _refused_settings(optimizer: Any) -> list[str]:
         "state on NVMe": getattr(optimizer, "swap_optimizer", False),
         "weights on NVMe": getattr(optimizer, "params_in_nvme_and_cpu", False),
         "state offloaded in part (ratio)": getattr(optimizer, "backup_optimizer", None) is not None,
-        "states moved away (reload_states() first)": bool(getattr(optimizer, "offloaded_states", ())),
+        "states moved away (reload_states() first)": bool(
+            getattr(optimizer, "offloaded_states", ())
+        ),
         "experts spread over ranks": any(group.get("moe") for group in groups),
         "model parallelism": int(getattr(optimizer, "model_parallel_world_size", 1)) > 1,
     }
@@ -173,5 +209,7 @@ def _partitioned_sources(owners: _Owners, parameters: list[Any]) -> list[tuple[A
     """(parameter, source) for each parameter."""
     unknown = [i for i, parameter in enumerate(parameters) if id(parameter) not in owners]
     if unknown:
-        raise SelectionError(f"parameters {unknown} of a group: of no known model; give their model, too")
+        raise SelectionError(
+            f"parameters {unknown} of a group: of no known model; give their model, too"
+        )
     return [(parameter, source) for parameter in parameters for source in owners[id(parameter)]]

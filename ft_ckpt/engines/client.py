@@ -1,4 +1,6 @@
-"""HTTP client of an inference server: sends JSON, reads JSON or text, limits time and size, no redirects or proxies."""
+"""HTTP client of an inference server: sends JSON, reads JSON or text, limits time and size, no
+redirects or proxies.
+"""
 
 import http.client
 import json
@@ -55,8 +57,8 @@ class Answer:
 class Client:
     """An HTTP client of one server.
 
-    `headers` are sent with every request. Unless they include "Authorization", the token in the environment variable
-    FT_CKPT_ENGINE_TOKEN is sent as bearer token. Messages contain neither.
+    `headers` are sent with every request. Unless they include "Authorization", the token in the
+    environment variable FT_CKPT_ENGINE_TOKEN is sent as bearer token. Messages contain neither.
     """
 
     url: str
@@ -67,18 +69,25 @@ class Client:
         expected = f"{self.url}: expected the address of a server, such as http://127.0.0.1:8000"
         try:
             parts = urlsplit(self.url)
-            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            is_address = (
+                parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            )
         except ValueError:  # an invalid port
             raise ConfigError(expected) from None
         if not is_address or parts.query or parts.fragment or not re.fullmatch(r"[!-~]+", self.url):
             raise ConfigError(expected)
         if parts.username or parts.password:
-            raise ConfigError(f"{self.url}: a password in a URL is logged; give it in headers=, or {TOKEN_VARIABLE}")
+            raise ConfigError(
+                f"{self.url}: a password in a URL is logged; give it in headers=, or "
+                f"{TOKEN_VARIABLE}"
+            )
         for name, value in self._all_headers().items():
             if not _HEADER_NAME.fullmatch(str(name)):
                 raise ConfigError(f"header {name!r}: expected a name of letters, digits and dashes")
             if not isinstance(value, str) or not value.isascii() or not value.isprintable():
-                raise ConfigError(f"header {name}: expected printable ASCII; is there a line break in the token?")
+                raise ConfigError(
+                    f"header {name}: expected printable ASCII; is there a line break in the token?"
+                )
         object.__setattr__(self, "url", self.url.rstrip("/"))
 
     def get(self, path: str, **query: str) -> Answer:
@@ -86,12 +95,15 @@ class Client:
         return self._send("GET", path, None, query)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, **query: str) -> Answer:
-        """POST the JSON object `body` to `path`. Returns the response, also one with an error status.
+        """POST the JSON object `body` to `path`. Returns the response, also one with an error
+        status.
 
-        Raises EngineError if no complete response arrives within `timeout_seconds`, and for a redirect, which would
-        send the token to another host and turn a POST into a GET.
+        Raises EngineError if no complete response arrives within `timeout_seconds`, and for a
+        redirect, which would send the token to another host and turn a POST into a GET.
         """
-        return self._send("POST", path, json.dumps(body if body is not None else {}).encode(), query)
+        return self._send(
+            "POST", path, json.dumps(body if body is not None else {}).encode(), query
+        )
 
     def expect(self, answer: Answer, action: str) -> Answer:
         """The response, if it is a success. Raises EngineError with the server's text otherwise."""
@@ -102,10 +114,14 @@ class Client:
     def _send(self, method: str, path: str, data: bytes | None, query: Mapping[str, str]) -> Answer:
         parts = urlsplit(self.url)
         target = f"{parts.path}{path}" + (f"?{urlencode(query)}" if query else "")
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        kind = (
+            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        )
         until = time.monotonic() + self.timeout_seconds
         try:
-            with closing(kind(str(parts.hostname), parts.port, timeout=self.timeout_seconds)) as connection:
+            with closing(
+                kind(str(parts.hostname), parts.port, timeout=self.timeout_seconds)
+            ) as connection:
                 connection.connect()
                 # each byte restarts the time limit of a socket
                 timer = threading.Timer(max(0.0, until - time.monotonic()), _cut, [connection.sock])
@@ -126,21 +142,33 @@ class Client:
             if is_late:
                 reason = f"not in {self.timeout_seconds:g} s"
             else:
-                reason = reason_of(error) if isinstance(error, OSError) else f"not valid HTTP: {error}"
-            text = self._clean(f"{self.url}{path}: no answer ({reason}); is the server up, and the address right?")
+                reason = (
+                    reason_of(error) if isinstance(error, OSError) else f"not valid HTTP: {error}"
+                )
+            text = self._clean(
+                f"{self.url}{path}: no answer ({reason}); is the server up, and the address right?"
+            )
             raise EngineError(text) from None
 
     def _read(self, response: http.client.HTTPResponse, path: str) -> Answer:
         if 300 <= response.status < 400:
             there = self._clean(response.headers.get("Location", "nowhere"))
-            raise EngineError(f"{self.url}{path}: redirected to {there}; give the address of the server itself")
+            raise EngineError(
+                f"{self.url}{path}: redirected to {there}; give the address of the server itself"
+            )
         content = response.read(_ANSWER_LIMIT_BYTES + 1)
         if len(content) > _ANSWER_LIMIT_BYTES:
-            raise EngineError(f"{self.url}{path}: an answer of more than {_ANSWER_LIMIT_BYTES >> 20} MiB")
+            raise EngineError(
+                f"{self.url}{path}: an answer of more than {_ANSWER_LIMIT_BYTES >> 20} MiB"
+            )
         if response.length:  # the body ended early
             raise http.client.IncompleteRead(b"", response.length)
         text = content.decode("utf-8", "replace")
-        return Answer(response.status, text, f"{response.status} {self._clean(text).strip()[:_QUOTED_CHARACTERS]}")
+        return Answer(
+            response.status,
+            text,
+            f"{response.status} {self._clean(text).strip()[:_QUOTED_CHARACTERS]}",
+        )
 
     def _all_headers(self) -> dict[str, str]:
         found = {"Content-Type": "application/json", **self.headers}
@@ -158,10 +186,16 @@ class Client:
 
 
 def _secrets_in(value: str) -> list[str]:
-    """The value of a header without a scheme such as "Bearer", and its words, as in a cookie; longest first."""
+    """The value of a header without a scheme such as "Bearer", and its words, as in a cookie;
+    longest first.
+    """
     value = re.sub(r"^[A-Za-z]+ +", "", value.strip())
     words = re.split(r"[\s;,]+|(?<=\w)=(?=[^=])", value)  # no padding of base64
-    return sorted(filter(None, {value, *(word for word in words if len(word) > _SHORT)}), key=len, reverse=True)
+    return sorted(
+        filter(None, {value, *(word for word in words if len(word) > _SHORT)}),
+        key=len,
+        reverse=True,
+    )
 
 
 def _cut(connection: socket.socket) -> None:

@@ -1,13 +1,14 @@
 """The digests that an engine reports if it holds the weights of a checkpoint.
 
-Engines store tensors in another form than files: q, k and v are fused, gate and up too, each rank of tensor parallelism
-holds its rows or columns, the vocabulary is padded, and all tensors have the engine's dtype. The rules here are those
-of dense decoders (vLLM's `QKVParallelLinear`, `MergedColumnParallelLinear`, `RowParallelLinear` and
-`VocabParallelEmbedding`, which SGLang shares). Parameters without a rule are counted, but prove nothing.
+Engines store tensors in another form than files: q, k and v are fused, gate and up too, each rank
+of tensor parallelism holds its rows or columns, the vocabulary is padded, and all tensors have the
+engine's dtype. The rules here are those of dense decoders (vLLM's `QKVParallelLinear`,
+`MergedColumnParallelLinear`, `RowParallelLinear` and `VocabParallelEmbedding`, which SGLang
+shares). Parameters without a rule are counted, but prove nothing.
 
-On some processors an engine packs linear layers for its kernels, and reports the digests of the packed ones, or of no
-bytes (vLLM 0.32 with AVX-512 BF16). Which layers these are is learned from weights that the server holds and whose
-files are known, see `packed_layers`.
+On some processors an engine packs linear layers for its kernels, and reports the digests of the
+packed ones, or of no bytes (vLLM 0.32 with AVX-512 BF16). Which layers these are is learned from
+weights that the server holds and whose files are known, see `packed_layers`.
 """
 
 import hashlib
@@ -23,12 +24,27 @@ from torch import Tensor
 from ft_ckpt.errors import listing
 from ft_ckpt.formats.layout import TensorFile
 
-KNOWN_MODELS = frozenset({
-    *("llama", "mistral", "qwen2", "qwen3", "olmo", "olmo2", "olmo3", "gemma", "gemma2", "smollm3", "granite"),
-})  # fmt: skip
+KNOWN_MODELS = frozenset(
+    {
+        *(
+            "llama",
+            "mistral",
+            "qwen2",
+            "qwen3",
+            "olmo",
+            "olmo2",
+            "olmo3",
+            "gemma",
+            "gemma2",
+            "smollm3",
+            "granite",
+        ),
+    }
+)
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _COLUMN_PARALLEL = re.compile(r"\.(q|k|v|gate|up)_proj\.")  # cut along the rows, fused or not
-_ROW_PARALLEL = re.compile(r"\.(o_proj|down_proj)\.weight$")  # cut along the columns of the stored matrix
+# cut along the columns of the stored matrix
+_ROW_PARALLEL = re.compile(r"\.(o_proj|down_proj)\.weight$")
 _LINEAR = re.compile(r"\.(q|k|v|qkv|o|gate|up|gate_up|down)_proj\.weight$")
 _VOCABULARY = re.compile(r"(^|\.)(embed_tokens|lm_head)\.weight$")
 _RANK = re.compile(r"^(?:[a-z]+\d+:)+")
@@ -44,7 +60,8 @@ class Comparison:
     """The parameters of one server against a checkpoint."""
 
     equal: tuple[str, ...]
-    different: Mapping[str, frozenset[str]]  # names with a rule whose digest differs, with the digests by the files
+    # names with a rule whose digest differs, with the digests by the files
+    different: Mapping[str, frozenset[str]]
     without_rule: tuple[str, ...]  # names without a rule, or with a digest that is not SHA-256
     unused: tuple[str, ...]  # stored tensors that are in no parameter: the engine has dropped them
 
@@ -68,7 +85,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """A linear layer that a server keeps in another layout than files: its digests for weights that are known."""
+    """A linear layer that a server keeps in another layout than files: its digests for weights that
+    are known.
+    """
 
     reported: str  # by the server
     in_files: frozenset[str]  # of the tensors in the files, in each dtype
@@ -81,14 +100,18 @@ class PackedLayer:
         """Whether the digest has changed if the tensors in the files have, and only then."""
         if self.has_changed(in_files):
             return reported != self.reported
-        return reported == self.reported or in_files != self.in_files  # else equal in some dtypes only
+        # else equal in some dtypes only
+        return reported == self.reported or in_files != self.in_files
 
 
-def packed_layers(reported: Mapping[str, str], file: TensorFile, config: Mapping[str, Any]) -> dict[str, PackedLayer]:
+def packed_layers(
+    reported: Mapping[str, str], file: TensorFile, config: Mapping[str, Any]
+) -> dict[str, PackedLayer]:
     """The linear layers, by name, that a server keeps in another layout than files.
 
-    `reported`: the digests of the server while it holds the weights in `file`. Nothing is learned from a server with
-    any other parameter that differs from the files: it does not hold these weights.
+    `reported`: the digests of the server while it holds the weights in `file`. Nothing is learned
+    from a server with any other parameter that differs from the files: it does not hold these
+    weights.
     """
     linear = [name for name in reported if _LINEAR.search(_bare(name))]
     first_layer = {name: reported[name] for name in linear if _bare(name) == _bare(linear[0])}
@@ -97,15 +120,20 @@ def packed_layers(reported: Mapping[str, str], file: TensorFile, config: Mapping
     comparison = compare_digests(reported, file, config)
     if not comparison.equal or not comparison.different.keys() <= set(linear):
         return {}
-    return {name: PackedLayer(reported[name], in_files) for name, in_files in comparison.different.items()}
+    return {
+        name: PackedLayer(reported[name], in_files)
+        for name, in_files in comparison.different.items()
+    }
 
 
-def compare_digests(found: Mapping[str, str], file: TensorFile, config: Mapping[str, Any]) -> Comparison:
+def compare_digests(
+    found: Mapping[str, str], file: TensorFile, config: Mapping[str, Any]
+) -> Comparison:
     """Compare the SHA-256 digests that an engine reports with those of the tensors in `file`.
 
-    `found`: digests by parameter, with its ranks as prefix, such as "dp0:pp0:pcp0:tp1:model.norm.weight". `config`: the
-    model's config.json. A parameter may be equal in any dtype that an engine may have cast it to: the file's, bfloat16,
-    float16 or float32.
+    `found`: digests by parameter, with its ranks as prefix, such as
+    "dp0:pp0:pcp0:tp1:model.norm.weight". `config`: the model's config.json. A parameter may be
+    equal in any dtype that an engine may have cast it to: the file's, bfloat16, float16 or float32.
     """
     size = 1 + max((_tensor_rank(name) for name in found), default=0)
     stored = _StoredModel(file, config, size)
@@ -133,7 +161,9 @@ def compare_digests(found: Mapping[str, str], file: TensorFile, config: Mapping[
         else:
             unknown.append(name)
     with ThreadPoolExecutor(_THREADS) as pool:  # parallel, because the server is paused meanwhile
-        for name, digests in zip(ruled, pool.map(digests_in_files, ruled, ruled.values()), strict=True):
+        for name, digests in zip(
+            ruled, pool.map(digests_in_files, ruled, ruled.values()), strict=True
+        ):
             if found[name] in digests:
                 equal.append(name)
             else:
@@ -142,17 +172,23 @@ def compare_digests(found: Mapping[str, str], file: TensorFile, config: Mapping[
 
 
 def is_unreported(digest: str) -> bool:
-    """Whether a server that reports this digest keeps the parameter elsewhere: it is the digest of no bytes."""
+    """Whether a server that reports this digest keeps the parameter elsewhere: it is the digest of
+    no bytes.
+    """
     return digest == _NO_BYTES
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Whether engines follow the rules here for a model with this config.json: a known type, unquantised."""
+    """Whether engines follow the rules here for a model with this config.json: a known type,
+    unquantised.
+    """
     return config.get("model_type") in KNOWN_MODELS and not config.get("quantization_config")
 
 
 def _bare(name: str) -> str:
-    """The name of a parameter without ranks and without the wrapper around layers that take adapters."""
+    """The name of a parameter without ranks and without the wrapper around layers that take
+    adapters.
+    """
     return _RANK.sub("", name).replace(".base_layer.", ".")
 
 
@@ -162,7 +198,9 @@ def _tensor_rank(name: str) -> int:
 
 
 class _StoredModel:
-    """The tensors of a checkpoint in the form of an engine with `size` ranks of tensor parallelism."""
+    """The tensors of a checkpoint in the form of an engine with `size` ranks of tensor
+    parallelism.
+    """
 
     def __init__(self, file: TensorFile, config: Mapping[str, Any], size: int) -> None:
         self.file, self.size = file, size
@@ -177,27 +215,41 @@ class _StoredModel:
             if f".{fused}." in name and not self._has(name):
                 names = [name.replace(f".{fused}.", f".{part}.") for part in parts]
         if name == "lm_head.weight" and not self._has(name):
-            names = [known for known in self.file.specs if _VOCABULARY.search(known)][:1]  # tied, and stored once
+            # tied, and stored once
+            names = [known for known in self.file.specs if _VOCABULARY.search(known)][:1]
         return names if names and all(map(self._has, names)) else []
 
     def digests(self, name: str, sources: Sequence[str], rank: int) -> Iterator[str]:
-        """The digests that the parameter may have on a rank: by dtype, with the vocabulary padded or not."""
+        """The digests that the parameter may have on a rank: by dtype, with the vocabulary padded
+        or not.
+        """
         own = self.file.specs[self.ties.get(sources[0], sources[0])].dtype
         for dtype in dict.fromkeys((own, *_DTYPES)):
             pieces = [self._read(source).to(getattr(torch, dtype)) for source in sources]
             if len(pieces) > 1:
                 yield _sha256(
-                    torch.cat([self._rows(each, rank, source) for each, source in zip(pieces, sources, strict=True)])
+                    torch.cat(
+                        [
+                            self._rows(each, rank, source)
+                            for each, source in zip(pieces, sources, strict=True)
+                        ]
+                    )
                 )
             elif _VOCABULARY.search(name):
                 padding = -pieces[0].shape[0] % _VOCABULARY_PADDING
                 for padded in dict.fromkeys((0, padding)):
-                    whole = torch.cat([pieces[0], pieces[0].new_zeros(padded, *pieces[0].shape[1:])])
+                    whole = torch.cat(
+                        [pieces[0], pieces[0].new_zeros(padded, *pieces[0].shape[1:])]
+                    )
                     yield _sha256(self._part(whole, rank, 0))
             elif _ROW_PARALLEL.search(name):
                 yield _sha256(self._part(pieces[0], rank, 1))
             else:
-                yield _sha256(self._rows(pieces[0], rank, name) if _COLUMN_PARALLEL.search(name) else pieces[0])
+                yield _sha256(
+                    self._rows(pieces[0], rank, name)
+                    if _COLUMN_PARALLEL.search(name)
+                    else pieces[0]
+                )
 
     def _has(self, name: str) -> bool:
         return name in self.file.specs or name in self.ties

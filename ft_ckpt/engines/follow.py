@@ -1,4 +1,6 @@
-"""Publishes the checkpoints of a run when they are committed: from the training process, or from one that watches."""
+"""Publishes the checkpoints of a run when they are committed: from the training process, or from
+one that watches.
+"""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -37,7 +39,9 @@ class PendingPublish:
         return self.future.done()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for it, at most `timeout` seconds; returns whether it has ended, with or without an error."""
+        """Wait for it, at most `timeout` seconds; returns whether it has ended, with or without an
+        error.
+        """
         return bool(wait([self.future], timeout).done)
 
     def result(self, timeout: float | None = None) -> PublishReport | None:
@@ -49,7 +53,9 @@ class PendingPublish:
 
 
 class Publisher:
-    """Publishes in the background, one checkpoint at a time; of several that wait, only the newest."""
+    """Publishes in the background, one checkpoint at a time; of several that wait, only the
+    newest.
+    """
 
     def __init__(self, options: ServerOptions, after_resume: str = "resumed") -> None:
         self.options, self.after_resume = options, after_resume
@@ -57,7 +63,10 @@ class Publisher:
         self._queue, self._pending = PushQueue(), list[PendingPublish]()
 
     def begin(self, place: Place) -> PendingPublish:
-        """Publish the checkpoint at `place`, leased from now on. An error is a warning, and raised by the handle."""
+        """Publish the checkpoint at `place`, leased from now on.
+
+        An error is a warning, and raised by the handle.
+        """
         pending = PendingPublish(place.location, self.options.url, Future())
         stack = ExitStack()
         try:
@@ -74,7 +83,12 @@ class Publisher:
                     if self._pending[-1] is pending:
                         report = publish(place, self.options)
                         self.version = report.version
-                        LOG.info("published %s as %s to %s", pending.path, report.version, ", ".join(self.options.url))
+                        LOG.info(
+                            "published %s as %s to %s",
+                            pending.path,
+                            report.version,
+                            ", ".join(self.options.url),
+                        )
             except BaseException as error:  # noqa: BLE001 - raised from the handle
                 self._end_failed(pending, error)
             else:
@@ -84,10 +98,16 @@ class Publisher:
         return pending
 
     def end(self, *, wait_for: bool) -> None:
-        """Wait for all publishes if `wait_for`; warn of those not ended, which continue until the process ends."""
+        """Wait for all publishes if `wait_for`; warn of those not ended, which continue until the
+        process ends.
+        """
         left = [pending for pending in self._pending if not pending.done]
         if wait_for and left:
-            LOG.info("waiting until %s is published to %s", location_name(left[-1].path), ", ".join(self.options.url))
+            LOG.info(
+                "waiting until %s is published to %s",
+                location_name(left[-1].path),
+                ", ".join(self.options.url),
+            )
             try:
                 wait([pending.future for pending in left])
             finally:
@@ -98,14 +118,17 @@ class Publisher:
     def _end_failed(self, pending: PendingPublish, error: BaseException) -> None:
         pending.future.set_exception(error)
         warn(
-            f"{pending.path}: not published: {error}; training goes on; run `ft-ckpt publish {pending.path} "
+            f"{pending.path}: not published: {error}; training goes on; run `ft-ckpt publish "
+            f"{pending.path} "
             f"{' '.join(pending.urls)}{' --delta' if self.options.delta else ''}` to try again",
             stacklevel=3,
         )
 
 
 class _Following:
-    """Publishes the newest checkpoint of a run at each look; never one that is older than the last one."""
+    """Publishes the newest checkpoint of a run at each look; never one that is older than the last
+    one.
+    """
 
     def __init__(
         self,
@@ -157,7 +180,9 @@ class _Following:
             self._report_once(f"{error}; skipped", self._skipped)
 
     def _retry(self, info: CheckpointInfo, error: CheckpointError) -> None:
-        """Report an error that may pass; skip the checkpoint at the second one while all servers answer."""
+        """Report an error that may pass; skip the checkpoint at the second one while all servers
+        answer.
+        """
         key = key_of(info)
         self.error = error
         self._failures[key] = self._failures.get(key, 0) + self._all_answer()
@@ -194,19 +219,23 @@ def follow_run(
     on_published: Callable[[PublishReport], object] = lambda report: None,
     on_trouble: Callable[[str], object] = warn,
 ) -> int:
-    """Publish each new newest checkpoint of `run`, a folder or URL that may not exist yet; returns how many.
+    """Publish each new newest checkpoint of `run`, a folder or URL that may not exist yet; returns
+    how many.
 
-    Only the newest is published, none twice, and none that is older than the last one. A server that does not answer is
-    retried; a checkpoint that is damaged, or that running servers refuse twice, is skipped; `on_trouble` gets each of
-    these messages once. Ends on SIGINT or SIGTERM, after the current publish, and after `idle_seconds` without a new
-    checkpoint.
+    Only the newest is published, none twice, and none that is older than the last one. A server
+    that does not answer is retried; a checkpoint that is damaged, or that running servers refuse
+    twice, is skipped; `on_trouble` gets each of these messages once. Ends on SIGINT or SIGTERM,
+    after the current publish, and after `idle_seconds` without a new checkpoint.
 
-    Raises ConfigError for invalid options and, until one publish has succeeded, for unsupported servers. After
-    `idle_seconds` it raises the newest error since the last publish, if there is one.
+    Raises ConfigError for invalid options and, until one publish has succeeded, for unsupported
+    servers. After `idle_seconds` it raises the newest error since the last publish, if there is
+    one.
     """
     following = _Following(options, on_published, on_trouble)
     with stop_on_signal() as stop:
-        for infos in looks(open_place(run).absolute, idle_seconds, poll_seconds, stop, following.note):
+        for infos in looks(
+            open_place(run).absolute, idle_seconds, poll_seconds, stop, following.note
+        ):
             following.visit(infos)
         if following.error is not None and not stop.is_set():
             raise following.error

@@ -1,7 +1,9 @@
-"""Finds the tensors and settings of a checkpoint that an engine would refuse, drop or misread, from its files alone.
+"""Finds the tensors and settings of a checkpoint that an engine would refuse, drop or misread, from
+its files alone.
 
-Sources: vLLM 0.32 (lora/peft_helper.py, lora/utils.py, docs/features/lora.md), SGLang (srt/lora/lora_config.py). Older
-versions read fewer fields silently, so the fields that they would ignore are refused as well.
+Sources: vLLM 0.32 (lora/peft_helper.py, lora/utils.py, docs/features/lora.md), SGLang
+(srt/lora/lora_config.py). Older versions read fewer fields silently, so the fields that they would
+ignore are refused as well.
 """
 
 import json
@@ -35,18 +37,34 @@ _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 _INNER, _OUTER = ".lora_A.weight", ".lora_B.weight"
 _MOST_FLOAT = sys.float_info.max
-_OF_TRAINING = ("router_aux_loss_coef", "router_z_loss_coef", "router_jitter_noise", "output_router_logits")
+_OF_TRAINING = (
+    "router_aux_loss_coef",
+    "router_z_loss_coef",
+    "router_jitter_noise",
+    "output_router_logits",
+)
 _UNREAD = (  # fields of LoRA variants that engines ignore
-    *("use_dora", "lora_bias", "use_bdlora", "use_qalora", "alora_invocation_tokens", "layer_replication"),
+    *(
+        "use_dora",
+        "lora_bias",
+        "use_bdlora",
+        "use_qalora",
+        "alora_invocation_tokens",
+        "layer_replication",
+    ),
     *("arrow_config", "kasa_config", "monteclora_config"),
 )
 
 
-def check_for(engine: str, folder: str | os.PathLike[str] | Place, *, max_lora_rank: int = MOST_RANK) -> list[str]:
-    """The reasons why `engine` ("vllm" or "sglang") would not serve the adapter or model in `folder` as it was trained.
+def check_for(
+    engine: str, folder: str | os.PathLike[str] | Place, *, max_lora_rank: int = MOST_RANK
+) -> list[str]:
+    """The reasons why `engine` ("vllm" or "sglang") would not serve the adapter or model in
+    `folder` as it was trained.
 
-    Each is one line: the field or file, its value, the expected value, the remedy. An empty list does not prove that
-    the engine supports the architecture: only a publish tries that. `max_lora_rank`: the engine's own setting.
+    Each is one line: the field or file, its value, the expected value, the remedy. An empty list
+    does not prove that the engine supports the architecture: only a publish tries that.
+    `max_lora_rank`: the engine's own setting.
 
     Raises ConfigError for an unknown engine, and the errors of opening the folder.
     """
@@ -61,7 +79,9 @@ def check_engine(engine: str) -> None:
         raise ConfigError(f"engine={engine!r}: {expected_one_of(engine, ENGINES)}")
 
 
-def findings(engine: str, store: Store, file: TensorFile, max_lora_rank: int = MOST_RANK) -> Iterator[str]:
+def findings(
+    engine: str, store: Store, file: TensorFile, max_lora_rank: int = MOST_RANK
+) -> Iterator[str]:
     """As `check_for`, for an open folder."""
     settings = _settings(store, "adapter_config.json")
     if settings is None:
@@ -74,7 +94,9 @@ def findings(engine: str, store: Store, file: TensorFile, max_lora_rank: int = M
 
 
 def needs_export(engine: str, store: Store) -> bool:
-    """Whether the folder has an adapter that `engine` would scale wrongly, and that `export` converts."""
+    """Whether the folder has an adapter that `engine` would scale wrongly, and that `export`
+    converts.
+    """
     settings = _settings(store, "adapter_config.json") or {}
     return any(_scale_findings(engine, settings))
 
@@ -84,16 +106,24 @@ def _scale_findings(engine: str, settings: Mapping[str, Any]) -> Iterator[str]:
     export = f"convert it (`ft-ckpt export ADAPTER OUT --for {engine}`)"
     for field in _PATTERNS:
         if settings.get(field):
-            yield f"{field}: set, and read by few versions of {engine}: others scale wrongly and say nothing; {export}"
+            yield (
+                f"{field}: set, and read by few versions of {engine}: others scale wrongly and "
+                f"say nothing; {export}"
+            )
     if engine == "sglang" and settings.get("use_rslora"):
         yield (
-            f"use_rslora: set, and not read by sglang: it scales by lora_alpha / r, expected lora_alpha / sqrt(r); "
+            "use_rslora: set, and not read by sglang: it scales by lora_alpha / r, expected "
+            "lora_alpha / sqrt(r); "
             f"{export}"
         )
 
 
-def adapter_findings(settings: Mapping[str, Any], file: TensorFile, max_lora_rank: int) -> Iterator[str]:
-    """The findings of an adapter with the `settings` of adapter_config.json, except those that an export fixes."""
+def adapter_findings(
+    settings: Mapping[str, Any], file: TensorFile, max_lora_rank: int
+) -> Iterator[str]:
+    """The findings of an adapter with the `settings` of adapter_config.json, except those that an
+    export fixes.
+    """
     kind = settings.get("peft_type")
     if kind != "LORA":
         yield f"peft_type: {kind}, expected LORA; {MERGE}"
@@ -103,7 +133,10 @@ def adapter_findings(settings: Mapping[str, Any], file: TensorFile, max_lora_ran
     yield from _field_findings(settings)
     other = sorted({name for name in file.specs if not name.endswith((_INNER, _OUTER))})
     if other:
-        yield f"{other[0]}: one of {len(other)} tensors that are no LoRA matrices, which would be dropped; {MERGE}"
+        yield (
+            f"{other[0]}: one of {len(other)} tensors that are no LoRA matrices, which would "
+            f"be dropped; {MERGE}"
+        )
     if not lora_layers(file):
         yield "adapter_model.safetensors: no LoRA matrices in it; use another copy"
     yield from [] if wrong_ranks else _matrix_findings(settings, file)
@@ -114,12 +147,15 @@ def adapter_findings(settings: Mapping[str, Any], file: TensorFile, max_lora_ran
 def rank_and_scale(settings: Mapping[str, Any], layer: str) -> tuple[int, float]:
     """The rank of a layer's matrices, and the factor of their product, by PEFT's rule.
 
-    In a pattern, the first key applies that matches the whole layer path or its end after a dot, as regular expression.
+    In a pattern, the first key applies that matches the whole layer path or its end after a dot, as
+    regular expression.
     """
 
     def chosen(field: str, default: Any) -> Any:
         pattern = dict(_pattern(settings, field))
-        return next((value for key, value in pattern.items() if re.match(_expression(key), layer)), default)
+        return next(
+            (value for key, value in pattern.items() if re.match(_expression(key), layer)), default
+        )
 
     rank = chosen("rank_pattern", settings["r"])
     alpha = float(chosen("alpha_pattern", settings.get("lora_alpha", 8)))
@@ -127,8 +163,14 @@ def rank_and_scale(settings: Mapping[str, Any], layer: str) -> tuple[int, float]
 
 
 def lora_layers(file: TensorFile) -> dict[str, str]:
-    """The paths of the layers with matrices in the base model, each with the prefix of its tensors' names."""
-    heads = (name.removesuffix(_INNER).removesuffix(_OUTER) for name in file.specs if name.endswith((_INNER, _OUTER)))
+    """The paths of the layers with matrices in the base model, each with the prefix of its tensors'
+    names.
+    """
+    heads = (
+        name.removesuffix(_INNER).removesuffix(_OUTER)
+        for name in file.specs
+        if name.endswith((_INNER, _OUTER))
+    )
     return {head.removeprefix(PREFIX): head for head in heads}
 
 
@@ -149,19 +191,24 @@ def compare_base(record: PartRecord, base_path: str) -> tuple[list[str], str]:
         return [], str(error)
     if names:
         found = (
-            f"{listing(names, ', ', 3)}: {len(names)} of {len(record.base.fingerprint)} sampled tensors of the base "
-            f"that the server holds, {base_path}, differ from the one that the adapter was trained on "
+            f"{listing(names, ', ', 3)}: {len(names)} of {len(record.base.fingerprint)} sampled "
+            "tensors of the base "
+            f"that the server holds, {base_path}, differ from the one that the "
+            "adapter was trained on "
             f"({record.base.id or 'built in memory'}); start the server with that base"
         )
         return [found], ""
     return [], "" if compared else f"{base_path} has none of its sampled tensors"
 
 
-def compare_configs(served: Mapping[str, Any], published: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The fields of config.json that a server keeps from its start, and that differ from those of new weights.
+def compare_configs(
+    served: Mapping[str, Any], published: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """The fields of config.json that a server keeps from its start, and that differ from those of
+    new weights.
 
-    Returns those that change what it computes, and the ids of special tokens, which may end an answer early or late;
-    each as "field, value in `published`, value in `served`" in words.
+    Returns those that change what it computes, and the ids of special tokens, which may end an
+    answer early or late; each as "field, value in `published`, value in `served`" in words.
     """
     changing, tokens = [], []
     for name, new, old in differences_between(published, served, "model"):
@@ -178,8 +225,13 @@ def _rank_findings(settings: Mapping[str, Any], most: int) -> Iterator[str]:
     ranks = {f"rank_pattern[{key!r}]": value for key, value in _pattern(settings, "rank_pattern")}
     for field, rank in {"r": settings.get("r"), **ranks}.items():
         if not isinstance(rank, int) or not 0 < rank <= most:
-            yield f"{field}: {rank}, expected 1 to {most}; start the server with a larger --max-lora-rank, or {MERGE}"
-    alphas = {f"alpha_pattern[{key!r}]": value for key, value in _pattern(settings, "alpha_pattern")}
+            yield (
+                f"{field}: {rank}, expected 1 to {most}; start the server with a larger "
+                f"--max-lora-rank, or {MERGE}"
+            )
+    alphas = {
+        f"alpha_pattern[{key!r}]": value for key, value in _pattern(settings, "alpha_pattern")
+    }
     for field, alpha in {"lora_alpha": settings.get("lora_alpha", 8), **alphas}.items():
         if not is_number(alpha, -_MOST_FLOAT, _MOST_FLOAT):
             yield f"{field}: {alpha}, expected a number; use another copy"
@@ -210,11 +262,16 @@ def _matrix_findings(settings: Mapping[str, Any], file: TensorFile) -> Iterator[
     for layer, head in lora_layers(file).items():
         rank, _ = rank_and_scale(settings, layer)
         shapes = [
-            tuple(file.specs[name].shape) if name in file.specs else () for name in (head + _INNER, head + _OUTER)
+            tuple(file.specs[name].shape) if name in file.specs else ()
+            for name in (head + _INNER, head + _OUTER)
         ]
-        if [len(shape) for shape in shapes] != [2, 2] or (shapes[0][0], shapes[1][1]) != (rank, rank):
+        if [len(shape) for shape in shapes] != [2, 2] or (shapes[0][0], shapes[1][1]) != (
+            rank,
+            rank,
+        ):
             wrong.append(
-                f"{layer}: shapes {list(shapes[0])} and {list(shapes[1])}, expected two matrices of rank {rank}"
+                f"{layer}: shapes {list(shapes[0])} and {list(shapes[1])}, expected two matrices "
+                f"of rank {rank}"
             )
     if wrong:
         yield f"{listing(wrong, '; ', 3)}; engines have no place for them, {MERGE}"
@@ -228,7 +285,10 @@ def _type_findings(file: TensorFile) -> Iterator[str]:
         if name.endswith((_INNER, _OUTER)) and spec.dtype not in _FLOATS
     ]
     if wrong:
-        yield f"{listing(wrong, '; ', 3)}: expected one of {', '.join(_FLOATS)}; use the adapter in one of them"
+        yield (
+            f"{listing(wrong, '; ', 3)}: expected one of {', '.join(_FLOATS)}; use the adapter "
+            "in one of them"
+        )
 
 
 def _field_findings(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -236,7 +296,9 @@ def _field_findings(settings: Mapping[str, Any]) -> Iterator[str]:
         if settings.get(field):
             yield f"{field}: set, and neither read nor applied; {MERGE}"
     if settings.get("bias") not in (None, "none"):
-        yield f"bias: {settings['bias']!r}, expected 'none': trained biases would be dropped; {MERGE}"
+        yield (
+            f"bias: {settings['bias']!r}, expected 'none': trained biases would be dropped; {MERGE}"
+        )
     if settings.get("modules_to_save"):
         yield f"modules_to_save: {settings['modules_to_save']}, which would be dropped; {MERGE}"
     if settings.get("trainable_token_indices"):
@@ -247,7 +309,8 @@ def _field_findings(settings: Mapping[str, Any]) -> Iterator[str]:
     start = settings.get("init_lora_weights")
     if not start_keeps_base(start):
         yield (
-            f"init_lora_weights: {start!r} changed the base, so that the adapter fits no other; save it with "
+            f"init_lora_weights: {start!r} changed the base, so that the adapter fits no other; "
+            "save it with "
             f"path_initial_model_for_weight_conversion, or {MERGE}"
         )
 
@@ -260,15 +323,33 @@ def _model_findings(store: Store, file: TensorFile) -> Iterator[str]:
     if not config.get("architectures"):
         yield "config.json: no architectures; engines choose the model's class by it"
     if config.get("auto_map"):
-        yield f"config.json: auto_map {config['auto_map']}: engines run code of its own with --trust-remote-code only"
+        yield (
+            f"config.json: auto_map {config['auto_map']}: engines run code of its own with "
+            "--trust-remote-code only"
+        )
     there = {each.name for each in store.list()}
     if not any(name.endswith(".safetensors") for name in there):
-        yield "*.safetensors: missing; engines read no other format by default; `ft-ckpt convert SRC DST`"
-    if not there & {"tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tokenizer_config.json"}:
-        yield "tokenizer.json: missing; the server would have no tokenizer; save the tokenizer with the model"
+        yield (
+            "*.safetensors: missing; engines read no other format by default; `ft-ckpt convert "
+            "SRC DST`"
+        )
+    if not there & {
+        "tokenizer.json",
+        "tokenizer.model",
+        "vocab.json",
+        "tekken.json",
+        "tokenizer_config.json",
+    }:
+        yield (
+            "tokenizer.json: missing; the server would have no tokenizer; save the tokenizer "
+            "with the model"
+        )
     field = quantisation_of(store)
     if field is not None:
-        yield f"config.json: {field}: quantised weights, which are not compared after a publish; merge or dequantise"
+        yield (
+            f"config.json: {field}: quantised weights, which are not compared after a publish; "
+            "merge or dequantise"
+        )
     yield from _shape_findings(config, file)
     yield from _nonfinite(file)
 
@@ -277,7 +358,10 @@ def _shape_findings(config: Mapping[str, Any], file: TensorFile) -> Iterator[str
     """Contradictions between the config and the tensors, for shapes that every decoder has."""
     text = config.get("text_config")
     inner: Mapping[str, Any] = text if isinstance(text, dict) else config
-    vocabulary, hidden = inner.get("vocab_size"), inner.get("word_embed_proj_dim", inner.get("hidden_size"))
+    vocabulary, hidden = (
+        inner.get("vocab_size"),
+        inner.get("word_embed_proj_dim", inner.get("hidden_size")),
+    )
     for name, spec in file.specs.items():
         if name.endswith("embed_tokens.weight") and len(spec.shape) == 2:
             for field, expected, size in (
@@ -286,12 +370,19 @@ def _shape_findings(config: Mapping[str, Any], file: TensorFile) -> Iterator[str
             ):
                 if isinstance(expected, int) and expected != size:
                     shape = list(spec.shape)
-                    yield f"{name}: shape {shape}, expected {field} {expected} of config.json; use another checkpoint"
+                    yield (
+                        f"{name}: shape {shape}, expected {field} {expected} of config.json; "
+                        "use another checkpoint"
+                    )
     layers, held = inner.get("num_hidden_layers"), _layers_in(file.specs)
-    further = inner.get("num_nextn_predict_layers")  # of multi-token prediction, stored after the others or left out
+    # of multi-token prediction, stored after the others or left out
+    further = inner.get("num_nextn_predict_layers")
     most = layers + (further if isinstance(further, int) else 0) if isinstance(layers, int) else 0
     if isinstance(layers, int) and held and not any(layers <= count <= most for count in held):
-        yield f"config.json: num_hidden_layers {layers}, and tensors of {max(held)} layers; use another checkpoint"
+        yield (
+            f"config.json: num_hidden_layers {layers}, and tensors of {max(held)} layers; use "
+            "another checkpoint"
+        )
 
 
 def _layers_in(names: Iterable[str]) -> set[int]:

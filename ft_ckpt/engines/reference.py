@@ -11,8 +11,11 @@ from ft_ckpt.model.load import load_model
 _TOP = 5
 
 
-def reference_answers(checkpoint: Path, part: str, base: Any) -> tuple[list[list[float]], list[list[float]]]:
-    """The highest log probabilities after each of PROBE_PROMPTS: of the base, and of the adapter on it.
+def reference_answers(
+    checkpoint: Path, part: str, base: Any
+) -> tuple[list[list[float]], list[list[float]]]:
+    """The highest log probabilities after each of PROBE_PROMPTS: of the base, and of the adapter on
+    it.
 
     Computed in float32 on the CPU. Raises the errors of `load_model`.
     """
@@ -23,7 +26,9 @@ def reference_answers(checkpoint: Path, part: str, base: Any) -> tuple[list[list
 
 
 def model_answers(checkpoint: Path, part: str) -> list[list[float]]:
-    """The highest log probabilities of full weights after each of PROBE_PROMPTS, computed as by `reference_answers`."""
+    """The highest log probabilities of full weights after each of PROBE_PROMPTS, computed as by
+    `reference_answers`.
+    """
     return _answers(load_model(checkpoint, part=part or None).float().eval())
 
 

@@ -1,6 +1,8 @@
-"""Tensor file formats: how each lays out tensors, is recognised, and is read without running anything in it.
+"""Tensor file formats: how each lays out tensors, is recognised, and is read without running
+anything in it.
 
-A format that writes returns the complete layout of a file before the first tensor byte is available. Readers describe
-tensors before they read them. Nothing here depends on steps, process groups, models or ft_ckpt's checkpoint folders.
-Begin at `registry`, which lists the formats, and at `layout`; then read one format, `safetensors`.
+A format that writes returns the complete layout of a file before the first tensor byte is
+available. Readers describe tensors before they read them. Nothing here depends on steps, process
+groups, models or ft_ckpt's checkpoint folders. Begin at `registry`, which lists the formats, and at
+`layout`; then read one format, `safetensors`.
 """

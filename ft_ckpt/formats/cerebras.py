@@ -1,8 +1,9 @@
-"""Reads and writes Cerebras checkpoints (HDF5): the object tree and its leaves; 0.5 is written, 0.4 and from
-0.5 on are read.
+"""Reads and writes Cerebras checkpoints (HDF5): the object tree and its leaves; 0.5 is written, 0.4
+and from 0.5 on are read.
 
-Nothing in the file is run: the pickled tree of 0.4 and its objects are decoded by `pickles`, and unknown objects stay
-opaque. Links to other files, unfinished files and unknown kinds of leaves are refused.
+Nothing in the file is run: the pickled tree of 0.4 and its objects are decoded by `pickles`, and
+unknown objects stay opaque. Links to other files, unfinished files and unknown kinds of leaves are
+refused.
 """
 
 import json
@@ -24,9 +25,14 @@ from ft_ckpt.messages import printable
 
 MOST_FILL_BYTES = 1 << 40  # of a constant tensor that has no bytes in the file
 _KINDS = {
-    "dict": "dict", "OrderedDict": "odict", "list": "list", "tuple": "tuple", "set": "set", "deque": "deque",
+    "dict": "dict",
+    "OrderedDict": "odict",
+    "list": "list",
+    "tuple": "tuple",
+    "set": "set",
+    "deque": "deque",
     "defaultdict": "defaultdict",
-}  # fmt: skip
+}
 _KEYS = (str, int, bool, float, type(None))
 
 
@@ -44,7 +50,9 @@ class FoundDataset(Protocol):
 
 @dataclass(frozen=True)
 class StoredLeaf:
-    """A leaf: its dataset, or the value of all its elements; `dtype` is torch's name, None for numpy arrays."""
+    """A leaf: its dataset, or the value of all its elements; `dtype` is torch's name, None for
+    numpy arrays.
+    """
 
     name: str
     dtype: str | None
@@ -55,7 +63,10 @@ class StoredLeaf:
 
 @dataclass
 class CerebrasReader:
-    """Reads one checkpoint. `attributes`: of its root; `find`: returns a dataset by path, or raises CorruptError."""
+    """Reads one checkpoint.
+
+    `attributes`: of its root; `find`: returns a dataset by path, or raises CorruptError.
+    """
 
     attributes: Mapping[str, Any]
     find: Callable[[str], FoundDataset]
@@ -63,26 +74,43 @@ class CerebrasReader:
     nodes: dict[str, Node] = field(default_factory=dict)
 
     def read_tree(self) -> Node:
-        """The tree; its leaves are in `leaves`. Raises CorruptError if it cannot be read safely and completely."""
+        """The tree; its leaves are in `leaves`.
+
+        Raises CorruptError if it cannot be read safely and completely.
+        """
         try:
             version = float(self.attributes["__version__"])
             if version == 0.4:
-                spec = unpickle(bytes.fromhex(self.attributes["__spec__"]), "__spec__", _LEGACY_TREE)
+                spec = unpickle(
+                    bytes.fromhex(self.attributes["__spec__"]), "__spec__", _LEGACY_TREE
+                )
                 if not isinstance(spec, _LegacySpec):
                     raise CorruptError("the tree of the checkpoint has an unknown type")
                 return self._read_node(spec, (), self._legacy_leaf)
             if version >= 0.5:
                 if not self.attributes.get("__SUCCESS__", False):
-                    raise CorruptError("the checkpoint was never finished (no __SUCCESS__); use an older one")
-                protocol, tree = json.loads(json.loads(self.attributes["__spec__"])[1])  # torch's form of a tree
+                    raise CorruptError(
+                        "the checkpoint was never finished (no __SUCCESS__); use an older one"
+                    )
+                # torch's form of a tree
+                protocol, tree = json.loads(json.loads(self.attributes["__spec__"])[1])
                 if protocol != 1:
                     raise CorruptError(f"a tree of protocol {protocol!r}; 1 is known")
                 return self._read_node(tree, (), self._read_leaf)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            IndexError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise CorruptError(
                 f"not a whole Cerebras checkpoint: {shown(error)}; use another copy of the file"
             ) from error
-        raise CorruptError(f"a Cerebras checkpoint of format {version}; 0.4 and from 0.5 on can be read")
+        raise CorruptError(
+            f"a Cerebras checkpoint of format {version}; 0.4 and from 0.5 on can be read"
+        )
 
     def _read_node(self, spec: Any, path: tuple[str, ...], leaf: Callable[[str], Node]) -> Node:
         if len(path) > MOST_LEVELS:
@@ -91,7 +119,9 @@ class CerebrasReader:
             return leaf(".".join(path))
         kind = _KINDS.get(str(spec["type"]).rpartition(".")[2])
         if kind is None:
-            raise CorruptError(f"{'.'.join(path) or 'the object'}: a container of type {spec['type']!r}")
+            raise CorruptError(
+                f"{'.'.join(path) or 'the object'}: a container of type {spec['type']!r}"
+            )
         context, children = spec["context"], spec["children_spec"]
         context = json.loads(context) if isinstance(context, str) else context
         detail: Any = None
@@ -99,22 +129,29 @@ class CerebrasReader:
         keys: Any = []
         if kind == "defaultdict":
             detail, keys = context["default_factory_name"], context["dict_context"]
-            if len(children) > 2:  # the format names the children after the factory and the keys: two names
-                raise CorruptError(f"{'.'.join(path)}: a defaultdict of {len(children)}, which the format loses")
+            # the format names the children after the factory and the keys: two names
+            if len(children) > 2:
+                raise CorruptError(
+                    f"{'.'.join(path)}: a defaultdict of {len(children)}, which the format loses"
+                )
             names = (f"<class '{detail}'>", str(keys))[: len(children)]
         elif kind in ("dict", "odict"):
             names = keys = context
         nodes = tuple(
             self._read_node(child, (*path, str(name)), leaf)
             for name, child in zip(names, children, strict=True)
-        )  # fmt: skip
-        return Node(kind, detail, tuple(Node("value", _check_type(key, _KEYS)) for key in keys), nodes)
+        )
+        return Node(
+            kind, detail, tuple(Node("value", _check_type(key, _KEYS)) for key in keys), nodes
+        )
 
     def _read_leaf(self, name: str) -> Node:
         if name not in self.nodes:
             outer = json.loads(self.attributes[f"{name}.__metadata__"])
             if outer["__objects__"] != [name]:
-                raise CorruptError(f"{name}: a link to another checkpoint; load that one, or save this one whole")
+                raise CorruptError(
+                    f"{name}: a link to another checkpoint; load that one, or save this one whole"
+                )
             self.nodes[name] = self._leaf_node(name, outer[f"{name}.__metadata__"])
         return self.nodes[name]
 
@@ -124,7 +161,11 @@ class CerebrasReader:
         if kind == "TorchTensorSerializer" and known.get("__TORCH__", True):
             dataset = self.find(path)
             label = str(next(iter(dataset.attributes.get("dtypes", known["dtypes"]))))
-            dtype = str(dataset.attributes.get("ft_dtype", known.get("ft_dtype", label.removeprefix("torch."))))
+            dtype = str(
+                dataset.attributes.get(
+                    "ft_dtype", known.get("ft_dtype", label.removeprefix("torch."))
+                )
+            )
             return self._add_leaf(StoredLeaf(name, dtype, dataset))
         if kind in ("TorchTensorSerializer", "NumpyArraySerializer"):
             return self._array_leaf(name, self.find(path), known.get("ft_array"))
@@ -135,7 +176,9 @@ class CerebrasReader:
         if kind == "NoneSerializer":
             return Node("value", None)
         if kind == "ObjectSerializer":
-            return _unpickle_leaf(name, np.asarray(self.find(path).attributes["__BYTES__"]).tobytes())
+            return _unpickle_leaf(
+                name, np.asarray(self.find(path).attributes["__BYTES__"]).tobytes()
+            )
         if kind == "LinkedObject":
             target = str(known["key"])
             if target == name or target not in self.nodes:
@@ -143,7 +186,9 @@ class CerebrasReader:
             return self.nodes[target]
         if kind == "DeferredFullTensor":
             return self._constant_leaf(name, known)
-        raise CorruptError(f"{name}: a leaf of type {kind!r}, which leads outside the file or is unknown")
+        raise CorruptError(
+            f"{name}: a leaf of type {kind!r}, which leads outside the file or is unknown"
+        )
 
     def _array_leaf(self, name: str, dataset: FoundDataset, exact: str | None) -> Node:
         described, shape = json.loads(exact) if exact else (None, ())
@@ -151,7 +196,10 @@ class CerebrasReader:
         return Node("array", (node.value, described, tuple(shape)))
 
     def _constant_leaf(self, name: str, known: Mapping[str, Any]) -> Node:
-        shape, dtype = tuple(int(size) for size in known["shape"]), str(known["dtype"]).removeprefix("torch.")
+        shape, dtype = (
+            tuple(int(size) for size in known["shape"]),
+            str(known["dtype"]).removeprefix("torch."),
+        )
         if math.prod(shape) * ITEM_BYTES[dtype] > MOST_FILL_BYTES or min(shape, default=0) < 0:
             raise CorruptError(f"{name}: a constant tensor of {shape}")
         return self._add_leaf(StoredLeaf(name, dtype, None, shape, known.get("fill_value") or 0))
@@ -165,7 +213,9 @@ class CerebrasReader:
         kind, known = str(dataset.attributes["__H5_TYPE__"]), dataset.attributes
         if kind == "TorchTensorH5Type":
             return self._add_leaf(
-                StoredLeaf(name, "bfloat16" if known.get("is_bfloat16") else dataset.dtype.name, dataset)
+                StoredLeaf(
+                    name, "bfloat16" if known.get("is_bfloat16") else dataset.dtype.name, dataset
+                )
             )
         if kind == "NumpyArrayH5Type":
             return self._array_leaf(name, dataset, None)
@@ -177,7 +227,9 @@ class CerebrasReader:
             return Node("value", None)
         if kind == "ObjectH5Type":
             return _unpickle_leaf(name, bytes.fromhex(known["object_value"]))
-        raise CorruptError(f"{name}: a leaf of type {kind!r}, which leads outside the file or is unknown")
+        raise CorruptError(
+            f"{name}: a leaf of type {kind!r}, which leads outside the file or is unknown"
+        )
 
 
 class _LegacySpec(metaclass=Sealed):
@@ -220,35 +272,70 @@ INDEX = "__ft_index__"
 GROUP = "__ft__"  # of datasets whose names HDF5 would parse as paths
 LONGEST_NAME_BYTES = 30_000
 RTFX = {
-    "bool": 1, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9, "float16": 10,
-    "float32": 11, "float64": 12, "bfloat16": 15,
-}  # fmt: skip
+    "bool": 1,
+    "int16": 3,
+    "int32": 4,
+    "int64": 5,
+    "uint8": 6,
+    "uint16": 7,
+    "uint32": 8,
+    "uint64": 9,
+    "float16": 10,
+    "float32": 11,
+    "float64": 12,
+    "bfloat16": 15,
+}
 STORED = {  # torch's dtype: (type in the file, label), if HDF5 has no such type
     "bfloat16": ("i2", "bfloat16"),
     "complex32": ("u4", "uint32"),
-    **dict.fromkeys(("float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu", "float8_e4m3fnuz"), ("u1", "uint8")),
+    **dict.fromkeys(
+        ("float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu", "float8_e4m3fnuz"), ("u1", "uint8")
+    ),
     **dict.fromkeys(("float8_e5m2fnuz", "float4_e2m1fn_x2"), ("u1", "uint8")),
 }
-NATIVE = {"bfloat16": ("bf16", "float32"), "float8_e5m2": ("e5m2", "float32")}  # types that every reader converts
+# types that every reader converts
+NATIVE = {"bfloat16": ("bf16", "float32"), "float8_e5m2": ("e5m2", "float32")}
 _PLAIN = {
-    "bool": "bool", "int8": "i1", "int16": "i2", "int32": "i4", "int64": "i8", "uint8": "u1", "uint16": "u2",
-    "uint32": "u4", "uint64": "u8", "float16": "f2", "float32": "f4", "float64": "f8", "complex64": "c8",
+    "bool": "bool",
+    "int8": "i1",
+    "int16": "i2",
+    "int32": "i4",
+    "int64": "i8",
+    "uint8": "u1",
+    "uint16": "u2",
+    "uint32": "u4",
+    "uint64": "u8",
+    "float16": "f2",
+    "float32": "f4",
+    "float64": "f8",
+    "complex64": "c8",
     "complex128": "c16",
-}  # fmt: skip
+}
 DTYPES = (*_PLAIN, *STORED)  # all that can be stored
 _LEAF: dict[str, Any] = {"type": None, "context": None, "children_spec": []}
 _LEAF_TEXT = json.dumps(_LEAF)
 _TORCH_TREES = {
-    "dict": "builtins.dict", "odict": "collections.OrderedDict", "list": "builtins.list", "tuple": "builtins.tuple",
-    "set": "builtins.set", "deque": "collections.deque",
-}  # fmt: skip
-_NEAREST = {"counter": "dict", "defaultdict": "dict", "namedtuple": "tuple", "size": "tuple", "frozenset": "set"}
+    "dict": "builtins.dict",
+    "odict": "collections.OrderedDict",
+    "list": "builtins.list",
+    "tuple": "builtins.tuple",
+    "set": "builtins.set",
+    "deque": "collections.deque",
+}
+_NEAREST = {
+    "counter": "dict",
+    "defaultdict": "dict",
+    "namedtuple": "tuple",
+    "size": "tuple",
+    "frozenset": "set",
+}
 _UNSAFE = str.maketrans({"\0": "\u2400", **{chr(code): "\ufffd" for code in range(0xD800, 0xE000)}})
 
 
 @dataclass(frozen=True)
 class Content:
-    """The checkpoint without its tensors' bytes: attributes of the root, names of the leaves, datasets.
+    """The checkpoint without its tensors' bytes: attributes of the root, names of the leaves,
+    datasets.
 
     The first datasets are those of the leaves, in order; their offsets are not yet known.
     """
@@ -261,7 +348,9 @@ class Content:
 def describe_checkpoint(
     root: Node, leaves: Sequence[Spec], arrays: Iterable[int] = (), native_floats: bool = False
 ) -> Content:
-    """The content for the object `root`. `leaves`: shape and dtype by index; `arrays`: the indices of numpy arrays.
+    """The content for the object `root`.
+
+    `leaves`: shape and dtype by index; `arrays`: the indices of numpy arrays.
 
     Raises SelectionError for a name that is too long.
     """
@@ -275,11 +364,16 @@ def describe_checkpoint(
     for name, node in nodes.items():
         attributes[f"{name}.__metadata__"] = _wrap_metadata(name, writer.describe_leaf(name, node))
     objects = list(writer.objects.values())
-    return Content(attributes, writer.names, [writer.datasets[index] for index in range(len(leaves))] + objects)
+    return Content(
+        attributes, writer.names, [writer.datasets[index] for index in range(len(leaves))] + objects
+    )
 
 
 def leaf_names(root: Node, count: int) -> list[str]:
-    """The names of the `count` leaves of the object `root`. Raises as `describe_checkpoint` does."""
+    """The names of the `count` leaves of the object `root`.
+
+    Raises as `describe_checkpoint` does.
+    """
     names = [""] * count
     for name, node in _walk_object(root)[1].items():
         if node.kind != "value":
@@ -309,7 +403,10 @@ class _CollisionError(Exception):
 
 @dataclass
 class _TreeWalk:
-    """Describes a tree and collects its leaves. Raises _CollisionError when two leaves get one name."""
+    """Describes a tree and collects its leaves.
+
+    Raises _CollisionError when two leaves get one name.
+    """
 
     escape: bool = False  # escape dots in keys, so that no two paths give one name
     leaves: dict[str, Node] = field(default_factory=dict)
@@ -331,8 +428,14 @@ class _TreeWalk:
         if node.kind in MAPPINGS:
             context = keys = list(self._child_keys(node.keys))
         pairs = zip(keys, node.children, strict=True)
-        children = [self.describe_node(child, f"{prefix}{key}.", f"{prefix}{key}") for key, child in pairs]
-        return {"type": _TORCH_TREES[kind], "context": json.dumps(context), "children_spec": children}
+        children = [
+            self.describe_node(child, f"{prefix}{key}.", f"{prefix}{key}") for key, child in pairs
+        ]
+        return {
+            "type": _TORCH_TREES[kind],
+            "context": json.dumps(context),
+            "children_spec": children,
+        }
 
     def _child_keys(self, keys: Iterable[Node]) -> Iterator[Any]:
         used: set[str] = set()
@@ -352,7 +455,9 @@ class _TreeWalk:
 
 
 def _text_key(node: Node) -> str:
-    parts = [_text_key(child) if child.kind != "value" else repr(child.value) for child in node.children]
+    parts = [
+        _text_key(child) if child.kind != "value" else repr(child.value) for child in node.children
+    ]
     return f"({', '.join(parts)})"
 
 
@@ -390,7 +495,12 @@ class _LeafDescriber:
             return json.dumps(self._describe_value(name, node.value))
         index = _leaf_index(node)
         if index in self.datasets:
-            link = {"__TYPE__": "LinkedObject", "key": self.names[index], "__LINKED__": True, "__NONE__": True}
+            link = {
+                "__TYPE__": "LinkedObject",
+                "key": self.names[index],
+                "__LINKED__": True,
+                "__NONE__": True,
+            }
             return json.dumps(link)
         self.names[index] = name
         spec = self.leaves[index]
@@ -402,7 +512,9 @@ class _LeafDescriber:
         return json.dumps(kind.metadata | _path_metadata(name))
 
     def _kind_of(self, spec: Spec, node: Node, is_array: bool) -> _LeafKind:
-        """What a leaf has in common with others; tensors of one dtype and shape share one record."""
+        """What a leaf has in common with others; tensors of one dtype and shape share one
+        record.
+        """
         stored = stored_type(spec.dtype, self.native_floats)
         if is_array:
             return _leaf_kind(stored, self._describe_array(node), spec.shape)
@@ -426,12 +538,21 @@ class _LeafDescriber:
         return known if label == spec.dtype else known | {"ft_dtype": spec.dtype}
 
     def _describe_array(self, node: Node) -> dict[str, Any]:
-        known = {"__TYPE__": "NumpyArraySerializer", "__NUMPY__": True, "is_bfloat16": False, "compressed": False}
+        known = {
+            "__TYPE__": "NumpyArraySerializer",
+            "__NUMPY__": True,
+            "is_bfloat16": False,
+            "compressed": False,
+        }
         return known if node.kind == "blob" else known | {"ft_array": json.dumps(node.value[1:])}
 
     def _describe_value(self, name: str, value: Any) -> dict[str, Any]:
         if isinstance(value, np.generic):
-            value = value.item() if value.dtype.kind in "biuf" and value.dtype.itemsize <= 8 else str(value)
+            value = (
+                value.item()
+                if value.dtype.kind in "biuf" and value.dtype.itemsize <= 8
+                else str(value)
+            )
         if value is None:
             return {"__TYPE__": "NoneSerializer", "__NONE__": True}
         if isinstance(value, int) and abs(value) >= 1 << 4096:
@@ -440,7 +561,8 @@ class _LeafDescriber:
             return {"__TYPE__": "ScalarSerializer", "scalar_value": value, "__NONE__": True}
         if isinstance(value, str):
             return {"__TYPE__": "StringSerializer", "string_value": value, "__NONE__": True}
-        data = pickle.dumps(value, protocol=4)  # bytes, complex, torch's dtype and device: nothing that runs
+        # bytes, complex, torch's dtype and device: nothing that runs
+        data = pickle.dumps(value, protocol=4)
         known: dict[str, Attribute] = {"__BYTES__": data, "__TYPE__": "ObjectSerializer"}
         self.objects[name] = Dataset(_leaf_path(name), "f4", None, known)
         return {"__TYPE__": "ObjectSerializer", "__BYTES__": True} | _path_metadata(name)
@@ -458,7 +580,9 @@ def dataset_path(name: str) -> tuple[str, ...]:
 
 
 def _leaf_path(name: str) -> tuple[str, ...]:
-    """The path of a leaf's dataset: its name, or an escaped name in GROUP if HDF5 would parse it as a path."""
+    """The path of a leaf's dataset: its name, or an escaped name in GROUP if HDF5 would parse it as
+    a path.
+    """
     if "/" in name or name in ("", ".", "..", INDEX, GROUP):
         return (GROUP, "=" + quote(name, safe=""))
     return (name,)
@@ -483,12 +607,18 @@ def _as_attributes(known: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str
 
 
 def _wrap_metadata(name: str, metadata_text: str) -> str:
-    """The JSON text of a leaf's attribute of the root: its metadata, and the tree of a dict with this leaf alone.
+    """The JSON text of a leaf's attribute of the root: its metadata, and the tree of a dict with
+    this leaf alone.
 
-    Strings of JSON are put together, because to encode a dict for each leaf takes five times as long.
+    Strings of JSON are put together, because to encode a dict for each leaf takes five times as
+    long.
     """
     key = json.dumps(name)
     metadata_key = json.dumps(f"{name}.__metadata__")
     context = json.dumps(f"[{key}]")
-    tree = json.dumps(f'[1, {{"type": "builtins.dict", "context": {context}, "children_spec": [{_LEAF_TEXT}]}}]')
-    return f'{{"__spec__": [null, {tree}], "__objects__": [{key}], {metadata_key}: {metadata_text}}}'
+    tree = json.dumps(
+        f'[1, {{"type": "builtins.dict", "context": {context}, "children_spec": [{_LEAF_TEXT}]}}]'
+    )
+    return (
+        f'{{"__spec__": [null, {tree}], "__objects__": [{key}], {metadata_key}: {metadata_text}}}'
+    )

@@ -1,7 +1,8 @@
 """Reads checkpoints of torch.distributed.checkpoint: a folder with `.metadata` and `.distcp` files.
 
-Source: the classes of `torch.distributed.checkpoint.metadata`. `.metadata` is a pickle, decoded without running code.
-It lists the stored boxes of every tensor and their locations; each box is a small torch archive inside a file.
+Source: the classes of `torch.distributed.checkpoint.metadata`. `.metadata` is a pickle, decoded
+without running code. It lists the stored boxes of every tensor and their locations; each box is a
+small torch archive inside a file.
 """
 
 import math
@@ -37,7 +38,8 @@ _CLASSES = {  # that a `.metadata` names, by module
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.serialization": ("_get_layout",),
     "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
-    "pathlib._local": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),  # of Python 3.13
+    # of Python 3.13
+    "pathlib._local": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
 }
 _NAMES = [f"{module}.{name}" for module, names in _CLASSES.items() for name in names]
 _GLOBALS = {**PLAIN_VALUES, **{full_name: stand_in(full_name) for full_name in _NAMES}}
@@ -56,9 +58,14 @@ class _StoredBox:
 
 
 class DcpFile:
-    """The tensors of a distributed checkpoint. Each is assembled from its boxes as a whole, one at a time."""
+    """The tensors of a distributed checkpoint.
 
-    def __init__(self, store: Store, specs: Mapping[str, Spec], boxes: Mapping[str, Sequence[_StoredBox]]) -> None:
+    Each is assembled from its boxes as a whole, one at a time.
+    """
+
+    def __init__(
+        self, store: Store, specs: Mapping[str, Spec], boxes: Mapping[str, Sequence[_StoredBox]]
+    ) -> None:
         self.specs, self.boxes = specs, boxes
         self.skipped: tuple[str, ...] = ()
         self.ties: dict[str, str] = {}  # the format stores one tensor under each of its names
@@ -72,7 +79,8 @@ class DcpFile:
         Raises CorruptError when a file has changed, is damaged or does not match the metadata.
         """
         if self._assembled[0] != name:
-            self._assembled = (None, torch.empty(0, device="cpu"))  # frees the last one before the next is read
+            # frees the last one before the next is read
+            self._assembled = (None, torch.empty(0, device="cpu"))
             with damaged_input(name):
                 self._assembled = (name, self._assemble(name))
         return self._assembled[1][start:stop]
@@ -87,7 +95,9 @@ class DcpFile:
             part = self._read_box(box, spec)
             if whole is None:  # memory by the size in the metadata, after a look at the file
                 whole = torch.empty(spec.shape, dtype=part.dtype, device="cpu")
-            place = tuple(slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True))
+            place = tuple(
+                slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True)
+            )
             whole[place].copy_(part)
         if whole is None:  # without elements
             return torch.empty(0, dtype=getattr(torch, spec.dtype), device="cpu")
@@ -96,9 +106,13 @@ class DcpFile:
     def _read_box(self, box: _StoredBox, spec: Spec) -> Tensor:
         file = self.files[box.path]
         part = load_torch_part(file, box.start, box.size_bytes)
-        if not isinstance(part, Tensor) or (tuple(part.shape), dtype_name(part.dtype)) != (box.sizes, spec.dtype):
+        if not isinstance(part, Tensor) or (tuple(part.shape), dtype_name(part.dtype)) != (
+            box.sizes,
+            spec.dtype,
+        ):
             raise CorruptError(
-                f"{spec.name}: {box.path} holds something else at byte {box.start}, expected {spec.dtype} {box.sizes}; "
+                f"{spec.name}: {box.path} holds something else at byte {box.start}, expected "
+                f"{spec.dtype} {box.sizes}; "
                 "the checkpoint is damaged, use another"
             )
         file.promise(max(0, part.nbytes - part.untyped_storage().nbytes()), spec.name)
@@ -113,13 +127,15 @@ class DcpFile:
 def open_dcp(place: Place) -> DcpFile:
     """The tensors of the checkpoint folder `place`; nothing in it is run.
 
-    Other values are listed in `skipped`. Raises LoadError naming globals in the metadata that are neither tensors nor
-    plain data; CorruptError when boxes are missing or do not fill their tensor.
+    Other values are listed in `skipped`. Raises LoadError naming globals in the metadata that are
+    neither tensors nor plain data; CorruptError when boxes are missing or do not fill their tensor.
     """
     store, source = place.folder, place.basename
     check_files_inside(store, [METADATA])
     with damaged_input(f"{source}/{METADATA}: torch.distributed.checkpoint's"):
-        metadata = _state_of(unpickle(store.read(METADATA), f"{source}/{METADATA}", _GLOBALS), "Metadata")
+        metadata = _state_of(
+            unpickle(store.read(METADATA), f"{source}/{METADATA}", _GLOBALS), "Metadata"
+        )
         entries = metadata["state_dict_metadata"]
         stored = {
             _box_key(_state_of(index, "MetadataIndex")): _state_of(info, "_StorageInfo")
@@ -131,7 +147,9 @@ def open_dcp(place: Place) -> DcpFile:
             if _kind_of(one) != "BytesStorageMetadata"
         }
         specs = {name: _tensor_spec(name, state) for name, state in tensors.items()}
-        boxes = {name: _stored_boxes(name, state["chunks"], stored) for name, state in tensors.items()}
+        boxes = {
+            name: _stored_boxes(name, state["chunks"], stored) for name, state in tensors.items()
+        }
         _check_boxes(place, specs, boxes)
     opened = DcpFile(store, specs, boxes)
     opened.skipped = tuple(f"{name}: an object" for name in entries if name not in tensors)
@@ -159,7 +177,9 @@ def _tensor_spec(name: str, state: Mapping[str, Any]) -> Spec:
 
 def _box_key(index: Mapping[str, Any]) -> tuple[str, Places | None]:
     if not index.keys() <= {"fqn", "offset", "index"}:
-        raise CorruptError(f"an index of {', '.join(map(str, index))}, expected fqn, offset and index")
+        raise CorruptError(
+            f"an index of {', '.join(map(str, index))}, expected fqn, offset and index"
+        )
     offset = index.get("offset")
     return str(index["fqn"]), None if offset is None else checked_sizes(offset)
 
@@ -174,15 +194,20 @@ def _stored_boxes(
         info = stored[name, offsets] if (name, offsets) in stored else stored[name, None]
         if info.get("transform_descriptors"):
             raise LoadError(
-                f"{name}: stored through {info['transform_descriptors']}; load it with torch and save it again"
+                f"{name}: stored through {info['transform_descriptors']}; load it with torch and "
+                "save it again"
             )
         start, length = checked_sizes((info["offset"], info["length"]))
         found.append(_StoredBox(offsets, extent, str(info["relative_path"]), start, length))
     return found
 
 
-def _check_boxes(place: Place, specs: Mapping[str, Spec], boxes: Mapping[str, Sequence[_StoredBox]]) -> None:
-    """Raise CorruptError naming every tensor whose boxes are not in the folder or do not fill it."""
+def _check_boxes(
+    place: Place, specs: Mapping[str, Spec], boxes: Mapping[str, Sequence[_StoredBox]]
+) -> None:
+    """Raise CorruptError naming every tensor whose boxes are not in the folder or do not fill
+    it.
+    """
     wrong, store = [], place.folder
     paths = {box.path for many in boxes.values() for box in many}
     check_files_inside(store, filter(is_inside, paths))
@@ -194,17 +219,30 @@ def _check_boxes(place: Place, specs: Mapping[str, Spec], boxes: Mapping[str, Se
                 wrong.append(f"{owners[box.path, box.start]}, {name}: stored at the same location")
             owners[box.path, box.start] = name
         if spec.dtype not in ITEM_BYTES:
-            raise LoadError(f"{name}: {spec.dtype}, which is no plain dtype; convert it before saving")
-        misfit = any(len(spec.shape) != len(box.sizes) or len(spec.shape) != len(box.offsets) for box in boxes[name])
-        if misfit or sum(math.prod(b.sizes) for b in boxes[name]) != spec.numel or _boxes_overlap(boxes[name]):
+            raise LoadError(
+                f"{name}: {spec.dtype}, which is no plain dtype; convert it before saving"
+            )
+        misfit = any(
+            len(spec.shape) != len(box.sizes) or len(spec.shape) != len(box.offsets)
+            for box in boxes[name]
+        )
+        if (
+            misfit
+            or sum(math.prod(b.sizes) for b in boxes[name]) != spec.numel
+            or _boxes_overlap(boxes[name])
+        ):
             wrong.append(f"{name}: its stored parts do not fill {list(spec.shape)}")
         wrong += [f"{name}: {box.path} is missing" for box in boxes[name] if box.path not in there]
     if wrong:
-        raise CorruptError(f"{place.basename}: {listing(wrong)}; every rank must have saved to this folder")
+        raise CorruptError(
+            f"{place.basename}: {listing(wrong)}; every rank must have saved to this folder"
+        )
 
 
 def _boxes_overlap(boxes: Sequence[_StoredBox]) -> bool:
-    """Whether two boxes share an element: the boxes then leave a gap, although the number of elements is right."""
+    """Whether two boxes share an element: the boxes then leave a gap, although the number of
+    elements is right.
+    """
     ordered = sorted((box for box in boxes if 0 not in box.sizes), key=lambda box: box.offsets)
     for index, one in enumerate(ordered):
         for other in ordered[index + 1 :]:

@@ -20,22 +20,30 @@ def format_by_suffix(path: PurePath | str) -> TensorFormat:
     if not found:
         suffixes = dict.fromkeys(suffix for known in written_formats() for suffix in known.suffixes)
         raise ConfigError(
-            f"{path}: {suffix!r} is the suffix of no format; expected one of {', '.join(suffixes)}, or format="
+            f"{path}: {suffix!r} is the suffix of no format; expected one of "
+            f"{', '.join(suffixes)}, or format="
         )
     return found[0]
 
 
 def detect_format(file: RawFile) -> TensorFormat:
     """The format of an open file, by its content. Raises LoadError for an unknown format."""
-    for known in reversed(tensor_formats()):  # the more specific of two matching formats is registered later
+    # the more specific of two matching formats is registered later
+    for known in reversed(tensor_formats()):
         if known.recognise is not None and known.recognise(file):
             return known
     head = bytes(file.bytes(0, min(16, file.size_bytes)))
-    raise LoadError(f"{file.file.where}: begins with {head!r}; expected HDF5, safetensors or a file of torch.save")
+    raise LoadError(
+        f"{file.file.where}: begins with {head!r}; expected HDF5, safetensors or "
+        "a file of torch.save"
+    )
 
 
 def open_tensor_file(file: Readable) -> TensorFile:
-    """The tensors of a single open file, read by copying. Raises LoadError or CorruptError as its format does."""
+    """The tensors of a single open file, read by copying.
+
+    Raises LoadError or CorruptError as its format does.
+    """
     raw = RawFile(file)
     with damaged_input(raw.name):
         known = detect_format(raw)
@@ -43,11 +51,16 @@ def open_tensor_file(file: Readable) -> TensorFile:
             return known.open_tensors(raw)
         if known.open_indexed is not None:
             return TreeFile(known.open_file(raw.file, mapped=False))
-    raise LoadError(f"{file.where}: a {known.name} file, of which ft_ckpt cannot read the tensors; convert it first")
+    raise LoadError(
+        f"{file.where}: a {known.name} file, of which ft_ckpt cannot read the "
+        "tensors; convert it first"
+    )
 
 
 class TreeFile:
-    """A file that holds an object: its tensors and arrays, their aliases, and the names of other values."""
+    """A file that holds an object: its tensors and arrays, their aliases, and the names of other
+    values.
+    """
 
     def __init__(self, file: IndexedFile) -> None:
         index = file.index
@@ -59,9 +72,16 @@ class TreeFile:
             self.specs: dict[str, Spec] = dict(file.specs)
         else:
             self._walk_tree(index.root, "")
-            self.specs = {name: file.specs[name] for name in (index.names[leaf] for leaf in sorted(self.plain))}
+            self.specs = {
+                name: file.specs[name]
+                for name in (index.names[leaf] for leaf in sorted(self.plain))
+            }
         metadata = {str(key): str(value) for key, value in index.metadata.items()}
-        ties = {name: kept for name, kept in metadata.items() if kept in self.specs and name not in self.specs}
+        ties = {
+            name: kept
+            for name, kept in metadata.items()
+            if kept in self.specs and name not in self.specs
+        }
         self.ties |= ties
         self.metadata = {key: value for key, value in metadata.items() if key not in ties}
 
@@ -82,8 +102,15 @@ class TreeFile:
                 self.ties[name] = self.names[leaf]
             self.plain.setdefault(leaf, name)
         elif node.children:
-            keys = [str(key.value) if key.kind == "value" else f"{place}" for place, key in enumerate(node.keys)]
-            for key, child in zip(keys or map(str, range(len(node.children))), node.children, strict=True):
+            keys = [
+                str(key.value) if key.kind == "value" else f"{place}"
+                for place, key in enumerate(node.keys)
+            ]
+            for key, child in zip(
+                keys or map(str, range(len(node.children))), node.children, strict=True
+            ):
                 self._walk_tree(child, f"{name}.{key}" if name else key)
         elif node.kind not in ("dict", "list", "tuple"):
-            self.skipped.append(f"{name}: {type(node.value).__name__ if node.kind == 'value' else node.kind}")
+            self.skipped.append(
+                f"{name}: {type(node.value).__name__ if node.kind == 'value' else node.kind}"
+            )

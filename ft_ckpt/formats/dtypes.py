@@ -23,18 +23,27 @@ def dtype_of(name: str) -> torch.dtype:
 
 def all_finite(data: torch.Tensor) -> bool:
     """Whether no element is NaN or infinity, in any dtype; `torch.isfinite` takes few of 8 bits."""
-    if not (data.is_floating_point() or data.is_complex()) or data.dtype == torch.float4_e2m1fn_x2:  # has neither
+    # has neither
+    if not (data.is_floating_point() or data.is_complex()) or data.dtype == torch.float4_e2m1fn_x2:
         return True
     return bool(torch.isfinite(data if data.dtype.itemsize > 1 else data.float()).all())
 
 
 def is_within(data: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether all elements lie within the finite range of `dtype`, so that no cast overflows; False for NaN.
+    """Whether all elements lie within the finite range of `dtype`, so that no cast overflows; False
+    for NaN.
 
-    One pass without a copy, in a tenth of the time of `isinf`. After False, a full check finds the elements.
+    One pass without a copy, in a tenth of the time of `isinf`. After False, a full check finds the
+    elements.
     """
     if not data.numel() or not (dtype.is_floating_point or dtype.is_complex):
         return True
-    values = torch.view_as_real(data) if data.is_complex() else data if data.dtype.itemsize > 1 else data.float()
+    values = (
+        torch.view_as_real(data)
+        if data.is_complex()
+        else data
+        if data.dtype.itemsize > 1
+        else data.float()
+    )
     low, high = map(float, torch.aminmax(values))
     return max(-low, high) <= torch.finfo(dtype).max

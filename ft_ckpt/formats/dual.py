@@ -1,10 +1,12 @@
 """The dual file: valid safetensors and valid HDF5 at once.
 
-    safetensors length and header, padded to a power of two | HDF5 metadata, our index | tensors without gaps
+    safetensors length and header, padded to a power of two | HDF5 metadata, our index | tensors
+    without gaps
 
-HDF5 allows a user block of 512 * 2**n bytes before its superblock, which contains the safetensors header. For
-safetensors, the HDF5 metadata are one helper tensor of bytes, because in that format every byte after the header
-belongs to exactly one tensor. They cannot be in the header: the superblock's signature has bytes that JSON forbids.
+HDF5 allows a user block of 512 * 2**n bytes before its superblock, which contains the safetensors
+header. For safetensors, the HDF5 metadata are one helper tensor of bytes, because in that format
+every byte after the header belongs to exactly one tensor. They cannot be in the header: the
+superblock's signature has bytes that JSON forbids.
 """
 
 import json
@@ -27,9 +29,12 @@ _MAX_HELPER_BYTES = 1 << 40  # of the helper tensor; its digits make room for th
 
 
 def lay_out_dual(
-    specs: Sequence[Spec], metadata: Mapping[str, str], ties: Mapping[str, str] = MappingProxyType({})
+    specs: Sequence[Spec],
+    metadata: Mapping[str, str],
+    ties: Mapping[str, str] = MappingProxyType({}),
 ) -> Layout:
-    """The layout of a dual file that contains `specs` as one flat dict, with `ties` in its metadata.
+    """The layout of a dual file that contains `specs` as one flat dict, with `ties` in its
+    metadata.
 
     Raises SelectionError for unsupported dtypes.
     """
@@ -41,12 +46,15 @@ def lay_out_dual(
 def lay_out_dual_tree(
     root: Node, leaves: Sequence[Spec], arrays: Sequence[int], native_floats: bool = False
 ) -> tuple[Layout, Sequence[str]]:
-    """The layout of a dual file that contains the object `root`, and the names of its leaves, in order.
+    """The layout of a dual file that contains the object `root`, and the names of its leaves, in
+    order.
 
     Raises SelectionError for unsupported dtypes.
     """
     content = cerebras.describe_checkpoint(root, leaves, arrays, native_floats)
-    specs = [Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(content.names, leaves, strict=True)]
+    specs = [
+        Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(content.names, leaves, strict=True)
+    ]
     lay_out_safetensors(specs, {})
     return _dual_layout(specs, content, root, tree_metadata(root, content.names)), content.names
 
@@ -54,7 +62,8 @@ def lay_out_dual_tree(
 def _dual_layout(
     specs: Sequence[Spec], content: cerebras.Content, root: Node | None, metadata: Mapping[str, str]
 ) -> Layout:
-    order = sorted(range(len(specs)), key=lambda leaf: -ITEM_BYTES[specs[leaf].dtype])  # aligned, without gaps
+    # aligned, without gaps
+    order = sorted(range(len(specs)), key=lambda leaf: -ITEM_BYTES[specs[leaf].dtype])
     *starts, end = accumulate((specs[leaf].size_bytes for leaf in order), initial=0)
     by_leaf = dict(zip(order, starts, strict=True))
     rows = hdf5_layout.index_rows(specs, order, starts, "")
@@ -94,7 +103,11 @@ def _safetensors_header(
     for leaf, start in starts.items():
         spec = specs[leaf]
         offsets = [middle_bytes + start, middle_bytes + start + spec.size_bytes]
-        header[spec.name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
+        header[spec.name] = {
+            "dtype": NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": offsets,
+        }
     return json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
 
 

@@ -36,20 +36,26 @@ class StraightLanding:
     at: int = 0
 
     def put(self, data: Tensor, *, lasts: bool = False) -> None:
-        """Copy the next bytes into place; asynchronously if `data` lasts until the device has copied it."""
+        """Copy the next bytes into place; asynchronously if `data` lasts until the device has
+        copied it.
+        """
         end = self.at + data.numel()
         if self.local.device.type == "cpu" and data.device.type == "cpu":
             copy_bytes(self.local, self.at, data)
         else:
-            flat = self.local.as_strided((self.local.numel(),), (1,))  # one element may have any stride
+            # one element may have any stride
+            flat = self.local.as_strided((self.local.numel(),), (1,))
             flat.view(torch.uint8)[self.at : end].copy_(data, non_blocking=lasts)
         self.at = end
 
 
-def read_runs(landings: Mapping[ByteRun, Landing], threads: int = THREADS, direct: str = "auto") -> int:
+def read_runs(
+    landings: Mapping[ByteRun, Landing], threads: int = THREADS, direct: str = "auto"
+) -> int:
     """Read all runs in file order and pass each to its landing. Returns the number of bytes.
 
-    Tensors on accelerators are filled through pinned blocks, and are complete for all streams when this returns.
+    Tensors on accelerators are filled through pinned blocks, and are complete for all streams when
+    this returns.
     """
     order = {id(file): place for place, file in enumerate(run.file for run in landings)}
     runs = sorted(landings, key=lambda run: (order[id(run.file)], run.start))
@@ -83,7 +89,10 @@ class DeviceTensors:
         return tensor
 
     def read_all(self, threads: int = THREADS) -> None:
-        """Read the values of all tensors. Raises CorruptError when the file is too short or has changed."""
+        """Read the values of all tensors.
+
+        Raises CorruptError when the file is too short or has changed.
+        """
         read_runs(self._landings, threads)
 
 
@@ -108,7 +117,9 @@ def bytes_at(address: int, size_bytes: int) -> Tensor:
 
 
 def copy_bytes(to: Tensor, at: int, data: Tensor) -> None:
-    """Copy bytes into the host memory of `to`, by memmove: torch's copy threads wait for each other by spinning."""
+    """Copy bytes into the host memory of `to`, by memmove: torch's copy threads wait for each other
+    by spinning.
+    """
     ctypes.memmove(to.data_ptr() + at, data.data_ptr(), data.numel())
     torch.autograd.graph.increment_version(to)
 
@@ -123,15 +134,20 @@ class FilePlan:
     def records(self) -> list[TensorRecord]:
         """The record of each tensor, with its offsets."""
         return [
-            TensorRecord(spec.name, spec.shape, spec.dtype, self.path, start, start + spec.size_bytes)
+            TensorRecord(
+                spec.name, spec.shape, spec.dtype, self.path, start, start + spec.size_bytes
+            )
             for spec, start in zip(self.layout.specs, self.layout.starts, strict=True)
         ]
 
 
-def write_file(plan: FilePlan, regions: Iterable[Region], store: Store, writer: Writer) -> FileRecord:
+def write_file(
+    plan: FilePlan, regions: Iterable[Region], store: Store, writer: Writer
+) -> FileRecord:
     """Write the planned file from `regions`: the bytes of its tensors, in the order of the layout.
 
-    Raises IncompleteError when a region is not the one the layout expects next, NoSpaceError when the disk is full.
+    Raises IncompleteError when a region is not the one the layout expects next, NoSpaceError when
+    the disk is full.
     """
     layout, feed = plan.layout, iter(regions)
     with writer.fill(store.create(plan.path, layout.size_bytes)) as file:
@@ -140,7 +156,8 @@ def write_file(plan: FilePlan, regions: Iterable[Region], store: Store, writer: 
         file.put_zeros(end, layout.size_bytes)
         for extra in feed:
             raise IncompleteError(
-                f"{plan.path}: {_describe_region(extra)} came after the last planned tensor; nothing is kept"
+                f"{plan.path}: {_describe_region(extra)} came after the last planned tensor; "
+                "nothing is kept"
             )
         digest = file.finish()
     etag = None if file.stored is None else file.stored.etag
@@ -150,7 +167,11 @@ def write_file(plan: FilePlan, regions: Iterable[Region], store: Store, writer: 
 
 def _fill_tensors(file: DurableFile, layout: Layout, feed: Iterator[Region]) -> int:
     """Write the tensors and the trailer of a file; returns the offset of their end."""
-    digests = {spec.name: xxhash.xxh3_128() for spec in layout.specs} if layout.trailer is not None else {}
+    digests = (
+        {spec.name: xxhash.xxh3_128() for spec in layout.specs}
+        if layout.trailer is not None
+        else {}
+    )
     end = len(layout.header)
     for spec, start in zip(layout.specs, layout.starts, strict=True):
         file.put_zeros(end, start)
@@ -172,7 +193,9 @@ def _next_regions(name: str, start: int, end: int, feed: Iterator[Region]) -> It
         region = next(feed, None)
         if region is None or region.start != start or region.size_bytes > end - start:
             found = "nothing" if region is None else _describe_region(region)
-            raise IncompleteError(f"{name}: {end - start} bytes missing when {found} came; nothing is kept")
+            raise IncompleteError(
+                f"{name}: {end - start} bytes missing when {found} came; nothing is kept"
+            )
         yield region
         start += region.size_bytes
 

@@ -39,8 +39,12 @@ SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
 def is_hdf5(file: RawFile) -> bool:
-    """True if the signature of HDF5 is at the start of the file, or after a user block that is not a dual file's."""
-    return _is_signature_at(file, 0) or (file.size_bytes > 8 and file.bytes(8, 1) != b"{" and has_user_block(file))
+    """True if the signature of HDF5 is at the start of the file, or after a user block that is not
+    a dual file's.
+    """
+    return _is_signature_at(file, 0) or (
+        file.size_bytes > 8 and file.bytes(8, 1) != b"{" and has_user_block(file)
+    )
 
 
 def has_user_block(file: RawFile) -> bool:
@@ -55,7 +59,8 @@ def _is_signature_at(file: RawFile, start: int) -> bool:
 
 
 def open_hdf5(raw: RawFile, verify: bool = False) -> IndexedFile:
-    """The tensors of an HDF5 file: ours, a Cerebras checkpoint, or any other of groups and datasets.
+    """The tensors of an HDF5 file: ours, a Cerebras checkpoint, or any other of groups and
+    datasets.
 
     Raises CorruptError when it is damaged or incomplete, or refers to other files.
     """
@@ -66,11 +71,13 @@ def open_hdf5(raw: RawFile, verify: bool = False) -> IndexedFile:
     return IndexedFile(raw, index, verify)
 
 
-_MOST_EXPANSION = 4096  # bytes of values per byte of the file, beyond FREE_BYTES; no compression gives more
+# bytes of values per byte of the file, beyond FREE_BYTES; no compression gives more
+_MOST_EXPANSION = 4096
 _LEAST_LINK_BYTES = 16  # size of a link in a file
 _MOST_HOPS = 16  # soft links followed for one name
 _PART_BYTES = 32 << 20  # read at a time
-_NATIVE = {(2, 15, 7, 8, 0, 7): "bfloat16", (1, 7, 2, 5, 0, 2): "float8_e5m2"}  # HDF5's own float types
+# HDF5's own float types
+_NATIVE = {(2, 15, 7, 8, 0, 7): "bfloat16", (1, 7, 2, 5, 0, 2): "float8_e5m2"}
 
 
 @dataclass
@@ -83,14 +90,22 @@ class _ForeignFile:
     visits: int = 0  # of links; several may lead to the same object
 
     def count_visit(self) -> None:
-        """Count the visit of a link. Raises CorruptError if there were more than the file can contain links."""
+        """Count the visit of a link.
+
+        Raises CorruptError if there were more than the file can contain links.
+        """
         self.visits += 1
         if self.visits > 1000 + self.raw.size_bytes // _LEAST_LINK_BYTES:
             raise CorruptError("groups in groups, with more links than the file has room for")
 
 
-def open_foreign(raw: RawFile, verify: bool = False, part: tuple[int, int] | None = None) -> IndexedFile:
-    """The file, or its `part` (first byte, size), as the HDF5 library reads it. Raises CorruptError."""
+def open_foreign(
+    raw: RawFile, verify: bool = False, part: tuple[int, int] | None = None
+) -> IndexedFile:
+    """The file, or its `part` (first byte, size), as the HDF5 library reads it.
+
+    Raises CorruptError.
+    """
     raw.check()
     part = part or (0, raw.size_bytes)
     with damaged_input(f"{raw.name}: an HDF5 file"):
@@ -108,7 +123,8 @@ class ForeignDataset:
         self.source, self.handle, self.path = source, handle, path
         if handle.external or handle.is_virtual:
             raise CorruptError(
-                f"{path}: its values are stored in other files (external storage), which ft_ckpt does not open"
+                f"{path}: its values are stored in other files (external storage), which ft_ckpt "
+                "does not open"
             )
         self.shape: tuple[int, ...] | None = handle.shape
         self.dtype: np.dtype[Any] = handle.dtype
@@ -129,7 +145,9 @@ class ForeignDataset:
             if native is not None:
                 return native
         name, is_little = self.dtype.name, self.dtype.byteorder in ("=", "|", "<")
-        return name if is_little and name in cerebras.DTYPES and name not in cerebras.STORED else None
+        return (
+            name if is_little and name in cerebras.DTYPES and name not in cerebras.STORED else None
+        )
 
     def read_value(self) -> np.ndarray[Any, Any]:
         return self.read_elements(0, self.element_count).reshape(self.shape or ())
@@ -165,7 +183,10 @@ class ForeignDataset:
             ) from error
         values = np.asarray(values).reshape(-1)
         if len(values) != row * (1 if first is None or last is None else last - first):
-            raise CorruptError(f"{self.source.raw.name}: {self.path} has {len(values)} values, not {row} in each row")
+            raise CorruptError(
+                f"{self.source.raw.name}: {self.path} has {len(values)} values, "
+                f"not {row} in each row"
+            )
         return values
 
     def _load_filters(self) -> None:
@@ -197,29 +218,37 @@ def _check_dataset(dataset: ForeignDataset) -> None:
     wanted, chunk = dataset.element_count * item_bytes, math.prod(handle.chunks or ()) * item_bytes
     if max(wanted, chunk) > _most_bytes(raw):
         raise CorruptError(
-            f"{dataset.path}: {dataset.shape} of {dataset.dtype}, {handle.chunks or 'all'} at a time, in a file of "
+            f"{dataset.path}: {dataset.shape} of {dataset.dtype}, {handle.chunks or 'all'} at a "
+            "time, in a file of "
             f"only {raw.size_bytes} bytes"
         )
     size_bytes = dataset.source.part[1]
     if dataset.start is not None and dataset.start + wanted > size_bytes:
         raise CorruptError(
-            f"{dataset.path}: bytes {dataset.start} to {dataset.start + wanted}, the file has {size_bytes}; "
+            f"{dataset.path}: bytes {dataset.start} to {dataset.start + wanted}, the file has "
+            f"{size_bytes}; "
             "truncated, use another copy"
         )
     if dataset.start is None:
         written = handle.id.get_storage_size()
         if handle.chunks is not None:
             written = handle.id.get_num_chunks() * math.prod(handle.chunks) * dataset.dtype.itemsize
-        raw.promise(max(0, wanted - written), dataset.path)  # elements never written have the fill value
+        # elements never written have the fill value
+        raw.promise(max(0, wanted - written), dataset.path)
 
 
 def _find_dataset(source: _ForeignFile, path: str) -> ForeignDataset:
     """The dataset at `path`, reached by hard links only."""
-    item, parts = source.file, [part for part in path.split("/") if part not in ("", ".")]  # as HDF5 reads paths
+    # as HDF5 reads paths
+    item, parts = source.file, [part for part in path.split("/") if part not in ("", ".")]
     for part in parts or [path]:
         link = item.get(part, getlink=True) if isinstance(item, h5py.Group) else None
         if not isinstance(link, h5py.HardLink):
-            found = "is missing" if link is None else f"is a {type(link).__name__}, which is not followed"
+            found = (
+                "is missing"
+                if link is None
+                else f"is a {type(link).__name__}, which is not followed"
+            )
             raise CorruptError(f"{printable(path)[:200]}: {printable(part)[:200]} {found}")
         item = item[part]
     if not isinstance(item, h5py.Dataset):
@@ -228,9 +257,11 @@ def _find_dataset(source: _ForeignFile, path: str) -> ForeignDataset:
 
 
 def _open_moved(source: _ForeignFile, verify: bool) -> IndexedFile | None:
-    """A file of ours in which another program has moved the data: its index, with offsets from the HDF5 library.
+    """A file of ours in which another program has moved the data: its index, with offsets from the
+    HDF5 library.
 
-    None if there is no index, or if that program has changed more than offsets. Raises CorruptError if it is damaged.
+    None if there is no index, or if that program has changed more than offsets. Raises CorruptError
+    if it is damaged.
     """
     raw = source.raw
     if source.file.get(cerebras.INDEX, getlink=True) is None:
@@ -286,7 +317,9 @@ def _leaf_reader(leaf: StoredLeaf, dataset: Any) -> Any:
     """The function that reads elements of a leaf that cannot be mapped; None if it can."""
     if dataset is None:
         dtype = getattr(torch, leaf.dtype or "")
-        return lambda start, stop: torch.full((stop - start,), leaf.fill or 0, dtype=dtype, device="cpu")
+        return lambda start, stop: torch.full(
+            (stop - start,), leaf.fill or 0, dtype=dtype, device="cpu"
+        )
     if leaf.dtype is None:
         return dataset.read_elements
     return None if _same_bytes(leaf.dtype, dataset) else _converting_reader(leaf.dtype, dataset)
@@ -320,14 +353,21 @@ def _converting_reader(dtype: str, dataset: ForeignDataset) -> Any:
 
 
 def _open_plain(source: _ForeignFile) -> IndexedFile:
-    """A file without a description of an object: groups become dicts, datasets tensors, arrays or strings."""
+    """A file without a description of an object: groups become dicts, datasets tensors, arrays or
+    strings.
+    """
     leaves: list[StoredLeaf] = []
     root = _group_node(source, source.file, "", (), leaves)
     return _assemble_file(source, root, leaves)
 
 
-def _group_node(source: _ForeignFile, group: Any, path: str, above: tuple[Any, ...], leaves: list[StoredLeaf]) -> Node:
-    """The node of a group; its datasets are added to `leaves`. `above`: addresses of the groups that contain it."""
+def _group_node(
+    source: _ForeignFile, group: Any, path: str, above: tuple[Any, ...], leaves: list[StoredLeaf]
+) -> Node:
+    """The node of a group; its datasets are added to `leaves`.
+
+    `above`: addresses of the groups that contain it.
+    """
     address = h5py.h5o.get_info(group.id).addr
     if address in above or len(above) > MOST_LEVELS:
         raise CorruptError(f"{path}: links in a cycle")
@@ -344,8 +384,11 @@ def _group_node(source: _ForeignFile, group: Any, path: str, above: tuple[Any, .
     return Node("dict", None, tuple(keys), tuple(children))
 
 
-def _follow_link(source: _ForeignFile, group: Any, path: str, name: str, hops: int = 0) -> tuple[Any, str]:
-    """The object that the link `name` in `group` (at `path`) resolves to, and its path by hard links.
+def _follow_link(
+    source: _ForeignFile, group: Any, path: str, name: str, hops: int = 0
+) -> tuple[Any, str]:
+    """The object that the link `name` in `group` (at `path`) resolves to, and its path by hard
+    links.
 
     Soft links are followed part by part, because any part may be a link to another file.
     """
@@ -354,7 +397,11 @@ def _follow_link(source: _ForeignFile, group: Any, path: str, name: str, hops: i
     if isinstance(link, h5py.HardLink):
         return group[name], place
     if not isinstance(link, h5py.SoftLink) or hops > _MOST_HOPS:
-        target = f"another file, {link.filename}" if isinstance(link, h5py.ExternalLink) else "nothing, or to itself"
+        target = (
+            f"another file, {link.filename}"
+            if isinstance(link, h5py.ExternalLink)
+            else "nothing, or to itself"
+        )
         raise CorruptError(f"{place}: a link to {target}, which is not followed")
     item, at = (source.file, "") if link.path.startswith("/") else (group, path)
     for part in link.path.split("/"):
@@ -364,7 +411,9 @@ def _follow_link(source: _ForeignFile, group: Any, path: str, name: str, hops: i
     return item, at
 
 
-def _plain_leaf(source: _ForeignFile, item: Any, real: str, path: str, leaves: list[StoredLeaf]) -> Node:
+def _plain_leaf(
+    source: _ForeignFile, item: Any, real: str, path: str, leaves: list[StoredLeaf]
+) -> Node:
     if not isinstance(item, h5py.Dataset):
         raise CorruptError(f"{path}: neither a group nor a dataset")
     dataset = ForeignDataset(source, item, real)
@@ -381,4 +430,8 @@ def _plain_leaf(source: _ForeignFile, item: Any, real: str, path: str, leaves: l
 
 
 def _text_node(value: Any) -> Node:
-    return Node("list", None, (), tuple(map(_text_node, value))) if isinstance(value, list) else Node("value", value)
+    return (
+        Node("list", None, (), tuple(map(_text_node, value)))
+        if isinstance(value, list)
+        else Node("value", value)
+    )

@@ -1,11 +1,13 @@
-"""Lays out HDF5 files that can be mapped: all metadata first, then the tensors, then an index with their digests.
+"""Lays out HDF5 files that can be mapped: all metadata first, then the tensors, then an index with
+their digests.
 
-    superblock and metadata | to a page | large tensors, each on a page | small ones, each on 64 bytes | index
+    superblock and metadata | to a page | large tensors, each on a page | small ones, each on 64
+    bytes | index
 
-The file is a Cerebras checkpoint of format 0.5, and every HDF5 tool lists it. The index is a dataset of bytes at the
-end of the file: JSON (metadata, tree of the object, and for each tensor dtype, shape, offset and xxh3-128 digest) and a
-footer of 64 bytes. Our reader uses the HDF5 library only if there is no index, or if the footer shows that another
-program has moved the data since.
+The file is a Cerebras checkpoint of format 0.5, and every HDF5 tool lists it. The index is a
+dataset of bytes at the end of the file: JSON (metadata, tree of the object, and for each tensor
+dtype, shape, offset and xxh3-128 digest) and a footer of 64 bytes. Our reader uses the HDF5 library
+only if there is no index, or if the footer shows that another program has moved the data since.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,17 +37,25 @@ _SMALL_STEP = 64
 
 
 def lay_out_hdf5(
-    specs: Sequence[Spec], metadata: Mapping[str, str], ties: Mapping[str, str] = MappingProxyType({})
+    specs: Sequence[Spec],
+    metadata: Mapping[str, str],
+    ties: Mapping[str, str] = MappingProxyType({}),
 ) -> Layout:
-    """The layout of a file that contains `specs` as one flat dict, tied tensors under each of their names.
+    """The layout of a file that contains `specs` as one flat dict, tied tensors under each of their
+    names.
 
-    `ties`: alias to stored name; with ties, `metadata` is not stored. Raises SelectionError for unsupported dtypes.
+    `ties`: alias to stored name; with ties, `metadata` is not stored. Raises SelectionError for
+    unsupported dtypes.
     """
-    unsupported = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in cerebras.DTYPES]
+    unsupported = [
+        f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in cerebras.DTYPES
+    ]
     if unsupported:
         raise SelectionError(f"{listing(unsupported, ', ')}: not a type of HDF5 files; convert it")
     if not ties:
-        return _hdf5_layout(specs, cerebras.describe_checkpoint(flat_tree(specs), specs), None, dict(metadata))
+        return _hdf5_layout(
+            specs, cerebras.describe_checkpoint(flat_tree(specs), specs), None, dict(metadata)
+        )
     leaves = {spec.name: leaf for leaf, spec in enumerate(specs)}
     leaves |= {alias: leaves[stored] for alias, stored in ties.items()}
     keys = tuple(Node("value", name) for name in leaves)
@@ -56,13 +66,21 @@ def lay_out_hdf5(
 def lay_out_hdf5_tree(
     root: Node, leaves: Sequence[Spec], arrays: Sequence[int], native_floats: bool = False
 ) -> tuple[Layout, Sequence[str]]:
-    """The layout of a file that contains the object `root`, and the names of its leaves, in order."""
+    """The layout of a file that contains the object `root`, and the names of its leaves, in
+    order.
+    """
     content = cerebras.describe_checkpoint(root, leaves, arrays, native_floats)
-    specs = [Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(content.names, leaves, strict=True)]
-    return _hdf5_layout(specs, content, None if is_flat(root, content.names) else root, {}), content.names
+    specs = [
+        Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(content.names, leaves, strict=True)
+    ]
+    return _hdf5_layout(
+        specs, content, None if is_flat(root, content.names) else root, {}
+    ), content.names
 
 
-def index_rows(specs: Sequence[Spec], order: Sequence[int], starts: Sequence[int], digest: str) -> dict[str, Row]:
+def index_rows(
+    specs: Sequence[Spec], order: Sequence[int], starts: Sequence[int], digest: str
+) -> dict[str, Row]:
     """The index rows of `specs`, in file order, all with the same `digest`."""
     return {
         specs[leaf].name: [specs[leaf].dtype, specs[leaf].shape, start, digest, leaf]
@@ -75,7 +93,9 @@ def _alignment_of(size_bytes: int) -> int:
 
 
 def _place_tensors(specs: Sequence[Spec]) -> tuple[list[int], list[int], int]:
-    """The order of `specs` in the file as indexes, their offsets in that order, and the end of the last."""
+    """The order of `specs` in the file as indexes, their offsets in that order, and the end of the
+    last.
+    """
     large = [index for index, spec in enumerate(specs) if spec.size_bytes >= MAP_BYTES]
     small = [index for index, spec in enumerate(specs) if spec.size_bytes < MAP_BYTES]
     starts, at = [], 0
@@ -104,8 +124,14 @@ def _hdf5_layout(
         return text + index_footer(text, data_start, data_start + index_start, size_bytes)
 
     ordered = tuple(specs[leaf] for leaf in order)
-    return Layout(header, ordered, tuple(data_start + start for start in starts), size_bytes,
-                  data_start + index_start, make_trailer)  # fmt: skip
+    return Layout(
+        header,
+        ordered,
+        tuple(data_start + start for start in starts),
+        size_bytes,
+        data_start + index_start,
+        make_trailer,
+    )
 
 
 def placed_datasets(

@@ -1,7 +1,9 @@
-"""Reads checkpoints of JAX libraries: orbax folders (zarr arrays, OCDBT stores) and flax msgpack files.
+"""Reads checkpoints of JAX libraries: orbax folders (zarr arrays, OCDBT stores) and flax msgpack
+files.
 
-The tree of orbax is in its metadata; tensorstore reads its arrays, a few rows at a time, and only from files below the
-folder. Names of arrays are keys, joined with dots as by orbax, with slashes for flax. Nothing is executed.
+The tree of orbax is in its metadata; tensorstore reads its arrays, a few rows at a time, and only
+from files below the folder. Names of arrays are keys, joined with dots as by orbax, with slashes
+for flax. Nothing is executed.
 """
 
 import json
@@ -23,7 +25,14 @@ from ft_ckpt.errors import ConfigError, CorruptError, damaged_input, listing, sh
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec, checked_sizes
 from ft_ckpt.formats.pytree import MOST_LEVELS, Node
 from ft_ckpt.formats.safetensors import begins_with_header
-from ft_ckpt.formats.tensor_file import FREE_BYTES, IndexedFile, RawFile, Span, SpanFile, TensorIndex
+from ft_ckpt.formats.tensor_file import (
+    FREE_BYTES,
+    IndexedFile,
+    RawFile,
+    Span,
+    SpanFile,
+    TensorIndex,
+)
 from ft_ckpt.messages import install_extra
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.scratch import check_files_inside, local_folder
@@ -38,7 +47,9 @@ def load_tensorstore() -> Any:
     try:
         import tensorstore  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
-        raise ConfigError(f"orbax checkpoints need tensorstore ({error}); {install_extra('orbax')}") from error
+        raise ConfigError(
+            f"orbax checkpoints need tensorstore ({error}); {install_extra('orbax')}"
+        ) from error
     return tensorstore
 
 
@@ -54,13 +65,20 @@ class OrbaxFile:
             if spec.dtype not in ITEM_BYTES:
                 self.skipped.append(f"{name}: {spec.dtype}, which torch has not")
                 continue
-            chunk_bytes = math.prod(array.chunk_layout.read_chunk.shape or ()) * ITEM_BYTES[spec.dtype]
+            chunk_bytes = (
+                math.prod(array.chunk_layout.read_chunk.shape or ()) * ITEM_BYTES[spec.dtype]
+            )
             if chunk_bytes > spec.size_bytes + FREE_BYTES:
-                raise CorruptError(f"{name}: chunks of {chunk_bytes:,} bytes in a tensor of {spec.size_bytes:,}")
+                raise CorruptError(
+                    f"{name}: chunks of {chunk_bytes:,} bytes in a tensor of {spec.size_bytes:,}"
+                )
             self.specs[name], self.arrays[name] = spec, array
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU. Raises CorruptError for a damaged array."""
+        """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU.
+
+        Raises CorruptError for a damaged array.
+        """
         spec = self.specs[name]
         stop, dtype = spec.numel if stop is None else stop, getattr(torch, spec.dtype)
         if stop <= start:
@@ -71,8 +89,12 @@ class OrbaxFile:
         try:
             found = np.ascontiguousarray(part.read().result()).reshape(-1)
         except ValueError as error:
-            raise CorruptError(f"{self.source}: {name} cannot be read ({shown(error)}); use another copy") from error
-        return torch.from_numpy(found.view(np.uint8).copy()).view(dtype)[start - first * row : stop - first * row]
+            raise CorruptError(
+                f"{self.source}: {name} cannot be read ({shown(error)}); use another copy"
+            ) from error
+        return torch.from_numpy(found.view(np.uint8).copy()).view(dtype)[
+            start - first * row : stop - first * row
+        ]
 
     def close(self) -> None:
         self.arrays = {}
@@ -80,7 +102,9 @@ class OrbaxFile:
 
 
 def orbax_folder(place: Place) -> Place | None:
-    """The folder with the tree: `place`, or the only one in it (a step with one item); None if there is none."""
+    """The folder with the tree: `place`, or the only one in it (a step with one item); None if
+    there is none.
+    """
     inner = [Place(place.folder, each.name) for each in place.folder.list_folder().folders]
     found = [one for one in (place, *inner) if one.folder.stat(_METADATA) is not None]
     return found[0] if found[:1] == [place] or len(found) == 1 else None
@@ -89,7 +113,8 @@ def orbax_folder(place: Place) -> Place | None:
 def open_orbax(place: Place) -> OrbaxFile:
     """The arrays of the checkpoint folder `place`; other values are listed in `skipped`.
 
-    Raises ConfigError where tensorstore is not installed, CorruptError when the checkpoint is damaged.
+    Raises ConfigError where tensorstore is not installed, CorruptError when the checkpoint is
+    damaged.
     """
     tensorstore, store = load_tensorstore(), place.folder
     with damaged_input(f"{place.basename}: a checkpoint of orbax"), ExitStack() as opening:
@@ -97,11 +122,17 @@ def open_orbax(place: Place) -> OrbaxFile:
         values, skipped = _tree_values(document)
         check_files_inside(store)
         folder = opening.enter_context(local_folder(place))  # tensorstore needs a path
-        driver, in_store = "zarr3" if document.get("use_zarr3") else "zarr", store.stat(_STORE) is not None
-        has_all = bool(document.get("store_array_data_equal_to_fill_value"))  # else chunks of zeros are not stored
+        driver, in_store = (
+            "zarr3" if document.get("use_zarr3") else "zarr",
+            store.stat(_STORE) is not None,
+        )
+        # else chunks of zeros are not stored
+        has_all = bool(document.get("store_array_data_equal_to_fill_value"))
         common = {"driver": driver, "fill_missing_data_reads": not has_all}
         coming = {
-            name: tensorstore.open({**common, "kvstore": _array_place(folder, name, in_store)}, read=True)
+            name: tensorstore.open(
+                {**common, "kvstore": _array_place(folder, name, in_store)}, read=True
+            )
             for name in values
         }
         arrays = {name: future.result() for name, future in coming.items()}
@@ -112,7 +143,9 @@ def open_orbax(place: Place) -> OrbaxFile:
 
 
 def _tree_values(document: Any) -> tuple[dict[str, Any], list[str]]:
-    """The names of all arrays in the tree, each with the shape that one process wrote or None, and all other values."""
+    """The names of all arrays in the tree, each with the shape that one process wrote or None, and
+    all other values.
+    """
     arrays, skipped = dict[str, Any](), []
     for entry in document["tree_metadata"].values():
         name = ".".join(str(key["key"]) for key in entry["key_metadata"])
@@ -126,10 +159,13 @@ def _tree_values(document: Any) -> tuple[dict[str, Any], list[str]]:
     return arrays, skipped
 
 
-def _check_chunks(arrays: Mapping[str, Any], written: Mapping[str, Any], has_all: bool) -> list[str]:
+def _check_chunks(
+    arrays: Mapping[str, Any], written: Mapping[str, Any], has_all: bool
+) -> list[str]:
     """A line for each array with missing chunks, which are read as zeros.
 
-    Raises CorruptError listing arrays whose chunks do not match their shape; with `has_all`, also for missing chunks.
+    Raises CorruptError listing arrays whose chunks do not match their shape; with `has_all`, also
+    for missing chunks.
     """
     listed = {name: array.kvstore.list() for name, array in arrays.items()}
     wrong, left_out = [], []
@@ -137,16 +173,27 @@ def _check_chunks(arrays: Mapping[str, Any], written: Mapping[str, Any], has_all
         shape, steps, part = array.shape, array.chunk_layout.write_chunk.shape or (), written[name]
         grid = tuple(-(-size // step) for size, step in zip(shape, steps, strict=True))
         count, keys = math.prod(grid), listed[name].result()
-        others = [key for key in keys if not key.rpartition(b"/")[2].startswith((b".z", b"zarr.json"))]
+        others = [
+            key for key in keys if not key.rpartition(b"/")[2].startswith((b".z", b"zarr.json"))
+        ]
         stored = len({place for key in others if (place := _chunk_place(key, grid)) is not None})
         if stored < len(others):
-            wrong.append(f"{name}: {len(others) - stored} files that are none of its {count} chunks")
+            wrong.append(
+                f"{name}: {len(others) - stored} files that are none of its {count} chunks"
+            )
         if stored > count or (has_all and stored < count):
-            wrong.append(f"{name}: {stored} chunks are stored, expected {count} of shape {list(shape)}")
+            wrong.append(
+                f"{name}: {stored} chunks are stored, expected {count} of shape {list(shape)}"
+            )
         elif stored < count:
-            left_out.append(f"{name}: {count - stored} of {count} chunks not stored, as if zeros, which are read")
+            left_out.append(
+                f"{name}: {count - stored} of {count} chunks not stored, as if "
+                "zeros, which are read"
+            )
         pairs = zip(shape, part or shape, strict=False)
-        if part is not None and (len(part) != len(shape) or any(size % max(1, step) for size, step in pairs)):
+        if part is not None and (
+            len(part) != len(shape) or any(size % max(1, step) for size, step in pairs)
+        ):
             wrong.append(f"{name}: of shape {list(shape)}, written in parts of {part}")
     if wrong:
         raise CorruptError(f"{listing(wrong)}; use another copy")
@@ -154,7 +201,9 @@ def _check_chunks(arrays: Mapping[str, Any], written: Mapping[str, Any], has_all
 
 
 def _chunk_place(key: bytes, grid: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The grid index of the chunk stored under `key` ("0.1", "0/1", "c/0/1"); None for other keys."""
+    """The grid index of the chunk stored under `key` ("0.1", "0/1", "c/0/1"); None for other
+    keys.
+    """
     text = key.decode("utf-8", "replace").removeprefix("c").lstrip("./")
     numbers = re.split(r"[./]", text) if text else []
     if not all(number.isdecimal() and (number == "0" or number[0] != "0") for number in numbers):
@@ -177,15 +226,33 @@ _MOST_VALUES = 1 << 20  # in a file, arrays included
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
 _PIECES = "__msgpack_chunked_array__"
 _NUMBERS = {  # by the first byte, big-endian
-    0xCA: ">f", 0xCB: ">d", 0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q", 0xD0: ">b", 0xD1: ">h", 0xD2: ">i",
+    0xCA: ">f",
+    0xCB: ">d",
+    0xCC: ">B",
+    0xCD: ">H",
+    0xCE: ">I",
+    0xCF: ">Q",
+    0xD0: ">b",
+    0xD1: ">h",
+    0xD2: ">i",
     0xD3: ">q",
-}  # fmt: skip
+}
 _PLAIN = {0xC0: None, 0xC2: False, 0xC3: True}
 _SIZED = {  # by the first byte: kind of the value, and the number of bytes of its size
-    0xC4: ("bytes", 1), 0xC5: ("bytes", 2), 0xC6: ("bytes", 4), 0xD9: ("text", 1), 0xDA: ("text", 2),
-    0xDB: ("text", 4), 0xDC: ("list", 2), 0xDD: ("list", 4), 0xDE: ("dict", 2), 0xDF: ("dict", 4),
-    0xC7: ("extension", 1), 0xC8: ("extension", 2), 0xC9: ("extension", 4),
-}  # fmt: skip
+    0xC4: ("bytes", 1),
+    0xC5: ("bytes", 2),
+    0xC6: ("bytes", 4),
+    0xD9: ("text", 1),
+    0xDA: ("text", 2),
+    0xDB: ("text", 4),
+    0xDC: ("list", 2),
+    0xDD: ("list", 4),
+    0xDE: ("dict", 2),
+    0xDF: ("dict", 4),
+    0xC7: ("extension", 1),
+    0xC8: ("extension", 2),
+    0xC9: ("extension", 4),
+}
 _FIXED = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}  # by the first byte: size of an extension
 
 
@@ -226,10 +293,15 @@ class _ArrayWalk:
         """The next `count` bytes. Raises CorruptError at the end of the file."""
         if self.at < self.begin or self.at + count > self.begin + len(self.ahead):
             left = max(0, self.raw.size_bytes - self.at)
-            self.begin, self.ahead = self.at, bytes(self.raw.bytes(self.at, min(left, max(count, _AHEAD_BYTES))))
+            self.begin, self.ahead = (
+                self.at,
+                bytes(self.raw.bytes(self.at, min(left, max(count, _AHEAD_BYTES)))),
+            )
         found = self.ahead[self.at - self.begin :][:count]
         if len(found) < count:
-            raise CorruptError(f"ends at byte {self.raw.size_bytes}, {count} bytes expected at {self.at}")
+            raise CorruptError(
+                f"ends at byte {self.raw.size_bytes}, {count} bytes expected at {self.at}"
+            )
         self.at += count
         return found
 
@@ -242,12 +314,20 @@ class _ArrayWalk:
         if kind == "dict":
             return self._read_dict(name, size, depth)
         if kind == "list":
-            children = [self.read_node(f"{name}/{place}".lstrip("/"), depth + 1) for place in range(size)]
+            children = [
+                self.read_node(f"{name}/{place}".lstrip("/"), depth + 1) for place in range(size)
+            ]
             return Node("list", None, (), tuple(children))
-        return self._read_extension(name, size) if kind == "extension" else Node("value", self._read_plain(kind, size))
+        return (
+            self._read_extension(name, size)
+            if kind == "extension"
+            else Node("value", self._read_plain(kind, size))
+        )
 
     def _read_head(self) -> tuple[str, Any]:
-        """The kind of the next value and its size; for numbers, booleans and None its value instead."""
+        """The kind of the next value and its size; for numbers, booleans and None its value
+        instead.
+        """
         (first,) = self.take(1)
         for low, high, kind in ((0x80, 0x8F, "dict"), (0x90, 0x9F, "list"), (0xA0, 0xBF, "text")):
             if low <= first <= high:
@@ -257,7 +337,9 @@ class _ArrayWalk:
         if first in _PLAIN:
             return "value", _PLAIN[first]
         if first in _NUMBERS:
-            return "value", struct.unpack(_NUMBERS[first], self.take(struct.calcsize(_NUMBERS[first])))[0]
+            return "value", struct.unpack(
+                _NUMBERS[first], self.take(struct.calcsize(_NUMBERS[first]))
+            )[0]
         if first in _FIXED:
             return "extension", _FIXED[first]
         if first not in _SIZED:
@@ -265,7 +347,9 @@ class _ArrayWalk:
         kind, width = _SIZED[first]
         size = int.from_bytes(self.take(width), "big")
         if size > self.raw.size_bytes - self.at:  # each element takes at least one byte
-            raise CorruptError(f"a {kind} of {size:,} at byte {self.at}, the file has {self.raw.size_bytes:,}")
+            raise CorruptError(
+                f"a {kind} of {size:,} at byte {self.at}, the file has {self.raw.size_bytes:,}"
+            )
         return kind, size
 
     def _read_plain(self, kind: str, size: Any) -> Any:
@@ -277,7 +361,10 @@ class _ArrayWalk:
         return found.decode("utf-8") if kind == "text" else found
 
     def _expect(self, *wanted: str) -> Any:
-        """The size of a value of the `wanted` kinds, or the value. Raises CorruptError for another kind."""
+        """The size of a value of the `wanted` kinds, or the value.
+
+        Raises CorruptError for another kind.
+        """
         kind, size = self._read_head()
         if kind not in wanted:
             raise CorruptError(f"a {kind} at byte {self.at}, expected {' or '.join(wanted)}")
@@ -289,7 +376,9 @@ class _ArrayWalk:
         for _ in range(size):
             key = self._expect("text", "value")
             if type(key) not in (str, int) or key in seen:
-                raise CorruptError(f"{name or 'the file'}: key {key!r:.80}, expected texts and numbers, each once")
+                raise CorruptError(
+                    f"{name or 'the file'}: key {key!r:.80}, expected texts and numbers, each once"
+                )
             seen.add(key)
             keys.append(Node("value", key))
             children.append(self.read_node(f"{name}/{key}".lstrip("/"), depth + 1))
@@ -304,7 +393,9 @@ class _ArrayWalk:
         if kind == _COMPLEX:
             if self._expect("list") != 2:
                 raise CorruptError(f"{name}: a complex number of other than two parts")
-            node = Node("value", complex(float(self._expect("value")), float(self._expect("value"))))
+            node = Node(
+                "value", complex(float(self._expect("value")), float(self._expect("value")))
+            )
         elif kind in (_ARRAY, _SCALAR):
             node = self._read_array(name)
         else:
@@ -322,10 +413,13 @@ class _ArrayWalk:
         size = self._expect("bytes")
         if dtype not in ITEM_BYTES or size != math.prod(shape) * ITEM_BYTES[dtype]:
             raise CorruptError(
-                f"{name}: {size:,} bytes for {dtype!r:.40} {shape}, expected a type of torch and its size"
+                f"{name}: {size:,} bytes for {dtype!r:.40} {shape}, expected a "
+                "type of torch and its size"
             )
         if self.at + size > self.raw.size_bytes:
-            raise CorruptError(f"{name}: bytes {self.at} to {self.at + size}, the file has {self.raw.size_bytes}")
+            raise CorruptError(
+                f"{name}: bytes {self.at} to {self.at + size}, the file has {self.raw.size_bytes}"
+            )
         self._add_row(name, dtype, shape, self.at)
         self.at += size
         return Node("tensor", len(self.rows) - 1)
@@ -342,9 +436,15 @@ class _ArrayWalk:
         order = {int(key.value): child for key, child in _items(whole["chunks"])}
         rows = [self.rows.pop(part) for part in parts]
         dtypes, counts = {row[0] for row in rows}, [math.prod(row[1]) for row in rows]
-        if sorted(order) != list(range(len(rows))) or len(dtypes) != 1 or sum(counts) != math.prod(shape):
+        if (
+            sorted(order) != list(range(len(rows)))
+            or len(dtypes) != 1
+            or sum(counts) != math.prod(shape)
+        ):
             raise CorruptError(f"{name}: its pieces do not fill {list(shape)}")
-        by_leaf = {row[4]: Span(self.raw, row[2], count) for row, count in zip(rows, counts, strict=True)}
+        by_leaf = {
+            row[4]: Span(self.raw, row[2], count) for row, count in zip(rows, counts, strict=True)
+        }
         spans = [by_leaf[order[place].value] for place in range(len(rows))]
         self._add_row(name, dtypes.pop(), shape, 0)
         spec = Spec(name, shape, self.rows[name][0])

@@ -1,6 +1,7 @@
 """Types of all tensor formats: the layout of a file, the description of a tensor, an open file.
 
-A format returns a `Layout` before the first tensor byte is available; the writer is the same for all formats.
+A format returns a `Layout` before the first tensor byte is available; the writer is the same for
+all formats.
 """
 
 import math
@@ -42,10 +43,11 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """A file before it is written: its header, the tensors in file order with their offsets, and its trailer.
+    """A file before it is written: its header, the tensors in file order with their offsets, and
+    its trailer.
 
-    Bytes between tensors are zero. The trailer is made from the digests of the tensors (16 bytes of xxh3-128 by name);
-    its size is known in advance.
+    Bytes between tensors are zero. The trailer is made from the digests of the tensors (16 bytes of
+    xxh3-128 by name); its size is known in advance.
     """
 
     header: bytes
@@ -57,7 +59,10 @@ class Layout:
 
 
 def checked_sizes(given: Any) -> tuple[int, ...]:
-    """A shape, or other sizes and offsets, read from a file. Raises CorruptError unless all are integers from 0 on."""
+    """A shape, or other sizes and offsets, read from a file.
+
+    Raises CorruptError unless all are integers from 0 on.
+    """
     found = tuple(given)
     if any(type(one) is not int or not 0 <= one < 1 << 62 for one in found):
         raise CorruptError("invalid sizes or offsets")
@@ -73,7 +78,8 @@ class TensorFile(Protocol):
         ...
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> "torch.Tensor":
-        """Flat elements [start, stop) of the tensor in row-major order: 1-D, on the CPU; only their bytes are read.
+        """Flat elements [start, stop) of the tensor in row-major order: 1-D, on the CPU; only their
+        bytes are read.
 
         Writes to the result never reach the file.
         """
@@ -92,5 +98,6 @@ class TensorRecord:
     shape: tuple[Count, ...]
     dtype: str  # torch's name without "torch.", e.g. "bfloat16"
     file: str  # path of a FileRecord
-    start: Count  # first byte in the file, inclusive; `start` and `end` are 0 for a compressed tensor
+    # first byte in the file, inclusive; `start` and `end` are 0 for a compressed tensor
+    start: Count
     end: Count  # end of its bytes in the file, exclusive

@@ -1,8 +1,9 @@
-"""Reads checkpoints of Lightning (`.ckpt`): the weights of a module beside the state of its training, saved by torch.
+"""Reads checkpoints of Lightning (`.ckpt`): the weights of a module beside the state of its
+training, saved by torch.
 
-The tensors are those of its `state_dict`, under their names there. Other values (`hyper_parameters`) may be objects of
-any class: no class is imported, each object becomes a `SkippedValue`. Unknown classes among the weights are refused, as
-in any file of torch.
+The tensors are those of its `state_dict`, under their names there. Other values
+(`hyper_parameters`) may be objects of any class: no class is imported, each object becomes a
+`SkippedValue`. Unknown classes among the weights are refused, as in any file of torch.
 """
 
 from collections import Counter, OrderedDict
@@ -50,10 +51,11 @@ def is_lightning(file: RawFile) -> bool:
 
 
 def open_lightning(file: RawFile) -> TorchFile:
-    """The tensors of the `state_dict` in a checkpoint of Lightning, under its names; nothing in it is run.
+    """The tensors of the `state_dict` in a checkpoint of Lightning, under its names; nothing in it
+    is run.
 
-    `skipped` summarises the other values, with a line for each object of an unknown class. Raises LoadError for weights
-    of unknown classes; CorruptError when the file is damaged.
+    `skipped` summarises the other values, with a line for each object of an unknown class. Raises
+    LoadError for weights of unknown classes; CorruptError when the file is damaged.
     """
     local = local_copy(file)
     contents = _lightning_contents(local)
@@ -62,9 +64,11 @@ def open_lightning(file: RawFile) -> TorchFile:
 
 
 def load_lightning(raw: RawFile, map_location: Any, mapped: bool, verify: bool) -> Any:
-    """The object in an open file, its tensors on `map_location`; if that is None and `mapped`, mapped from the file.
+    """The object in an open file, its tensors on `map_location`; if that is None and `mapped`,
+    mapped from the file.
 
-    `verify` compares checksums. Objects of unknown classes are `SkippedValue`. Raises as `open_lightning` does.
+    `verify` compares checksums. Objects of unknown classes are `SkippedValue`. Raises as
+    `open_lightning` does.
     """
     if verify:
         check_sums(raw)
@@ -78,12 +82,16 @@ def _lightning_contents(file: RawFile, mapped: bool = True) -> dict[str, Any]:
     value = load_torch_value(file, lambda _full_name: True, mapped=mapped)
     weights = value.get(_WEIGHTS) if isinstance(value, dict) and _VERSION in value else None
     if not isinstance(weights, dict):
-        raise LoadError(f"{file.name}: no {_WEIGHTS!r} in it, expected a checkpoint of Lightning; use torch.load")
+        raise LoadError(
+            f"{file.name}: no {_WEIGHTS!r} in it, expected a checkpoint of "
+            "Lightning; use torch.load"
+        )
     kinds = {leaf.kind for _, leaf in named_leaves(weights) if is_stand_in(leaf)}
     refused = sorted(kind for kind in kinds if not is_harmless(kind))
     if refused:
         raise LoadError(
-            f"{file.name}: {_WEIGHTS} refers to {listing(refused, ', ')}; expected tensors and plain data. "
+            f"{file.name}: {_WEIGHTS} refers to {listing(refused, ', ')}; expected tensors and "
+            "plain data. "
             "Nothing of it was run"
         )
     whole: dict[str, Any] = value
@@ -98,14 +106,17 @@ def _describe_rest(contents: Mapping[str, Any]) -> list[str]:
         classes += [f"{name}: {kind_of_leaf(leaf)}" for name, leaf in leaves if is_stand_in(leaf)]
         tensors = sum(isinstance(leaf, torch.Tensor) for _, leaf in leaves)
         counts = [
-            f"{count} {what}" for count, what in ((tensors, "tensors"), (len(leaves) - tensors, "values")) if count
+            f"{count} {what}"
+            for count, what in ((tensors, "tensors"), (len(leaves) - tensors, "values"))
+            if count
         ]
         sums.append(f"{key}: {' and '.join(counts) or 'nothing'}")
     return classes + sums
 
 
 def module_weights(folder: TensorFile) -> RenamedFile:
-    """The weights in a sharded checkpoint, a folder of torch.distributed.checkpoint with `META` in it.
+    """The weights in a sharded checkpoint, a folder of torch.distributed.checkpoint with `META` in
+    it.
 
     Their names are those of the module. Raises LoadError if there are no weights.
     """
@@ -119,10 +130,15 @@ def module_weights(folder: TensorFile) -> RenamedFile:
             others[key] += 1
     if not names:
         raise LoadError(
-            f"{META}: no weights of Lightning beside it, expected {' or '.join(_SHARDED_WEIGHTS)}.* tensors"
+            f"{META}: no weights of Lightning beside it, expected "
+            f"{' or '.join(_SHARDED_WEIGHTS)}.* tensors"
         )
     skipped = [f"{key}: {count} tensors" for key, count in others.items()]
-    return RenamedFile(folder, names, [*skipped, *getattr(folder, "skipped", ()), f"{META}: the state of the training"])
+    return RenamedFile(
+        folder,
+        names,
+        [*skipped, *getattr(folder, "skipped", ()), f"{META}: the state of the training"],
+    )
 
 
 class _ValueMaker:
@@ -135,12 +151,19 @@ class _ValueMaker:
     def make(self, value: Any, name: str) -> Any:
         """The value that `value` stands for, at the path `name`."""
         if isinstance(value, torch.Tensor):
-            return self.tensors.setdefault(identity_of(value), value if self.device is None else value.to(self.device))
+            return self.tensors.setdefault(
+                identity_of(value), value if self.device is None else value.to(self.device)
+            )
         if is_stand_in(value):
             return SkippedValue(name, value.kind)
         if isinstance(value, dict):
-            items = ((self.make(key, name), self.make(one, f"{name}.{key}".lstrip("."))) for key, one in value.items())
+            items = (
+                (self.make(key, name), self.make(one, f"{name}.{key}".lstrip(".")))
+                for key, one in value.items()
+            )
             return (OrderedDict if isinstance(value, OrderedDict) else dict)(items)
         if type(value) in (list, tuple):
-            return type(value)(self.make(one, f"{name}.{place}".lstrip(".")) for place, one in enumerate(value))
+            return type(value)(
+                self.make(one, f"{name}.{place}".lstrip(".")) for place, one in enumerate(value)
+            )
         return value

@@ -1,7 +1,9 @@
-"""Reads pickles of other programs by a table of the globals that they may name; nothing else is looked up, or run.
+"""Reads pickles of other programs by a table of the globals that they may name; nothing else is
+looked up, or run.
 
-`unpickle` reads bare pickles: the metadata of torch.distributed.checkpoint, leaves of Cerebras files. Torch files are
-read by `torch.load`, to which `torch_file` gives values and stand-ins of this module.
+`unpickle` reads bare pickles: the metadata of torch.distributed.checkpoint, leaves of Cerebras
+files. Torch files are read by `torch.load`, to which `torch_file` gives values and stand-ins of
+this module.
 """
 
 import codecs
@@ -20,7 +22,8 @@ from ft_ckpt.errors import CorruptError, LoadError, shown
 
 MAX_BYTES = 64 << 20  # of one object
 _MEMO_OPCODES = ("PUT", "BINPUT", "LONG_BINPUT")
-_ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # of Python 2, which old protocols write
+# of Python 2, which old protocols write
+_ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 
 class Sealed(type):
@@ -59,7 +62,11 @@ _make_scalar = np.float32(0).__reduce__()[0]
 # Globals that give plain values. All are classes and functions in C, which no pickle can modify.
 PLAIN_VALUES: Mapping[str, Any] = {
     **{f"builtins.{made.__name__}": made for made in (complex, set, frozenset, bytes, bytearray)},
-    **{f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    **{
+        f"torch.{name}": value
+        for name, value in vars(torch).items()
+        if isinstance(value, torch.dtype)
+    },
     "_codecs.encode": codecs.encode,
     "collections.OrderedDict": OrderedDict,
     "torch.device": torch.device,
@@ -79,17 +86,23 @@ class _TableUnpickler(pickle.Unpickler):
         """The value of a global. Nothing is imported."""
         full_name = f"{_ALIASES.get(module, module)}.{name}"
         if full_name not in self.table:
-            raise LoadError(f"{self.source}: refers to {full_name}, expected plain data; nothing of it was run")
+            raise LoadError(
+                f"{self.source}: refers to {full_name}, expected plain data; nothing of it was run"
+            )
         return self.table[full_name]
 
 
 def unpickle(data: bytes, source: str, table: Mapping[str, Any] = PLAIN_VALUES) -> Any:
-    """The value pickled in `data`, whose globals are looked up in `table`; `source` names it in errors.
+    """The value pickled in `data`, whose globals are looked up in `table`; `source` names it in
+    errors.
 
-    Raises LoadError for a global that is not in the table, CorruptError for a damaged pickle and one above 64 MB.
+    Raises LoadError for a global that is not in the table, CorruptError for a damaged pickle and
+    one above 64 MB.
     """
     if len(data) > MAX_BYTES:
-        raise CorruptError(f"{source}: a pickle of {len(data):,} bytes, expected at most {MAX_BYTES:,}")
+        raise CorruptError(
+            f"{source}: a pickle of {len(data):,} bytes, expected at most {MAX_BYTES:,}"
+        )
     try:
         _check_memo(data)
         return _TableUnpickler(data, source, table).load()
@@ -111,7 +124,10 @@ def _check_memo(data: bytes) -> None:
 
 @dataclass(frozen=True)
 class OpaqueObject:
-    """A pickled object that was not loaded, because that could run code. `name`: its path in the file."""
+    """A pickled object that was not loaded, because that could run code.
+
+    `name`: its path in the file.
+    """
 
     name: str
     data: bytes = field(repr=False)
@@ -119,5 +135,7 @@ class OpaqueObject:
     def unpickle(self, *, trust: bool = False) -> Any:
         """Load the object, which can run any code; raises CorruptError unless `trust` is True."""
         if not trust:
-            raise CorruptError(f"{self.name}: a pickle can run any code; pass trust=True if you know who wrote it")
+            raise CorruptError(
+                f"{self.name}: a pickle can run any code; pass trust=True if you know who wrote it"
+            )
         return pickle.loads(self.data)  # noqa: S301 - the caller trusts it

@@ -1,10 +1,12 @@
-"""Converts Python objects to a tree of nodes and a list of tensors, and back; the JSON form of the tree.
+"""Converts Python objects to a tree of nodes and a list of tensors, and back; the JSON form of the
+tree.
 
-Restored exactly: dict, OrderedDict (with the attributes torch gives a state dict), Counter, defaultdict, list,
-tuple, named tuple, set, frozenset, deque, torch.Size, None, bool, int, float, complex, str, bytes, bytearray, numpy
-arrays and scalars, torch dtypes, devices and dense tensors. Everything else is refused with its path in the object.
-References to one tensor (same object, or same storage, offset, shape and strides) share one leaf. Autograd properties
-(`requires_grad`, being a Parameter) are not kept.
+Restored exactly: dict, OrderedDict (with the attributes torch gives a state dict), Counter,
+defaultdict, list, tuple, named tuple, set, frozenset, deque, torch.Size, None, bool, int, float,
+complex, str, bytes, bytearray, numpy arrays and scalars, torch dtypes, devices and dense tensors.
+Everything else is refused with its path in the object. References to one tensor (same object, or
+same storage, offset, shape and strides) share one leaf. Autograd properties (`requires_grad`, being
+a Parameter) are not kept.
 """
 
 import base64
@@ -28,9 +30,21 @@ from ft_ckpt.storage.store import is_utf8
 
 Array = np.ndarray[Any, Any]
 _NUMBERS = {
-    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
-    "float16", "float32", "float64", "complex64", "complex128",
-}  # fmt: skip
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+}
 
 
 def describe_dtype(dtype: np.dtype[Any]) -> Any:
@@ -47,11 +61,15 @@ def described_dtype(described: Any) -> np.dtype[Any]:
 
 
 def stored_array(array: Array) -> Array:
-    """`array` in row-major order; a dtype that not every format has becomes bytes, with one more dimension."""
+    """`array` in row-major order; a dtype that not every format has becomes bytes, with one more
+    dimension.
+    """
     if array.dtype.isbuiltin and array.dtype.kind in "biufc" and array.dtype.name in _NUMBERS:
         numbers: Array = np.ascontiguousarray(array).reshape(array.shape)
         return numbers
-    data: Array = np.frombuffer(array.tobytes(), np.uint8).reshape((*array.shape, array.dtype.itemsize))
+    data: Array = np.frombuffer(array.tobytes(), np.uint8).reshape(
+        (*array.shape, array.dtype.itemsize)
+    )
     return data
 
 
@@ -65,7 +83,9 @@ def restored_array(stored: Array, described: Any, shape: tuple[int, ...]) -> Arr
 
 
 def is_describable(dtype: np.dtype[Any]) -> bool:
-    """Whether the type can be restored from its JSON form; False with Python objects or metadata."""
+    """Whether the type can be restored from its JSON form; False with Python objects or
+    metadata.
+    """
     if dtype.hasobject or dtype.metadata:
         return False
     try:
@@ -75,7 +95,11 @@ def is_describable(dtype: np.dtype[Any]) -> bool:
 
 
 def _tuples_to_lists(described: Any) -> Any:
-    return [_tuples_to_lists(item) for item in described] if isinstance(described, (list, tuple)) else described
+    return (
+        [_tuples_to_lists(item) for item in described]
+        if isinstance(described, (list, tuple))
+        else described
+    )
 
 
 def _field_tuples(described: Sequence[Any]) -> Any:
@@ -83,33 +107,61 @@ def _field_tuples(described: Sequence[Any]) -> Any:
     fields = []
     for name, kind, *shape in described:
         title = tuple(name) if isinstance(name, list) else name
-        fields.append((title, kind if isinstance(kind, str) else _field_tuples(kind), *(tuple(part) for part in shape)))
+        fields.append(
+            (
+                title,
+                kind if isinstance(kind, str) else _field_tuples(kind),
+                *(tuple(part) for part in shape),
+            )
+        )
     return fields
 
 
 BLOB_BYTES = 4096  # bytes of at least this size are stored as a leaf, not in the tree
 MOST_LEVELS = 150  # of nesting; json, pickle and torch's own trees all recurse
-PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}  # tensor classes without further state
-MAPPINGS: dict[str, type] = {"dict": dict, "odict": OrderedDict, "counter": Counter, "defaultdict": defaultdict}
+# tensor classes without further state
+PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+MAPPINGS: dict[str, type] = {
+    "dict": dict,
+    "odict": OrderedDict,
+    "counter": Counter,
+    "defaultdict": defaultdict,
+}
 SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {
-    "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque, "size": torch.Size
-}  # fmt: skip
-FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+    "size": torch.Size,
+}
+FACTORIES: dict[str, Any] = {
+    kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)
+}
 SCALARS = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device)
 _KINDS: dict[Any, str] = {
-    dict: "dict", OrderedDict: "odict", Counter: "counter", defaultdict: "defaultdict", list: "list", tuple: "tuple",
-    set: "set", frozenset: "frozenset", deque: "deque", torch.Size: "size",
-}  # fmt: skip
+    dict: "dict",
+    OrderedDict: "odict",
+    Counter: "counter",
+    defaultdict: "defaultdict",
+    list: "list",
+    tuple: "tuple",
+    set: "set",
+    frozenset: "frozenset",
+    deque: "deque",
+    torch.Size: "size",
+}
 
 
 @dataclass(frozen=True)
 class Node:
     """One value of the object. The meaning of `value` depends on `kind`:
 
-    "value": the value itself; "tensor": the index of its leaf; "array": (index of its leaf, numpy descr, shape), the
-    descr None where the leaf is the array; "blob": (index of its leaf, "bytes" or "bytearray"), for many bytes;
-    "defaultdict": the factory's name or None; "deque": its maximum length or None; "odict": a node of its attributes
-    or None; "namedtuple": (module, qualified name, field names). Mappings have a key for each child.
+    "value": the value itself; "tensor": the index of its leaf; "array": (index of its leaf, numpy
+    descr, shape), the descr None where the leaf is the array; "blob": (index of its leaf, "bytes"
+    or "bytearray"), for many bytes; "defaultdict": the factory's name or None; "deque": its maximum
+    length or None; "odict": a node of its attributes or None; "namedtuple": (module, qualified
+    name, field names). Mappings have a key for each child.
     """
 
     kind: str
@@ -120,7 +172,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor or an array of the object; `shape` and `dtype` (torch's name) are those of its stored bytes."""
+    """A tensor or an array of the object; `shape` and `dtype` (torch's name) are those of its
+    stored bytes.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -131,17 +185,21 @@ class Leaf:
 def flatten(
     obj: Any, dtypes: Iterable[str], root: str = "state", classes: Collection[type] = PLAIN
 ) -> tuple[Node, list[Leaf]]:
-    """`obj` as nodes and leaves. `dtypes`: the supported ones; `root`: name of `obj` in errors; `classes`: of tensors
-    that can be leaves.
+    """`obj` as nodes and leaves.
 
-    Raises SelectionError listing the paths of values that cannot be stored. Shared lists and dicts are restored as
-    separate copies.
+    `dtypes`: the supported ones; `root`: name of `obj` in errors; `classes`: of tensors that can be
+    leaves.
+
+    Raises SelectionError listing the paths of values that cannot be stored. Shared lists and dicts
+    are restored as separate copies.
     """
     node, leaves, refused = try_flatten(obj, dtypes, root, classes)
     if refused:
         raise SelectionError(
-            f"{listing(refused)}. Nothing was written; convert these, or leave them out. Kept exactly are "
-            "plain containers, numbers, strings, bytes, numpy arrays and scalars, torch dtypes, devices and tensors"
+            f"{listing(refused)}. Nothing was written; convert these, or leave them out. Kept "
+            "exactly are "
+            "plain containers, numbers, strings, bytes, numpy arrays and scalars, torch dtypes, "
+            "devices and tensors"
         )
     return node, leaves
 
@@ -161,22 +219,32 @@ class _Flattener:
     classes: Collection[type]
     leaves: list[Leaf] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    known: dict[Hashable, Node] = field(default_factory=dict)  # tensors and arrays by identity and by memory
+    # tensors and arrays by identity and by memory
+    known: dict[Hashable, Node] = field(default_factory=dict)
     above: list[int] = field(default_factory=list)  # ids of the enclosing containers
-    alive: list[Any] = field(default_factory=list)  # keeps objects alive, so that their ids stay unique
+    # keeps objects alive, so that their ids stay unique
+    alive: list[Any] = field(default_factory=list)
 
     def make_node(self, obj: Any, path: str) -> Node:
         """The node of `obj`; values that cannot be stored are added to `refused`."""
         if type(obj) in (bytes, bytearray) and len(obj) >= BLOB_BYTES:
             stored = np.frombuffer(obj, np.uint8)
-            return Node("blob", (self._add_leaf(Leaf(stored.shape, "uint8", stored, True)).value, type(obj).__name__))
+            return Node(
+                "blob",
+                (
+                    self._add_leaf(Leaf(stored.shape, "uint8", stored, True)).value,
+                    type(obj).__name__,
+                ),
+            )
         if type(obj) in SCALARS:
             return Node("value", obj)
         if isinstance(obj, torch.Tensor):
             return self._tensor_node(obj, path)
         if isinstance(obj, np.generic):
             return (
-                Node("value", obj) if is_describable(obj.dtype) else self._refuse_value(path, f"numpy type {obj.dtype}")
+                Node("value", obj)
+                if is_describable(obj.dtype)
+                else self._refuse_value(path, f"numpy type {obj.dtype}")
             )
         if type(obj) is np.ndarray:
             return self._array_node(obj, path)
@@ -189,17 +257,27 @@ class _Flattener:
     def _container_node(self, obj: Any, path: str) -> Node:
         kind = _KINDS.get(type(obj))
         fields = getattr(type(obj), "_fields", None)
-        if isinstance(obj, tuple) and isinstance(fields, tuple) and len(fields) == len(obj) and not vars_of(obj):
+        if (
+            isinstance(obj, tuple)
+            and isinstance(fields, tuple)
+            and len(fields) == len(obj)
+            and not vars_of(obj)
+        ):
             kind = kind or "namedtuple"
         if kind is None:
             return self._refuse_value(path, f"{type(obj).__module__}.{type(obj).__qualname__}")
         if id(obj) in self.above or len(self.above) >= MOST_LEVELS:
             return self._refuse_value(
-                path, "contains itself" if id(obj) in self.above else f"over {MOST_LEVELS} levels deep"
+                path,
+                "contains itself" if id(obj) in self.above else f"over {MOST_LEVELS} levels deep",
             )
         self.above.append(id(obj))
         try:
-            return self._mapping_node(kind, obj, path) if kind in MAPPINGS else self._sequence_node(kind, obj, path)
+            return (
+                self._mapping_node(kind, obj, path)
+                if kind in MAPPINGS
+                else self._sequence_node(kind, obj, path)
+            )
         finally:
             self.above.pop()
 
@@ -220,7 +298,9 @@ class _Flattener:
 
     def _sequence_node(self, kind: str, obj: Any, path: str) -> Node:
         items = sorted(obj, key=_set_order) if kind in ("set", "frozenset") else obj
-        children = tuple(self.make_node(item, f"{path}[{index}]") for index, item in enumerate(items))
+        children = tuple(
+            self.make_node(item, f"{path}[{index}]") for index, item in enumerate(items)
+        )
         detail: Any = obj.maxlen if kind == "deque" else None
         if kind == "namedtuple":
             detail = (type(obj).__module__, type(obj).__qualname__, tuple(obj._fields))
@@ -231,7 +311,9 @@ class _Flattener:
             return self.make_node(key, path)
         if type(key) in (tuple, frozenset):
             items = sorted(key, key=_set_order) if type(key) is frozenset else key
-            return Node(_KINDS[type(key)], children=tuple(self._key_node(item, path) for item in items))
+            return Node(
+                _KINDS[type(key)], children=tuple(self._key_node(item, path) for item in items)
+            )
         return self._refuse_value(path, f"a key of type {type(key).__qualname__}")
 
     def _tensor_node(self, tensor: torch.Tensor, path: str) -> Node:
@@ -271,8 +353,9 @@ class _Flattener:
 def unflatten(node: Node, tensor: Callable[[int], Any], array: Callable[[int], Array]) -> Any:
     """The object of `node`; `tensor` and `array` return the leaf with an index.
 
-    Raises CorruptError for an invalid tree. Named tuples get their original class if this process has imported it, else
-    a new class of the same name and fields; no constructor runs and nothing is imported.
+    Raises CorruptError for an invalid tree. Named tuples get their original class if this process
+    has imported it, else a new class of the same name and fields; no constructor runs and nothing
+    is imported.
     """
     with damaged_input("the tree of the object"):
         return _ObjectBuilder(tensor, array).build_object(node)
@@ -306,7 +389,9 @@ class _ObjectBuilder:
             stored = self.array(index)
             return stored if described is None else restored_array(stored, described, tuple(shape))
         if kind == "blob":
-            return {"bytes": bytes, "bytearray": bytearray}[node.value[1]](self.array(node.value[0]).tobytes())
+            return {"bytes": bytes, "bytearray": bytearray}[node.value[1]](
+                self.array(node.value[0]).tobytes()
+            )
         if kind in MAPPINGS:
             return self._build_mapping(node)
         items = map(self.build_object, node.children)
@@ -321,15 +406,22 @@ class _ObjectBuilder:
         if node.kind == "defaultdict" and node.value is not None:
             result.default_factory = FACTORIES[node.value]
         for key, child in zip(node.keys, node.children, strict=True):
-            result[key.value if key.kind == "value" else self.build_object(key)] = self.build_object(child)
+            result[key.value if key.kind == "value" else self.build_object(key)] = (
+                self.build_object(child)
+            )
         if node.kind == "odict" and node.value is not None:
             vars(result).update(self.build_object(node.value))
         return result
 
 
-def _tensor_problem(tensor: torch.Tensor, dtypes: frozenset[str], classes: Collection[type]) -> str | None:
+def _tensor_problem(
+    tensor: torch.Tensor, dtypes: frozenset[str], classes: Collection[type]
+) -> str | None:
     if type(tensor) not in classes:
-        return f"{type(tensor).__module__}.{type(tensor).__qualname__}, a tensor with a meaning of its own"
+        return (
+            f"{type(tensor).__module__}.{type(tensor).__qualname__}, a tensor with a meaning "
+            "of its own"
+        )
     if tensor.layout is not torch.strided or tensor.is_nested:
         return f"a tensor of layout {tensor.layout}"
     if tensor.is_meta:
@@ -340,8 +432,13 @@ def _tensor_problem(tensor: torch.Tensor, dtypes: frozenset[str], classes: Colle
 
 
 def _memory_identity(tensor: torch.Tensor) -> Hashable:
-    """A key that is equal for tensors with the same memory and layout; None for other classes and empty tensors."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.numel() == 0:
+    """A key that is equal for tensors with the same memory and layout; None for other classes and
+    empty tensors.
+    """
+    if (
+        type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        or tensor.numel() == 0
+    ):
         return None
     flags = (tensor.is_conj(), tensor.is_neg())
     place = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
@@ -362,22 +459,36 @@ def _named_class(module: str, qualname: str, fields: Iterable[str]) -> type:
     names = tuple(fields)
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
-        found = vars(found).get(part) if isinstance(found, type) or type(found) is type(sys) else None
-    if isinstance(found, type) and issubclass(found, tuple) and found.__dict__.get("_fields") == names:
+        found = (
+            vars(found).get(part) if isinstance(found, type) or type(found) is type(sys) else None
+        )
+    if (
+        isinstance(found, type)
+        and issubclass(found, tuple)
+        and found.__dict__.get("_fields") == names
+    ):
         return found
     return collections.namedtuple(qualname.split(".")[-1], names)
 
 
 def _set_order(item: Any) -> tuple[str, str]:
-    return type(item).__qualname__, repr(item)  # the order of sets differs between processes, files are deterministic
+    # the order of sets differs between processes, files are deterministic
+    return type(item).__qualname__, repr(item)
 
 
 _WORD = 1 << 63  # larger integers are written in hexadecimal, which has no limit on digits
 
 
 def dump_object(obj: Any, name: str) -> str:
-    """`obj` and its tensors as text. Raises SelectionError naming the paths, below `name`, of unsupported values."""
-    dtypes = {str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+    """`obj` and its tensors as text.
+
+    Raises SelectionError naming the paths, below `name`, of unsupported values.
+    """
+    dtypes = {
+        str(dtype).removeprefix("torch.")
+        for dtype in vars(torch).values()
+        if isinstance(dtype, torch.dtype)
+    }
     node, leaves = flatten(obj, dtypes, name)
     held = [[list(leaf.shape), leaf.dtype, _base64_text(_leaf_bytes(leaf))] for leaf in leaves]
     return json.dumps({"tree": encode_node(node), "leaves": held}, separators=(",", ":"))
@@ -428,7 +539,9 @@ def _decode_json(document: Any, most: int) -> Node:
         raise CorruptError("too deep")
     if type(document) is dict:
         keys = tuple(Node("value", key) for key in document)
-        return Node("dict", None, keys, tuple(_decode_json(child, most - 1) for child in document.values()))
+        return Node(
+            "dict", None, keys, tuple(_decode_json(child, most - 1) for child in document.values())
+        )
     if type(document) is not list:
         return Node("value", document)
     kind, *rest = document
@@ -503,7 +616,11 @@ def _leaf_bytes(leaf: Leaf) -> bytes:
 
 def _leaf_tensor(shape: list[int], dtype: str, text: str) -> torch.Tensor:
     data = bytearray(_base64_bytes(text))
-    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
+    flat = (
+        torch.frombuffer(data, dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
     return flat.view(_torch_dtype(dtype)).reshape(shape)
 
 
@@ -518,7 +635,11 @@ def _parse_scalar(described: Any, text: str) -> Any:
     dtype = described_dtype(described)
     if dtype.hasobject:
         raise CorruptError("an object of numpy")
-    return np.frombuffer(_base64_bytes(text), np.uint8).view(dtype)[0] if dtype.itemsize else np.ndarray((), dtype)[()]
+    return (
+        np.frombuffer(_base64_bytes(text), np.uint8).view(dtype)[0]
+        if dtype.itemsize
+        else np.ndarray((), dtype)[()]
+    )
 
 
 _VALUES: dict[str, Callable[..., Any]] = {
@@ -549,20 +670,31 @@ def encode_value(value: Any, depth: int = 0) -> Any:
     if kind is torch.dtype:
         return {"dtype": dtype_name(value)}
     if kind is dict:
-        return {"dict": [[encode_value(key, depth + 1), encode_value(item, depth + 1)] for key, item in value.items()]}
+        return {
+            "dict": [
+                [encode_value(key, depth + 1), encode_value(item, depth + 1)]
+                for key, item in value.items()
+            ]
+        }
     if kind is list:
         return [encode_value(item, depth + 1) for item in value]
     if kind in (tuple, torch.Size, set, frozenset):
         items = [encode_value(item, depth + 1) for item in value]
         ordered = items if kind in (tuple, torch.Size) else sorted(items, key=json.dumps)
         return {"size" if kind is torch.Size else kind.__name__: ordered}
-    if issubclass(kind, Enum) and _enum_member(kind.__module__, kind.__qualname__, value.name) is value:
+    if (
+        issubclass(kind, Enum)
+        and _enum_member(kind.__module__, kind.__qualname__, value.name) is value
+    ):
         return {"enum": [kind.__module__, kind.__qualname__, value.name]}
     raise SelectionError(f"{kind.__name__} is no simple value")
 
 
 def decode_value(value: Any) -> Any:
-    """The value from the result of `encode_value`. Raises LoadError for an unknown dtype or enum class."""
+    """The value from the result of `encode_value`.
+
+    Raises LoadError for an unknown dtype or enum class.
+    """
     if isinstance(value, list):
         return [decode_value(item) for item in value]
     if not isinstance(value, dict):
@@ -596,6 +728,7 @@ def _decode_enum(content: Sequence[str]) -> Any:
     member = _enum_member(module_name, qualname, name)
     if member is None:
         raise LoadError(
-            f"{module_name}.{qualname}.{name}: no such member of an enum in this process; import its module first"
+            f"{module_name}.{qualname}.{name}: no such member of an enum in this process; import "
+            "its module first"
         )
     return member

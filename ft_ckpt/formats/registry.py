@@ -1,8 +1,9 @@
-"""The tensor formats, a record for each: file names, functions, capabilities. Does not import torch.
+"""The tensor formats, a record for each: file names, functions, capabilities. Does not import
+torch.
 
-A new format is one module with its functions and one record below; generic code uses the records. Folders of orbax,
-which are only read, have none. Functions are named by module and imported at the first call, so that settings
-can be checked without torch.
+A new format is one module with its functions and one record below; generic code uses the records.
+Folders of orbax, which are only read, have none. Functions are named by module and imported at the
+first call, so that settings can be checked without torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +43,8 @@ class FolderWriter:
     """Writes the tensors of each shard as a checkpoint of its own."""
 
 
-@lru_cache(maxsize=4)  # each save of a run lays out the same files: 0.1 s for the 300 tensors of an HDF5 file
+# each save of a run lays out the same files: 0.1 s for the 300 tensors of an HDF5 file
+@lru_cache(maxsize=4)
 def _laid_out(
     lay_out: Callable[[Sequence[Spec], Metadata, Ties], Layout],
     specs: tuple[Spec, ...],
@@ -57,19 +59,25 @@ class TensorFormat:
     """One tensor format. An unsupported operation is None, or has the default given here."""
 
     name: str
-    suffixes: tuple[str, ...] = ()  # of its files; the first is used for writing; empty: a folder of files
+    # of its files; the first is used for writing; empty: a folder of files
+    suffixes: tuple[str, ...] = ()
     model_stem: str = "model"  # file name of a model's weights in a folder
     other_stems: tuple[str, ...] = ()  # file names of weights written by other programs
     second_suffix: str = ""  # of a second name of its files, which are also valid in another format
 
     lay_out: Callable[[Sequence[Spec], Metadata, Ties], Layout] | None = None
     """A file of tensors as one flat dict; raises SelectionError for unsupported dtypes."""
-    lay_out_object: "Callable[[Node, Sequence[Spec], Sequence[int], bool], tuple[Layout, Sequence[str]]] | None" = None
-    """A file of any object and the names of its leaves, from (tree, leaves, indices of arrays, `native_floats`)."""
+    lay_out_object: (
+        "Callable[[Node, Sequence[Spec], Sequence[int], bool], tuple[Layout, Sequence[str]]] | None"
+    ) = None
+    """A file of any object and the names of its leaves, from (tree, leaves, indices of arrays,
+    `native_floats`).
+    """
     lay_out_archive: "Callable[[Sequence[Spec], Metadata, Ties], TorchArchive] | None" = None
     """A file of tensors with other bytes between them, such as checksums."""
     check_object: Callable[[Any], None] | None = None
-    """Raises SelectionError, naming the paths, for an object that `load_object` could not restore."""
+    """Raises SelectionError, naming the paths, for an object that `load_object` could not restore.
+    """
     save_object: Callable[[Any, Path], None] | None = None
     """Writes an object to a new file by a library, without a layout known beforehand."""
     write_compressed: Callable[..., None] | None = None
@@ -85,21 +93,26 @@ class TensorFormat:
     recognise: "Callable[[RawFile], bool] | None" = None
     """Whether an open file is of this format, by its content."""
     open_indexed: "Callable[[RawFile, bool], IndexedFile] | None" = None
-    """Reads the index of an open file; the second argument: whether digests are compared as tensors are read."""
+    """Reads the index of an open file; the second argument: whether digests are compared as tensors
+    are read.
+    """
     open_tensors: "Callable[[RawFile], TensorFile] | None" = None
-    """The tensors of an open file, for formats without an index, or with other names in the index."""
+    """The tensors of an open file, for formats without an index, or with other names in the index.
+    """
 
     object_dtypes: frozenset[str] = frozenset()  # dtypes of tensors in objects
     compressions: tuple[str, ...] = ()
     native_floats: bool = False  # can store bfloat16 as a type that every reader understands
-    is_plain: bool = False  # only a header and tensors: ranks can write one file together, checkpoints can share it
+    # only a header and tensors: ranks can write one file together, checkpoints can share it
+    is_plain: bool = False
     holds_aliases: bool = False  # a tied tensor is in the file under each of its names
     read_by_transformers: bool = False  # and by PEFT
 
     def lay_out_file(self, specs: Sequence[Spec], metadata: Metadata, ties: Ties) -> Layout:
         """The layout of a file that contains `specs` as one flat dict.
 
-        Raises SelectionError for tensors that the format cannot store, ConfigError if it has no such files.
+        Raises SelectionError for tensors that the format cannot store, ConfigError if it has no
+        such files.
         """
         if self.lay_out is None:
             raise ConfigError(f"format {self.name!r}: ft_ckpt does not write it; choose another")
@@ -111,18 +124,27 @@ class TensorFormat:
         Raises CorruptError for an invalid one, ConfigError if the format has no index.
         """
         if self.open_indexed is None:
-            raise ConfigError(f"format {self.name!r}: its files have no index of their tensors; convert them first")
+            raise ConfigError(
+                f"format {self.name!r}: its files have no index of their "
+                "tensors; convert them first"
+            )
         return self.open_indexed(function_at("tensor_file:RawFile")(file, mapped), verify)
 
     @property
     def serves_checkpoints(self) -> bool:
-        """Whether a saver can write it: with a layout known before the first byte, and an index to open it by."""
+        """Whether a saver can write it: with a layout known before the first byte, and an index to
+        open it by.
+        """
         return self.lay_out is not None and self.open_indexed is not None
 
     @property
     def is_written(self) -> bool:
         """Whether tensors can be written in it; otherwise it is read-only."""
-        return self.lay_out is not None or self.lay_out_archive is not None or self.folder_writer is not None
+        return (
+            self.lay_out is not None
+            or self.lay_out_archive is not None
+            or self.folder_writer is not None
+        )
 
     @property
     def serves_objects(self) -> bool:
@@ -173,95 +195,118 @@ def format_named(name: str) -> TensorFormat:
 
 
 def checkpoint_format_of(name: str) -> TensorFormat:
-    """The format of a weight file, by suffix; the default for unknown suffixes, which its reader rejects."""
+    """The format of a weight file, by suffix; the default for unknown suffixes, which its reader
+    rejects.
+    """
     suffix = PurePosixPath(name).suffix
-    found = [known for known in tensor_formats() if known.serves_checkpoints and suffix in known.suffixes]
+    found = [
+        known for known in tensor_formats() if known.serves_checkpoints and suffix in known.suffixes
+    ]
     return found[0] if found else format_named(DEFAULT_FORMAT)
 
 
-register_format(TensorFormat(
-    name=DEFAULT_FORMAT,
-    suffixes=(".safetensors",),
-    lay_out=lay_out_safetensors,
-    lay_out_object=_Lazily("safetensors_file:lay_out_safetensors_object"),
-    recognise=_Lazily("safetensors_file:is_safetensors"),
-    open_indexed=_Lazily("safetensors_file:open_safetensors"),
-    object_dtypes=frozenset(NAMES),
-    is_plain=True,
-    read_by_transformers=True,
-))  # fmt: skip
-register_format(TensorFormat(
-    name="h5",
-    suffixes=(".h5", ".hdf5", ".mdl"),
-    other_stems=("tf_model",),
-    lay_out=_Lazily("hdf5_layout:lay_out_hdf5"),
-    lay_out_object=_Lazily("hdf5_layout:lay_out_hdf5_tree"),
-    recognise=_Lazily("hdf5:is_hdf5"),
-    open_indexed=_Lazily("hdf5:open_hdf5"),
-    open_tensors=_Lazily("keras:open_hdf5_tensors"),
-    object_dtypes=frozenset(ITEM_BYTES),
-    write_compressed=_Lazily("hdf5_compressed:write_compressed"),
-    compressions=("gzip",),
-    native_floats=True,
-    holds_aliases=True,
-))  # fmt: skip
-register_format(TensorFormat(
-    name="dual",
-    suffixes=(".safetensors",),
-    second_suffix=".h5",
-    lay_out=_Lazily("dual:lay_out_dual"),
-    lay_out_object=_Lazily("dual:lay_out_dual_tree"),
-    recognise=_Lazily("dual:is_dual"),
-    open_indexed=_Lazily("safetensors_file:open_safetensors"),  # which compares its two tables
-    object_dtypes=frozenset(NAMES),
-    native_floats=True,
-    read_by_transformers=True,
-))  # fmt: skip
-register_format(TensorFormat(
-    name="torch",
-    suffixes=(".bin", ".pt", ".pth"),
-    model_stem="pytorch_model",
-    lay_out_archive=_Lazily("torch_file:lay_out_torch"),
-    check_object=_Lazily("torch_file:check_torch_object"),
-    save_object=_Lazily("torch_file:save_torch_object"),
-    load_object=_Lazily("torch_file:load_torch_object"),
-    recognise=_Lazily("torch_file:is_torch_file"),
-    open_tensors=_Lazily("torch_file:open_torch_file"),
-))  # fmt: skip
-register_format(TensorFormat(
-    name="lightning",
-    suffixes=(".ckpt",),
-    load_object=_Lazily("lightning:load_lightning"),
-    recognise=_Lazily("lightning:is_lightning"),
-    open_tensors=_Lazily("lightning:open_lightning"),
-))  # fmt: skip
-register_format(TensorFormat(
-    name="keras",
-    suffixes=(".keras",),
-    recognise=_Lazily("keras:is_keras_archive"),
-    open_indexed=_Lazily("keras:open_keras_archive"),
-))  # fmt: skip
-register_format(TensorFormat(
-    name="flax",
-    suffixes=(".msgpack",),
-    model_stem="flax_model",
-    recognise=_Lazily("jax:is_flax"),
-    open_indexed=_Lazily("jax:open_flax"),
-))  # fmt: skip
-register_format(TensorFormat(
-    name="tensorflow",
-    open_folder=_Lazily("tensorflow:open_tensorflow"),
-    folder_writer=FolderWriter(
-        _Lazily("tensorflow:check_tensorflow_types"),
-        _Lazily("tensorflow:write_tensorflow"),
-        _Lazily("tensorflow:write_tensorflow_shards"),
-    ),
-))  # fmt: skip
-register_format(TensorFormat(
-    name="dcp",
-    open_folder=_Lazily("dcp:open_dcp"),
-    written_by=(
-        "folders of torch.distributed.checkpoint are read only: convert to a torch file (.pt), which "
-        "torch.distributed.checkpoint.format_utils.torch_save_to_dcp makes one of"
-    ),
-))  # fmt: skip
+register_format(
+    TensorFormat(
+        name=DEFAULT_FORMAT,
+        suffixes=(".safetensors",),
+        lay_out=lay_out_safetensors,
+        lay_out_object=_Lazily("safetensors_file:lay_out_safetensors_object"),
+        recognise=_Lazily("safetensors_file:is_safetensors"),
+        open_indexed=_Lazily("safetensors_file:open_safetensors"),
+        object_dtypes=frozenset(NAMES),
+        is_plain=True,
+        read_by_transformers=True,
+    )
+)
+register_format(
+    TensorFormat(
+        name="h5",
+        suffixes=(".h5", ".hdf5", ".mdl"),
+        other_stems=("tf_model",),
+        lay_out=_Lazily("hdf5_layout:lay_out_hdf5"),
+        lay_out_object=_Lazily("hdf5_layout:lay_out_hdf5_tree"),
+        recognise=_Lazily("hdf5:is_hdf5"),
+        open_indexed=_Lazily("hdf5:open_hdf5"),
+        open_tensors=_Lazily("keras:open_hdf5_tensors"),
+        object_dtypes=frozenset(ITEM_BYTES),
+        write_compressed=_Lazily("hdf5_compressed:write_compressed"),
+        compressions=("gzip",),
+        native_floats=True,
+        holds_aliases=True,
+    )
+)
+register_format(
+    TensorFormat(
+        name="dual",
+        suffixes=(".safetensors",),
+        second_suffix=".h5",
+        lay_out=_Lazily("dual:lay_out_dual"),
+        lay_out_object=_Lazily("dual:lay_out_dual_tree"),
+        recognise=_Lazily("dual:is_dual"),
+        open_indexed=_Lazily("safetensors_file:open_safetensors"),  # which compares its two tables
+        object_dtypes=frozenset(NAMES),
+        native_floats=True,
+        read_by_transformers=True,
+    )
+)
+register_format(
+    TensorFormat(
+        name="torch",
+        suffixes=(".bin", ".pt", ".pth"),
+        model_stem="pytorch_model",
+        lay_out_archive=_Lazily("torch_file:lay_out_torch"),
+        check_object=_Lazily("torch_file:check_torch_object"),
+        save_object=_Lazily("torch_file:save_torch_object"),
+        load_object=_Lazily("torch_file:load_torch_object"),
+        recognise=_Lazily("torch_file:is_torch_file"),
+        open_tensors=_Lazily("torch_file:open_torch_file"),
+    )
+)
+register_format(
+    TensorFormat(
+        name="lightning",
+        suffixes=(".ckpt",),
+        load_object=_Lazily("lightning:load_lightning"),
+        recognise=_Lazily("lightning:is_lightning"),
+        open_tensors=_Lazily("lightning:open_lightning"),
+    )
+)
+register_format(
+    TensorFormat(
+        name="keras",
+        suffixes=(".keras",),
+        recognise=_Lazily("keras:is_keras_archive"),
+        open_indexed=_Lazily("keras:open_keras_archive"),
+    )
+)
+register_format(
+    TensorFormat(
+        name="flax",
+        suffixes=(".msgpack",),
+        model_stem="flax_model",
+        recognise=_Lazily("jax:is_flax"),
+        open_indexed=_Lazily("jax:open_flax"),
+    )
+)
+register_format(
+    TensorFormat(
+        name="tensorflow",
+        open_folder=_Lazily("tensorflow:open_tensorflow"),
+        folder_writer=FolderWriter(
+            _Lazily("tensorflow:check_tensorflow_types"),
+            _Lazily("tensorflow:write_tensorflow"),
+            _Lazily("tensorflow:write_tensorflow_shards"),
+        ),
+    )
+)
+register_format(
+    TensorFormat(
+        name="dcp",
+        open_folder=_Lazily("dcp:open_dcp"),
+        written_by=(
+            "folders of torch.distributed.checkpoint are read only: convert to a "
+            "torch file (.pt), which "
+            "torch.distributed.checkpoint.format_utils.torch_save_to_dcp makes one of"
+        ),
+    )
+)

@@ -1,8 +1,11 @@
-"""The safetensors format: lays out headers before tensor bytes are available, and reads them. Needs no torch.
+"""The safetensors format: lays out headers before tensor bytes are available, and reads them.
 
-Source: the format description in the safetensors repository. A file is an 8-byte little-endian header length, a JSON
-header padded with spaces to a multiple of 8, and the tensors without gaps. The order is that of the reference writer
-(widest type first, then by name), so our files equal its files byte for byte.
+Needs no torch.
+
+Source: the format description in the safetensors repository. A file is an 8-byte little-endian
+header length, a JSON header padded with spaces to a multiple of 8, and the tensors without gaps.
+The order is that of the reference writer (widest type first, then by name), so our files equal its
+files byte for byte.
 """
 
 import json
@@ -19,9 +22,10 @@ from ft_ckpt.errors import CorruptError, SelectionError, UnreadableError, listin
 from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec, checked_sizes
 from ft_ckpt.storage.store import Readable, is_utf8, read_range
 
-# The name of the HDF5 part of a dual file, which is a tensor for safetensors. `from_pretrained` silently drops names
-# that contain "rotary_emb.inv_freq" if the model has rotary embeddings, and names that end in ".position_ids" if it has
-# position ids. For other models it lists the name as unexpected, and ignores it.
+# The name of the HDF5 part of a dual file, which is a tensor for safetensors. `from_pretrained`
+# silently drops names that contain "rotary_emb.inv_freq" if the model has rotary embeddings, and
+# names that end in ".position_ids" if it has position ids. For other models it lists the name as
+# unexpected, and ignores it.
 HELPER = "__hdf5__.rotary_emb.inv_freq.position_ids"
 _MOST_HEADER_BYTES = 100_000_000  # the safetensors format's own bound
 NAMES = {  # torch name: name in the file, narrowest first, in the reference writer's order
@@ -52,7 +56,9 @@ _TORCH_NAMES = {stored: name for name, stored in NAMES.items()}
 
 
 def lay_out_safetensors(
-    specs: Sequence[Spec], metadata: Mapping[str, str], ties: Mapping[str, str] = MappingProxyType({})
+    specs: Sequence[Spec],
+    metadata: Mapping[str, str],
+    ties: Mapping[str, str] = MappingProxyType({}),
 ) -> Layout:
     """The layout of a file that contains `specs`, with `ties` in the metadata.
 
@@ -61,13 +67,18 @@ def lay_out_safetensors(
     stored_texts = [*(spec.name for spec in specs), *ties, *metadata, *metadata.values()]
     if not is_utf8("".join(stored_texts)):  # one check for all
         broken = [repr(text) for text in stored_texts if not is_utf8(text)]
-        raise SelectionError(f"{listing(broken, ', ')}: safetensors files take Unicode only; rename it")
+        raise SelectionError(
+            f"{listing(broken, ', ')}: safetensors files take Unicode only; rename it"
+        )
     if taken := [spec.name for spec in specs if spec.name in _TAKEN]:
-        raise SelectionError(f"{listing(taken, ', ')}: safetensors files keep this name for themselves; rename it")
+        raise SelectionError(
+            f"{listing(taken, ', ')}: safetensors files keep this name for themselves; rename it"
+        )
     foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in NAMES]
     if foreign:
         raise SelectionError(
-            f"{listing(foreign, ', ')}: safetensors has no such type; convert it, or leave it out of the model's "
+            f"{listing(foreign, ', ')}: safetensors has no such type; convert it, or leave it out "
+            "of the model's "
             "state dict (persistent=False)"
         )
     ordered = sorted(sorted(specs, key=_NAME), key=lambda spec: -_RANK[spec.dtype])
@@ -77,15 +88,20 @@ def lay_out_safetensors(
         header += f'"__metadata__":{notes},'.encode()
     kinds = {(spec.shape, spec.dtype): spec for spec in ordered}  # few, even for many tensors
     texts = {
-        kind: (f'"dtype":"{NAMES[spec.dtype]}","shape":[{",".join(map(str, spec.shape))}]', spec.size_bytes)
+        kind: (
+            f'"dtype":"{NAMES[spec.dtype]}","shape":[{",".join(map(str, spec.shape))}]',
+            spec.size_bytes,
+        )
         for kind, spec in kinds.items()
     }
     begin, offsets = 0, []
-    for spec in ordered:  # as text: objects for 100,000 tensors would take more time and memory than the rest
+    # as text: objects for 100,000 tensors would take more time and memory than the rest
+    for spec in ordered:
         text, size_bytes = texts[spec.shape, spec.dtype]
         offsets.append(begin)
         begin += size_bytes
-        header += f'{encode_basestring(spec.name)}:{{{text},"data_offsets":[{offsets[-1]},{begin}]}},'.encode()
+        span = f'"data_offsets":[{offsets[-1]},{begin}]'
+        header += f"{encode_basestring(spec.name)}:{{{text},{span}}},".encode()
     if header.endswith(b","):
         header.pop()
     header += b"}"
@@ -113,25 +129,35 @@ class SafetensorsHeader:
 
 
 def read_header(file: Readable) -> dict[str, HeaderEntry]:
-    """The tensors of an open safetensors file. Raises CorruptError as `parse_header` does, or if it cannot be read."""
+    """The tensors of an open safetensors file.
+
+    Raises CorruptError as `parse_header` does, or if it cannot be read.
+    """
     try:
         header = parse_header(partial(read_range, file), file.size_bytes)
     except UnreadableError:
         raise
     except CorruptError as error:
-        raise CorruptError(f"{PurePosixPath(file.name).name}: {error}; use an older checkpoint") from error
+        raise CorruptError(
+            f"{PurePosixPath(file.name).name}: {error}; use an older checkpoint"
+        ) from error
     return dict(header.tensors)
 
 
 def begins_with_header(head: bytes) -> bool:
-    """Whether `head`, at least the first 9 bytes of a file, begins with a length and a header of that format."""
+    """Whether `head`, at least the first 9 bytes of a file, begins with a length and a header of
+    that format.
+    """
     return head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= _MOST_HEADER_BYTES
 
 
-def parse_header(read: Callable[[int, int], bytes | bytearray], file_bytes: int) -> SafetensorsHeader:
+def parse_header(
+    read: Callable[[int, int], bytes | bytearray], file_bytes: int
+) -> SafetensorsHeader:
     """The header of the file of `file_bytes` from which `read(start, size)` gives bytes.
 
-    Raises CorruptError when it is malformed or its tensors do not fill the file, one after the other.
+    Raises CorruptError when it is malformed or its tensors do not fill the file, one after the
+    other.
     """
     length = int.from_bytes(read(0, 8), "little")
     if not 2 <= length <= min(_MOST_HEADER_BYTES, file_bytes - 8):
@@ -146,7 +172,10 @@ def parse_header(read: Callable[[int, int], bytes | bytearray], file_bytes: int)
     at = 8 + length
     for name, entry in sorted(tensors.items(), key=lambda item: item[1][2:]):
         if entry.start != at:
-            raise CorruptError(f"{name}: bytes {entry.start:,} to {entry.end:,}, the tensor before it ends at {at:,}")
+            raise CorruptError(
+                f"{name}: bytes {entry.start:,} to {entry.end:,}, the tensor "
+                f"before it ends at {at:,}"
+            )
         at = entry.end
     if at != file_bytes:
         kind = "truncated" if file_bytes < at else "bytes after its last tensor"

@@ -10,7 +10,15 @@ from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.formats.pytree import Node, decode_node, encode_node
 from ft_ckpt.formats.registry import TensorFormat
 from ft_ckpt.formats.safetensors import HELPER, SafetensorsHeader, lay_out_safetensors, parse_header
-from ft_ckpt.formats.tensor_file import TREE, IndexedFile, RawFile, TensorIndex, check_index, is_flat, read_index
+from ft_ckpt.formats.tensor_file import (
+    TREE,
+    IndexedFile,
+    RawFile,
+    TensorIndex,
+    check_index,
+    is_flat,
+    read_index,
+)
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.store import Store, etag_of
 
@@ -47,11 +55,17 @@ def open_safetensors(raw: RawFile, verify: bool = False) -> IndexedFile:
     except UnreadableError:
         raise
     except CorruptError as error:
-        raise CorruptError(f"{raw.name}: not a whole safetensors file ({error}); use another copy") from error
+        raise CorruptError(
+            f"{raw.name}: not a whole safetensors file ({error}); use another copy"
+        ) from error
     helper = header.tensors.get(HELPER)
     other = read_index(raw, helper.end) if helper is not None else None
-    if other is not None and (index.specs != other.specs or any(index.start(n) != other.start(n) for n in index.rows)):
-        raise CorruptError(f"{raw.name}: its two tables of tensors differ; use another copy of the file")
+    if other is not None and (
+        index.specs != other.specs or any(index.start(n) != other.start(n) for n in index.rows)
+    ):
+        raise CorruptError(
+            f"{raw.name}: its two tables of tensors differ; use another copy of the file"
+        )
     return IndexedFile(raw, other or index, verify)
 
 
@@ -63,12 +77,18 @@ def _header_index(header: SafetensorsHeader) -> TensorIndex:
         names, tree = json.loads(metadata.pop(TREE))
         root = decode_node(tree)
     leaves = {name: leaf for leaf, name in enumerate(names)}
-    rows = {name: [entry.dtype, entry.shape, entry.start, "", leaves[name]] for name, entry in tensors.items()}
+    rows = {
+        name: [entry.dtype, entry.shape, entry.start, "", leaves[name]]
+        for name, entry in tensors.items()
+    }
     return TensorIndex(rows, root, metadata)
 
 
-def link_second_names(known: TensorFormat, written: Sequence[FileRecord], store: Store) -> list[FileRecord]:
-    """Link files in `store` under the second name of their format, if it has one; the records of the links.
+def link_second_names(
+    known: TensorFormat, written: Sequence[FileRecord], store: Store
+) -> list[FileRecord]:
+    """Link files in `store` under the second name of their format, if it has one; the records of
+    the links.
 
     Stores without links get none.
     """

@@ -1,4 +1,6 @@
-"""Readers of tensor files: raw bytes, records of zip files, an index of tensors, renamed tensors, files in memory."""
+"""Readers of tensor files: raw bytes, records of zip files, an index of tensors, renamed tensors,
+files in memory.
+"""
 
 import io
 import json
@@ -25,14 +27,17 @@ from ft_ckpt.storage.local_file import MappedBytes
 from ft_ckpt.storage.read_ahead import ByteRun, is_cold, read_whole
 from ft_ckpt.storage.store import Readable
 
-MAP_BYTES = 1 << 16  # smaller tensors are copied: that is no slower, and safe from changes of the file
-MOST_PROMISED, FREE_BYTES = 16, 64 << 20  # limit for values that are not stored: 16 file sizes plus 64 MiB
+# smaller tensors are copied: that is no slower, and safe from changes of the file
+MAP_BYTES = 1 << 16
+# limit for values that are not stored: 16 file sizes plus 64 MiB
+MOST_PROMISED, FREE_BYTES = 16, 64 << 20
 
 
 class FileStream(io.RawIOBase):
     """Bytes [start, start + size_bytes) of an open file as a file object.
 
-    It does not use the path, which may belong to another file by now. Libraries may also cache state by path.
+    It does not use the path, which may belong to another file by now. Libraries may also cache
+    state by path.
     """
 
     def __init__(self, raw: "RawFile", start: int = 0, size_bytes: int | None = None) -> None:
@@ -80,7 +85,8 @@ class RawFile:
         self.file.close()
 
     def check(self) -> None:
-        """Raise CorruptError if the file is closed, or can be mapped and was changed since it was opened.
+        """Raise CorruptError if the file is closed, or can be mapped and was changed since it was
+        opened.
 
         Other files are always read in the version that was opened.
         """
@@ -90,7 +96,8 @@ class RawFile:
             self.file.check()
 
     def promise(self, size_bytes: int, name: str) -> None:
-        """Count bytes of tensor `name` that are not stored, because it is constant or its elements repeat.
+        """Count bytes of tensor `name` that are not stored, because it is constant or its elements
+        repeat.
 
         Raises CorruptError when the total is implausible for a file of this size.
         """
@@ -102,9 +109,11 @@ class RawFile:
             )
 
     def read_in(self, threads: int = 4, direct: str = "auto") -> bool:
-        """Read the whole file into private memory at the disk's rate; "mapped" tensors then use this memory.
+        """Read the whole file into private memory at the disk's rate; "mapped" tensors then use
+        this memory.
 
-        Returns False if the file is mapped already, or memory is short. Raises CorruptError when it changes meanwhile.
+        Returns False if the file is mapped already, or memory is short. Raises CorruptError when it
+        changes meanwhile.
         """
         if self._whole is not None:
             return False
@@ -118,7 +127,10 @@ class RawFile:
         return is_cold(self.file)
 
     def bytes(self, start: int, size_bytes: int) -> bytearray:
-        """A copy of the bytes from `start`. Raises CorruptError when the file is shorter or has changed."""
+        """A copy of the bytes from `start`.
+
+        Raises CorruptError when the file is shorter or has changed.
+        """
         data = bytearray(size_bytes)
         self.read_into(memoryview(data), start)
         return data
@@ -131,7 +143,9 @@ class RawFile:
         else:
             self.file.read_into(memory, start)
 
-    def tensor(self, start: int, count: int, dtype: torch.dtype, mapped: bool | None = None) -> torch.Tensor:
+    def tensor(
+        self, start: int, count: int, dtype: torch.dtype, mapped: bool | None = None
+    ) -> torch.Tensor:
         """`count` elements from byte `start`, 1-D; writes to it do not reach the file."""
         if not count:
             return torch.empty(0, dtype=dtype, device="cpu")
@@ -149,26 +163,32 @@ class RawFile:
         self.check()
         if start < 0 or size_bytes < 0 or start + size_bytes > self.size_bytes:
             raise CorruptError(
-                f"{self.name}: bytes {start} to {start + size_bytes} asked for, the file has {self.size_bytes}; "
+                f"{self.name}: bytes {start} to {start + size_bytes} asked for, the file has "
+                f"{self.size_bytes}; "
                 "it is truncated, or its index is damaged"
             )
 
 
 _MAGIC = b"ft_ckpt1"
-_FOOTER = "<8sQQQ16s8x"  # magic, data start, index start, file size, digest of the JSON; then the digest of all these
+# magic, data start, index start, file size, digest of the JSON; then the digest of all these
+_FOOTER = "<8sQQQ16s8x"
 FOOTER_BYTES = 64
-TREE = "ft_ckpt_tree"  # key of an object's tree in the metadata of safetensors; here it is the `root`
+# key of an object's tree in the metadata of safetensors; here it is the `root`
+TREE = "ft_ckpt_tree"
 _MOST = 1 << 62  # above any size or offset
 
 NO_DIGEST = "0" * 32  # in the place of a digest that is not known yet
 
-Row = Sequence[Any]  # of the index: torch's dtype, shape, start (from the data start), digest in hexadecimal, leaf;
+# of the index: torch's dtype, shape, start (from the data start), digest in hexadecimal, leaf;
+Row = Sequence[Any]
 # ft_ckpt 0.1 to 0.3 added the chunks of a compressed tensor, which only the HDF5 library reads
 
 
 @dataclass(frozen=True)
 class TensorIndex:
-    """A row for each tensor, in file order; the tree of the object (None: a flat dict); the metadata."""
+    """A row for each tensor, in file order; the tree of the object (None: a flat dict); the
+    metadata.
+    """
 
     rows: Mapping[str, Row]
     root: Node | None
@@ -189,7 +209,9 @@ class TensorIndex:
 
     @property
     def tree(self) -> Node:
-        return flat_tree([self.specs[name] for name in self.names]) if self.root is None else self.root
+        return (
+            flat_tree([self.specs[name] for name in self.names]) if self.root is None else self.root
+        )
 
     def start(self, name: str) -> int:
         """Offset of the tensor's first byte in the file."""
@@ -206,7 +228,11 @@ def is_flat(root: Node, names: Sequence[str]) -> bool:
     """True for a dict of tensors, each under its own name, which needs no tree in a file."""
     keys = [key.value for key in root.keys]
     children = [(child.kind, child.value) for child in root.children]
-    return root.kind == "dict" and keys == list(names) and children == [("tensor", i) for i in range(len(names))]
+    return (
+        root.kind == "dict"
+        and keys == list(names)
+        and children == [("tensor", i) for i in range(len(names))]
+    )
 
 
 def with_digests(index: TensorIndex, digests: Mapping[str, bytes]) -> TensorIndex:
@@ -224,13 +250,18 @@ def index_text(index: TensorIndex) -> bytes:
 
 
 def index_footer(text: bytes, data_start: int, index_start: int, file_bytes: int) -> bytes:
-    """The footer after the JSON: offsets, file size and digest, by which a reader sees that nothing has moved."""
-    known = struct.pack(_FOOTER, _MAGIC, data_start, index_start, file_bytes, xxhash.xxh3_128_digest(text))
+    """The footer after the JSON: offsets, file size and digest, by which a reader sees that nothing
+    has moved.
+    """
+    known = struct.pack(
+        _FOOTER, _MAGIC, data_start, index_start, file_bytes, xxhash.xxh3_128_digest(text)
+    )
     return known + xxhash.xxh3_64_digest(known)
 
 
 def read_index(raw: RawFile, end: int | None = None) -> TensorIndex | None:
-    """The index whose footer ends at byte `end` (default: the end of the file); None if there is no valid footer.
+    """The index whose footer ends at byte `end` (default: the end of the file); None if there is no
+    valid footer.
 
     Raises CorruptError when the index itself is damaged.
     """
@@ -243,11 +274,14 @@ def read_index(raw: RawFile, end: int | None = None) -> TensorIndex | None:
     data_start, start, file_bytes, digest = known
     if file_bytes != raw.size_bytes or start > end - FOOTER_BYTES:
         return None
-    return parse_index(bytes(raw.bytes(start, end - FOOTER_BYTES - start)), digest, data_start, raw.name)
+    return parse_index(
+        bytes(raw.bytes(start, end - FOOTER_BYTES - start)), digest, data_start, raw.name
+    )
 
 
 def moved_index(data: bytes, source: str) -> TensorIndex:
-    """The index from the bytes of its dataset, which another program has moved; its offsets are invalid.
+    """The index from the bytes of its dataset, which another program has moved; its offsets are
+    invalid.
 
     Raises CorruptError when it is damaged: the file is then damaged as well.
     """
@@ -265,13 +299,20 @@ def _parse_footer(tail: bytes) -> tuple[int, int, int, bytes] | None:
 
 
 def parse_index(text: bytes, digest: bytes, data_start: int, source: str) -> TensorIndex:
-    """The index in `text`, whose offsets count from `data_start`. Raises CorruptError, naming `source`."""
+    """The index in `text`, whose offsets count from `data_start`.
+
+    Raises CorruptError, naming `source`.
+    """
     if xxhash.xxh3_128_digest(text) != digest:
-        raise CorruptError(f"{source}: its index is damaged (digest differs); use another copy of the file")
+        raise CorruptError(
+            f"{source}: its index is damaged (digest differs); use another copy of the file"
+        )
     with damaged_input(f"{source}: its index"):
         whole = json.loads(text)
         if whole["ft_index"] != 1:
-            raise CorruptError(f"{source}: an index of version {whole['ft_index']!r:.20}; upgrade ft_ckpt")
+            raise CorruptError(
+                f"{source}: an index of version {whole['ft_index']!r:.20}; upgrade ft_ckpt"
+            )
         root = decode_node(whole["tree"]) if "tree" in whole else None
         metadata = {str(key): str(value) for key, value in whole["metadata"].items() if key != TREE}
         index = TensorIndex(whole["tensors"], root, metadata, data_start)
@@ -280,20 +321,30 @@ def parse_index(text: bytes, digest: bytes, data_start: int, source: str) -> Ten
 
 
 def check_index(index: TensorIndex, source: str) -> None:
-    """Raise CorruptError if a row of the index is invalid, or its tree refers to tensors that it lacks."""
+    """Raise CorruptError if a row of the index is invalid, or its tree refers to tensors that it
+    lacks.
+    """
     count = len(index.rows)
     if sorted([row[4] for row in index.rows.values()]) != list(range(count)):
-        raise CorruptError(f"{source}: its index does not name each of {count} tensors once; use another copy")
+        raise CorruptError(
+            f"{source}: its index does not name each of {count} tensors once; use another copy"
+        )
     wrong = [name for name, row in index.rows.items() if not _is_sound(row)]
     if wrong or (index.root is not None and _most_leaf(index.root) >= count):
         where = listing(wrong, ", ") or "the tree"
-        raise CorruptError(f"{source}: {where}: malformed in its index; use another copy of the file")
+        raise CorruptError(
+            f"{source}: {where}: malformed in its index; use another copy of the file"
+        )
 
 
 def _is_sound(row: Row) -> bool:
     dtype, shape, start, digest, *_ = row
     numbers = [start, *shape]
-    whole = dtype in ITEM_BYTES and type(digest) is str and all(type(number) is int for number in numbers)
+    whole = (
+        dtype in ITEM_BYTES
+        and type(digest) is str
+        and all(type(number) is int for number in numbers)
+    )
     return whole and min(numbers) >= 0 and max(numbers) < _MOST
 
 
@@ -313,7 +364,9 @@ def tensor_digest(data: Any) -> str:
 
 
 class IndexedFile:
-    """An open file: `specs` by name, and its `index` with the tree of the object and the names of its leaves."""
+    """An open file: `specs` by name, and its `index` with the tree of the object and the names of
+    its leaves.
+    """
 
     def __init__(self, raw: RawFile, index: TensorIndex, verify: bool = False) -> None:
         self.raw, self.index, self.verify = raw, index, verify
@@ -329,8 +382,8 @@ class IndexedFile:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements [start, stop) of the flat tensor `name`; only their bytes are read or mapped.
 
-        Raises CorruptError when the file has changed or is too short; with `verify`, when a whole tensor has another
-        digest.
+        Raises CorruptError when the file has changed or is too short; with `verify`, when a whole
+        tensor has another digest.
         """
         with damaged_input(f"{self.raw.name}: {name}"):
             return self._read_elements(name, start, stop)
@@ -339,13 +392,17 @@ class IndexedFile:
         kind, shape, *_ = self.index.rows[name]
         dtype = getattr(torch, kind, None)
         if not isinstance(dtype, torch.dtype):
-            raise CorruptError(f"{self.raw.name}: {name} has dtype {kind!r}, which this torch does not know")
+            raise CorruptError(
+                f"{self.raw.name}: {name} has dtype {kind!r}, which this torch does not know"
+            )
         whole, stop = start == 0 and stop is None, math.prod(shape) if stop is None else stop
         if name in self.readers:
             self.raw.check()
             tensor = as_tensor(self.readers[name](start, stop)).reshape(-1)
         else:
-            tensor = self.raw.tensor(self.index.start(name) + start * dtype.itemsize, stop - start, dtype)
+            tensor = self.raw.tensor(
+                self.index.start(name) + start * dtype.itemsize, stop - start, dtype
+            )
         if whole and (self.verify or name in self.readers) and tensor.numel():
             self._verify_digest(name, tensor.view(torch.uint8).numpy())
         return tensor
@@ -361,8 +418,12 @@ class IndexedFile:
         return None if name in self.readers else [run]
 
     def maps(self, name: str) -> bool:
-        """True when the whole tensor costs no more to read than a part: it can be mapped, or is small."""
-        return name not in self.readers and (self.raw.mapped or self.specs[name].size_bytes < MAP_BYTES)
+        """True when the whole tensor costs no more to read than a part: it can be mapped, or is
+        small.
+        """
+        return name not in self.readers and (
+            self.raw.mapped or self.specs[name].size_bytes < MAP_BYTES
+        )
 
     def check(self) -> None:
         self.raw.check()
@@ -392,7 +453,10 @@ class IndexedFile:
     def _verify_digest(self, name: str, values: np.ndarray[Any, Any]) -> None:
         expected = self.index.rows[name][3]
         if expected and xxhash.xxh3_128_hexdigest(values.data) != expected:
-            raise CorruptError(f"{self.raw.name}: {name} is damaged (its digest differs); use another copy of the file")
+            raise CorruptError(
+                f"{self.raw.name}: {name} is damaged (its digest differs); use "
+                "another copy of the file"
+            )
 
 
 def as_tensor(values: Any) -> torch.Tensor:
@@ -403,7 +467,8 @@ def as_tensor(values: Any) -> torch.Tensor:
 
 
 ZIP_MAGIC = b"PK\3\4"
-_HEAD = struct.Struct("<4s22xHH")  # of a record: signature, lengths of its name and of the extra field
+# of a record: signature, lengths of its name and of the extra field
+_HEAD = struct.Struct("<4s22xHH")
 _STEP_BYTES = 16 << 20
 
 
@@ -413,12 +478,16 @@ def record_span(file: RawFile, entry: zipfile.ZipInfo) -> tuple[int, int]:
     Raises CorruptError when it is compressed, or not where the directory of the file says.
     """
     if entry.compress_type != zipfile.ZIP_STORED:
-        raise CorruptError(f"{entry.filename} is compressed, expected one that is stored; zip the files again with -0")
+        raise CorruptError(
+            f"{entry.filename} is compressed, expected one that is stored; zip "
+            "the files again with -0"
+        )
     signature, *lengths = _HEAD.unpack(file.bytes(entry.header_offset, _HEAD.size))
     start = entry.header_offset + _HEAD.size + sum(lengths)
     if signature != ZIP_MAGIC or start + entry.file_size > file.size_bytes:
         raise CorruptError(
-            f"{entry.filename}: its offset leads out of the file, or to something else; is the file whole?"
+            f"{entry.filename}: its offset leads out of the file, or to "
+            "something else; is the file whole?"
         )
     return start, start + entry.file_size
 
@@ -457,7 +526,8 @@ class SpanFile:
         self.metadata = dict(metadata or {})
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU, a copy or mapped from the file.
+        """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU, a copy or mapped from the
+        file.
 
         Raises CorruptError when a file has changed since it was opened.
         """
@@ -486,9 +556,13 @@ class SpanFile:
 class RenamedFile:
     """The tensors of `file` in `names` (old to new names); `skipped` describes the others."""
 
-    def __init__(self, file: TensorFile, names: Mapping[str, str], skipped: Sequence[str] = ()) -> None:
+    def __init__(
+        self, file: TensorFile, names: Mapping[str, str], skipped: Sequence[str] = ()
+    ) -> None:
         self.file, self.names, self.skipped = file, names, tuple(skipped)
-        self.specs: dict[str, Spec] = {new: file.specs[old]._replace(name=new) for new, old in names.items()}
+        self.specs: dict[str, Spec] = {
+            new: file.specs[old]._replace(name=new) for new, old in names.items()
+        }
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         return self.file.read(self.names[name], start, stop)
@@ -510,7 +584,8 @@ class MemoryFile:
     @property
     def specs(self) -> dict[str, Spec]:
         return {
-            name: Spec(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in self.tensors.items()
+            name: Spec(name, tuple(tensor.shape), dtype_name(tensor.dtype))
+            for name, tensor in self.tensors.items()
         }
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
@@ -524,7 +599,9 @@ class MemoryFile:
 def read_in_steps(
     read: Callable[[str, int, int], Tensor], name: str, start: int, stop: int, dtype: torch.dtype
 ) -> Tensor:
-    """Flat elements [start, stop) of tensor `name` in new memory, read by `read` in steps of 16 MiB."""
+    """Flat elements [start, stop) of tensor `name` in new memory, read by `read` in steps of 16
+    MiB.
+    """
     data, step = torch.empty(stop - start, dtype=dtype, device="cpu"), _STEP_BYTES // dtype.itemsize
     for low in range(start, stop, step):
         high = min(low + step, stop)
@@ -548,7 +625,8 @@ class ListedFile:
         if wrong:
             opened.close()
             raise CorruptError(
-                f"{self.where}: {listing(wrong, ', ')}: not as the manifest says; use another checkpoint"
+                f"{self.where}: {listing(wrong, ', ')}: not as the manifest "
+                "says; use another checkpoint"
             )
         return opened
 

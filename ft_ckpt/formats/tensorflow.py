@@ -1,8 +1,8 @@
 """TensorFlow's checkpoints of version 2 ("bundles"): an index and data files under one prefix.
 
-TensorFlow itself writes and reads them, on the CPU and a few tensors at a time: shards are saved one by one, tensors
-larger than a shard as slices if their dtype allows, and merged by their indexes alone. `tf.train.load_checkpoint` reads
-the result.
+TensorFlow itself writes and reads them, on the CPU and a few tensors at a time: shards are saved
+one by one, tensors larger than a shard as slices if their dtype allows, and merged by their indexes
+alone. `tf.train.load_checkpoint` reads the result.
 """
 
 import json
@@ -37,12 +37,22 @@ from ft_ckpt.storage.store import Store, is_inside, read_text
 
 PREFIX = "model.ckpt"  # of the files in a folder that we write
 _INDEX = ".index"  # suffix of a bundle's index; no other file has it
-SHARDS = "shards.json"  # in a folder of several checkpoints that we write: the prefix of each tensor
+# in a folder of several checkpoints that we write: the prefix of each tensor
+SHARDS = "shards.json"
 STATE = "checkpoint"  # the file by which TensorFlow finds the newest prefix in a folder
 SHARD_BYTES = 96 << 20
 DTYPES = {
     *("bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
-    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e5m2", "float8_e4m3fn"),
+    *(
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+        "float8_e5m2",
+        "float8_e4m3fn",
+    ),
 }
 _UNSLICED = {
     "float16",
@@ -68,7 +78,9 @@ def load_tensorflow() -> Any:
 
 
 def bundle_prefixes(place: Place) -> list[Place]:
-    """The prefixes at `place`: itself, the newest by the folder's STATE file, or all in the folder."""
+    """The prefixes at `place`: itself, the newest by the folder's STATE file, or all in the
+    folder.
+    """
     if place.name and place.store.stat(f"{place.name}{_INDEX}") is not None:
         return [place]
     store = place.folder
@@ -78,7 +90,11 @@ def bundle_prefixes(place: Place) -> list[Place]:
         named = re.search(r'^model_checkpoint_path: "(.+)"', text, re.MULTILINE)
         if named and is_inside(named[1]) and store.stat(f"{named[1]}{_INDEX}") is not None:
             return [Place(store, named[1])]
-    return [Place(store, name.removesuffix(_INDEX)) for name in names if ".ckpt" in name and name.endswith(_INDEX)]
+    return [
+        Place(store, name.removesuffix(_INDEX))
+        for name in names
+        if ".ckpt" in name and name.endswith(_INDEX)
+    ]
 
 
 class TensorFlowFile:
@@ -89,13 +105,16 @@ class TensorFlowFile:
         above, _, last = prefix.name.rpartition("/")
         folder = Place(prefix.store, above)
         check_prefix_inside(prefix.store, prefix.name)
-        copied = local_folder(folder, lambda name: name.startswith(f"{last}."))  # TensorFlow needs a path
+        # TensorFlow needs a path
+        copied = local_folder(folder, lambda name: name.startswith(f"{last}."))
         self.prefix = str(self.room.enter_context(copied) / last)
         try:
             reader = self.tf.train.load_checkpoint(self.prefix)
         except (self.tf.errors.OpError, ValueError) as error:
             self.room.close()
-            raise CorruptError(f"{self.source}: TensorFlow cannot read it ({error}); use another copy") from error
+            raise CorruptError(
+                f"{self.source}: TensorFlow cannot read it ({error}); use another copy"
+            ) from error
         self.specs: dict[str, Spec] = {}
         self.ties: dict[str, str] = {}
         self.skipped: list[str] = []
@@ -108,7 +127,10 @@ class TensorFlowFile:
                 self.skipped.append(f"{name}: {types[name].name}")
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU. Raises CorruptError when bytes differ."""
+        """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU.
+
+        Raises CorruptError when bytes differ.
+        """
         spec = self.specs[name]
         stop = spec.numel if stop is None else min(stop, spec.numel)
         if stop <= start:
@@ -141,7 +163,9 @@ class TensorFlowFile:
                     dtypes=[self.tf.as_dtype(spec.dtype)],
                 )
         except self.tf.errors.OpError as error:
-            raise CorruptError(f"{self.source}: {spec.name} cannot be read ({error}); use another copy") from error
+            raise CorruptError(
+                f"{self.source}: {spec.name} cannot be read ({error}); use another copy"
+            ) from error
         data = found.numpy().copy().reshape(-1)  # TensorFlow's array is read-only
         return torch.from_numpy(data.view("uint8")).view(getattr(torch, spec.dtype))
 
@@ -152,11 +176,18 @@ class _ShardedBundles:
     def __init__(self, store: Store, places: Mapping[str, str]) -> None:
         wrong = sorted({prefix for prefix in places.values() if not is_inside(prefix)})
         if wrong:
-            raise CorruptError(f"{SHARDS}: {listing(wrong, ', ')}: out of the folder; use another copy")
-        files = {prefix: TensorFlowFile(Place(store, prefix)) for prefix in dict.fromkeys(places.values())}
+            raise CorruptError(
+                f"{SHARDS}: {listing(wrong, ', ')}: out of the folder; use another copy"
+            )
+        files = {
+            prefix: TensorFlowFile(Place(store, prefix))
+            for prefix in dict.fromkeys(places.values())
+        }
         lost = [name for name, prefix in places.items() if name not in files[prefix].specs]
         if lost:
-            raise CorruptError(f"{SHARDS}: {listing(lost, ', ')}: in no shard; the folder is incomplete")
+            raise CorruptError(
+                f"{SHARDS}: {listing(lost, ', ')}: in no shard; the folder is incomplete"
+            )
         self.files = {name: files[prefix] for name, prefix in places.items()}
         self.specs = {name: file.specs[name] for name, file in self.files.items()}
 
@@ -169,21 +200,30 @@ class _ShardedBundles:
 
 
 def open_tensorflow(place: Place) -> TensorFile:
-    """The tensors of the checkpoint with prefix `place`, or of the newest or of all shards in the folder `place`.
+    """The tensors of the checkpoint with prefix `place`, or of the newest or of all shards in the
+    folder `place`.
 
-    Raises ConfigError where TensorFlow is not installed, LoadError for a folder of several checkpoints that does not
-    name the newest, CorruptError when there is no checkpoint or it is damaged.
+    Raises ConfigError where TensorFlow is not installed, LoadError for a folder of several
+    checkpoints that does not name the newest, CorruptError when there is no checkpoint or it is
+    damaged.
     """
     check_files_inside(place.folder, [SHARDS, STATE])
     if place.folder.stat(SHARDS) is not None:
         with damaged_input(f"{place}: {SHARDS}"):
-            return _ShardedBundles(place.folder, json.loads(read_text(place.folder, SHARDS))["weight_map"])
+            return _ShardedBundles(
+                place.folder, json.loads(read_text(place.folder, SHARDS))["weight_map"]
+            )
     prefixes = bundle_prefixes(place)
     if not prefixes:
-        raise CorruptError(f"{place}: no TensorFlow checkpoint there; expected {PREFIX}.index or another prefix's")
+        raise CorruptError(
+            f"{place}: no TensorFlow checkpoint there; expected {PREFIX}.index or another prefix's"
+        )
     if len(prefixes) > 1:
         names = listing([one.basename for one in prefixes], ", ")
-        raise LoadError(f"{place}: holds {names}, and no file {STATE!r} or {SHARDS} that says which to read; name one")
+        raise LoadError(
+            f"{place}: holds {names}, and no file {STATE!r} or {SHARDS} that "
+            "says which to read; name one"
+        )
     return TensorFlowFile(prefixes[0])
 
 
@@ -191,14 +231,19 @@ def check_tensorflow_types(specs: Iterable[Spec]) -> None:
     """Raise SelectionError naming tensors of dtypes that TensorFlow does not have."""
     foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in DTYPES]
     if foreign:
-        raise SelectionError(f"{listing(foreign, ', ')}: TensorFlow has no such type; convert it with --dtype")
+        raise SelectionError(
+            f"{listing(foreign, ', ')}: TensorFlow has no such type; convert it with --dtype"
+        )
 
 
-def write_tensorflow(folder: Path, specs: Sequence[Spec], read: Read, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write `specs` as a bundle into `folder`; `read(name, start, stop)` gives the flat elements of a tensor.
+def write_tensorflow(
+    folder: Path, specs: Sequence[Spec], read: Read, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write `specs` as a bundle into `folder`; `read(name, start, stop)` gives the flat elements of
+    a tensor.
 
-    Needs about twice `shard_bytes` of memory (twice a row, or a tensor of a dtype in `_UNSLICED`, if that is more).
-    Raises SelectionError as `check_tensorflow_types` does.
+    Needs about twice `shard_bytes` of memory (twice a row, or a tensor of a dtype in `_UNSLICED`,
+    if that is more). Raises SelectionError as `check_tensorflow_types` does.
     """
     check_tensorflow_types(specs)
     _write_bundle(folder, PREFIX, specs, read, shard_bytes)
@@ -221,15 +266,21 @@ def write_tensorflow_shards(
     LocalStore(folder).write(SHARDS, f"{json.dumps({'weight_map': places}, indent=2)}\n".encode())
 
 
-def _write_bundle(folder: Path, prefix: str, specs: Sequence[Spec], read: Read, shard_bytes: int) -> None:
+def _write_bundle(
+    folder: Path, prefix: str, specs: Sequence[Spec], read: Read, shard_bytes: int
+) -> None:
     tf = load_tensorflow()
     try:
         _write_parts(tf, folder, prefix, specs, read, shard_bytes)
     except tf.errors.OpError as error:
-        raise TargetError(f"{folder}: TensorFlow cannot write it ({shown(error)}); choose another path") from error
+        raise TargetError(
+            f"{folder}: TensorFlow cannot write it ({shown(error)}); choose another path"
+        ) from error
 
 
-def _write_parts(tf: Any, folder: Path, prefix: str, specs: Sequence[Spec], read: Read, shard_bytes: int) -> None:
+def _write_parts(
+    tf: Any, folder: Path, prefix: str, specs: Sequence[Spec], read: Read, shard_bytes: int
+) -> None:
     shards: list[str] = []
     for shard in _grouped_parts(specs, shard_bytes):
         shards.append(str(folder / f".shard-{len(shards):05d}" / "part"))
@@ -237,12 +288,17 @@ def _write_parts(tf: Any, folder: Path, prefix: str, specs: Sequence[Spec], read
         places = ["" if rows is None else _slice_text(spec.shape, *rows) for spec, rows in shard]
         with tf.device("CPU:0"):
             tf.raw_ops.SaveV2(
-                prefix=shards[-1], tensor_names=[s.name for s, _ in shard], shape_and_slices=places, tensors=parts
+                prefix=shards[-1],
+                tensor_names=[s.name for s, _ in shard],
+                shape_and_slices=places,
+                tensors=parts,
             )
         del parts
     with tf.device("CPU:0"):
         tf.raw_ops.MergeV2Checkpoints(
-            checkpoint_prefixes=shards, destination_prefix=str(folder / prefix), delete_old_dirs=True
+            checkpoint_prefixes=shards,
+            destination_prefix=str(folder / prefix),
+            delete_old_dirs=True,
         )
 
 
@@ -271,7 +327,12 @@ def _grouped_parts(specs: Sequence[Spec], most: int) -> Iterator[list[tuple[Spec
 def _sliced_parts(specs: Sequence[Spec], most: int) -> Iterator[tuple[Spec, Rows, int]]:
     """Every tensor whole, or as slices of rows none larger than `most` bytes (one row at least)."""
     for spec in specs:
-        if spec.size_bytes <= most or not spec.shape or spec.shape[0] == 1 or spec.dtype in _UNSLICED:
+        if (
+            spec.size_bytes <= most
+            or not spec.shape
+            or spec.shape[0] == 1
+            or spec.dtype in _UNSLICED
+        ):
             yield spec, None, spec.size_bytes
             continue
         row = spec.size_bytes // spec.shape[0]

@@ -1,12 +1,13 @@
 """Reads and writes torch files (.pt, .bin, .pth), zip and legacy.
 
-`torch.load(weights_only=True)` reads them: it maps zip files, and reads those of torch before 1.6 as a whole. Objects
-of classes that are not imported become stand-ins; nothing in a pickle is run. The checksums of a zip file are compared
-before its tensors are used.
+`torch.load(weights_only=True)` reads them: it maps zip files, and reads those of torch before 1.6
+as a whole. Objects of classes that are not imported become stand-ins; nothing in a pickle is run.
+The checksums of a zip file are compared before its tensors are used.
 
-Source of what is written: the layout of `torch.save` archives. One zip file without compression: `archive/data.pkl`
-names the tensors and the record of each storage, `archive/data/N` are the storages, each at a multiple of 64 bytes,
-followed by its checksum. To write, torch makes such a file without the bytes of the storages, which are then inserted.
+Source of what is written: the layout of `torch.save` archives. One zip file without compression:
+`archive/data.pkl` names the tensors and the record of each storage, `archive/data/N` are the
+storages, each at a multiple of 64 bytes, followed by its checksum. To write, torch makes such a
+file without the bytes of the storages, which are then inserted.
 """
 
 import ctypes
@@ -50,9 +51,20 @@ from ft_ckpt.storage.local_file import LocalFile, open_local_file
 from ft_ckpt.storage.local_store import temporary_store
 from ft_ckpt.storage.scratch import copy_object
 
-# Objects of these packages become stand-ins: they are common in training checkpoints and not needed for the tensors.
+# Objects of these packages become stand-ins: they are common in training checkpoints and not needed
+# for the tensors.
 _HARMLESS = frozenset(
-    ("argparse", "deepspeed", "enum", "numpy", "omegaconf", "pathlib", "peft", "torch", "transformers")
+    (
+        "argparse",
+        "deepspeed",
+        "enum",
+        "numpy",
+        "omegaconf",
+        "pathlib",
+        "peft",
+        "torch",
+        "transformers",
+    )
 )
 _make_array = np.empty(0).__reduce__()[0]
 _VALUES: Mapping[str, Any] = {  # what torch does not accept by itself, and gives plain values
@@ -63,7 +75,8 @@ _VALUES: Mapping[str, Any] = {  # what torch does not accept by itself, and give
     "numpy.ndarray": np.ndarray,
 }
 _NUMPY_TYPES = tuple({type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OV"})
-_LEGACY, _BARE = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", (b"\x80\x02}", b"\x80\x02c")  # how files begin
+# how files begin
+_LEGACY, _BARE = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", (b"\x80\x02}", b"\x80\x02c")
 _BLOCK_BYTES = 1 << 20  # of a record, read at a time
 _STREAM_BYTES = 8 << 20  # read at a time from afar
 _ACCEPTED = Lock()  # the classes that torch accepts are the same for all threads of a process
@@ -76,17 +89,23 @@ def is_harmless(full_name: str) -> bool:
     return full_name.partition(".")[0] in _HARMLESS
 
 
-def load_torch_value(file: RawFile, admits: Callable[[str], bool] = is_harmless, *, mapped: bool = True) -> Any:
-    """The value in a torch file, with its tensors on the CPU: mapped from a local zip file, or else in memory.
+def load_torch_value(
+    file: RawFile, admits: Callable[[str], bool] = is_harmless, *, mapped: bool = True
+) -> Any:
+    """The value in a torch file, with its tensors on the CPU: mapped from a local zip file, or else
+    in memory.
 
-    Objects whose classes are not imported are stand-ins; `admits` says for which full names. Raises LoadError naming
-    all others; CorruptError for a damaged file.
+    Objects whose classes are not imported are stand-ins; `admits` says for which full names. Raises
+    LoadError naming all others; CorruptError for a damaged file.
     """
     with damaged_input(f"{file.name}: saved by torch"):
         file.check()
         head = bytes(file.bytes(0, min(16, file.size_bytes)))
         if head.startswith(_BARE):
-            raise LoadError(f"{file.name}: a pickle, but none that torch.save wrote; save its tensors with torch.save")
+            raise LoadError(
+                f"{file.name}: a pickle, but none that torch.save wrote; save "
+                "its tensors with torch.save"
+            )
         if head.startswith(_LEGACY):
             return _load_legacy(file)
         source = _source_of(file)
@@ -111,12 +130,16 @@ def _load_legacy(file: RawFile) -> Any:
     value = _load_safely(stream, file.name, (), mmap=False)
     rest_bytes = file.size_bytes - stream.tell()
     if rest_bytes:
-        raise CorruptError(f"{rest_bytes:,} bytes after its last storage; use another copy of the file")
+        raise CorruptError(
+            f"{rest_bytes:,} bytes after its last storage; use another copy of the file"
+        )
     return value
 
 
 def _source_of(file: RawFile) -> Source:
-    """The path of the descriptor of a local file, which stays the same file; a stream for an object in a bucket."""
+    """The path of the descriptor of a local file, which stays the same file; a stream for an object
+    in a bucket.
+    """
     if isinstance(file.file, LocalFile):
         return Path(f"/proc/self/fd/{file.file.descriptor}")
     return io.BufferedReader(FileStream(file), _STREAM_BYTES)
@@ -125,7 +148,9 @@ def _source_of(file: RawFile) -> Source:
 def _load_zip(source: Source, name: str, admits: Callable[[str], bool], *, mmap: bool) -> Any:
     _rewind(source)
     unknown = get_unsafe_globals_in_checkpoint(source)
-    refused = sorted(full_name for full_name in unknown if full_name not in _VALUES and not admits(full_name))
+    refused = sorted(
+        full_name for full_name in unknown if full_name not in _VALUES and not admits(full_name)
+    )
     if refused:
         raise LoadError(
             f"{name}: refers to {listing(refused, ', ')}; expected tensors and plain data. "
@@ -135,7 +160,9 @@ def _load_zip(source: Source, name: str, admits: Callable[[str], bool], *, mmap:
 
 
 def _load_safely(source: Source, name: str, unknown: Iterable[str], *, mmap: bool) -> Any:
-    """The value that torch reads without running code; `unknown` are names that become values or stand-ins."""
+    """The value that torch reads without running code; `unknown` are names that become values or
+    stand-ins.
+    """
     accepted: list[Any] = [(kind, f"{kind.__module__}.{kind.__name__}") for kind in _NUMPY_TYPES]
     for full_name in unknown:
         value = _VALUES[full_name] if full_name in _VALUES else stand_in(full_name)
@@ -146,7 +173,8 @@ def _load_safely(source: Source, name: str, unknown: Iterable[str], *, mmap: boo
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except UnpicklingError as error:
         raise LoadError(
-            f"{name}: torch does not read it without running code ({_reason_of(error)}); save a state dict alone"
+            f"{name}: torch does not read it without running code ({_reason_of(error)}); save a "
+            "state dict alone"
         ) from error
 
 
@@ -165,18 +193,29 @@ def _rewind(source: Source) -> None:
 
 
 def _check_archive(source: Source, name: str) -> None:
-    """Compare the checksums of all records but the storages. Raises LoadError for a program of TorchScript."""
+    """Compare the checksums of all records but the storages.
+
+    Raises LoadError for a program of TorchScript.
+    """
     with zipfile.ZipFile(source) as archive:
         entries = archive.infolist()
         if any(entry.filename.endswith("/constants.pkl") for entry in entries):
-            raise LoadError(f"{name}: a TorchScript program, expected saved tensors; save its state_dict() instead")
-        compressed = [entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
+            raise LoadError(
+                f"{name}: a TorchScript program, expected saved tensors; save "
+                "its state_dict() instead"
+            )
+        compressed = [
+            entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED
+        ]
         if compressed:
             raise CorruptError(
-                f"{name}: {listing(compressed, ', ')}: compressed, which torch never does; zip the files again with -0"
+                f"{name}: {listing(compressed, ', ')}: compressed, which torch never does; zip the "
+                "files again with -0"
             )
         if _has_sums(entries):
-            _compare_records(archive, [entry for entry in entries if "/data/" not in entry.filename], name)
+            _compare_records(
+                archive, [entry for entry in entries if "/data/" not in entry.filename], name
+            )
 
 
 def _compare_archive(source: Source, name: str) -> bool:
@@ -193,7 +232,9 @@ def _has_sums(entries: Sequence[zipfile.ZipInfo]) -> bool:
     return any(entry.CRC for entry in entries)  # torch can omit all of them
 
 
-def _compare_records(archive: zipfile.ZipFile, entries: Iterable[zipfile.ZipInfo], name: str) -> None:
+def _compare_records(
+    archive: zipfile.ZipFile, entries: Iterable[zipfile.ZipInfo], name: str
+) -> None:
     """Read records to their end, at which zipfile compares their checksum."""
     for entry in entries:
         record = entry.filename.partition("/")[2]
@@ -213,11 +254,16 @@ def check_sums(file: RawFile) -> None:
     Raises CorruptError where one differs, ConfigError for a file without checksums.
     """
     if not compare_sums(file):
-        raise ConfigError(f"verify=True: {file.name} has no checksums, as those of torch before 1.6; leave it out")
+        raise ConfigError(
+            f"verify=True: {file.name} has no checksums, as those of torch before 1.6; leave it out"
+        )
 
 
 def compare_sums(file: RawFile) -> bool:
-    """Compare the records of a torch file with their checksums; False if it has none. Raises CorruptError."""
+    """Compare the records of a torch file with their checksums; False if it has none.
+
+    Raises CorruptError.
+    """
     with damaged_input(file.name):
         file.check()
         if bytes(file.bytes(0, min(4, file.size_bytes))) != ZIP_MAGIC:
@@ -239,7 +285,9 @@ def is_stand_in(leaf: Any) -> bool:
 
 
 def holds_tensors(leaf: Any) -> bool:
-    """Whether a value has tensors or storages in it, also as arguments of an object of an unknown class."""
+    """Whether a value has tensors or storages in it, also as arguments of an object of an unknown
+    class.
+    """
     stack, seen = [leaf], set()
     while stack:
         value = stack.pop()
@@ -258,7 +306,10 @@ def holds_tensors(leaf: Any) -> bool:
 
 
 def named_leaves(value: Any) -> Iterator[tuple[str, Any]]:
-    """(dotted name, leaf) of nested dicts, lists and tuples, in order. Raises CorruptError for too many levels."""
+    """(dotted name, leaf) of nested dicts, lists and tuples, in order.
+
+    Raises CorruptError for too many levels.
+    """
     stack: list[tuple[str, Any, int]] = [("", value, 0)]
     while stack:
         name, part, level = stack.pop()
@@ -266,7 +317,9 @@ def named_leaves(value: Any) -> Iterator[tuple[str, Any]]:
             yield name, part
             continue
         if level >= MOST_LEVELS:
-            raise CorruptError(f"{name[:60]}: over {MOST_LEVELS} levels deep, or it contains itself")
+            raise CorruptError(
+                f"{name[:60]}: over {MOST_LEVELS} levels deep, or it contains itself"
+            )
         items = list(part.items()) if isinstance(part, dict) else list(enumerate(part))
         for key, item in reversed(items):
             stack.append((f"{name}.{key}" if name else str(key), item, level + 1))
@@ -280,8 +333,8 @@ def identity_of(tensor: Tensor) -> tuple[Any, ...]:
 def split_tensors(value: Any, source: str) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors of nested dicts and lists by dotted name, and descriptions of all other values.
 
-    Raises LoadError when two of them get one name, for tensors that are not plain dense data, and for tensors inside
-    objects of unknown classes.
+    Raises LoadError when two of them get one name, for tensors that are not plain dense data, and
+    for tensors inside objects of unknown classes.
     """
     tensors: dict[str, Tensor] = {}
     repeated, unreadable, skipped = [], [], []
@@ -298,11 +351,13 @@ def split_tensors(value: Any, source: str) -> tuple[dict[str, Tensor], list[str]
             skipped.append(f"{name}: {kind_of_leaf(leaf)}")
     if repeated:
         raise LoadError(
-            f"{source}: {listing(repeated, ', ')}: names of several tensors once nesting is written as dots"
+            f"{source}: {listing(repeated, ', ')}: names of several tensors once nesting is "
+            "written as dots"
         )
     if unreadable:
         raise LoadError(
-            f"{source}: {listing(unreadable, ', ')}: expected plain dense tensors; save them so (`tensor.dequantize()` "
+            f"{source}: {listing(unreadable, ', ')}: expected plain dense tensors; save them so "
+            "(`tensor.dequantize()` "
             "for quantized ones), or leave them out"
         )
     return tensors, skipped
@@ -326,13 +381,17 @@ def _peculiarity_of(tensor: Tensor) -> str:
 class TorchFile:
     """The tensors of an open torch file by name; a `TensorFile`.
 
-    Checksums are compared before the first read. Tensors in another order than row-major are copied, one at a time.
+    Checksums are compared before the first read. Tensors in another order than row-major are
+    copied, one at a time.
     """
 
-    def __init__(self, file: RawFile, tensors: Mapping[str, Tensor], skipped: Sequence[str] = ()) -> None:
+    def __init__(
+        self, file: RawFile, tensors: Mapping[str, Tensor], skipped: Sequence[str] = ()
+    ) -> None:
         """`skipped`: "name: kind" of all other values. Further names of a tensor become `ties`.
 
-        Raises CorruptError if elements repeat more often than is plausible for the size of the file.
+        Raises CorruptError if elements repeat more often than is plausible for the size of the
+        file.
         """
         self.file, self.skipped = file, tuple(skipped)
         self.specs: dict[str, Spec] = {}
@@ -351,7 +410,8 @@ class TorchFile:
             self.tensors[name] = tensor.detach()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) in row-major order: 1-D, on the CPU, mapped from the file or copied.
+        """Flat elements [start, stop) in row-major order: 1-D, on the CPU, mapped from the file or
+        copied.
 
         Raises CorruptError when a checksum differs, or the file has changed since it was opened.
         """
@@ -363,7 +423,8 @@ class TorchFile:
         if tensor.is_contiguous():
             return tensor.view(-1)[start:stop]
         if self._copied[0] != name:
-            self._copied = (None, torch.empty(0, device="cpu"))  # frees the last one before the next is copied
+            # frees the last one before the next is copied
+            self._copied = (None, torch.empty(0, device="cpu"))
             self._copied = (name, tensor.reshape(-1))
         return self._copied[1][start:stop]
 
@@ -375,17 +436,21 @@ class TorchFile:
 
 
 def open_torch_file(file: RawFile) -> TorchFile:
-    """The tensors of a file written by `torch.save`, nested dicts and lists as dotted names; nothing in it is run.
+    """The tensors of a file written by `torch.save`, nested dicts and lists as dotted names;
+    nothing in it is run.
 
-    Other values are listed in `skipped`, further names of a tensor in `ties`. Raises LoadError naming values that are
-    neither tensors nor plain data, and names that are not unique; CorruptError when the file is damaged.
+    Other values are listed in `skipped`, further names of a tensor in `ties`. Raises LoadError
+    naming values that are neither tensors nor plain data, and names that are not unique;
+    CorruptError when the file is damaged.
     """
     local = local_copy(file)
     return TorchFile(local, *split_tensors(load_torch_value(local), file.name))
 
 
 def local_copy(file: RawFile) -> RawFile:
-    """The file itself, or the open copy of an object in a bucket, which torch cannot map; its name is gone already."""
+    """The file itself, or the open copy of an object in a bucket, which torch cannot map; its name
+    is gone already.
+    """
     if file.can_map:
         return file
     with temporary_store() as scratch:
@@ -396,11 +461,13 @@ def local_copy(file: RawFile) -> RawFile:
 def is_torch_file(file: RawFile) -> bool:
     """True when the file begins as torch's do: with a zip record or a pickle."""
     head = bytes(file.bytes(0, min(16, file.size_bytes)))
-    return head.startswith(ZIP_MAGIC) or (head[:1] == b"\x80" and head[8:9] != b"{")  # as safetensors can begin
+    # as safetensors can begin
+    return head.startswith(ZIP_MAGIC) or (head[:1] == b"\x80" and head[8:9] != b"{")
 
 
 def load_torch_object(raw: RawFile, map_location: Any, mapped: bool, verify: bool) -> Any:
-    """The object in an open file, its tensors on `map_location`; if that is None and `mapped`, mapped from the file.
+    """The object in an open file, its tensors on `map_location`; if that is None and `mapped`,
+    mapped from the file.
 
     `verify` compares checksums. Raises CorruptError where the file is damaged or would run code.
     """
@@ -417,14 +484,19 @@ def load_torch_object(raw: RawFile, map_location: Any, mapped: bool, verify: boo
             return torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)
         except UnpicklingError as error:
             reason = _reason_of(error)
-            raise CorruptError(f"{raw.name}: torch cannot read it without running code ({reason})") from error
+            raise CorruptError(
+                f"{raw.name}: torch cannot read it without running code ({reason})"
+            ) from error
 
 
-def load_torch_values(file: RawFile, objects: Mapping[str, Callable[[StandIn], Any]] = MappingProxyType({})) -> Any:
+def load_torch_values(
+    file: RawFile, objects: Mapping[str, Callable[[StandIn], Any]] = MappingProxyType({})
+) -> Any:
     """The object in an open file, its tensors mapped from it.
 
-    `objects`: functions that give the values of stand-ins, by the full names of their classes. Raises LoadError naming
-    other values that are neither tensors nor plain data, CorruptError when the file is damaged.
+    `objects`: functions that give the values of stand-ins, by the full names of their classes.
+    Raises LoadError naming other values that are neither tensors nor plain data, CorruptError when
+    the file is damaged.
     """
     return _real_value(load_torch_value(file), file.name, objects)
 
@@ -433,15 +505,20 @@ def _real_value(value: Any, name: str, objects: Mapping[str, Callable[[StandIn],
     """`value`, at the path `name`, without stand-ins."""
     if isinstance(value, dict):
         kind = OrderedDict if isinstance(value, OrderedDict) else dict
-        return kind((key, _real_value(item, f"{name}: {key}", objects)) for key, item in value.items())
+        return kind(
+            (key, _real_value(item, f"{name}: {key}", objects)) for key, item in value.items()
+        )
     if type(value) in (list, tuple):
-        return type(value)(_real_value(item, f"{name}: {place}", objects) for place, item in enumerate(value))
+        return type(value)(
+            _real_value(item, f"{name}: {place}", objects) for place, item in enumerate(value)
+        )
     if isinstance(value, StandIn) and value.kind in objects:
         return objects[value.kind](value)
     peculiarity = _peculiarity_of(value) if isinstance(value, Tensor) else ""
     if is_stand_in(value) or peculiarity:
         raise LoadError(
-            f"{name}: a {peculiarity or kind_of_leaf(value)}, expected tensors and plain data; nothing of it was run"
+            f"{name}: a {peculiarity or kind_of_leaf(value)}, expected tensors and plain data; "
+            "nothing of it was run"
         )
     return value
 
@@ -450,22 +527,28 @@ def _real_value(value: Any, name: str, objects: Mapping[str, Callable[[StandIn],
 
 
 _ARCHIVE = "archive"  # the folder of all records in files that we write
-_ENTRY_MAGIC, _SUM_MAGIC = b"PK\1\2", b"PK\7\10"  # signatures of an entry of the directory, and of a checksum
+# signatures of an entry of the directory, and of a checksum
+_ENTRY_MAGIC, _SUM_MAGIC = b"PK\1\2", b"PK\7\10"
 _SUM = struct.Struct("<4sI")  # begins the bytes after a record, if it is not empty
 
 
 @dataclass(frozen=True)
 class TorchArchive:
-    """A torch file before it is written: one run of bytes in `layout`, which `weave_bytes` yields."""
+    """A torch file before it is written: one run of bytes in `layout`, which `weave_bytes`
+    yields.
+    """
 
     specs: tuple[Spec, ...]
     starts: tuple[int, ...]
     layout: Layout
-    between: tuple[bytes, ...]  # the bytes before each tensor, and those between the last one and the directory
+    # the bytes before each tensor, and those between the last one and the directory
+    between: tuple[bytes, ...]
     directory: bytes  # of the zip file; the checksums of tensors are missing
 
     def weave_bytes(self, chunks: Iterable[tuple[int, int]]) -> Iterator[bytes | tuple[int, int]]:
-        """The file's bytes in order; `chunks` are (address, bytes) of the tensors' bytes in order of `specs`."""
+        """The file's bytes in order; `chunks` are (address, bytes) of the tensors' bytes in order
+        of `specs`.
+        """
         feed, checksums = iter(chunks), list[int]()
         yield self.between[0]
         for spec, after in zip(self.specs, self.between[1:], strict=True):
@@ -481,7 +564,10 @@ class TorchArchive:
 
     def _summed_directory(self, checksums: Sequence[int]) -> bytes:
         """The directory with the checksums of the tensors."""
-        names = {f"{_ARCHIVE}/data/{index}".encode(): checksum for index, checksum in enumerate(checksums)}
+        names = {
+            f"{_ARCHIVE}/data/{index}".encode(): checksum
+            for index, checksum in enumerate(checksums)
+        }
         found, at = bytearray(self.directory), 0
         while found.startswith(_ENTRY_MAGIC, at):
             lengths = struct.unpack_from("<HHH", found, at + 28)  # of name, extra field and comment
@@ -493,7 +579,9 @@ class TorchArchive:
 
 
 def _unset_tensor(spec: Spec) -> Tensor:
-    """A tensor whose memory is reserved and never touched, not even by deterministic algorithms, which fill it."""
+    """A tensor whose memory is reserved and never touched, not even by deterministic algorithms,
+    which fill it.
+    """
     like = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
     empty = torch.empty(0, dtype=like.dtype, device="cpu")
     return empty.set_(torch.UntypedStorage(spec.size_bytes), 0, spec.shape, like.stride())  # type: ignore[no-untyped-call]
@@ -504,8 +592,8 @@ def lay_out_torch(
 ) -> TorchArchive:
     """A file that `torch.load` reads as a dict of tensors; `ties` are further names of a tensor.
 
-    torch itself writes all but the tensors' bytes and their checksums, to a sparse temporary file. `metadata` is not
-    stored. Raises SelectionError naming dtypes that torch cannot save.
+    torch itself writes all but the tensors' bytes and their checksums, to a sparse temporary file.
+    `metadata` is not stored. Raises SelectionError naming dtypes that torch cannot save.
     """
     foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in ITEM_BYTES]
     if foreign:
@@ -514,7 +602,8 @@ def lay_out_torch(
     stands |= {name: stands[kept] for name, kept in (ties or {}).items()}
     with temporary_store() as room:
         path = room.path(f"{_ARCHIVE}.pt")
-        with explained(path), path.open("xb") as sparse:  # torch does not report that a file is too large
+        # torch does not report that a file is too large
+        with explained(path), path.open("xb") as sparse:
             sparse.truncate(sum(spec.size_bytes for spec in specs))
         try:
             with torch.serialization.skip_data():
@@ -527,16 +616,21 @@ def lay_out_torch(
             spans, directory_start = _storage_spans(file, len(specs))
             edges = [0, *(edge for span in spans for edge in span), directory_start]
             between = tuple(
-                bytes(file.bytes(low, high - low)) for low, high in zip(edges[::2], edges[1::2], strict=True)
+                bytes(file.bytes(low, high - low))
+                for low, high in zip(edges[::2], edges[1::2], strict=True)
             )
             directory = bytes(file.bytes(directory_start, file.size_bytes - directory_start))
             body = Spec("archive", (file.size_bytes,), "uint8")
     starts = tuple(start for start, _ in spans)
-    return TorchArchive(tuple(specs), starts, Layout(b"", (body,), (0,), body.size_bytes), between, directory)
+    return TorchArchive(
+        tuple(specs), starts, Layout(b"", (body,), (0,), body.size_bytes), between, directory
+    )
 
 
 def _storage_spans(file: RawFile, count: int) -> tuple[list[tuple[int, int]], int]:
-    """The bytes [start, stop) of the storages 0 to `count` - 1 in a file of torch, and the start of its directory."""
+    """The bytes [start, stop) of the storages 0 to `count` - 1 in a file of torch, and the start of
+    its directory.
+    """
     with zipfile.ZipFile(FileStream(file)) as archive:
         entries = [archive.getinfo(f"{_ARCHIVE}/data/{index}") for index in range(count)]
         return [record_span(file, entry) for entry in entries], archive.start_dir
@@ -546,9 +640,11 @@ _MAX_BYTES_AT_ONCE = 1 << 30  # bytes written in one call; Linux takes less than
 
 
 class _CountingStream:
-    """A file that torch writes into: writes everything, or keeps the first error and raises it again.
+    """A file that torch writes into: writes everything, or keeps the first error and raises it
+    again.
 
-    torch's own writer checks neither how many bytes a call has written (Linux writes at most 2 GB) nor why it failed.
+    torch's own writer checks neither how many bytes a call has written (Linux writes at most 2 GB)
+    nor why it failed.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -584,7 +680,9 @@ def save_torch_object(obj: Any, stage: Path) -> None:
         try:
             torch.save(obj, file)
         except RuntimeError as error:
-            refused = SelectionError(f"{stage.name}: torch does not write it ({error}); save it as HDF5")
+            refused = SelectionError(
+                f"{stage.name}: torch does not write it ({error}); save it as HDF5"
+            )
             raise file.failure or system_error(error) or refused from error
         if file.failure is not None:
             raise file.failure
@@ -593,18 +691,23 @@ def save_torch_object(obj: Any, stage: Path) -> None:
 
 
 def check_torch_written(file: RawFile, size_bytes: int) -> None:
-    """Raise TargetError unless the file that torch wrote has `size_bytes` and contains all its records."""
+    """Raise TargetError unless the file that torch wrote has `size_bytes` and contains all its
+    records.
+    """
     where = file.file.where
     if file.size_bytes != size_bytes:
         raise TargetError(
-            f"{where}: {file.size_bytes:,} bytes, torch wrote {size_bytes:,}; nothing is kept, check the disk"
+            f"{where}: {file.size_bytes:,} bytes, torch wrote {size_bytes:,}; nothing is kept, "
+            "check the disk"
         )
     try:
         with damaged_input(file.name), zipfile.ZipFile(FileStream(file)) as archive:
             for entry in archive.infolist():
                 archive.open(entry).close()  # compares the entry with the head of its record
     except CorruptError as error:
-        raise TargetError(f"{where}: what torch wrote is not whole ({error}); nothing is kept") from error
+        raise TargetError(
+            f"{where}: what torch wrote is not whole ({error}); nothing is kept"
+        ) from error
 
 
 _SAVED: tuple[type, ...] = (*SCALARS, torch.Size)
@@ -612,17 +715,20 @@ _MAPPINGS, _SEQUENCES = (dict, OrderedDict, Counter), (list, tuple, set)
 
 
 def check_torch_object(obj: Any, root: str = "state", classes: Collection[type] = PLAIN) -> None:
-    """Raise SelectionError naming the paths in `obj` of values that torch does not read back without running code.
+    """Raise SelectionError naming the paths in `obj` of values that torch does not read back
+    without running code.
 
-    `classes` are the allowed tensor classes. Limits that types do not show, such as the length of integers, are tested
-    by saving and loading the object in memory without its tensors.
+    `classes` are the allowed tensor classes. Limits that types do not show, such as the length of
+    integers, are tested by saving and loading the object in memory without its tensors.
     """
     outline = _Outline(frozenset(classes))
     bare = outline.bare_value(obj, root)
     if outline.refused:
         raise SelectionError(
-            f"{listing(outline.refused)}. Nothing was written; convert these, leave them out, or save as HDF5. torch "
-            "reads back plain containers, numbers, strings, bytes and tensors, and anything else by running code"
+            f"{listing(outline.refused)}. Nothing was written; convert these, leave them out, or "
+            "save as HDF5. torch "
+            "reads back plain containers, numbers, strings, bytes and tensors, and anything else "
+            "by running code"
         )
     trial = io.BytesIO()
     torch.save(bare, trial)
@@ -631,7 +737,8 @@ def check_torch_object(obj: Any, root: str = "state", classes: Collection[type] 
         torch.load(trial, weights_only=True)
     except UnpicklingError as error:
         raise SelectionError(
-            f"{root}: has a value that torch would not read back, such as empty bytes or an integer of over 255 "
+            f"{root}: has a value that torch would not read back, such as empty bytes or an "
+            "integer of over 255 "
             "bytes. Nothing was written; save it as HDF5"
         ) from error
 
@@ -642,7 +749,8 @@ class _Outline:
 
     classes: frozenset[type]
     refused: list[str] = field(default_factory=list)
-    known: dict[int, Any] = field(default_factory=dict)  # containers by identity: shared ones are visited once
+    # containers by identity: shared ones are visited once
+    known: dict[int, Any] = field(default_factory=dict)
     above: list[int] = field(default_factory=list)
 
     def bare_value(self, value: Any, place: str) -> Any:
@@ -654,7 +762,9 @@ class _Outline:
         if type(value) not in (*_MAPPINGS, *_SEQUENCES):
             return self._refuse_place(place, f"{type(value).__module__}.{type(value).__qualname__}")
         if id(value) in self.above or len(self.above) >= MOST_LEVELS:
-            what = "contains itself" if id(value) in self.above else f"over {MOST_LEVELS} levels deep"
+            what = (
+                "contains itself" if id(value) in self.above else f"over {MOST_LEVELS} levels deep"
+            )
             return self._refuse_place(place, what)
         if id(value) not in self.known:
             self.above.append(id(value))
@@ -664,10 +774,15 @@ class _Outline:
 
     def _bare_container(self, value: Any, place: str) -> Any:
         if type(value) in _SEQUENCES:
-            return type(value)(self.bare_value(each, f"{place}[{at}]") for at, each in enumerate(value))
+            return type(value)(
+                self.bare_value(each, f"{place}[{at}]") for at, each in enumerate(value)
+            )
         made = dict(self._bare_items(value, place))
-        attributes = getattr(value, "__dict__", None)  # of an OrderedDict: torch gives a state dict some
-        return [made, self.bare_value(dict(attributes), f"{place}.__dict__")] if attributes else made
+        # of an OrderedDict: torch gives a state dict some
+        attributes = getattr(value, "__dict__", None)
+        return (
+            [made, self.bare_value(dict(attributes), f"{place}.__dict__")] if attributes else made
+        )
 
     def _bare_items(self, value: Any, place: str) -> Iterator[tuple[Any, Any]]:
         for key, each in value.items():

@@ -1,4 +1,6 @@
-"""The base class that `checkpointed` adds: overrides `Trainer`'s methods for saving and resuming."""
+"""The base class that `checkpointed` adds: overrides `Trainer`'s methods for saving and
+resuming.
+"""
 
 import math
 from collections import deque
@@ -51,12 +53,16 @@ class TrainerSettings:
     allow: Iterable[str] | bool
     config: SaverConfig
     on_saved: tuple[SaveHook, ...] = ()
-    has_state: bool = False  # checkpoints have training state even with the Trainer's save_only_model
+    # checkpoints have training state even with the Trainer's save_only_model
+    has_state: bool = False
     on_resumed: Callable[[CheckpointSaver[Any]], object] | None = None
 
 
 class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
-    """`Trainer` with ft_ckpt's saving and resuming. Attributes are mangled, so that they do not clash in subclasses."""
+    """`Trainer` with ft_ckpt's saving and resuming.
+
+    Attributes are mangled, so that they do not clash in subclasses.
+    """
 
     ft_ckpt: TrainerSettings
     ft_ckpt_calls = 0  # of _save_checkpoint
@@ -64,10 +70,12 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
     __loader: Any = None
     __chosen = ChosenCheckpoint()  # to resume from
     __held = HeldState()  # beside the model, when training began
-    __attribute: str | None = None  # path of the module whose weights are in the checkpoint's folder; None: the model
+    # path of the module whose weights are in the checkpoint's folder; None: the model
+    __attribute: str | None = None
     __skip = 0  # finished batches of the first pass
     __random: rng.State | None = None  # random state of the save, until the first batch is read
-    __pass: tuple[Any, Iterator[Any]] | None = None  # the Trainer's iterator over the data, and ours instead of it
+    # the Trainer's iterator over the data, and ours instead of it
+    __pass: tuple[Any, Iterator[Any]] | None = None
     __mid_step = False
     __late = False  # a save was requested in the middle of a step
     __collects = False  # the files that a subclass adds to a checkpoint are being collected
@@ -76,7 +84,8 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         """Train; a checkpoint to resume from is verified first."""
         wanted = wanted_of(resume_from_checkpoint)
         directory, deep = Path(self.args.output_dir), self.ft_ckpt.config.verify_resume
-        # Its files are verified again when they are opened, because they may have been replaced by then.
+        # Its files are verified again when they are opened, because they may have been replaced by
+        # then.
         self.__chosen = ChosenCheckpoint()
         if wanted:
             self.__chosen = chosen_by(self.__current_ranks(), wanted, directory, deep)
@@ -101,7 +110,8 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         self.ft_ckpt_begin()
 
     def ft_ckpt_begin(self) -> None:
-        """Prepare a trainer whose `Trainer.__init__` has run; its output folder becomes an absolute path.
+        """Prepare a trainer whose `Trainer.__init__` has run; its output folder becomes an absolute
+        path.
 
         Raises ConfigError for an output folder that is a URL.
         """
@@ -113,7 +123,9 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         late, self.__late, self.__mid_step = self.__late, False, False
         return late
 
-    def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+    def _init_training_state(
+        self, max_steps: int, steps_per_epoch: int, *args: Any, **kwargs: Any
+    ) -> tuple[int, int]:
         counts = super()._init_training_state(max_steps, steps_per_epoch, *args, **kwargs)
         epochs, skip = counts
         if self.__chosen.is_ours:
@@ -127,7 +139,9 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         self.__skip = skip
         return epochs, skip
 
-    def _prepare_for_training(self, max_steps: Any, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+    def _prepare_for_training(
+        self, max_steps: Any, train_dataloader: Any, resume_from_checkpoint: Any
+    ) -> Any:
         path = None if self.__chosen.is_ours else resume_from_checkpoint
         prepared = super()._prepare_for_training(max_steps, train_dataloader, path)
         if self.__saver is not None:
@@ -135,12 +149,15 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         self.__loader, self.__pass, self.__random = prepared[1], None, None
         self.__attribute = self.__rehearse_save()
         self.__saver = self.__make_saver(self.args.output_dir)
-        self.__saver.register(model=self.model_wrapped, optimizer=self.optimizer, scheduler=self.lr_scheduler)
+        self.__saver.register(
+            model=self.model_wrapped, optimizer=self.optimizer, scheduler=self.lr_scheduler
+        )
         absent = self.__register_held(self.__saver)
         if self.__chosen.is_ours:
             progress = self.__saver.resume(self.__chosen.path, allow=self.ft_ckpt.allow)
             if progress.batch and not self.__skip and not self.args.ignore_data_skip:
-                deque(self.__saver.remaining(self.__loader), 0)  # saved at the end of a pass: ends it, without a batch
+                # saved at the end of a pass: ends it, without a batch
+                deque(self.__saver.remaining(self.__loader), 0)
             self.__random = rng.capture_generators()
             self.__saver._run.note_absent(absent)
         self.__saver.register(**absent)
@@ -149,12 +166,16 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         return prepared
 
     def __rehearse_save(self) -> str | None:
-        """Refuse now what `save_model` would refuse after the training. Returns the module that a folder is of.
+        """Refuse now what `save_model` would refuse after the training.
+
+        Returns the module that a folder is of.
 
         Raises SelectionError naming what cannot be saved.
         """
 
-        written, error = try_action(lambda: self.__collect_files(Path(self.args.output_dir, "rehearsal")))
+        written, error = try_action(
+            lambda: self.__collect_files(Path(self.args.output_dir, "rehearsal"))
+        )
         if not isinstance(error, CheckpointError):
             error = None  # a method of the subclass that does not work before the first step
         attribute = (written or WrittenFiles()).attribute or self.ft_ckpt.config.attribute
@@ -168,15 +189,25 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         found = ModelTensors(model).sources()
         alone = is_adapter_run(model, found, attribute)
         try:
-            parts = parts_of(model, found, adapter_only=alone, attribute=attribute, dtype=self.ft_ckpt.config.dtype)
+            parts = parts_of(
+                model,
+                found,
+                adapter_only=alone,
+                attribute=attribute,
+                dtype=self.ft_ckpt.config.dtype,
+            )
             without_own_layouts(parts, is_run=False)
         except SelectionError as error:
             raise SelectionError(
-                f"{error}; attribute= is a setting of checkpointed, and the Trainer saves all models without it"
+                f"{error}; attribute= is a setting of checkpointed, and the Trainer saves all "
+                "models without it"
             ) from error
 
     def __register_held(self, saver: CheckpointSaver[Any]) -> dict[str, Any]:
-        """Register or watch the state beside the model. Returns the objects that the checkpoint does not have."""
+        """Register or watch the state beside the model.
+
+        Returns the objects that the checkpoint does not have.
+        """
         self.__held = held_state(self)
         saver.register(**self.__held.trained)
         stored = self.__chosen.items
@@ -194,14 +225,17 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         return absent
 
     def __name_unsaved(self, saver: CheckpointSaver[Any]) -> None:
-        """Warn once of state that moves and that the checkpoints do not have; a resume reports it too."""
+        """Warn once of state that moves and that the checkpoints do not have; a resume reports it
+        too.
+        """
         run = saver._run
         names = unsaved_state(self, self.__held, {*run.watched, *run.registered})
         new = [name for name in names if name not in run.unsaved]
         run.unsaved += new
         if new and self.is_world_process_zero():
             warn(
-                f"{listing(new, ', ')}: changes during the training and is not in the checkpoints; a resumed run "
+                f"{listing(new, ', ')}: changes during the training and is not in the checkpoints; "
+                "a resumed run "
                 "begins with it as the script makes it",
                 stacklevel=4,
             )
@@ -211,15 +245,18 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         batches = self.__saver.remaining(self.__loader)
         skip = 0 if self.__chosen.is_ours else self.__skip
         self.__skip = 0
-        if self.__random is not None:  # callbacks or an evaluation since the resume may have drawn random numbers
+        # callbacks or an evaluation since the resume may have drawn random numbers
+        if self.__random is not None:
             rng.restore_generators(self.__random)
             self.__random = None
-        for _ in range(skip):  # the Trainer's own resume restores the random state after the first batches
+        # the Trainer's own resume restores the random state after the first batches
+        for _ in range(skip):
             next(batches, None)
         return batches
 
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
-        if not self.__chosen.is_ours:  # checkpoints of ft_ckpt are loaded later, in _prepare_for_training
+        # checkpoints of ft_ckpt are loaded later, in _prepare_for_training
+        if not self.__chosen.is_ours:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_rng_state(self, checkpoint: Any) -> None:
@@ -244,7 +281,8 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         return current_ranks(self.ft_ckpt.config.enter_timeout_seconds)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        # With a limit of 1 the Trainer would delete all folders named like checkpoints here, the newest one too.
+        # With a limit of 1 the Trainer would delete all folders named like checkpoints here, the
+        # newest one too.
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             return super()._finalize_training(*args, **kwargs)
@@ -253,7 +291,8 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.ft_ckpt_calls += 1
-        if self.__mid_step:  # requested by a callback: the data is ahead of the weights until the step is done
+        # requested by a callback: the data is ahead of the weights until the step is done
+        if self.__mid_step:
             self.__late, self.control.should_training_stop = True, False
             return
         if self.hp_search_backend is None and trial is None:
@@ -272,7 +311,8 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         if self.__collects:
             super().save_model(output_dir, _internal_call=True)
             return
-        # As in Trainer: if each rank has the whole model, the main process saves, and the others do not wait.
+        # As in Trainer: if each rank has the whole model, the main process saves, and the others do
+        # not wait.
         is_sharded = any(map(is_distributed, self.model_wrapped.parameters()))
         together = self.is_fsdp_enabled or self.is_deepspeed_enabled or is_sharded
         if together or self.args.should_save:
@@ -290,14 +330,19 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         private: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Save to the output folder and push. Returns a PushReport, or its future unless `blocking`; None elsewhere."""
+        """Save to the output folder and push.
+
+        Returns a PushReport, or its future unless `blocking`; None elsewhere.
+        """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
             self.init_hf_repo(token=token, **({} if private is None else {"private": private}))
         self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None
-        return push_saved(self, commit_message, kwargs, blocking=blocking, token=token, revision=revision)
+        return push_saved(
+            self, commit_message, kwargs, blocking=blocking, token=token, revision=revision
+        )
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if not self.__collects:
@@ -318,13 +363,19 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         )
 
     def __selection(self, written: WrittenFiles) -> dict[str, Any]:
-        """The arguments that say which weights are saved: adapters without their base, if that can be made again."""
+        """The arguments that say which weights are saved: adapters without their base, if that can
+        be made again.
+        """
         found = ModelTensors(self.model_wrapped).sources()
         attribute = written.attribute or self.ft_ckpt.config.attribute
-        return {"adapter_only": is_adapter_run(self.model_wrapped, found, attribute), "attribute": attribute}
+        return {
+            "adapter_only": is_adapter_run(self.model_wrapped, found, attribute),
+            "attribute": attribute,
+        }
 
     def __added_files(self, target: Path) -> WrittenFiles:
-        """The files that a subclass adds to the folder `target` in its own `save_model` or `_save`, on all ranks.
+        """The files that a subclass adds to the folder `target` in its own `save_model` or `_save`,
+        on all ranks.
 
         Raises SelectionError for weights in a layout of its own.
         """
@@ -334,21 +385,28 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     def __collect_files(self, target: Path) -> WrittenFiles:
         methods = [
-            f"{kind.__name__}.{name}" for name in ("save_model", "_save") for kind in overriding(type(self), name)
+            f"{kind.__name__}.{name}"
+            for name in ("save_model", "_save")
+            for kind in overriding(type(self), name)
         ]
         if not methods:
             return WrittenFiles()
         self.__collects = True
         try:
             return collect_files(
-                self.model, target, lambda folder: self.save_model(folder, _internal_call=True), methods[0]
+                self.model,
+                target,
+                lambda folder: self.save_model(folder, _internal_call=True),
+                methods[0],
             )
         finally:
             self.__collects = False
 
     def __commit_checkpoint(self, folder: Path, target: Path) -> None:
         if self.__saver is None:
-            raise ConfigError(f"{target}: a checkpoint of a run that has not begun; save within train()")
+            raise ConfigError(
+                f"{target}: a checkpoint of a run that has not begun; save within train()"
+            )
         step, best = self.state.global_step, self.state.best_global_step
         best_path = folder / f"checkpoint-{best}"
         if best and (best == step or open_place(best_path).exists):
@@ -359,12 +417,16 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         given: dict[str, Any] = {
             "metrics": metrics_of(self.state),
             "extra_files": {**written.files, TRAINER_STATE_NAME: state_text(self)},
-            "background": False,  # _save_checkpoint then pushes this checkpoint and deletes older ones
+            # _save_checkpoint then pushes this checkpoint and deletes older ones
+            "background": False,
         }
         if self.args.save_only_model and not self.ft_ckpt.has_state:
-            self.__saver.save(self.model_wrapped, target, **self.__selection(written), step=step, **given)
+            self.__saver.save(
+                self.model_wrapped, target, **self.__selection(written), step=step, **given
+            )
         else:
-            # A pass may have been interrupted within a step, whose gradients the Trainer does not keep either.
+            # A pass may have been interrupted within a step, whose gradients the Trainer does not
+            # keep either.
             self.accelerator.gradient_state._set_sync_gradients(True)
             self.__saver.step(step=step)
             self.__saver.save_state(path=target, **given)
@@ -373,11 +435,15 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         on_saved = self.ft_ckpt.on_saved
         config = replace(self.ft_ckpt.config, attribute=self.__attribute)
-        return CheckpointSaver(self.accelerator, directory, tokenizer=tokenizer, config=config, on_saved=on_saved)
+        return CheckpointSaver(
+            self.accelerator, directory, tokenizer=tokenizer, config=config, on_saved=on_saved
+        )
 
 
 class _StepWatch(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """Defers a save that was requested within a step to the end of the step, and then stops the training."""
+    """Defers a save that was requested within a step to the end of the step, and then stops the
+    training.
+    """
 
     def __init__(self, trainer: Checkpointed) -> None:
         self._trainer = trainer

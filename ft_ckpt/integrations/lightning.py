@@ -1,11 +1,13 @@
-"""Checkpoints of Lightning's `Trainer` (packages `lightning` and `pytorch_lightning`), with its loop state.
+"""Checkpoints of Lightning's `Trainer` (packages `lightning` and `pytorch_lightning`), with its
+loop state.
 
     trainer = Trainer(callbacks=[LightningCheckpoint("runs/sft", every=500, keep=3)])
     trainer.fit(module, data)  # from the newest complete checkpoint, or a fresh start
 
-A save is made when the next batch is requested. Only then is the last step complete, with validation, schedulers and
-counters; Lightning has no hook at this point. After a resume the rest of an epoch is the same as in an uninterrupted
-run. Lightning's `ModelCheckpoint` is not needed, and Lightning adds none beside this callback.
+A save is made when the next batch is requested. Only then is the last step complete, with
+validation, schedulers and counters; Lightning has no hook at this point. After a resume the rest of
+an epoch is the same as in an uninterrupted run. Lightning's `ModelCheckpoint` is not needed, and
+Lightning adds none beside this callback.
 """
 
 import importlib
@@ -37,14 +39,16 @@ from ft_ckpt.training.choose import parse_mode
 from ft_ckpt.training.data_position import DataPosition
 
 _OURS = ("state_dict", "optimizer_states", "lr_schedulers")  # stored by ft_ckpt itself
-_ARGUMENTS = "hyper_parameters"  # arguments of the module's constructor: any objects, not needed by a resume
-_CURRENT, _AVERAGING = "current_model_state", "averaging_state"  # where averaging callbacks put weights and counts
+# arguments of the module's constructor: any objects, not needed by a resume
+_ARGUMENTS = "hyper_parameters"
+# where averaging callbacks put weights and counts
+_CURRENT, _AVERAGING = "current_model_state", "averaging_state"
 _EPOCH, _BATCH = "epoch_progress", "epoch_loop.batch_progress"
 
 
 class LightningState:
-    """The rest of Lightning's own checkpoint, without model, optimizers and schedulers: loops, callbacks, data module,
-    precision, and values added by hooks.
+    """The rest of Lightning's own checkpoint, without model, optimizers and schedulers: loops,
+    callbacks, data module, precision, and values added by hooks.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -52,34 +56,55 @@ class LightningState:
         self.is_over = False  # training has ended
 
     def state_dict(self) -> dict[str, Any]:
-        """The current values. Raises SelectionError if a hook has put tensors into state_dict that are not live."""
+        """The current values.
+
+        Raises SelectionError if a hook has put tensors into state_dict that are not live.
+        """
         made = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         module = self._trainer.lightning_module
         weights = made["state_dict"]
-        if averaging_callbacks(self._trainer):  # the average is in their place; it is an item of the run
+        # the average is in their place; it is an item of the run
+        if averaging_callbacks(self._trainer):
             weights = made.pop(_CURRENT, weights)
             made.pop(_AVERAGING, None)
         live, stored = module.state_dict(keep_vars=True), weights.items()
-        # Only parameters and buffers are compared: get_extra_state returns a new object of any type at each call.
-        own = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+        # Only parameters and buffers are compared: get_extra_state returns a new object of any type
+        # at each call.
+        own = chain(
+            module.named_parameters(remove_duplicate=False),
+            module.named_buffers(remove_duplicate=False),
+        )
         names = {name for name, _ in own}
-        others = [n for n, one in stored if n not in live or (n in names and one.data_ptr() != live[n].data_ptr())]
+        others = [
+            n
+            for n, one in stored
+            if n not in live or (n in names and one.data_ptr() != live[n].data_ptr())
+        ]
         if others:
             raise SelectionError(
-                f"{listing(others, ', ')}: put into the checkpoint's state_dict by an on_save_checkpoint of the module "
-                "or a callback; the live weights are what ft_ckpt saves. Leave state_dict alone there, or use another "
+                f"{listing(others, ', ')}: put into the checkpoint's state_dict by an "
+                "on_save_checkpoint of the module "
+                "or a callback; the live weights are what ft_ckpt saves. Leave state_dict alone "
+                "there, or use another "
                 "callback"
             )
-        kept = {name: value for name, value in made.items() if name not in _OURS and _ARGUMENTS not in name}
+        kept = {
+            name: value
+            for name, value in made.items()
+            if name not in _OURS and _ARGUMENTS not in name
+        }
         if self.is_over:
-            kept["loops"]["fit_loop"] = _as_if_not_over(kept["loops"]["fit_loop"], self._trainer.is_last_batch)
+            kept["loops"]["fit_loop"] = _as_if_not_over(
+                kept["loops"]["fit_loop"], self._trainer.is_last_batch
+            )
         return {**kept, "metrics": dict(self._trainer.callback_metrics)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the values by Lightning's own functions."""
         connector, module = self._trainer._checkpoint_connector, self._trainer.lightning_module
         checkpoint = {**state, "state_dict": module.state_dict()}
-        for callback in averaging_callbacks(self._trainer):  # both are restored: it is given what it has
+        # both are restored: it is given what it has
+        for callback in averaging_callbacks(self._trainer):
             callback.on_save_checkpoint(self._trainer, module, checkpoint)
         connector._loaded_checkpoint = checkpoint
         try:
@@ -95,11 +120,17 @@ class LightningState:
 
 def averaging_callbacks(trainer: Any) -> list[Any]:
     """The callbacks that keep an average of the weights, such as Lightning's WeightAveraging."""
-    return [each for each in trainer.callbacks if isinstance(getattr(each, "_average_model", None), AveragedModel)]
+    return [
+        each
+        for each in trainer.callbacks
+        if isinstance(getattr(each, "_average_model", None), AveragedModel)
+    ]
 
 
 class FedLoader:
-    """Proxy of a training data loader that yields the batches of `place`; other attributes are those of the loader."""
+    """Proxy of a training data loader that yields the batches of `place`; other attributes are
+    those of the loader.
+    """
 
     def __init__(self, loader: Any, place: DataPosition, before_batch: Callable[[], None]) -> None:
         """`before_batch` is called whenever the trainer requests a batch, before it is read."""
@@ -127,7 +158,9 @@ class FedLoader:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give the loader its state from a checkpoint of Lightning's own, if the run starts from such a checkpoint."""
+        """Give the loader its state from a checkpoint of Lightning's own, if the run starts from
+        such a checkpoint.
+        """
         if state:
             self._loader.load_state_dict(state)
 
@@ -146,13 +179,17 @@ class FedLoader:
 def _as_if_not_over(fit_loop: Mapping[str, Any], epoch_is_whole: bool) -> dict[str, Any]:
     """The state of the loops for a run that may be continued with a higher limit.
 
-    Lightning counts an epoch that a limit of steps cut short as completed, and a completed one as unfinished.
+    Lightning counts an epoch that a limit of steps cut short as completed, and a completed one as
+    unfinished.
     """
     epoch, batch = fit_loop[_EPOCH], fit_loop[_BATCH]
     if epoch_is_whole:
         batch = {**batch, "current": dict.fromkeys(batch["current"], 0), "is_last_batch": False}
     else:
-        epoch = {kind: {**n, **{w: n[w] - 1 for w in ("processed", "completed")}} for kind, n in epoch.items()}
+        epoch = {
+            kind: {**n, **{w: n[w] - 1 for w in ("processed", "completed")}}
+            for kind, n in epoch.items()
+        }
     return {**fit_loop, _EPOCH: epoch, _BATCH: batch}
 
 
@@ -162,9 +199,15 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def _checkpoint_classes() -> tuple[type, ...]:
-    """The base classes by which a trainer recognizes checkpoint callbacks: of the imported packages, else of all."""
+    """The base classes by which a trainer recognizes checkpoint callbacks: of the imported
+    packages, else of all.
+    """
     used = [name for name in _PACKAGES if name in sys.modules]
-    there = used or [name for name in _PACKAGES if find_spec(name.partition(".")[0]) is not None] or _PACKAGES
+    there = (
+        used
+        or [name for name in _PACKAGES if find_spec(name.partition(".")[0]) is not None]
+        or _PACKAGES
+    )
     return tuple(importlib.import_module(f"{name}.callbacks").Checkpoint for name in there)
 
 
@@ -179,15 +222,18 @@ class LightningSettings(SaveSettings, total=False):
 
 
 class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are computed at import time
-    """Saves a Lightning run to `directory` and resumes it; one per trainer, on a single device or under DDP.
+    """Saves a Lightning run to `directory` and resumes it; one per trainer, on a single device or
+    under DDP.
 
-    A checkpoint has the weights of the submodule `attribute` of the LightningModule; "" is the whole module. None is
-    its only Hugging Face or PEFT model, or the whole module if it has none. Everything else is part of the training
-    state. `every` counts Lightning's `global_step`, and metrics are the trainer's `callback_metrics`. `resume` and
-    `allow` are those of `CheckpointSaver.resume`, `replay` is that of `remaining`; `tokenizer`, `on_saved` and
+    A checkpoint has the weights of the submodule `attribute` of the LightningModule; "" is the
+    whole module. None is its only Hugging Face or PEFT model, or the whole module if it has none.
+    Everything else is part of the training state. `every` counts Lightning's `global_step`, and
+    metrics are the trainer's `callback_metrics`. `resume` and `allow` are those of
+    `CheckpointSaver.resume`, `replay` is that of `remaining`; `tokenizer`, `on_saved` and
     `settings` are the saver's.
 
-    Raises ConfigError for invalid settings, and when training starts with a strategy that is not supported.
+    Raises ConfigError for invalid settings, and when training starts with a strategy that is not
+    supported.
     """
 
     def __init__(
@@ -204,18 +250,24 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
     ) -> None:
         super().__init__()
         self._config = make_config(None, {**settings, "every": every})
-        self._directory, self._tokenizer, self._replay = absolute_location(directory), tokenizer, replay
+        self._directory, self._tokenizer, self._replay = (
+            absolute_location(directory),
+            tokenizer,
+            replay,
+        )
         parse_mode(resume)  # raises ConfigError now, and not when the training starts
         self._resume: str | Path | Place | bool | None = resume
         self._allow = allow if isinstance(allow, bool) else names_of(allow, "allow")
         self._on_saved = hooks_of(on_saved)
-        if isinstance(resume, (str, Path)) and os.sep in str(resume):  # else a mode, or a name in `directory`
+        # else a mode, or a name in `directory`
+        if isinstance(resume, (str, Path)) and os.sep in str(resume):
             self._resume = absolute_location(resume)
         self._saver: CheckpointSaver[Any] | None = None
         self._loaders: list[FedLoader] = []
         self._state: LightningState | None = None
         self._step = 0  # last step reported to the saver
-        self._random: rng.State | None = None  # random state of the save, until the first batch is read
+        # random state of the save, until the first batch is read
+        self._random: rng.State | None = None
         self._limit: Any = None  # the trainer's limit_val_batches, which is 0 until then
         self._handlers: Mapping[int, Any] = {}  # the saver's signal handlers
 
@@ -223,7 +275,8 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
     def best_model_path(self) -> str:
         """Raises ConfigError: Lightning cannot load folders of ft_ckpt."""
         raise ConfigError(
-            f"ckpt_path='best': {self._directory} has folders of ft_ckpt, which Lightning does not read; pass the "
+            f"ckpt_path='best': {self._directory} has folders of ft_ckpt, which Lightning does not "
+            "read; pass the "
             "module, with the weights of ft_ckpt.best(directory, metric) if not with those it has"
         )
 
@@ -235,24 +288,36 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         _refuse_callbacks(trainer)
         if trainer.ckpt_path is not None and self._resume not in ("never", False):
             raise ConfigError(
-                f"ckpt_path={trainer.ckpt_path!r}: both Lightning and ft_ckpt would restore the run; leave it out, or "
+                f"ckpt_path={trainer.ckpt_path!r}: both Lightning and ft_ckpt would restore the "
+                "run; leave it out, or "
                 "begin from it with LightningCheckpoint(resume='never')"
             )
-        attribute = _saved_attribute(pl_module) if self._config.attribute is None else self._config.attribute
+        attribute = (
+            _saved_attribute(pl_module)
+            if self._config.attribute is None
+            else self._config.attribute
+        )
         config = replace(self._config, attribute=attribute or None)
         before = _handlers_of(config.every)
         self._saver = CheckpointSaver(
             None, self._directory, tokenizer=self._tokenizer, config=config, on_saved=self._on_saved
         )
-        # Lightning sets its own handlers later, which would end the run before it is saved: see on_train_start.
-        self._handlers = {n: one for n, one in _handlers_of(config.every).items() if one != before[n]}
+        # Lightning sets its own handlers later, which would end the run before it is saved: see
+        # on_train_start.
+        self._handlers = {
+            n: one for n, one in _handlers_of(config.every).items() if one != before[n]
+        }
         _set_handlers({number: before[number] for number in self._handlers})
         self._state = LightningState(trainer)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         averaging = averaging_callbacks(trainer)
         averages = [callback._average_model for callback in averaging]
         series = {"optimizer": trainer.optimizers, "scheduler": schedulers, "average": averages}
-        objects = {f"{kind}_{n}" if n else kind: one for kind, some in series.items() for n, one in enumerate(some)}
+        objects = {
+            f"{kind}_{n}" if n else kind: one
+            for kind, some in series.items()
+            for n, one in enumerate(some)
+        }
         self._saver.register(model=trainer.strategy.model, **objects, lightning=self._state)
         self._feed(trainer)
         for callback in averaging:
@@ -261,7 +326,9 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
             self._random = rng.capture_generators()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Set the saver's signal handlers again, and skip the validation that was done before the save."""
+        """Set the saver's signal handlers again, and skip the validation that was done before the
+        save.
+        """
         if self._saver is None:
             return
         _set_handlers(self._handlers)
@@ -270,7 +337,9 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
             self._limit, trainer.limit_val_batches = trainer.limit_val_batches, 0
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save the last step, unless it was saved before a callback has put its average into the model."""
+        """Save the last step, unless it was saved before a callback has put its average into the
+        model.
+        """
         if self._saver is None or self._state is None or self._state.is_over:
             return
         self._state.is_over = True
@@ -292,7 +361,9 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         self._forget(trainer)
 
     def _feed(self, trainer: Any) -> None:
-        """Let the trainer read its training data through the saver, by the strategy's hook that wraps loaders."""
+        """Let the trainer read its training data through the saver, by the strategy's hook that
+        wraps loaders.
+        """
         strategy = trainer.strategy
         plain, saver = strategy.process_dataloader, self._saver
 
@@ -308,7 +379,9 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         strategy.process_dataloader = process_dataloader
 
     def _save_before_end_of(self, averaging: Any) -> None:
-        """Let the last step be saved before the callback puts its average into the model at the end of training."""
+        """Let the last step be saved before the callback puts its average into the model at the end
+        of training.
+        """
         put_average = averaging.on_train_end
 
         def on_train_end(trainer: Any, pl_module: Any) -> None:
@@ -318,13 +391,16 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         averaging.on_train_end = on_train_end
 
     def _before_batch(self, trainer: Any) -> None:
-        """Between two batches: report the last step, or, just after a resume, restore random state and limit."""
+        """Between two batches: report the last step, or, just after a resume, restore random state
+        and limit.
+        """
         if self._random is None:
             self._note_step(trainer)
             return
         trainer.limit_val_batches = self._limit
         trainer.fit_loop.on_iteration_done()  # as in an uninterrupted run
-        rng.restore_generators(self._random)  # callbacks since the resume may have drawn random numbers
+        # callbacks since the resume may have drawn random numbers
+        rng.restore_generators(self._random)
         self._random = None
 
     def _note_step(self, trainer: Any) -> None:
@@ -339,7 +415,13 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
                 del callback.on_train_end
         if self._random is not None and self._limit is not None:
             trainer.limit_val_batches = self._limit
-        self._saver, self._state, self._random, self._limit, self._loaders = None, None, None, None, []
+        self._saver, self._state, self._random, self._limit, self._loaders = (
+            None,
+            None,
+            None,
+            None,
+            [],
+        )
 
 
 def _refuse_strategy(trainer: Any) -> None:
@@ -348,29 +430,37 @@ def _refuse_strategy(trainer: Any) -> None:
     is_whole = model is trainer.lightning_module or isinstance(model, DistributedDataParallel)
     if not is_whole or any(map(is_distributed, model.parameters())):
         raise ConfigError(
-            f"{type(trainer.strategy).__name__}: expected a single device or DDP; shard a model in a loop of your own, "
+            f"{type(trainer.strategy).__name__}: expected a single device or DDP; shard a model in "
+            "a loop of your own, "
             "with CheckpointSaver, which supports FSDP, ZeRO and tensor parallelism"
         )
 
 
 def _refuse_callbacks(trainer: Any) -> None:
-    """Raise ConfigError for a callback that replaces the schedulers during training: a resume would have the first."""
+    """Raise ConfigError for a callback that replaces the schedulers during training: a resume would
+    have the first.
+    """
     for callback in trainer.callbacks:
         if any(kind.__name__ == "StochasticWeightAveraging" for kind in type(callback).__mro__):
             raise ConfigError(
-                f"{type(callback).__name__}: replaces the scheduler during training, so that a run could not be "
-                "resumed exactly; average by WeightAveraging, with the schedule in configure_optimizers"
+                f"{type(callback).__name__}: replaces the scheduler during training, so that a run "
+                "could not be "
+                "resumed exactly; average by WeightAveraging, with the schedule in "
+                "configure_optimizers"
             )
 
 
 def _refuse_unsized(loader: Any, limit: Any) -> None:
-    """Raise ConfigError for a loader without length or limit: Lightning then reads a batch ahead to find its end."""
+    """Raise ConfigError for a loader without length or limit: Lightning then reads a batch ahead to
+    find its end.
+    """
     try:
         len(loader)
     except (TypeError, NotImplementedError):
         if not isinstance(limit, int):
             raise ConfigError(
-                f"{type(getattr(loader, 'dataset', loader)).__name__}: has no length, so Lightning reads a batch "
+                f"{type(getattr(loader, 'dataset', loader)).__name__}: has no length, so Lightning "
+                "reads a batch "
                 "ahead, and a save would not know the position; set the batches of an epoch: "
                 "Trainer(limit_train_batches=N)"
             ) from None
@@ -386,7 +476,8 @@ def _saved_attribute(module: Any) -> str:
             found.append(path)
     if len(found) > 1:
         raise SelectionError(
-            f"{listing(found, ', ')}: {len(found)} models in {type(module).__name__}; say whose weights the checkpoint "
+            f"{listing(found, ', ')}: {len(found)} models in {type(module).__name__}; say whose "
+            "weights the checkpoint "
             "holds: attribute='...', or attribute='' for the whole module"
         )
     return found[0] if found else ""

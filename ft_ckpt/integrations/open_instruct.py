@@ -1,4 +1,5 @@
-"""The saving functions of open-instruct's scripts, with the same names and arguments; change one import to use them.
+"""The saving functions of open-instruct's scripts, with the same names and arguments; change one
+import to use them.
 
 A folder counts as complete if it has open-instruct's own marker or a manifest of ft_ckpt.
 """
@@ -30,10 +31,11 @@ def save_with_accelerate(
 ) -> None:
     """Save weights, config, generation config and tokenizer to `output_dir`; call it on every rank.
 
-    `use_lora` saves the adapter only. `model_attribute_to_save` names the submodel to save, such as PPO's "policy".
-    With "olmo" in `chat_template_name` the two EOS ids of that template are written to the generation config; otherwise
-    those of the tokenizer. Unlike open-instruct's function, it does not change the live model, and the ids are written
-    for the submodel that is saved, not for the wrapper around it. Raises the errors of `CheckpointSaver.save`.
+    `use_lora` saves the adapter only. `model_attribute_to_save` names the submodel to save, such as
+    PPO's "policy". With "olmo" in `chat_template_name` the two EOS ids of that template are written
+    to the generation config; otherwise those of the tokenizer. Unlike open-instruct's function, it
+    does not change the live model, and the ids are written for the submodel that is saved, not for
+    the wrapper around it. Raises the errors of `CheckpointSaver.save`.
     """
     with ft_ckpt.CheckpointSaver(accelerator) as saver:
         saver.save(
@@ -47,7 +49,8 @@ def save_with_accelerate(
 
 
 def get_last_checkpoint(folder: str, incomplete: bool = False) -> str | None:
-    """Path of the `step_N` below `folder` with the largest N, or of `epoch_N` if there are no steps; None without both.
+    """Path of the `step_N` below `folder` with the largest N, or of `epoch_N` if there are no
+    steps; None without both.
 
     `incomplete` includes incomplete folders. Raises FileNotFoundError when there is no `folder`.
     """
@@ -56,7 +59,11 @@ def get_last_checkpoint(folder: str, incomplete: bool = False) -> str | None:
     chosen = steps or [name for name in names if name.startswith("epoch_")]
     if not incomplete:
         stores = {name: LocalStore(Path(folder, name)) for name in chosen}
-        chosen = [name for name in chosen if any(stores[name].stat(mark) for mark in (_MARKER, MANIFEST_NAME))]
+        chosen = [
+            name
+            for name in chosen
+            if any(stores[name].stat(mark) for mark in (_MARKER, MANIFEST_NAME))
+        ]
     numbered = [name for name in chosen if _folder_number(name) is not None]
     if not numbered:
         return None
@@ -65,7 +72,8 @@ def get_last_checkpoint(folder: str, incomplete: bool = False) -> str | None:
 
 
 def clean_last_n_checkpoints(output_dir: str, keep_last_n_checkpoints: int) -> None:
-    """Delete all `step_N` and `epoch_N` folders below `output_dir` but the `keep_last_n_checkpoints` with largest N.
+    """Delete all `step_N` and `epoch_N` folders below `output_dir` but the
+    `keep_last_n_checkpoints` with largest N.
 
     A negative number keeps all. Folders without a number stay. Raises FileNotFoundError as above.
     """
@@ -99,7 +107,9 @@ def _folder_order(name: str) -> int:
 
 
 def _delete_unmarked(path: Path) -> None:
-    """Delete a folder, marker and manifest first: after an interrupted deletion the folder does not look complete."""
+    """Delete a folder, marker and manifest first: after an interrupted deletion the folder does not
+    look complete.
+    """
     store = LocalStore(path)
     try:
         store.delete([_MARKER])

@@ -1,8 +1,9 @@
-"""The checkpoint-state folder of open-instruct's GRPO trainer: restores a DeepSpeed engine from it, or writes it.
+"""The checkpoint-state folder of open-instruct's GRPO trainer: restores a DeepSpeed engine from it,
+or writes it.
 
-DeepSpeed's `save_checkpoint` writes the folder, with a client state: the step, the episode, the positions of the
-loaders, and the RNG states of the rank that wrote the file. DeepSpeed restores its engine from values that are read
-here, because its own reader executes pickles.
+DeepSpeed's `save_checkpoint` writes the folder, with a client state: the step, the episode, the
+positions of the loaders, and the RNG states of the rank that wrote the file. DeepSpeed restores its
+engine from values that are read here, because its own reader executes pickles.
 
 Format: `open_instruct/grpo_fast.py` of August 2026, on DeepSpeed 0.18.3 to 0.19.
 """
@@ -31,22 +32,55 @@ from ft_ckpt.storage.store import is_inside, read_text
 from ft_ckpt.training import rng
 from ft_ckpt.training.restore import Restored, RestoreReport, agree_on_outcomes
 
-_EXPECTED = ("training_step", "episode", "num_total_tokens", "dataloader_state", "data_prep_actor_state")
-_OTHER_KEYS = frozenset((  # of the engine, and of one rank; all other keys of a file are the client state
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
-    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
-    "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "sparse_tensor_module_names",
-    "num_experts", "ds_autoep_layers", "checkpoint_parallel_dimensions", "rng_states", "rank",
-))  # fmt: skip
+_EXPECTED = (
+    "training_step",
+    "episode",
+    "num_total_tokens",
+    "dataloader_state",
+    "data_prep_actor_state",
+)
+# of the engine, and of one rank; all other keys of a file are the client state
+_OTHER_KEYS = frozenset(
+    (
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "ds_config",
+        "ds_version",
+        "sparse_tensor_module_names",
+        "num_experts",
+        "ds_autoep_layers",
+        "checkpoint_parallel_dimensions",
+        "rng_states",
+        "rank",
+    )
+)
 _MODEL_STATES, _OPTIMIZER_STATES = "_model_states.pt", "_optim_states.pt"
 _LATEST, _MAX_LATEST_BYTES = "latest", 4096
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 _ABSENT = "absent", "not in the folder"
-_IN_FLIGHT = "prompts that were in flight are not in the folder: the data preparation actor generates them again"
+_IN_FLIGHT = (
+    "prompts that were in flight are not in the folder: the data preparation actor generates "
+    "them again"
+)
 
 
 class ClientState(dict[str, Any]):
-    """The client state of a run, as an object that a saver can register: `training_step`, `episode`, ..."""
+    """The client state of a run, as an object that a saver can register: `training_step`,
+    `episode`, ...
+    """
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the values."""
@@ -58,16 +92,21 @@ class ClientState(dict[str, Any]):
         self.update(state)
 
 
-def load_checkpoint_state(engine: Any, checkpoint_state_dir: str | Path, client: ClientState) -> RestoreReport:
-    """Restore a DeepSpeed engine and `client` from a checkpoint-state folder; call it on every rank.
+def load_checkpoint_state(
+    engine: Any, checkpoint_state_dir: str | Path, client: ClientState
+) -> RestoreReport:
+    """Restore a DeepSpeed engine and `client` from a checkpoint-state folder; call it on every
+    rank.
 
-    Restores weights, optimizer, scheduler, counters, and the RNG states of the ranks that stored them: under ZeRO-3
-    each rank, else rank 0. The report lists the outcome of each item; items that the folder lacks also cause a warning.
-    Every file is read and compared with its checksums before the engine changes. Nothing in the folder is executed.
+    Restores weights, optimizer, scheduler, counters, and the RNG states of the ranks that stored
+    them: under ZeRO-3 each rank, else rank 0. The report lists the outcome of each item; items that
+    the folder lacks also cause a warning. Every file is read and compared with its checksums before
+    the engine changes. Nothing in the folder is executed.
 
-    Raises NotACheckpointError without DeepSpeed's files; LoadError for anything but tensors, plain data and DeepSpeed's
-    own records, for a folder of another number of ranks, stage or precision, and for parameters with other names or
-    shapes; CorruptError for damaged files; RankError when another rank failed.
+    Raises NotACheckpointError without DeepSpeed's files; LoadError for anything but tensors, plain
+    data and DeepSpeed's own records, for a folder of another number of ranks, stage or precision,
+    and for parameters with other names or shapes; CorruptError for damaged files; RankError when
+    another rank failed.
     """
     ranks, folder = current_ranks(), Path(checkpoint_state_dir)
     tag, error = ranks.attempt(lambda: _check_folder(engine, folder, ranks))
@@ -80,18 +119,24 @@ def load_checkpoint_state(engine: Any, checkpoint_state_dir: str | Path, client:
         outcomes.append(Restored("scheduler", "restored"))
     outcomes += [Restored(key, *("restored",) if key in client else _ABSENT) for key in _EXPECTED]
     generators, error = ranks.attempt(lambda: _restore_generators(found, ranks.rank))
-    items, _ = agree_on_outcomes(ranks, "random numbers", [*outcomes, *([generators] if generators else [])], 0, error)
+    items, _ = agree_on_outcomes(
+        ranks, "random numbers", [*outcomes, *([generators] if generators else [])], 0, error
+    )
     report = RestoreReport(folder / tag, items, notes=(_IN_FLIGHT,))
     if report.problems and ranks.is_main:
         warn(f"{report.path}: {listing(list(report.problems))}", stacklevel=2)
     return report
 
 
-def save_checkpoint_state(engine: Any, checkpoint_state_dir: str | Path, client: Mapping[str, Any]) -> None:
-    """Write a checkpoint-state folder that open-instruct's GRPO trainer resumes from; call it on every rank.
+def save_checkpoint_state(
+    engine: Any, checkpoint_state_dir: str | Path, client: Mapping[str, Any]
+) -> None:
+    """Write a checkpoint-state folder that open-instruct's GRPO trainer resumes from; call it on
+    every rank.
 
-    The RNG states of each rank are added to the client state `client`. DeepSpeed writes the files; under ZeRO-1 and -2
-    it stores the client state of rank 0 only. The write is not atomic: `latest` is written last.
+    The RNG states of each rank are added to the client state `client`. DeepSpeed writes the files;
+    under ZeRO-1 and -2 it stores the client state of rank 0 only. The write is not atomic: `latest`
+    is written last.
     """
     states: dict[str, Any] = {
         "torch_cpu_rng_state": torch.get_rng_state(),
@@ -109,14 +154,24 @@ def save_checkpoint_state(engine: Any, checkpoint_state_dir: str | Path, client:
 
 
 def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
-    """The tag of the checkpoint in `folder`. Raises LoadError if it does not fit; each file is compared by one rank."""
+    """The tag of the checkpoint in `folder`.
+
+    Raises LoadError if it does not fit; each file is compared by one rank.
+    """
     place = _step_folder(Place(LocalStore(folder)))
-    names = [] if place is None else sorted(name for name in _file_names(place) if name.endswith(".pt"))
+    names = (
+        [] if place is None else sorted(name for name in _file_names(place) if name.endswith(".pt"))
+    )
     models = [name for name in names if name.endswith(_MODEL_STATES)]
     if place is None or not models:
-        raise NotACheckpointError(f"{folder}: no *_model_states.pt in it; expected --checkpoint_state_dir of grpo_fast")
+        raise NotACheckpointError(
+            f"{folder}: no *_model_states.pt in it; expected --checkpoint_state_dir of grpo_fast"
+        )
     if engine.load_universal_checkpoint():
-        raise LoadError(f"{folder}: DeepSpeed reads universal checkpoints by itself; set load_universal to False")
+        raise LoadError(
+            f"{folder}: DeepSpeed reads universal checkpoints by itself; set "
+            "load_universal to False"
+        )
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     for name in names[ranks.rank :: ranks.size]:
         _read_states(Path(folder, place.name, name), scaler, checked=True)
@@ -124,10 +179,17 @@ def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
     optimizers = [name for name in names if name.endswith(_OPTIMIZER_STATES)]
     count, is_zero = engine.seq_dp_world_size, engine.zero_optimization()
     with damaged_input(models[0]):
-        shapes = {name: tuple(shape) for group in stored["param_shapes"] or () for name, shape in group.items()}
+        shapes = {
+            name: tuple(shape)
+            for group in stored["param_shapes"] or ()
+            for name, shape in group.items()
+        }
         settings = {
             "ranks": (stored["dp_world_size"], count),
-            "ZeRO-3": (models[0].startswith("zero_pp_rank"), engine.zero_optimization_partition_weights()),
+            "ZeRO-3": (
+                models[0].startswith("zero_pp_rank"),
+                engine.zero_optimization_partition_weights(),
+            ),
             "files of ZeRO's optimizer": (len(optimizers), count if is_zero else 0),
             "of bfloat16": (
                 any(name.startswith("bf16_") for name in optimizers),
@@ -137,7 +199,9 @@ def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
             "training_step": ("training_step" in stored, True),
         }
     problems = [
-        f"{what}: {saved} in the folder, {here} here" for what, (saved, here) in settings.items() if saved != here
+        f"{what}: {saved} in the folder, {here} here"
+        for what, (saved, here) in settings.items()
+        if saved != here
     ]
     live = {name: source.shape for name, source in ModelTensors(engine).sources().items()}
     problems += [
@@ -147,21 +211,26 @@ def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
     ]
     if problems:
         raise LoadError(
-            f"{folder}: {listing(problems)}; make the engine as the saved run did. Once ft_ckpt has saved it, "
+            f"{folder}: {listing(problems)}; make the engine as the saved run did. Once ft_ckpt "
+            "has saved it, "
             "saver.resume() takes it to other ranks and stages"
         )
     return place.name
 
 
 def _step_folder(place: Place) -> Place | None:
-    """The folder with the ranks' files: `place`, or the one that its file `latest` names; None if there is none."""
+    """The folder with the ranks' files: `place`, or the one that its file `latest` names; None if
+    there is none.
+    """
     store, candidates = place.folder, [place]
     if store.stat(_LATEST) is not None:
         check_files_inside(store, [_LATEST])
         name = read_text(store, _LATEST, _MAX_LATEST_BYTES, errors="replace").strip()
         candidates += [Place(store, name)] if is_inside(name) else []
     for candidate in candidates:
-        if any(name.endswith((_MODEL_STATES, _OPTIMIZER_STATES)) for name in _file_names(candidate)):
+        if any(
+            name.endswith((_MODEL_STATES, _OPTIMIZER_STATES)) for name in _file_names(candidate)
+        ):
             return candidate
     return None
 
@@ -171,7 +240,9 @@ def _file_names(place: Place) -> list[str]:
 
 
 def _restore_engine(engine: Any, folder: Path, tag: str) -> dict[str, Any]:
-    """Let DeepSpeed restore the engine; returns the model-states file, with the client state, without its weights."""
+    """Let DeepSpeed restore the engine; returns the model-states file, with the client state,
+    without its weights.
+    """
     read: dict[str, Any] = {}
 
     def load(path: str, map_location: Any = None) -> Any:
@@ -193,15 +264,23 @@ def _read_states(path: Path, scaler: Any, *, checked: bool = False) -> Any:
 
     def stored_scaler(stored: StandIn) -> Any:
         if scaler is None or stored.kind != f"{_SCALERS}.{type(scaler).__name__}":
-            raise LoadError(f"{path}: a {stored.kind}, the engine has {type(scaler).__name__}; use the same precision")
-        numbers = {key: stored.state[key] for key in vars(scaler) if type(stored.state.get(key)) in (int, float, bool)}
+            raise LoadError(
+                f"{path}: a {stored.kind}, the engine has "
+                f"{type(scaler).__name__}; use the same precision"
+            )
+        numbers = {
+            key: stored.state[key]
+            for key in vars(scaler)
+            if type(stored.state.get(key)) in (int, float, bool)
+        }
         made = object.__new__(type(scaler))
         vars(made).update(vars(scaler) | numbers)
         return made
 
     objects: dict[str, Callable[[StandIn], Any]] = {
         "deepspeed.runtime.zero.config.ZeroStageEnum": lambda stored: int(stored.args[0]),
-        "deepspeed.utils.tensor_fragment.fragment_address": lambda _: None,  # only universal checkpoints need it
+        # only universal checkpoints need it
+        "deepspeed.utils.tensor_fragment.fragment_address": lambda _: None,
         f"{_SCALERS}.LossScaler": stored_scaler,
         f"{_SCALERS}.DynamicLossScaler": stored_scaler,
     }
@@ -216,21 +295,28 @@ def _restore_generators(stored: Mapping[str, Any], rank: int) -> Restored:
     if "rng_states" not in stored:
         return Restored("rng", *_ABSENT)
     if stored.get("rank") != rank:
-        return Restored("rng", "absent", "the folder has rank 0's alone; this rank goes on with those it has")
+        return Restored(
+            "rng", "absent", "the folder has rank 0's alone; this rank goes on with those it has"
+        )
     with damaged_input("rng_states"):
         states = stored["rng_states"]
         generators = rng.plain_states(
             states["python_rng_state"], states["numpy_rng_state"], states["torch_cpu_rng_state"]
         )
         if devices := states.get("torch_cuda_rng_states"):
-            generators["cuda"] = {name.removeprefix("cuda:"): state for name, state in devices.items()}
+            generators["cuda"] = {
+                name.removeprefix("cuda:"): state for name, state in devices.items()
+            }
     problems = rng.generator_problems(generators) or rng.restore_generators(generators)
     return Restored("rng", "failed" if problems else "restored", "; ".join(problems))
 
 
 @contextmanager
 def _with_attributes(engine: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of the engine in the block. `mpu` is for sequence parallelism; open-instruct unsets it as well."""
+    """Set attributes of the engine in the block.
+
+    `mpu` is for sequence parallelism; open-instruct unsets it as well.
+    """
     before = {name: getattr(engine, name) for name in values}
     vars(engine).update(values)
     try:

@@ -1,6 +1,7 @@
 """Reports of saves to experiment trackers: functions for `CheckpointSaver(on_saved=...)`.
 
-    CheckpointSaver(accelerator, "runs/sft", on_saved=[log_to_accelerate(accelerator), log_to_wandb(run)])
+    CheckpointSaver(accelerator, "runs/sft", on_saved=[log_to_accelerate(accelerator),
+    log_to_wandb(run)])
 
 Each is called on rank 0 after a save is committed. The trackers are imported on first use.
 """
@@ -17,21 +18,34 @@ from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.scratch import local_folder
 from ft_ckpt.transfer.outgoing import weights_manifest
 
-__all__ = ["checkpoint_values", "log_to_accelerate", "log_to_mlflow", "log_to_trackio", "log_to_wandb"]
+__all__ = [
+    "checkpoint_values",
+    "log_to_accelerate",
+    "log_to_mlflow",
+    "log_to_trackio",
+    "log_to_wandb",
+]
 
 
 def checkpoint_values(report: SaveReport, prefix: str = "checkpoint/") -> dict[str, float]:
-    """The values of a save for a tracker: "seconds", "bytes", "tensors", and "is_best" of its run so far.
+    """The values of a save for a tracker: "seconds", "bytes", "tensors", and "is_best" of its run
+    so far.
 
     "is_best" is 0 or 1, and absent if the run does not rank its checkpoints by a metric.
     """
-    found: dict[str, float] = {"seconds": report.seconds, "bytes": report.bytes, "tensors": report.tensors}
+    found: dict[str, float] = {
+        "seconds": report.seconds,
+        "bytes": report.bytes,
+        "tensors": report.tensors,
+    }
     if (is_best := _is_best(report)) is not None:
         found["is_best"] = float(is_best)
     return {f"{prefix}{name}": value for name, value in found.items()}
 
 
-def log_to_accelerate(accelerator: Any, prefix: str = "checkpoint/") -> Callable[[SaveReport], None]:
+def log_to_accelerate(
+    accelerator: Any, prefix: str = "checkpoint/"
+) -> Callable[[SaveReport], None]:
     """Log the values of each save to the trackers that `accelerator.init_trackers` has started."""
 
     def log_values(report: SaveReport) -> None:
@@ -56,9 +70,10 @@ def log_to_wandb(
 ) -> Callable[[SaveReport], None]:
     """Log each save as a version of a W&B artifact of the type "model".
 
-    `run` defaults to the run that `wandb.init` has started, the artifact's `name` to "checkpoint-" and the run's id.
-    `state` includes the training state. Without `upload` the artifact only refers to the folder. Aliases are "latest",
-    "step-500" and, for the best checkpoint of the run, "best". Uploaded files are compared with their digests first.
+    `run` defaults to the run that `wandb.init` has started, the artifact's `name` to "checkpoint-"
+    and the run's id. `state` includes the training state. Without `upload` the artifact only refers
+    to the folder. Aliases are "latest", "step-500" and, for the best checkpoint of the run, "best".
+    Uploaded files are compared with their digests first.
     """
 
     def log_artifact(report: SaveReport) -> None:
@@ -66,10 +81,14 @@ def log_to_wandb(
 
         target = run if run is not None else wandb.run
         if target is None:
-            raise ConfigError("no W&B run is active; call wandb.init() before the first save, or pass a run")
+            raise ConfigError(
+                "no W&B run is active; call wandb.init() before the first save, or pass a run"
+            )
         with open_checkpoint(report.place) as held:
             facts = _facts_of(report, held.manifest)
-            artifact = wandb.Artifact(name or f"checkpoint-{target.id}", type="model", metadata=facts)
+            artifact = wandb.Artifact(
+                name or f"checkpoint-{target.id}", type="model", metadata=facts
+            )
             if upload:
                 paths = _paths_of(held.manifest, state=state)
                 held.refuse_damaged(paths)
@@ -78,9 +97,13 @@ def log_to_wandb(
                         artifact.add_file(str(folder / path), name=path)
             else:
                 where = report.path
-                artifact.add_reference(where if isinstance(where, str) else where.absolute().as_uri(), checksum=False)
+                artifact.add_reference(
+                    where if isinstance(where, str) else where.absolute().as_uri(), checksum=False
+                )
             aliases = ["latest", *([] if report.step is None else [f"step-{report.step}"])]
-            target.log_artifact(artifact, aliases=[*aliases, "best"] if _is_best(report) else aliases)
+            target.log_artifact(
+                artifact, aliases=[*aliases, "best"] if _is_best(report) else aliases
+            )
 
     return log_artifact
 
@@ -88,10 +111,11 @@ def log_to_wandb(
 def log_to_mlflow(
     run_id: str | None = None, folder: str = "checkpoints", *, state: bool = False
 ) -> Callable[[SaveReport], None]:
-    """Log the values of each save to MLflow, and its files as artifacts in `folder`, below the checkpoint's name.
+    """Log the values of each save to MLflow, and its files as artifacts in `folder`, below the
+    checkpoint's name.
 
-    `run_id` defaults to the run that `mlflow.start_run` has started. `state` includes the training state. Files are
-    compared with their digests first.
+    `run_id` defaults to the run that `mlflow.start_run` has started. `state` includes the training
+    state. Files are compared with their digests first.
     """
 
     def log_files(report: SaveReport) -> None:
@@ -100,8 +124,12 @@ def log_to_mlflow(
         active = mlflow.active_run()
         mlflow_run = run_id or (None if active is None else active.info.run_id)
         if mlflow_run is None:
-            raise ConfigError("no MLflow run is active; call mlflow.start_run() before the first save")
-        values = {name.replace("/", "_"): value for name, value in checkpoint_values(report).items()}
+            raise ConfigError(
+                "no MLflow run is active; call mlflow.start_run() before the first save"
+            )
+        values = {
+            name.replace("/", "_"): value for name, value in checkpoint_values(report).items()
+        }
         mlflow.log_metrics(values, step=report.step, run_id=mlflow_run)
         with open_checkpoint(report.place) as held:
             paths = _paths_of(held.manifest, state=state)
@@ -109,14 +137,18 @@ def log_to_mlflow(
             with local_folder(Place(held.store), paths.__contains__) as there:
                 for path in paths:
                     below = path.rpartition("/")[0]
-                    place = "/".join(step for step in (folder, report.place.basename, below) if step)
+                    place = "/".join(
+                        step for step in (folder, report.place.basename, below) if step
+                    )
                     mlflow.log_artifact(str(there / path), artifact_path=place, run_id=mlflow_run)
 
     return log_files
 
 
 def _is_best(report: SaveReport) -> bool | None:
-    """Whether the checkpoint is the best of its run by the first metric of its rankings; None without rankings."""
+    """Whether the checkpoint is the best of its run by the first metric of its rankings; None
+    without rankings.
+    """
     ranking = next(iter(load_manifest(report.place.folder).rankings.items()), None)
     return None if ranking is None else best(Place(report.place.beside), ranking) == report.path
 
@@ -126,5 +158,10 @@ def _paths_of(manifest: Manifest, *, state: bool) -> list[str]:
 
 
 def _facts_of(report: SaveReport, manifest: Manifest) -> dict[str, Any]:
-    facts = {"step": report.step, "kind": report.kind, "bytes": report.bytes, "run_id": manifest.run_id}
+    facts = {
+        "step": report.step,
+        "kind": report.kind,
+        "bytes": report.bytes,
+        "run_id": manifest.run_id,
+    }
     return {**facts, "metrics": dict(manifest.metrics), "versions": dict(manifest.versions)}

@@ -1,4 +1,5 @@
-"""Saving and resuming of transformers' `Trainer`, and of trainers built on it (TRL's), through ft_ckpt.
+"""Saving and resuming of transformers' `Trainer`, and of trainers built on it (TRL's), through
+ft_ckpt.
 
     trainer = checkpointed(SFTTrainer)(model, args, train_dataset=data)  # a class
     trainer = checkpointed(SFTTrainer(model, args, train_dataset=data))  # or a trainer that exists
@@ -6,10 +7,10 @@
 
 Programs that make the trainer themselves take a `FtCkptCallback`, which calls it.
 
-Files that a subclass adds in its own `save_model` or `_save` are committed with the checkpoint; weights that it writes
-there in another layout are refused before the first step. Models that the trainer or a callback holds beside the
-trained one are restored, or named. Schedule (`save_strategy`), metrics, early stopping and the best model remain the
-Trainer's.
+Files that a subclass adds in its own `save_model` or `_save` are committed with the checkpoint;
+weights that it writes there in another layout are refused before the first step. Models that the
+trainer or a callback holds beside the trained one are restored, or named. Schedule
+(`save_strategy`), metrics, early stopping and the best model remain the Trainer's.
 """
 
 import sys
@@ -63,25 +64,31 @@ def checkpointed(
     on_resumed: Callable[[CheckpointSaver[Any]], object] | None = None,
     **settings: Unpack[TrainerSaverSettings],
 ) -> TrainerOrClass:
-    """Make a class of trainers, or a trainer that is not training yet, save and resume through ft_ckpt.
+    """Make a class of trainers, or a trainer that is not training yet, save and resume through
+    ft_ckpt.
 
-    Of a class (`Trainer` or one built on it) it returns a subclass; a trainer gets such a class, and is returned.
-    `keep` selects the checkpoints that stay (the Trainer's best one always does); a number means the newest n; None:
-    the Trainer's `save_total_limit`, for this run's checkpoints. `allow` names items that a resume may lack. With
-    `state=True` checkpoints have training state although `save_only_model=True` is set, which the Trainer requires for
-    models that `from_pretrained(distributed_config=...)` has sharded. `on_resumed` is called on every rank with the
-    saver before the first step, after a resume or at a fresh start, for example to invite writers. `on_saved` and
-    `settings` are those of `CheckpointSaver`.
+    Of a class (`Trainer` or one built on it) it returns a subclass; a trainer gets such a class,
+    and is returned. `keep` selects the checkpoints that stay (the Trainer's best one always does);
+    a number means the newest n; None: the Trainer's `save_total_limit`, for this run's checkpoints.
+    `allow` names items that a resume may lack. With `state=True` checkpoints have training state
+    although `save_only_model=True` is set, which the Trainer requires for models that
+    `from_pretrained(distributed_config=...)` has sharded. `on_resumed` is called on every rank with
+    the saver before the first step, after a resume or at a fresh start, for example to invite
+    writers. `on_saved` and `settings` are those of `CheckpointSaver`.
 
-    Raises ConfigError for invalid settings, and for anything but a trainer that does not save through ft_ckpt, or a
-    class of trainers.
+    Raises ConfigError for invalid settings, and for anything but a trainer that does not save
+    through ft_ckpt, or a class of trainers.
     """
     if "every" in settings:
-        raise ConfigError("every=: the Trainer decides when to save; set save_strategy and save_steps")
+        raise ConfigError(
+            "every=: the Trainer decides when to save; set save_strategy and save_steps"
+        )
     if not isinstance(state, bool):
         raise ConfigError(f"state={short(state)}: expected True or False")
     if on_resumed is not None and not callable(on_resumed):
-        raise ConfigError(f"on_resumed={short(on_resumed)}: expected a function of the saver, or None")
+        raise ConfigError(
+            f"on_resumed={short(on_resumed)}: expected a function of the saver, or None"
+        )
     config, rules = make_config(None, settings), make_config(None, {"keep": keep}).keep
     allow = allow if isinstance(allow, bool) else names_of(allow, "allow")
     ours = TrainerSettings(rules, allow, config, hooks_of(on_saved), state, on_resumed)
@@ -91,16 +98,23 @@ def checkpointed(
         _take_over(trainer, ours)
         return trainer
     raise ConfigError(
-        f"checkpointed(): {in_words(trainer)}, expected transformers' Trainer or a class built on it, as in "
+        f"checkpointed(): {in_words(trainer)}, expected transformers' Trainer or "
+        "a class built on it, as in "
         "checkpointed(SFTTrainer)(model, args, ...), or a trainer that exists"
     )
 
 
 def _take_over(trainer: Trainer, settings: TrainerSettings) -> None:
-    """Give a trainer the class that saves and resumes. Raises ConfigError if its class does so already."""
+    """Give a trainer the class that saves and resumes.
+
+    Raises ConfigError if its class does so already.
+    """
     kind = type(trainer)
     if issubclass(kind, Checkpointed):
-        raise ConfigError(f"{kind.__name__}: saves through ft_ckpt already; call checkpointed() once for a trainer")
+        raise ConfigError(
+            f"{kind.__name__}: saves through ft_ckpt already; call "
+            "checkpointed() once for a trainer"
+        )
     trainer.__class__ = _with_our_saving(kind, settings)
     trainer.ft_ckpt_begin()
 
@@ -109,16 +123,22 @@ def _with_our_saving(kind: type[Any], settings: TrainerSettings) -> type[Any]:
     for method in _REPLACED:
         for base in overriding(kind, method):
             if ends_chain(base, method):
-                text = f"{base.__name__}.{method} does not call Trainer's own: ft_ckpt does not save its files"
+                text = (
+                    f"{base.__name__}.{method} does not call Trainer's own: ft_ckpt does not "
+                    "save its files"
+                )
                 warn(text, stacklevel=4)
-    # One base before the class, which sees whether its methods get to the other, between the class and Trainer.
+    # One base before the class, which sees whether its methods get to the other, between the class
+    # and Trainer.
     bases = (Checkpointed,) if kind is Trainer else (_Outermost, kind, Checkpointed)
     members = {"__module__": kind.__module__, "__doc__": kind.__doc__, "ft_ckpt": settings}
     return type(kind.__name__, bases, members)
 
 
 class _Outermost:
-    """Sees the calls of the Trainer before a trainer class, whose methods may not reach those of `Checkpointed`."""
+    """Sees the calls of the Trainer before a trainer class, whose methods may not reach those of
+    `Checkpointed`.
+    """
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any) -> Any:
         batches = self.ft_ckpt_batches(epoch_iterator)  # type: ignore[attr-defined]  # of Checkpointed
@@ -130,7 +150,8 @@ class _Outermost:
         if self.ft_ckpt_calls == before:  # type: ignore[attr-defined]  # see above
             step = self.state.global_step  # type: ignore[attr-defined]  # see above
             warn(
-                f"{type(self).__name__}._save_checkpoint: step {step} was saved without Trainer's own method: ft_ckpt "
+                f"{type(self).__name__}._save_checkpoint: step {step} was saved without Trainer's "
+                "own method: ft_ckpt "
                 "has no checkpoint of it",
                 stacklevel=2,
             )
@@ -139,7 +160,8 @@ class _Outermost:
 class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
     """Calls `checkpointed`, with these settings, on the trainer that another program makes with it.
 
-    For programs that take callbacks only; pass it on every rank. Raises ConfigError for invalid settings.
+    For programs that take callbacks only; pass it on every rank. Raises ConfigError for invalid
+    settings.
     """
 
     def __init__(self, **settings: Unpack[TrainerArguments]) -> None:
@@ -152,15 +174,21 @@ class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self._is_in_use:
-            raise ConfigError("FtCkptCallback: added to a trainer that exists; call checkpointed(trainer) instead")
+            raise ConfigError(
+                "FtCkptCallback: added to a trainer that exists; call checkpointed(trainer) instead"
+            )
 
 
 def _calling_trainer(callback: TrainerCallback) -> Any:
-    """The trainer that is being constructed with `callback`, which is not passed to it: among the callers' frames."""
+    """The trainer that is being constructed with `callback`, which is not passed to it: among the
+    callers' frames.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, Trainer) and callback in caller.callback_handler.callbacks:
             return caller
         frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
-    raise ConfigError("FtCkptCallback: no trainer is being made; call checkpointed(trainer) instead")
+    raise ConfigError(
+        "FtCkptCallback: no trainer is being made; call checkpointed(trainer) instead"
+    )

@@ -1,4 +1,6 @@
-"""The output folder of a Trainer: chooses, loads, prunes and pushes checkpoints, those of ft_ckpt and its own."""
+"""The output folder of a Trainer: chooses, loads, prunes and pushes checkpoints, those of ft_ckpt
+and its own.
+"""
 
 import math
 import re
@@ -23,7 +25,14 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.prune import prune_run, recover_all
 from ft_ckpt.distributed.ranks import Ranks, try_action
-from ft_ckpt.errors import CorruptError, LoadError, ManifestError, NotACheckpointError, UnreadableError, listing
+from ft_ckpt.errors import (
+    CorruptError,
+    LoadError,
+    ManifestError,
+    NotACheckpointError,
+    UnreadableError,
+    listing,
+)
 from ft_ckpt.messages import announce, warn
 from ft_ckpt.retention import Keep
 from ft_ckpt.storage.local_store import LocalStore
@@ -38,7 +47,15 @@ from ft_ckpt.transfer.outgoing import PushOptions, PushReport
 from ft_ckpt.transfer.push import PendingPush, begin_push
 
 _NAME = re.compile(r"checkpoint-(\d+)")
-_MODES = {True: "auto", "true": "auto", "auto": "auto", "latest": "auto", "must": "must", "false": None, "never": None}
+_MODES = {
+    True: "auto",
+    "true": "auto",
+    "auto": "auto",
+    "latest": "auto",
+    "must": "must",
+    "false": None,
+    "never": None,
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +70,9 @@ class ChosenCheckpoint:
     batch: int = 0  # batches done in the pass after them
 
     def path_for_trainer(self, folder: str) -> str | None:
-        """The folder with the Trainer's own state file: the checkpoint, or `folder` if this rank does not see it."""
+        """The folder with the Trainer's own state file: the checkpoint, or `folder` if this rank
+        does not see it.
+        """
         if self.path is None or self.state is None or _trainer_state(Path(self.path)) == self.state:
             return self.path
         LocalStore(Path(folder)).write(TRAINER_STATE_NAME, self.state.encode())
@@ -64,12 +83,17 @@ def wanted_of(resume_from_checkpoint: Any) -> Any:
     """The argument of `train` as "auto", "must", a path, or None for a fresh start."""
     if not resume_from_checkpoint:
         return None
-    mode = resume_from_checkpoint.lower() if isinstance(resume_from_checkpoint, str) else resume_from_checkpoint
+    mode = (
+        resume_from_checkpoint.lower()
+        if isinstance(resume_from_checkpoint, str)
+        else resume_from_checkpoint
+    )
     return _MODES.get(mode, resume_from_checkpoint)
 
 
 def chosen_by(ranks: Ranks, wanted: str, folder: Path, deep: bool) -> ChosenCheckpoint:
-    """The checkpoint that rank 0 finds for `wanted`: a path, or for "auto" and "must" the newest whole checkpoint.
+    """The checkpoint that rank 0 finds for `wanted`: a path, or for "auto" and "must" the newest
+    whole checkpoint.
 
     Collective. Raises CorruptError, and NotACheckpointError if there is none for "must".
     """
@@ -84,7 +108,13 @@ def chosen_by(ranks: Ranks, wanted: str, folder: Path, deep: bool) -> ChosenChec
         document = read_document(LocalStore(path), manifest)
         progress, items = document["progress"], sorted(document["items"])
         place = {"epoch": progress["epoch"], "batch": progress["batch"]}
-        return {"path": str(path), "is_ours": True, "state": _trainer_state(path), "items": items, **place}
+        return {
+            "path": str(path),
+            "is_ours": True,
+            "state": _trainer_state(path),
+            "items": items,
+            **place,
+        }
 
     found, error = ranks.attempt(find_on_leader)
     chosen = ranks.agree("train(resume_from_checkpoint=...)", found, error).result
@@ -92,7 +122,9 @@ def chosen_by(ranks: Ranks, wanted: str, folder: Path, deep: bool) -> ChosenChec
 
 
 def _wanted_checkpoint(wanted: str, folder: Path, deep: bool) -> Path | None:
-    """The checkpoint at the path `wanted`, or for a mode the newest whole one in `folder`; None for a fresh start."""
+    """The checkpoint at the path `wanted`, or for a mode the newest whole one in `folder`; None for
+    a fresh start.
+    """
     if wanted not in ("auto", "must"):
         path = Path(wanted)
         # The Trainer checks a checkpoint without a manifest of ft_ckpt itself.
@@ -103,20 +135,27 @@ def _wanted_checkpoint(wanted: str, folder: Path, deep: bool) -> Path | None:
     recover_all(folder)  # leftovers of killed saves
     newest = _newest_whole(folder, deep)
     if newest is None and wanted == "must":
-        raise NotACheckpointError(f"{folder}: no whole checkpoint in it; resume_from_checkpoint=True begins afresh")
+        raise NotACheckpointError(
+            f"{folder}: no whole checkpoint in it; resume_from_checkpoint=True begins afresh"
+        )
     if newest is None:
         announce(f"a fresh start: no whole checkpoint in {folder}")
     return newest
 
 
 def _newest_whole(folder: Path, deep: bool) -> Path | None:
-    """The whole checkpoint in `folder` with the highest step, of ft_ckpt or the Trainer; None without one.
+    """The whole checkpoint in `folder` with the highest step, of ft_ckpt or the Trainer; None
+    without one.
 
     Raises CorruptError if there are checkpoints of ft_ckpt, but none is whole.
     """
     committed: list[str] = []
     below = LocalStore(folder).list_folder().folders
-    named = [(int(match[1]), folder / each.name) for each in below if (match := _NAME.fullmatch(each.name))]
+    named = [
+        (int(match[1]), folder / each.name)
+        for each in below
+        if (match := _NAME.fullmatch(each.name))
+    ]
     for _, path in sorted(named, reverse=True):
         problems = _problems_of(path, deep)  # raises UnreadableError, so that no older one is taken
         if not problems:
@@ -125,7 +164,8 @@ def _newest_whole(folder: Path, deep: bool) -> Path | None:
         committed += [path.name] if _has_file(path, MANIFEST_NAME) else []
     if committed:
         raise CorruptError(
-            f"{folder}: {listing(committed, ', ')}: damaged (see the warnings), and there is no other "
+            f"{folder}: {listing(committed, ', ')}: damaged (see the warnings), "
+            "and there is no other "
             "checkpoint; move them "
             "away to begin afresh"
         )
@@ -138,7 +178,8 @@ def _problems_of(path: Path, deep: bool) -> tuple[str, ...]:
             return damage_of(open_place(path), deep=deep)
         if _has_file(path, TOMBSTONE):
             return ("it is being deleted",)
-        TrainerState.load_from_json(str(path / TRAINER_STATE_NAME))  # the Trainer writes this file last
+        # the Trainer writes this file last
+        TrainerState.load_from_json(str(path / TRAINER_STATE_NAME))
     except UnreadableError:
         raise
     except (ManifestError, OSError, ValueError, TypeError) as error:
@@ -151,14 +192,16 @@ def has_our_state(path: Path) -> bool:
 
 
 def load_best_weights(model: nn.Module, path: Path, deep: bool, ranks: Ranks) -> None:
-    """Load the weights of rank 0's checkpoint at `path` into `model`; ranks that do not see it get a copy.
+    """Load the weights of rank 0's checkpoint at `path` into `model`; ranks that do not see it get
+    a copy.
 
-    Collective. `deep` compares the digests of all its files. Raises CorruptError naming damaged files, LoadError when
-    the weights do not fit.
+    Collective. `deep` compares the digests of all its files. Raises CorruptError naming damaged
+    files, LoadError when the weights do not fit.
     """
     with ExitStack() as stack:
         _, error = ranks.attempt(lambda: _load_best(model, path, deep, ranks, stack))
-        ranks.agree("load_best_model_at_end", {}, error)  # before the copies on other nodes are deleted
+        # before the copies on other nodes are deleted
+        ranks.agree("load_best_model_at_end", {}, error)
 
 
 def _load_best(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: ExitStack) -> None:
@@ -196,10 +239,14 @@ def _trainer_state(path: Path) -> str | None:
     return None
 
 
-def prune_older(folder: Path, newest: Path, best: str | None, limit: int | None, keep: Keep | None) -> None:
-    """Delete checkpoints of the run of `newest` that `keep` does not select; without `keep`, all above `limit`.
+def prune_older(
+    folder: Path, newest: Path, best: str | None, limit: int | None, keep: Keep | None
+) -> None:
+    """Delete checkpoints of the run of `newest` that `keep` does not select; without `keep`, all
+    above `limit`.
 
-    `best` is the Trainer's best checkpoint, which stays. Warns of checkpoints that could not be deleted.
+    `best` is the Trainer's best checkpoint, which stays. Warns of checkpoints that could not be
+    deleted.
     """
     run_id = read_manifest(newest).run_id
     if keep is None and limit is not None and limit > 0:
@@ -208,7 +255,9 @@ def prune_older(folder: Path, newest: Path, best: str | None, limit: int | None,
         is_beside = best is not None and Path(best) not in last  # the best counts among the limit
         keep = Keep(last=max(limit - is_beside, 1))
     if keep is not None:
-        report = prune_run(folder, keep, run_id=run_id, protect=[newest] if best is None else [newest, best])
+        report = prune_run(
+            folder, keep, run_id=run_id, protect=[newest] if best is None else [newest, best]
+        )
         for problem in report.problems:
             warn(f"{folder}: an old checkpoint was not deleted: {problem}", stacklevel=3)
 
@@ -218,22 +267,32 @@ def state_text(trainer: Trainer) -> str:
     stateful = [*trainer.callback_handler.callbacks, trainer.control]
     exported = [each for each in stateful if isinstance(each, ExportableState)]
     trainer.state.stateful_callbacks = TrainerState(stateful_callbacks=exported).stateful_callbacks
-    made = files_made_by(lambda folder: trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME)))
+    made = files_made_by(
+        lambda folder: trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+    )
     return made[TRAINER_STATE_NAME].decode()
 
 
 def metrics_of(state: Any) -> dict[str, float]:
     """The finite numbers that the Trainer has logged at the current step."""
     rows = [row for row in state.log_history if row.get("step") == state.global_step]
-    found = {name: value for row in rows for name, value in row.items() if name not in ("step", "epoch")}
-    return {name: float(v) for name, v in found.items() if isinstance(v, (int, float)) and math.isfinite(v)}
+    found = {
+        name: value for row in rows for name, value in row.items() if name not in ("step", "epoch")
+    }
+    return {
+        name: float(v)
+        for name, v in found.items()
+        if isinstance(v, (int, float)) and math.isfinite(v)
+    }
 
 
 _FOLDER_OF_LAST = "last-checkpoint"  # as the Trainer names it
 
 
 def push_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
-    """Start to push a checkpoint by `hub_strategy`; while the last push is running, only if `hub_always_push`."""
+    """Start to push a checkpoint by `hub_strategy`; while the last push is running, only if
+    `hub_always_push`.
+    """
     args, strategy = trainer.args, trainer.args.hub_strategy
     if not trainer.is_world_process_zero() or strategy == HubStrategy.END:
         return
@@ -246,7 +305,9 @@ def push_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
     pushes = [_start_hub_push(trainer, checkpoint, "", message)]
     if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
         folder = _FOLDER_OF_LAST if strategy == HubStrategy.CHECKPOINT else checkpoint.name
-        pushes.append(_start_hub_push(trainer, checkpoint, folder, f"{message}, checkpoint", state=True))
+        pushes.append(
+            _start_hub_push(trainer, checkpoint, folder, f"{message}, checkpoint", state=True)
+        )
     _note_pushes(trainer, pushes)
 
 
@@ -259,9 +320,11 @@ def push_saved(
     token: str | None,
     revision: str | None,
 ) -> "PushReport | Future[PushReport]":
-    """Push the files that `save_model` wrote to the output folder, with the Trainer's card for `card_options`.
+    """Push the files that `save_model` wrote to the output folder, with the Trainer's card for
+    `card_options`.
 
-    Waits for the running push first. Raises the errors of `push`; without `blocking` its future does.
+    Waits for the running push first. Raises the errors of `push`; without `blocking` its future
+    does.
     """
     folder = Path(trainer.args.output_dir)
     card = _trainer_card(trainer, folder, card_options)
@@ -274,10 +337,19 @@ def push_saved(
 
 
 def _trainer_card(trainer: Trainer, saved: Path, options: Mapping[str, Any]) -> str | None:
-    """The text of the Trainer's card. It is made in a scratch folder: the saved card is part of a checkpoint."""
+    """The text of the Trainer's card.
+
+    It is made in a scratch folder: the saved card is part of a checkpoint.
+    """
     tags = options.get("tags") or ()
-    tags = [*([tags] if isinstance(tags, str) else tags), *(getattr(trainer.model, "model_tags", None) or ())]
-    name = options.get("model_name") or (trainer.args.hub_model_id or saved.absolute().name).split("/")[-1]
+    tags = [
+        *([tags] if isinstance(tags, str) else tags),
+        *(getattr(trainer.model, "model_tags", None) or ()),
+    ]
+    name = (
+        options.get("model_name")
+        or (trainer.args.hub_model_id or saved.absolute().name).split("/")[-1]
+    )
     given = {**options, "model_name": name, **({"tags": list(dict.fromkeys(tags))} if tags else {})}
     before = LocalStore(saved).read(CARD_NAME) if LocalStore(saved).stat(CARD_NAME) else None
 
@@ -306,7 +378,9 @@ def _start_hub_push(
 ) -> PendingPush:
     args, config = trainer.args, trainer.ft_ckpt.config
     place = HubPlace(trainer.hub_model_id, revision or args.hub_revision or "main", folder)
-    options = PushOptions(token=token or args.hub_token, base_id=config.base_id, message=message, **more)
+    options = PushOptions(
+        token=token or args.hub_token, base_id=config.base_id, message=message, **more
+    )
     return begin_push(checkpoint, place.url, options)
 
 

@@ -1,4 +1,6 @@
-"""The files that a Trainer's own `_save` or `save_model` writes, and the layout of the weights that they go with."""
+"""The files that a Trainer's own `_save` or `save_model` writes, and the layout of the weights that
+they go with.
+"""
 
 import os
 import re
@@ -22,12 +24,16 @@ from ft_ckpt.model.selection import is_pretrained
 from ft_ckpt.storage.local_store import temporary_store
 from ft_ckpt.storage.scratch import files_below
 
-_WEIGHTS = re.compile(r"((pytorch_)?model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+_WEIGHTS = re.compile(
+    r"((pytorch_)?model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+)
 # Arguments of save_pretrained that change no name and no value of what is written.
-_PLAIN_ARGUMENTS = frozenset({
-    *("state_dict", "is_main_process", "max_shard_size", "safe_serialization", "token"),
-    "selected_adapters",  # if it names all adapters
-})  # fmt: skip
+_PLAIN_ARGUMENTS = frozenset(
+    {
+        *("state_dict", "is_main_process", "max_shard_size", "safe_serialization", "token"),
+        "selected_adapters",  # if it names all adapters
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -35,11 +41,13 @@ class WrittenFiles:
     """The files that a trainer adds to a checkpoint."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)  # by path in the checkpoint
-    attribute: str | None = None  # path of the module whose weights belong into the folder itself; None: the model
+    # path of the module whose weights belong into the folder itself; None: the model
+    attribute: str | None = None
 
 
 def defining_classes(kind: type, method: str, ends: tuple[type, ...]) -> list[type]:
-    """The classes that define `method`, in the order of the calls of super(), up to the first of `ends`.
+    """The classes that define `method`, in the order of the calls of super(), up to the first of
+    `ends`.
 
     They need not be trainers: a project may have its methods in mixins without a base.
     """
@@ -58,12 +66,16 @@ def ends_chain(kind: type, method: str) -> bool:
     return code is not None and "super" not in code.co_names
 
 
-def collect_files(model: nn.Module, target: Path, write: Callable[[str], object], writer: str) -> WrittenFiles:
-    """The files that `write` puts into a folder in the place of `target`, without the weights that ft_ckpt writes.
+def collect_files(
+    model: nn.Module, target: Path, write: Callable[[str], object], writer: str
+) -> WrittenFiles:
+    """The files that `write` puts into a folder in the place of `target`, without the weights that
+    ft_ckpt writes.
 
-    The folder has the name of `target` and stands beside links to the entries of its parent, from which `write` may
-    copy. `save_pretrained` of the model, or of one module in it, writes nothing there. `writer` is the name of the
-    method for errors. Raises SelectionError for weights in a layout that ft_ckpt does not write.
+    The folder has the name of `target` and stands beside links to the entries of its parent, from
+    which `write` may copy. `save_pretrained` of the model, or of one module in it, writes nothing
+    there. `writer` is the name of the method for errors. Raises SelectionError for weights in a
+    layout that ft_ckpt does not write.
     """
     inside = wrappers.unwrap(model)
     with temporary_store() as room:
@@ -76,7 +88,8 @@ def collect_files(model: nn.Module, target: Path, write: Callable[[str], object]
     written.pop(TRAINING_ARGS_NAME, None)
     if len(saved) > 1:
         raise SelectionError(
-            f"{listing(saved, ', ')}: {writer} saves them into one folder, which ft_ckpt does not support; "
+            f"{listing(saved, ', ')}: {writer} saves them into one folder, which "
+            "ft_ckpt does not support; "
             "train without ft_ckpt"
         )
     attribute = saved[0] if saved and saved[0] else None
@@ -86,7 +99,8 @@ def collect_files(model: nn.Module, target: Path, write: Callable[[str], object]
         weights = []
     if weights:
         raise SelectionError(
-            f"{listing(weights, ', ')}: written by {writer} itself, in a layout of its own that ft_ckpt does not "
+            f"{listing(weights, ', ')}: written by {writer} itself, in a layout of its own that "
+            "ft_ckpt does not "
             "know; train without ft_ckpt, or let it call super() for the weights"
         )
     return WrittenFiles(written, attribute)
@@ -102,10 +116,11 @@ def _link_neighbours(target: Path, room: Path) -> None:
 
 @contextmanager
 def _without_weights(model: nn.Module, folder: Path) -> Iterator[list[str]]:
-    """Replace `save_pretrained` of transformers' and PEFT's models in `model` by a function that writes nothing.
+    """Replace `save_pretrained` of transformers' and PEFT's models in `model` by a function that
+    writes nothing.
 
-    Yields the paths of the modules that were saved into `folder`. Calls for another folder, or with arguments that
-    change the layout, go to the method itself.
+    Yields the paths of the modules that were saved into `folder`. Calls for another folder, or with
+    arguments that change the layout, go to the method itself.
     """
     saved: list[str] = []
     with ExitStack() as stack:
@@ -120,14 +135,20 @@ def _has_plain_layout(module: nn.Module) -> bool:
     """Whether `save_pretrained` of the module is that of transformers or PEFT."""
     method = getattr(type(module), "save_pretrained", None)
     library = getattr(undecorated(method), "__module__", "") if method is not None else ""
-    return library.partition(".")[0] in ("transformers", "peft") and (is_pretrained(module) or is_peft_model(module))
+    return library.partition(".")[0] in ("transformers", "peft") and (
+        is_pretrained(module) or is_peft_model(module)
+    )
 
 
 def _recorder(module: Any, path: str, folder: Path, saved: list[str]) -> Callable[..., Any]:
     original = module.save_pretrained
 
     def save_pretrained(save_directory: Any, *args: Any, **settings: Any) -> Any:
-        is_plain = not args and settings.keys() <= _PLAIN_ARGUMENTS and settings.get("safe_serialization", True)
+        is_plain = (
+            not args
+            and settings.keys() <= _PLAIN_ARGUMENTS
+            and settings.get("safe_serialization", True)
+        )
         state = settings.get("state_dict")
         adapters = settings.get("selected_adapters")
         has_all_adapters = adapters is None or set(module.peft_config) <= set(adapters)
@@ -142,7 +163,9 @@ def _recorder(module: Any, path: str, folder: Path, saved: list[str]) -> Callabl
 
 
 def _are_live(model: nn.Module, weights: Mapping[str, bytes]) -> bool:
-    """Whether the files hold the tensors of the model's state dict, with their names, dtypes and values."""
+    """Whether the files hold the tensors of the model's state dict, with their names, dtypes and
+    values.
+    """
     stored: dict[str, torch.Tensor] = {}
     for path, content in weights.items():
         if path.endswith(".safetensors"):
@@ -151,11 +174,17 @@ def _are_live(model: nn.Module, weights: Mapping[str, bytes]) -> bool:
             return False
     live = ModelTensors(model).sources()
     by_key = {source.key: name for name, source in live.items() if name in stored}
-    if not stored.keys() <= live.keys() or any(source.key not in by_key for source in live.values()):
+    if not stored.keys() <= live.keys() or any(
+        source.key not in by_key for source in live.values()
+    ):
         return False
     for name, tensor in stored.items():
         local = live[name].local
-        if local is None or live[name].sharding.is_sharded or not _are_equal(tensor, local.detach().cpu()):
+        if (
+            local is None
+            or live[name].sharding.is_sharded
+            or not _are_equal(tensor, local.detach().cpu())
+        ):
             return False
     return True
 

@@ -1,7 +1,9 @@
-"""The state that a Trainer and its callbacks hold beside the trained model: further models, optimizers, buffers.
+"""The state that a Trainer and its callbacks hold beside the trained model: further models,
+optimizers, buffers.
 
-Models that the optimizer trains are registered with the run, others are watched (`training.watched`). State that cannot
-be restored, such as tensors in lists or models that callbacks make after the resume, is named in the reports.
+Models that the optimizer trains are registered with the run, others are watched
+(`training.watched`). State that cannot be restored, such as tensors in lists or models that
+callbacks make after the resume, is named in the reports.
 """
 
 from collections import deque
@@ -23,16 +25,53 @@ from ft_ckpt.formats.pytree import PLAIN, flatten
 from ft_ckpt.training.items import bare_identity
 
 # Attributes of every Trainer: saved in another way, or no state of the training.
-_OF_TRAINER = frozenset({
-    *("model", "model_wrapped", "deepspeed", "optimizer", "lr_scheduler", "accelerator", "args", "state", "control"),
-    *("callback_handler", "train_dataset", "eval_dataset", "data_collator", "processing_class", "_eval_dataloaders"),
-    *("_tr_loss", "label_smoother", "_memory_tracker", "push_in_progress", "neftune_hook_handle", "ft_ckpt"),
-})  # fmt: skip
+_OF_TRAINER = frozenset(
+    {
+        *(
+            "model",
+            "model_wrapped",
+            "deepspeed",
+            "optimizer",
+            "lr_scheduler",
+            "accelerator",
+            "args",
+            "state",
+            "control",
+        ),
+        *(
+            "callback_handler",
+            "train_dataset",
+            "eval_dataset",
+            "data_collator",
+            "processing_class",
+            "_eval_dataloaders",
+        ),
+        *(
+            "_tr_loss",
+            "label_smoother",
+            "_memory_tracker",
+            "push_in_progress",
+            "neftune_hook_handle",
+            "ft_ckpt",
+        ),
+    }
+)
 _OF_CHECKPOINTED = "_Checkpointed__"
-_GENERATION = ("_step", "_buffered_inputs")  # of TRL's trainers that generate once for several steps
+# of TRL's trainers that generate once for several steps
+_GENERATION = ("_step", "_buffered_inputs")
 GENERATION = "trainer.generation"
 _LIBRARIES = frozenset(
-    {"accelerate", "builtins", "datasets", "deepspeed", "ft_ckpt", "peft", "torch", "transformers", "vllm"}
+    {
+        "accelerate",
+        "builtins",
+        "datasets",
+        "deepspeed",
+        "ft_ckpt",
+        "peft",
+        "torch",
+        "transformers",
+        "vllm",
+    }
 )
 _DEPTH = 3  # of lists, mappings and objects inside an attribute
 _OPTIMIZING = (torch.optim.Optimizer, LRScheduler)
@@ -42,15 +81,19 @@ _OPTIMIZING = (torch.optim.Optimizer, LRScheduler)
 class HeldState:
     """The state beside the trained model when training begins, by the names of items."""
 
-    trained: Mapping[str, nn.Module] = field(default_factory=dict)  # models with parameters of the optimizer
+    # models with parameters of the optimizer
+    trained: Mapping[str, nn.Module] = field(default_factory=dict)
     models: Mapping[str, nn.Module] = field(default_factory=dict)  # all others
-    objects: Mapping[str, Any] = field(default_factory=dict)  # optimizers, schedulers, and others with a state dict
+    # optimizers, schedulers, and others with a state dict
+    objects: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, str] = field(default_factory=dict)  # digests of single tensors
 
 
 @dataclass(frozen=True, eq=False)
 class BufferedGeneration:
-    """The generated samples that a trainer of TRL has not used up yet, and its count of micro-batches."""
+    """The generated samples that a trainer of TRL has not used up yet, and its count of
+    micro-batches.
+    """
 
     trainer: Any
 
@@ -60,7 +103,9 @@ class BufferedGeneration:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.trainer._step = state["step"]
-        self.trainer._buffered_inputs = send_to_device(state["inputs"], self.trainer.accelerator.device)
+        self.trainer._buffered_inputs = send_to_device(
+            state["inputs"], self.trainer.accelerator.device
+        )
 
     @property
     def is_storable(self) -> bool:
@@ -77,7 +122,10 @@ def held_state(trainer: Trainer) -> HeldState:
     trained, models, objects = dict[str, nn.Module](), dict[str, nn.Module](), dict[str, Any]()
     tensors: dict[str, Tensor] = {}
     leaves = dict(_leaves_of(trainer))
-    optimizers = [trainer.optimizer, *(leaf for leaf in leaves.values() if isinstance(leaf, torch.optim.Optimizer))]
+    optimizers = [
+        trainer.optimizer,
+        *(leaf for leaf in leaves.values() if isinstance(leaf, torch.optim.Optimizer)),
+    ]
     optimized: set[int] = set()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -127,12 +175,21 @@ def _generates(trainer: Trainer) -> bool:
 
 
 def _leaves_of(trainer: Trainer) -> Iterator[tuple[str, Any]]:
-    """The modules outside of the trained model, the tensors and the objects with a state, each once, with a name."""
+    """The modules outside of the trained model, the tensors and the objects with a state, each
+    once, with a name.
+    """
     main = _MainModel(trainer)
     seen: set[int] = set()
     left_out = _GENERATION if _generates(trainer) else ()
-    roots = [("trainer", {k: v for k, v in vars(trainer).items() if k not in _OF_TRAINER and k not in left_out})]
-    roots += [(type(callback).__name__, vars(callback)) for callback in trainer.callback_handler.callbacks]
+    roots = [
+        (
+            "trainer",
+            {k: v for k, v in vars(trainer).items() if k not in _OF_TRAINER and k not in left_out},
+        )
+    ]
+    roots += [
+        (type(callback).__name__, vars(callback)) for callback in trainer.callback_handler.callbacks
+    ]
     names: set[str] = set()
     for owner, attributes in roots:
         for attribute, value in list(attributes.items()):
@@ -168,11 +225,15 @@ def _has_state(value: Any) -> bool:
         return True
     if isinstance(value, (DataLoader, Trainer, type)) or _library_of(value) in _LIBRARIES:
         return False
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Whether it is an instance of a program's own class, which may hold tensors in its attributes."""
+    """Whether it is an instance of a program's own class, which may hold tensors in its
+    attributes.
+    """
     if isinstance(value, (Trainer, TrainingArguments, type)) or callable(value):
         return False
     return hasattr(value, "__dict__") and _library_of(value) not in _LIBRARIES
@@ -183,15 +244,23 @@ def _library_of(value: Any) -> str:
 
 
 class _MainModel:
-    """The modules, tensors and optimizers that are saved as the model and the optimizer of the run."""
+    """The modules, tensors and optimizers that are saved as the model and the optimizer of the
+    run.
+    """
 
     def __init__(self, trainer: Any) -> None:
         roots = [trainer.model, trainer.model_wrapped]
         self.modules = {id(module) for root in roots for module in root.modules()}
         tensors = [tensor for root in roots for tensor in (*root.parameters(), *root.buffers())]
         self.tensors = {id(tensor) for tensor in tensors}
-        self.memory = {tensor.data_ptr() for tensor in tensors if tensor.numel() and not tensor.is_meta}
-        self.others = {bare_identity(value) for value in (trainer.optimizer, trainer.lr_scheduler) if value is not None}
+        self.memory = {
+            tensor.data_ptr() for tensor in tensors if tensor.numel() and not tensor.is_meta
+        }
+        self.others = {
+            bare_identity(value)
+            for value in (trainer.optimizer, trainer.lr_scheduler)
+            if value is not None
+        }
 
     def without(self, value: Any) -> Any:
         """The value, or what of a module is outside of the trained model; None if nothing is."""

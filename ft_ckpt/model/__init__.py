@@ -1,6 +1,7 @@
-"""One model as Hugging Face and PEFT know it: stored names, ties, adapters and their base, config, tokenizer, loading.
+"""One model as Hugging Face and PEFT know it: stored names, ties, adapters and their base, config,
+tokenizer, loading.
 
-Nothing here puts a saved checkpoint in place; `convert`, `average` and `objects` write files of their own. Only
-`base_model` communicates with other ranks. Begin at `parts`, which turns a save request into parts, and at `load`,
-which is `ft_ckpt.load_model`.
+Nothing here puts a saved checkpoint in place; `convert`, `average` and `objects` write files of
+their own. Only `base_model` communicates with other ranks. Begin at `parts`, which turns a save
+request into parts, and at `load`, which is `ft_ckpt.load_model`.
 """

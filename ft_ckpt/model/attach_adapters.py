@@ -1,4 +1,6 @@
-"""Attaches stored adapters to their base: checks the base, fills all tensors, activates the active adapters."""
+"""Attaches stored adapters to their base: checks the base, fills all tensors, activates the active
+adapters.
+"""
 
 import json
 import re
@@ -18,7 +20,14 @@ from ft_ckpt.distributed.replicas import has_readable_elements
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.distributed.wrapper import give_memory
-from ft_ckpt.errors import BaseMismatchError, CheckpointError, CorruptError, LoadError, listing, shown
+from ft_ckpt.errors import (
+    BaseMismatchError,
+    CheckpointError,
+    CorruptError,
+    LoadError,
+    listing,
+    shown,
+)
 from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.formats.tensor_file import RawFile
@@ -56,15 +65,21 @@ _CONFIG = "adapter_config.json"
 
 
 def base_of(
-    held: OpenCheckpoint, records: Sequence[PartRecord], given: Any, trust_remote_code: bool, *, verify: bool
+    held: OpenCheckpoint,
+    records: Sequence[PartRecord],
+    given: Any,
+    trust_remote_code: bool,
+    *,
+    verify: bool,
 ) -> nn.Module:
-    """The base model for the adapters in `records`: `given` as module, folder or id, else the recorded base.
+    """The base model for the adapters in `records`: `given` as module, folder or id, else the
+    recorded base.
 
-    Custom code of the base runs only with `trust_remote_code`; there is no prompt. A base in a checkpoint of ours is
-    compared with its manifest, including all digests with `verify`.
+    Custom code of the base runs only with `trust_remote_code`; there is no prompt. A base in a
+    checkpoint of ours is compared with its manifest, including all digests with `verify`.
 
-    Raises LoadError when no base is known, it cannot be loaded, or neither its files nor the adapters have one of its
-    tensors; CorruptError when its files are damaged.
+    Raises LoadError when no base is known, it cannot be loaded, or neither its files nor the
+    adapters have one of its tensors; CorruptError when its files are damaged.
     """
     if isinstance(given, nn.Module):
         return given
@@ -72,14 +87,18 @@ def base_of(
     recorded = record.base.id if record.base else None
     place = given if given is not None else recorded
     if place is None:
-        raise LoadError(f"adapter {record.adapter!r}: its base was built in memory and has no id; pass base=")
+        raise LoadError(
+            f"adapter {record.adapter!r}: its base was built in memory and has no id; pass base="
+        )
 
     where = open_place(place)
     around = checkpoint_around(where) if where.is_folder else None
     if around is not None:
         with open_checkpoint(Place(around[0])) as held_base:
             if problems := held_base.find_problems(deep=verify):
-                raise CorruptError(f"{held_base.location}: {listing(list(problems))}; use another copy of the base")
+                raise CorruptError(
+                    f"{held_base.location}: {listing(list(problems))}; use another copy of the base"
+                )
     elif where.is_folder:
         names = [each.name for each in where.folder.list_folder().objects]
         if not any(name.endswith(".safetensors") for name in names):
@@ -93,11 +112,17 @@ def base_of(
             return loaded
         settings = adapter_settings(Place(held.store, record.path).folder)
         base = find_base_class(str(place), record, settings, **asked)
-        loading = {"dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True, **asked}
+        loading = {
+            "dtype": "auto",
+            "output_loading_info": True,
+            "ignore_mismatched_sizes": True,
+            **asked,
+        }
         model, info = base.cls.from_pretrained(place, config=base.config, **loading)
     except (OSError, ValueError) as error:
         raise LoadError(
-            f"adapter {record.adapter!r}: base model {str(place)!r} cannot be loaded ({error}); pass base= with a "
+            f"adapter {record.adapter!r}: base model {str(place)!r} cannot be loaded ({error}); "
+            "pass base= with a "
             "model, a folder or an id"
         ) from error
     _refuse_drawn(info, records, str(place))
@@ -106,7 +131,8 @@ def base_of(
 
 
 def _refuse_drawn(info: Mapping[str, Any], records: Sequence[PartRecord], place: str) -> None:
-    """Raise LoadError naming tensors that transformers has drawn at random and the adapters do not replace.
+    """Raise LoadError naming tensors that transformers has drawn at random and the adapters do not
+    replace.
 
     `info`: what transformers reports of the load.
     """
@@ -114,24 +140,36 @@ def _refuse_drawn(info: Mapping[str, Any], records: Sequence[PartRecord], place:
     replaced = {name for record in records for name in stored_base_names(record)}
     if lost := sorted(drawn - replaced):
         raise LoadError(
-            f"{listing(lost, ', ')}: neither in the files of the base {place} nor in those of the adapter, so each "
-            "load would draw other values; pass the model that the adapter was trained on with base="
+            f"{listing(lost, ', ')}: neither in the files of the base {place} nor in those of the "
+            "adapter, so each "
+            "load would draw other values; pass the model that the adapter was "
+            "trained on with base="
         )
 
 
 def attach_adapters(
-    model: nn.Module, held: OpenCheckpoint, records: Sequence[PartRecord], *, check_base: bool, beside: bool = False
+    model: nn.Module,
+    held: OpenCheckpoint,
+    records: Sequence[PartRecord],
+    *,
+    check_base: bool,
+    beside: bool = False,
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """Attach the adapters in `records` to `model`, which may be a base or already carry adapters of these names.
+    """Attach the adapters in `records` to `model`, which may be a base or already carry adapters of
+    these names.
 
-    `beside`: the base is in the same checkpoint and contains the changes by its adapters' initialisation. Otherwise
-    a base that the initialisation changes is compared with the recorded base after that change.
+    `beside`: the base is in the same checkpoint and contains the changes by its adapters'
+    initialisation. Otherwise a base that the initialisation changes is compared with the recorded
+    base after that change.
 
-    Returns the model and notes for the report. Raises BaseMismatchError when sampled weights differ from the recorded
-    base, LoadError naming the tensors and settings that do not fit, or the adapters whose base cannot be recreated.
+    Returns the model and notes for the report. Raises BaseMismatchError when sampled weights differ
+    from the recorded base, LoadError naming the tensors and settings that do not fit, or the
+    adapters whose base cannot be recreated.
     """
     configs = {str(record.adapter): _adapter_config(held, record, beside) for record in records}
-    if drawn := listing([why for name, config in configs.items() if (why := why_redrawn(name, config))]):
+    if drawn := listing(
+        [why for name, config in configs.items() if (why := why_redrawn(name, config))]
+    ):
         raise LoadError(f"{held.store.url}: {drawn}; the trained adapter cannot be recreated")
     if not beside:
         _refuse_changed_base(held, records, configs)
@@ -142,7 +180,9 @@ def attach_adapters(
     records = [_with_peft_names(record) for record in records]
     for record in records:
         with _explain_peft(held, [record]):
-            peft_model = _make_adapter(peft_model, str(record.adapter), configs[str(record.adapter)])
+            peft_model = _make_adapter(
+                peft_model, str(record.adapter), configs[str(record.adapter)]
+            )
     for record in records if check_base and is_remade else ():
         here = dict(base_sources(View(peft_model, ModelTensors(peft_model).sources())))
         _check_base(here, type(model).__name__, record, is_remade=True)
@@ -153,16 +193,24 @@ def attach_adapters(
 
 
 def _with_peft_names(record: PartRecord) -> PartRecord:
-    tensors = tuple(replace(tensor, name=peft_name(tensor.name, tensor.file)) for tensor in record.tensors)
+    tensors = tuple(
+        replace(tensor, name=peft_name(tensor.name, tensor.file)) for tensor in record.tensors
+    )
     return replace(record, tensors=tensors)
 
 
-def _refuse_changed_base(held: OpenCheckpoint, records: Sequence[PartRecord], configs: Mapping[str, Any]) -> None:
-    """Raise LoadError for adapters whose initialisation changed the base in a way that cannot be repeated here."""
+def _refuse_changed_base(
+    held: OpenCheckpoint, records: Sequence[PartRecord], configs: Mapping[str, Any]
+) -> None:
+    """Raise LoadError for adapters whose initialisation changed the base in a way that cannot be
+    repeated here.
+    """
     if why := irreproducible(configs):
         raise LoadError(
-            f"{why}: no base fits the adapter alone; save the model in the process that trains it, with "
-            "adapter_only=False or merged=True. If the base given has the changed weights already, set "
+            f"{why}: no base fits the adapter alone; save the model in the "
+            "process that trains it, with "
+            "adapter_only=False or merged=True. If the base given has the "
+            "changed weights already, set "
             "init_lora_weights to true in the adapter's config"
         )
     others = [part for part in held.manifest.parts if part.kind == "adapter"]
@@ -171,20 +219,29 @@ def _refuse_changed_base(held: OpenCheckpoint, records: Sequence[PartRecord], co
     all_configs = {str(part.adapter): _adapter_config(held, part, beside=False) for part in others}
     if changing := [name for name, config in all_configs.items() if not keeps_base(config)]:
         raise LoadError(
-            f"adapter {', '.join(changing)}: its initialisation changed the base, and {held.store.url} has "
-            f"{len(others)} adapters; nothing says which of them were trained on the changed base. Copy an adapter "
+            f"adapter {', '.join(changing)}: its initialisation changed the base, and "
+            f"{held.store.url} has "
+            f"{len(others)} adapters; nothing says which of them were trained on the changed base. "
+            "Copy an adapter "
             "that was trained by itself into a folder of its own"
         )
 
 
 def _adapter_config(held: OpenCheckpoint, record: PartRecord, beside: bool) -> Any:
-    """An adapter's config; for a base saved `beside` it, its initialisation does not change the base again."""
+    """An adapter's config; for a base saved `beside` it, its initialisation does not change the
+    base again.
+    """
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    with _explain_peft(held, [record]), companions_here(held, record, lambda name: name == _CONFIG) as folder:
+    with (
+        _explain_peft(held, [record]),
+        companions_here(held, record, lambda name: name == _CONFIG) as folder,
+    ):
         settings = adapter_settings(Place(held.store, record.path).folder)
         # The class of the method: PeftConfig would skip its handling of older versions.
-        config: Any = PEFT_TYPE_TO_CONFIG_MAPPING[settings["peft_type"]].from_pretrained(str(folder))
+        config: Any = PEFT_TYPE_TO_CONFIG_MAPPING[settings["peft_type"]].from_pretrained(
+            str(folder)
+        )
     config.inference_mode = True
     if beside and not keeps_base(config):
         config.init_lora_weights = True
@@ -197,7 +254,9 @@ def _make_adapter(model: Any, name: str, config: Any) -> Any:
     from peft.auto import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
 
     if not is_peft_model(model):
-        return MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, PeftModel)(model, config, name)
+        return MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, PeftModel)(
+            model, config, name
+        )
     if name not in model.peft_config:
         model.add_adapter(name, config)
     return model
@@ -247,8 +306,11 @@ def _live_adapters(model: Any) -> _LiveAdapters:
     return _LiveAdapters(entries, base)
 
 
-def _stored_tensors(model: Any, held: OpenCheckpoint, record: PartRecord, expected: Set[str]) -> dict[str, Tensor]:
-    """The tensors of an adapter in its files, under the names of the live one, if they are `expected`.
+def _stored_tensors(
+    model: Any, held: OpenCheckpoint, record: PartRecord, expected: Set[str]
+) -> dict[str, Tensor]:
+    """The tensors of an adapter in its files, under the names of the live one, if they are
+    `expected`.
 
     An adapter of transformers 4 has names and single experts of that version, which PEFT converts.
     PEFT would also rename names of today that look like older ones, so it gets only an adapter that
@@ -298,7 +360,8 @@ def _refuse_unfilled(
                 problems.append(f"{name}: other values in adapter {adapter!r} once it is loaded")
     if problems:
         raise LoadError(
-            f"{listing(problems)}: expected those in {held.store.url}; use the version of PEFT that wrote the adapter"
+            f"{listing(problems)}: expected those in {held.store.url}; use the version of PEFT "
+            "that wrote the adapter"
         )
 
 
@@ -327,15 +390,22 @@ def _explain_peft(held: OpenCheckpoint, records: Sequence[PartRecord]) -> Iterat
         raise
     except Exception as error:
         files = [beside_weights(record, _CONFIG) for record in records]
-        invalid = [f"{file}: {problem}" for file in files for problem in _invalid_settings(held.store, file)]
+        invalid = [
+            f"{file}: {problem}"
+            for file in files
+            for problem in _invalid_settings(held.store, file)
+        ]
         raise LoadError(
-            f"{listing(invalid or files)}: PEFT cannot make the adapter in {held.store.url} ({shown(error)}); use "
+            f"{listing(invalid or files)}: PEFT cannot make the adapter in {held.store.url} "
+            f"({shown(error)}); use "
             "another copy, or the version of PEFT that wrote it"
         ) from error
 
 
 def _invalid_settings(store: Store, file: str) -> list[str]:
-    """Invalid settings in the adapter config `file`: unknown method, undeclared type, invalid pattern."""
+    """Invalid settings in the adapter config `file`: unknown method, undeclared type, invalid
+    pattern.
+    """
     import peft
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
@@ -351,7 +421,9 @@ def _invalid_settings(store: Store, file: str) -> list[str]:
         for name, value in settings.items()
         if name in hints and not _is_of_type(value, hints[name])
     ]
-    patterns = {name: [value] if isinstance(value, str) else value for name, value in settings.items()}
+    patterns = {
+        name: [value] if isinstance(value, str) else value for name, value in settings.items()
+    }
     return mistyped + [
         f"{name}: {short(text)} is no regular expression"
         for name, texts in patterns.items()
@@ -388,15 +460,21 @@ def _is_of_type(value: Any, hint: Any) -> bool:
 
 
 def _class_in_diffusers(place: Place) -> str | None:
-    """The class in diffusers of the model in the folder `place`; None for another model, or no folder."""
+    """The class in diffusers of the model in the folder `place`; None for another model, or no
+    folder.
+    """
     if not place.is_folder or place.folder.stat("config.json") is None:
         return None
     config = json.loads(read_text(place.folder, "config.json"))
     return str(config["_class_name"]) if is_config_of_diffusers(config) else None
 
 
-def _prepare_base(model: Any, held: OpenCheckpoint, records: Sequence[PartRecord], check: bool) -> tuple[str, ...]:
-    """Compare the base with the recorded one, then resize its embeddings to the rows that the adapters store."""
+def _prepare_base(
+    model: Any, held: OpenCheckpoint, records: Sequence[PartRecord], check: bool
+) -> tuple[str, ...]:
+    """Compare the base with the recorded one, then resize its embeddings to the rows that the
+    adapters store.
+    """
     if is_peft_model(model):
         return ()
     if check:
@@ -407,11 +485,15 @@ def _prepare_base(model: Any, held: OpenCheckpoint, records: Sequence[PartRecord
     if rows is None or rows == model.get_input_embeddings().weight.shape[0]:
         return ()
     model.resize_token_embeddings(rows, mean_resizing=False)
-    return (f"embeddings resized to {rows} rows, as the adapter in {held.location} was trained with",)
+    return (
+        f"embeddings resized to {rows} rows, as the adapter in {held.location} was trained with",
+    )
 
 
 def _stored_rows(model: Any, records: Sequence[PartRecord]) -> int | None:
-    """The number of input embedding rows that the adapters store; None if they store no embeddings."""
+    """The number of input embedding rows that the adapters store; None if they store no
+    embeddings.
+    """
     layer = embedding_of(model)
     if layer is None:
         return None
@@ -423,26 +505,41 @@ def _stored_rows(model: Any, records: Sequence[PartRecord]) -> int | None:
     return None
 
 
-def _check_base(here: Mapping[str, Source], kind: str, record: PartRecord, *, is_remade: bool) -> None:
-    """Raise BaseMismatchError unless a base of class `kind` matches the base recorded for the adapter in `record`."""
+def _check_base(
+    here: Mapping[str, Source], kind: str, record: PartRecord, *, is_remade: bool
+) -> None:
+    """Raise BaseMismatchError unless a base of class `kind` matches the base recorded for the
+    adapter in `record`.
+    """
     base, name = record.base, str(record.adapter)
     if base is None:
         return
     # If either base is quantised, the floating-point tensors decide.
     samples = identifying_samples(record)
-    known = {name: values for name, values in samples.items() if name in here and has_readable_elements(here[name])}
+    known = {
+        name: values
+        for name, values in samples.items()
+        if name in here and has_readable_elements(here[name])
+    }
     sampled = replace(record, base=replace(base, fingerprint=known))
     names = differing_tensors(here, sampled, is_remade=is_remade)
     if names:
-        remade = "; its initialisation changes the base, and gave another result here" if is_remade else ""
+        remade = (
+            "; its initialisation changes the base, and gave another result here"
+            if is_remade
+            else ""
+        )
         raise BaseMismatchError(
-            f"{listing(names, ', ')}: {len(names)} of {len(known)} sampled tensors of this base differ from the one "
-            f"that adapter {name!r} was trained on ({base.id or 'built in memory'}, revision {base.revision})"
+            f"{listing(names, ', ')}: {len(names)} of {len(known)} sampled tensors of this base "
+            "differ from the one "
+            f"that adapter {name!r} was trained on ({base.id or 'built in memory'}, revision "
+            f"{base.revision})"
             f"{remade}; load it on that base, or pass check_base=False"
         )
     if samples and not known:
         raise BaseMismatchError(
-            f"adapter {name!r}: none of the {len(samples)} sampled tensors of its base is in {kind}; "
+            f"adapter {name!r}: none of the {len(samples)} sampled tensors of "
+            f"its base is in {kind}; "
             f"load it on {base.id or 'the model it was trained on'}, or pass check_base=False"
         )
 
@@ -469,7 +566,9 @@ def _find_targets(
             if target is None:
                 problems.append(f"{name}: no place in the model")
                 continue
-            if tuple(tensor.shape) != target.shape or not _are_of_one_kind(tensor.dtype, target.dtype):
+            if tuple(tensor.shape) != target.shape or not _are_of_one_kind(
+                tensor.dtype, target.dtype
+            ):
                 actual = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
                 expected = f"{dtype_name(target.dtype)} {tuple(target.shape)}"
                 problems.append(f"{name}: {actual} in the files, expected {expected}")
@@ -478,7 +577,9 @@ def _find_targets(
             if source is not None:
                 targets[adapter][name] = source
     if problems:
-        raise LoadError(f"{listing(problems)}: the adapter in {held.store.url} does not fit this base")
+        raise LoadError(
+            f"{listing(problems)}: the adapter in {held.store.url} does not fit this base"
+        )
     return targets
 
 

@@ -1,7 +1,8 @@
 """Averages checkpoints, weighted or not, slice by slice.
 
-Elements are summed in float32 (float64 ones in float64) and rounded once. Source: Wortsman et al., "Model soups",
-2022, arXiv:2203.05482; Izmailov et al., "Averaging weights leads to wider optima", 2018, arXiv:1803.05407.
+Elements are summed in float32 (float64 ones in float64) and rounded once. Source: Wortsman et al.,
+"Model soups", 2022, arXiv:2203.05482; Izmailov et al., "Averaging weights leads to wider optima",
+2018, arXiv:1803.05407.
 """
 
 import dataclasses
@@ -38,12 +39,21 @@ from ft_ckpt.model.convert import (
 )
 from ft_ckpt.model.entries import finite_numbers
 from ft_ckpt.model.folder import WeightsFolder, differing_class
-from ft_ckpt.model.settings import adapter_settings, differing_settings, is_irreproducible, quantisation_of
+from ft_ckpt.model.settings import (
+    adapter_settings,
+    differing_settings,
+    is_irreproducible,
+    quantisation_of,
+)
 from ft_ckpt.storage.place import Place, open_place, source_mode
 
 _NO_MEAN = (  # powers of two, used as scales; two numbers per byte; complex numbers
-    "float8_e8m0fnu", "float4_e2m1fn_x2", "complex32", "complex64", "complex128",
-)  # fmt: skip
+    "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
+    "complex32",
+    "complex64",
+    "complex128",
+)
 
 
 def average(
@@ -59,33 +69,43 @@ def average(
     overwrite: bool = False,
     progress: bool = True,
 ) -> ConvertReport:
-    """Write the average of the checkpoints `sources` to `dst`, a folder or file; all or nothing, durably.
+    """Write the average of the checkpoints `sources` to `dst`, a folder or file; all or nothing,
+    durably.
 
-    `sources` are two or more checkpoints, folders or files of the same tensors; or one run's folder with `last`, the
-    number of its newest valid checkpoints to average. `weights`: a number for each source, normalised to a sum of 1;
-    by default all are equal. Further arguments are those of `convert`.
+    `sources` are two or more checkpoints, folders or files of the same tensors; or one run's folder
+    with `last`, the number of its newest valid checkpoints to average. `weights`: a number for each
+    source, normalised to a sum of 1; by default all are equal. Further arguments are those of
+    `convert`.
 
-    Floating-point tensors are averaged in float32 (float64 ones in float64) and rounded once to their dtype, or to
-    `dtype`. Other tensors should be equal in all sources; otherwise the last source's is taken and the report names it.
-    Differing indices of an adapter and complex numbers are refused. Sources store the same names, shapes and types, and
-    agree on ties. Sidecar files (config, tokenizer) are the last source's. Folders are refused if settings that change
-    the output differ, if their tokenizers map one id to different tokens, or if they are quantised. Training state is
-    not averaged. Adapters are averaged factor by factor and must have the same base. The manifest names the sources;
-    `latest` and `best` skip an average, and a run's retention rules never delete it. Sources are compared with their
-    digests before they are read.
+    Floating-point tensors are averaged in float32 (float64 ones in float64) and rounded once to
+    their dtype, or to `dtype`. Other tensors should be equal in all sources; otherwise the last
+    source's is taken and the report names it. Differing indices of an adapter and complex numbers
+    are refused. Sources store the same names, shapes and types, and agree on ties. Sidecar files
+    (config, tokenizer) are the last source's. Folders are refused if settings that change the
+    output differ, if their tokenizers map one id to different tokens, or if they are quantised.
+    Training state is not averaged. Adapters are averaged factor by factor and must have the same
+    base. The manifest names the sources; `latest` and `best` skip an average, and a run's retention
+    rules never delete it. Sources are compared with their digests before they are read.
 
-    Raises ConfigError for invalid counts and weights, SelectionError naming tensors that differ in name, shape, type or
-    ties, or have no mean, LoadError naming settings and bases that differ; for files as `convert` does.
+    Raises ConfigError for invalid counts and weights, SelectionError naming tensors that differ in
+    name, shape, type or ties, or have no mean, LoadError naming settings and bases that differ; for
+    files as `convert` does.
     """
     places = _chosen_places([open_place(source) for source in sources], last)
     shares = normalized_weights(weights, len(places))
     named = zip((place.basename for place in places), shares, strict=True)
     terms = [name if weights is None else f"{name} ({share:.4g})" for name, share in named]
     options = convert_options(
-        dst, format=format, dtype=dtype, max_shard_size=max_shard_size, verify=verify, progress=progress,
-        note=f"the average of {', '.join(terms)}", made_from=tuple(place.basename for place in places),
+        dst,
+        format=format,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        verify=verify,
+        progress=progress,
+        note=f"the average of {', '.join(terms)}",
+        made_from=tuple(place.basename for place in places),
         overwrite=overwrite,
-    )  # fmt: skip
+    )
     check_apart(places, options)
     with ExitStack() as stack:
         held = [stack.enter_context(hold_open(place)) for place in places]
@@ -98,14 +118,21 @@ def average(
 
 
 def normalized_weights(weights: Sequence[float] | None, count: int) -> list[float]:
-    """The weights, scaled to sum 1. Raises ConfigError unless they are `count` finite numbers whose sum is not 0."""
+    """The weights, scaled to sum 1.
+
+    Raises ConfigError unless they are `count` finite numbers whose sum is not 0.
+    """
     if count < 2:
-        raise ConfigError(f"{_counted(count, 'source')} given, expected two or more; or give a run with last=")
+        raise ConfigError(
+            f"{_counted(count, 'source')} given, expected two or more; or give a run with last="
+        )
     given = [1.0] * count if weights is None else finite_numbers(weights)
     total = sum(given)
     shares = [weight / total for weight in given] if total else []
     if len(shares) != count or not all(map(math.isfinite, [*shares, total])):
-        raise ConfigError(f"weights={weights!r}: expected {count} finite numbers whose sum is not 0")
+        raise ConfigError(
+            f"weights={weights!r}: expected {count} finite numbers whose sum is not 0"
+        )
     return shares
 
 
@@ -114,16 +141,18 @@ def parse_weights(text: str | None) -> list[float] | None:
     try:
         return None if text is None else [float(number) for number in text.split(",")]
     except ValueError:
-        raise ConfigError(f"weights={text!r}: expected numbers separated by commas, as in '1,2,1'") from None
+        raise ConfigError(
+            f"weights={text!r}: expected numbers separated by commas, as in '1,2,1'"
+        ) from None
 
 
 class AveragedFile:
     """The averages of several files with the same tensors, as one file.
 
-    All files store the same names, shapes and dtypes, and agree on ties. Averages have the dtype of the sources, or
-    `dtype`; `casts` counts the changes of dtype. After reading, `unequal` names the non-floating tensors that differ
-    (an error for adapters, where they are indices), `beyond` the tensors whose averages exceed the range of their
-    dtype.
+    All files store the same names, shapes and dtypes, and agree on ties. Averages have the dtype of
+    the sources, or `dtype`; `casts` counts the changes of dtype. After reading, `unequal` names the
+    non-floating tensors that differ (an error for adapters, where they are indices), `beyond` the
+    tensors whose averages exceed the range of their dtype.
     """
 
     def __init__(
@@ -144,14 +173,20 @@ class AveragedFile:
             if dtype is not None and spec.dtype in FLOAT_DTYPES:
                 self.specs[name] = spec._replace(dtype=dtype)
         changed = [(spec.dtype, self.specs[name].dtype) for name, spec in last.items()]
-        self.casts = dict(Counter(f"{before}->{after}" for before, after in changed if before != after))
+        self.casts = dict(
+            Counter(f"{before}->{after}" for before, after in changed if before != after)
+        )
         self.metadata: dict[str, str] = dict(getattr(files[-1], "metadata", {}))
-        self.skipped = tuple(dict.fromkeys(what for file in files for what in getattr(file, "skipped", ())))
+        self.skipped = tuple(
+            dict.fromkeys(what for file in files for what in getattr(file, "skipped", ()))
+        )
         self.unequal: set[str] = set()
         self.beyond: set[str] = set()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) of the average of tensor `name`: 1-D, on the CPU, in the dtype of its spec."""
+        """Flat elements [start, stop) of the average of tensor `name`: 1-D, on the CPU, in the
+        dtype of its spec.
+        """
         parts = (file.read(name, start, stop) for file in self.files)
         first = next(parts)
         if not first.is_floating_point():
@@ -172,8 +207,11 @@ class AveragedFile:
             if not torch.equal(part, found):
                 self.unequal.add(name)
             found = part
-        if self.is_adapter and name in self.unequal and self.specs[name].numel > 1:  # one element is a counter
-            raise SelectionError(f"{name}: indices that differ between the sources; their values have no average")
+        # one element is a counter
+        if self.is_adapter and name in self.unequal and self.specs[name].numel > 1:
+            raise SelectionError(
+                f"{name}: indices that differ between the sources; their values have no average"
+            )
         return found
 
     def close(self) -> None:
@@ -181,20 +219,33 @@ class AveragedFile:
 
 
 def _refuse_other_tensors(files: Sequence[TensorFile], names: Sequence[str]) -> None:
-    """Raise SelectionError naming stored tensors that are not as in the first file, or whose dtype has no mean."""
-    specs = [{name: (spec.shape, spec.dtype) for name, spec in file.specs.items()} for file in files]
+    """Raise SelectionError naming stored tensors that are not as in the first file, or whose dtype
+    has no mean.
+    """
+    specs = [
+        {name: (spec.shape, spec.dtype) for name, spec in file.specs.items()} for file in files
+    ]
     problems: list[str] = []
     for source, stored in zip(names, specs, strict=True):
         problems += [f"{source}: {difference}" for difference in spec_differences(specs[0], stored)]
     if problems:
-        raise SelectionError(f"{listing(problems)}: not as in {names[0]}; average checkpoints of one model")
-    without_mean = [f"{name}: {dtype}" for name, (_, dtype) in specs[0].items() if dtype in _NO_MEAN]
+        raise SelectionError(
+            f"{listing(problems)}: not as in {names[0]}; average checkpoints of one model"
+        )
+    without_mean = [
+        f"{name}: {dtype}" for name, (_, dtype) in specs[0].items() if dtype in _NO_MEAN
+    ]
     if without_mean:
-        raise SelectionError(f"{listing(without_mean)}: no mean of this dtype; convert the models first")
+        raise SelectionError(
+            f"{listing(without_mean)}: no mean of this dtype; convert the models first"
+        )
 
 
-def _common_ties(files: Sequence[TensorFile], names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The stored tensor of each tied name, and notes on files that do not record one, as those of transformers.
+def _common_ties(
+    files: Sequence[TensorFile], names: Sequence[str]
+) -> tuple[dict[str, str], list[str]]:
+    """The stored tensor of each tied name, and notes on files that do not record one, as those of
+    transformers.
 
     Raises SelectionError for names that are tied to other tensors in other files.
     """
@@ -207,12 +258,17 @@ def _common_ties(files: Sequence[TensorFile], names: Sequence[str]) -> tuple[dic
             if first != stored:
                 problems.append(f"{source}: {name}: tied to {stored}, expected {first}")
     if problems:
-        raise SelectionError(f"{listing(problems)}: not as in other sources; average checkpoints of one model")
+        raise SelectionError(
+            f"{listing(problems)}: not as in other sources; average checkpoints of one model"
+        )
     notes = []
     for name, stored in ties.items():
         for source, ties_of_file in zip(names, recorded, strict=True):
             if name not in ties_of_file:
-                notes.append(f"{name}: not in {source}; taken to be tied to {stored}, as in the other sources")
+                notes.append(
+                    f"{name}: not in {source}; taken to be tied to {stored}, as "
+                    "in the other sources"
+                )
     return ties, notes
 
 
@@ -225,11 +281,13 @@ def _chosen_places(sources: list[Place], last: int | None) -> list[Place]:
     known = [info for info in list_readable(sources[0]).found if not info.manifest.made_from]
     if not known:
         raise ConfigError(
-            f"{sources[0]}: no checkpoints of a run in it, {last} are wanted; give the folder that a run saves to, or "
+            f"{sources[0]}: no checkpoints of a run in it, {last} are wanted; give the folder that "
+            "a run saves to, or "
             "the checkpoints themselves without last="
         )
     of_run = [info for info in known if info.manifest.run_id == known[-1].manifest.run_id]
-    # The final export of a run repeats the weights of its last checkpoint, which must not count twice.
+    # The final export of a run repeats the weights of its last checkpoint, which must not count
+    # twice.
     moments = [info for info in of_run if not info.manifest.export] or of_run
     places = [info.place for info in reversed(moments)]
     whole: list[Place] = []
@@ -239,12 +297,18 @@ def _chosen_places(sources: list[Place], last: int | None) -> list[Place]:
         whole += [] if damage_of(place) else [place]
     if len(whole) < last:
         found = _counted(len(whole), "valid checkpoint")
-        raise ConfigError(f"{sources[0]}: {found} of its newest run, {last} are wanted; give a smaller last=")
+        raise ConfigError(
+            f"{sources[0]}: {found} of its newest run, {last} are wanted; give a smaller last="
+        )
     return whole[::-1]
 
 
-def _averaged_source(opened: Sequence[TensorFile], shares: Sequence[float], options: ConvertOptions) -> TensorFile:
-    """The averages as one source for a conversion: a folder with the same parts if all are folders, else a file."""
+def _averaged_source(
+    opened: Sequence[TensorFile], shares: Sequence[float], options: ConvertOptions
+) -> TensorFile:
+    """The averages as one source for a conversion: a folder with the same parts if all are folders,
+    else a file.
+    """
     names = options.made_from
     folders = [one for one in opened if isinstance(one, WeightsFolder)]
     stores = [
@@ -253,13 +317,19 @@ def _averaged_source(opened: Sequence[TensorFile], shares: Sequence[float], opti
         if isinstance(one, WeightsFolder)
         for part in one.parts
     ]
-    if quantised := [f"{name}: {field}" for name, store in stores if (field := quantisation_of(store))]:
-        raise SelectionError(f"{listing(quantised)}: quantised weights have no average; dequantise the models first")
+    if quantised := [
+        f"{name}: {field}" for name, store in stores if (field := quantisation_of(store))
+    ]:
+        raise SelectionError(
+            f"{listing(quantised)}: quantised weights have no average; dequantise the models first"
+        )
     if len(folders) < len(opened):
         return AveragedFile(opened, shares, names, options.dtype)
     kinds = [[(part.path, part.kind) for part in folder.parts] for folder in folders]
     if differing := [name for name, found in zip(names, kinds, strict=True) if found != kinds[0]]:
-        raise SelectionError(f"{listing(differing)}: other parts than {names[0]}; average checkpoints of one model")
+        raise SelectionError(
+            f"{listing(differing)}: other parts than {names[0]}; average checkpoints of one model"
+        )
     last, parts, wrong = folders[-1], [], _differing_shares(folders, names)
     for at, part in enumerate(last.parts):
         is_adapter = part.kind == "adapter"
@@ -271,7 +341,9 @@ def _averaged_source(opened: Sequence[TensorFile], shares: Sequence[float], opti
             wrong, file.notes = wrong + unfit, file.notes + notes
         parts.append(dataclasses.replace(part, file=file))
     if wrong:
-        raise LoadError(f"{listing(wrong)}; only models of one config, or adapters of one base, have an average")
+        raise LoadError(
+            f"{listing(wrong)}; only models of one config, or adapters of one base, have an average"
+        )
     return WeightsFolder(last.place, parts, _averaged_manifest(last.manifest, names))
 
 
@@ -281,7 +353,10 @@ def _notes_of(source: TensorFile) -> Iterator[str]:
     files = [file for file in parts if isinstance(file, AveragedFile)]
     yield from dict.fromkeys(note for file in files for note in file.notes)
     if unequal := sorted(name for file in files for name in file.unequal):
-        yield f"{listing(unequal, ', ')}: no floating-point numbers, and not equal; the last source's were taken"
+        yield (
+            f"{listing(unequal, ', ')}: no floating-point numbers, and not equal; the last "
+            "source's were taken"
+        )
     if beyond := sorted(name for file in files for name in file.beyond):
         yield f"{listing(beyond, ', ')}: averages beyond the range of their dtype"
 
@@ -292,9 +367,17 @@ def _averaged_manifest(last: Manifest | None, names: Sequence[str]) -> Manifest 
         return None
     created = datetime.now(timezone.utc).isoformat()
     return dataclasses.replace(
-        last, created=created, step=None, metrics={}, rankings={}, run_id=None, number=None, notes=(),
-        export=True, made_from=tuple(names),
-    )  # fmt: skip
+        last,
+        created=created,
+        step=None,
+        metrics={},
+        rankings={},
+        run_id=None,
+        number=None,
+        notes=(),
+        export=True,
+        made_from=tuple(names),
+    )
 
 
 def _differing_shares(folders: Sequence[WeightsFolder], names: Sequence[str]) -> list[str]:
@@ -308,7 +391,9 @@ def _differing_shares(folders: Sequence[WeightsFolder], names: Sequence[str]) ->
     ]
 
 
-def _differing_settings(folders: Sequence[WeightsFolder], at: int, names: Sequence[str]) -> list[str]:
+def _differing_settings(
+    folders: Sequence[WeightsFolder], at: int, names: Sequence[str]
+) -> list[str]:
     """Settings of part `at` that differ from the first source's and change the output."""
     first = folders[0].parts[at]
     first_store = Place(folders[0].store, first.path).folder
@@ -318,14 +403,20 @@ def _differing_settings(folders: Sequence[WeightsFolder], at: int, names: Sequen
         differences = differing_class(first, folder.parts[at])
         differences += differing_settings(first_store, store, first.kind)
         for field, expected, value in differences:
-            problems.append(f"{Path(name, first.path)}: {field} is {value}, {expected} in {names[0]}")
+            problems.append(
+                f"{Path(name, first.path)}: {field} is {value}, {expected} in {names[0]}"
+            )
     return problems
 
 
-def _differing_bases(folders: Sequence[WeightsFolder], at: int, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Sources whose adapter in part `at` has another base than the first source's, or one that is lost; and notes.
+def _differing_bases(
+    folders: Sequence[WeightsFolder], at: int, names: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Sources whose adapter in part `at` has another base than the first source's, or one that is
+    lost; and notes.
 
-    Bases are compared by their sampled elements if all sources have them, else by name and revision.
+    Bases are compared by their sampled elements if all sources have them, else by name and
+    revision.
     """
     facts, wrong = [], []
     records = [folder.parts[at].record for folder in folders]
@@ -334,16 +425,29 @@ def _differing_bases(folders: Sequence[WeightsFolder], at: int, names: Sequence[
     for name, folder, base in zip(names, folders, bases, strict=True):
         settings = adapter_settings(Place(folder.store, folder.parts[at].path).folder)
         if is_irreproducible(settings) and all(part.kind == "adapter" for part in folder.parts):
-            wrong.append(f"{name}: its initialisation changed the base, which cannot be repeated and is not stored")
+            wrong.append(
+                f"{name}: its initialisation changed the base, which cannot be "
+                "repeated and is not stored"
+            )
         if base is not None and are_sampled:
             samples = json.dumps(base.fingerprint, sort_keys=True).encode()
             facts.append(f"one with samples {xxhash.xxh3_64_hexdigest(samples)}")
         else:
-            named = (base.id if base is not None else None) or settings.get("base_model_name_or_path") or "not named"
-            revision = (base.revision if base is not None else None) or settings.get("revision") or "main"
+            named = (
+                (base.id if base is not None else None)
+                or settings.get("base_model_name_or_path")
+                or "not named"
+            )
+            revision = (
+                (base.revision if base is not None else None) or settings.get("revision") or "main"
+            )
             facts.append(f"{named} (revision {revision})")
     others = zip(names[1:], facts[1:], strict=True)
-    wrong += [f"{name}: base is {fact}, {facts[0]} in {names[0]}" for name, fact in others if fact != facts[0]]
+    wrong += [
+        f"{name}: base is {fact}, {facts[0]} in {names[0]}"
+        for name, fact in others
+        if fact != facts[0]
+    ]
     unnamed = facts[0].startswith("not named")
     return wrong, ["the adapters do not name their base; it was not compared"] if unnamed else []
 

@@ -1,7 +1,7 @@
 """The class to load the base of adapters with, and its config.
 
-The files of a base name the class that was published. Adapters may be trained on another class with the same body, such
-as a classifier whose labels come from the script.
+The files of a base name the class that was published. Adapters may be trained on another class with
+the same body, such as a classifier whose labels come from the script.
 """
 
 import copy
@@ -28,7 +28,8 @@ class BaseClass:
 
     cls: Any  # a model class of transformers, or an auto class
     config: Any  # None if the files have none
-    later: Mapping[str, Any] = field(default_factory=dict)  # values that are valid once the embeddings are resized
+    # values that are valid once the embeddings are resized
+    later: Mapping[str, Any] = field(default_factory=dict)
 
     def complete(self, model: Any) -> None:
         """Set the fields of the config that can only be set once the model is made."""
@@ -36,11 +37,15 @@ class BaseClass:
             setattr(model.config, name, value)
 
 
-def find_base_class(place: str, record: PartRecord, settings: Mapping[str, Any], **options: Any) -> BaseClass:
-    """The class and config for the base of the adapter in `record` with these `settings`; `place`: its files.
+def find_base_class(
+    place: str, record: PartRecord, settings: Mapping[str, Any], **options: Any
+) -> BaseClass:
+    """The class and config for the base of the adapter in `record` with these `settings`; `place`:
+    its files.
 
-    The recorded class, or else the first of these whose modules have the names of the adapter's tensors: the class in
-    the adapter's config, the one that the files name, the auto class of its task. `options`: of `from_pretrained`.
+    The recorded class, or else the first of these whose modules have the names of the adapter's
+    tensors: the class in the adapter's config, the one that the files name, the auto class of its
+    task. `options`: of `from_pretrained`.
     """
     from transformers import AutoConfig, AutoModel
 
@@ -62,10 +67,13 @@ def _with_changes(cls: Any, config: Any, changes: Mapping[str, Any]) -> BaseClas
         return BaseClass(cls, config)
     settings = changed_fields(plain_config(config), changes)
     if absurd := absurd_counts(settings):
-        raise LoadError(f"config of the base, as the adapter records it: {listing(absurd)}; use another copy")
+        raise LoadError(
+            f"config of the base, as the adapter records it: {listing(absurd)}; use another copy"
+        )
     later: dict[str, Any] = {}
     padding, rows = settings.get("pad_token_id"), settings.get("vocab_size")
-    if isinstance(padding, int) and isinstance(rows, int) and padding >= rows:  # a token that was added
+    # a token that was added
+    if isinstance(padding, int) and isinstance(rows, int) and padding >= rows:
         later["pad_token_id"] = padding
         settings["pad_token_id"] = None
     with damaged_input("config of the base, as the adapter records it"):
@@ -76,7 +84,9 @@ def _with_changes(cls: Any, config: Any, changes: Mapping[str, Any]) -> BaseClas
 
 
 def _guess_class(config: Any, settings: Mapping[str, Any], record: PartRecord) -> BaseClass:
-    """The first class that has the modules of the adapter's tensors, with as many labels as its head has rows."""
+    """The first class that has the modules of the adapter's tensors, with as many labels as its
+    head has rows.
+    """
     from transformers import AutoModel
 
     candidates = list(dict.fromkeys(_candidates(config, settings)))
@@ -100,7 +110,9 @@ def _candidates(config: Any, settings: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _class_named(name: str, config: Any) -> Any:
-    """The class `name` of transformers, or the auto class for it in the config's own code; None if there is none."""
+    """The class `name` of transformers, or the auto class for it in the config's own code; None if
+    there is none.
+    """
     import transformers
 
     if (cls := model_class(name)) is not None:
@@ -129,10 +141,16 @@ def _empty_model(cls: Any, config: Any) -> Any:
 
 
 def _has_modules(cls: Any, config: Any, record: PartRecord) -> bool:
-    """Whether the model has the outermost modules that the adapter's tensors are in, by today's names or older ones."""
+    """Whether the model has the outermost modules that the adapter's tensors are in, by today's
+    names or older ones.
+    """
     model = _empty_model(cls, config)
     outermost = {name for name, _ in model.named_children()}
-    inside = [tensor.name.removeprefix(PREFIX) for tensor in record.tensors if tensor.name.startswith(PREFIX)]
+    inside = [
+        tensor.name.removeprefix(PREFIX)
+        for tensor in record.tensors
+        if tensor.name.startswith(PREFIX)
+    ]
     for name, renamed in zip(inside, names_of_today(model, inside), strict=True):
         if outermost.isdisjoint({name.partition(".")[0], renamed.partition(".")[0]}):
             return False
@@ -140,7 +158,9 @@ def _has_modules(cls: Any, config: Any, record: PartRecord) -> bool:
 
 
 def _with_labels(cls: Any, config: Any, record: PartRecord) -> Any:
-    """The config with the number of labels for which most stored tensors have the shapes of the model's."""
+    """The config with the number of labels for which most stored tensors have the shapes of the
+    model's.
+    """
     stored = {base_name(tensor.name): tensor.shape for tensor in record.tensors}
     wrong = _misfits(cls, config, stored)
     rows = {stored[name][0] for name in wrong if stored[name] and stored[name][0] <= _MAX_LABELS}
@@ -158,4 +178,8 @@ def _misfits(cls: Any, config: Any, stored: Mapping[str, tuple[int, ...]]) -> li
     embedding = embedding_of(model)
     resized = {f"{name}.weight" for name, module in model.named_modules() if module is embedding}
     own = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    return [name for name, shape in stored.items() if own.get(name, shape) != shape and name not in resized]
+    return [
+        name
+        for name, shape in stored.items()
+        if own.get(name, shape) != shape and name not in resized
+    ]

@@ -1,6 +1,7 @@
 """The differences between the config of the live base of adapters and the one in its files.
 
-A save records them, such as the labels of a classifier; a load applies them to the config in the files.
+A save records them, such as the labels of a classifier; a load applies them to the config in the
+files.
 """
 
 import json
@@ -12,13 +13,29 @@ from torch import nn
 from ft_ckpt.distributed.wrappers import unwrap, user_class
 from ft_ckpt.model.base_files import config_in_files
 
-# Fields of a config that a load takes from the files of the base: origin, dtype, kernels, quantisation, and the number
-# of rows before a resize, which the stored embeddings decide.
-_FIELDS_OF_FILES = frozenset({
-    *("_name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map", "model_type"),
-    *("dtype", "torch_dtype", "quantization_config", "_pre_quantization_dtype", "use_cache", "vocab_size"),
-    *("_attn_implementation", "_attn_implementation_autoset", "_experts_implementation"),
-})  # fmt: skip
+# Fields of a config that a load takes from the files of the base: origin, dtype, kernels,
+# quantisation, and the number of rows before a resize, which the stored embeddings decide.
+_FIELDS_OF_FILES = frozenset(
+    {
+        *(
+            "_name_or_path",
+            "_commit_hash",
+            "transformers_version",
+            "architectures",
+            "auto_map",
+            "model_type",
+        ),
+        *(
+            "dtype",
+            "torch_dtype",
+            "quantization_config",
+            "_pre_quantization_dtype",
+            "use_cache",
+            "vocab_size",
+        ),
+        *("_attn_implementation", "_attn_implementation_autoset", "_experts_implementation"),
+    }
+)
 _ABSENT = object()
 
 
@@ -28,7 +45,8 @@ def class_of_base(model: nn.Module) -> str:
 
 
 def changes_of_config(model: Any, identity: str | None, revision: str | None) -> dict[str, Any]:
-    """The fields in which the config of the live base differs from that in the folder or repository `identity`.
+    """The fields in which the config of the live base differs from that in the folder or repository
+    `identity`.
 
     All fields if that config is not on this machine. Without network access.
     """
@@ -41,7 +59,10 @@ def changes_of_config(model: Any, identity: str | None, revision: str | None) ->
 
 
 def config_for(kind: Any, config: Any) -> Any:
-    """The config itself, or the one inside it, that is of class `kind`; None if there is none. `kind` None: any."""
+    """The config itself, or the one inside it, that is of class `kind`; None if there is none.
+
+    `kind` None: any.
+    """
     if kind is None or isinstance(config, kind):
         return config
     inner = getattr(config, getattr(kind, "base_config_key", None) or "", None)
@@ -76,5 +97,9 @@ def changed_fields(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> d
     changed = dict(settings)
     for name, value in changes.items():
         before = changed.get(name)
-        changed[name] = changed_fields(before, value) if isinstance(before, dict) and _is_config(before) else value
+        changed[name] = (
+            changed_fields(before, value)
+            if isinstance(before, dict) and _is_config(before)
+            else value
+        )
     return changed

@@ -1,4 +1,6 @@
-"""The files of the base of adapters, where they are on this machine: folder, config, and the tensors' places."""
+"""The files of the base of adapters, where they are on this machine: folder, config, and the
+tensors' places.
+"""
 
 import copy
 import os
@@ -25,17 +27,24 @@ from ft_ckpt.storage.place import Place, open_place
 
 
 def base_folder(identity: str | os.PathLike[str] | Place, revision: str | None) -> Place | None:
-    """The folder `identity`, or that of the repository `identity` in the Hub's cache on this machine, or None."""
+    """The folder `identity`, or that of the repository `identity` in the Hub's cache on this
+    machine, or None.
+    """
     place = open_place(identity)
     if place.is_folder:
         return place
     with suppress(LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, ValueError):
-        return open_place(snapshot_download(str(identity), revision=revision, local_files_only=True))
+        return open_place(
+            snapshot_download(str(identity), revision=revision, local_files_only=True)
+        )
     return None
 
 
 def config_in_files(identity: str, revision: str | None = None) -> Any:
-    """The config in the folder or repository `identity`; None if it is not on this machine. Runs no code from it."""
+    """The config in the folder or repository `identity`; None if it is not on this machine.
+
+    Runs no code from it.
+    """
     from transformers import AutoConfig
 
     options = {"revision": revision, "trust_remote_code": False}
@@ -62,20 +71,26 @@ class FileOrigin:
         for pattern, name in self.stored:
             converter.add_tensor(self.target, name, pattern, read(name))
         tensors = converter.convert(self.target, model=model, config=model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in tensors.items()}
+        return {
+            name: value[0] if isinstance(value, list) else value for name, value in tensors.items()
+        }
 
     def convert_empty(self, model: Any, file: TensorFile) -> dict[str, Tensor]:
         """The model's tensors by name, without memory."""
 
         def empty_stored(name: str) -> Tensor:
-            return torch.empty(file.specs[name].shape, dtype=dtype_of(file.specs[name].dtype), device="meta")
+            return torch.empty(
+                file.specs[name].shape, dtype=dtype_of(file.specs[name].dtype), device="meta"
+            )
 
         return self.convert(model, empty_stored)
 
 
 @dataclass(frozen=True, eq=False)
 class FileOrigins:
-    """The origins of a model's tensors in a file; `left`: stored tensors without a place in the model."""
+    """The origins of a model's tensors in a file; `left`: stored tensors without a place in the
+    model.
+    """
 
     origins: tuple[FileOrigin, ...]
     left: tuple[str, ...]
@@ -83,9 +98,16 @@ class FileOrigins:
 
 
 def find_origins(model: Any, names: Collection[str], file: TensorFile) -> FileOrigins:
-    """The origins in `file` of the model's tensors `names`, as transformers renames and converts them."""
+    """The origins in `file` of the model's tensors `names`, as transformers renames and converts
+    them.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -98,14 +120,19 @@ def find_origins(model: Any, names: Collection[str], file: TensorFile) -> FileOr
     left = []
     for name in sorted(file.specs, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, own)
-        if target not in own and name in own:  # as in transformers: the stored name is already the model's
+        # as in transformers: the stored name is already the model's
+        if target not in own and name in own:
             target, pattern = rename_source_key(name, [], [], prefix, own)
         if target in own:
             places.setdefault(target, []).append((pattern or "", name))
         else:
             left.append(name)
     # transformers 5.4 does not record the use of a transform: then all count as used.
-    used = [transform for transform in transforms if not hasattr(transform, "was_used") or transform.was_used()]
+    used = [
+        transform
+        for transform in transforms
+        if not hasattr(transform, "was_used") or transform.was_used()
+    ]
     origins = []
     for target, stored in places.items():
         pattern = stored[0][0]
@@ -114,7 +141,9 @@ def find_origins(model: Any, names: Collection[str], file: TensorFile) -> FileOr
 
 
 def names_of_today(model: Any, names: Iterable[str]) -> list[str]:
-    """The names after transformers' renaming of those that earlier versions gave the tensors of this class."""
+    """The names after transformers' renaming of those that earlier versions gave the tensors of
+    this class.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -123,16 +152,19 @@ def names_of_today(model: Any, names: Iterable[str]) -> list[str]:
     return [rename_source_key(name, renamings, [])[0] for name in names]
 
 
-_absent: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()  # by live base: each save asks again
+# by live base: each save asks again
+_absent: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 
 
 def absent_parameters(
     model: Any, sources: Mapping[str, Source], identities: Iterable[tuple[str, str | None]]
 ) -> frozenset[str]:
-    """The parameters of the live base `model` that its files lack: transformers draws them at random at each load.
+    """The parameters of the live base `model` that its files lack: transformers draws them at
+    random at each load.
 
-    `sources`: the tensors of the base by name; `identities`: names of the base (a folder or repository, a revision), of
-    which the first that is on this machine counts. Empty if none is, or if it has no weights.
+    `sources`: the tensors of the base by name; `identities`: names of the base (a folder or
+    repository, a revision), of which the first that is on this machine counts. Empty if none is, or
+    if it has no weights.
     """
     inside = unwrap(model)
     if not is_pretrained(inside):
@@ -162,11 +194,17 @@ def _compare_names(model: Any, sources: Mapping[str, Source], folder: Place) -> 
     for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         filled |= set() if filled.isdisjoint(pair) else set(pair)
     keys = {sources[name].key for name in filled & sources.keys()}
-    return frozenset(name for name, source in sources.items() if source.is_parameter and source.key not in keys)
+    return frozenset(
+        name for name, source in sources.items() if source.is_parameter and source.key not in keys
+    )
 
 
-def _shapes_in(file: TensorFile, model: Any, sources: Mapping[str, Source]) -> dict[str, tuple[int, ...] | None]:
-    """The shape in `file` of each of the model's tensors that it has; None if transformers converts it."""
+def _shapes_in(
+    file: TensorFile, model: Any, sources: Mapping[str, Source]
+) -> dict[str, tuple[int, ...] | None]:
+    """The shape in `file` of each of the model's tensors that it has; None if transformers converts
+    it.
+    """
     empty = {}
     for name, source in sources.items():
         empty[name] = torch.empty(source.shape, dtype=source.dtype, device="meta")

@@ -1,8 +1,9 @@
-"""Compares a transformers model with the one that transformers makes from its saved config, before the commit.
+"""Compares a transformers model with the one that transformers makes from its saved config, before
+the commit.
 
-`from_pretrained` makes the model that config.json describes and fills it from the files. A stored tensor that this
-model lacks is dropped, and a tensor that the files lack is drawn at random, with a line in a log at most. So both are
-compared by names and shapes, on the meta device.
+`from_pretrained` makes the model that config.json describes and fills it from the files. A stored
+tensor that this model lacks is dropped, and a tensor that the files lack is drawn at random, with a
+line in a log at most. So both are compared by names and shapes, on the meta device.
 """
 
 import inspect
@@ -30,30 +31,40 @@ class _Comparison:
     """What differs between a model and the one that transformers makes from its config."""
 
     differences: tuple[str, ...] = ()
-    argument: str = ""  # of the class, without which transformers makes another model: "add_pooling_layer=False"
+    # of the class, without which transformers makes another model: "add_pooling_layer=False"
+    argument: str = ""
     unreadable: str = ""  # why transformers cannot read the config
     unbuildable: str = ""  # why the class makes no model of the config
 
 
 def check_config(part: Part, config: str, *, is_run: bool) -> tuple[str, ...]:
-    """Notes on what `from_pretrained` would not load of a transformers model that is saved with the text `config`.
+    """Notes on what `from_pretrained` would not load of a transformers model that is saved with the
+    text `config`.
 
-    A class that transformers does not know gets a note with how to load it. Raises CompanionError if transformers
-    cannot read the config, or would make a model with other tensors of it. A checkpoint of a run (`is_run`), whose
-    tensors are restored into the live model, gets a note and a warning instead.
+    A class that transformers does not know gets a note with how to load it. Raises CompanionError
+    if transformers cannot read the config, or would make a model with other tensors of it. A
+    checkpoint of a run (`is_run`), whose tensors are restored into the live model, gets a note and
+    a warning instead.
     """
     cls = user_class(type(part.module))
     packed = _packed_layers(part)
-    shapes = tuple((name, source.shape) for name, source in part.tensors.items() if not source.is_added)
+    shapes = tuple(
+        (name, source.shape) for name, source in part.tensors.items() if not source.is_added
+    )
     is_loadable = _is_public(cls) or getattr(cls, "_auto_class", None) is not None
     compared_class = cls if is_loadable else _public_ancestor(cls)
-    compared = _Comparison() if compared_class is None else _compare(compared_class, config, shapes, packed)
+    compared = (
+        _Comparison()
+        if compared_class is None
+        else _compare(compared_class, config, shapes, packed)
+    )
     if not is_loadable:
         return (_note_on_own_class(cls, compared_class, compared),)
     if compared.argument:
         remedy = f"load it with from_pretrained(..., {compared.argument})"
         return (f"{cls.__name__}: made with {compared.argument}, which no config says; {remedy}",)
-    if compared.unbuildable and not _is_public(cls):  # the code of its author may need more than a config
+    # the code of its author may need more than a config
+    if compared.unbuildable and not _is_public(cls):
         reason = f"of which it cannot be made here ({compared.unbuildable})"
         return (f"{cls.__name__}: not compared with its config, {reason}",)
     problem = _problem_of(cls, compared)
@@ -62,36 +73,54 @@ def check_config(part: Part, config: str, *, is_run: bool) -> tuple[str, ...]:
     if not is_run:
         raise CompanionError(f"{problem}, or {_SAVES_TO_RESUME}; nothing is committed")
     warn(f"{problem}; until then, save() refuses this model", stacklevel=2)
-    return (f"{problem}; from_pretrained cannot load this checkpoint, a resume into the same model can",)
+    return (
+        f"{problem}; from_pretrained cannot load this checkpoint, a resume into the same model can",
+    )
 
 
 def _problem_of(cls: type, compared: _Comparison) -> str:
     """What transformers would not load, and the remedy; "" if it would load all."""
     name = cls.__name__
     if compared.unreadable:
-        return f"config.json: transformers cannot read it again ({compared.unreadable}); correct model.config"
+        return (
+            f"config.json: transformers cannot read it again ({compared.unreadable}); correct "
+            "model.config"
+        )
     if compared.unbuildable:
-        return f"config.json: transformers cannot make a {name} of it ({compared.unbuildable}); correct model.config"
+        return (
+            f"config.json: transformers cannot make a {name} of it ({compared.unbuildable}); "
+            "correct model.config"
+        )
     if not compared.differences:
         return ""
     return (
-        f"{listing(list(compared.differences))}: {len(compared.differences)} difference(s) between the model and the "
-        f"{name} that from_pretrained makes of its config; set the fields of model.config that describe the change "
-        "(such as num_labels, num_hidden_layers, intermediate_size, vocab_size), or give the model a class of its own"
+        f"{listing(list(compared.differences))}: {len(compared.differences)} difference(s) between "
+        "the model and the "
+        f"{name} that from_pretrained makes of its config; set the fields of model.config that "
+        "describe the change "
+        "(such as num_labels, num_hidden_layers, intermediate_size, vocab_size), or give the model "
+        "a class of its own"
     )
 
 
 def _note_on_own_class(cls: type, ancestor: type | None, compared: _Comparison) -> str:
-    """How to load a model of the script's own class, and what transformers' class of its config would not load."""
+    """How to load a model of the script's own class, and what transformers' class of its config
+    would not load.
+    """
     name = cls.__name__
     loss = ""
     if ancestor is not None and compared.differences:
         loss = f", which differs in {listing(list(compared.differences))}"
     elif ancestor is not None:
         loss = ", without the code of its own"
-    others = "" if ancestor is None else f"; the Auto classes may load the folder as {ancestor.__name__}{loss}"
+    others = (
+        ""
+        if ancestor is None
+        else f"; the Auto classes may load the folder as {ancestor.__name__}{loss}"
+    )
     return (
-        f"{name}: a class that transformers does not have; load it with ft_ckpt.load_model(folder, into=model), where "
+        f"{name}: a class that transformers does not have; load it with ft_ckpt.load_model(folder, "
+        "into=model), where "
         f"model is a {name}{others}"
     )
 
@@ -104,7 +133,9 @@ def _is_public(cls: type) -> bool:
 
 
 def _public_ancestor(cls: type) -> type | None:
-    """The nearest class of transformers that a script's class is derived from; None if it is its abstract base."""
+    """The nearest class of transformers that a script's class is derived from; None if it is its
+    abstract base.
+    """
     import transformers
 
     for base in cls.__mro__[1:]:
@@ -116,7 +147,9 @@ def _public_ancestor(cls: type) -> type | None:
 
 
 def _packed_layers(part: Part) -> frozenset[str]:
-    """The paths of the layers that a quantiser has packed; empty for a model that is not quantised."""
+    """The paths of the layers that a quantiser has packed; empty for a model that is not
+    quantised.
+    """
     module: nn.Module = part.module
     if not is_quantised(module, module.config):
         return frozenset()
@@ -125,14 +158,19 @@ def _packed_layers(part: Part) -> frozenset[str]:
         if has_packed_tensors(layer):
             tensors = [*layer._parameters.values(), *layer._buffers.values()]
             packed.update(id(tensor) for tensor in tensors if tensor is not None)
-    return frozenset(_layer_of(name) for name, source in part.tensors.items() if source.key in packed)
+    return frozenset(
+        _layer_of(name) for name, source in part.tensors.items() if source.key in packed
+    )
 
 
-@lru_cache(_CACHED_COMPARISONS)  # the model is made once while its config and its names stay the same
+# the model is made once while its config and its names stay the same
+@lru_cache(_CACHED_COMPARISONS)
 def _compare(
     cls: Any, config: str, shapes: tuple[tuple[str, tuple[int, ...]], ...], packed: frozenset[str]
 ) -> _Comparison:
-    """Compare tensors of these `shapes` with those of the model that `cls` makes of the text of a config."""
+    """Compare tensors of these `shapes` with those of the model that `cls` makes of the text of a
+    config.
+    """
     try:
         settings = read_config(cls.config_class, config)
     except Exception as error:  # noqa: BLE001 - anything that a config class raises for its fields

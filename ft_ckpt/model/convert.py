@@ -69,7 +69,10 @@ _SHARD = re.compile(r"\w[\w.-]*")
 
 
 def read_shard_rules(source: str | Path | None) -> tuple[ShardRule, ...]:
-    """The rules in a file of lines "pattern shard" (# begins a comment). Raises ConfigError for another file."""
+    """The rules in a file of lines "pattern shard" (# begins a comment).
+
+    Raises ConfigError for another file.
+    """
     if source is None:
         return ()
     place = open_place(source)
@@ -77,7 +80,8 @@ def read_shard_rules(source: str | Path | None) -> tuple[ShardRule, ...]:
     wrong = [" ".join(line) for line in lines if len(line) != 2 or not _SHARD.fullmatch(line[1])]
     if wrong or not lines:
         raise ConfigError(
-            f"{source}: {listing(wrong) or 'no rule'}: expected a pattern and the name of a shard, of letters, digits, "
+            f"{source}: {listing(wrong) or 'no rule'}: expected a pattern and the name of a shard, "
+            "of letters, digits, "
             "'.', '_' and '-', in each line"
         )
     return tuple((line[0], line[1]) for line in lines)
@@ -85,7 +89,11 @@ def read_shard_rules(source: str | Path | None) -> tuple[ShardRule, ...]:
 
 def _split_lines(text: str) -> list[list[str]]:
     """The words of each line that is not empty or a comment (#)."""
-    return [line.split() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    return [
+        line.split()
+        for line in text.splitlines()
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
 
 
 def assign_shards(specs: Sequence[Spec], rules: Sequence[ShardRule]) -> dict[str, list[Spec]]:
@@ -102,9 +110,15 @@ def assign_shards(specs: Sequence[Spec], rules: Sequence[ShardRule]) -> dict[str
             continue
         used.add(rule)
         shards[rule[1]].append(spec)
-    unused = [f"{pattern} {shard}: a rule for no tensor" for pattern, shard in rules if (pattern, shard) not in used]
+    unused = [
+        f"{pattern} {shard}: a rule for no tensor"
+        for pattern, shard in rules
+        if (pattern, shard) not in used
+    ]
     if unmatched or unused:
-        raise SelectionError(f"{listing(unmatched + unused)}; end the rules with '* NAME' for all that is left")
+        raise SelectionError(
+            f"{listing(unmatched + unused)}; end the rules with '* NAME' for all that is left"
+        )
     return shards
 
 
@@ -125,8 +139,10 @@ class ConvertOptions:
     shards: Sequence[ShardRule] = ()  # rules that divide the tensors between several checkpoints
     made_from: tuple[str, ...] = ()  # names of the checkpoints that the weights were computed from
     max_mode: int = 0o777  # see LocalStore; the permissions common to all sources
-    overwrite: bool = False  # delete a checkpoint of this name in a bucket before the new one is complete
-    replaced: Mapping[str, bytes] = field(default_factory=dict)  # sidecar files with other contents than the source's
+    # delete a checkpoint of this name in a bucket before the new one is complete
+    overwrite: bool = False
+    # sidecar files with other contents than the source's
+    replaced: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def convert_options(
@@ -154,17 +170,31 @@ def convert_options(
         reason = writers.get(format) or expected_one_of(format, writable)
         raise ConfigError(f"format={format!r}: {reason}")
     given = None if format is None else format_named(format)
-    names_folder = to_folder or place.is_folder or str(dst).endswith("/") or not PurePath(name).suffix
+    names_folder = (
+        to_folder or place.is_folder or str(dst).endswith("/") or not PurePath(name).suffix
+    )
     to_folder = names_folder or (given is not None and given.folder_writer is not None)
-    known = given or (format_named(DEFAULT_FORMAT) if to_folder else detect.format_by_suffix(str(target)))
+    known = given or (
+        format_named(DEFAULT_FORMAT) if to_folder else detect.format_by_suffix(str(target))
+    )
     if place.is_object and to_folder:
-        raise TargetError(f"{target}: a file, expected a folder for {known.name}; choose another path")
+        raise TargetError(
+            f"{target}: a file, expected a folder for {known.name}; choose another path"
+        )
     if not to_folder and max_shard_size is not None:
-        raise ConfigError(f"max_shard_size={max_shard_size!r}: {name} is one file; give a folder to have several")
+        raise ConfigError(
+            f"max_shard_size={max_shard_size!r}: {name} is one file; give a folder to have several"
+        )
     if max_shard_size is not None and not is_size(max_shard_size):
-        raise ConfigError(f"max_shard_size={max_shard_size!r}: expected bytes, or a size such as '5GB', above 0")
-    if shards is not None and (known.folder_writer is None or known.folder_writer.write_shards is None):
-        raise ConfigError(f"shards={str(shards)!r}: format {known.name!r} has no shards by name; leave it out")
+        raise ConfigError(
+            f"max_shard_size={max_shard_size!r}: expected bytes, or a size such as '5GB', above 0"
+        )
+    if shards is not None and (
+        known.folder_writer is None or known.folder_writer.write_shards is None
+    ):
+        raise ConfigError(
+            f"shards={str(shards)!r}: format {known.name!r} has no shards by name; leave it out"
+        )
     most = parse_size(max_shard_size or "50GB")
     return ConvertOptions(
         place.location,
@@ -184,39 +214,59 @@ def convert_options(
 
 
 def check_apart(sources: Sequence[Place], options: ConvertOptions) -> None:
-    """Raise ConfigError if the target folder lies in a source folder, or is a checkpoint that contains a source."""
+    """Raise ConfigError if the target folder lies in a source folder, or is a checkpoint that
+    contains a source.
+    """
     target = options.target
-    there, replaces = PurePosixPath(target.folder.identity), target.folder.stat(MANIFEST_NAME) is not None
+    there, replaces = (
+        PurePosixPath(target.folder.identity),
+        target.folder.stat(MANIFEST_NAME) is not None,
+    )
     for source in sources:
         here = PurePosixPath(source.folder.identity)
         if options.to_folder and there.is_relative_to(here) and source.is_folder:
-            raise ConfigError(f"{target}: in the folder that is to be read; choose a path outside of it")
+            raise ConfigError(
+                f"{target}: in the folder that is to be read; choose a path outside of it"
+            )
         if options.to_folder and replaces and here.is_relative_to(there):
             raise ConfigError(
-                f"{target}: the checkpoint that {source.basename} is read from; choose a path outside of it"
+                f"{target}: the checkpoint that {source.basename} is read from; choose a path "
+                "outside of it"
             )
 
 
 SLICE_BYTES = 4 << 20  # small, because memory freed by several threads stays in their heaps
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-FLOAT_DTYPES = (*DTYPES, "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+FLOAT_DTYPES = (
+    *DTYPES,
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)
 Names = Mapping[str, str]
 
 
 def read_map(source: str | Path | Names | None) -> dict[str, str]:
-    """New names by old name, from a mapping, a JSON file or a file of lines "old new" (# begins a comment).
+    """New names by old name, from a mapping, a JSON file or a file of lines "old new" (# begins a
+    comment).
 
-    A name that ends in * is a prefix. Raises ConfigError for another source and for ambiguous rules.
+    A name that ends in * is a prefix. Raises ConfigError for another source and for ambiguous
+    rules.
     """
     given = {} if source is None else source
     pairs = list(given.items()) if isinstance(given, Mapping) else _parse_map(open_place(given))
-    if odd := [f"{old!r}" for old, new in pairs if not isinstance(old, str) or not isinstance(new, str)]:
+    if odd := [
+        f"{old!r}" for old, new in pairs if not isinstance(old, str) or not isinstance(new, str)
+    ]:
         raise ConfigError(f"{listing(odd, ', ')}: expected an old name and a new one, both text")
     wrong = [f"{old!r}" for old, new in pairs if old.endswith("*") != new.endswith("*")]
     twice = sorted({f"{old!r}" for old, _ in pairs if [one for one, _ in pairs].count(old) > 1})
     if wrong or twice:
         raise ConfigError(
-            f"{listing(wrong + twice, ', ')}: expected each old name once, and * at the end of both or none"
+            f"{listing(wrong + twice, ', ')}: expected each old name once, and * at the end of "
+            "both or none"
         )
     return dict(pairs)
 
@@ -227,25 +277,35 @@ def _parse_map(path: Place) -> list[tuple[Any, Any]]:
         try:
             return [(old, new) for old, new in json.loads(text, object_pairs_hook=list)]
         except ValueError as error:
-            raise ConfigError(f"{path}: not JSON ({error}); expected old names and new ones") from error
+            raise ConfigError(
+                f"{path}: not JSON ({error}); expected old names and new ones"
+            ) from error
     lines = _split_lines(text)
     if wrong := [" ".join(line) for line in lines if len(line) != 2]:
-        raise ConfigError(f"{path}: {listing(wrong)}: expected an old name and a new one in each line")
+        raise ConfigError(
+            f"{path}: {listing(wrong)}: expected an old name and a new one in each line"
+        )
     return [(line[0], line[1]) for line in lines]
 
 
 def check_used(table: Names, names: Iterable[str], source: str) -> None:
     """Raise SelectionError for old names and prefixes in `table` that match none of `names`."""
     there = list(names)
-    prefixes = [old for old in table if old.endswith("*") and any(name.startswith(old[:-1]) for name in there)]
+    prefixes = [
+        old
+        for old in table
+        if old.endswith("*") and any(name.startswith(old[:-1]) for name in there)
+    ]
     if unknown := sorted(table.keys() - {*there, *prefixes}):
         raise SelectionError(
-            f"{listing(unknown, ', ')}: to be renamed, but not in {source}; `ft-ckpt show` lists names"
+            f"{listing(unknown, ', ')}: to be renamed, but not in {source}; "
+            "`ft-ckpt show` lists names"
         )
 
 
 def rename_tensors(names: Iterable[str], table: Names) -> dict[str, str]:
-    """New names by old. An exact rule takes precedence over a prefix, a longer prefix over a shorter one.
+    """New names by old. An exact rule takes precedence over a prefix, a longer prefix over a
+    shorter one.
 
     Raises SelectionError naming tensors that would get the same name.
     """
@@ -264,12 +324,16 @@ def rename_tensors(names: Iterable[str], table: Names) -> dict[str, str]:
         if first != name:
             conflicts.append(f"{name} and {first} -> {renamed}")
     if conflicts:
-        raise SelectionError(f"{listing(conflicts)}: two tensors would have one name; rename one of them differently")
+        raise SelectionError(
+            f"{listing(conflicts)}: two tensors would have one name; rename one of them differently"
+        )
     return new
 
 
 class TranslatedFile:
-    """`file` with its tensors renamed by `names` (see `read_map`) and its floats cast to `dtype`, if given."""
+    """`file` with its tensors renamed by `names` (see `read_map`) and its floats cast to `dtype`,
+    if given.
+    """
 
     def __init__(self, file: TensorFile, names: Names, dtype: str | None) -> None:
         if dtype is not None and dtype not in DTYPES:
@@ -278,7 +342,9 @@ class TranslatedFile:
         new = rename_tensors([*file.specs, *ties], names)
         self.file, self.old = file, {new[name]: name for name in file.specs}
         self.specs = {
-            new[name]: Spec(new[name], spec.shape, dtype if dtype and spec.dtype in FLOAT_DTYPES else spec.dtype)
+            new[name]: Spec(
+                new[name], spec.shape, dtype if dtype and spec.dtype in FLOAT_DTYPES else spec.dtype
+            )
             for name, spec in file.specs.items()
         }
         self.ties = {new[name]: new[kept] for name, kept in ties.items()}
@@ -289,23 +355,33 @@ class TranslatedFile:
     def runs(self, name: str) -> list[ByteRun] | None:
         """The byte ranges of a tensor; None if it is cast or not stored byte for byte."""
         old = self.old[name]
-        return tensor_runs(self.file, old) if self.file.specs[old].dtype == self.specs[name].dtype else None
+        return (
+            tensor_runs(self.file, old)
+            if self.file.specs[old].dtype == self.specs[name].dtype
+            else None
+        )
 
     @property
     def casts(self) -> dict[str, int]:
         """ "float32->bfloat16": number of tensors, including casts by the file itself."""
-        dtypes = ((self.file.specs[self.old[name]].dtype, spec.dtype) for name, spec in self.specs.items())
+        dtypes = (
+            (self.file.specs[self.old[name]].dtype, spec.dtype) for name, spec in self.specs.items()
+        )
         own = Counter(f"{before}->{after}" for before, after in dtypes if before != after)
         return dict(Counter(getattr(self.file, "casts", {})) + own)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) of the tensor with the new name `name`: 1-D, on the CPU, in its new dtype."""
+        """Flat elements [start, stop) of the tensor with the new name `name`: 1-D, on the CPU, in
+        its new dtype.
+        """
         data = self.file.read(self.old[name], start, stop)
         wanted = getattr(torch, self.specs[name].dtype)
         if data.dtype == wanted:
             return data.contiguous()
         cast = data.to(wanted)
-        if not is_within(data, wanted) and bool((cast.isinf() & data.to(torch.float64).isfinite()).any()):
+        if not is_within(data, wanted) and bool(
+            (cast.isinf() & data.to(torch.float64).isfinite()).any()
+        ):
             self.overflown.add(name)
         return cast
 
@@ -320,7 +396,10 @@ class UntiedFile:
         ties: Names = getattr(file, "ties", {})
         self.file = file
         self.old = {**{name: name for name in file.specs}, **ties}
-        self.specs = {name: Spec(name, file.specs[old].shape, file.specs[old].dtype) for name, old in self.old.items()}
+        self.specs = {
+            name: Spec(name, file.specs[old].shape, file.specs[old].dtype)
+            for name, old in self.old.items()
+        }
         self.metadata: dict[str, str] = dict(getattr(file, "metadata", {}))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
@@ -347,25 +426,38 @@ def read_slices(file: TensorFile, specs: list[Spec]) -> Iterator[tuple[Spec, Ten
 
 
 def check_copy(wanted: TensorFile, found: TensorFile, source: str) -> None:
-    """Raise CorruptError naming every tensor of `found` that differs in any bit from `wanted`. Reads slice by slice."""
+    """Raise CorruptError naming every tensor of `found` that differs in any bit from `wanted`.
+
+    Reads slice by slice.
+    """
     wrong = spec_differences(_all_specs(wanted), _all_specs(found))
     for name, spec in wanted.specs.items():
         if found.specs.get(name) != spec:
             continue
         pairs = zip(read_slices(wanted, [spec]), read_slices(found, [spec]), strict=True)
-        if not all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for (_, one), (_, other) in pairs):
+        if not all(
+            torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+            for (_, one), (_, other) in pairs
+        ):
             wrong.append(f"{name}: other values")
     if wrong:
         raise CorruptError(
-            f"{source}: {listing(wrong)}: differs from what was written; nothing is kept, check the disk"
+            f"{source}: {listing(wrong)}: differs from what was written; nothing "
+            "is kept, check the disk"
         )
 
 
 def spec_differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
-    """A line for each name that is missing, unexpected, or has another shape or dtype in `theirs`."""
+    """A line for each name that is missing, unexpected, or has another shape or dtype in
+    `theirs`.
+    """
     wrong = [f"{name}: missing" for name in ours if name not in theirs]
     wrong += [f"{name}: unexpected" for name in theirs if name not in ours]
-    wrong += [f"{n}: {theirs[n]}, expected {ours[n]}" for n in ours if n in theirs and theirs[n] != ours[n]]
+    wrong += [
+        f"{n}: {theirs[n]}, expected {ours[n]}"
+        for n in ours
+        if n in theirs and theirs[n] != ours[n]
+    ]
     return wrong
 
 
@@ -395,19 +487,24 @@ def plan_output(known: TensorFormat, path: str, file: TensorFile) -> Output:
     Raises SelectionError naming tensors whose dtypes or names the format cannot store.
     """
     specs, ties = list(file.specs.values()), dict(getattr(file, "ties", {}))
-    metadata = {"format": "pt", **getattr(file, "metadata", {})}  # transformers refuses files without it
+    # transformers refuses files without it
+    metadata = {"format": "pt", **getattr(file, "metadata", {})}
     if known.lay_out_archive is not None:
         archive = known.lay_out_archive(specs, metadata, ties)
         inner = Layout(b"", archive.specs, archive.starts, archive.layout.size_bytes)
         return Output(FilePlan(path, archive.layout), FilePlan(path, inner), file, archive)
     plan = FilePlan(path, known.lay_out_file(specs, metadata, ties))
     if changed := sorted(file.specs.keys() - {spec.name for spec in plan.layout.specs}):
-        raise SelectionError(f"{listing(list(map(repr, changed)))}: not a name for format {known.name!r}; rename it")
+        raise SelectionError(
+            f"{listing(list(map(repr, changed)))}: not a name for format {known.name!r}; rename it"
+        )
     return Output(plan, plan, file)
 
 
 def _read_regions(file: TensorFile, layout: Layout) -> Iterator[Region]:
-    """The bytes of the tensors: unchanged ones are copied in blocks, others are read slice by slice."""
+    """The bytes of the tensors: unchanged ones are copied in blocks, others are read slice by
+    slice.
+    """
     starts = {spec.name: start for spec, start in zip(layout.specs, layout.starts, strict=True)}
     stored = {spec.name: tensor_runs(file, spec.name) for spec in layout.specs}
 
@@ -425,7 +522,9 @@ def _read_regions(file: TensorFile, layout: Layout) -> Iterator[Region]:
 
 
 def _prefetch_items(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield `items`; a thread prepares the next item while one is in use, so that reading and writing overlap."""
+    """Yield `items`; a thread prepares the next item while one is in use, so that reading and
+    writing overlap.
+    """
     iterator, end = iter(items), object()
     with ThreadPoolExecutor(1, "ft_ckpt-read") as reader:
         coming = reader.submit(next, iterator, end)
@@ -450,7 +549,10 @@ def _archive_regions(archive: TorchArchive, chunks: Iterator[Region]) -> Iterato
 def write_outputs(outputs: list[Output], store: Store, progress: bool) -> list[FileRecord]:
     """Write `outputs` into `store`, durably; `progress`: with a progress bar on a terminal."""
     total = sum(output.plan.layout.size_bytes for output in outputs)
-    with track_bytes(total if progress else 0, "converting") as advance, Writer(advance=advance) as writer:
+    with (
+        track_bytes(total if progress else 0, "converting") as advance,
+        Writer(advance=advance) as writer,
+    ):
         return [write_file(output.plan, output.regions(), store, writer) for output in outputs]
 
 
@@ -486,29 +588,41 @@ def convert(
 ) -> ConvertReport:
     """Write the tensors of `src` to `dst` in another format, atomically and durably.
 
-    `src` is a file (HDF5, safetensors, torch, Keras, flax, Lightning), a Hugging Face folder, a checkpoint of ours or
-    a folder of torch's distributed checkpoint, DeepSpeed, TensorFlow or orbax. `dst` is a file whose suffix names the
-    format, or a folder, which gets the sidecar files of a source folder and a manifest. Both may be URLs.
-    `format`: name of the target format. `dtype`: cast floating-point tensors. `map`: a mapping of old tensor names to
-    new ones, or a file that contains it; * at the end of both names matches any ending. `verify`: compare the result
-    bit for bit with the source. `max_shard_size` (bytes or "5GB"): split the weights of a folder. `shards`: a file of
-    lines "pattern shard" that assigns each tensor to a TensorFlow checkpoint by the first matching pattern.
+    `src` is a file (HDF5, safetensors, torch, Keras, flax, Lightning), a Hugging Face folder, a
+    checkpoint of ours or a folder of torch's distributed checkpoint, DeepSpeed, TensorFlow or
+    orbax. `dst` is a file whose suffix names the format, or a folder, which gets the sidecar files
+    of a source folder and a manifest. Both may be URLs. `format`: name of the target format.
+    `dtype`: cast floating-point tensors. `map`: a mapping of old tensor names to new ones, or a
+    file that contains it; * at the end of both names matches any ending. `verify`: compare the
+    result bit for bit with the source. `max_shard_size` (bytes or "5GB"): split the weights of a
+    folder. `shards`: a file of lines "pattern shard" that assigns each tensor to a TensorFlow
+    checkpoint by the first matching pattern.
 
-    Memory holds a few slices, or one tensor if it is not stored in row-major order. Writes to a bucket are streamed. An
-    existing checkpoint in a bucket cannot be replaced atomically: it is refused, or with `overwrite` deleted first. A
-    source checkpoint of ours is kept open, so a save that replaces it meanwhile has no effect. Its files are compared
-    with their digests before they are read.
+    Memory holds a few slices, or one tensor if it is not stored in row-major order. Writes to a
+    bucket are streamed. An existing checkpoint in a bucket cannot be replaced atomically: it is
+    refused, or with `overwrite` deleted first. A source checkpoint of ours is kept open, so a save
+    that replaces it meanwhile has no effect. Its files are compared with their digests before they
+    are read.
 
-    Raises ConfigError, SelectionError for invalid names and types, LoadError or CorruptError for the source,
-    TargetError or NoSpaceError for the target.
+    Raises ConfigError, SelectionError for invalid names and types, LoadError or CorruptError for
+    the source, TargetError or NoSpaceError for the target.
     """
     source = open_place(src)
-    note = f"converted from {os.fsencode(source.basename).decode(errors='replace')}"  # the name may not be UTF-8
+    # the name may not be UTF-8
+    note = f"converted from {os.fsencode(source.basename).decode(errors='replace')}"
     names = read_map(map)
     options = convert_options(
-        dst, format=format, dtype=dtype, names=names, max_shard_size=max_shard_size, verify=verify, progress=progress,
-        note=note, shards=shards, overwrite=overwrite,
-    )  # fmt: skip
+        dst,
+        format=format,
+        dtype=dtype,
+        names=names,
+        max_shard_size=max_shard_size,
+        verify=verify,
+        progress=progress,
+        note=note,
+        shards=shards,
+        overwrite=overwrite,
+    )
     check_apart([source], options)
     with hold_open(source) as place, closing(open_source(place)) as opened:
         check_used(names, [*opened.specs, *getattr(opened, "ties", {})], str(source))
@@ -517,27 +631,38 @@ def convert(
 
 
 def write_converted(opened: TensorFile, place: Place, options: ConvertOptions) -> ConvertReport:
-    """Write the tensors of `opened` and the sidecar files in the folder `place` with these `options`.
+    """Write the tensors of `opened` and the sidecar files in the folder `place` with these
+    `options`.
 
     Raises LoadError for a source without tensors.
     """
     begun, skipped = time.monotonic(), getattr(opened, "skipped", ())
     if not opened.specs:
-        others = f", only {listing(list(skipped))}" if skipped else "; give a file or folder that has some"
+        others = (
+            f", only {listing(list(skipped))}"
+            if skipped
+            else "; give a file or folder that has some"
+        )
         raise LoadError(f"{place.basename}: no tensors in it{others}")
     with explained(options.target):
         if options.format.folder_writer is not None:
             written = _convert_by_library(opened, place, options, options.format.folder_writer)
         else:
-            written = (_convert_to_folder if options.to_folder else _convert_to_file)(opened, place, options)
+            written = (_convert_to_folder if options.to_folder else _convert_to_file)(
+                opened, place, options
+            )
     return dataclasses.replace(written, path=options.path, seconds=time.monotonic() - begun)
 
 
 def open_source(path: str | Path | Place) -> TensorFile:
-    """The tensors at `path` in any format; bytes are copied, so a truncated file raises an error."""
+    """The tensors at `path` in any format; bytes are copied, so a truncated file raises an
+    error.
+    """
     place = open_place(path)
     with damaged_input(place):
-        return detect.open_tensor_file(place.open()) if place.is_object else folder.open_folder(place)
+        return (
+            detect.open_tensor_file(place.open()) if place.is_object else folder.open_folder(place)
+        )
 
 
 def _convert_to_file(opened: TensorFile, _source: Place, options: ConvertOptions) -> ConvertReport:
@@ -554,14 +679,22 @@ def _convert_to_file(opened: TensorFile, _source: Place, options: ConvertOptions
 
 
 def _refuse_listed(target: Place) -> None:
-    """Raise TargetError if the target is a file of a checkpoint, which would differ from its manifest."""
+    """Raise TargetError if the target is a file of a checkpoint, which would differ from its
+    manifest.
+    """
     around = checkpoint_around(target)
-    if around is not None and any(record.path == around[1] for record in load_manifest(around[0]).files):
-        raise TargetError(f"{target}: a file of the checkpoint {around[0].url}; choose a path outside of it")
+    if around is not None and any(
+        record.path == around[1] for record in load_manifest(around[0]).files
+    ):
+        raise TargetError(
+            f"{target}: a file of the checkpoint {around[0].url}; choose a path outside of it"
+        )
 
 
 def _staging_with_room(options: ConvertOptions, size_bytes: int) -> Staging:
-    """Open a staging for the target, after a check of the space for weights of `size_bytes` and sidecar files."""
+    """Open a staging for the target, after a check of the space for weights of `size_bytes` and
+    sidecar files.
+    """
     store = options.target.folder
     _check_room(store, size_bytes + _ROOM_BYTES)
     if store.parent is None:
@@ -609,7 +742,9 @@ def _convert_by_library(
 
 @dataclass(frozen=True)
 class _ConvertedPart:
-    """One part of a folder with its output files; `index` is the text of their index, None with one file."""
+    """One part of a folder with its output files; `index` is the text of their index, None with one
+    file.
+    """
 
     part: folder.FolderPart
     file: TranslatedFile
@@ -625,11 +760,15 @@ class _ConvertedPart:
         ties = tuple(map(tuple, groups.values()))
         known = self.part.record
         if known is None:
-            return PartRecord("", self.part.path, self.part.kind, kind, "", tensors, ties, casts=self.file.casts)
+            return PartRecord(
+                "", self.part.path, self.part.kind, kind, "", tensors, ties, casts=self.file.casts
+            )
         new = {old: name for name, old in self.file.old.items()}
         trainable = tuple(new[name] for name in known.trainable if name in new)
         casts = {**known.casts, **self.file.casts}
-        return dataclasses.replace(known, format=kind, tensors=tensors, ties=ties, trainable=trainable, casts=casts)
+        return dataclasses.replace(
+            known, format=kind, tensors=tensors, ties=ties, trainable=trainable, casts=casts
+        )
 
 
 def _convert_to_folder(opened: TensorFile, source: Place, options: ConvertOptions) -> ConvertReport:
@@ -656,7 +795,11 @@ def _convert_to_folder(opened: TensorFile, source: Place, options: ConvertOption
                     check_copy(plan.file, found, options.target.basename)
         written += link_second_names(options.format, written, store)
         parts_written = [plan.part_record(options.format.name) for plan in plans]
-        staging.commit(_converted_manifest(opened, source, parts_written, _file_records(store, written), options))
+        staging.commit(
+            _converted_manifest(
+                opened, source, parts_written, _file_records(store, written), options
+            )
+        )
     finally:
         staging.discard()
     notes = (f"{listing(left, ', ')}: not taken along",) if left else ()
@@ -672,7 +815,10 @@ def _plan_converted(part: folder.FolderPart, options: ConvertOptions) -> _Conver
     shards = {f"{stem}{ending}": list(file.specs)}
     if part.kind != "adapter":  # PEFT reads one file only
         shards = split_into_files(file.specs, stem, ending, options.max_shard_bytes)
-    outputs = tuple(plan_output(options.format, place + name, _Shard(file, names)) for name, names in shards.items())
+    outputs = tuple(
+        plan_output(options.format, place + name, _Shard(file, names))
+        for name, names in shards.items()
+    )
     if len(shards) == 1:
         return _ConvertedPart(part, file, outputs, index_path, None)
     total = {"total_size": sum(spec.size_bytes for spec in file.specs.values())}
@@ -680,14 +826,22 @@ def _plan_converted(part: folder.FolderPart, options: ConvertOptions) -> _Conver
 
 
 def _names_in_part(part: folder.FolderPart, names: Iterable[str], table: Names) -> dict[str, str]:
-    """New names by old of the tensors `names` of a part. `table` has the names in the whole folder, with its prefix.
+    """New names by old of the tensors `names` of a part.
+
+    `table` has the names in the whole folder, with its prefix.
 
     Raises SelectionError for tensors that would leave the part.
     """
     new = rename_tensors([part.prefix + name for name in names], table)
-    if left := [f"{old} -> {name}" for old, name in new.items() if not name.startswith(part.prefix)]:
-        raise SelectionError(f"{listing(left)}: out of the part {part.path}; keep the prefix {part.prefix!r}")
-    return {old.removeprefix(part.prefix): name.removeprefix(part.prefix) for old, name in new.items()}
+    if left := [
+        f"{old} -> {name}" for old, name in new.items() if not name.startswith(part.prefix)
+    ]:
+        raise SelectionError(
+            f"{listing(left)}: out of the part {part.path}; keep the prefix {part.prefix!r}"
+        )
+    return {
+        old.removeprefix(part.prefix): name.removeprefix(part.prefix) for old, name in new.items()
+    }
 
 
 class _Shard:
@@ -722,7 +876,9 @@ def _set_dtype(store: Store, name: str, dtype: str) -> None:
 def _file_records(store: Store, written: Sequence[FileRecord]) -> tuple[FileRecord, ...]:
     """The records of all staged files; files not in `written` are read to compute their digests."""
     known = {record.path for record in written}
-    others = (each.name for each in store.list() if each.name not in known and not is_mark(each.name))
+    others = (
+        each.name for each in store.list() if each.name not in known and not is_mark(each.name)
+    )
     return (*written, *(read_record(store, name) for name in others))
 
 
@@ -733,20 +889,34 @@ def _converted_manifest(
     files: tuple[FileRecord, ...],
     options: ConvertOptions,
 ) -> Manifest:
-    """The manifest of a source checkpoint with the new files, or a new manifest for other sources."""
+    """The manifest of a source checkpoint with the new files, or a new manifest for other
+    sources.
+    """
     known = opened.manifest if isinstance(opened, folder.WeightsFolder) else None
     if isinstance(opened, folder.WeightsFolder) and known is not None:
         notes = (*known.notes, options.note)
-        shared = _renamed_groups(opened, known.shared, options.names) if options.format.folder_writer is None else ()
-        return dataclasses.replace(known, parts=tuple(parts), files=files, notes=notes, shared=shared, number=None)
+        shared = (
+            _renamed_groups(opened, known.shared, options.names)
+            if options.format.folder_writer is None
+            else ()
+        )
+        return dataclasses.replace(
+            known, parts=tuple(parts), files=files, notes=notes, shared=shared, number=None
+        )
     named = tuple(_describe_part(part, source) for part in parts)
     kind = "adapter" if all(part.kind == "adapter" for part in named) else "full"
     created = datetime.now(timezone.utc).isoformat()
     versions = {"ft_ckpt": __version__}
     return Manifest(
-        named, files, kind, created, versions=versions, notes=(options.note,), made_from=options.made_from,
+        named,
+        files,
+        kind,
+        created,
+        versions=versions,
+        notes=(options.note,),
+        made_from=options.made_from,
         export=bool(options.made_from),
-    )  # fmt: skip
+    )
 
 
 def _renamed_groups(
@@ -757,7 +927,11 @@ def _renamed_groups(
 
     def renamed(member: str) -> str:
         name, _, tensor = member.partition(":")
-        return f"{name}:{_names_in_part(parts[name], [tensor], table)[tensor]}" if name in parts else member
+        return (
+            f"{name}:{_names_in_part(parts[name], [tensor], table)[tensor]}"
+            if name in parts
+            else member
+        )
 
     return tuple(tuple(map(renamed, group)) for group in groups)
 
@@ -773,10 +947,17 @@ def _describe_part(part: PartRecord, source: Place) -> PartRecord:
         return part
     if part.kind == "adapter":
         return dataclasses.replace(
-            part, name="default", adapter="default", active=True, class_name="PeftModel", base=named_base(config)
+            part,
+            name="default",
+            adapter="default",
+            active=True,
+            class_name="PeftModel",
+            base=named_base(config),
         )
     names = config.get("architectures")
-    return dataclasses.replace(part, class_name=str(names[0]) if isinstance(names, list) and names else "")
+    return dataclasses.replace(
+        part, class_name=str(names[0]) if isinstance(names, list) and names else ""
+    )
 
 
 def named_base(settings: Mapping[str, Any]) -> BaseRecord:
@@ -792,7 +973,15 @@ def _conversion_report(
     casts = dict(sum((Counter(file.casts) for file in files), Counter[str]()))
     beyond = sorted(name for file in files for name in file.overflown)
     if beyond:
-        notes = (*notes, f"{listing(beyond, ', ')}: values beyond what {options.dtype} can hold have become infinite")
+        notes = (
+            *notes,
+            (
+                f"{listing(beyond, ', ')}: values beyond what {options.dtype} can "
+                "hold have become infinite"
+            ),
+        )
     skipped = tuple(what for file in files for what in file.skipped)
     tensors = sum(len(file.specs) for file in files)
-    return ConvertReport(options.path, options.format.name, size, tensors, 0.0, casts, skipped, notes)
+    return ConvertReport(
+        options.path, options.format.name, size, tensors, 0.0, casts, skipped, notes
+    )

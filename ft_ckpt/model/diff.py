@@ -27,7 +27,8 @@ class Sums:
     squares: float = 0.0  # of (B - A)²
     norm: float = 0.0  # of A²
     largest: float = 0.0  # of |B - A|
-    unbounded: int = 0  # elements whose difference is not finite or unknown (float4), except equal ones and two NaN
+    # elements whose difference is not finite or unknown (float4), except equal ones and two NaN
+    unbounded: int = 0
 
     def __add__(self, other: "Sums") -> "Sums":
         return Sums(
@@ -44,8 +45,8 @@ class Sums:
 class Difference:
     """The difference of one tensor, or of all tensors of one layer, in A and B.
 
-    `status`: "equal" (bit for bit; by value if the dtypes differ), "changed", "shape", "only in A", "only in B"; for a
-    layer "equal" or "changed".
+    `status`: "equal" (bit for bit; by value if the dtypes differ), "changed", "shape", "only in A",
+    "only in B"; for a layer "equal" or "changed".
     """
 
     name: str
@@ -63,17 +64,25 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """Norm of B - A divided by the norm of A; infinite if only A is zero, or if they cannot be subtracted."""
-        if self.status not in ("equal", "changed") or self.sums.unbounded or (self.sums.squares and not self.sums.norm):
+        """Norm of B - A divided by the norm of A; infinite if only A is zero, or if they cannot be
+        subtracted.
+        """
+        if (
+            self.status not in ("equal", "changed")
+            or self.sums.unbounded
+            or (self.sums.squares and not self.sums.norm)
+        ):
             return math.inf
         return math.sqrt(self.sums.squares / self.sums.norm) if self.sums.norm else 0.0
 
 
 def compare_files(one: TensorFile, other: TensorFile) -> list[Difference]:
-    """Compare every tensor of A (`one`) and B (`other`), largest change first; memory holds a few slices.
+    """Compare every tensor of A (`one`) and B (`other`), largest change first; memory holds a few
+    slices.
 
-    A name stands for the tensor that it is tied to. A pair of tensors is compared once, under the first name that both
-    files have. A name in one file only is left out if its tensor is compared under another name.
+    A name stands for the tensor that it is tied to. A pair of tensors is compared once, under the
+    first name that both files have. A name in one file only is left out if its tensor is compared
+    under another name.
     """
     first, second = UntiedFile(one), UntiedFile(other)
     names: dict[tuple[str, str], str] = {}
@@ -86,11 +95,14 @@ def compare_files(one: TensorFile, other: TensorFile) -> list[Difference]:
         for name, stored in file.old.items():
             if stored not in compared:
                 alone.setdefault((side, stored), name)
-    return _most_changed_first(_tensor_difference(first, second, name) for name in (*names.values(), *alone.values()))
+    return _most_changed_first(
+        _tensor_difference(first, second, name) for name in (*names.values(), *alone.values())
+    )
 
 
 def compare_settings(one: TensorFile, other: TensorFile) -> list[tuple[str, str, str]]:
-    """(name, in A, in B) of the settings that differ and change the output; empty unless both are folders.
+    """(name, in A, in B) of the settings that differ and change the output; empty unless both are
+    folders.
 
     Raises CorruptError for a settings file that cannot be parsed.
     """
@@ -104,20 +116,28 @@ def compare_settings(one: TensorFile, other: TensorFile) -> list[tuple[str, str,
             continue
         first_store = Place(one.store, part.path).folder
         second_store = Place(other.store, part.path).folder
-        settings = [*differing_class(part, second), *differing_settings(first_store, second_store, part.kind)]
+        settings = [
+            *differing_class(part, second),
+            *differing_settings(first_store, second_store, part.kind),
+        ]
         for name, before, after in settings:
             differences.append((f"{part.path}/{name}".lstrip("/"), before, after))
     return differences
 
 
 def by_layer(found: Iterable[Difference]) -> list[Difference]:
-    """The differences by layer, such as "model.layers.3", or by module for names without a number."""
+    """The differences by layer, such as "model.layers.3", or by module for names without a
+    number.
+    """
     layers: dict[str, list[Difference]] = {}
     for each in found:
         layers.setdefault(layer_of(each.name), []).append(each)
     by_name = []
     for layer, members in layers.items():
-        changed, sums = sum(each.changed for each in members), sum((each.sums for each in members), Sums())
+        changed, sums = (
+            sum(each.changed for each in members),
+            sum((each.sums for each in members), Sums()),
+        )
         status = "changed" if changed else "equal"
         by_name.append(Difference(layer, status, sums=sums, tensors=len(members), changed=changed))
     return _most_changed_first(by_name)
@@ -143,7 +163,9 @@ def _tensor_difference(first: UntiedFile, second: UntiedFile, name: str) -> Diff
         high = min(low + _SLICE, before.numel)
         same, more = _compare_slices(first.read(name, low, high), second.read(name, low, high))
         equal, sums = equal and same, sums + more
-    return Difference(name, "equal" if equal else "changed", before, after, sums, changed=int(not equal))
+    return Difference(
+        name, "equal" if equal else "changed", before, after, sums, changed=int(not equal)
+    )
 
 
 def _compare_slices(one: Tensor, other: Tensor) -> tuple[bool, Sums]:
@@ -167,7 +189,9 @@ def _compare_slices(one: Tensor, other: Tensor) -> tuple[bool, Sums]:
     change = torch.where(same, 0.0, after - before).abs()
     bounded = change.isfinite()
     change = torch.where(bounded, change, 0.0)
-    sums = Sums(before.numel(), float(change.sum()), float(change.square().sum()), norm, float(change.max()))
+    sums = Sums(
+        before.numel(), float(change.sum()), float(change.square().sum()), norm, float(change.max())
+    )
     return not same_dtype and bool(same.all()), sums + Sums(unbounded=int((~bounded).sum()))
 
 

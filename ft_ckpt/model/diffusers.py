@@ -1,7 +1,8 @@
 """Models of diffusers and LoRA on them, in the layout that diffusers itself writes and reads.
 
-A model: `config.json` and `diffusion_pytorch_model.safetensors`. LoRA: `pytorch_lora_weights.safetensors`, whose names
-begin with the component of a pipeline, and whose metadata has the LoRA settings. Only a load imports diffusers.
+A model: `config.json` and `diffusion_pytorch_model.safetensors`. LoRA:
+`pytorch_lora_weights.safetensors`, whose names begin with the component of a pipeline, and whose
+metadata has the LoRA settings. Only a load imports diffusers.
 """
 
 import copy
@@ -29,8 +30,12 @@ from ft_ckpt.storage.local_store import LocalStore
 
 _LORA_METADATA = "lora_adapter_metadata"
 # Settings of the initial values, which the stored tensors replace.
-_INITIAL_SETTINGS = frozenset(("init_lora_weights", "eva_config", "corda_config", "loftq_config", "lora_ga_config"))
-_ORIGIN_SETTINGS = frozenset(("base_model_name_or_path", "revision", "auto_mapping", "peft_version"))
+_INITIAL_SETTINGS = frozenset(
+    ("init_lora_weights", "eva_config", "corda_config", "loftq_config", "lora_ga_config")
+)
+_ORIGIN_SETTINGS = frozenset(
+    ("base_model_name_or_path", "revision", "auto_mapping", "peft_version")
+)
 
 
 def is_diffusers(module: nn.Module) -> bool:
@@ -42,19 +47,24 @@ def is_diffusers(module: nn.Module) -> bool:
 
 
 def write_config(folder: Path, part: Part) -> None:
-    """Write the config.json of a model into the existing `folder`, without local paths. The live config is unchanged.
+    """Write the config.json of a model into the existing `folder`, without local paths.
 
-    Raises CompanionError when the config refuses to be saved, or when `from_pretrained` would make of it a model with
-    other tensors than the stored ones.
+    The live config is unchanged.
+
+    Raises CompanionError when the config refuses to be saved, or when `from_pretrained` would make
+    of it a model with other tensors than the stored ones.
     """
     cls = user_class(type(part.module))
-    twin: Any = object.__new__(cls)  # diffusers writes the class of the instance, which FSDP2 replaces
+    # diffusers writes the class of the instance, which FSDP2 replaces
+    twin: Any = object.__new__(cls)
     nn.Module.__init__(twin)
     twin._internal_dict = copy.deepcopy(part.module._internal_dict)
     try:
         config = json.loads(twin.to_json_string())
     except Exception as error:
-        raise CompanionError(f"config.json: {cls.__name__} refuses to be saved: {shown(error)}") from error
+        raise CompanionError(
+            f"config.json: {cls.__name__} refuses to be saved: {shown(error)}"
+        ) from error
     origin = config.get("_name_or_path")
     if origin and not is_hub_name(origin):
         del config["_name_or_path"]
@@ -64,19 +74,28 @@ def write_config(folder: Path, part: Part) -> None:
 
 
 def _refuse_other_tensors(part: Part, cls: Any, text: str) -> None:
-    """Raise CompanionError naming the tensors in which the stored model and that of the config `text` differ."""
+    """Raise CompanionError naming the tensors in which the stored model and that of the config
+    `text` differ.
+    """
     stored = {entry.name: entry.shape for entry in part.entries}
     aliases = {name for names in part.ties for name in names}
     made = _shapes_of_config(cls, text)
-    problems = [f"{name}: trained, and not in the model of the config" for name in stored.keys() - made.keys()]
-    problems += [f"{name}: in the model of the config only" for name in made.keys() - stored.keys() - aliases]
+    problems = [
+        f"{name}: trained, and not in the model of the config"
+        for name in stored.keys() - made.keys()
+    ]
+    problems += [
+        f"{name}: in the model of the config only" for name in made.keys() - stored.keys() - aliases
+    ]
     for name in stored.keys() & made.keys():
         if stored[name] != made[name]:
             problems.append(f"{name}: {stored[name]}, and {made[name]} in the model of the config")
     if problems:
         raise CompanionError(
-            f"{listing(sorted(problems))}: config.json does not describe the weights, which {cls.__name__}."
-            "from_pretrained could not load; set the changed sizes with model.register_to_config(...)"
+            f"{listing(sorted(problems))}: config.json does not describe the weights, which "
+            f"{cls.__name__}."
+            "from_pretrained could not load; set the changed sizes with "
+            "model.register_to_config(...)"
         )
 
 
@@ -85,7 +104,9 @@ def _shapes_of_config(cls: Any, text: str) -> Mapping[str, tuple[int, ...]]:
     try:
         model = empty_of_config(cls, json.loads(text))
     except Exception as error:
-        raise CompanionError(f"config.json: {cls.__name__} cannot be made of it ({shown(error)})") from error
+        raise CompanionError(
+            f"config.json: {cls.__name__} cannot be made of it ({shown(error)})"
+        ) from error
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
@@ -93,15 +114,20 @@ def _shapes_of_config(cls: Any, text: str) -> Mapping[str, tuple[int, ...]]:
 
 
 def in_lora_layout(part: Part) -> Part:
-    """The adapter as `load_lora_weights` reads it, if it is LoRA on a model of diffusers; other adapters unchanged.
+    """The adapter as `load_lora_weights` reads it, if it is LoRA on a model of diffusers; other
+    adapters unchanged.
 
-    An adapter of diffusers' models that diffusers cannot read keeps PEFT's layout, with a note that says why.
+    An adapter of diffusers' models that diffusers cannot read keeps PEFT's layout, with a note that
+    says why.
     """
     if not is_diffusers(part.module):
         return part
     config = part.module.peft_config[part.adapter]
     if why := _why_not_loaded(part, config):
-        note = f"adapter {part.adapter!r}: in PEFT's layout, which PeftModel reads; load_lora_weights cannot read {why}"
+        note = (
+            f"adapter {part.adapter!r}: in PEFT's layout, which PeftModel reads; "
+            f"load_lora_weights cannot read {why}"
+        )
         return replace(part, notes=(*part.notes, note))
     component = component_of(part.module)
     entries = tuple(_renamed(entry, component) for entry in part.entries)
@@ -111,9 +137,13 @@ def in_lora_layout(part: Part) -> Part:
 
 
 def component_of(module: Any) -> str:
-    """The name in a pipeline of the model that carries adapters, from its class; diffusers' default is the second."""
+    """The name in a pipeline of the model that carries adapters, from its class; diffusers' default
+    is the second.
+    """
     base = module.get_base_model() if is_peft_model(module) else module
-    classes = [cls.__name__ for cls in type(base).__mro__ if cls.__module__.startswith("diffusers.")]
+    classes = [
+        cls.__name__ for cls in type(base).__mro__ if cls.__module__.startswith("diffusers.")
+    ]
     return "unet" if any("UNet" in name for name in classes) else "transformer"
 
 
@@ -124,7 +154,9 @@ def _why_not_loaded(part: Part, config: Any) -> str:
         return f"adapters of the method {method}"
     if not keeps_base(config):
         return f"init_lora_weights={config.init_lora_weights!r}, which changes the base"
-    others = [entry.name for entry in part.entries if "lora" not in entry.name or entry.group is not None]
+    others = [
+        entry.name for entry in part.entries if "lora" not in entry.name or entry.group is not None
+    ]
     return f"{listing(others, ', ')}: no matrices of LoRA" if others else ""
 
 
@@ -146,18 +178,25 @@ def _lora_settings(config: Any) -> dict[str, Any]:
 
 
 def model_class(name: str, classes: Mapping[str, type]) -> Any:
-    """The class `name` of `classes` or diffusers. Raises LoadError if there is none, or diffusers is not installed."""
+    """The class `name` of `classes` or diffusers.
+
+    Raises LoadError if there is none, or diffusers is not installed.
+    """
     if name in classes:
         return classes[name]
     if find_spec("diffusers") is None:
         raise LoadError(
-            f"{name}: a model of diffusers, which is not installed; install it, or load the weights into a model of "
+            f"{name}: a model of diffusers, which is not installed; install it, or load the "
+            "weights into a model of "
             "yours with into="
         )
     cls = getattr(import_module("diffusers"), name, None) if name.isidentifier() else None
-    if not isinstance(cls, type) or not DIFFUSERS.base_classes <= {base.__name__ for base in cls.__mro__}:
+    if not isinstance(cls, type) or not DIFFUSERS.base_classes <= {
+        base.__name__ for base in cls.__mro__
+    }:
         raise LoadError(
-            f"{name!r}: no model class of the installed diffusers; pass classes={{{name!r}: ...}}, or load the weights "
+            f"{name!r}: no model class of the installed diffusers; pass classes={{{name!r}: ...}}, "
+            "or load the weights "
             "into a model of yours with into="
         )
     return cls
@@ -177,16 +216,22 @@ def model_on_file(config: Mapping[str, Any], file: TensorFile, source: str) -> n
     Raises LoadError for a quantised model, or naming the tensors that do not fit.
     """
     if config.get("quantization_config"):
-        raise LoadError(f"{source}: its weights are quantised; name the folder of the original model")
+        raise LoadError(
+            f"{source}: its weights are quantised; name the folder of the original model"
+        )
     model: nn.Module = empty_of_config(model_class(str(config["_class_name"]), {}), config)
     made = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     problems = []
     for name, spec in file.specs.items():
         if made.get(name) != spec.shape:
-            problems.append(f"{name}: {spec.shape} in the files, {made.get(name, 'absent')} in the model")
+            problems.append(
+                f"{name}: {spec.shape} in the files, {made.get(name, 'absent')} in the model"
+            )
     problems += [f"{name}: not in the files" for name in made if name not in file.specs]
     if problems:
-        raise LoadError(f"{source}: {listing(problems)}: its files do not fit its config; use another copy")
+        raise LoadError(
+            f"{source}: {listing(problems)}: its files do not fit its config; use another copy"
+        )
     tensors = {name: file.read(name).view(spec.shape) for name, spec in file.specs.items()}
     model.load_state_dict(tensors, assign=True)
     return model.eval().requires_grad_(False)

@@ -1,4 +1,6 @@
-"""The plan of the stored tensors: parts (loadable folders) and their entries; the adapters to merge."""
+"""The plan of the stored tensors: parts (loadable folders) and their entries; the adapters to
+merge.
+"""
 
 import math
 from collections import Counter
@@ -19,14 +21,18 @@ MODEL_FILE = "model"
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Stored tensors that are computed together from full sources, such as experts kept fused in memory."""
+    """Stored tensors that are computed together from full sources, such as experts kept fused in
+    memory.
+    """
 
     sources: tuple[Source, ...]
     convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]  # by canonical name -> by stored name
 
 
 class Entry(NamedTuple):
-    """One stored tensor: streamed from a source, possibly in another dtype, or computed by a group."""
+    """One stored tensor: streamed from a source, possibly in another dtype, or computed by a
+    group.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -61,9 +67,12 @@ class Part:
     adapter: str | None = None
     active: bool = False
     beside: bool = False  # an adapter whose current base is in the same checkpoint
-    doubtful: tuple[tuple[Source, Source], ...] = ()  # declared tied, but two tensors in memory: compared at the save
-    base: Mapping[str, Source] = field(default_factory=dict)  # frozen tensors of an adapter's base, by base name
-    tensors: Mapping[str, Source] = field(default_factory=dict)  # of a transformers model, tied ones under each name
+    # declared tied, but two tensors in memory: compared at the save
+    doubtful: tuple[tuple[Source, Source], ...] = ()
+    # frozen tensors of an adapter's base, by base name
+    base: Mapping[str, Source] = field(default_factory=dict)
+    # of a transformers model, tied ones under each name
+    tensors: Mapping[str, Source] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     omitted: tuple[Source, ...] = ()  # left out on purpose: recreated by the class or PEFT
     extra: str | None = None  # the text of EXTRA_FILE, if there is any
@@ -71,7 +80,8 @@ class Part:
 
 
 def shared_between(parts: Iterable[Part]) -> tuple[tuple[str, ...], ...]:
-    """Groups of "part:name" that are one tensor in several parts; `name` is relative to the part's module.
+    """Groups of "part:name" that are one tensor in several parts; `name` is relative to the part's
+    module.
 
     Adapters are left out, because PEFT stores other names.
     """
@@ -80,17 +90,29 @@ def shared_between(parts: Iterable[Part]) -> tuple[tuple[str, ...], ...]:
         for source in (source for entry in part.entries for source in entry.sources):
             below = source.name.removeprefix(f"{part.name}.") if part.name else source.name
             groups.setdefault(source.key, {})[f"{part.name}:{below}"] = None
-    return tuple(tuple(names) for names in groups.values() if len({name.partition(":")[0] for name in names}) > 1)
+    return tuple(
+        tuple(names)
+        for names in groups.values()
+        if len({name.partition(":")[0] for name in names}) > 1
+    )
 
 
 def lossy_casts(part: Part) -> dict[str, int]:
-    """All casts of the part, widening ones included, as {"float32->bfloat16": number of tensors}."""
-    pairs = ((entry.memory_dtype, entry.dtype) for entry in part.entries if entry.dtype != entry.memory_dtype)
+    """All casts of the part, widening ones included, as {"float32->bfloat16": number of
+    tensors}.
+    """
+    pairs = (
+        (entry.memory_dtype, entry.dtype)
+        for entry in part.entries
+        if entry.dtype != entry.memory_dtype
+    )
     return dict(Counter(f"{dtype_name(before)}->{dtype_name(after)}" for before, after in pairs))
 
 
 def main_dtype(part: Part) -> str:
-    """The stored dtype of most floating-point elements of the part, for its config; "float32" if there are none."""
+    """The stored dtype of most floating-point elements of the part, for its config; "float32" if
+    there are none.
+    """
     elements: Counter[str] = Counter()
     for entry in part.entries:
         if entry.dtype.is_floating_point:
@@ -103,22 +125,31 @@ Merged = bool | str | Iterable[str] | Mapping[str, float]
 
 @dataclass(frozen=True)
 class MergeChoice:
-    """The adapters to merge: `adapters`, or the active ones if empty; each multiplied by its weight, if given."""
+    """The adapters to merge: `adapters`, or the active ones if empty; each multiplied by its
+    weight, if given.
+    """
 
     adapters: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
 
 
-def merge_choice(merged: Merged, excluded: Mapping[str, Any] = MappingProxyType({})) -> MergeChoice | None:
-    """The choice for the argument `merged`: True for the active adapters, False for none, names, or names with weights.
+def merge_choice(
+    merged: Merged, excluded: Mapping[str, Any] = MappingProxyType({})
+) -> MergeChoice | None:
+    """The choice for the argument `merged`: True for the active adapters, False for none, names, or
+    names with weights.
 
-    `excluded`: the arguments that a merge excludes, by name. Raises ConfigError for anything else, repeated names,
-    weights that are not finite, and for an excluded argument that is neither None nor False.
+    `excluded`: the arguments that a merge excludes, by name. Raises ConfigError for anything else,
+    repeated names, weights that are not finite, and for an excluded argument that is neither None
+    nor False.
     """
-    contradicting = [name for name, value in excluded.items() if value is not None and value is not False]
+    contradicting = [
+        name for name, value in excluded.items() if value is not None and value is not False
+    ]
     if merged is not False and contradicting:
         raise ConfigError(
-            f"merged={merged!r} and {', '.join(contradicting)}: a merged model is the whole model without adapters; "
+            f"merged={merged!r} and {', '.join(contradicting)}: a merged model is the whole model "
+            "without adapters; "
             "leave one of them out"
         )
     if isinstance(merged, bool):
@@ -127,18 +158,26 @@ def merge_choice(merged: Merged, excluded: Mapping[str, Any] = MappingProxyType(
     if isinstance(merged, Iterable) and not isinstance(merged, str):
         names = tuple(merged)
     weights = tuple(finite_numbers(merged.values())) if isinstance(merged, Mapping) else ()
-    are_names = all(isinstance(name, str) for name in names) and len({*map(str, names)}) == len(names)
+    are_names = all(isinstance(name, str) for name in names) and len({*map(str, names)}) == len(
+        names
+    )
     if not names or not are_names or (isinstance(merged, Mapping) and len(weights) != len(names)):
-        raise ConfigError(f"merged={merged!r}: expected True, names of adapters, each once, or a weight for each name")
+        raise ConfigError(
+            f"merged={merged!r}: expected True, names of adapters, each once, or "
+            "a weight for each name"
+        )
     return MergeChoice(names, weights)
 
 
 def finite_numbers(values: Any) -> list[float]:
-    """The values as floats; empty unless they are finite numbers in an order: no string, mapping or set."""
+    """The values as floats; empty unless they are finite numbers in an order: no string, mapping or
+    set.
+    """
     if isinstance(values, (str, bytes, bytearray, Mapping, Set)):
         return []
     try:
         found = [math.nan if isinstance(value, (str, bytes)) else float(value) for value in values]
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last from a tensor of several elements
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        # the last from a tensor of several elements
         return []
     return found if all(map(math.isfinite, found)) else []

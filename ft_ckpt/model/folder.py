@@ -1,4 +1,6 @@
-"""Opens folders of weights as one file of tensors: Hugging Face folders, sharded or not, and checkpoints of ours."""
+"""Opens folders of weights as one file of tensors: Hugging Face folders, sharded or not, and
+checkpoints of ours.
+"""
 
 import json
 import re
@@ -32,7 +34,8 @@ _STEMS = {
     "model": ("model", "pytorch_model", DIFFUSERS_MODEL_FILE),
     "adapter": (ADAPTER_FILE, DIFFUSERS_LORA_FILE),
 }
-# Files that hold weights or training state in some format; all other files of a folder are sidecar files.
+# Files that hold weights or training state in some format; all other files of a folder are sidecar
+# files.
 _BULK = re.compile(
     r"\.(safetensors|bin|h5|hdf5|mdl|pt|pth|ckpt|msgpack|onnx|onnx_data|gguf|keras|distcp|npz|npy|index)$"
 )
@@ -55,11 +58,16 @@ class JoinedFile:
                 twice += [full] if full in self.specs else []
                 self.specs[full] = Spec(full, spec.shape, spec.dtype)
                 self.places[full] = (file, name)
-            self.ties |= {prefix + name: prefix + kept for name, kept in getattr(file, "ties", {}).items()}
+            self.ties |= {
+                prefix + name: prefix + kept for name, kept in getattr(file, "ties", {}).items()
+            }
             self.skipped += [prefix + what for what in getattr(file, "skipped", ())]
             self.metadata |= getattr(file, "metadata", {})
         if twice:
-            raise LoadError(f"{source}: {listing(twice, ', ')}: in several of its files; expected each tensor once")
+            raise LoadError(
+                f"{source}: {listing(twice, ', ')}: in several of its files; "
+                "expected each tensor once"
+            )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         file, inner = self.places[name]
@@ -93,7 +101,9 @@ class FolderPart:
 
 
 def differing_class(one: FolderPart, other: FolderPart) -> list[tuple[str, str, str]]:
-    """("class", name in `one`, name in `other`) for plain modules of two classes: they have no settings file."""
+    """("class", name in `one`, name in `other`) for plain modules of two classes: they have no
+    settings file.
+    """
     if one.kind != "module" or one.record is None or other.record is None:
         return []
     before, after = one.record.class_name, other.record.class_name
@@ -103,12 +113,21 @@ def differing_class(one: FolderPart, other: FolderPart) -> list[tuple[str, str, 
 class WeightsFolder(JoinedFile):
     """A folder with config and weights, as one file of all its `parts`."""
 
-    def __init__(self, place: Place, parts: Sequence[FolderPart], manifest: Manifest | None = None) -> None:
+    def __init__(
+        self, place: Place, parts: Sequence[FolderPart], manifest: Manifest | None = None
+    ) -> None:
         super().__init__([(part.prefix, part.file) for part in parts], place.basename)
-        self.place, self.store, self.parts, self.manifest = place, place.folder, tuple(parts), manifest
+        self.place, self.store, self.parts, self.manifest = (
+            place,
+            place.folder,
+            tuple(parts),
+            manifest,
+        )
 
     def companions(self) -> tuple[list[Stored], list[str]]:
-        """Sidecar files that are valid for weights of any format, and names of other files, which are left out."""
+        """Sidecar files that are valid for weights of any format, and names of other files, which
+        are left out.
+        """
         parts = self.manifest.parts if self.manifest is not None else ()
         state_folders = tuple(f"{part.path}/" for part in parts if part.kind == "state")
         kept: list[Stored] = []
@@ -116,9 +135,12 @@ class WeightsFolder(JoinedFile):
         weights = set()
         for part in self.parts:
             names, index = weight_files(Place(self.store, part.path).folder, part.kind)
-            weights |= {f"{part.path}/{name}".lstrip("/") for name in (*names, *([index] if index else []))}
+            weights |= {
+                f"{part.path}/{name}".lstrip("/") for name in (*names, *([index] if index else []))
+            }
         stored = self.store.list()
-        versions = {each.version for each in stored if each.name in weights}  # a dual file has two names
+        # a dual file has two names
+        versions = {each.version for each in stored if each.name in weights}
         for each in stored:
             name = each.name
             hidden = any(step.startswith(".") for step in name.split("/"))
@@ -127,7 +149,9 @@ class WeightsFolder(JoinedFile):
             if leads_out(self.store, name):
                 left.append(f"{name!a} (a link out of the folder)")
                 continue
-            if self.manifest is not None and all(record.path != name for record in self.manifest.files):
+            if self.manifest is not None and all(
+                record.path != name for record in self.manifest.files
+            ):
                 continue
             if _BULK.search(name) or name.endswith(".index.json") or name.startswith(state_folders):
                 left.append(name)
@@ -147,7 +171,9 @@ def open_folder(place: Place) -> TensorFile:
 
 def _open_any_folder(place: Place) -> TensorFile:
     store = place.folder
-    if tensorflow.bundle_prefixes(place) and not any(weight_files(store, kind)[0] for kind in _STEMS):
+    if tensorflow.bundle_prefixes(place) and not any(
+        weight_files(store, kind)[0] for kind in _STEMS
+    ):
         return tensorflow.open_tensorflow(place)
     if not store.list_folder().exists:
         raise LoadError(why_no_checkpoint(place))
@@ -159,7 +185,9 @@ def _open_any_folder(place: Place) -> TensorFile:
     if store.stat(dcp.METADATA) is not None:
         check_files_inside(store, [lightning.META])
         opened = dcp.open_dcp(place)
-        return lightning.module_weights(opened) if store.stat(lightning.META) is not None else opened
+        return (
+            lightning.module_weights(opened) if store.stat(lightning.META) is not None else opened
+        )
     tree = jax.orbax_folder(place)
     if tree is not None:
         return jax.open_orbax(tree)
@@ -184,16 +212,26 @@ def _open_own_checkpoint(place: Place) -> TensorFile:
     for record in (record for record in manifest.parts if record.kind != "state"):
         names = sorted({tensor.file for tensor in record.tensors})
         file = join_weight_files(place.folder, names)
-        file.ties |= {other: group[0] for group in record.ties for other in group[1:] if group[0] in file.specs}
+        file.ties |= {
+            other: group[0]
+            for group in record.ties
+            for other in group[1:]
+            if group[0] in file.specs
+        }
         parts.append(FolderPart(record.path, record.kind, file, record, _library_stem(names)))
     return WeightsFolder(place, parts, manifest)
 
 
 def refuse_delta(manifest: Manifest, place: Place) -> None:
-    """Raise LoadError if this is the manifest of a delta, which has only some elements of the weights."""
+    """Raise LoadError if this is the manifest of a delta, which has only some elements of the
+    weights.
+    """
     if manifest.delta:
         base = manifest.delta.get("base")
-        raise LoadError(f"{place}: a delta on {base}, expected all weights; `ft-ckpt pull` makes the checkpoint of it")
+        raise LoadError(
+            f"{place}: a delta on {base}, expected all weights; `ft-ckpt pull` makes the "
+            "checkpoint of it"
+        )
 
 
 def _huggingface_parts(store: Store) -> Iterator[FolderPart]:
@@ -206,7 +244,9 @@ def _huggingface_parts(store: Store) -> Iterator[FolderPart]:
 
 
 def _library_stem(names: Sequence[str]) -> str:
-    """The stem that diffusers gives to weight files of every format, if the files `names` have it; else ""."""
+    """The stem that diffusers gives to weight files of every format, if the files `names` have it;
+    else "".
+    """
     for stem in (DIFFUSERS_MODEL_FILE, DIFFUSERS_LORA_FILE):
         if any(PurePosixPath(name).name.startswith(stem) for name in names):
             return stem
@@ -219,15 +259,22 @@ def join_weight_files(store: Store, names: Iterable[str]) -> JoinedFile:
     missing = [name for name in names if not is_inside(name) or store.stat(name) is None]
     if missing:
         raise CorruptError(
-            f"{store.url}: {listing(missing, ', ')}: missing; the folder is incomplete, use another copy"
+            f"{store.url}: {listing(missing, ', ')}: missing; the folder is incomplete, use "
+            "another copy"
         )
-    return JoinedFile([("", detect.open_tensor_file(store.open(name))) for name in names], store.url)
+    return JoinedFile(
+        [("", detect.open_tensor_file(store.open(name))) for name in names], store.url
+    )
 
 
 def _weight_file_names(kind: str) -> Iterator[str]:
     """The names that a weight file may have, in the order of preference of readers."""
     for known in (known for known in tensor_formats() if known.suffixes):
-        stems = _STEMS["adapter"] if kind == "adapter" else (*_STEMS["model"], known.model_stem, *known.other_stems)
+        stems = (
+            _STEMS["adapter"]
+            if kind == "adapter"
+            else (*_STEMS["model"], known.model_stem, *known.other_stems)
+        )
         yield from (f"{stem}{known.suffixes[0]}" for stem in dict.fromkeys(stems))
 
 
@@ -238,10 +285,14 @@ def weight_files(store: Store, kind: str) -> tuple[list[str], str | None]:
         if name in there:
             return [name], None
         if f"{name}.index.json" in there:
-            return sorted(set(_read_weight_map(store, f"{name}.index.json").values())), f"{name}.index.json"
+            return sorted(
+                set(_read_weight_map(store, f"{name}.index.json").values())
+            ), f"{name}.index.json"
     if kind == "adapter":
         return [], None
-    return sorted(n for n in there if n.endswith(".safetensors") and not n.startswith(_STEMS["adapter"])), None
+    return sorted(
+        n for n in there if n.endswith(".safetensors") and not n.startswith(_STEMS["adapter"])
+    ), None
 
 
 def _read_weight_map(store: Store, index: str) -> Mapping[str, str]:
@@ -251,13 +302,22 @@ def _read_weight_map(store: Store, index: str) -> Mapping[str, str]:
     except UnreadableError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CorruptError(f"{index}: not an index of shards ({shown(error)}); use another copy") from error
+        raise CorruptError(
+            f"{index}: not an index of shards ({shown(error)}); use another copy"
+        ) from error
 
 
 def _check_shard_index(store: Store, index: str, names: Sequence[str]) -> None:
     """Raise CorruptError when shards lack tensors that are in the index."""
     there = join_weight_files(store, names)
-    lost = [name for name in _read_weight_map(store, index) if name not in there.specs and name not in there.ties]
+    lost = [
+        name
+        for name in _read_weight_map(store, index)
+        if name not in there.specs and name not in there.ties
+    ]
     there.close()
     if lost:
-        raise CorruptError(f"{index}: {listing(lost, ', ')}: in no shard; the folder is incomplete, use another copy")
+        raise CorruptError(
+            f"{index}: {listing(lost, ', ')}: in no shard; the folder is "
+            "incomplete, use another copy"
+        )

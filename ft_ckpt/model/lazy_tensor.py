@@ -1,14 +1,14 @@
 """A tensor that is read from its file at its first use.
 
-Shape, dtype and device need no read. Indexing by an int or a slice may read only these rows. Any other operation reads
-(small tensors) or maps (large ones) the values, keeps them and runs on them. Every use checks that the file has not
-changed since it was opened: after a truncation or a write in place it raises CorruptError instead of returning wrong
-values. `release` drops the values.
+Shape, dtype and device need no read. Indexing by an int or a slice may read only these rows. Any
+other operation reads (small tensors) or maps (large ones) the values, keeps them and runs on them.
+Every use checks that the file has not changed since it was opened: after a truncation or a write in
+place it raises CorruptError instead of returning wrong values. `release` drops the values.
 
-Values are mapped because touching all of a mapped file costs a fifth of reading it into memory. A mapped tensor that
-outlives the file object (a parameter set by `load_state_dict(assign=True)`, a view) is as safe as with
-`torch.load(mmap=True)` or safetensors: deleting or replacing the file is safe, truncating it in place is not.
-`load(..., mapped=False)` copies instead.
+Values are mapped because touching all of a mapped file costs a fifth of reading it into memory. A
+mapped tensor that outlives the file object (a parameter set by `load_state_dict(assign=True)`, a
+view) is as safe as with `torch.load(mmap=True)` or safetensors: deleting or replacing the file is
+safe, truncating it in place is not. `load(..., mapped=False)` copies instead.
 """
 
 import math
@@ -23,27 +23,76 @@ from ft_ckpt.formats.pytree import PLAIN
 from ft_ckpt.formats.tensor_file import IndexedFile
 
 _GETTERS = (
-    "shape", "dtype", "device", "ndim", "layout", "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_sparse_csr",
-    "is_quantized", "is_mkldnn", "is_nested", "is_mps", "is_xpu", "is_xla", "itemsize", "nbytes", "requires_grad",
-    "is_leaf", "grad", "grad_fn", "output_nr", "names", "_backward_hooks",
-)  # fmt: skip
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "layout",
+    "is_meta",
+    "is_cuda",
+    "is_cpu",
+    "is_sparse",
+    "is_sparse_csr",
+    "is_quantized",
+    "is_mkldnn",
+    "is_nested",
+    "is_mps",
+    "is_xpu",
+    "is_xla",
+    "itemsize",
+    "nbytes",
+    "requires_grad",
+    "is_leaf",
+    "grad",
+    "grad_fn",
+    "output_nr",
+    "names",
+    "_backward_hooks",
+)
 _METHODS = (
-    "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed",
-    "is_contiguous", "stride", "storage_offset", "__len__", "get_device", "is_pinned", "has_names", "is_conj", "is_neg",
-)  # fmt: skip
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "element_size",
+    "is_floating_point",
+    "is_complex",
+    "is_signed",
+    "is_contiguous",
+    "stride",
+    "storage_offset",
+    "__len__",
+    "get_device",
+    "is_pinned",
+    "has_names",
+    "is_conj",
+    "is_neg",
+)
 _ABOUT: set[Any] = (  # functions that need no values
     {getattr(torch.Tensor, name).__get__ for name in _GETTERS if hasattr(torch.Tensor, name)}
     | {getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)}
-    | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor, torch.is_conj, torch.is_neg}
+    | {
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+        torch.is_tensor,
+        torch.is_conj,
+        torch.is_neg,
+    }
 )
 
 
 class _Held:
-    """One stored tensor with its values while they are loaded, shared by all lazy tensors made from it."""
+    """One stored tensor with its values while they are loaded, shared by all lazy tensors made from
+    it.
+    """
 
     __slots__ = ("dtype", "file", "name", "shape", "values")
 
-    def __init__(self, file: IndexedFile, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(
+        self, file: IndexedFile, name: str, shape: Sequence[int], dtype: torch.dtype
+    ) -> None:
         self.file, self.name, self.shape, self.dtype = file, name, shape, dtype
         self.values: torch.Tensor | None = None
 
@@ -56,7 +105,9 @@ class _Held:
         return self.values
 
     def rows(self, key: int | slice) -> torch.Tensor | None:
-        """The rows `key` of a tensor that is not mapped, read alone; None if all values must be read."""
+        """The rows `key` of a tensor that is not mapped, read alone; None if all values must be
+        read.
+        """
         shape = self.shape
         if self.values is not None or not shape or self.file.maps(self.name):
             return None
@@ -66,18 +117,25 @@ class _Held:
             return self.file.read(self.name, rows * row, (rows + 1) * row).view(shape[1:])
         if rows.step != 1 or not len(rows) or not row:
             return None
-        return self.file.read(self.name, rows.start * row, rows.stop * row).view(len(rows), *shape[1:])
+        return self.file.read(self.name, rows.start * row, rows.stop * row).view(
+            len(rows), *shape[1:]
+        )
 
 
 class LazyTensor(torch.Tensor):
     """A tensor of a file, on the CPU. Behaves as a plain tensor; `release()` drops its values."""
 
     _held: _Held
-    _own: torch.Tensor | None = None  # this object's view of the values, with its own `requires_grad`
+    # this object's view of the values, with its own `requires_grad`
+    _own: torch.Tensor | None = None
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if args and type(args[0]) is LazyTensor:
@@ -90,12 +148,19 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         return _on_values(func, args, kwargs)
 
     def values(self) -> torch.Tensor:
-        """The plain tensor. Raises CorruptError when the file was truncated or rewritten in place."""
+        """The plain tensor.
+
+        Raises CorruptError when the file was truncated or rewritten in place.
+        """
         found = self._held.get()
         if self._own is None:
             self._own = found.view(self._held.shape)
@@ -117,7 +182,9 @@ class LazyTensor(torch.Tensor):
 
     @property
     def _is_param(self) -> bool:
-        """Set by torch.nn.Parameter on tensors of other classes; setting it turns this object into a parameter."""
+        """Set by torch.nn.Parameter on tensors of other classes; setting it turns this object into
+        a parameter.
+        """
         return False
 
     @_is_param.setter
@@ -135,7 +202,9 @@ PLAIN.add(LazyTensor)
 def _on_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
     if not kwargs:
         return func(*map(_unwrap_lazy, args))
-    return func(*map(_unwrap_lazy, args), **{name: _unwrap_lazy(value) for name, value in kwargs.items()})
+    return func(
+        *map(_unwrap_lazy, args), **{name: _unwrap_lazy(value) for name, value in kwargs.items()}
+    )
 
 
 def _unwrap_lazy(value: Any) -> Any:
@@ -154,7 +223,11 @@ def _require_grad(lazy: LazyTensor, requires_grad: bool = True) -> LazyTensor:
 
 def _index_lazy(lazy: LazyTensor, key: Any) -> Any:
     bounds = (key.start, key.stop, key.step) if type(key) is slice else (key,)
-    if lazy._own is None and key is not None and all(part is None or type(part) is int for part in bounds):
+    if (
+        lazy._own is None
+        and key is not None
+        and all(part is None or type(part) is int for part in bounds)
+    ):
         rows = lazy._held.rows(key)
         if rows is not None:
             return rows
@@ -169,8 +242,12 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _plain_buffer(_module: torch.nn.Module, _name: str, value: torch.Tensor | None) -> torch.Tensor | None:
-    """Replace a lazy buffer by its values, so that `load_state_dict(assign=True)` sets plain tensors."""
+def _plain_buffer(
+    _module: torch.nn.Module, _name: str, value: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Replace a lazy buffer by its values, so that `load_state_dict(assign=True)` sets plain
+    tensors.
+    """
     return value.values() if isinstance(value, LazyTensor) else None
 
 
@@ -187,8 +264,13 @@ def _make_lazy(held: _Held) -> LazyTensor:
 
 
 def lazy_tensor(file: IndexedFile, name: str, shape: Sequence[int], dtype: str) -> LazyTensor:
-    """The tensor `name` of `file`; `dtype` is torch's name. Raises CorruptError for an impossible shape or dtype."""
+    """The tensor `name` of `file`; `dtype` is torch's name.
+
+    Raises CorruptError for an impossible shape or dtype.
+    """
     try:
         return _make_lazy(_Held(file, name, shape, getattr(torch, dtype)))
     except (RuntimeError, TypeError, AttributeError) as error:
-        raise CorruptError(f"{name}: {shape} of type {dtype!r}, which this torch cannot have ({error})") from error
+        raise CorruptError(
+            f"{name}: {shape} of type {dtype!r}, which this torch cannot have ({error})"
+        ) from error

@@ -1,4 +1,6 @@
-"""The libraries whose models are saved in a layout of their own, recognised by class names: none is imported here."""
+"""The libraries whose models are saved in a layout of their own, recognised by class names: none is
+imported here.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +31,11 @@ _LIBRARIES = (TRANSFORMERS, DIFFUSERS)
 def library_of(module: nn.Module) -> Library | None:
     """The library whose model class `module` has; None for a plain module."""
     for library in _LIBRARIES:
-        classes = {cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith(f"{library.package}.")}
+        classes = {
+            cls.__name__
+            for cls in type(module).__mro__
+            if cls.__module__.startswith(f"{library.package}.")
+        }
         if library.base_classes <= classes:
             return library
     return None

@@ -17,7 +17,14 @@ from ft_ckpt.checkpoint.signature import SignedBy, signature_problems
 from ft_ckpt.distributed.fill import is_first_process
 from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.distributed.wrappers import hides_tensors, keeps_weights, wrapper_chain
-from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
+from ft_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    LoadError,
+    NotACheckpointError,
+    listing,
+    shown,
+)
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.formats.tensor_file import MemoryFile
 from ft_ckpt.messages import did_you_mean, printable, short
@@ -72,7 +79,8 @@ class _LoadOptions:
     device: torch.device | None  # accelerator that tensors are read to directly; None: the host
 
 
-ModelType = TypeVar("ModelType", bound=nn.Module)  # of `into`; with adapters that it lacks, a PeftModel is returned
+# of `into`; with adapters that it lacks, a PeftModel is returned
+ModelType = TypeVar("ModelType", bound=nn.Module)
 
 
 class LoadArguments(TypedDict, total=False):
@@ -102,7 +110,11 @@ def load_model(
 
 @overload
 def load_model(
-    path: str | Path | Place, *, into: ModelType, with_report: Literal[True], **arguments: Unpack[LoadArguments]
+    path: str | Path | Place,
+    *,
+    into: ModelType,
+    with_report: Literal[True],
+    **arguments: Unpack[LoadArguments],
 ) -> tuple[ModelType | Any, LoadReport]: ...
 
 
@@ -138,7 +150,11 @@ def load_model(
 
 @overload
 def load_model(
-    path: str | Path | Place, *, into: None = None, with_report: Literal[True], **arguments: Unpack[LoadArguments]
+    path: str | Path | Place,
+    *,
+    into: None = None,
+    with_report: Literal[True],
+    **arguments: Unpack[LoadArguments],
 ) -> tuple[Any, LoadReport]: ...
 
 
@@ -168,45 +184,52 @@ def load_model(
     mapped: bool | Literal["auto"] = "auto",
     with_report: bool = False,
 ) -> Any:
-    """Load the model at `path`, in eval mode: a Hugging Face model, or a PeftModel on its base; or fill yours.
+    """Load the model at `path`, in eval mode: a Hugging Face model, or a PeftModel on its base; or
+    fill yours.
 
-    `path` is a checkpoint or the folder of one of its parts; `part` also selects one by name. A checkpoint of several
-    attributes gives a dict by name; parameters that they shared are shared again, unless both are in your modules.
+    `path` is a checkpoint or the folder of one of its parts; `part` also selects one by name. A
+    checkpoint of several attributes gives a dict by name; parameters that they shared are shared
+    again, unless both are in your modules.
 
-    `mapped`: files are mapped, not copied, if the model keeps tensors as they are stored. A weight is copied when it
-    is first written, unused weights are not read, and the processes of a machine share one copy. "auto" reads a large
-    file into memory instead if most of it is not in the page cache, it fits in half of the free memory, and no other
-    process of the launch is on this machine. The read bypasses the page cache and overlaps with building the model.
-    True maps all files, False reads all. With an accelerator as `device`, tensors are read to it directly, in blocks.
-    `base`: the base model of an adapter, as module, folder or id; default is the id that it was trained on. Its sampled
-    weights are compared unless `check_base` is False. A base that is a checkpoint of ours is compared with its
-    manifest, like `path`.
-    `into`: your module, wrapped or not, to load a single part into; or a mapping of modules by part, which gives a
-    dict by part. A part that is no Hugging Face model, such as a value head, needs one: a checkpoint has its tensors
-    and the name of its class, not its code. The module's memory is filled block by block, so a failed load may leave
-    part of the values; it keeps its mode. A model that transformers converts (fused experts) is first loaded
-    separately.
-    `classes`: your own classes of diffusers' models, by name. `trust_remote_code`: run model code in the checkpoint or
-    with the base, as in transformers. `verify`: compare the digests of all files before they are used; digests of
-    files below 1 MB and all sizes and headers are always compared.
-    `require_signature`: check the signature of the checkpoint first, see `verify(signed_by=)`; not that of a base.
-    `with_report`: return (model, LoadReport).
+    `mapped`: files are mapped, not copied, if the model keeps tensors as they are stored. A weight
+    is copied when it is first written, unused weights are not read, and the processes of a machine
+    share one copy. "auto" reads a large file into memory instead if most of it is not in the page
+    cache, it fits in half of the free memory, and no other process of the launch is on this
+    machine. The read bypasses the page cache and overlaps with building the model. True maps all
+    files, False reads all. With an accelerator as `device`, tensors are read to it directly, in
+    blocks. `base`: the base model of an adapter, as module, folder or id; default is the id that it
+    was trained on. Its sampled weights are compared unless `check_base` is False. A base that is a
+    checkpoint of ours is compared with its manifest, like `path`. `into`: your module, wrapped or
+    not, to load a single part into; or a mapping of modules by part, which gives a dict by part. A
+    part that is no Hugging Face model, such as a value head, needs one: a checkpoint has its
+    tensors and the name of its class, not its code. The module's memory is filled block by block,
+    so a failed load may leave part of the values; it keeps its mode. A model that transformers
+    converts (fused experts) is first loaded separately. `classes`: your own classes of diffusers'
+    models, by name. `trust_remote_code`: run model code in the checkpoint or with the base, as in
+    transformers. `verify`: compare the digests of all files before they are used; digests of files
+    below 1 MB and all sizes and headers are always compared. `require_signature`: check the
+    signature of the checkpoint first, see `verify(signed_by=)`; not that of a base. `with_report`:
+    return (model, LoadReport).
 
-    The checkpoint decides the class of the model, which type checkers cannot know: they see Any, and with `into` the
-    class of that module. `model: LlamaForCausalLM = ft_ckpt.load_model(path)` tells them.
+    The checkpoint decides the class of the model, which type checkers cannot know: they see Any,
+    and with `into` the class of that module. `model: LlamaForCausalLM = ft_ckpt.load_model(path)`
+    tells them.
 
-    All files are opened at once, so a save that replaces the checkpoint meanwhile has no effect. Raises
-    NotACheckpointError; CorruptError when files differ from the manifest or its signature; LoadError naming every
-    missing, unexpected or reshaped tensor unless `strict` is False, or the reason why no model can be built;
-    BaseMismatchError for another base.
+    All files are opened at once, so a save that replaces the checkpoint meanwhile has no effect.
+    Raises NotACheckpointError; CorruptError when files differ from the manifest or its signature;
+    LoadError naming every missing, unexpected or reshaped tensor unless `strict` is False, or the
+    reason why no model can be built; BaseMismatchError for another base.
     """
     if mapped not in (True, False, "auto"):
         raise LoadError(f"mapped={mapped!r}: expected True, False or 'auto'")
     if not isinstance(classes, Mapping | None):
         raise LoadError(f"classes={short(classes)}: expected a class for each name, as a mapping")
     is_host = device is None or _device_type(device) in ("cpu", "meta")
-    read_to = None if is_host else torch.empty(0, device=device).device  # with its index, which differs by thread
-    options = _LoadOptions(base, None, classes or {}, strict, check_base, trust_remote_code, verify, mapped, read_to)
+    # with its index, which differs by thread
+    read_to = None if is_host else torch.empty(0, device=device).device
+    options = _LoadOptions(
+        base, None, classes or {}, strict, check_base, trust_remote_code, verify, mapped, read_to
+    )
     root, wanted = _find_checkpoint(open_place(path), part)
     with open_checkpoint(Place(root)) as held, _explain_errors(held):
         _refuse_unsigned(held, require_signature)
@@ -219,13 +242,22 @@ def load_model(
             loaded = {}
             for name, records in groups.items():
                 loaded[name] = _load_group(held, records, replace(options, into=targets.get(name)))
-        models = {name: model.to(device) if device is not None else model for name, (model, _) in loaded.items()}
+        models = {
+            name: model.to(device) if device is not None else model
+            for name, (model, _) in loaded.items()
+        }
         share_again(held.manifest, models, targets)
-    is_single = len(models) == 1 and (wanted is not None or "" in models) and not isinstance(into, Mapping)
+    is_single = (
+        len(models) == 1 and (wanted is not None or "" in models) and not isinstance(into, Mapping)
+    )
     result = next(iter(models.values())) if is_single else models
     if not with_report:
         return result
-    origin = held.place.folder.folder if isinstance(held.place.folder, LocalStore) else held.place.folder.url
+    origin = (
+        held.place.folder.folder
+        if isinstance(held.place.folder, LocalStore)
+        else held.place.folder.url
+    )
     reports = [report for _, report in loaded.values()]
     is_copied = device is not None and torch.device(device).type != "cpu"
     return result, summary_of(origin, wanted or "", reports, copied=is_copied)
@@ -235,7 +267,9 @@ def _device_type(device: str | torch.device) -> str:
     try:
         return torch.device(device).type
     except (RuntimeError, TypeError) as error:
-        raise LoadError(f"device={short(device)}: unknown to torch; expected such as 'cpu' or 'cuda:0'") from error
+        raise LoadError(
+            f"device={short(device)}: unknown to torch; expected such as 'cpu' or 'cuda:0'"
+        ) from error
 
 
 def _find_checkpoint(place: Place, part: str | None) -> tuple[Store, str | None]:
@@ -261,9 +295,15 @@ def _refuse_unsigned(held: OpenCheckpoint, required: SignedBy | None) -> None:
 def _track_load(
     held: OpenCheckpoint, groups: Mapping[str, list[PartRecord]], options: _LoadOptions
 ) -> AbstractContextManager[None]:
-    """A bar on rank 0's terminal, of the bytes that the load reads; mapped files are read later, when they are used."""
-    names = {name for records in groups.values() for record in records for name in weight_names(record)}
-    sizes = [file.size_bytes for file in held.manifest.files if options.verify or file.path in names]
+    """A bar on rank 0's terminal, of the bytes that the load reads; mapped files are read later,
+    when they are used.
+    """
+    names = {
+        name for records in groups.values() for record in records for name in weight_names(record)
+    }
+    sizes = [
+        file.size_bytes for file in held.manifest.files if options.verify or file.path in names
+    ]
     return track_reads(sum(sizes) if is_first_process() else 0, f"loading {held.place.basename}")
 
 
@@ -275,7 +315,9 @@ def _refuse_damaged(held: OpenCheckpoint, options: _LoadOptions) -> None:
 
 @contextmanager
 def _explain_errors(held: OpenCheckpoint) -> Iterator[None]:
-    """Raise LoadError for errors of libraries, which invalid files cause; out-of-memory errors pass unchanged."""
+    """Raise LoadError for errors of libraries, which invalid files cause; out-of-memory errors pass
+    unchanged.
+    """
     try:
         yield
     except (CheckpointError, MemoryError, torch.OutOfMemoryError):
@@ -284,11 +326,15 @@ def _explain_errors(held: OpenCheckpoint) -> Iterator[None]:
         text = str(error) if isinstance(error, (OSError, ValueError)) else shown(error)
         if isinstance(held.store, LocalStore):
             text = text.replace(str(held.folder), str(held.path))
-        raise LoadError(f"{held.place}: no model can be made of it: {printable(text)[:2000]}") from error
+        raise LoadError(
+            f"{held.place}: no model can be made of it: {printable(text)[:2000]}"
+        ) from error
 
 
 def _find_groups(held: OpenCheckpoint, wanted: str | None) -> dict[str, list[PartRecord]]:
-    """Part records grouped by model: a model and its adapters are one group. `wanted`: only this group or part.
+    """Part records grouped by model: a model and its adapters are one group.
+
+    `wanted`: only this group or part.
 
     The training state is in no group. Raises LoadError if there is no group.
     """
@@ -312,9 +358,14 @@ def _find_groups(held: OpenCheckpoint, wanted: str | None) -> dict[str, list[Par
 
 
 def _targets_of(
-    held: OpenCheckpoint, groups: Mapping[str, list[PartRecord]], into: nn.Module | Mapping[str, nn.Module] | None
+    held: OpenCheckpoint,
+    groups: Mapping[str, list[PartRecord]],
+    into: nn.Module | Mapping[str, nn.Module] | None,
 ) -> dict[str, nn.Module]:
-    """The caller's modules by part. Raises LoadError for a module without a part, or one for several parts."""
+    """The caller's modules by part.
+
+    Raises LoadError for a module without a part, or one for several parts.
+    """
     if into is None:
         return {}
     names = ", ".join(groups)
@@ -322,23 +373,32 @@ def _targets_of(
         if len(groups) > 1:
             example = f"into={{{next(iter(groups))!r}: module}}"
             raise LoadError(
-                f"into=: {held.store.url} has the parts {names}, expected one; give a module by part, {example}, or "
+                f"into=: {held.store.url} has the parts {names}, expected one; give a module by "
+                f"part, {example}, or "
                 "name one part with part="
             )
         return dict.fromkeys(groups, into)
-    if not isinstance(into, Mapping) or not all(isinstance(module, nn.Module) for module in into.values()):
-        raise LoadError(f"into={short(into)}: expected a torch.nn.Module, or a mapping of them by part")
+    if not isinstance(into, Mapping) or not all(
+        isinstance(module, nn.Module) for module in into.values()
+    ):
+        raise LoadError(
+            f"into={short(into)}: expected a torch.nn.Module, or a mapping of them by part"
+        )
     unknown = [name for name in into if name not in groups]
     if unknown:
         expected = names or "one part: pass the module itself"
-        raise LoadError(f"into=: {listing(unknown, ', ')}: not in {held.store.url}, which has {expected}")
+        raise LoadError(
+            f"into=: {listing(unknown, ', ')}: not in {held.store.url}, which has {expected}"
+        )
     return dict(into)
 
 
 def _refuse_modules(
     held: OpenCheckpoint, groups: Mapping[str, list[PartRecord]], targets: Mapping[str, nn.Module]
 ) -> None:
-    """Raise LoadError naming the parts that no library can build a model for, and that are without a target."""
+    """Raise LoadError naming the parts that no library can build a model for, and that are without
+    a target.
+    """
     without = []
     for name, records in groups.items():
         modules = [record for record in records if record.kind == "module"]
@@ -350,10 +410,13 @@ def _refuse_modules(
         part = f"part {name!r}: " if name else ""
         problems.append(f"{part}a module of the class {class_name}")
     name, class_name = without[0]
-    example = f"into={{{name!r}: {class_name}(...)}}" if len(groups) > 1 else f"into={class_name}(...)"
+    example = (
+        f"into={{{name!r}: {class_name}(...)}}" if len(groups) > 1 else f"into={class_name}(...)"
+    )
     others = ", or name another part with part=" if len(groups) > len(without) else ""
     raise LoadError(
-        f"{held.store.url}: {listing(problems)}; a checkpoint has tensors and no code to build it: pass a module of "
+        f"{held.store.url}: {listing(problems)}; a checkpoint has tensors and no code to build it: "
+        "pass a module of "
         f"yours, {example}{others}"
     )
 
@@ -362,20 +425,28 @@ def _owner_folder(record: PartRecord) -> str:
     """The folder of the model the record belongs to."""
     if record.kind != "adapter":
         return record.path
-    tail = f"adapters/{record.adapter}" if record.path.endswith(f"adapters/{record.adapter}") else str(record.adapter)
+    tail = (
+        f"adapters/{record.adapter}"
+        if record.path.endswith(f"adapters/{record.adapter}")
+        else str(record.adapter)
+    )
     if record.adapter == "default" and tail == "default":
         return record.path
     return record.path.removesuffix(tail).rstrip("/")
 
 
-def _load_group(held: OpenCheckpoint, records: list[PartRecord], options: _LoadOptions) -> tuple[nn.Module, LoadReport]:
+def _load_group(
+    held: OpenCheckpoint, records: list[PartRecord], options: _LoadOptions
+) -> tuple[nn.Module, LoadReport]:
     whole = next((record for record in records if record.kind != "adapter"), None)
     adapters = [record for record in records if record.kind == "adapter"]
     report = LoadReport(held.store.url, "")
     if whole is None:
         model = options.into
         if model is None:
-            model = base_of(held, adapters, options.base, options.trust_remote_code, verify=options.verify)
+            model = base_of(
+                held, adapters, options.base, options.trust_remote_code, verify=options.verify
+            )
     elif options.into is not None:
         model, report = options.into, _copy_into(options.into, held, whole, options)
     else:
@@ -384,19 +455,25 @@ def _load_group(held: OpenCheckpoint, records: list[PartRecord], options: _LoadO
         return model, report
     check_base = options.check_base and whole is None
     inside = _carrier_in(model)
-    made, notes = attach_adapters(inside, held, adapters, check_base=check_base, beside=whole is not None)
+    made, notes = attach_adapters(
+        inside, held, adapters, check_base=check_base, beside=whole is not None
+    )
     count = report.tensors + sum(len(record.tensors) for record in adapters)
     loaded = model if made is inside else made
     return loaded, LoadReport(held.store.url, "", (), (), (), count, report.zero_copy, notes)
 
 
 def _carrier_in(model: nn.Module) -> nn.Module:
-    """The module for PEFT inside wrappers, such as DDP; `model` if an engine has taken its tensors."""
+    """The module for PEFT inside wrappers, such as DDP; `model` if an engine has taken its
+    tensors.
+    """
     chain = wrapper_chain(model)
     return model if any(hides_tensors(each) or keeps_weights(each) for each in chain) else chain[-1]
 
 
-def _load_pretrained(held: OpenCheckpoint, record: PartRecord, options: _LoadOptions) -> tuple[nn.Module, LoadReport]:
+def _load_pretrained(
+    held: OpenCheckpoint, record: PartRecord, options: _LoadOptions
+) -> tuple[nn.Module, LoadReport]:
     store = held.store
     config = checked_config(store, record)
     if is_config_of_diffusers(config):
@@ -404,22 +481,32 @@ def _load_pretrained(held: OpenCheckpoint, record: PartRecord, options: _LoadOpt
     cls = model_class(record.class_name)
     with limit_parameters(most_parameters(record), "config.json"):
         # transformers builds quantised models and models with custom code.
-        if cls is not None and not options.trust_remote_code and config.get("quantization_config") is None:
-            with fetching_weights(store, weight_names(record), options.mapped, options.device) as tensors:
+        if (
+            cls is not None
+            and not options.trust_remote_code
+            and config.get("quantization_config") is None
+        ):
+            with fetching_weights(
+                store, weight_names(record), options.mapped, options.device
+            ) as tensors:
                 model = empty_model(cls, held, record)
                 if model is not None:
                     stored, zero_copy = tensors()
                     report = put_tensors(model, record, stored, store, options.strict)
                     model.tie_weights()
                     return model.eval(), replace(report, zero_copy=zero_copy)
-        return _through_transformers(cls or class_of_own_code(config, record), held, record, options)
+        return _through_transformers(
+            cls or class_of_own_code(config, record), held, record, options
+        )
 
 
 def _load_diffusers(
     config: Mapping[str, Any], held: OpenCheckpoint, record: PartRecord, options: _LoadOptions
 ) -> tuple[nn.Module, LoadReport]:
     cls = diffusers_class(record.class_name, options.classes)
-    with fetching_weights(held.store, weight_names(record), options.mapped, options.device) as tensors:
+    with fetching_weights(
+        held.store, weight_names(record), options.mapped, options.device
+    ) as tensors:
         with limit_parameters(most_parameters(record), "config.json"):
             model = empty_of_config(cls, config)
         model.register_to_config(_name_or_path=held.place.folder.where(record.path))
@@ -433,18 +520,23 @@ def _through_transformers(
 ) -> tuple[nn.Module, LoadReport]:
     """Let transformers load a model, and check its loading info as strictly as other loads.
 
-    transformers loads parameters and buffers. Other entries of the state dict are restored here, by their modules.
+    transformers loads parameters and buffers. Other entries of the state dict are restored here, by
+    their modules.
     """
     is_quantised = checked_config(held.store, record).get("quantization_config") is not None
     extra = extra_beside(held.store, record)
     if is_quantised and extra:  # only transformers knows how to restore them
         raise LoadError(
-            f"{listing(list(extra), ', ')}: non-tensor state of a quantised model cannot be restored here; resume "
+            f"{listing(list(extra), ', ')}: non-tensor state of a quantised model cannot be "
+            "restored here; resume "
             "a run with it, or load the checkpoint into the model with into="
         )
     with nullcontext() if is_quantised else listing_own(record):
         model, info = _by_transformers(cls, held, record, options)
-    unexpected, beside = set(info["unexpected_keys"]), [] if is_quantised else ModelTensors(model).names_added(extra)
+    unexpected, beside = (
+        set(info["unexpected_keys"]),
+        [] if is_quantised else ModelTensors(model).names_added(extra),
+    )
     if not unexpected.isdisjoint(beside):
         stored = read_weights(held.store, weight_names(record), options.mapped)[0]
         extra |= {name: stored[name] for name in beside if name in unexpected}
@@ -465,29 +557,52 @@ def _through_transformers(
     return model.eval(), report
 
 
-def _by_transformers(cls: Any, held: OpenCheckpoint, record: PartRecord, options: _LoadOptions) -> tuple[Any, Any]:
+def _by_transformers(
+    cls: Any, held: OpenCheckpoint, record: PartRecord, options: _LoadOptions
+) -> tuple[Any, Any]:
     """The model that transformers makes from the part's folder, and its loading info."""
     import transformers
 
-    asked: dict[str, Any] = {"output_loading_info": True, "trust_remote_code": options.trust_remote_code}
+    asked: dict[str, Any] = {
+        "output_loading_info": True,
+        "trust_remote_code": options.trust_remote_code,
+    }
     with companions_here(held, record) as folder:
         if format_named(record.format).read_by_transformers:
             model, info = cls.from_pretrained(folder, dtype="auto", local_files_only=True, **asked)
         else:  # transformers cannot read the format, so pass it the tensors
-            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+            config = transformers.AutoConfig.from_pretrained(
+                folder, trust_remote_code=options.trust_remote_code
+            )
             tensors = read_weights(held.store, weight_names(record), options.mapped)[0]
-            model, info = cls.from_pretrained(None, config=config, state_dict=tensors, dtype=config.dtype, **asked)
+            model, info = cls.from_pretrained(
+                None, config=config, state_dict=tensors, dtype=config.dtype, **asked
+            )
         name_origin(model, folder, held, record)
     return model, info
 
 
-def _copy_into(into: nn.Module, held: OpenCheckpoint, record: PartRecord, options: _LoadOptions) -> LoadReport:
-    """Overwrite the tensors of `into`. A model that transformers converts is first loaded separately."""
+def _copy_into(
+    into: nn.Module, held: OpenCheckpoint, record: PartRecord, options: _LoadOptions
+) -> LoadReport:
+    """Overwrite the tensors of `into`.
+
+    A model that transformers converts is first loaded separately.
+    """
     if record.kind == "model" and is_converted(into):
         loaded, report = _load_pretrained(held, record, replace(options, into=None, device=None))
-        tensors = {name: value for name, value in loaded.state_dict().items() if isinstance(value, torch.Tensor)}
-        filled = fill_module(into, replace(record, ties=()), [MemoryFile(tensors)], held.store, options.strict)
+        tensors = {
+            name: value
+            for name, value in loaded.state_dict().items()
+            if isinstance(value, torch.Tensor)
+        }
+        filled = fill_module(
+            into, replace(record, ties=()), [MemoryFile(tensors)], held.store, options.strict
+        )
         return replace(filled, notes=(*filled.notes, *report.notes))
     with ExitStack() as stack:
-        files = [stack.enter_context(closing(file)) for file in open_weights(held.store, weight_names(record))]
+        files = [
+            stack.enter_context(closing(file))
+            for file in open_weights(held.store, weight_names(record))
+        ]
         return fill_module(into, record, files, held.store, options.strict)

@@ -35,12 +35,15 @@ def weight_names(record: PartRecord) -> list[str]:
 
 @contextmanager
 def fetching_weights(
-    store: Store, names: Iterable[str], mapped: bool | str = "auto", device: torch.device | None = None
+    store: Store,
+    names: Iterable[str],
+    mapped: bool | str = "auto",
+    device: torch.device | None = None,
 ) -> Iterator[Callable[[], Weights]]:
     """Read the tensors of weight files in a thread; yields a function that waits for them.
 
-    `device`: the tensors are read onto it. Leaving the block ends the read. Raises CorruptError for a file with a
-    damaged index.
+    `device`: the tensors are read onto it. Leaving the block ends the read. Raises CorruptError for
+    a file with a damaged index.
     """
     opened = open_weights(store, names)
     with ThreadPoolExecutor(1, "ft_ckpt-supply") as pool, ExitStack() as stack:
@@ -52,21 +55,26 @@ def fetching_weights(
 def read_weights(store: Store, names: Iterable[str], mapped: bool | str = "auto") -> Weights:
     """The tensors of weight files by name, and whether all are mapped.
 
-    `mapped`="auto" reads a file into memory if that is faster than page faults and no other process of the launch on
-    this machine can share the pages. Files that cannot be mapped are always read.
+    `mapped`="auto" reads a file into memory if that is faster than page faults and no other process
+    of the launch on this machine can share the pages. Files that cannot be mapped are always read.
     """
     return _read_files(open_weights(store, names), mapped, None)
 
 
-def _read_files(files: Iterable[IndexedFile], mapped: bool | str, device: torch.device | None) -> Weights:
+def _read_files(
+    files: Iterable[IndexedFile], mapped: bool | str, device: torch.device | None
+) -> Weights:
     tensors: dict[str, Tensor] = {}
     are_mapped = device is None
     for file in files:
         if device is not None:
             tensors.update(read_onto(file, device))
             continue
-        wanted = mapped is False or (mapped == "auto" and readers_here() == 1 and file.raw.is_cold())
-        if (wanted or not file.raw.can_map) and not file.readers:  # compressed files are decompressed into memory
+        wanted = mapped is False or (
+            mapped == "auto" and readers_here() == 1 and file.raw.is_cold()
+        )
+        # compressed files are decompressed into memory
+        if (wanted or not file.raw.can_map) and not file.readers:
             are_mapped = not file.raw.read_in() and are_mapped
         are_mapped &= file.raw.can_map
         tensors.update(_file_tensors(file))
@@ -124,7 +132,8 @@ class _Comparison:
 
     report: LoadReport
     tensors: ModelTensors
-    live: Mapping[str, tuple[int, ...] | None]  # shapes of the module's tensors; None for other entries
+    # shapes of the module's tensors; None for other entries
+    live: Mapping[str, tuple[int, ...] | None]
     fitting: tuple[str, ...]  # names of stored tensors that fit the module
     extra: Mapping[str, Any]  # non-tensor values that fit the module
 
@@ -143,14 +152,20 @@ def put_tensors(
     """
     stored = _with_aliases(record, tensors)
     found = _compare_stored(
-        module, record, {name: tuple(tensor.shape) for name, tensor in stored.items()}, store, strict
+        module,
+        record,
+        {name: tuple(tensor.shape) for name, tensor in stored.items()},
+        store,
+        strict,
     )
     wants = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     values = {name: stored[name] for name in found.fitting} | dict(found.extra)
     module.load_state_dict(values, strict=False, assign=True)
     _restore_added(found, values, strict)
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(wants.get(name, parameter.requires_grad) and parameter.dtype.is_floating_point)
+        parameter.requires_grad_(
+            wants.get(name, parameter.requires_grad) and parameter.dtype.is_floating_point
+        )
     for kept, *aliases in record.ties:
         for alias in aliases:
             put_at(module, alias, tensor_at(module, kept))
@@ -160,12 +175,14 @@ def put_tensors(
 def fill_module(
     module: nn.Module, record: PartRecord, files: Iterable[TensorFile], store: Store, strict: bool
 ) -> LoadReport:
-    """Overwrite the parameters and buffers of `module` with the stored values, cast to their dtypes.
+    """Overwrite the parameters and buffers of `module` with the stored values, cast to their
+    dtypes.
 
-    Each rank reads its shard directly into the module's memory, a few blocks at a time. Tensors of modules that
-    override loading are read into temporary tensors and then loaded. Raises LoadError naming every tensor that does not
-    fit (if `strict`), is on the meta device, or would be overwritten by its engine; CorruptError for a damaged file,
-    after which the module may have part of the values.
+    Each rank reads its shard directly into the module's memory, a few blocks at a time. Tensors of
+    modules that override loading are read into temporary tensors and then loaded. Raises LoadError
+    naming every tensor that does not fit (if `strict`), is on the meta device, or would be
+    overwritten by its engine; CorruptError for a damaged file, after which the module may have part
+    of the values.
     """
     stored = _with_aliases(record, {name: (file, name) for file in files for name in file.specs})
     shapes = {name: file.specs[own].shape for name, (file, own) in stored.items()}
@@ -177,7 +194,9 @@ def fill_module(
     for name in found.fitting:
         file, own = stored[name]
         dtype = getattr(torch, file.specs[own].dtype)
-        target = direct.get(name) or source_of_tensor(name, name, torch.empty(shapes[name], dtype=dtype, device="cpu"))
+        target = direct.get(name) or source_of_tensor(
+            name, name, torch.empty(shapes[name], dtype=dtype, device="cpu")
+        )
         if name not in direct:
             indirect[name] = target.local
         wanted.append(WantedTensor(replace(target, dtype=dtype), target.local, file, own))
@@ -197,37 +216,62 @@ def _with_aliases(record: PartRecord, stored: Mapping[str, _OneStored]) -> dict[
 
 
 def _compare_stored(
-    module: nn.Module, record: PartRecord, shapes: Mapping[str, tuple[int, ...]], store: Store, strict: bool
+    module: nn.Module,
+    record: PartRecord,
+    shapes: Mapping[str, tuple[int, ...]],
+    store: Store,
+    strict: bool,
 ) -> _Comparison:
-    """Compare stored names and shapes with the module's. Raises LoadError naming all differences, if `strict`."""
+    """Compare stored names and shapes with the module's.
+
+    Raises LoadError naming all differences, if `strict`.
+    """
     tensors = ModelTensors(module)
     sources = tensors.sources(allow_meta=True)
     live = {name: None if info.is_added else info.shape for name, info in sources.items()}
     extra = extra_beside(store, record)
     live |= dict.fromkeys(tensors.names_added((*shapes, *extra)))
     recomputed = made_by_class(tensors.chain[-1])
-    reshaped = [name for name, shape in shapes.items() if live.get(name) is not None and live[name] != shape]
+    reshaped = [
+        name for name, shape in shapes.items() if live.get(name) is not None and live[name] != shape
+    ]
     report = LoadReport(
         store.url,
         record.path,
-        tuple(name for name in live if name not in shapes and name not in extra and name not in recomputed),
+        tuple(
+            name
+            for name in live
+            if name not in shapes and name not in extra and name not in recomputed
+        ),
         tuple(name for name in (*shapes, *extra) if name not in live),
-        tuple(f"{name}: {shapes[name]} in the file, {live[name]} in the model" for name in reshaped),
+        tuple(
+            f"{name}: {shapes[name]} in the file, {live[name]} in the model" for name in reshaped
+        ),
         len(record.tensors),
     )
     refuse_differences(report, strict)
     fitting = tuple(name for name in shapes if name in live and name not in reshaped)
-    return _Comparison(report, tensors, live, fitting, {name: extra[name] for name in extra if name in live})
+    return _Comparison(
+        report, tensors, live, fitting, {name: extra[name] for name in extra if name in live}
+    )
 
 
 def _direct_targets(tensors: ModelTensors) -> dict[str, Source]:
-    """The tensors that can be overwritten in place, without calling their modules; in engines, all but opaque ones."""
+    """The tensors that can be overwritten in place, without calling their modules; in engines, all
+    but opaque ones.
+    """
     modules = walk_modules(tensors.chain[-1])
-    overriding = tuple(f"{path}." if path else "" for path, _, module in modules if not _loads_plainly(module))
+    overriding = tuple(
+        f"{path}." if path else "" for path, _, module in modules if not _loads_plainly(module)
+    )
     found = {}
     for name, source in tensors.sources(allow_meta=True).items():
         is_plain = type(source.live) in PLAIN and not name.startswith(overriding)
-        if not source.is_added and not source.sharding.is_opaque and (source.engine != "plain" or is_plain):
+        if (
+            not source.is_added
+            and not source.sharding.is_opaque
+            and (source.engine != "plain" or is_plain)
+        ):
             found[name] = source
     return found
 
@@ -238,27 +282,41 @@ def _loads_plainly(module: nn.Module) -> bool:
         return True
     own = vars(module)
     is_torchs = type(module)._load_from_state_dict is nn.Module._load_from_state_dict
-    return is_torchs and "_load_from_state_dict" not in own and not own["_load_state_dict_pre_hooks"]
+    return (
+        is_torchs and "_load_from_state_dict" not in own and not own["_load_state_dict_pre_hooks"]
+    )
 
 
 def _refuse_meta(found: _Comparison) -> None:
     """Raise LoadError naming tensors of the module on the meta device."""
     sources = found.tensors.sources(allow_meta=True)
-    on_meta = [name for name in found.fitting if name in sources and getattr(sources[name].live, "is_meta", False)]
+    on_meta = [
+        name
+        for name in found.fitting
+        if name in sources and getattr(sources[name].live, "is_meta", False)
+    ]
     if on_meta:
         raise LoadError(
-            f"{listing(on_meta, ', ')}: on the meta device, and into= fills the memory that is there; call "
+            f"{listing(on_meta, ', ')}: on the meta device, and into= fills the memory that is "
+            "there; call "
             "to_empty(device=...) first, or leave into= out"
         )
 
 
 def _refuse_masters(found: _Comparison) -> None:
-    """Raise LoadError if an engine's optimizer keeps its own copy of the weights and would overwrite them."""
-    parts = [name for name, info in found.tensors.sources(allow_meta=True).items() if info.engine == "zero3"]
+    """Raise LoadError if an engine's optimizer keeps its own copy of the weights and would
+    overwrite them.
+    """
+    parts = [
+        name
+        for name, info in found.tensors.sources(allow_meta=True).items()
+        if info.engine == "zero3"
+    ]
     if parts or any(map(keeps_weights, found.tensors.chain)):
         names = listing(parts, ", ") or "the model"
         raise LoadError(
-            f"{names}: in an engine of DeepSpeed, whose optimizer has weights of its own and overwrites the model's; "
+            f"{names}: in an engine of DeepSpeed, whose optimizer has weights of its own and "
+            "overwrites the model's; "
             "load before deepspeed.initialize() or accelerator.prepare(), or resume a run"
         )
 
@@ -277,15 +335,19 @@ def refuse_differences(report: LoadReport, strict: bool) -> None:
     problems += list(report.reshaped)
     if strict and problems:
         raise LoadError(
-            f"{listing(problems)}: {len(problems)} difference(s) between {report.path} and the model; load it into the "
+            f"{listing(problems)}: {len(problems)} difference(s) between {report.path} and the "
+            "model; load it into the "
             "class it was saved from, or pass strict=False to take what fits"
         )
 
 
-def share_again(manifest: Manifest, models: Mapping[str, nn.Module], filled: Collection[str]) -> None:
+def share_again(
+    manifest: Manifest, models: Mapping[str, nn.Module], filled: Collection[str]
+) -> None:
     """Share parameters again that parts shared when they were saved.
 
-    The models of `filled` parts are the caller's: they keep their parameters, and the others take them.
+    The models of `filled` parts are the caller's: they keep their parameters, and the others take
+    them.
     """
     replacements: dict[str, dict[int, Any]] = {}  # part -> id of a tensor -> its replacement
     for group in manifest.shared:
@@ -302,12 +364,18 @@ def share_again(manifest: Manifest, models: Mapping[str, nn.Module], filled: Col
     for part, by_id in replacements.items():
         for module in models[part].modules():
             for tensors in (module._parameters, module._buffers):
-                shared = {name: by_id[id(tensor)] for name, tensor in tensors.items() if id(tensor) in by_id}
+                shared = {
+                    name: by_id[id(tensor)]
+                    for name, tensor in tensors.items()
+                    if id(tensor) in by_id
+                }
                 tensors.update(shared)
 
 
 def summary_of(root: str | Path, part: str, reports: list[LoadReport], copied: bool) -> LoadReport:
-    """One report of all parts of the checkpoint `root`; `copied`: parameters were copied from the mapped files."""
+    """One report of all parts of the checkpoint `root`; `copied`: parameters were copied from the
+    mapped files.
+    """
     return LoadReport(
         root,
         part,

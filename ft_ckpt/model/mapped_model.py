@@ -29,19 +29,26 @@ class FileModel:
 
 
 def model_on_files(
-    folder: Path, base: BaseClass, file: TensorFile, replaced: Collection[str], *, in_memory: bool = False
+    folder: Path,
+    base: BaseClass,
+    file: TensorFile,
+    replaced: Collection[str],
+    *,
+    in_memory: bool = False,
 ) -> FileModel:
-    """The model `base` in `folder` with the tensors of `file`, under the names that transformers reads.
+    """The model `base` in `folder` with the tensors of `file`, under the names that transformers
+    reads.
 
-    Tensors in `replaced`, which the caller fills, are zeros if the file lacks them or has another shape. Tensors that
-    transformers converts, such as fused experts, are computed at each read; with `in_memory` once, so that the model
-    can run. Raises LoadError for a class that is not in transformers, or naming tensors that are missing or have
-    another shape.
+    Tensors in `replaced`, which the caller fills, are zeros if the file lacks them or has another
+    shape. Tensors that transformers converts, such as fused experts, are computed at each read;
+    with `in_memory` once, so that the model can run. Raises LoadError for a class that is not in
+    transformers, or naming tensors that are missing or have another shape.
     """
     name = base.cls.__name__
     if model_class(name) is not base.cls or getattr(base.config, "auto_map", None):
         raise LoadError(
-            f"{folder}: its class is in no module of transformers; load it with its own code and PEFT, and save it "
+            f"{folder}: its class is in no module of transformers; load it with its own code and "
+            "PEFT, and save it "
             "with CheckpointSaver.save(merged=True)"
         )
     with damaged_input(f"{folder}: its config"), without_memory():
@@ -49,7 +56,8 @@ def model_on_files(
     # Converted tensors are read when PEFT has replaced layers of the model.
     described = with_whole_parameters(model, model.state_dict())
     found = find_origins(model, model.state_dict(), file)
-    model._weight_conversions = list(found.transforms)  # a save reverts the conversions that were used
+    # a save reverts the conversions that were used
+    model._weight_conversions = list(found.transforms)
     wrong: dict[str, str] = {}
     for origin in found.origins:
         wrong |= _fill_place(model, described, origin, file, in_memory)
@@ -61,18 +69,29 @@ def model_on_files(
         put_at(model, name, nn.Parameter(zeros, requires_grad=False))
         del problems[name]
     if problems:
-        raise LoadError(f"{folder}: {listing([*problems.values()])}: its files do not fit {name}; use another copy")
+        raise LoadError(
+            f"{folder}: {listing([*problems.values()])}: its files do not fit "
+            f"{name}; use another copy"
+        )
     add_folder_settings(model, folder)
     return FileModel(model.eval().requires_grad_(False), found.left)
 
 
 def is_quantised_folder(folder: Path) -> bool:
     """Whether the config in `folder` has quantisation settings."""
-    return getattr(AutoConfig.from_pretrained(folder, trust_remote_code=False), "quantization_config", None) is not None
+    return (
+        getattr(
+            AutoConfig.from_pretrained(folder, trust_remote_code=False), "quantization_config", None
+        )
+        is not None
+    )
 
 
-def _fill_place(model: Any, described: Any, place: FileOrigin, file: TensorFile, in_memory: bool) -> dict[str, str]:
-    """Put mapped tensors, or stand-ins for computed ones, into the model; a line by name for each misfit.
+def _fill_place(
+    model: Any, described: Any, place: FileOrigin, file: TensorFile, in_memory: bool
+) -> dict[str, str]:
+    """Put mapped tensors, or stand-ins for computed ones, into the model; a line by name for each
+    misfit.
 
     `described`: the model as `with_whole_parameters` gives it.
     """
@@ -90,10 +109,16 @@ def _fill_place(model: Any, described: Any, place: FileOrigin, file: TensorFile,
             expected = None if live is None else tuple(live.shape)
             wrong[target] = f"{target}: {shape} in the files, expected {expected}"
         elif place.converter is not None and not in_memory:
-            put_at(model, target, stand_in_parameter(shape, empty.dtype, partial(read_target, target)))
+            put_at(
+                model, target, stand_in_parameter(shape, empty.dtype, partial(read_target, target))
+            )
         else:
             held = read_target(target)
-            put_at(model, target, nn.Parameter(held, requires_grad=False) if isinstance(live, nn.Parameter) else held)
+            put_at(
+                model,
+                target,
+                nn.Parameter(held, requires_grad=False) if isinstance(live, nn.Parameter) else held,
+            )
     return wrong
 
 

@@ -38,15 +38,18 @@ def save(
     native_floats: bool = False,
     compression: str | None = None,
 ) -> None:
-    """Save `obj` to the file `path` or the object at a URL, durably; after an error the previous file is unchanged.
+    """Save `obj` to the file `path` or the object at a URL, durably; after an error the previous
+    file is unchanged.
 
-    `obj` is any nesting of dicts, lists, tuples, numbers, strings, bytes, numpy arrays and tensors. `format` is "h5",
-    "dual", "safetensors" or "torch"; by default the suffix of `path` decides. `native_floats` stores bfloat16 in HDF5
-    files as a type that every reader understands. `compression="gzip"` compresses HDF5 files, after
-    a shuffle of bytes; meanwhile it needs the space of the uncompressed tensors.
+    `obj` is any nesting of dicts, lists, tuples, numbers, strings, bytes, numpy arrays and tensors.
+    `format` is "h5", "dual", "safetensors" or "torch"; by default the suffix of `path` decides.
+    `native_floats` stores bfloat16 in HDF5 files as a type that every reader understands.
+    `compression="gzip"` compresses HDF5 files, after a shuffle of bytes; meanwhile it needs the
+    space of the uncompressed tensors.
 
-    Raises SelectionError naming the path inside `obj` of a value that cannot be stored, ConfigError for unknown
-    settings, TargetError when `path` cannot be written, NoSpaceError when the disk is full.
+    Raises SelectionError naming the path inside `obj` of a value that cannot be stored, ConfigError
+    for unknown settings, TargetError when `path` cannot be written, NoSpaceError when the disk is
+    full.
     """
     target = object_target(path)
     known = format_by_suffix(str(target)) if format is None else _object_format(format)
@@ -71,7 +74,10 @@ def save(
 
 
 def compress_file(place: Place, compression: str) -> None:
-    """Replace an HDF5 file of ours by a compressed one with the same contents. Raises what `load` and `save` raise."""
+    """Replace an HDF5 file of ours by a compressed one with the same contents.
+
+    Raises what `load` and `save` raise.
+    """
     known = format_by_suffix(str(place)).name
     save(load(place, format=known), place, known, compression=compression)
 
@@ -84,14 +90,17 @@ def load(
     mapped: bool = True,
     verify: bool = False,
 ) -> Any:
-    """Load the object in the file `path`. Without `map_location`, tensors are read at their first use.
+    """Load the object in the file `path`. Without `map_location`, tensors are read at their first
+    use.
 
-    `map_location` gives plain tensors on that device; on the CPU large ones are mapped. `mapped=False` copies values
-    instead of mapping them. `verify` compares digests: for HDF5 files of ours when a tensor is read, for other files at
-    once, with the manifest beside the file or the checksums in a torch file. `format` is detected from the content.
+    `map_location` gives plain tensors on that device; on the CPU large ones are mapped.
+    `mapped=False` copies values instead of mapping them. `verify` compares digests: for HDF5 files
+    of ours when a tensor is read, for other files at once, with the manifest beside the file or the
+    checksums in a torch file. `format` is detected from the content.
 
-    Raises CorruptError for a file that is damaged, incomplete or would run code, FileNotFoundError when it is absent,
-    ConfigError when `verify` finds no digests, or for a device that is not available.
+    Raises CorruptError for a file that is damaged, incomplete or would run code, FileNotFoundError
+    when it is absent, ConfigError when `verify` finds no digests, or for a device that is not
+    available.
     """
     place = open_place(path)
     _refuse_device(map_location)
@@ -119,15 +128,21 @@ def _refuse_device(map_location: str | torch.device | None) -> None:
             torch.empty(0, device=torch.device(map_location))
     except (AssertionError, RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"map_location={map_location!r}: {reason}; give a device of this machine") from error
+        raise ConfigError(
+            f"map_location={map_location!r}: {reason}; give a device of this machine"
+        ) from error
 
 
 def _check_listed(source: Readable, place: Place) -> None:
-    """Compare a file without digests with the manifest beside it. Raises ConfigError if no manifest lists the file."""
+    """Compare a file without digests with the manifest beside it.
+
+    Raises ConfigError if no manifest lists the file.
+    """
     name, listed = place.basename, listing_manifest(place)
     if listed is None:
         raise ConfigError(
-            f"verify=True: {name} has no digests, and no {MANIFEST_NAME} beside it lists it; leave verify out, or save "
+            f"verify=True: {name} has no digests, and no {MANIFEST_NAME} beside it lists it; leave "
+            "verify out, or save "
             "it as HDF5, which has them"
         )
     if digest_of_open(source, listed[2]) != listed[2].digest:
@@ -147,7 +162,10 @@ def _check_compression(known: TensorFormat, compression: str | None) -> None:
     if compression is None or compression in known.compressions:
         return
     if not known.compressions:
-        raise ConfigError(f"compression {compression!r}: only for HDF5 files, this one is {known.name!r}; leave it out")
+        raise ConfigError(
+            f"compression {compression!r}: only for HDF5 files, this one is "
+            f"{known.name!r}; leave it out"
+        )
     methods = ", ".join(map(repr, known.compressions))
     raise ConfigError(
         f"compression {compression!r}: {known.name!r} files are written with {methods} or None; "
@@ -155,7 +173,9 @@ def _check_compression(known: TensorFormat, compression: str | None) -> None:
     )
 
 
-def _plan_object(obj: Any, known: TensorFormat, native_floats: bool) -> tuple[Layout, dict[str, Leaf]] | None:
+def _plan_object(
+    obj: Any, known: TensorFormat, native_floats: bool
+) -> tuple[Layout, dict[str, Leaf]] | None:
     """The layout of the file and its leaves by name; None if a library writes the format."""
     if known.check_object is not None:
         known.check_object(obj)
@@ -169,7 +189,9 @@ def _plan_object(obj: Any, known: TensorFormat, native_floats: bool) -> tuple[La
 
 
 def _write_plan(stage: Place, layout: Layout, regions: Iterable[Region]) -> None:
-    with Writer(local_bytes=layout.size_bytes if isinstance(stage.store, LocalStore) else None) as writer:
+    with Writer(
+        local_bytes=layout.size_bytes if isinstance(stage.store, LocalStore) else None
+    ) as writer:
         write_file(FilePlan(stage.name, layout), regions, stage.store, writer)
 
 
@@ -229,7 +251,9 @@ def _plain_values(tensor: torch.Tensor) -> torch.Tensor:
 
 def _restore_object(file: IndexedFile, device: torch.device | None) -> Any:
     index, tensors = file.index, {}
-    on_device = None if device is None or not is_accelerator(device) else DeviceTensors(file, device)
+    on_device = (
+        None if device is None or not is_accelerator(device) else DeviceTensors(file, device)
+    )
 
     def tensor(number: int) -> Any:
         if number not in tensors:
@@ -243,7 +267,10 @@ def _restore_object(file: IndexedFile, device: torch.device | None) -> Any:
         return tensors[number]
 
     if index.root is None and device is None:
-        return {name: lazy_tensor(file, name, index.rows[name][1], index.rows[name][0]) for name in index.names}
+        return {
+            name: lazy_tensor(file, name, index.rows[name][1], index.rows[name][0])
+            for name in index.names
+        }
     restored = unflatten(index.tree, tensor, file.read_array)
     if on_device is not None:
         on_device.read_all()
@@ -252,7 +279,9 @@ def _restore_object(file: IndexedFile, device: torch.device | None) -> Any:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Disable the cyclic garbage collector: scanning 20,000 new tensors costs more than creating them."""
+    """Disable the cyclic garbage collector: scanning 20,000 new tensors costs more than creating
+    them.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:

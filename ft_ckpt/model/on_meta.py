@@ -1,7 +1,8 @@
-"""Makes the model that transformers makes of a config, on the meta device: its names and shapes, no numbers.
+"""Makes the model that transformers makes of a config, on the meta device: its names and shapes, no
+numbers.
 
-A background save does this beside the training. Nothing here changes the state of the process: torch's default dtype,
-its random numbers and the methods of its classes stay as they are.
+A background save does this beside the training. Nothing here changes the state of the process:
+torch's default dtype, its random numbers and the methods of its classes stay as they are.
 """
 
 import json
@@ -28,35 +29,60 @@ def read_config(config_class: Any, text: str) -> Any:
 
 
 def _without_dtypes(settings: Any) -> Any:
-    """The settings without dtypes: transformers would make parts of the model under torch's default dtype."""
+    """The settings without dtypes: transformers would make parts of the model under torch's default
+    dtype.
+    """
     if isinstance(settings, dict):
-        return {key: _without_dtypes(value) for key, value in settings.items() if key not in ("dtype", "torch_dtype")}
+        return {
+            key: _without_dtypes(value)
+            for key, value in settings.items()
+            if key not in ("dtype", "torch_dtype")
+        }
     return settings
 
 
-def tensors_made(cls: Any, config: Any, arguments: Mapping[str, Any]) -> tuple[Shapes, re.Pattern[str] | None]:
-    """The shapes of the tensors of a new model by name, and a pattern of those that may be missing in files."""
-    with torch.device("meta"), _AsFromPretrained(), _without_partitions():  # both modes are of this thread
+def tensors_made(
+    cls: Any, config: Any, arguments: Mapping[str, Any]
+) -> tuple[Shapes, re.Pattern[str] | None]:
+    """The shapes of the tensors of a new model by name, and a pattern of those that may be missing
+    in files.
+    """
+    # both modes are of this thread
+    with torch.device("meta"), _AsFromPretrained(), _without_partitions():
         model = cls(config, **arguments)
     sources = ModelTensors(model).sources(allow_meta=True)
     shapes = {name: source.shape for name, source in sources.items() if not source.is_added}
     optional = model._keys_to_ignore_on_load_missing
-    return shapes, re.compile("|".join(f"({pattern})" for pattern in optional)) if optional else None
+    return shapes, re.compile(
+        "|".join(f"({pattern})" for pattern in optional)
+    ) if optional else None
 
 
 # Functions that draw numbers; not all of them follow `torch.device("meta")`.
 _DRAWING_METHODS = frozenset(
     getattr(torch.Tensor, name)
-    for name in ("uniform_", "normal_", "bernoulli_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_")
+    for name in (
+        "uniform_",
+        "normal_",
+        "bernoulli_",
+        "random_",
+        "exponential_",
+        "cauchy_",
+        "log_normal_",
+        "geometric_",
+    )
 )
-_DRAWING_FACTORIES = frozenset((torch.normal, torch.rand, torch.randn, torch.randint, torch.randperm, torch.bernoulli))
+_DRAWING_FACTORIES = frozenset(
+    (torch.normal, torch.rand, torch.randn, torch.randint, torch.randperm, torch.bernoulli)
+)
 
 
 class _AsFromPretrained(TorchFunctionMode):
-    """In the block, this thread draws no random numbers of the process, which the training draws too.
+    """In the block, this thread draws no random numbers of the process, which the training draws
+    too.
 
-    `torch.linspace` makes real numbers, which models read when they are made; `from_pretrained` makes the same
-    exception.
+    `torch.linspace` makes real numbers, which models read when they are made; `from_pretrained`
+    makes the same exception.
     """
 
     def __init__(self) -> None:
@@ -64,7 +90,11 @@ class _AsFromPretrained(TorchFunctionMode):
         self._generator = torch.Generator("cpu")
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         given = dict(kwargs or {})
         if func is torch.linspace:
@@ -86,7 +116,8 @@ class _AsFromPretrained(TorchFunctionMode):
 
 
 def _without_partitions() -> Any:
-    """In the block, transformers does not partition a new model over the ranks, as it does under DeepSpeed's ZeRO-3.
+    """In the block, transformers does not partition a new model over the ranks, as it does under
+    DeepSpeed's ZeRO-3.
 
     The flag holds for the process. Only a model that the script makes at this moment would notice.
     """

@@ -11,7 +11,13 @@ from torch.optim.swa_utils import AveragedModel
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
 from ft_ckpt.messages import short
-from ft_ckpt.model.adapters import adapter_parts, base_view, check_complete, has_adapters, missing_trainable
+from ft_ckpt.model.adapters import (
+    adapter_parts,
+    base_view,
+    check_complete,
+    has_adapters,
+    missing_trainable,
+)
 from ft_ckpt.model.base_model import irreproducible, refuse_merged
 from ft_ckpt.model.diffusers import in_lora_layout
 from ft_ckpt.model.entries import MergeChoice, Part
@@ -33,26 +39,39 @@ def _right_argument(model: Any) -> str:
     if isinstance(model, type):
         return "pass an instance of the class"
     if isinstance(model, Mapping):
-        return "pass the model itself; values that differ from its own go beside it: save(model, path, state_dict=...)"
+        return (
+            "pass the model itself; values that differ from its own go beside it: save(model, "
+            "path, state_dict=...)"
+        )
     if isinstance(model, (str, PurePath)):
         return "the path comes second: save(model, path)"
     if isinstance(model, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
-        return "register it, register(model=model, optimizer=optimizer, ...), and save the run with save_state()"
+        return (
+            "register it, register(model=model, optimizer=optimizer, ...), and save the run "
+            "with save_state()"
+        )
     if isinstance(model, (list, tuple)):
         return "pass one model to each save"
-    inside = [name for name, value in getattr(model, "__dict__", {}).items() if isinstance(value, nn.Module)]
+    inside = [
+        name
+        for name, value in getattr(model, "__dict__", {}).items()
+        if isinstance(value, nn.Module)
+    ]
     if inside:
         return f"pass the model that it has as {', '.join(f'.{name}' for name in inside)}"
     if hasattr(model, "save_pretrained"):
-        return "pass the model, and a tokenizer or processor beside it: save(model, path, tokenizer=...)"
+        return (
+            "pass the model, and a tokenizer or processor beside it: save(model, path, "
+            "tokenizer=...)"
+        )
     return "pass the model that was trained"
 
 
 def model_inside(model: nn.Module) -> nn.Module:
     """The model inside torch's AveragedModel (EMA, SWA); any other model is returned unchanged.
 
-    The number of averages is run state, saved if the AveragedModel is registered. Raises SelectionError for a pipeline
-    of diffusers.
+    The number of averages is run state, saved if the AveragedModel is registered. Raises
+    SelectionError for a pipeline of diffusers.
     """
     _refuse_pipeline(model)
     inside = model.module if isinstance(model, AveragedModel) else model
@@ -61,21 +80,27 @@ def model_inside(model: nn.Module) -> nn.Module:
 
 def _refuse_pipeline(model: Any) -> None:
     """Raise SelectionError for a pipeline of diffusers, naming the models in it."""
-    if isinstance(model, nn.Module) or not isinstance(components := getattr(model, "components", None), Mapping):
+    if isinstance(model, nn.Module) or not isinstance(
+        components := getattr(model, "components", None), Mapping
+    ):
         return
-    models = [f"pipeline.{name}" for name, value in components.items() if isinstance(value, nn.Module)]
+    models = [
+        f"pipeline.{name}" for name, value in components.items() if isinstance(value, nn.Module)
+    ]
     if models:
         raise SelectionError(
-            f"{type(model).__name__}: a pipeline of several models, expected one of them: {', '.join(models)}; "
+            f"{type(model).__name__}: a pipeline of several models, expected one of them: "
+            f"{', '.join(models)}; "
             "pipeline.save_pretrained(...) saves the whole pipeline"
         )
 
 
 def is_of_adapters(model: nn.Module, adapter_only: bool | None, attribute: Attribute) -> bool:
-    """Whether a save stores the adapters alone: `adapter_only`, or False for a model without adapters.
+    """Whether a save stores the adapters alone: `adapter_only`, or False for a model without
+    adapters.
 
-    Raises SelectionError if `attribute` is not a name or several; and for a model with adapters if `adapter_only` is
-    None, because other readers would load only the base from a folder with both.
+    Raises SelectionError if `attribute` is not a name or several; and for a model with adapters if
+    `adapter_only` is None, because other readers would load only the base from a folder with both.
     """
     names = _names_of(attribute)
     if adapter_only is not None:
@@ -83,8 +108,10 @@ def is_of_adapters(model: nn.Module, adapter_only: bool | None, attribute: Attri
     adapted = [name or "the model" for name in names if has_adapters(module_at(model, name))]
     if adapted:
         raise SelectionError(
-            f"{', '.join(adapted)}: has PEFT adapters; say what to save: adapter_only=True, the adapters alone, which "
-            "go onto their base; or adapter_only=False, the base and its adapters side by side, which only "
+            f"{', '.join(adapted)}: has PEFT adapters; say what to save: adapter_only=True, the "
+            "adapters alone, which "
+            "go onto their base; or adapter_only=False, the base and its "
+            "adapters side by side, which only "
             "ft_ckpt.load_model puts together"
         )
     return False
@@ -100,28 +127,37 @@ def parts_of(
     extra: Mapping[str, Any] | None = None,
     merged: MergeChoice | None = None,
 ) -> list[Part]:
-    """The parts of a save. A single attribute is stored in the checkpoint's root, each of a list in its own folder.
+    """The parts of a save.
 
-    `extra`: non-tensor values of the model's state dict; `merged`: adapters to merge into the base. Raises
-    SelectionError or a subclass if the request does not fit the model, IncompleteError naming tensors that no part
-    stores and no rule omits.
+    A single attribute is stored in the checkpoint's root, each of a list in its own folder.
+
+    `extra`: non-tensor values of the model's state dict; `merged`: adapters to merge into the base.
+    Raises SelectionError or a subclass if the request does not fit the model, IncompleteError
+    naming tensors that no part stores and no rule omits.
     """
     if attribute is None or isinstance(attribute, str):
         whole = view_of(model, found, attribute or "", extra)
         if merged is not None:
-            from ft_ckpt.model.merge import merged_part  # here, because it imports PEFT, which is slow
+            # here, because it imports PEFT, which is slow
+            from ft_ckpt.model.merge import merged_part
 
             return _refuse_missing([merged_part(whole, "", dtype, merged)], [whole], adapter_only)
-        return _refuse_missing(_parts_of_view(whole, attribute or "", "", adapter_only, dtype), [whole], adapter_only)
+        return _refuse_missing(
+            _parts_of_view(whole, attribute or "", "", adapter_only, dtype), [whole], adapter_only
+        )
     views = {name: view_of(model, found, name, extra) for name in _names_of(attribute)}
     if adapter_only and not any(has_adapters(view.module) for view in views.values()):
         raise NotAnAdapterError(
-            f"adapter_only=True: none of {', '.join(views)} has a PEFT adapter; use adapter_only=False"
+            f"adapter_only=True: none of {', '.join(views)} has a PEFT adapter; use "
+            "adapter_only=False"
         )
     parts = [
         part
-        for name, view in views.items()  # an attribute without adapters, such as a value head, is saved in full
-        for part in _parts_of_view(view, name, name, adapter_only and has_adapters(view.module), dtype)
+        # an attribute without adapters, such as a value head, is saved in full
+        for name, view in views.items()
+        for part in _parts_of_view(
+            view, name, name, adapter_only and has_adapters(view.module), dtype
+        )
     ]
     return _refuse_missing(parts, views.values(), adapter_only)
 
@@ -132,12 +168,17 @@ def _names_of(attribute: Attribute) -> list[str]:
     names = [attribute] if isinstance(attribute, str) else attribute
     are_names = isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
     if not names or not are_names or len(set(names)) != len(names):
-        raise SelectionError(f"attribute={short(attribute)}: expected a name, or several in a list, each once")
+        raise SelectionError(
+            f"attribute={short(attribute)}: expected a name, or several in a list, each once"
+        )
     return list(names)
 
 
-def is_adapter_run(model: nn.Module, found: Mapping[str, Source], attribute: str | None = None) -> bool:
-    """Whether only adapters are trained, on a base that can be recreated, in the model or its `attribute`.
+def is_adapter_run(
+    model: nn.Module, found: Mapping[str, Source], attribute: str | None = None
+) -> bool:
+    """Whether only adapters are trained, on a base that can be recreated, in the model or its
+    `attribute`.
 
     `found`: the sources of `model`.
     """
@@ -158,17 +199,21 @@ def kind_of(adapter_only: bool, attribute: Attribute) -> str:
 def _refuse_missing(parts: list[Part], views: Iterable[View], adapter_only: bool) -> list[Part]:
     """Check that `parts` store every tensor of `views`, and return them.
 
-    Allowed omissions are other names of one parameter, tensors that the class or PEFT recreates, and with
-    `adapter_only` the frozen tensors of the base. Raises IncompleteError naming all other missing tensors.
+    Allowed omissions are other names of one parameter, tensors that the class or PEFT recreates,
+    and with `adapter_only` the frozen tensors of the base. Raises IncompleteError naming all other
+    missing tensors.
     """
     known = {source.key for part in parts for entry in part.entries for source in entry.sources}
     known |= {source.key for part in parts for source in part.omitted}
     if adapter_only:
         known |= {source.key for part in parts for source in part.base.values()}
-    missing = [name for view in views for name, source in view.sources.items() if source.key not in known]
+    missing = [
+        name for view in views for name, source in view.sources.items() if source.key not in known
+    ]
     if missing:
         raise IncompleteError(
-            f"{listing(missing, ', ')}: {len(missing)} tensor(s) of the model would be in no file, and no rule says "
+            f"{listing(missing, ', ')}: {len(missing)} tensor(s) of the model would be in no file, "
+            "and no rule says "
             "why; nothing is written. Please report it"
         )
     return parts
@@ -177,7 +222,11 @@ def _refuse_missing(parts: list[Part], views: Iterable[View], adapter_only: bool
 def _parts_of_view(view: View, name: str, path: str, adapter_only: bool, dtype: str) -> list[Part]:
     if has_adapters(view.module):
         refuse_merged(view.module)
-    if adapter_only and has_adapters(view.module) and (why := irreproducible(view.module.peft_config)):
+    if (
+        adapter_only
+        and has_adapters(view.module)
+        and (why := irreproducible(view.module.peft_config))
+    ):
         raise SelectionError(f"{why}: the adapter alone fits no base; save with adapter_only=False")
     if adapter_only:
         parts = adapter_parts(view, name, path, dtype)
@@ -186,4 +235,7 @@ def _parts_of_view(view: View, name: str, path: str, adapter_only: bool, dtype: 
     if not has_adapters(view.module):
         return [model_part(view, name, path, dtype)]
     below = adapter_parts(view, name, path, dtype, in_folders=True)
-    return [model_part(base_view(view), name, path, dtype), *(in_lora_layout(part) for part in below)]
+    return [
+        model_part(base_view(view), name, path, dtype),
+        *(in_lora_layout(part) for part in below),
+    ]

@@ -1,4 +1,6 @@
-"""Builds an empty transformers model from its folder: known classes only, size bounded by the stored tensors."""
+"""Builds an empty transformers model from its folder: known classes only, size bounded by the
+stored tensors.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +28,8 @@ from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.scratch import local_folder
 from ft_ckpt.storage.store import Store, read_text
 
-_PARAMETERS_A_TENSOR = 16  # a stored tensor may be split, and a parameter may be registered more than once
+# a stored tensor may be split, and a parameter may be registered more than once
+_PARAMETERS_A_TENSOR = 16
 _MOST_ELEMENTS = 1 << 27  # of a buffer, such as a causal mask of 11,000 positions
 _FACTORIES = frozenset((torch.ones, torch.zeros, torch.full, torch.arange, torch.rand, torch.randn))
 
@@ -44,7 +47,8 @@ def checked_config(store: Store, record: PartRecord) -> dict[str, Any]:
     config: dict[str, Any] = json.loads(read_text(store, beside_weights(record, "config.json")))
     if absurd := absurd_counts(config):
         raise LoadError(
-            f"config.json: {listing(absurd)}: no model of the {len(record.tensors):,} tensors in the checkpoint; use "
+            f"config.json: {listing(absurd)}: no model of the {len(record.tensors):,} tensors in "
+            "the checkpoint; use "
             "another copy"
         )
     return config
@@ -62,7 +66,9 @@ def empty_model(cls: Any, held: OpenCheckpoint, record: PartRecord) -> Any:
         names = ModelTensors(model).sources(allow_meta=True)
         if not made_by_class(model).isdisjoint(names):
             return None  # transformers computes their values when it loads
-        if not stored_as_in_memory(model, names) or any(tensor.name not in names for tensor in record.tensors):
+        if not stored_as_in_memory(model, names) or any(
+            tensor.name not in names for tensor in record.tensors
+        ):
             return None
         add_folder_settings(model, folder)
         name_origin(model, folder, held, record)
@@ -70,7 +76,9 @@ def empty_model(cls: Any, held: OpenCheckpoint, record: PartRecord) -> Any:
 
 
 def is_converted(model: nn.Module) -> bool:
-    """Whether transformers converts tensors of its `model`, wrapped or not, between memory and file."""
+    """Whether transformers converts tensors of its `model`, wrapped or not, between memory and
+    file.
+    """
     user = unwrap(model)
     if not is_pretrained(user) or getattr(user, "is_quantized", False):
         return False
@@ -84,10 +92,14 @@ def companions_here(
 
     Subfolders are not copied, because they belong to other parts.
     """
-    return local_folder(Place(held.store, record.path), lambda name: "/" not in name and wanted(name))
+    return local_folder(
+        Place(held.store, record.path), lambda name: "/" not in name and wanted(name)
+    )
 
 
-def name_origin(model: nn.Module, read_from: Path, held: OpenCheckpoint, record: PartRecord) -> None:
+def name_origin(
+    model: nn.Module, read_from: Path, held: OpenCheckpoint, record: PartRecord
+) -> None:
     """Set `name_or_path` of transformers models and their configs to the original folder."""
     for module in model.modules():
         owners: list[Any] = [module, getattr(module, "config", None)]
@@ -97,7 +109,9 @@ def name_origin(model: nn.Module, read_from: Path, held: OpenCheckpoint, record:
 
 
 def add_folder_settings(model: Any, folder: Path) -> None:
-    """Set the generation config and `name_or_path` of a model that was built from the config in `folder`."""
+    """Set the generation config and `name_or_path` of a model that was built from the config in
+    `folder`.
+    """
     from transformers import GenerationConfig
 
     if model.can_generate() and LocalStore(folder).stat("generation_config.json") is not None:
@@ -111,33 +125,47 @@ def most_parameters(record: PartRecord) -> int:
 
 
 def class_of_own_code(config: Mapping[str, Any], record: PartRecord) -> Any:
-    """The auto class for a model with custom code, which transformers runs only with `trust_remote_code`."""
+    """The auto class for a model with custom code, which transformers runs only with
+    `trust_remote_code`.
+    """
     import transformers
 
     if not config.get("auto_map"):
         raise LoadError(
-            f"{record.class_name!r}: no model class of transformers, and no code beside the weights; load them into a "
+            f"{record.class_name!r}: no model class of transformers, and no code beside the "
+            "weights; load them into a "
             "model of yours with into="
         )
-    return transformers.AutoModelForCausalLM if "AutoModelForCausalLM" in config["auto_map"] else transformers.AutoModel
+    return (
+        transformers.AutoModelForCausalLM
+        if "AutoModelForCausalLM" in config["auto_map"]
+        else transformers.AutoModel
+    )
 
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """In the block, transformers models are made without memory for parameters; buffers get their values."""
+    """In the block, transformers models are made without memory for parameters; buffers get their
+    values.
+    """
     from accelerate import init_empty_weights
     from transformers.initialization import guard_torch_init_functions
 
-    with init_empty_weights(include_buffers=False), leave_parameters_unfilled(), guard_torch_init_functions():
+    with (
+        init_empty_weights(include_buffers=False),
+        leave_parameters_unfilled(),
+        guard_torch_init_functions(),
+    ):
         yield
 
 
 @contextmanager
 def listing_own(record: PartRecord) -> Iterator[None]:
-    """In the block, state dicts of transformers models have parameters and buffers only, in the stored dtypes.
+    """In the block, state dicts of transformers models have parameters and buffers only, in the
+    stored dtypes.
 
-    transformers' loader assigns every entry of a state dict as a tensor, and rounds each tensor to the config's dtype
-    unless the state dict has the stored dtype.
+    transformers' loader assigns every entry of a state dict as a tensor, and rounds each tensor to
+    the config's dtype unless the state dict has the stored dtype.
     """
     whole = nn.Module.state_dict
 
@@ -147,9 +175,13 @@ def listing_own(record: PartRecord) -> Iterator[None]:
         found = ModelTensors(module).sources(allow_meta=True)
         sources = {name: source for name, source in found.items() if not source.is_added}
         listed = {name: source.live.detach() for name, source in sources.items()}
-        empty = any(tensor.is_meta for tensor in listed.values())  # otherwise the tensors are already loaded
+        # otherwise the tensors are already loaded
+        empty = any(tensor.is_meta for tensor in listed.values())
         types = _stored_types(module, sources, record) if empty else {}
-        return {name: tensor.to(types.get(name)) if tensor.is_meta else tensor for name, tensor in listed.items()}
+        return {
+            name: tensor.to(types.get(name)) if tensor.is_meta else tensor
+            for name, tensor in listed.items()
+        }
 
     with _replacing("state_dict", list_own):
         yield
@@ -157,7 +189,9 @@ def listing_own(record: PartRecord) -> Iterator[None]:
 
 @contextmanager
 def _replacing(method: str, function: Callable[..., Any]) -> Iterator[None]:
-    """In the block, replace `method` of nn.Module, for all modules of the process, by `function`."""
+    """In the block, replace `method` of nn.Module, for all modules of the process, by
+    `function`.
+    """
     original = getattr(nn.Module, method)
     setattr(nn.Module, method, function)
     try:
@@ -166,23 +200,35 @@ def _replacing(method: str, function: Callable[..., Any]) -> Iterator[None]:
         setattr(nn.Module, method, original)
 
 
-def _stored_types(module: nn.Module, sources: Mapping[str, Source], record: PartRecord) -> dict[str, torch.dtype]:
-    """The stored dtypes of the model's tensors by name; for a tensor stored as several, their promoted dtype."""
-    stored, types = {tensor.name: dtype_of(tensor.dtype) for tensor in record.tensors}, dict[str, torch.dtype]()
+def _stored_types(
+    module: nn.Module, sources: Mapping[str, Source], record: PartRecord
+) -> dict[str, torch.dtype]:
+    """The stored dtypes of the model's tensors by name; for a tensor stored as several, their
+    promoted dtype.
+    """
+    stored, types = (
+        {tensor.name: dtype_of(tensor.dtype) for tensor in record.tensors},
+        dict[str, torch.dtype](),
+    )
     for entry in converted_entries(module, sources):
         for source in entry.sources if entry.name in stored else ():
-            types[source.name] = torch.promote_types(types.get(source.name, stored[entry.name]), stored[entry.name])
+            types[source.name] = torch.promote_types(
+                types.get(source.name, stored[entry.name]), stored[entry.name]
+            )
     return types
 
 
 @contextmanager
 def leave_parameters_unfilled() -> Iterator[None]:
-    """In the block, transformers initialises buffers but not parameters, which would cost more than mapping a model."""
+    """In the block, transformers initialises buffers but not parameters, which would cost more than
+    mapping a model.
+    """
     register = nn.Module.register_parameter
 
     def mark_filled(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None:
-            vars(param).pop("_is_hf_initialized", None)  # already set if a tied parameter is registered again
+            # already set if a tied parameter is registered again
+            vars(param).pop("_is_hf_initialized", None)
         register(module, name, param)
         if param is not None:
             module._parameters[name]._is_hf_initialized = True  # type: ignore[union-attr]
@@ -192,15 +238,25 @@ def leave_parameters_unfilled() -> Iterator[None]:
 
 
 class _Bounded(TorchFunctionMode):
-    """Raises LoadError for factory calls of more than _MOST_ELEMENTS elements, before memory is allocated."""
+    """Raises LoadError for factory calls of more than _MOST_ELEMENTS elements, before memory is
+    allocated.
+    """
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         asked = kwargs or {}
-        if func in _FACTORIES and (size := func(*args, **{**asked, "device": "meta"}).numel()) > _MOST_ELEMENTS:
+        if (
+            func in _FACTORIES
+            and (size := func(*args, **{**asked, "device": "meta"}).numel()) > _MOST_ELEMENTS
+        ):
             raise LoadError(
-                f"config.json: asks for a buffer of {size:,} numbers, expected at most {_MOST_ELEMENTS:,}; use another "
+                f"config.json: asks for a buffer of {size:,} numbers, expected at most "
+                f"{_MOST_ELEMENTS:,}; use another "
                 "copy"
             )
         return func(*args, **asked)
@@ -208,9 +264,11 @@ class _Bounded(TorchFunctionMode):
 
 @contextmanager
 def limit_parameters(parameters: int, source: str) -> Iterator[None]:
-    """In the block, raise LoadError for a model of more than `parameters` parameters, or with a huge buffer.
+    """In the block, raise LoadError for a model of more than `parameters` parameters, or with a
+    huge buffer.
 
-    `source` is named in the error, which is raised before memory is allocated. Parameters have no memory, buffers do.
+    `source` is named in the error, which is raised before memory is allocated. Parameters have no
+    memory, buffers do.
     """
     register, made = nn.Module.register_parameter, 0
 
@@ -219,7 +277,8 @@ def limit_parameters(parameters: int, source: str) -> Iterator[None]:
         made += 1
         if made > parameters:
             raise LoadError(
-                f"{source}: asks for a model of more than {parameters:,} parameters, far more than the tensors of the "
+                f"{source}: asks for a model of more than {parameters:,} parameters, far more than "
+                "the tensors of the "
                 "checkpoint; use another copy"
             )
         register(module, name, param)

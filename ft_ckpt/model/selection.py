@@ -1,7 +1,7 @@
 """Selects the tensors of a save and their names: whole models, submodels, plain modules.
 
-Works on names, shapes and dtypes only, without reading a tensor or communicating. The result is a list of parts, each a
-loadable folder, whose entries name the source of every stored tensor.
+Works on names, shapes and dtypes only, without reading a tensor or communicating. The result is a
+list of parts, each a loadable folder, whose entries name the source of every stored tensor.
 """
 
 import re
@@ -32,12 +32,15 @@ class View:
 
 
 def view_of(
-    model: nn.Module, found: Mapping[str, Source], attribute: str = "", extra: Mapping[str, Any] | None = None
+    model: nn.Module,
+    found: Mapping[str, Source],
+    attribute: str = "",
+    extra: Mapping[str, Any] | None = None,
 ) -> View:
     """A view of the whole model, or of the submodule at the dotted path `attribute`.
 
-    Raises UnknownAttributeError naming the existing submodules, SelectionError when it is not a module,
-    IncompleteError when it has no tensors.
+    Raises UnknownAttributeError naming the existing submodules, SelectionError when it is not a
+    module, IncompleteError when it has no tensors.
     """
     module = module_at(model, attribute)
     prefix = f"{attribute}." if attribute else ""
@@ -48,24 +51,34 @@ def view_of(
         if name.startswith(prefix)
     }
     if not below:
-        raise IncompleteError(f"{attribute or type(module).__name__}: no tensors to save; nothing is written")
-    further = {n.removeprefix(prefix): value for n, value in (extra or {}).items() if n.startswith(prefix)}
+        raise IncompleteError(
+            f"{attribute or type(module).__name__}: no tensors to save; nothing is written"
+        )
+    further = {
+        n.removeprefix(prefix): value for n, value in (extra or {}).items() if n.startswith(prefix)
+    }
     return View(module, below, further)
 
 
 def module_at(model: nn.Module, attribute: str) -> nn.Module:
-    """The model, or its submodule at the dotted path `attribute`, unwrapped. Raises errors as `view_of`."""
+    """The model, or its submodule at the dotted path `attribute`, unwrapped.
+
+    Raises errors as `view_of`.
+    """
     module = unwrap(model)
     for part in attribute.split(".") if attribute else []:
         if part not in module._modules and not hasattr(module, part):
             names = sorted(name for name, child in module.named_children() if child is not None)
+            submodules = ", ".join(names) or "no submodules"
+            hint = did_you_mean([part], names) or f"it has {submodules}"
             raise UnknownAttributeError(
-                f"attribute {attribute!r}: {type(module).__name__} has no {part!r}; "
-                f"{did_you_mean([part], names) or 'it has ' + (', '.join(names) or 'no submodules')}"
+                f"attribute {attribute!r}: {type(module).__name__} has no {part!r}; {hint}"
             )
         inner = getattr(module, part)
         if not isinstance(inner, nn.Module):
-            raise SelectionError(f"attribute {attribute!r}: {part!r} is a {type(inner).__name__}, expected a module")
+            raise SelectionError(
+                f"attribute {attribute!r}: {part!r} is a {type(inner).__name__}, expected a module"
+            )
         module = unwrap(inner)
     return module
 
@@ -99,7 +112,9 @@ def _with_raw_below(source: Source, depth: int) -> Source:
 
 
 def model_part(view: View, name: str, path: str, dtype: str) -> Part:
-    """The part for a module saved in full: the tensors that `save_pretrained` writes, or all of a plain module."""
+    """The part for a module saved in full: the tensors that `save_pretrained` writes, or all of a
+    plain module.
+    """
     library = library_of(view.module)
     hugging_face = library is TRANSFORMERS
     _refuse_unserialisable(view.module)
@@ -113,20 +128,35 @@ def model_part(view: View, name: str, path: str, dtype: str) -> Part:
     made = cast_entries(entries, view.module, dtype)
     taken = {source.key for source in kept.values()}
     omitted = tuple(source for source in view.sources.values() if source.key not in taken)
-    extra = dump_object(dict(view.extra), name or type(view.module).__name__) if view.extra else None
-    stored = Part(name, path, kind, view.module, made, file=file, ties=ties, doubtful=doubtful, notes=notes)
+    extra = (
+        dump_object(dict(view.extra), name or type(view.module).__name__) if view.extra else None
+    )
+    stored = Part(
+        name, path, kind, view.module, made, file=file, ties=ties, doubtful=doubtful, notes=notes
+    )
     notes += _rounded_by_others(stored) if hugging_face else ()
-    return replace(stored, omitted=omitted, extra=extra, notes=notes, tensors=view.sources if hugging_face else {})
+    return replace(
+        stored,
+        omitted=omitted,
+        extra=extra,
+        notes=notes,
+        tensors=view.sources if hugging_face else {},
+    )
 
 
 def _rounded_by_others(part: Part) -> tuple[str, ...]:
-    """A note on tensors that plain `from_pretrained` rounds, because it loads all in the config's dtype."""
+    """A note on tensors that plain `from_pretrained` rounds, because it loads all in the config's
+    dtype.
+    """
     main = dtype_of(main_dtype(part))
     kept = kept_in_float32(part.module, main)
     floats = [entry for entry in part.entries if entry.dtype.is_floating_point]
     wide = [entry.name for entry in floats if entry.dtype.itemsize > main.itemsize]
     rounded = [name for name in wide if not set(kept).intersection(name.split("."))]
-    note = f"in more than the config's {dtype_name(main)}, to which plain from_pretrained rounds; load_model does not"
+    note = (
+        f"in more than the config's {dtype_name(main)}, to which plain from_pretrained rounds; "
+        "load_model does not"
+    )
     return (f"{listing(rounded, ', ')}: {note}",) if rounded else ()
 
 
@@ -136,23 +166,35 @@ def is_pretrained(module: nn.Module) -> bool:
 
 
 def made_by_class(module: Any) -> frozenset[str]:
-    """Names of tensors that a transformers model does not save but recomputes when it is loaded, such as sines."""
-    return frozenset(getattr(module, "_keys_to_ignore_on_save", None) or ()) if is_pretrained(module) else frozenset()
+    """Names of tensors that a transformers model does not save but recomputes when it is loaded,
+    such as sines.
+    """
+    return (
+        frozenset(getattr(module, "_keys_to_ignore_on_save", None) or ())
+        if is_pretrained(module)
+        else frozenset()
+    )
 
 
 def without_own_layouts(parts: Sequence[Part], is_run: bool) -> list[Part]:
-    """The parts of a run's checkpoint, with a note on each module that has its own `save_pretrained`.
+    """The parts of a run's checkpoint, with a note on each module that has its own
+    `save_pretrained`.
 
-    Such classes (SentenceTransformer, wrappers with a value head) read only the layout that they write. Unless
-    `is_run`, raises SelectionError naming them, or PEFT models whose adapters PEFT cannot load.
+    Such classes (SentenceTransformer, wrappers with a value head) read only the layout that they
+    write. Unless `is_run`, raises SelectionError naming them, or PEFT models whose adapters PEFT
+    cannot load.
     """
     stacked = {
-        type(part.module).__name__: None for part in parts if part.kind == "adapter" and _is_stacked(part.module)
+        type(part.module).__name__: None
+        for part in parts
+        if part.kind == "adapter" and _is_stacked(part.module)
     }
     if stacked and not is_run:
         raise SelectionError(
-            f"{', '.join(stacked)}: adapters of several methods, or around a model that has its own, are in no layout "
-            "that PEFT or load_model reads; put all on one PeftModel with add_adapter(), merge the inner ones with "
+            f"{', '.join(stacked)}: adapters of several methods, or around a model that has its "
+            "own, are in no layout "
+            "that PEFT or load_model reads; put all on one PeftModel with add_adapter(), merge the "
+            "inner ones with "
             "merge_and_unload(), or save a checkpoint to resume from with save_state()"
         )
     own = {
@@ -163,32 +205,52 @@ def without_own_layouts(parts: Sequence[Part], is_run: bool) -> list[Part]:
     if own and not is_run:
         inside = [path for part in parts if id(part) in own for path in _pretrained_below(part)]
         asked = repr(inside[0] if len(inside) == 1 else inside)
-        names, way = ", ".join(own.values()), f", or what is inside with attribute={asked}" if inside else ""
+        names, way = (
+            ", ".join(own.values()),
+            f", or what is inside with attribute={asked}" if inside else "",
+        )
         raise SelectionError(
-            f"{names}: has a layout of its own, which this would not be; save it with model.save_pretrained(...){way}, "
+            f"{names}: has a layout of its own, which this would not be; save it with "
+            f"model.save_pretrained(...){way}, "
             "or a checkpoint to resume from with save_state()"
         )
-    note = "{}: stored as a plain module; its own from_pretrained reads the layout of its save_pretrained() alone"
-    return [replace(p, notes=(*p.notes, note.format(own[id(p)]))) if id(p) in own else p for p in parts]
+    note = (
+        "{}: stored as a plain module; its own from_pretrained reads the layout of its "
+        "save_pretrained() alone"
+    )
+    return [
+        replace(p, notes=(*p.notes, note.format(own[id(p)]))) if id(p) in own else p for p in parts
+    ]
 
 
 def _is_stacked(module: nn.Module) -> bool:
     """Whether it is a PeftMixedModel, or contains a PeftModel."""
-    inner = {cls.__name__ for child in module.modules() if child is not module for cls in type(child).__mro__}
-    return "PeftModel" in inner or any(cls.__name__ == "PeftMixedModel" for cls in type(module).__mro__)
+    inner = {
+        cls.__name__
+        for child in module.modules()
+        if child is not module
+        for cls in type(child).__mro__
+    }
+    return "PeftModel" in inner or any(
+        cls.__name__ == "PeftMixedModel" for cls in type(module).__mro__
+    )
 
 
 def _pretrained_below(part: Part) -> list[str]:
     """Paths of the outermost models of known libraries in the part's module."""
     found: list[str] = []
     for path, _, inner in walk_modules(part.module):
-        if library_of(inner) is not None and not any(path.startswith(f"{outer}.") for outer in found):
+        if library_of(inner) is not None and not any(
+            path.startswith(f"{outer}.") for outer in found
+        ):
             found.append(path)
     return [f"{part.name}.{path}" if part.name else path for path in found]
 
 
 def diverged_ties(view: View) -> list[tuple[Source, Source]]:
-    """Pairs (alias, main) that the model declares tied but that are two tensors in memory; compared at the save."""
+    """Pairs (alias, main) that the model declares tied but that are two tensors in memory; compared
+    at the save.
+    """
     declared = getattr(view.module, "all_tied_weights_keys", None) or {}
     patterns = _alias_patterns(view.module) if declared else []
     tied = [pair for pair in declared.items() if _is_alias(pair[0], patterns)]
@@ -197,14 +259,21 @@ def diverged_ties(view: View) -> list[tuple[Source, Source]]:
 
 
 def _refuse_unserialisable(module: Any) -> None:
-    """Raise SelectionError for quantisers whose weights are tensor subclasses (torchao) or not serialisable."""
+    """Raise SelectionError for quantisers whose weights are tensor subclasses (torchao) or not
+    serialisable.
+    """
     quantizer = getattr(module, "hf_quantizer", None)
     if quantizer is None:
         return
-    makes = (cls.__name__ for cls in type(quantizer).__mro__ if "get_state_dict_and_metadata" in vars(cls))
+    makes = (
+        cls.__name__
+        for cls in type(quantizer).__mro__
+        if "get_state_dict_and_metadata" in vars(cls)
+    )
     if next(makes, "HfQuantizer") != "HfQuantizer" or not quantizer.is_serializable():
         raise SelectionError(
-            f"{type(module).__name__}: its quantised weights ({type(quantizer).__name__}) cannot be stored as they "
+            f"{type(module).__name__}: its quantised weights ({type(quantizer).__name__}) cannot "
+            "be stored as they "
             "are; save the adapter alone with adapter_only=True, or dequantise the model first"
         )
 
@@ -212,9 +281,14 @@ def _refuse_unserialisable(module: Any) -> None:
 def _without_aliases(
     view: View, hugging_face: bool
 ) -> tuple[dict[str, Source], tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """The tensors to store by name, the ties and notes. Ties are found by parameter identity, never by storage."""
+    """The tensors to store by name, the ties and notes.
+
+    Ties are found by parameter identity, never by storage.
+    """
     ignored = made_by_class(view.module) if hugging_face else ()
-    names = [name for name, source in view.sources.items() if name not in ignored or source.trainable]
+    names = [
+        name for name, source in view.sources.items() if name not in ignored or source.trainable
+    ]
     has_ties = len({view.sources[name].key for name in names}) < len(names)
     groups: dict[int, list[str]] = {}
     for name in names if has_ties else ():
@@ -229,14 +303,21 @@ def _without_aliases(
         ties.append((keep[0], *(name for name in group if name != keep[0])))
         dropped.update(name for name in group if name not in keep)
         if len(keep) > 1:
-            notes.append(f"{', '.join(keep)}: tied in memory but not by the model's class and config, stored once each")
+            notes.append(
+                f"{', '.join(keep)}: tied in memory but not by the model's class and config, "
+                "stored once each"
+            )
     for one, other in diverged_ties(view) if hugging_face else ():
         alias = next(name for name in view.sources if view.sources[name] is one)
         main = next(name for name in view.sources if view.sources[name] is other)
         if alias not in dropped and main not in dropped:
             dropped.add(alias)  # the saver compares the two before it commits
             ties.append((main, alias))
-    return {name: view.sources[name] for name in names if name not in dropped}, tuple(ties), tuple(notes)
+    return (
+        {name: view.sources[name] for name in names if name not in dropped},
+        tuple(ties),
+        tuple(notes),
+    )
 
 
 def _is_alias(name: str, patterns: Sequence[str]) -> bool:
@@ -244,14 +325,20 @@ def _is_alias(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _alias_patterns(module: nn.Module) -> list[str]:
-    """Patterns of the names that transformers, by the config, ties to others when it loads `module`.
+    """Patterns of the names that transformers, by the config, ties to others when it loads
+    `module`.
 
-    It does not tie again parameters that were tied by hand: a name in no file would be initialised randomly.
+    It does not tie again parameters that were tied by hand: a name in no file would be initialised
+    randomly.
     """
     return [
         f"{re.escape(path)}\\.{key}" if path else key
         for path, _, inner in walk_modules(module)
-        # From the class or the instance dict: `getattr` of an absent attribute of a module is slow, and most lack it.
-        for key in vars(inner).get("_tied_weights_keys", getattr(type(inner), "_tied_weights_keys", None)) or ()
+        # From the class or the instance dict: `getattr` of an absent attribute of a module is slow,
+        # and most lack it.
+        for key in vars(inner).get(
+            "_tied_weights_keys", getattr(type(inner), "_tied_weights_keys", None)
+        )
+        or ()
         if getattr(getattr(inner, "config", None), "tie_word_embeddings", False)
     ]

@@ -1,4 +1,5 @@
-"""One save, from the request to the commit: plan, snapshot, files, writing by every rank, in the background too.
+"""One save, from the request to the commit: plan, snapshot, files, writing by every rank, in the
+background too.
 
 Nothing here decides when to save or what to keep. Begin at `execute`, the steps of every save.
 """

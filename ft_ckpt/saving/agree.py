@@ -1,4 +1,6 @@
-"""The exchange of a save before any tensor moves: the ranks compare their plans and their replicas."""
+"""The exchange of a save before any tensor moves: the ranks compare their plans and their
+replicas.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +26,9 @@ from ft_ckpt.training.items import name_differing_tensors
 
 @dataclass(frozen=True, eq=False)
 class AgreedSave:
-    """The result of the exchange that precedes every write; identical on all ranks except `request` and `samples`."""
+    """The result of the exchange that precedes every write; identical on all ranks except `request`
+    and `samples`.
+    """
 
     request: SaveRequest  # with the replicas that differ, if they were compared
     replicas_differ: bool  # the save must be planned again, to store the values of all ranks
@@ -45,29 +49,46 @@ def agree_on_plan(
     *,
     fits: bool = True,
 ) -> AgreedSave:
-    """Compare the plans and the replicas of all ranks in the exchange `what`; the result `fits` if all ranks do.
+    """Compare the plans and the replicas of all ranks in the exchange `what`; the result `fits` if
+    all ranks do.
 
-    Raises the `error` of any rank, RanksDisagreeError naming tensors, or replicas if the settings refuse these.
+    Raises the `error` of any rank, RanksDisagreeError naming tensors, or replicas if the settings
+    refuse these.
     """
-    compares = ranks.size > 1 and request is not None and request.differing is None and request.state_dict is None
+    compares = (
+        ranks.size > 1
+        and request is not None
+        and request.differing is None
+        and request.state_dict is None
+    )
     digests: dict[str, replicas.ReplicaDigest] = {}
     if staged is not None and compares:
         replicated = replicas.replicated_tensors(staged.plan.plans)
         made, error = ranks.attempt(partial(replicas.digest_replicas, replicated, ranks.rank))
         digests = made or {}
-    facts = {} if request is None or staged is None or error else _describe_save(request, staged, digests)
-    agreed = ranks.agree(what, {**facts, "fits": fits}, error, same=("path", "kind", "step"), decide=_terms_of)
+    facts = (
+        {}
+        if request is None or staged is None or error
+        else _describe_save(request, staged, digests)
+    )
+    agreed = ranks.agree(
+        what, {**facts, "fits": fits}, error, same=("path", "kind", "step"), decide=_terms_of
+    )
     assert request is not None, "the agreement has raised the error"
     assert staged is not None, "the agreement has raised the error"
     terms = agreed.result
     if not terms["alike"]:
-        entries = [(one.part.path, entry) for one in staged.plan.plans for entry in one.part.entries]
+        entries = [
+            (one.part.path, entry) for one in staged.plan.plans for entry in one.part.entries
+        ]
         names = (f"{path}/{entry.name}".lstrip("/") for path, entry in entries)
         name_differing_tensors(ranks, "the tensors of save()", facts["tensors"], lambda: names)
     if compares and not terms["state_dict"]:  # a state dict is given on rank 0 alone
         differing = replicas.differing_replicas(digests, terms["differing_places"], ranks)
         if differing:
-            report_differences(replicas.describe_differences(differing), str(request.target), ranks, config)
+            report_differences(
+                replicas.describe_differences(differing), str(request.target), ranks, config
+            )
         request = replace(request, differing=differing)
     return AgreedSave(
         request,
@@ -75,7 +96,9 @@ def agree_on_plan(
         fits=terms["fits"],
         state_dict=terms["state_dict"],
         stage=terms["stage"],
-        offers={path: Offer(count, tuple(found)) for path, (count, found) in terms["offers"].items()},
+        offers={
+            path: Offer(count, tuple(found)) for path, (count, found) in terms["offers"].items()
+        },
         samples=tuple(value["samples"] for value in agreed.values),
     )
 
@@ -87,8 +110,10 @@ def report_differences(found: str, saved: str, ranks: Ranks, config: SaverConfig
     """
     if config.on_difference == "raise":
         raise RanksDisagreeError(
-            f"{found}, where these ranks should hold the same, and on_difference='raise'; nothing was committed. "
-            "Average or broadcast them before the save, or save with on_difference='warn', which takes the first rank's"
+            f"{found}, where these ranks should hold the same, and on_difference='raise'; nothing "
+            "was committed. "
+            "Average or broadcast them before the save, or save with on_difference='warn', which "
+            "takes the first rank's"
         )
     if config.on_difference == "warn" and ranks.shows:
         warn(f"{saved}: {found}, which is stored", stacklevel=5)
@@ -98,16 +123,20 @@ def _describe_save(
     request: SaveRequest, staged: StagedSave, digests: Mapping[str, replicas.ReplicaDigest]
 ) -> dict[str, Any]:
     """The facts of a save that ranks compare or that rank 0 needs from each, as JSON."""
-    names = repr([(f.path, [*map(tuple, f.layout.specs)]) for one in staged.plan.plans for f in one.files])
+    names = repr(
+        [(f.path, [*map(tuple, f.layout.specs)]) for one in staged.plan.plans for f in one.files]
+    )
     store = staged.staging.store if staged.staging else None
     return {
         "path": str(request.target),
         "kind": "merged" if request.merged else kind_of(request.adapter_only, request.attribute),
         "step": request.step,
-        "tensors": xxhash.xxh3_64_hexdigest(names.encode()),  # names, shapes and dtypes in all files
+        # names, shapes and dtypes in all files
+        "tensors": xxhash.xxh3_64_hexdigest(names.encode()),
         "state_dict": request.state_dict is not None,
         "samples": staged.plan.samples,
-        "stage": store.url if isinstance(store, LocalStore) else None,  # in which ranks may write files together
+        # in which ranks may write files together
+        "stage": store.url if isinstance(store, LocalStore) else None,
         "offers": {path: [offer.ranks, offer.digests] for path, offer in staged.offers.items()},
         "replicas": replicas.digests_by_place(digests),
     }
@@ -115,9 +144,11 @@ def _describe_save(
 
 def _terms_of(facts: Values) -> dict[str, Any]:
     given = [str(rank) for rank, one in enumerate(facts) if one["state_dict"]]
-    if given and not facts[0]["state_dict"]:  # the others would leave rank 0 waiting for their tensors
+    # the others would leave rank 0 waiting for their tensors
+    if given and not facts[0]["state_dict"]:
         raise RanksDisagreeError(
-            f"state_dict= was given on rank(s) {', '.join(given)} and not on rank 0, which writes it; give it on rank 0"
+            f"state_dict= was given on rank(s) {', '.join(given)} and not on rank 0, which writes "
+            "it; give it on rank 0"
         )
     return {
         **{key: facts[0][key] for key in ("stage", "offers", "state_dict")},

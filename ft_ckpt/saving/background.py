@@ -1,8 +1,9 @@
 """Background saves: the thread that writes a snapshot, and its errors.
 
-The call plans the save, agrees on it with all ranks and begins to copy the tensors. A thread carries out `run_save`
-from the copies, with a channel of its own for agreements. The thread moves no tensors between ranks: each rank writes
-the elements it holds. In a bucket, where each file has one writer, the call gathers the elements that the writer lacks.
+The call plans the save, agrees on it with all ranks and begins to copy the tensors. A thread
+carries out `run_save` from the copies, with a channel of its own for agreements. The thread moves
+no tensors between ranks: each rank writes the elements it holds. In a bucket, where each file has
+one writer, the call gathers the elements that the writer lacks.
 """
 
 import atexit
@@ -52,7 +53,9 @@ T = TypeVar("T")
 
 
 def as_in_training(method: Callable[P, T]) -> Callable[P, T]:
-    """Run the method outside of `torch.inference_mode`, so that training can modify the tensors it creates."""
+    """Run the method outside of `torch.inference_mode`, so that training can modify the tensors it
+    creates.
+    """
 
     @wraps(method)
     def call_outside(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -110,11 +113,20 @@ def _join_workers() -> None:
 
 def _warn_of_unread_errors() -> None:
     for worker in list(_OPEN):
-        if worker.future is not None and worker.future.done() and (error := worker.future.exception()) is not None:
-            warn(f"a background save failed, and the program ended without reading its result: {error}", stacklevel=1)
+        if (
+            worker.future is not None
+            and worker.future.done()
+            and (error := worker.future.exception()) is not None
+        ):
+            warn(
+                "a background save failed, and the program ended without "
+                f"reading its result: {error}",
+                stacklevel=1,
+            )
 
 
-# Jobs may use thread pools, which take no more work once the interpreter shuts down, so jobs are joined before that.
+# Jobs may use thread pools, which take no more work once the interpreter shuts down, so jobs are
+# joined before that.
 getattr(threading, "_register_atexit", atexit.register)(_join_workers)
 atexit.register(_warn_of_unread_errors)
 
@@ -126,7 +138,8 @@ _channels = count(1)  # channel ids; incremented in lockstep on all ranks
 class PendingSave:
     """A background save to the folder `path`, which exists once the save is committed.
 
-    It is done from the start if no thread could carry out the save: the call then returned after the commit.
+    It is done from the start if no thread could carry out the save: the call then returned after
+    the commit.
     """
 
     path: Path | str
@@ -142,7 +155,8 @@ class PendingSave:
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait at most `timeout` seconds and return the report.
 
-        Raises the error of the save, which the saver's next call raises as well; TimeoutError after `timeout`.
+        Raises the error of the save, which the saver's next call raises as well; TimeoutError after
+        `timeout`.
         """
         return self.future.result(timeout)
 
@@ -151,7 +165,8 @@ class SaveRunner:
     """Runs the saves of one saver: in the foreground, or one at a time in the background."""
 
     def __init__(self, run: TrainingRun) -> None:
-        self.before: History | None = None  # before the save in flight, if that saves the state of the run
+        # before the save in flight, if that saves the state of the run
+        self.before: History | None = None
         self._run = run
         self.snapshot = Snapshot()
         self._worker = Worker()
@@ -161,10 +176,13 @@ class SaveRunner:
         if run.config.background:
             load_conversion_table()
 
-    def save(self, config: SaverConfig, make: Callable[[], SaveRequest], then: AfterSave) -> SaveReport | PendingSave:
+    def save(
+        self, config: SaverConfig, make: Callable[[], SaveRequest], then: AfterSave
+    ) -> SaveReport | PendingSave:
         """Carry out the request that `make` returns, in the background if `config` says so.
 
-        Returns `then(report)`, or a handle that resolves to it. Collective; raises what `run_save` raises.
+        Returns `then(report)`, or a handle that resolves to it. Collective; raises what `run_save`
+        raises.
         """
         begun, ranks = time.monotonic(), current_ranks(config.enter_timeout_seconds)
         request, error = try_action(make)
@@ -183,8 +201,8 @@ class SaveRunner:
     ) -> PendingSave:
         """Start `request` in the background, or carry it out now if no snapshot of it can be taken.
 
-        That is the case if the copies exceed their limit, if tensors must move between ranks while files are written,
-        or if not all ranks see the target folder.
+        That is the case if the copies exceed their limit, if tensors must move between ranks while
+        files are written, or if not all ranks see the target folder.
         """
         request, prepared, snapshot = self._agree_on_snapshot(request, error, ranks, config)
         self._steps_in_flight, self.snapshot.waited_seconds = 0, 0.0
@@ -207,7 +225,17 @@ class SaveRunner:
                 yield_to_training()  # after the copies: the optimizer waits for them
                 sources = SnapshotSources({**(copied or {}), **gathered}, snapshot.gathered_keys)
                 from_copies = replace(prepared, sources=sources)
-                return then(run_save(request, error or copy_error, ranks, config, begun, from_copies, self._shared))
+                return then(
+                    run_save(
+                        request,
+                        error or copy_error,
+                        ranks,
+                        config,
+                        begun,
+                        from_copies,
+                        self._shared,
+                    )
+                )
 
             return PendingSave(request.target.location, self._worker.start_job(finish))
         except BaseException:
@@ -215,9 +243,15 @@ class SaveRunner:
             raise
 
     def _agree_on_snapshot(
-        self, request: SaveRequest | None, error: BaseException | None, ranks: Ranks, config: SaverConfig
+        self,
+        request: SaveRequest | None,
+        error: BaseException | None,
+        ranks: Ranks,
+        config: SaverConfig,
     ) -> tuple[SaveRequest, PreparedSave, SnapshotPlan | None]:
-        """The request with the replicas that differ, its plan, and its snapshot, or None if the save must run now."""
+        """The request with the replicas that differ, its plan, and its snapshot, or None if the
+        save must run now.
+        """
         prepared: PreparedSave | None = None
         snapshot: SnapshotPlan | None = None
         if request is not None:
@@ -226,7 +260,9 @@ class SaveRunner:
         staged = None if prepared is None else StagedSave(prepared.plan)
         max_bytes = math.inf if config.snapshot_bytes is None else parse_size(config.snapshot_bytes)
         fits = snapshot is not None and snapshot.size_bytes <= max_bytes
-        agreed = agree_on_plan("save() in the background", request, staged, error, ranks, config, fits=fits)
+        agreed = agree_on_plan(
+            "save() in the background", request, staged, error, ranks, config, fits=fits
+        )
         assert prepared is not None, "the agreement has raised the error"
         if agreed.replicas_differ:
             return self._agree_on_snapshot(agreed.request, None, ranks, config)
@@ -254,14 +290,18 @@ class SaveRunner:
         return prepared, plan_snapshot(writes, ranks, owned, gathers=gathers)
 
     def wait_for_save(self) -> SaveReport | None:
-        """Wait for the save in flight and return its report or raise its error; None when there is none."""
+        """Wait for the save in flight and return its report or raise its error; None when there is
+        none.
+        """
         before, self.before = self.before, None
         report, error = try_action(self._worker.take_result)
         if before is not None and error is not None:
             self._run.history = replace(self._run.history, best=before.best, saves=before.saves)
         elif before is not None:
             waited = self.snapshot.waited_seconds
-            self._run.history = after_commit(self._run.history, report.seconds, report.bytes, waited)
+            self._run.history = after_commit(
+                self._run.history, report.seconds, report.bytes, waited
+            )
         if error is not None:
             raise error
         return report  # type: ignore[no-any-return]  # `try_action` takes any function
@@ -279,7 +319,11 @@ class SaveRunner:
         if not is_power_of_two and self._steps_in_flight % 64:
             return False
         ended = {"ended": future.done()}
-        return bool(ranks.agree("saver.step()", ended, decide=lambda values: all(v["ended"] for v in values)).result)
+        return bool(
+            ranks.agree(
+                "saver.step()", ended, decide=lambda values: all(v["ended"] for v in values)
+            ).result
+        )
 
     def close(self) -> None:
         """Wait for the save in flight, unhook the optimizers and free the memory."""
@@ -290,11 +334,14 @@ class SaveRunner:
 
 
 def _hooked_optimizers(run: TrainingRun) -> dict[torch.optim.Optimizer, list[Tensor]]:
-    """The optimizers that call a hook before they step, each with the further tensors that its steps change."""
+    """The optimizers that call a hook before they step, each with the further tensors that its
+    steps change.
+    """
     items = optimizers_among(run_items(run.accelerator, run.registered))
     optimizers = [kind.hooked_optimizer(optimizer) for _, kind, optimizer in items]
     return {
         optimizer: further
         for optimizer, further in optimizers
-        if isinstance(optimizer, torch.optim.Optimizer) and getattr(type(optimizer).step, "hooked", False)
+        if isinstance(optimizer, torch.optim.Optimizer)
+        and getattr(type(optimizer).step, "hooked", False)
     }

@@ -1,6 +1,8 @@
-"""One save from the request to the commit, in steps that every caller takes: plan and stage, agree, write, commit.
+"""One save from the request to the commit, in steps that every caller takes: plan and stage, agree,
+write, commit.
 
-All ranks agree before a tensor moves and at the commit. The call of a background save plans it, and agrees once more.
+All ranks agree before a tensor moves and at the commit. The call of a background save plans it, and
+agrees once more.
 """
 
 import time
@@ -41,7 +43,9 @@ from ft_ckpt.storage.store import Store
 
 @dataclass(frozen=True, eq=False)
 class PreparedSave:
-    """What the call of a background save has done: the plan, and with a snapshot who writes it and its copies."""
+    """What the call of a background save has done: the plan, and with a snapshot who writes it and
+    its copies.
+    """
 
     plan: SavePlan
     writes: WritePlan | None = None  # None: not all ranks could take a snapshot
@@ -77,7 +81,8 @@ class Attempt:
     error: BaseException | None = None  # that prevented the request
     prepared: PreparedSave | None = None
     tries: int = 0  # that ended with a full disk
-    changed: frozenset[str] = frozenset()  # frozen files that no earlier checkpoint has, as these tries found
+    # frozen files that no earlier checkpoint has, as these tries found
+    changed: frozenset[str] = frozenset()
 
 
 def run_save(
@@ -91,8 +96,8 @@ def run_save(
 ) -> SaveReport:
     """Carry out `request`, or report to the other ranks the `error` that prevented it. Collective.
 
-    `begun` is the time of the call, by `time.monotonic`; `prepared` what was done before; `shared` caches which folders
-    all ranks see. Raises what `CheckpointSaver.save` raises.
+    `begun` is the time of the call, by `time.monotonic`; `prepared` what was done before; `shared`
+    caches which folders all ranks see. Raises what `CheckpointSaver.save` raises.
     """
     outcome = _try_save(Attempt(request, error, prepared), ranks, config, begun, shared)
     while isinstance(outcome, Attempt):
@@ -106,7 +111,8 @@ def _try_save(
     """One try of a save: its report, or the try that has to follow. Collective."""
     staged, error = _plan_and_stage(attempt, ranks, config)
     try:
-        # Everything that can be refused is refused here, before a tensor moves: later, ranks depend on each other.
+        # Everything that can be refused is refused here, before a tensor moves: later, ranks depend
+        # on each other.
         agreed = agree_on_plan("save()", attempt.request, staged, error, ranks, config)
         assert staged is not None, "the agreement has raised the error"
         if agreed.replicas_differ:
@@ -132,7 +138,10 @@ def _try_save(
 def _plan_and_stage(
     attempt: Attempt, ranks: Ranks, config: SaverConfig
 ) -> tuple[StagedSave | None, BaseException | None]:
-    """Plan the save unless it is planned, and open the stage on rank 0. Errors are returned for the next agreement."""
+    """Plan the save unless it is planned, and open the stage on rank 0.
+
+    Errors are returned for the next agreement.
+    """
     request, prepared = attempt.request, attempt.prepared
     if request is None or attempt.error is not None:
         return None, attempt.error
@@ -140,18 +149,26 @@ def _plan_and_stage(
     def stage() -> StagedSave:
         plan = plan_save(request, ranks, config) if prepared is None else prepared.plan
         is_snapshot = prepared is not None and prepared.writes is not None
-        return prepare_stage(request, plan, ranks, config, attempt.tries, attempt.changed, may_gather=not is_snapshot)
+        return prepare_stage(
+            request, plan, ranks, config, attempt.tries, attempt.changed, may_gather=not is_snapshot
+        )
 
     return ranks.attempt(explained(request.target)(stage))
 
 
 def _make_job(
-    staged: StagedSave, agreed: AgreedSave, prepared: PreparedSave | None, ranks: Ranks, config: SaverConfig
+    staged: StagedSave,
+    agreed: AgreedSave,
+    prepared: PreparedSave | None,
+    ranks: Ranks,
+    config: SaverConfig,
 ) -> SaveJob:
     request = agreed.request
     writes = None if prepared is None else prepared.writes
     if writes is None:
-        writes = plan_writes(staged.plan, request.target, config, ranks.size, state_dict=agreed.state_dict)
+        writes = plan_writes(
+            staged.plan, request.target, config, ranks.size, state_dict=agreed.state_dict
+        )
     sources = live if prepared is None else prepared.sources
     return SaveJob(request, staged, agreed, writes, sources, ranks, config)
 
@@ -196,7 +213,8 @@ def _write_files(
     target, ranks = job.request.target, job.ranks
     if error is not None:
         return None, error
-    if job.agreed.state_dict and not ranks.is_main:  # a gather that made the dict leaves other ranks with {} or None
+    # a gather that made the dict leaves other ranks with {} or None
+    if job.agreed.state_dict and not ranks.is_main:
         return WrittenFiles(job.writes, {}), None
 
     def write() -> WrittenFiles:
@@ -211,7 +229,9 @@ def _write_files(
 def _commit_on_all(
     job: SaveJob, written: WrittenFiles | None, error: BaseException | None, begun: float
 ) -> SaveReport | None:
-    """Compare the written files with the model and commit. Returns the report; None if the disk is full. Collective.
+    """Compare the written files with the model and commit.
+
+    Returns the report; None if the disk is full. Collective.
 
     A full disk is an error unless the settings say to make room and try again.
     """
@@ -231,7 +251,9 @@ def _commit_on_all(
             raise
 
     facts = {"full": is_full, **(written.facts if written is not None else {})}
-    saved = ranks.agree("the commit of save()", facts, None if is_full else error, decide=commit).result
+    saved = ranks.agree(
+        "the commit of save()", facts, None if is_full else error, decide=commit
+    ).result
     if saved is None:
         return None
     report = SaveReport(
@@ -241,14 +263,21 @@ def _commit_on_all(
         target=request.target,
     )
     if ranks.is_main:
-        LOG.info("saved %s: %s in %.2f s", request.target.basename, human_size(report.bytes), report.seconds)
+        LOG.info(
+            "saved %s: %s in %.2f s",
+            request.target.basename,
+            human_size(report.bytes),
+            report.seconds,
+        )
         for note in report.notes:
             LOG.info("%s: %s", request.target.basename, note)
     return report
 
 
 def _commit_files(job: SaveJob, files: list[FileRecord]) -> dict[str, Any]:
-    """On rank 0: compare the files with the model and commit; return fields of the report, as JSON."""
+    """On rank 0: compare the files with the model and commit; return fields of the report, as
+    JSON.
+    """
     request, staged, staging = job.request, job.staged, job.staged.staging
     assert staging is not None, "rank 0 has the staging"
     store, compression = staging.store, job.config.compression
@@ -275,17 +304,26 @@ def _commit_files(job: SaveJob, files: list[FileRecord]) -> dict[str, Any]:
 
 
 def _link_second_names(plan: SavePlan, files: list[FileRecord], store: Store) -> list[FileRecord]:
-    """Give files the second name of their format, if it has one. Returns the records of the links."""
+    """Give files the second name of their format, if it has one.
+
+    Returns the records of the links.
+    """
     links = []
     for one in plan.plans:
         paths = {file.path for file in one.files}
-        links += link_second_names(format_named(one.format), [file for file in files if file.path in paths], store)
+        links += link_second_names(
+            format_named(one.format), [file for file in files if file.path in paths], store
+        )
     return links
 
 
 def _notes_of_save(request: SaveRequest, store: Store) -> list[str]:
-    """The request's notes, and those on settings that differ between ranks and on the comparison of outputs."""
-    settings = replicas.differing_settings({} if request.captured is None else request.captured.document)
+    """The request's notes, and those on settings that differ between ranks and on the comparison of
+    outputs.
+    """
+    settings = replicas.differing_settings(
+        {} if request.captured is None else request.captured.document
+    )
     notes = [*request.notes]
     if settings:
         notes.append(replicas.difference_note(settings))
@@ -296,7 +334,10 @@ def _notes_of_save(request: SaveRequest, store: Store) -> list[str]:
 
 
 def _compress_files(files: list[FileRecord], store: Store, compression: str) -> list[FileRecord]:
-    """Compress the files in a second pass, because their sizes are unknown before. Returns their new records."""
+    """Compress the files in a second pass, because their sizes are unknown before.
+
+    Returns their new records.
+    """
     for file in files:
         compress_file(Place(store, file.path), compression)
     return [read_record(store, file.path) for file in files]

@@ -37,28 +37,39 @@ class PartPlan:
 
 
 def plan_part(
-    part: Part, max_shard_bytes: int, format_name: str = DEFAULT_FORMAT, separate: frozenset[str] = frozenset()
+    part: Part,
+    max_shard_bytes: int,
+    format_name: str = DEFAULT_FORMAT,
+    separate: frozenset[str] = frozenset(),
 ) -> PartPlan:
-    """Files for `part`, split as transformers splits them: in the model's order, up to `max_shard_bytes` or one tensor.
+    """Files for `part`, split as transformers splits them: in the model's order, up to
+    `max_shard_bytes` or one tensor.
 
-    The tensors named in `separate` come first and share no file with the others. An adapter has one file.
+    The tensors named in `separate` come first and share no file with the others. An adapter has one
+    file.
 
-    Raises SelectionError naming tensors of a dtype or a name that the format cannot store, IncompleteError naming
-    tensors that would share a name in the files.
+    Raises SelectionError naming tensors of a dtype or a name that the format cannot store,
+    IncompleteError naming tensors that would share a name in the files.
     """
     known = format_named(format_name)
     suffix = known.suffixes[0]
     _refuse_stored_names(part)
-    specs = {entry.name: Spec(entry.name, entry.shape, dtype_name(entry.dtype)) for entry in part.entries}
+    specs = {
+        entry.name: Spec(entry.name, entry.shape, dtype_name(entry.dtype)) for entry in part.entries
+    }
     folder = f"{part.path}/" if part.path else ""
     index_path = f"{folder}{part.file}{suffix}.index.json"
     shards = {f"{part.file}{suffix}": list(specs)}
     try:
         if part.kind != "adapter":  # PEFT reads one file only
             shards = split_into_files(specs, part.file, suffix, max_shard_bytes, separate)
-        laid_out = {name: _lay_out_file([specs[one] for one in some], known, part) for name, some in shards.items()}
+        laid_out = {
+            name: _lay_out_file([specs[one] for one in some], known, part)
+            for name, some in shards.items()
+        }
     except (SelectionError, KeyError):
-        _lay_out_file(list(specs.values()), known, part)  # its error names all tensors that cannot be stored
+        # its error names all tensors that cannot be stored
+        _lay_out_file(list(specs.values()), known, part)
         raise
     files = tuple(FilePlan(folder + name, layout) for name, layout in laid_out.items())
     if len(files) == 1:
@@ -71,7 +82,9 @@ def plan_part(
 
 
 def frozen_names(part: Part, still: frozenset[int], mode: str) -> frozenset[str]:
-    """Stored names of `part` that go into files of their own: those made of `still` tensors only, if that pays."""
+    """Stored names of `part` that go into files of their own: those made of `still` tensors only,
+    if that pays.
+    """
     if mode == "off" or not still or part.kind not in ("model", "module"):
         return frozenset()
     names, total_bytes, frozen_bytes = [], 0, 0
@@ -86,23 +99,33 @@ def frozen_names(part: Part, still: frozenset[int], mode: str) -> frozenset[str]
 
 
 def _refuse_stored_names(part: Part) -> None:
-    """Raise IncompleteError for duplicate names, SelectionError for names that a file cannot contain."""
+    """Raise IncompleteError for duplicate names, SelectionError for names that a file cannot
+    contain.
+    """
     names = [entry.name for entry in part.entries]
     known = {*names}
     if len(known) < len(names):
         twice = [name for name, count in Counter(names).items() if count > 1]
-        raise IncompleteError(f"{listing(twice, ', ')}: the name of more than one tensor; rename or re-register one")
+        raise IncompleteError(
+            f"{listing(twice, ', ')}: the name of more than one tensor; rename or re-register one"
+        )
     if "__metadata__" in known or not is_utf8("".join(names)):  # one check for all names
         bad = [repr(name) for name in names if name == "__metadata__" or not is_utf8(name)]
-        raise SelectionError(f"{listing(bad, ', ')}: files cannot have a tensor of this name; rename the parameter")
+        raise SelectionError(
+            f"{listing(bad, ', ')}: files cannot have a tensor of this name; rename the parameter"
+        )
 
 
 def check_written_files(part_plan: PartPlan, store: Store) -> None:
-    """Read the headers of the written files back and compare them with the planned names, shapes and dtypes.
+    """Read the headers of the written files back and compare them with the planned names, shapes
+    and dtypes.
 
     Raises IncompleteError naming every difference.
     """
-    expected = {entry.name: Spec(entry.name, entry.shape, dtype_name(entry.dtype)) for entry in part_plan.part.entries}
+    expected = {
+        entry.name: Spec(entry.name, entry.shape, dtype_name(entry.dtype))
+        for entry in part_plan.part.entries
+    }
     found: dict[str, Spec] = {}
     for file in part_plan.files:
         with closing(format_named(part_plan.format).open_file(store.open(file.path))) as opened:
@@ -110,7 +133,10 @@ def check_written_files(part_plan: PartPlan, store: Store) -> None:
     problems = [f"{name}: in the model, not in the file" for name in expected if name not in found]
     problems += [f"{name}: in the file, not in the model" for name in found if name not in expected]
     problems += [
-        f"{name}: {found[name].dtype} {found[name].shape} in the file, {spec.dtype} {spec.shape} in the model"
+        (
+            f"{name}: {found[name].dtype} {found[name].shape} in the file, {spec.dtype} "
+            f"{spec.shape} in the model"
+        )
         for name, spec in expected.items()
         if name in found and found[name] != spec
     ]
@@ -120,5 +146,11 @@ def check_written_files(part_plan: PartPlan, store: Store) -> None:
 
 def _lay_out_file(specs: list[Spec], known: TensorFormat, part: Part) -> Layout:
     stored = {spec.name for spec in specs} if known.holds_aliases else set()
-    ties = {alias: kept for kept, *aliases in part.ties if kept in stored for alias in aliases if alias not in stored}
+    ties = {
+        alias: kept
+        for kept, *aliases in part.ties
+        if kept in stored
+        for alias in aliases
+        if alias not in stored
+    }
     return known.lay_out_file(specs, {**_METADATA, **part.metadata}, ties)

@@ -1,6 +1,8 @@
-"""The steps after a commit: retention, upload, push, publish, callbacks; the priority of background threads.
+"""The steps after a commit: retention, upload, push, publish, callbacks; the priority of background
+threads.
 
-They run in this order in the thread that finished the save. Their errors do not fail the save, which is committed.
+They run in this order in the thread that finished the save. Their errors do not fail the save,
+which is committed.
 """
 
 import os
@@ -44,7 +46,9 @@ AfterSave = Callable[[SaveReport], SaveReport]
 
 @dataclass(frozen=True, eq=False)
 class FollowUp:
-    """The steps of one saver after its saves; uploads, pushes and publishes run in their own threads."""
+    """The steps of one saver after its saves; uploads, pushes and publishes run in their own
+    threads.
+    """
 
     hooks: tuple[SaveHook, ...] = ()
     uploads: RunUploads | None = None
@@ -62,7 +66,9 @@ class FollowUp:
         publishes: bool = False,
         committed: Callable[[SaveReport], None] | None = None,
     ) -> AfterSave:
-        """The follow-up of one save; only rank 0 (`is_main`) uploads, pushes, publishes and calls hooks."""
+        """The follow-up of one save; only rank 0 (`is_main`) uploads, pushes, publishes and calls
+        hooks.
+        """
 
         def follow(report: SaveReport) -> SaveReport:
             if committed is not None:
@@ -70,7 +76,12 @@ class FollowUp:
             if prune is not None:
                 with nullcontext() if self.uploads is None else self.uploads.sweeping:
                     prune(report.place)
-            if is_main and terms is not None and self.uploads is not None and self.uploads.takes(report.place):
+            if (
+                is_main
+                and terms is not None
+                and self.uploads is not None
+                and self.uploads.takes(report.place)
+            ):
                 report = replace(report, upload=self.uploads.begin_upload(report.place, terms))
             if is_main and push_to is not None:
                 push = begin_push(report.place, push_to, PushOptions(base_id=base_id))
@@ -85,7 +96,9 @@ class FollowUp:
         return follow
 
 
-def make_follow_up(on_saved: SaveHook | Iterable[SaveHook] | None, places: RunPlaces, config: SaverConfig) -> FollowUp:
+def make_follow_up(
+    on_saved: SaveHook | Iterable[SaveHook] | None, places: RunPlaces, config: SaverConfig
+) -> FollowUp:
     """The follow-up of a saver; its uploads run at low priority."""
     uploads = None
     if places.directory is not None and places.staging is not None:
@@ -111,8 +124,12 @@ def hooks_of(given: SaveHook | Iterable[SaveHook] | None) -> tuple[SaveHook, ...
     """The functions in `given`: one, several or none. Raises ConfigError for anything else."""
     if given is None:
         return ()
-    hooks = (given,) if callable(given) else tuple(given) if isinstance(given, Iterable) else (given,)
+    hooks = (
+        (given,) if callable(given) else tuple(given) if isinstance(given, Iterable) else (given,)
+    )
     wrong = [short(hook) for hook in hooks if not callable(hook)]
     if wrong:
-        raise ConfigError(f"on_saved={listing(wrong, ', ')}: expected a function of one SaveReport, or several")
+        raise ConfigError(
+            f"on_saved={listing(wrong, ', ')}: expected a function of one SaveReport, or several"
+        )
     return hooks

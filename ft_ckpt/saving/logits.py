@@ -38,32 +38,46 @@ class LogitsCheck:
         bound = max(_BOUNDS.get(self.dtype, 1e-1), _BOUNDS.get(loaded.dtype, 1e-1))
         difference = float((logits - self.logits).norm() / self.logits.norm().clamp_min(1e-30))
         rows, length = logits.shape[:2]
-        note = f"logits of {rows} x {length} tokens differ by {difference:.2g} of their size, bound {bound:g}"
+        note = (
+            f"logits of {rows} x {length} tokens differ by {difference:.2g} of their size, "
+            f"bound {bound:g}"
+        )
         if not difference <= bound:  # NaN is a difference too
-            raise IncompleteError(f"{note}: the merged model is not the live one; nothing is committed")
+            raise IncompleteError(
+                f"{note}: the merged model is not the live one; nothing is committed"
+            )
         return note
 
 
 def live_logits(model: nn.Module, check: str | Mapping[str, Any]) -> LogitsCheck:
-    """The current output of `model` for the batch `check`, or for random token ids if it is "logits".
+    """The current output of `model` for the batch `check`, or for random token ids if it is
+    "logits".
 
-    Call on every rank. The model is in eval mode meanwhile. Raises ConfigError for another `check`, and for "logits"
-    if the model does not take token ids.
+    Call on every rank. The model is in eval mode meanwhile. Raises ConfigError for another `check`,
+    and for "logits" if the model does not take token ids.
     """
     bare: Any = unwrap(model)
     base = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
     batch = _made_batch(base) if check == "logits" else check
     if not isinstance(batch, Mapping):
-        raise ConfigError(f'check={check!r}: expected "logits", or a batch as a mapping, such as a tokenizer gives')
+        raise ConfigError(
+            f'check={check!r}: expected "logits", or a batch as a mapping, such '
+            "as a tokenizer gives"
+        )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with _in_eval_mode(model):
         logits = _logits_of(model, _batch_on(device, batch))
-    return LogitsCheck(_batch_on(torch.device("cpu"), batch), logits, user_class(type(base)), base.dtype)
+    return LogitsCheck(
+        _batch_on(torch.device("cpu"), batch), logits, user_class(type(base)), base.dtype
+    )
 
 
 def _batch_on(device: torch.device, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The batch with its tensors on `device`."""
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    return {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+    }
 
 
 @torch.no_grad()
@@ -78,10 +92,22 @@ def _made_batch(model: Any) -> dict[str, Tensor]:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocab_size = getattr(text, "vocab_size", None)
     if not isinstance(vocab_size, int) or getattr(model, "main_input_name", "") != "input_ids":
-        raise ConfigError(f'check="logits": no batch can be made for {type(model).__name__}; give one, check={{...}}')
-    ids = torch.randint(vocab_size, (_ROWS, _LENGTH), generator=torch.Generator("cpu").manual_seed(_SEED), device="cpu")
+        raise ConfigError(
+            f'check="logits": no batch can be made for {type(model).__name__}; give one, '
+            f"check={{...}}"
+        )
+    ids = torch.randint(
+        vocab_size,
+        (_ROWS, _LENGTH),
+        generator=torch.Generator("cpu").manual_seed(_SEED),
+        device="cpu",
+    )
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    return {**batch, "decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else batch
+    return (
+        {**batch, "decoder_input_ids": ids}
+        if getattr(config, "is_encoder_decoder", False)
+        else batch
+    )
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Merged saves: stored or live adapters merged into their base, layer by layer.
 
-The base is a model on its mapped files. PEFT attaches the adapters to it, and it is saved like any merged model.
+The base is a model on its mapped files. PEFT attaches the adapters to it, and it is saved like any
+merged model.
 """
 
 import json
@@ -14,7 +15,13 @@ from typing import Any
 
 from ft_ckpt.checkpoint.contents import describe_contents
 from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
-from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, checkpoint_around, files_in, hold_open, open_checkpoint
+from ft_ckpt.checkpoint.open_checkpoint import (
+    OpenCheckpoint,
+    checkpoint_around,
+    files_in,
+    hold_open,
+    open_checkpoint,
+)
 from ft_ckpt.config import make_config
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, listing
@@ -25,7 +32,14 @@ from ft_ckpt.model.adapters import stored_base_names
 from ft_ckpt.model.attach_adapters import attach_adapters
 from ft_ckpt.model.base_class import find_base_class
 from ft_ckpt.model.base_files import base_folder
-from ft_ckpt.model.convert import ConvertOptions, ConvertReport, check_apart, convert_options, named_base, open_source
+from ft_ckpt.model.convert import (
+    ConvertOptions,
+    ConvertReport,
+    check_apart,
+    convert_options,
+    named_base,
+    open_source,
+)
 from ft_ckpt.model.diffusers import model_on_file
 from ft_ckpt.model.entries import MergeChoice, finite_numbers, merge_choice
 from ft_ckpt.model.folder import JoinedFile, WeightsFolder, join_weight_files, weight_files
@@ -56,7 +70,9 @@ class StoredAdapters:
 
     @property
     def files(self) -> set[str]:
-        """The paths of the files in the folders of the adapters, if the checkpoint is one of ours."""
+        """The paths of the files in the folders of the adapters, if the checkpoint is one of
+        ours.
+        """
         files: set[str] = set()
         for record in self.records:
             files |= files_in(self.held.manifest, record.path)
@@ -66,7 +82,9 @@ class StoredAdapters:
     def base_place(self) -> Place:
         """The place of their base if it is in the same checkpoint."""
         first = self.records[0]
-        return Place(self.held.place.folder, first.path.removesuffix(f"adapters/{first.adapter}").rstrip("/"))
+        return Place(
+            self.held.place.folder, first.path.removesuffix(f"adapters/{first.adapter}").rstrip("/")
+        )
 
     @property
     def has_base(self) -> bool:
@@ -76,8 +94,8 @@ class StoredAdapters:
 def find_adapters(place: Place, names: Sequence[str] | None, stack: ExitStack) -> StoredAdapters:
     """The adapters `names` at `place`, or the active ones, open until the stack ends.
 
-    Raises ConfigError if `names` is not a list of names, LoadError if there are no adapters, SelectionError for unknown
-    names and for an ambiguous choice.
+    Raises ConfigError if `names` is not a list of names, LoadError if there are no adapters,
+    SelectionError for unknown names and for an ambiguous choice.
     """
     if names is not None and not _are_names(names):
         raise ConfigError(f"adapters={names!r}: expected names of adapters, in a list")
@@ -86,12 +104,17 @@ def find_adapters(place: Place, names: Sequence[str] | None, stack: ExitStack) -
         held = stack.enter_context(open_checkpoint(Place(found[0])))
         below = found[1]  # the folder of one adapter, or "" for all
         adapters = (record for record in held.manifest.parts if record.kind == "adapter")
-        known = tuple(one for one in adapters if not below or f"{one.path}/".startswith(f"{below}/"))
+        known = tuple(
+            one for one in adapters if not below or f"{one.path}/".startswith(f"{below}/")
+        )
     else:
         known = tuple(_foreign_records(place.folder))
         held = OpenCheckpoint(place, place.folder, Manifest(known, (), "adapter", ""), "")
     if not known:
-        raise LoadError(f"{place}: {describe_contents(place).text}; expected a folder with an adapter ({_CONFIG})")
+        raise LoadError(
+            f"{place}: {describe_contents(place).text}; expected a folder with an adapter "
+            f"({_CONFIG})"
+        )
     stored = StoredAdapters(held, _chosen_records(place, known, names))
     held.refuse_damaged(stored.files)
     return stored
@@ -100,21 +123,26 @@ def find_adapters(place: Place, names: Sequence[str] | None, stack: ExitStack) -
 def choose_merge(stored: StoredAdapters, weights: Sequence[float] | None) -> MergeChoice | None:
     """The choice of the stored adapters with their weights, if given.
 
-    Raises ConfigError for weights that are not finite numbers in order, SelectionError for too few or too many.
+    Raises ConfigError for weights that are not finite numbers in order, SelectionError for too few
+    or too many.
     """
     names = [str(record.adapter) for record in stored.records]
     if weights is None:
         return merge_choice(names)
     numbers = finite_numbers(weights)
     if not numbers:
-        raise ConfigError(f"weights={weights!r}: expected a finite number for each of {', '.join(names)}, in a list")
+        raise ConfigError(
+            f"weights={weights!r}: expected a finite number for each of "
+            f"{', '.join(names)}, in a list"
+        )
     if len(numbers) != len(names):
         raise SelectionError(f"weights={numbers}: expected a number for each of {', '.join(names)}")
     return merge_choice(dict(zip(names, numbers, strict=True)))
 
 
 def find_base(stored: StoredAdapters, given: Any) -> Place:
-    """The folder of the base: `given`, the one in the same checkpoint, or the one that the adapters name.
+    """The folder of the base: `given`, the one in the same checkpoint, or the one that the adapters
+    name.
 
     Raises LoadError if there is none, or if the adapters name several.
     """
@@ -122,25 +150,39 @@ def find_base(stored: StoredAdapters, given: Any) -> Place:
         return open_place(given) if (found := base_folder(given, None)) is None else found
     if stored.has_base:
         return stored.base_place
-    bases = {str(record.adapter): record.base or BaseRecord(None, None, "float32", "", {}) for record in stored.records}
+    bases = {
+        str(record.adapter): record.base or BaseRecord(None, None, "float32", "", {})
+        for record in stored.records
+    }
     samples = [dict(base.fingerprint) for base in bases.values()]
     are_one = bool(samples[0]) and all(found == samples[0] for found in samples)
     if len({(base.id, base.revision) for base in bases.values()}) > 1 and not are_one:
-        wrong = [f"adapter {name!r}: on {base.id!r} (revision {base.revision})" for name, base in bases.items()]
-        raise LoadError(f"{listing(wrong)}; expected one base; merge them one by one, or name the base with base=")
+        wrong = [
+            f"adapter {name!r}: on {base.id!r} (revision {base.revision})"
+            for name, base in bases.items()
+        ]
+        raise LoadError(
+            f"{listing(wrong)}; expected one base; merge them one by one, or "
+            "name the base with base="
+        )
     record, base = stored.records[0], bases[str(stored.records[0].adapter)]
-    named = _adapter_settings(Place(stored.held.store, record.path).folder).get("base_model_name_or_path")
+    named = _adapter_settings(Place(stored.held.store, record.path).folder).get(
+        "base_model_name_or_path"
+    )
     for name in filter(None, (base.id, named if isinstance(named, str) else None)):
         if (folder := base_folder(name, base.revision)) is not None:
             return folder
     raise LoadError(
-        f"adapter {record.adapter!r}: its base {base.id or named!r} is neither a folder here nor in the Hub's cache; "
+        f"adapter {record.adapter!r}: its base {base.id or named!r} is neither a folder here nor "
+        "in the Hub's cache; "
         "name its folder with base="
     )
 
 
 def _foreign_records(store: Store) -> Iterator[PartRecord]:
-    """The adapters in a PEFT folder: "default" in the folder itself, others in subfolders with their names."""
+    """The adapters in a PEFT folder: "default" in the folder itself, others in subfolders with
+    their names.
+    """
     if store.stat(_CONFIG) is not None:
         yield _foreign_record(store, "", "default")
     for name in sorted(folder.name for folder in store.list_folder().folders):
@@ -151,11 +193,18 @@ def _foreign_records(store: Store) -> Iterator[PartRecord]:
 def _foreign_record(store: Store, path: str, name: str) -> PartRecord:
     files, _ = weight_files(store, "adapter")
     if not files:
-        raise CorruptError(f"{store.url}: {_CONFIG} without weights (adapter_model.safetensors); use another copy")
+        raise CorruptError(
+            f"{store.url}: {_CONFIG} without weights (adapter_model.safetensors); use another copy"
+        )
     settings, file = _adapter_settings(store), f"{path}/{files[0]}".lstrip("/")
     with closing(join_weight_files(store, files)) as opened:
-        tensors = tuple(TensorRecord(one.name, one.shape, one.dtype, file, 0, 0) for one in opened.specs.values())
-    facts = PartRecord(name, path, "adapter", checkpoint_format_of(files[0]).name, "PeftModel", tensors)
+        tensors = tuple(
+            TensorRecord(one.name, one.shape, one.dtype, file, 0, 0)
+            for one in opened.specs.values()
+        )
+    facts = PartRecord(
+        name, path, "adapter", checkpoint_format_of(files[0]).name, "PeftModel", tensors
+    )
     return replace(facts, adapter=name, active=name == "default", base=named_base(settings))
 
 
@@ -163,23 +212,35 @@ def _adapter_settings(store: Store) -> dict[str, Any]:
     try:
         found = json.loads(read_text(store, _CONFIG))
     except ValueError as error:
-        raise CorruptError(f"{store.where(_CONFIG)}: cannot be read ({error}); use another copy") from error
+        raise CorruptError(
+            f"{store.where(_CONFIG)}: cannot be read ({error}); use another copy"
+        ) from error
     return found if isinstance(found, dict) else {}
 
 
 def _are_names(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(name, str) for name in value)
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and all(isinstance(name, str) for name in value)
+    )
 
 
-def _chosen_records(path: Place, known: Sequence[PartRecord], names: Sequence[str] | None) -> tuple[PartRecord, ...]:
+def _chosen_records(
+    path: Place, known: Sequence[PartRecord], names: Sequence[str] | None
+) -> tuple[PartRecord, ...]:
     by_name = {str(record.adapter): record for record in known}
     if names is None:
         active = [record for record in known if record.active] or list(known)
         if len(active) > 1 and not any(record.active for record in known):
-            raise SelectionError(f"{path}: holds the adapters {', '.join(by_name)}, none of them active; name some")
+            raise SelectionError(
+                f"{path}: holds the adapters {', '.join(by_name)}, none of them active; name some"
+            )
         return tuple(active)
     if unknown := [name for name in names if name not in by_name]:
-        raise SelectionError(f"adapter {', '.join(unknown)}: not in {path}, which has {', '.join(by_name)}")
+        raise SelectionError(
+            f"adapter {', '.join(unknown)}: not in {path}, which has {', '.join(by_name)}"
+        )
     return tuple(by_name[name] for name in names)
 
 
@@ -188,7 +249,9 @@ _TOKENIZER = re.compile(
 )
 _TEMPLATES = "additional_chat_templates"  # the folder of a tokenizer's further templates, by name
 # Rewritten, or belonging only to the base or to the adapters.
-_NOT_TAKEN = re.compile(r"(config|generation_config|adapter_config)\.json$|README\.md$|(adapters|state)/|.*\.py$")
+_NOT_TAKEN = re.compile(
+    r"(config|generation_config|adapter_config)\.json$|README\.md$|(adapters|state)/|.*\.py$"
+)
 
 
 def merge(
@@ -206,29 +269,40 @@ def merge(
     overwrite: bool = False,
     progress: bool = True,
 ) -> ConvertReport:
-    """Write the base of an adapter with the adapter merged into it to the folder `dst`; all or nothing, durably.
+    """Write the base of an adapter with the adapter merged into it to the folder `dst`; all or
+    nothing, durably.
 
-    `adapter`: a PEFT folder or an ft_ckpt checkpoint, with one or several adapters. The active ones are merged, or
-    those named in `adapters`, each multiplied by its number in `weights`, if given. `base`: the folder of the base
-    model; by default the one in the same checkpoint, or the one that the adapter names, if that is a folder on this
-    machine or in the Hub's cache. It is compared with the samples in the adapter's manifest unless `check_base` is
-    False. The adapter of a quantised base (QLoRA) is merged into the model that was quantised. `check`="logits", or a
-    batch, runs both models before the folder is committed; fused experts are then in memory. `overwrite` as in
-    `convert`.
+    `adapter`: a PEFT folder or an ft_ckpt checkpoint, with one or several adapters. The active ones
+    are merged, or those named in `adapters`, each multiplied by its number in `weights`, if given.
+    `base`: the folder of the base model; by default the one in the same checkpoint, or the one that
+    the adapter names, if that is a folder on this machine or in the Hub's cache. It is compared
+    with the samples in the adapter's manifest unless `check_base` is False. The adapter of a
+    quantised base (QLoRA) is merged into the model that was quantised. `check`="logits", or a
+    batch, runs both models before the folder is committed; fused experts are then in memory.
+    `overwrite` as in `convert`.
 
-    Layers are merged in float32 and rounded once to the base's type, or to `dtype`. The base is mapped, and one layer
-    at a time is in memory. Sidecar files are the base's; the tokenizer is the adapter's if it has one. The manifest
-    names the sources. The files of ft_ckpt checkpoints are compared with their digests first.
+    Layers are merged in float32 and rounded once to the base's type, or to `dtype`. The base is
+    mapped, and one layer at a time is in memory. Sidecar files are the base's; the tokenizer is the
+    adapter's if it has one. The manifest names the sources. The files of ft_ckpt checkpoints are
+    compared with their digests first.
 
-    Raises SelectionError naming all that cannot be merged; LoadError if there is no base, if the adapters name several,
-    if settings or tensors of an adapter do not fit it, or if its initialisation changed the base in a way that cannot
-    be repeated; BaseMismatchError if the base is another one; IncompleteError for NaN; for files as `convert` does.
+    Raises SelectionError naming all that cannot be merged; LoadError if there is no base, if the
+    adapters name several, if settings or tensors of an adapter do not fit it, or if its
+    initialisation changed the base in a way that cannot be repeated; BaseMismatchError if the base
+    is another one; IncompleteError for NaN; for files as `convert` does.
     """
     begun = time.monotonic()
     options = convert_options(
-        dst, format=format, dtype=dtype, max_shard_size=max_shard_size, verify=False, progress=progress, note="",
-        to_folder=True, overwrite=overwrite,
-    )  # fmt: skip
+        dst,
+        format=format,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        verify=False,
+        progress=progress,
+        note="",
+        to_folder=True,
+        overwrite=overwrite,
+    )
     with ExitStack() as stack:
         source = open_place(adapter)
         stored = find_adapters(source, adapters, stack)
@@ -240,37 +314,56 @@ def merge(
         based = base_on_files(place, found, stored, in_memory=check is not None)
         beside = stored.has_base and base is None
         sampled = check_base and not beside
-        model, added = attach_adapters(based.model, stored.held, stored.records, check_base=sampled, beside=beside)
+        model, added = attach_adapters(
+            based.model, stored.held, stored.records, check_base=sampled, beside=beside
+        )
         given: dict[str, Any] = {"merged": choice, "made_from": (source.basename, found.basename)}
         given["check"] = None if check is None else live_logits(model, check)
         given["extra_files"] = _companion_files(opened, stored)
         given["max_mode"] = source_mode(place, options.target)
         given["max_mode"] &= source_mode(Place(stored.held.store), options.target)
         report = _save_merged(model, options, given, begun)
-    left = [f"{listing(list(based.left), ', ')}: the base's model has no place for it, left out"] if based.left else []
+    left = (
+        [f"{listing(list(based.left), ', ')}: the base's model has no place for it, left out"]
+        if based.left
+        else []
+    )
     notes = (*left, *added, *report.notes)
     name, casts = options.format.name, report.casts
-    return ConvertReport(options.path, name, report.bytes, report.tensors, report.seconds, casts, (), notes)
+    return ConvertReport(
+        options.path, name, report.bytes, report.tensors, report.seconds, casts, (), notes
+    )
 
 
-def _save_merged(model: Any, options: ConvertOptions, given: Mapping[str, Any], begun: float) -> Any:
+def _save_merged(
+    model: Any, options: ConvertOptions, given: Mapping[str, Any], begun: float
+) -> Any:
     """Save by this process alone, even inside a process group."""
     settings = {"dtype": options.dtype or "as_is", "format": options.format.name}
-    config = make_config(None, {**settings, "max_shard_size": options.max_shard_bytes, "overwrite": options.overwrite})
+    config = make_config(
+        None,
+        {**settings, "max_shard_size": options.max_shard_bytes, "overwrite": options.overwrite},
+    )
     own: dict[str, Any] = {"adapter_only": False, "step": None, "metrics": {}, "tokenizer": None}
     request: SaveRequest = request_of(config, model, options.target, **own, **given)
     ranks = Ranks(0, 1, channel="" if options.progress else "quiet")
     return run_save(request, None, ranks, config, begun, None, SharedFolders())
 
 
-def base_on_files(place: Place, found: Place, stored: StoredAdapters, *, in_memory: bool) -> FileModel:
-    """The base of `stored` on its mapped files, able to run if `in_memory`; `found` is the name of `place` in messages.
+def base_on_files(
+    place: Place, found: Place, stored: StoredAdapters, *, in_memory: bool
+) -> FileModel:
+    """The base of `stored` on its mapped files, able to run if `in_memory`; `found` is the name of
+    `place` in messages.
 
     Raises LoadError if there is no model, and for a quantised one.
     """
     names, _ = weight_files(place.folder, "model")
     if not names or place.folder.stat("config.json") is None:
-        raise LoadError(f"{found}: no model of transformers in it; name the folder of the adapter's base with base=")
+        raise LoadError(
+            f"{found}: no model of transformers in it; name the folder of the "
+            "adapter's base with base="
+        )
     config = json.loads(read_text(place.folder, "config.json"))
     if is_config_of_diffusers(config):
         file = JoinedFile([("", _open_mapped(place.folder, name)) for name in names], str(found))
@@ -281,7 +374,8 @@ def base_on_files(place: Place, found: Place, stored: StoredAdapters, *, in_memo
         base = find_base_class(str(folder), record, settings, trust_remote_code=False)
         if is_quantised_folder(folder):
             raise LoadError(
-                f"{found}: its weights are quantised, expected those of the model that was quantised; name that model "
+                f"{found}: its weights are quantised, expected those of the model that was "
+                "quantised; name that model "
                 "with base="
             )
         file = JoinedFile([("", _open_mapped(place.folder, name)) for name in names], str(found))
@@ -303,10 +397,18 @@ def _companion_files(opened: TensorFile, stored: StoredAdapters) -> dict[str, by
     """The sidecar files of the base, with the adapter's tokenizer if it has one."""
     taken: dict[str, Store] = {}
     if isinstance(opened, WeightsFolder):
-        taken = {one.name: opened.store for one in opened.companions()[0] if not _NOT_TAKEN.match(one.name)}
+        taken = {
+            one.name: opened.store
+            for one in opened.companions()[0]
+            if not _NOT_TAKEN.match(one.name)
+        }
     store = Place(stored.held.store, stored.records[0].path).folder
-    templates = [f"{_TEMPLATES}/{one.name}" for one in store.within(_TEMPLATES).list_folder().objects]
-    own = [one.name for one in store.list_folder().objects if _TOKENIZER.search(one.name)] + templates
+    templates = [
+        f"{_TEMPLATES}/{one.name}" for one in store.within(_TEMPLATES).list_folder().objects
+    ]
+    own = [
+        one.name for one in store.list_folder().objects if _TOKENIZER.search(one.name)
+    ] + templates
     if any("tokenizer" in name for name in own):
         taken = {name: there for name, there in taken.items() if not _TOKENIZER.search(name)}
         taken |= dict.fromkeys(own, store)

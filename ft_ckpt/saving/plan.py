@@ -1,4 +1,6 @@
-"""The plan of a save: which tensors of the live model are stored, in which files, with which sidecar files."""
+"""The plan of a save: which tensors of the live model are stored, in which files, with which
+sidecar files.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,7 +26,8 @@ from ft_ckpt.saving.sidecars import Companions, companions_of
 from ft_ckpt.training.items import model_sources
 from ft_ckpt.training.state import Captured, state_part
 
-BaseSamples = Mapping[str, Mapping[str, Mapping[str, float]]]  # part -> tensor -> flat index -> element
+# part -> tensor -> flat index -> element
+BaseSamples = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,33 +38,41 @@ class SavePlan:
     engine: str
     ties_to_check: tuple[tuple[Source, Source], ...]
     is_spread: bool = True  # whether every rank can gather a file; else rank 0 alone can
-    samples: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)  # part -> tensor -> element
+    # part -> tensor -> element
+    samples: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     companions: Companions = field(default_factory=Companions)
 
 
 def plan_save(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePlan:
     """The plan for the live model as it is now. Nothing is moved or written.
 
-    Raises SelectionError or a subclass when the model lacks what was requested, IncompleteError for tensors that the
-    files would lack, CompanionError when tokenizer, config and model do not fit.
+    Raises SelectionError or a subclass when the model lacks what was requested, IncompleteError for
+    tensors that the files would lack, CompanionError when tokenizer, config and model do not fit.
     """
     captured = request.captured or Captured(ModelTensors(request.model))
     if captured.error is not None:
         raise captured.error
     sources = model_sources(captured.found) or captured.tensors.sources()
     # Before a state dict replaces the tensors, so that all ranks plan the same files.
-    frozen = frozenset(source.key for source in sources.values() if not source.trainable and source.is_parameter)
+    frozen = frozenset(
+        source.key for source in sources.values() if not source.trainable and source.is_parameter
+    )
     if request.state_dict is not None:
         sources = from_state_dict(request.state_dict, sources, ranks)
     parts = _parts_to_save(request, captured, sources)
-    can_link = format_named(request.format).is_plain and request.merged is None  # an export shares no files
+    # an export shares no files
+    can_link = format_named(request.format).is_plain and request.merged is None
     reuse = config.reuse_frozen if can_link else "off"
     plans = []
     for part in parts:
         separate = frozen_names(part, frozen, reuse)
         plans.append(plan_part(part, request.max_shard_bytes, request.format, separate))
     stored = [source for part in parts for entry in part.entries for source in entry.sources]
-    samples = {part.name: sample_elements(identifying_tensors(part), ranks.rank) for part in parts if part.base}
+    samples = {
+        part.name: sample_elements(identifying_tensors(part), ranks.rank)
+        for part in parts
+        if part.base
+    }
     return SavePlan(
         tuple(plans),
         engine=engine_names([*sources.values(), *captured.found.values()]),
@@ -72,10 +83,13 @@ def plan_save(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePl
     )
 
 
-def _parts_to_save(request: SaveRequest, captured: Captured, sources: Mapping[str, Source]) -> list[Part]:
+def _parts_to_save(
+    request: SaveRequest, captured: Captured, sources: Mapping[str, Source]
+) -> list[Part]:
     """The parts of the checkpoint, the state of a run among them."""
     not_tensors: dict[str, Any] = {}  # entries of the model's state dict
-    if not request.adapter_only or captured.state is None:  # a run of an adapter has them in its state
+    # a run of an adapter has them in its state
+    if not request.adapter_only or captured.state is None:
         for name, added in captured.tensors.added().items():
             if not isinstance(added.value, Tensor):
                 not_tensors[name] = added.value

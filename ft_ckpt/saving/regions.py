@@ -39,7 +39,8 @@ class Gathering:
     ranks: Ranks
     sources: SourceView
     to: int = 0
-    nonfinite: set[str] | None = None  # collects the names of tensors with NaN or infinity there; None: no check
+    # collects the names of tensors with NaN or infinity there; None: no check
+    nonfinite: set[str] | None = None
 
 
 def file_turns(writes: FileWrites, gathering: Gathering) -> Iterator[Iterator[Region]]:
@@ -52,10 +53,14 @@ def file_turns(writes: FileWrites, gathering: Gathering) -> Iterator[Iterator[Re
     return gathered_turns(places, gathering)
 
 
-def gathered_turns(places: Sequence[tuple[Entry, int]], gathering: Gathering) -> Iterator[Iterator[Region]]:
-    """The bytes of tensors at their places in a file, in order, on the rank that gathers them; nothing elsewhere.
+def gathered_turns(
+    places: Sequence[tuple[Entry, int]], gathering: Gathering
+) -> Iterator[Iterator[Region]]:
+    """The bytes of tensors at their places in a file, in order, on the rank that gathers them;
+    nothing elsewhere.
 
-    Each turn is an iterator over what moves in one bucket. Collective: all ranks take the same turns in the same order.
+    Each turn is an iterator over what moves in one bucket. Collective: all ranks take the same
+    turns in the same order.
     """
     starts = {entry.name: start for entry, start in places}
 
@@ -68,10 +73,14 @@ def gathered_turns(places: Sequence[tuple[Entry, int]], gathering: Gathering) ->
     return map(regions_of, _entry_turns([entry for entry, _ in places], gathering))
 
 
-def cast_regions(start: int, entry: Entry, data: Tensor, nonfinite: set[str] | None = None) -> Iterator[Region]:
-    """Flat elements of a tensor in the entry's dtype, on the host; converted ones in pieces, to save memory.
+def cast_regions(
+    start: int, entry: Entry, data: Tensor, nonfinite: set[str] | None = None
+) -> Iterator[Region]:
+    """Flat elements of a tensor in the entry's dtype, on the host; converted ones in pieces, to
+    save memory.
 
-    `start` is their offset in the file; `nonfinite`, if given, gets the entry's name if NaN or infinity is stored.
+    `start` is their offset in the file; `nonfinite`, if given, gets the entry's name if NaN or
+    infinity is stored.
     """
     if is_accelerator(data.device):
         pieces = host_pieces(data)
@@ -87,12 +96,18 @@ def cast_regions(start: int, entry: Entry, data: Tensor, nonfinite: set[str] | N
         start += part.nbytes
 
 
-def write_own_bytes(writes: FileWrites, store: LocalStore, writer: Writer, ranks: Ranks, sources: SourceView) -> str:
-    """Write this rank's bytes of one file and return their digest. Collective where tensors are gathered.
+def write_own_bytes(
+    writes: FileWrites, store: LocalStore, writer: Writer, ranks: Ranks, sources: SourceView
+) -> str:
+    """Write this rank's bytes of one file and return their digest. Collective where tensors are
+    gathered.
 
-    Stops when another rank has failed: with NoSpaceError if that rank's disk is full, else with RankError.
+    Stops when another rank has failed: with NoSpaceError if that rank's disk is full, else with
+    RankError.
     """
-    regions = _while_all_write(_own_regions(writes, ranks, sources), ranks, writer.tuning.block_bytes)
+    regions = _while_all_write(
+        _own_regions(writes, ranks, sources), ranks, writer.tuning.block_bytes
+    )
     with writer.fill(store.share(writes.file.path, writes.file.layout.size_bytes)) as file:
         for region in regions:
             file.put_region(region)
@@ -100,11 +115,18 @@ def write_own_bytes(writes: FileWrites, store: LocalStore, writer: Writer, ranks
 
 
 def digest_own_bytes(writes: FileWrites, ranks: Ranks, sources: SourceView) -> str:
-    """The digest that `write_own_bytes` would return, without writing. Collective in the same way."""
-    return digest_regions(_while_all_write(_own_regions(writes, ranks, sources), ranks, BLOCK_BYTES))
+    """The digest that `write_own_bytes` would return, without writing.
+
+    Collective in the same way.
+    """
+    return digest_regions(
+        _while_all_write(_own_regions(writes, ranks, sources), ranks, BLOCK_BYTES)
+    )
 
 
-def _entry_turns(ordered: Sequence[Entry], gathering: Gathering) -> Iterator[Iterator[tuple[Entry, Tensor]]]:
+def _entry_turns(
+    ordered: Sequence[Entry], gathering: Gathering
+) -> Iterator[Iterator[tuple[Entry, Tensor]]]:
     """(entry, its next flat elements) in order, in the turns of `gathered_turns`.
 
     Consecutive entries without a conversion share buckets.
@@ -121,7 +143,9 @@ def _entry_turns(ordered: Sequence[Entry], gathering: Gathering) -> Iterator[Ite
     yield from _stream_entries(waiting, gathering)
 
 
-def _stream_entries(entries: Sequence[Entry], gathering: Gathering) -> Iterator[Iterator[tuple[Entry, Tensor]]]:
+def _stream_entries(
+    entries: Sequence[Entry], gathering: Gathering
+) -> Iterator[Iterator[tuple[Entry, Tensor]]]:
     chosen = [gathering.sources(entry.source) for entry in entries if entry.source is not None]
     position, arrived = 0, 0
 
@@ -139,7 +163,10 @@ def _stream_entries(entries: Sequence[Entry], gathering: Gathering) -> Iterator[
 def _convert_group(
     entry: Entry, group: Group, converted: dict[Group, dict[str, Tensor]], gathering: Gathering
 ) -> Iterator[tuple[Entry, Tensor]]:
-    """The entry's tensor. Its group is gathered and converted for its first entry and freed with its last."""
+    """The entry's tensor.
+
+    Its group is gathered and converted for its first entry and freed with its last.
+    """
     is_receiver = gathering.ranks.rank == gathering.to
     if group not in converted:
         sources = [gathering.sources(source) for source in group.sources]
@@ -148,7 +175,9 @@ def _convert_group(
     if is_receiver:
         tensor = converted[group].pop(entry.name)
         if tuple(tensor.shape) != entry.shape:
-            raise IncompleteError(f"{entry.name}: converted to shape {tuple(tensor.shape)}, planned {entry.shape}")
+            raise IncompleteError(
+                f"{entry.name}: converted to shape {tuple(tensor.shape)}, planned {entry.shape}"
+            )
         yield entry, tensor.reshape(-1)
 
 
@@ -156,7 +185,9 @@ def _own_regions(writes: FileWrites, ranks: Ranks, sources: SourceView) -> Itera
     """The bytes of the file that this rank writes, in file order."""
     file, is_writer = writes.file, ranks.rank == writes.writer
     gathering = Gathering(ranks, sources, writes.writer)
-    places = list(zip(writes.entries, writes.cuts, file.layout.specs, file.layout.starts, strict=True))
+    places = list(
+        zip(writes.entries, writes.cuts, file.layout.specs, file.layout.starts, strict=True)
+    )
     end = 0  # header and gaps are written up to here
     for is_gathered, group in groupby(places, key=lambda place: place[1] is None):
         if is_gathered:
@@ -176,7 +207,10 @@ def _own_regions(writes: FileWrites, ranks: Ranks, sources: SourceView) -> Itera
 
 
 def _while_all_write(regions: Iterable[Region], ranks: Ranks, max_bytes: int) -> Iterator[Region]:
-    """The regions, in pieces of at most `max_bytes`. Raises the failure of another rank before a piece."""
+    """The regions, in pieces of at most `max_bytes`.
+
+    Raises the failure of another rank before a piece.
+    """
     for region in regions:
         for low in range(0, region.size_bytes, max_bytes):
             ranks.check_peers()
@@ -190,7 +224,9 @@ def _header_regions(file: FilePlan, start: int, stop: int) -> Iterator[Region]:
         yield region_of(start, file.layout.header[start:stop].ljust(stop - start, b"\0"))
 
 
-def _tensor_regions(entry: Entry, cuts: Sequence[Cut], rank: int, sources: SourceView) -> Iterator[Region]:
+def _tensor_regions(
+    entry: Entry, cuts: Sequence[Cut], rank: int, sources: SourceView
+) -> Iterator[Region]:
     """This rank's chunks of one tensor, which are contiguous in its memory."""
     if entry.source is None:
         return

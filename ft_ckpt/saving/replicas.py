@@ -1,8 +1,8 @@
 """Compares the replicas of each tensor during a save by their digests.
 
-A digest covers all bits of a replica. Replicas may differ after LocalSGD, in batch-norm statistics, in parameters that
-a wrapper ignores and in replicated shards. The value of the first rank that holds the tensor is stored, and that rank
-alone writes it.
+A digest covers all bits of a replica. Replicas may differ after LocalSGD, in batch-norm statistics,
+in parameters that a wrapper ignores and in replicated shards. The value of the first rank that
+holds the tensor is stored, and that rank alone writes it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,8 +22,8 @@ from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.training.state import settings_by_rank
 
-# Tensor, as a run names it -> rank whose value differs from the first rank's -> its place (see `place_of`), None if the
-# rank holds no elements.
+# Tensor, as a run names it -> rank whose value differs from the first rank's -> its place (see
+# `place_of`), None if the rank holds no elements.
 Differences = Mapping[str, Mapping[int, str | None]]
 
 
@@ -37,7 +37,9 @@ class ReplicaDigest:
 
 
 def replicated_tensors(plans: Iterable[PartPlan]) -> dict[str, Source]:
-    """The tensors in the files of `plans` that several ranks hold, once each, by the names they have in a run."""
+    """The tensors in the files of `plans` that several ranks hold, once each, by the names they
+    have in a run.
+    """
     found: dict[int, tuple[str, Source]] = {}
     for plan in plans:
         written = {spec.name for file in plan.files for spec in file.layout.specs}
@@ -51,17 +53,23 @@ def replicated_tensors(plans: Iterable[PartPlan]) -> dict[str, Source]:
 def digest_replicas(sources: Mapping[str, Source], rank: int) -> dict[str, ReplicaDigest]:
     """The digest of this `rank`'s part of each tensor that it should hold a part of."""
     shardings = {name: one.sharding for name, one in sources.items()}
-    shardings = {name: one for name, one in shardings.items() if one.local_boxes(rank) or not one.is_sharded}
+    shardings = {
+        name: one for name, one in shardings.items() if one.local_boxes(rank) or not one.is_sharded
+    }
     found = {name: local for name in shardings if (local := sources[name].local) is not None}
     made = digests_of(found)
     return {
-        name: ReplicaDigest(place_of(sharding, rank), made.get(name, ""), bool(sharding.boxes(rank)))
+        name: ReplicaDigest(
+            place_of(sharding, rank), made.get(name, ""), bool(sharding.boxes(rank))
+        )
         for name, sharding in shardings.items()
     }
 
 
 def digests_by_place(made: Mapping[str, ReplicaDigest]) -> dict[str, str]:
-    """One digest of all replicas that a rank holds at a place, by place: small enough to exchange at every save."""
+    """One digest of all replicas that a rank holds at a place, by place: small enough to exchange
+    at every save.
+    """
     places: dict[str, list[tuple[str, str]]] = {}
     for name, digest in made.items():
         places.setdefault(digest.place, []).append((name, digest.bits))
@@ -77,8 +85,11 @@ def differing_places(digests: Iterable[Mapping[str, str]]) -> list[str]:
     return sorted(place for place, found in seen.items() if len(found) > 1)
 
 
-def differing_replicas(digests: Mapping[str, ReplicaDigest], places: Sequence[str], ranks: Ranks) -> Differences:
-    """The tensors at `places` that differ from the first rank that stores them, from each rank's `digests`.
+def differing_replicas(
+    digests: Mapping[str, ReplicaDigest], places: Sequence[str], ranks: Ranks
+) -> Differences:
+    """The tensors at `places` that differ from the first rank that stores them, from each rank's
+    `digests`.
 
     Collective unless `places` is empty.
     """
@@ -86,8 +97,13 @@ def differing_replicas(digests: Mapping[str, ReplicaDigest], places: Sequence[st
         return {}
     differ = frozenset(places)
     own = {name: [*astuple(digest)] for name, digest in digests.items() if digest.place in differ}
-    found = ranks.agree("the comparison of replicas", {"digests": own}, decide=_find_differences).result
-    return {name: {int(rank): place for rank, place in differing.items()} for name, differing in found.items()}
+    found = ranks.agree(
+        "the comparison of replicas", {"digests": own}, decide=_find_differences
+    ).result
+    return {
+        name: {int(rank): place for rank, place in differing.items()}
+        for name, differing in found.items()
+    }
 
 
 def differing_settings(document: Mapping[str, Any]) -> Differences:
@@ -108,13 +124,20 @@ def describe_differences(differing: Differences) -> str:
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for name, owners in differing.items():
         by_ranks.setdefault(tuple(owners), []).append(name.removeprefix(f"{WEIGHTS}/"))
-    lines = [f"{listing(names, ', ')} on rank(s) {rank_numbers(list(owners))}" for owners, names in by_ranks.items()]
+    lines = [
+        f"{listing(names, ', ')} on rank(s) {rank_numbers(list(owners))}"
+        for owners, names in by_ranks.items()
+    ]
     is_cut = any(place for owners in differing.values() for place in owners.values())
-    return f"{listing(lines)}: not as on {'the first rank with the same part' if is_cut else 'rank 0'}"
+    return (
+        f"{listing(lines)}: not as on {'the first rank with the same part' if is_cut else 'rank 0'}"
+    )
 
 
 def take_first_values(parts: Sequence[Part], differing: Differences) -> list[Part]:
-    """The parts with the first rank's value of tensors that differ, and a note in the first part."""
+    """The parts with the first rank's value of tensors that differ, and a note in the first
+    part.
+    """
     keys = set()
     for part in parts:
         for entry in part.entries:
@@ -143,7 +166,8 @@ def _named_sources(part: Part, entry: Entry) -> Iterator[tuple[str, Source]]:
 
 
 def _find_differences(answers: Values) -> dict[str, dict[str, str | None]]:
-    copies: dict[tuple[str, str], list[tuple[int, ReplicaDigest]]] = {}  # tensor and place -> its copies by rank
+    # tensor and place -> its copies by rank
+    copies: dict[tuple[str, str], list[tuple[int, ReplicaDigest]]] = {}
     for rank, answer in enumerate(answers):
         for name, fields in answer["digests"].items():
             digest = ReplicaDigest(*fields)
@@ -151,6 +175,14 @@ def _find_differences(answers: Values) -> dict[str, dict[str, str | None]]:
     found: dict[str, dict[int, str | None]] = {}
     for (name, place), held in copies.items():
         stored = next((digest for _, digest in held if digest.is_stored), held[0][1])
-        differing = {rank: place if digest.bits else None for rank, digest in held if digest.bits != stored.bits}
+        differing = {
+            rank: place if digest.bits else None
+            for rank, digest in held
+            if digest.bits != stored.bits
+        }
         found.setdefault(name, {}).update(differing)
-    return {name: {str(rank): owners[rank] for rank in sorted(owners)} for name, owners in found.items() if owners}
+    return {
+        name: {str(rank): owners[rank] for rank in sorted(owners)}
+        for name, owners in found.items()
+        if owners
+    }

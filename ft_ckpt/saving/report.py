@@ -13,7 +13,8 @@ from ft_ckpt.transfer.push import PendingPush
 class SaveReport:
     """A finished save: its folder, its size and the saver's decisions.
 
-    Identical on every rank except `seconds`, and `push`, `upload` and `publish`, which only rank 0 has.
+    Identical on every rank except `seconds`, and `push`, `upload` and `publish`, which only rank 0
+    has.
     """
 
     path: Path | str
@@ -42,5 +43,7 @@ class SaveReport:
 
     @property
     def place(self) -> Place:
-        """The committed folder with the client of its bucket, as other functions of ft_ckpt take it."""
+        """The committed folder with the client of its bucket, as other functions of ft_ckpt take
+        it.
+        """
         return open_place(self.path) if self.target is None else self.target

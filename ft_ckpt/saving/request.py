@@ -34,21 +34,29 @@ class SaveRequest:
     base_id: str | None = None
     attribute: Attribute = None
     state_dict: Mapping[str, Tensor] | None = None
-    captured: Captured | None = None  # the tensors and, for a run, its state; None: captured by `plan_save`
+    # the tensors and, for a run, its state; None: captured by `plan_save`
+    captured: Captured | None = None
     run_id: str | None = None
     protect: tuple[Place, ...] = ()  # checkpoints that are not deleted to make room
-    extra_files: Mapping[str, str | bytes] = field(default_factory=dict)  # from the caller, by path in the checkpoint
-    differing: Differences | None = None  # replicas that differ between ranks; None: not compared yet
+    # from the caller, by path in the checkpoint
+    extra_files: Mapping[str, str | bytes] = field(default_factory=dict)
+    # replicas that differ between ranks; None: not compared yet
+    differing: Differences | None = None
     made_from: tuple[str, ...] = ()  # names of the checkpoints that the weights were computed from
     max_mode: int = 0o777  # see LocalStore; less where the checkpoint is made of other files
     merged: MergeChoice | None = None  # the adapters that are merged into the base
-    check: LogitsCheck | None = None  # compared with the output of the written folder before the commit
-    collect: Callable[[Store], tuple[list[FileRecord], list[str]]] | None = None  # collects the writers' files in it
+    # compared with the output of the written folder before the commit
+    check: LogitsCheck | None = None
+    # collects the writers' files in it
+    collect: Callable[[Store], tuple[list[FileRecord], list[str]]] | None = None
     notes: tuple[str, ...] = ()  # further ones for the report and the manifest
-    check_lease: Callable[[], None] | None = None  # raises if another process has taken the run's directory over
+    # raises if another process has taken the run's directory over
+    check_lease: Callable[[], None] | None = None
 
 
-def request_of(config: SaverConfig, model: nn.Module, target: Place, **arguments: Any) -> SaveRequest:
+def request_of(
+    config: SaverConfig, model: nn.Module, target: Place, **arguments: Any
+) -> SaveRequest:
     """The request for `model`, with defaults from `config`."""
     return SaveRequest(
         model,

@@ -1,8 +1,8 @@
 """Reuses the files of frozen tensors: the next checkpoint links to those of an earlier one.
 
-Frozen tensors go into files of their own. Before such a file is written, each rank digests the bytes that it would
-write. If an earlier checkpoint, of any run, has a file with that digest, it is hard-linked instead, or copied by the
-object store. If neither is possible, the file is written.
+Frozen tensors go into files of their own. Before such a file is written, each rank digests the
+bytes that it would write. If an earlier checkpoint, of any run, has a file with that digest, it is
+hard-linked instead, or copied by the object store. If neither is possible, the file is written.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,14 +37,22 @@ def frozen_files(plans: Iterable[PartPlan], ranks: int) -> list[FileWrites]:
     chosen = []
     for plan in plans:
         filled = (file for file in plan.files if file.layout.specs)
-        frozen = tuple(file for file in filled if plan.separate.issuperset(spec.name for spec in file.layout.specs))
+        frozen = tuple(
+            file
+            for file in filled
+            if plan.separate.issuperset(spec.name for spec in file.layout.specs)
+        )
         if frozen:
             chosen.append(replace(plan, files=frozen))
     return divide_files(chosen, ranks)
 
 
-def link_candidates(frozen: Sequence[FileWrites], staging: Staging, ranks: Ranks, gathers: bool) -> dict[str, Offer]:
-    """On rank 0: link files of earlier checkpoints with the headers of these into the staging. Returns offers by path.
+def link_candidates(
+    frozen: Sequence[FileWrites], staging: Staging, ranks: Ranks, gathers: bool
+) -> dict[str, Offer]:
+    """On rank 0: link files of earlier checkpoints with the headers of these into the staging.
+
+    Returns offers by path.
 
     `gathers`: whether tensors may be gathered on rank 0 for their digests.
     """
@@ -69,7 +77,8 @@ def equal_files(
 ) -> dict[str, str]:
     """The digests of the files that equal one of rank 0's `offers`, by path. Collective.
 
-    Each rank digests the bytes that it would write. Tensors are gathered on rank 0 if it alone wrote the earlier file.
+    Each rank digests the bytes that it would write. Tensors are gathered on rank 0 if it alone
+    wrote the earlier file.
     """
     if not offers:
         return {}
@@ -92,8 +101,13 @@ def equal_files(
     return dict(ranks.agree("the frozen files of save()", digests, decide=equal_to_offers).result)
 
 
-def place_equal_files(frozen: Sequence[FileWrites], equal: Mapping[str, str], store: Store) -> list[FileRecord]:
-    """On rank 0: link the files `equal` (path -> digest) to their paths; return their records. Raises TargetError."""
+def place_equal_files(
+    frozen: Sequence[FileWrites], equal: Mapping[str, str], store: Store
+) -> list[FileRecord]:
+    """On rank 0: link the files `equal` (path -> digest) to their paths; return their records.
+
+    Raises TargetError.
+    """
     records = []
     for planned in frozen:
         path = planned.file.path
@@ -101,17 +115,25 @@ def place_equal_files(frozen: Sequence[FileWrites], equal: Mapping[str, str], st
             continue
         digest = equal[path]
         if not store.copy(_candidate_name(digest), path):
-            raise TargetError(f"{store.where(path)}: cannot be linked; set reuse_frozen='off' and save again")
+            raise TargetError(
+                f"{store.where(path)}: cannot be linked; set reuse_frozen='off' and save again"
+            )
         if digest.startswith(whole_digest("")):
             planned = planned.by_one(0)
         size_bytes, etag = planned.file.layout.size_bytes, etag_of(store, path)
-        records.append(FileRecord(path, size_bytes, digest, planned.all_cuts, planned.ranks, linked=True, etag=etag))
+        records.append(
+            FileRecord(
+                path, size_bytes, digest, planned.all_cuts, planned.ranks, linked=True, etag=etag
+            )
+        )
     store.delete(each.name for each in store.list_folder().objects if each.name.startswith(_LINK))
     return records
 
 
 def _is_comparable(record: FileRecord, planned: FileWrites, ranks: Ranks, gathers: bool) -> bool:
-    """Whether the file can equal the planned one and these ranks can compute its digest from the elements they hold."""
+    """Whether the file can equal the planned one and these ranks can compute its digest from the
+    elements they hold.
+    """
     if record.size_bytes != planned.file.layout.size_bytes:
         return False
     if record.ranks > 1:
@@ -119,8 +141,12 @@ def _is_comparable(record: FileRecord, planned: FileWrites, ranks: Ranks, gather
     return gathers or ranks.size == 1 or not planned.needs_transfer
 
 
-def _link_candidate(checkpoint: EarlierCheckpoint, record: FileRecord, planned: FileWrites, store: Store) -> bool:
-    """Link the earlier file into the stage, see `take_earlier`, unless its header differs from the planned one."""
+def _link_candidate(
+    checkpoint: EarlierCheckpoint, record: FileRecord, planned: FileWrites, store: Store
+) -> bool:
+    """Link the earlier file into the stage, see `take_earlier`, unless its header differs from the
+    planned one.
+    """
     name, header = _candidate_name(record.digest), planned.file.layout.header
     with suppress(OSError, CorruptError):  # deleted meanwhile, or the store cannot link it
         if store.stat(name) is not None:

@@ -9,7 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ft_ckpt.checkpoint.catalog import damage_of, list_checkpoints, load_manifest, manifest_text, parse_manifest
+from ft_ckpt.checkpoint.catalog import (
+    damage_of,
+    list_checkpoints,
+    load_manifest,
+    manifest_text,
+    parse_manifest,
+)
 from ft_ckpt.checkpoint.checks import CARD_NAME
 from ft_ckpt.checkpoint.open_checkpoint import text_identity
 from ft_ckpt.checkpoint.prune import prune_after_save
@@ -53,7 +59,8 @@ class RunSaves:
     is_rehearsal: bool
     follow_up: FollowUp
     is_closed: bool = False
-    invited: tuple[Mapping[str, bool], float] | None = None  # the writers, and seconds to wait for them
+    # the writers, and seconds to wait for them
+    invited: tuple[Mapping[str, bool], float] | None = None
     session: OpenSession | None = None  # of the writers, on rank 0
     last_saved: Place | None = None  # the last checkpoint that this process saved, on rank 0
     last_files: frozenset[str] = frozenset()  # of it, if it is on a disk
@@ -86,7 +93,11 @@ class RunSaves:
             except LeaseTakenError:
                 raise
             except CheckpointError as error:
-                LOG.warning("%s: no lease of it, so other processes may train into it, too: %s", directory, error)
+                LOG.warning(
+                    "%s: no lease of it, so other processes may train into it, too: %s",
+                    directory,
+                    error,
+                )
             return self.lease is not None
 
         is_taken, error = ranks.attempt(take_on_leader)
@@ -109,7 +120,10 @@ class RunSaves:
         """Save if `every` asks for it; after a save on a signal the process exits (SystemExit)."""
         if self.pending.has_ended(self._current_ranks()):
             self._warn_on_failure(self.pending.wait_for_save)
-        metrics, every = self.run.agree_on_metrics(metrics, self._current_ranks()), self.run.config.every
+        metrics, every = (
+            self.run.agree_on_metrics(metrics, self._current_ranks()),
+            self.run.config.every,
+        )
         reason = self.run.reason_to_save(metrics, self._current_ranks())
         if reason is None:
             return None
@@ -125,7 +139,9 @@ class RunSaves:
         return report
 
     def read_until_signal(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches. A signal to the whole job may end the workers that read them: a run on one rank is then
+        """Yield the batches.
+
+        A signal to the whole job may end the workers that read them: a run on one rank is then
         saved as it was after the last step, and the process exits (SystemExit).
         """
         try:
@@ -155,7 +171,10 @@ class RunSaves:
         adapter_only: bool | None = None,
         extra_files: Mapping[str, str | bytes] | None = None,
     ) -> SaveReport | PendingSave:
-        """Save the state of the run, then delete checkpoints by `keep`. `reason` is None if the script asked for it."""
+        """Save the state of the run, then delete checkpoints by `keep`.
+
+        `reason` is None if the script asked for it.
+        """
         self.pending.wait_for_save()
         self._warn_of_lost_files()
         run, begun = self.run, time.monotonic()
@@ -171,10 +190,17 @@ class RunSaves:
                 self._ask_writers()
             captured = run.capture_state(self._current_ranks(), library_versions())
             if differing := differing_settings(captured.document):
-                report_differences(describe_differences(differing), f"step {run.step}", self._current_ranks(), config)
+                report_differences(
+                    describe_differences(differing),
+                    f"step {run.step}",
+                    self._current_ranks(),
+                    config,
+                )
             found, attribute = model_sources(captured.found), config.attribute
             adapters = is_adapter_run(run.model, found, attribute)
-            adapters = run.base.is_left_out(run.model, adapters, adapter_only, self._current_ranks())
+            adapters = run.base.is_left_out(
+                run.model, adapters, adapter_only, self._current_ranks()
+            )
             report = self.pending.save(
                 config,
                 lambda: request_of(
@@ -190,7 +216,9 @@ class RunSaves:
                     run_id=run.run_id,
                     protect=self._protected_paths(),
                     extra_files=extra_files or {},
-                    collect=None if self.session is None else partial(self.session.collect, run.step),
+                    collect=None
+                    if self.session is None
+                    else partial(self.session.collect, run.step),
                     notes=(*run.notes_on_weights(run.model), *run.notes_on_averages()),
                     check_lease=self.check_lease,
                 ),
@@ -212,16 +240,26 @@ class RunSaves:
         run.history = replace(run.history, saves=append_save(history.saves, entry))
         return report
 
-    def target_folder(self, path: str | Path | Place | None, step: int | None, *, has_state: bool) -> Place:
-        """The folder to save to. Raises ConfigError when none is known, TargetError if it must not be replaced."""
+    def target_folder(
+        self, path: str | Path | Place | None, step: int | None, *, has_state: bool
+    ) -> Place:
+        """The folder to save to.
+
+        Raises ConfigError when none is known, TargetError if it must not be replaced.
+        """
         if self.is_closed:
             raise CheckpointError("this saver is closed; make a new one to save again")
         if path is not None:
             target = open_place(path, **self.run.config.client_options)
         elif self.places.target is None or step is None:
-            raise ConfigError("save() without a path needs the saver's directory and a step; give it a path, or both")
+            raise ConfigError(
+                "save() without a path needs the saver's directory and a step; "
+                "give it a path, or both"
+            )
         else:
-            name = self.run.config.name_template.format(step=step, epoch=self.run.feeds.epochs_ended)
+            name = self.run.config.name_template.format(
+                step=step, epoch=self.run.feeds.epochs_ended
+            )
             target = Place(self.places.target.folder, name)
         if self._current_ranks().is_main:
             # A rehearsal runs one script several times in one folder, on purpose.
@@ -232,25 +270,46 @@ class RunSaves:
         return target.absolute
 
     def plan_follow_up(
-        self, *, prunes: bool = False, push_to: str | Place | None = None, base_id: str | None = None
+        self,
+        *,
+        prunes: bool = False,
+        push_to: str | Place | None = None,
+        base_id: str | None = None,
     ) -> AfterSave:
         """The follow-up of a save that is made now."""
         is_main, prune = self._current_ranks().is_main, None
         if prunes:
             directory = self.places.target if is_main else None
-            prune = partial(prune_after_save, directory, self.run.config.keep, self.run.run_id, self._protected_paths())
+            prune = partial(
+                prune_after_save,
+                directory,
+                self.run.config.keep,
+                self.run.run_id,
+                self._protected_paths(),
+            )
         terms = self._upload_terms()
         return self.follow_up.plan(
-            is_main, prune=prune, terms=terms, push_to=push_to, base_id=base_id, publishes=prunes,
+            is_main,
+            prune=prune,
+            terms=terms,
+            push_to=push_to,
+            base_id=base_id,
+            publishes=prunes,
             committed=self._note_committed if is_main and prunes else None,
-        )  # fmt: skip
+        )
 
-    def invite(self, writers: Mapping[str, bool], allow: Iterable[str], timeout_seconds: float) -> str:
-        """Open a session for `writers` (True: optional); return its token. Raises as `CheckpointSaver.invite` does."""
+    def invite(
+        self, writers: Mapping[str, bool], allow: Iterable[str], timeout_seconds: float
+    ) -> str:
+        """Open a session for `writers` (True: optional); return its token.
+
+        Raises as `CheckpointSaver.invite` does.
+        """
         run, ranks = self.places.directory, self._current_ranks()
         if run is None or self.places.staging is not None:
             raise ConfigError(
-                "invite(): writers hand in their files in the directory of the run; give the saver one, without staging"
+                "invite(): writers hand in their files in the directory of the run; give the saver "
+                "one, without staging"
             )
         self.invited = writers, timeout_seconds
 
@@ -282,13 +341,18 @@ class RunSaves:
             self.session = None
 
     def _ask_writers(self) -> None:
-        """Ask the writers for their state at this step. Collective; raises as `OpenSession.ask` does."""
+        """Ask the writers for their state at this step.
+
+        Collective; raises as `OpenSession.ask` does.
+        """
         session, ranks = self.session, self._current_ranks()
         _, error = ranks.attempt(lambda: None if session is None else session.ask(self.run.step))
         ranks.agree("the writers of save_state()", error=error)
 
     def _warn_of_lost_files(self) -> None:
-        """Warn if files of the last checkpoint were deleted since its commit, but not the checkpoint."""
+        """Warn if files of the last checkpoint were deleted since its commit, but not the
+        checkpoint.
+        """
         if self.last_saved is None or not self.last_files:
             return
         folder = self.last_saved.folder
@@ -296,10 +360,13 @@ class RunSaves:
         if not gone:
             return
         with suppress(CheckpointError):  # pruned, or replaced by another program
-            lost = sorted(gone.intersection(file.path for file in load_manifest(folder).files) - {CARD_NAME})
+            lost = sorted(
+                gone.intersection(file.path for file in load_manifest(folder).files) - {CARD_NAME}
+            )
             if lost:
                 warn(
-                    f"{self.last_saved}: {listing(lost, ', ')}: deleted after the save, so that it cannot be resumed; "
+                    f"{self.last_saved}: {listing(lost, ', ')}: deleted after the save, so that it "
+                    "cannot be resumed; "
                     "keep the files that ft_ckpt.json lists",
                     stacklevel=5,
                 )
@@ -312,9 +379,14 @@ class RunSaves:
             self.last_files = frozenset(each.name for each in folder.list())
         if self.session is not None and self.places.directory is not None:
             try:
-                self.session.note_committed(_last_checkpoint(self.places.directory, self.last_saved))
+                self.session.note_committed(
+                    _last_checkpoint(self.places.directory, self.last_saved)
+                )
             except CheckpointError as error:
-                warn(f"{report.path}: saved, but its writers could not be notified: {error}", stacklevel=4)
+                warn(
+                    f"{report.path}: saved, but its writers could not be notified: {error}",
+                    stacklevel=4,
+                )
 
     def upload_leftovers(self) -> None:
         """Upload checkpoints that earlier processes have left in the staging folder."""
@@ -322,8 +394,14 @@ class RunSaves:
             self.follow_up.uploads.begin_round(self._upload_terms())
 
     def publish_resumed(self) -> None:
-        """Publish the resumed checkpoint, or the version published before it, to servers that may lack it; wait."""
-        publisher, resumed, ranks = self.follow_up.publisher, self.run.resumed_from, self._current_ranks()
+        """Publish the resumed checkpoint, or the version published before it, to servers that may
+        lack it; wait.
+        """
+        publisher, resumed, ranks = (
+            self.follow_up.publisher,
+            self.run.resumed_from,
+            self._current_ranks(),
+        )
         if publisher is None or resumed is None:
             return
 
@@ -341,24 +419,37 @@ class RunSaves:
             self.run.report = replace(self.run.report, notes=(*self.run.report.notes, note))
 
     def _last_published(self, resumed: Place) -> tuple[Place, str]:
-        """The checkpoint of the version that engines had when `resumed` was saved, else `resumed`; and the reason."""
+        """The checkpoint of the version that engines had when `resumed` was saved, else `resumed`;
+        and the reason.
+        """
         version, why = self.run.published, "it was saved before any version was published"
         if version is not None:
             why = f"the run has no checkpoint of the version {version}"
-            for info in (info for folder in self.places.folders for info in list_checkpoints(folder).found):
+            for info in (
+                info for folder in self.places.folders for info in list_checkpoints(folder).found
+            ):
                 identity = text_identity(manifest_text(info.store).encode())
-                if not version.endswith((f"#{identity[:16]}", f"-{identity[:8]}")):  # of weights, of an adapter
+                # of weights, of an adapter
+                if not version.endswith((f"#{identity[:16]}", f"-{identity[:8]}")):
                     continue
                 if problems := damage_of(info.place, deep=True):
-                    why = f"{info.name}, which has the version {version}, is damaged: {listing(list(problems))}"
+                    why = (
+                        f"{info.name}, which has the version {version}, is damaged: "
+                        f"{listing(list(problems))}"
+                    )
                 else:
-                    return info.place, f"publishing {info.name}: engines had it when {resumed.basename} was saved"
+                    return (
+                        info.place,
+                        f"publishing {info.name}: engines had it when {resumed.basename} was saved",
+                    )
         return resumed, f"publishing {resumed.basename}: {why}"
 
     def end_follow_up(self, *, wait: bool) -> None:
-        """Wait for uploads, pushes and publishes, or only name those that go on until the process ends.
+        """Wait for uploads, pushes and publishes, or only name those that go on until the process
+        ends.
 
-        Raises TargetError on all ranks for checkpoints that were not uploaded, unless on_failure="warn".
+        Raises TargetError on all ranks for checkpoints that were not uploaded, unless
+        on_failure="warn".
         """
         try:
             if wait:
@@ -383,7 +474,9 @@ class RunSaves:
         ranks.agree("the uploads of close()", error=error)
 
     def _upload_terms(self) -> UploadTerms:
-        return UploadTerms(self.run.run_id, self.run.own_ids, self.run.config.keep, self._protected_paths())
+        return UploadTerms(
+            self.run.run_id, self.run.own_ids, self.run.config.keep, self._protected_paths()
+        )
 
     def _warn_on_failure(self, action: Callable[[], T]) -> T | None:
         try:
@@ -391,7 +484,10 @@ class RunSaves:
         except CheckpointError as error:
             if self.run.config.on_failure == "raise" or isinstance(error, LeaseTakenError):
                 raise
-            warn(f"step {self.run.step}: no checkpoint was made, training goes on: {error}", stacklevel=5)
+            warn(
+                f"step {self.run.step}: no checkpoint was made, training goes on: {error}",
+                stacklevel=5,
+            )
             return None
 
     def _protected_paths(self) -> tuple[Place, ...]:
@@ -405,4 +501,6 @@ def _last_checkpoint(run: Place, checkpoint: Place) -> LastCheckpoint:
     text = manifest_text(checkpoint.folder)
     is_inside = checkpoint.beside.identity == run.folder.identity
     path = checkpoint.basename if is_inside else str(checkpoint.absolute)
-    return LastCheckpoint(path, text_identity(text.encode()), parse_manifest(text, str(checkpoint)).step)
+    return LastCheckpoint(
+        path, text_identity(text.encode()), parse_manifest(text, str(checkpoint)).step
+    )

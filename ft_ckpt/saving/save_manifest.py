@@ -30,8 +30,9 @@ def manifest_of(
 ) -> Manifest:
     """The manifest of these plans and `files`.
 
-    `samples`: sampled elements of the adapters' bases, from each rank. `bases` and `classes`: base records and class
-    names by the name of the part. `notes` are added to those of the parts; `facts` are further fields of the manifest.
+    `samples`: sampled elements of the adapters' bases, from each rank. `bases` and `classes`: base
+    records and class names by the name of the part. `notes` are added to those of the parts;
+    `facts` are further fields of the manifest.
     """
     parts = [plan.part for plan in plans]
     records = []
@@ -51,12 +52,16 @@ def manifest_of(
     )
 
 
-def _part_record(plan: PartPlan, base: BaseRecord | None, class_name: str, compressed: bool) -> PartRecord:
+def _part_record(
+    plan: PartPlan, base: BaseRecord | None, class_name: str, compressed: bool
+) -> PartRecord:
     part = plan.part
     tensors = [record for file in plan.files for record in file.records()]
     if compressed:
         tensors = [replace(record, start=0, end=0) for record in tensors]
-    trainable = [entry.name for entry in part.entries if entry.source is not None and entry.source.trainable]
+    trainable = [
+        entry.name for entry in part.entries if entry.source is not None and entry.source.trainable
+    ]
     return PartRecord(
         name=part.name,
         path=part.path,
@@ -76,7 +81,9 @@ def _part_record(plan: PartPlan, base: BaseRecord | None, class_name: str, compr
 def _base_with_fingerprint(
     name: str, bases: Mapping[str, BaseRecord], samples: Sequence[BaseSamples]
 ) -> BaseRecord | None:
-    """The base of an adapter with its fingerprint, merged from the samples of all ranks; None for other parts."""
+    """The base of an adapter with its fingerprint, merged from the samples of all ranks; None for
+    other parts.
+    """
     if name not in bases:
         return None
     merged: dict[str, dict[str, float]] = {}

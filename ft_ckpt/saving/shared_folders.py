@@ -31,14 +31,17 @@ class SharedFolders:
 
 
 def all_ranks_see(store: Store, ranks: Ranks) -> bool:
-    """Whether all ranks see files that rank 0 creates in `store`, tested with a probe file. Collective.
+    """Whether all ranks see files that rank 0 creates in `store`, tested with a probe file.
+    Collective.
 
     Raises the error of rank 0 on all ranks if it cannot write there.
     """
     token = uuid.uuid4().hex
     name = f"{_PROBE}-{token}"
     _, error = try_action(lambda: store.write(name, token.encode()) if ranks.is_main else None)
-    probe = ranks.agree("the files of save()", {"folder": store.url, "name": name, "token": token}, error).result
+    probe = ranks.agree(
+        "the files of save()", {"folder": store.url, "name": name, "token": token}, error
+    ).result
     there = LocalStore(Path(probe["folder"])) if isinstance(store, LocalStore) else store
 
     def look() -> dict[str, bool]:
@@ -50,7 +53,10 @@ def all_ranks_see(store: Store, ranks: Ranks) -> bool:
     seen, error = try_action(look)
     try:
         all_see = ranks.agree(
-            "the look at the files of save()", seen, error, decide=lambda views: all(v["sees"] for v in views)
+            "the look at the files of save()",
+            seen,
+            error,
+            decide=lambda views: all(v["sees"] for v in views),
         )
     finally:
         if ranks.is_main:

@@ -1,4 +1,6 @@
-"""The sidecar files of a checkpoint: config, generation config, tokenizer, adapter settings, the caller's files."""
+"""The sidecar files of a checkpoint: config, generation config, tokenizer, adapter settings, the
+caller's files.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -28,11 +30,14 @@ from ft_ckpt.training.state import DOCUMENT_NAME, FOLDER, Document
 
 @dataclass(frozen=True, eq=False)
 class Companions:
-    """The sidecar files of a checkpoint, on rank 0: taken at one moment, independent of later changes to the model."""
+    """The sidecar files of a checkpoint, on rank 0: taken at one moment, independent of later
+    changes to the model.
+    """
 
     files: Mapping[str, bytes] = field(default_factory=dict)  # by path in the checkpoint
     bases: Mapping[str, BaseRecord] = field(default_factory=dict)  # of adapters, by part name
-    classes: Mapping[str, str] = field(default_factory=dict)  # class names of the modules, by part name
+    # class names of the modules, by part name
+    classes: Mapping[str, str] = field(default_factory=dict)
     document: Document = field(default_factory=dict)  # the state of a run
     notes: tuple[str, ...] = ()  # on the tokenizer
 
@@ -42,11 +47,13 @@ class Companions:
         return {**self.files, **({f"{FOLDER}/{DOCUMENT_NAME}": text} if self.document else {})}
 
 
-def companions_of(request: SaveRequest, plans: Sequence[PartPlan], document: Document, ranks: Ranks) -> Companions:
+def companions_of(
+    request: SaveRequest, plans: Sequence[PartPlan], document: Document, ranks: Ranks
+) -> Companions:
     """The sidecar files of the live objects as they are now; empty on ranks other than 0.
 
-    `document` is the state of a run. Raises CompanionError when tokenizer, config and model do not fit, ConfigError for
-    extra files outside the folder.
+    `document` is the state of a run. Raises CompanionError when tokenizer, config and model do not
+    fit, ConfigError for extra files outside the folder.
     """
     if not ranks.is_main:
         return Companions()
@@ -63,7 +70,9 @@ def companions_of(request: SaveRequest, plans: Sequence[PartPlan], document: Doc
     bases = {part.name: record_of_base(part) for part in parts if part.kind == "adapter"}
     files: dict[str, bytes] = {}
     for part in parts:
-        contents = files_made_by(partial(_write_companions, part=part, request=request, base=bases.get(part.name)))
+        contents = files_made_by(
+            partial(_write_companions, part=part, request=request, base=bases.get(part.name))
+        )
         files |= _placed_in(part, contents)
     if request.tokenizer is not None and described:
         contents = files_made_by(partial(companions.write_tokenizer, tokenizer=request.tokenizer))
@@ -81,7 +90,9 @@ def companions_of(request: SaveRequest, plans: Sequence[PartPlan], document: Doc
     return Companions({**files, **extras}, bases, classes, document, tuple(notes))
 
 
-def check_companions(module: nn.Module, tokenizer: Any, chat_template_name: str | None) -> tuple[str, ...]:
+def check_companions(
+    module: nn.Module, tokenizer: Any, chat_template_name: str | None
+) -> tuple[str, ...]:
     """Notes on a tokenizer that does not fit the module in all.
 
     Raises CompanionError when the tokenizer, or generation settings made from it, do not fit.
@@ -92,11 +103,15 @@ def check_companions(module: nn.Module, tokenizer: Any, chat_template_name: str 
     return companions.check_tokenizer(module, tokenizer) if has_tokens else ()
 
 
-def _write_companions(folder: Path, part: Part, request: SaveRequest, base: BaseRecord | None) -> None:
+def _write_companions(
+    folder: Path, part: Part, request: SaveRequest, base: BaseRecord | None
+) -> None:
     if part.kind == "model" and is_diffusers(part.module):
         write_config(folder, part)
     elif part.kind == "model":
-        generation = companions.generation_config(part.module, request.tokenizer, request.chat_template_name)
+        generation = companions.generation_config(
+            part.module, request.tokenizer, request.chat_template_name
+        )
         companions.write_model(folder, part.module, dtype=main_dtype(part), generation=generation)
     elif base is not None:
         how: dict[str, Any] = {"base": base, "beside": part.beside, "base_id": request.base_id}
@@ -114,22 +129,38 @@ def _placed_in(part: Part, contents: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def _encode_extra_files(files: Mapping[str, str | bytes], reserved: set[str]) -> dict[str, bytes]:
-    """The contents of the caller's files. Raises ConfigError for `reserved` names, which are the checkpoint's."""
-    outside = [f"{path}" if isinstance(path, str) else repr(path) for path in files if not is_inside(path)]
+    """The contents of the caller's files.
+
+    Raises ConfigError for `reserved` names, which are the checkpoint's.
+    """
+    outside = [
+        f"{path}" if isinstance(path, str) else repr(path) for path in files if not is_inside(path)
+    ]
     if outside:
-        raise ConfigError(f"extra_files: {', '.join(outside)}: expected plain paths inside the checkpoint")
+        raise ConfigError(
+            f"extra_files: {', '.join(outside)}: expected plain paths inside the checkpoint"
+        )
     refused = sorted(reserved & files.keys())
     if refused:
-        raise ConfigError(f"extra_files: {', '.join(refused)}: a file of the checkpoint itself; choose another name")
+        raise ConfigError(
+            f"extra_files: {', '.join(refused)}: a file of the checkpoint "
+            "itself; choose another name"
+        )
     kinds = (str, bytes, bytearray, memoryview)
     wrong = [path for path, content in files.items() if not isinstance(content, kinds)]
     if wrong:
         raise ConfigError(f"extra_files: {', '.join(wrong)}: expected text or bytes")
-    return {path: content.encode() if isinstance(content, str) else bytes(content) for path, content in files.items()}
+    return {
+        path: content.encode() if isinstance(content, str) else bytes(content)
+        for path, content in files.items()
+    }
 
 
-def check_configs(plans: Sequence[PartPlan], sidecars: Companions, request: SaveRequest) -> tuple[str, ...]:
-    """Notes on the tokenizer, and on transformers models of the plans that `from_pretrained` would not load; on rank 0.
+def check_configs(
+    plans: Sequence[PartPlan], sidecars: Companions, request: SaveRequest
+) -> tuple[str, ...]:
+    """Notes on the tokenizer, and on transformers models of the plans that `from_pretrained` would
+    not load; on rank 0.
 
     Raises CompanionError for one that its config does not describe.
     """

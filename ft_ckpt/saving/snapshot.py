@@ -1,4 +1,6 @@
-"""The snapshot of a background save: host copies of the tensors that this rank writes, at one moment."""
+"""The snapshot of a background save: host copies of the tensors that this rank writes, at one
+moment.
+"""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -18,7 +20,8 @@ from ft_ckpt.distributed.wrappers import optimizer_parameter
 from ft_ckpt.saving.write_plan import WritePlan
 
 _ALIGNMENT = 64
-_IN_PLACE = ("plain", "fsdp1", "fsdp2", "zero3", "zero")  # engines whose tensors only the optimizer step changes
+# engines whose tensors only the optimizer step changes
+_IN_PLACE = ("plain", "fsdp1", "fsdp2", "zero3", "zero")
 Copies = Mapping[int, Tensor]  # by the keys of the live tensors
 
 
@@ -30,27 +33,39 @@ class Snapshot:
         self._now, self._late = _CopyMemory(), _CopyMemory()
         self._copied: Copies = {}
         self._left: Copies = {}
-        self._ready: dict[torch.device, Moment] = {}  # after which the tensors of an accelerator may be read
+        # after which the tensors of an accelerator may be read
+        self._ready: dict[torch.device, Moment] = {}
         self._done = Event()
         self._done.set()
-        self._hooks: dict[int, tuple[Any, Any]] = {}  # by id: (optimizer, which keeps the id unique; handle)
+        # by id: (optimizer, which keeps the id unique; handle)
+        self._hooks: dict[int, tuple[Any, Any]] = {}
 
     def watch_optimizers(self, optimizers: Iterable[Any]) -> None:
         """Make the next step of each optimizer wait for the copies."""
         for optimizer in optimizers:
             if id(optimizer) not in self._hooks:
-                self._hooks[id(optimizer)] = (optimizer, optimizer.register_step_pre_hook(self._wait_for_copies))
+                self._hooks[id(optimizer)] = (
+                    optimizer,
+                    optimizer.register_step_pre_hook(self._wait_for_copies),
+                )
 
     def begin_copies(self, now: Copies, late: Copies) -> None:
-        """Copy `now`; `finish_copies` copies `late`, and the next step of watched optimizers waits for it."""
+        """Copy `now`; `finish_copies` copies `late`, and the next step of watched optimizers waits
+        for it.
+        """
         self._copied = _copy_by_device(self._now, now, {})
         self._left = late
         devices = {tensor.device for tensor in late.values()}
-        self._ready = {device: record_moment(device) for device in devices if is_accelerator(device)}
+        self._ready = {
+            device: record_moment(device) for device in devices if is_accelerator(device)
+        }
         self._done.clear()
 
     def finish_copies(self) -> Copies:
-        """Copy the rest, in any thread, and return all copies by key. Then optimizers may step, even on an error."""
+        """Copy the rest, in any thread, and return all copies by key.
+
+        Then optimizers may step, even on an error.
+        """
         try:
             return {**self._copied, **_copy_by_device(self._late, self._left, self._ready)}
         finally:
@@ -76,13 +91,17 @@ class Snapshot:
 
 
 def ids_changed_by_steps(optimizers: Mapping[Any, Iterable[Tensor]]) -> frozenset[int]:
-    """The ids of all tensors that steps change: each optimizer's parameters, state and values in `optimizers`."""
+    """The ids of all tensors that steps change: each optimizer's parameters, state and values in
+    `optimizers`.
+    """
     owned: set[int] = set()
     for optimizer, further in optimizers.items():
         owned.update(map(id, further))
         owned.update(id(p) for group in optimizer.param_groups for p in group["params"])
         states = [state for key, state in optimizer.state.items() if isinstance(key, Tensor)]
-        owned.update(id(value) for state in states for value in state.values() if isinstance(value, Tensor))
+        owned.update(
+            id(value) for state in states for value in state.values() if isinstance(value, Tensor)
+        )
     return frozenset(owned)
 
 
@@ -92,10 +111,13 @@ def copies_size(tensors: Iterable[Tensor]) -> int:
 
 
 class _CopyMemory:
-    """Reused memory of the size of the largest snapshot; pinned where an accelerator copies into it."""
+    """Reused memory of the size of the largest snapshot; pinned where an accelerator copies into
+    it.
+    """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # whatever the script's default device
+        # whatever the script's default device
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._shapes: list[Any] = []
         self._places: list[Tensor] = []
 
@@ -108,17 +130,25 @@ class _CopyMemory:
         needed = copies_size(tensors)
         if self._memory.numel() < needed:
             self._memory, self._places = self._memory.new_empty(0), []  # freed first
-            device = next((tensor.device for tensor in tensors if is_accelerator(tensor.device)), None)
-            self._memory = pinned_memory(needed, device) if device else self._memory.new_empty(needed)
+            device = next(
+                (tensor.device for tensor in tensors if is_accelerator(tensor.device)), None
+            )
+            self._memory = (
+                pinned_memory(needed, device) if device else self._memory.new_empty(needed)
+            )
         self._shapes, self._places, at = shapes, [], 0
         for tensor in tensors:
-            self._places.append(self._memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            self._places.append(
+                self._memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            )
             at += _aligned_size(tensor.nbytes)
         return self._places
 
 
 @torch.no_grad()
-def _copy_by_device(room: _CopyMemory, live: Copies, ready: Mapping[torch.device, Moment]) -> dict[int, Tensor]:
+def _copy_by_device(
+    room: _CopyMemory, live: Copies, ready: Mapping[torch.device, Moment]
+) -> dict[int, Tensor]:
     copies = dict(zip(live, room.places_for(live.values()), strict=True))
     by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
     for name, tensor in live.items():
@@ -141,7 +171,8 @@ class SnapshotPlan:
 
     now: Copies
     late: Copies  # changed only by the next optimizer step
-    gathers: Mapping[int, tuple[Source, ...]]  # by writing rank: tensors that the call gathers there
+    # by writing rank: tensors that the call gathers there
+    gathers: Mapping[int, tuple[Source, ...]]
     size_bytes: int  # of host memory
 
     @property
@@ -162,17 +193,23 @@ class SnapshotSources:
         return source.holding(self.copies.get(source.key))
 
 
-def plan_snapshot(writes: WritePlan, ranks: Ranks, owned: frozenset[int], *, gathers: bool) -> SnapshotPlan:
+def plan_snapshot(
+    writes: WritePlan, ranks: Ranks, owned: frozenset[int], *, gathers: bool
+) -> SnapshotPlan:
     """The copies that this rank needs to write its part of `writes`.
 
-    `owned`: ids of the tensors that only the steps of watched optimizers change. `gathers`: whether the call gathers
-    what the writer of a file lacks.
+    `owned`: ids of the tensors that only the steps of watched optimizers change. `gathers`: whether
+    the call gathers what the writer of a file lacks.
     """
     moving: dict[int, tuple[Source, ...]] = {}
     if gathers:
         for writer in sorted({file.writer for file in writes.files} | {0}):
             sources = writes.tensors_for(writer).values()
-            lacking = tuple(source for source in sources if source.sharding.is_opaque or moves_to(source, writer))
+            lacking = tuple(
+                source
+                for source in sources
+                if source.sharding.is_opaque or moves_to(source, writer)
+            )
             if lacking:
                 moving[writer] = lacking
     coming = {source.key for source in moving.get(ranks.rank, ())}
@@ -197,7 +234,8 @@ def gather_for_writers(plan: SnapshotPlan, ranks: Ranks) -> dict[int, Tensor]:
 
     def gather_all() -> None:
         for writer, sources in plan.gathers.items():
-            by_key = [replace(source, name=str(source.key)) for source in sources]  # names may be equal
+            # names may be equal
+            by_key = [replace(source, name=str(source.key)) for source in sources]
             for key, tensor in gather_tensors(by_key, ranks, writer).items():
                 gathered[int(key)] = tensor
 

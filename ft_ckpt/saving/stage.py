@@ -26,7 +26,8 @@ class StagedSave:
     plan: SavePlan
     staging: Staging | None = None
     files: tuple[FileRecord, ...] = ()  # already written
-    offers: Mapping[str, Offer] = field(default_factory=dict)  # earlier files that frozen ones may equal, by path
+    # earlier files that frozen ones may equal, by path
+    offers: Mapping[str, Offer] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # on what transformers would not load
 
 
@@ -42,9 +43,9 @@ def prepare_stage(
 ) -> StagedSave:
     """On rank 0 open a stage and write everything except weights into it.
 
-    It also gets the frozen files of earlier checkpoints, except those known to have `changed`; `may_gather`: whether
-    tensors may move between ranks for their comparison. Raises CompanionError for a model that its config does not
-    describe.
+    It also gets the frozen files of earlier checkpoints, except those known to have `changed`;
+    `may_gather`: whether tensors may move between ranks for their comparison. Raises CompanionError
+    for a model that its config does not describe.
     """
     if not ranks.is_main:
         return StagedSave(plan)

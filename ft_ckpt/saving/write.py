@@ -45,24 +45,34 @@ def where_all_see(
 
 
 def write_tensors(
-    writes: WritePlan, sources: SourceView, store: Store, target: Place, ranks: Ranks, config: SaverConfig
+    writes: WritePlan,
+    sources: SourceView,
+    store: Store,
+    target: Place,
+    ranks: Ranks,
+    config: SaverConfig,
 ) -> dict[str, Any]:
-    """Move and write the tensors into `store`. Collective. Returns what `written_records` needs of each rank, as JSON.
+    """Move and write the tensors into `store`.
 
-    Raises IncompleteError for tensors that the model's config ties and that differ, and on NaN or infinity if
-    `nonfinite="raise"`.
+    Collective. Returns what `written_records` needs of each rank, as JSON.
+
+    Raises IncompleteError for tensors that the model's config ties and that differ, and on NaN or
+    infinity if `nonfinite="raise"`.
     """
     _refuse_differing_ties(writes, sources, ranks)
     total = writes.bytes_of(ranks.rank)
     tuning = saver_tuning(config)
-    # A bar on rank 0's terminal, of the bytes that rank 0 writes; none for a save in the background.
+    # A bar on rank 0's terminal, of the bytes that rank 0 writes; none for a save in the
+    # background.
     with track_bytes(total if ranks.shows else 0, f"saving {target.basename}") as advance:
         if writes.mode is Mode.SHARED:
             assert isinstance(store, LocalStore), "files are shared on disks alone"
             with Writer(tuning, advance=advance) as writer:
                 return {"digests": _write_shares(writes, sources, store, writer, ranks)}
         with Writer(tuning, total if isinstance(store, LocalStore) else None, advance) as writer:
-            records = _write_whole_files(writes, sources, store, writer, ranks, config.nonfinite == "raise")
+            records = _write_whole_files(
+                writes, sources, store, writer, ranks, config.nonfinite == "raise"
+            )
         return {"files": [asdict(record) for record in records]}
 
 
@@ -70,7 +80,10 @@ def written_records(writes: WritePlan, written: Values) -> list[FileRecord]:
     """On rank 0: the records of all files, from what `write_tensors` has returned on each rank."""
     if writes.mode is Mode.SHARED:
         digests = zip(*(value["digests"] for value in written), strict=True)
-        return [file.record(digests_of_file) for file, digests_of_file in zip(writes.files, digests, strict=True)]
+        return [
+            file.record(digests_of_file)
+            for file, digests_of_file in zip(writes.files, digests, strict=True)
+        ]
     by_path = {}
     for value in written:
         for file in value.get("files", ()):
@@ -85,7 +98,9 @@ def store_of_rank(stage: str | None, target: Place, config: SaverConfig) -> Stor
     return target.folder
 
 
-def _write_shares(writes: WritePlan, sources: SourceView, store: LocalStore, writer: Writer, ranks: Ranks) -> list[str]:
+def _write_shares(
+    writes: WritePlan, sources: SourceView, store: LocalStore, writer: Writer, ranks: Ranks
+) -> list[str]:
     """Write the bytes that this rank holds; return their digests, one for each file."""
     if ranks.is_main:  # reserves the space of all files before a byte is written
         for file in writes.files:
@@ -96,7 +111,8 @@ def _write_shares(writes: WritePlan, sources: SourceView, store: LocalStore, wri
 def _write_whole_files(
     writes: WritePlan, sources: SourceView, store: Store, writer: Writer, ranks: Ranks, finite: bool
 ) -> list[FileRecord]:
-    """Write each file on one rank, which gathers its tensors; return the records of this rank's files.
+    """Write each file on one rank, which gathers its tensors; return the records of this rank's
+    files.
 
     Raises IncompleteError on NaN or infinity if they must be `finite`.
     """
@@ -107,14 +123,18 @@ def _write_whole_files(
     records = _write_in_order(of_rank, regions, store, writer)
     if nonfinite:
         raise IncompleteError(
-            f"{listing(sorted(nonfinite), ', ')}: NaN or infinity in {len(nonfinite)} tensor(s), and "
+            f"{listing(sorted(nonfinite), ', ')}: NaN or infinity in "
+            f"{len(nonfinite)} tensor(s), and "
             "nonfinite='raise'; nothing is committed, the earlier checkpoint is untouched"
         )
     return records
 
 
-def _gathered_regions(files: Sequence[FileWrites], gathering: Gathering) -> Iterator[tuple[str, Region]]:
-    """The regions of the files that this rank writes, with their paths; in between it sends tensors to other writers.
+def _gathered_regions(
+    files: Sequence[FileWrites], gathering: Gathering
+) -> Iterator[tuple[str, Region]]:
+    """The regions of the files that this rank writes, with their paths; in between it sends tensors
+    to other writers.
 
     Writers take turns, one bucket each, so that all of them are busy.
     """
@@ -153,13 +173,17 @@ def _write_in_order(
 
 
 def _refuse_differing_ties(writes: WritePlan, sources: SourceView, ranks: Ranks) -> None:
-    """Raise IncompleteError on rank 0 for tensors that the config ties and whose bits differ. Collective."""
+    """Raise IncompleteError on rank 0 for tensors that the config ties and whose bits differ.
+
+    Collective.
+    """
     differing = []
     for one, other in writes.ties:
         if not are_equal(sources(one), sources(other), ranks):
             differing.append(f"{one.name} and {other.name}")
     if differing:
         raise IncompleteError(
-            f"{', '.join(differing)}: the model's config ties them, but their values differ; call model.tie_weights(), "
+            f"{', '.join(differing)}: the model's config ties them, but their values differ; call "
+            "model.tie_weights(), "
             "or set config.tie_word_embeddings=False to keep both"
         )

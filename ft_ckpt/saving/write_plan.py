@@ -1,7 +1,7 @@
 """Which rank writes which bytes of a save.
 
-Each rank makes the same plan from the same tensors, without exchanging anything. The executor (`saving.write`) and a
-snapshot (`saving.snapshot`) both follow it.
+Each rank makes the same plan from the same tensors, without exchanging anything. The executor
+(`saving.write`) and a snapshot (`saving.snapshot`) both follow it.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,8 @@ class FileWrites:
 
     file: FilePlan
     entries: tuple[Entry, ...]  # in file order
-    cuts: tuple[tuple[Cut, ...] | None, ...]  # of each entry; None: gathered on `writer`; (): no rank has elements
+    # of each entry; None: gathered on `writer`; (): no rank has elements
+    cuts: tuple[tuple[Cut, ...] | None, ...]
     ranks: int = 1  # that write
     writer: int = 0  # of the header, of gaps between tensors, and of what is in no cut
 
@@ -71,7 +72,9 @@ class FileWrites:
     def record(self, digests: Sequence[str]) -> FileRecord:
         """The record of the file that the ranks have written, from the digest of each."""
         size_bytes = self.file.layout.size_bytes
-        return FileRecord(self.file.path, size_bytes, joined_digest(digests), self.all_cuts, len(digests))
+        return FileRecord(
+            self.file.path, size_bytes, joined_digest(digests), self.all_cuts, len(digests)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +88,9 @@ class WritePlan:
 
     def without(self, paths: frozenset[str]) -> "WritePlan":
         """The plan without some files, which exist already."""
-        return replace(self, files=tuple(writes for writes in self.files if writes.file.path not in paths))
+        return replace(
+            self, files=tuple(writes for writes in self.files if writes.file.path not in paths)
+        )
 
     def by_rank_0(self) -> "WritePlan":
         """The plan in which rank 0 writes all files."""
@@ -98,7 +103,8 @@ class WritePlan:
     def tensors_for(self, rank: int) -> dict[int, Source]:
         """The tensors that `rank` writes a part of or compares, by key."""
         tensors: dict[int, Source] = {}
-        if rank == 0 or self.mode is Mode.SHARED:  # a comparison of sharded ties needs the elements of all ranks
+        # a comparison of sharded ties needs the elements of all ranks
+        if rank == 0 or self.mode is Mode.SHARED:
             tensors.update((source.key, source) for pair in self.ties for source in pair)
         for writes in self.files:
             if self.mode is not Mode.SHARED and rank != writes.writer:
@@ -126,10 +132,14 @@ class WritePlan:
         )
 
     def _sources(self) -> list[Source]:
-        return [source for writes in self.files for entry in writes.entries for source in entry.sources]
+        return [
+            source for writes in self.files for entry in writes.entries for source in entry.sources
+        ]
 
 
-def plan_writes(plan: SavePlan, target: Place, config: SaverConfig, ranks: int, *, state_dict: bool) -> WritePlan:
+def plan_writes(
+    plan: SavePlan, target: Place, config: SaverConfig, ranks: int, *, state_dict: bool
+) -> WritePlan:
     """The plan for `ranks` ranks which all see the files of `target`.
 
     `state_dict`: whether rank 0 was given the tensors.
@@ -158,14 +168,16 @@ def divide_files(plans: Sequence[PartPlan], ranks: int) -> list[FileWrites]:
             step = -(-file.layout.size_bytes // ranks)
             step += -step % BLOCK_BYTES  # so that no disk block has two writers
             cuts = tuple(
-                _tensor_cuts(entry, start, step) for entry, start in zip(ordered, file.layout.starts, strict=True)
+                _tensor_cuts(entry, start, step)
+                for entry, start in zip(ordered, file.layout.starts, strict=True)
             )
             divided.append(FileWrites(file, ordered, cuts, ranks))
     return divided
 
 
 def assign_writers(files: Sequence[FilePlan], ranks: int) -> list[int]:
-    """The rank that writes each file, if each has one writer: largest file first, balanced by bytes.
+    """The rank that writes each file, if each has one writer: largest file first, balanced by
+    bytes.
 
     Fewer files than ranks are spread over all ranks, because neighbouring ranks are on one machine.
     """
@@ -178,7 +190,9 @@ def assign_writers(files: Sequence[FilePlan], ranks: int) -> list[int]:
     return writers
 
 
-def _choose_mode(plan: SavePlan, target: Place, config: SaverConfig, ranks: int, state_dict: bool) -> Mode:
+def _choose_mode(
+    plan: SavePlan, target: Place, config: SaverConfig, ranks: int, state_dict: bool
+) -> Mode:
     if ranks == 1 or state_dict or config.each_rank_writes == "off":
         return Mode.MAIN
     if isinstance(target.folder, LocalStore):
@@ -207,7 +221,9 @@ def _is_gathered(entry: Entry, cuts: tuple[Cut, ...] | None) -> bool:
 
 
 def _tensor_cuts(entry: Entry, start: int, step: int) -> tuple[Cut, ...] | None:
-    """The cuts of one tensor at `start`; None if it must be gathered. `step` is each rank's share of a replicated one.
+    """The cuts of one tensor at `start`; None if it must be gathered.
+
+    `step` is each rank's share of a replicated one.
 
     The result is None on all ranks or on none, in every group of replicas.
     """

@@ -1,7 +1,8 @@
 """Digests of files written by one rank or several.
 
-The parts of each rank, in file order, have one digest. A `Cut` describes each run of chunks; bytes outside of all cuts
-are rank 0's. So a file has as many digests as writers, and is checked in one pass.
+The parts of each rank, in file order, have one digest. A `Cut` describes each run of chunks; bytes
+outside of all cuts are rank 0's. So a file has as many digests as writers, and is checked in one
+pass.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,14 +18,17 @@ from ft_ckpt.storage.local_file import LocalFile
 from ft_ckpt.storage.progress import note_read
 from ft_ckpt.storage.store import Readable, Store, read_range
 
-SMALL_BYTES = 1 << 20  # files below it are hashed whenever a checkpoint is opened: configs, tokenizers, indexes
+# files below it are hashed whenever a checkpoint is opened: configs, tokenizers, indexes
+SMALL_BYTES = 1 << 20
 _MAP_BYTES = 1 << 20  # smaller files are read
 _STEP_BYTES = 32 << 20  # hashed in one call
 _WHOLE, _CUT = "xxh3-128:", "xxh3-128-of-ranks:"
 
 
 class Cut(NamedTuple):
-    """Bytes [start, stop) of a file in consecutive chunks, each written by another rank: `owner`, `owner` + 1, ..."""
+    """Bytes [start, stop) of a file in consecutive chunks, each written by another rank: `owner`,
+    `owner` + 1, ...
+    """
 
     start: Count
     stop: Count
@@ -45,11 +49,15 @@ class FileRecord:
 
     path: str
     size_bytes: Count
-    digest: str  # "xxh3-128:" and 32 hex digits of the whole file, or "xxh3-128-of-ranks:", see `joined_digest`
-    cuts: tuple[Cut, ...] = ()  # in file order, if several ranks wrote it; bytes between cuts are rank 0's
+    # "xxh3-128:" and 32 hex digits of the whole file, or "xxh3-128-of-ranks:", see `joined_digest`
+    digest: str
+    # in file order, if several ranks wrote it; bytes between cuts are rank 0's
+    cuts: tuple[Cut, ...] = ()
     ranks: Positive = 1  # that wrote it
-    linked: bool = False  # to the file of an earlier checkpoint, whose tensors had not changed since
-    etag: str | None = None  # of the object in a bucket; one of another version is compared before it is used
+    # to the file of an earlier checkpoint, whose tensors had not changed since
+    linked: bool = False
+    # of the object in a bucket; one of another version is compared before it is used
+    etag: str | None = None
     sha256: str | None = None  # 64 hex digits, if the save was asked for them (SaverConfig.digest)
 
 
@@ -66,15 +74,18 @@ def read_record(store: Store, path: str) -> FileRecord:
 
 
 def digest_of_open(file: Readable, record: FileRecord) -> str:
-    """The digest of an open object, computed as for `record`. Raises CorruptError as `part_digests` does."""
+    """The digest of an open object, computed as for `record`.
+
+    Raises CorruptError as `part_digests` does.
+    """
     return file_digest(part_digests(file, record, range(record.ranks)))
 
 
 def part_digests(file: Readable, record: FileRecord, owners: range) -> tuple[str, ...]:
     """The digests, hexadecimal, of the parts of an open object that the ranks `owners` wrote.
 
-    A local file is read through the page cache, from which it is used afterwards. Raises CorruptError for an object of
-    another size than the record's, and as reading does.
+    A local file is read through the page cache, from which it is used afterwards. Raises
+    CorruptError for an object of another size than the record's, and as reading does.
     """
     if file.size_bytes != record.size_bytes:
         raise CorruptError(size_problem(file.size_bytes, record.size_bytes))
@@ -93,7 +104,8 @@ _Contents = Iterator[tuple[int, memoryview]]  # (rank that wrote them, the next 
 def _mapped_contents(file: Readable, parts: _Parts) -> _Contents:
     """The bytes of a local file in its mapping, in steps between which signals are handled.
 
-    Each step is first read into the page cache: if the disk fails there, it is an error and not the end of the process.
+    Each step is first read into the page cache: if the disk fails there, it is an error and not the
+    end of the process.
     """
     mapped = None
     if isinstance(file, LocalFile) and file.size_bytes >= _MAP_BYTES:
@@ -175,7 +187,9 @@ def whole_digest(digest: str) -> str:
 
 
 def file_digest(digests: Sequence[str]) -> str:
-    """The digest of a file from the hexadecimal digests of its ranks' parts, in rank order; `whole_digest` of one."""
+    """The digest of a file from the hexadecimal digests of its ranks' parts, in rank order;
+    `whole_digest` of one.
+    """
     return whole_digest(digests[0]) if len(digests) == 1 else joined_digest(digests)
 
 
@@ -185,7 +199,9 @@ def joined_digest(digests: Iterable[str]) -> str:
 
 
 def rank_parts(cuts: Sequence[Cut], size_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """The ranges of the file in order, as (start, stop, rank that wrote it); neighbours of one rank may be joined."""
+    """The ranges of the file in order, as (start, stop, rank that wrote it); neighbours of one rank
+    may be joined.
+    """
     at = 0
     for cut in cuts:
         if at < cut.start:
@@ -196,7 +212,9 @@ def rank_parts(cuts: Sequence[Cut], size_bytes: int) -> Iterator[tuple[int, int,
         yield at, size_bytes, 0
 
 
-def owned_parts(cuts: Sequence[Cut], size_bytes: int, owners: range) -> Iterator[tuple[int, int, int]]:
+def owned_parts(
+    cuts: Sequence[Cut], size_bytes: int, owners: range
+) -> Iterator[tuple[int, int, int]]:
     """The ranges of the file that `owners` wrote, in order, as `rank_parts`."""
     at = 0
     for cut in cuts:

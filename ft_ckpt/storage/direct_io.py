@@ -1,7 +1,7 @@
 """Writes files past the page cache (O_DIRECT) where the file system allows it.
 
-If O_DIRECT is refused, at open or at a write, the file is written through the page cache. Its space is allocated before
-the first byte is written.
+If O_DIRECT is refused, at open or at a write, the file is written through the page cache. Its space
+is allocated before the first byte is written.
 """
 
 import contextlib
@@ -18,16 +18,18 @@ from ft_ckpt.storage.read_ahead import ALIGNMENT, address_of
 from ft_ckpt.storage.store import Stored
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES}  # no O_DIRECT on this file system, or a read-only file
+# no O_DIRECT on this file system, or a read-only file
+_NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES}
 _FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 @dataclass
 class LocalWriting:
-    """A file that is being written at `draft`; `finish` moves it to `path`, if that is another path.
+    """A file that is being written at `draft`; `finish` moves it to `path`, if that is another
+    path.
 
-    Whole disk blocks of aligned memory go past the page cache, through the descriptor `direct`. All other bytes go
-    through it: the kernel merges the bytes of two ranks that share a disk block.
+    Whole disk blocks of aligned memory go past the page cache, through the descriptor `direct`. All
+    other bytes go through it: the kernel merges the bytes of two ranks that share a disk block.
     """
 
     name: str
@@ -44,7 +46,9 @@ class LocalWriting:
 
     def write(self, offset: int, memory: memoryview) -> None:
         if offset + len(memory) > self.size_bytes:
-            raise IncompleteError(f"{self.name}: bytes up to {offset + len(memory)}, expected {self.size_bytes}")
+            raise IncompleteError(
+                f"{self.name}: bytes up to {offset + len(memory)}, expected {self.size_bytes}"
+            )
         first, last = (0, 0) if self.direct < 0 else _whole_blocks(offset, memory)
         with explained(self.path):
             _write_all(self.plain, memory[:first], offset)
@@ -56,12 +60,15 @@ class LocalWriting:
     def finish(self) -> Stored:
         """Sync the file, unless a commit syncs all files later, and move it into place.
 
-        A shared file is always synced, because no other machine can sync the bytes that this one has cached. Raises
-        IncompleteError when bytes are missing, NameTakenError when it must be new and is not.
+        A shared file is always synced, because no other machine can sync the bytes that this one
+        has cached. Raises IncompleteError when bytes are missing, NameTakenError when it must be
+        new and is not.
         """
         if self.written != self.size_bytes and not self.is_shared:
             self.abandon()
-            raise IncompleteError(f"{self.name}: {self.written} of {self.size_bytes} bytes arrived; nothing is kept")
+            raise IncompleteError(
+                f"{self.name}: {self.written} of {self.size_bytes} bytes arrived; nothing is kept"
+            )
         try:
             with explained(self.path):
                 if self.syncs or self.is_shared:
@@ -117,10 +124,12 @@ def create_file(
     syncs: bool = True,
     is_new: bool = False,
 ) -> LocalWriting:
-    """Create `draft`, which will be moved to `path`; its space is allocated, unless `shared`, see `allocate_file`.
+    """Create `draft`, which will be moved to `path`; its space is allocated, unless `shared`, see
+    `allocate_file`.
 
-    It has the permissions of the file that it replaces, if there is one, limited by `max_mode`. Raises
-    NoSpaceError when there is not enough, TargetError when `draft` cannot be created, or exists and is not `shared`.
+    It has the permissions of the file that it replaces, if there is one, limited by `max_mode`.
+    Raises NoSpaceError when there is not enough, TargetError when `draft` cannot be created, or
+    exists and is not `shared`.
     """
     with explained(path):
         replaced = None
@@ -145,7 +154,8 @@ def create_file(
 
 
 def allocate_file(path: Path, size_bytes: int, max_mode: int = 0o777) -> None:
-    """Allocate the space of the file `path`, creating it if it is missing; several processes may write to it.
+    """Allocate the space of the file `path`, creating it if it is missing; several processes may
+    write to it.
 
     Raises NoSpaceError when there is not enough, TargetError when the file cannot be created.
     """
@@ -159,7 +169,9 @@ def allocate_file(path: Path, size_bytes: int, max_mode: int = 0o777) -> None:
 
 
 def _open_unbuffered(path: Path) -> int:
-    """A second descriptor of the file `path`, unbuffered; -1 if the file system does not support it."""
+    """A second descriptor of the file `path`, unbuffered; -1 if the file system does not support
+    it.
+    """
     if not hasattr(os, "O_DIRECT"):
         return -1
     try:
@@ -184,7 +196,9 @@ def allocate_space(descriptor: int, size_bytes: int, *, keeps_size: bool = False
 
 
 def _whole_blocks(offset: int, memory: memoryview) -> tuple[int, int]:
-    """The range of `memory` at `offset` that fills whole disk blocks from aligned addresses; (0, 0) for none."""
+    """The range of `memory` at `offset` that fills whole disk blocks from aligned addresses; (0, 0)
+    for none.
+    """
     first = -offset % ALIGNMENT
     last = len(memory) - (offset + len(memory)) % ALIGNMENT
     if memory.readonly or first >= last or (address_of(memory) + first) % ALIGNMENT:
@@ -193,17 +207,22 @@ def _whole_blocks(offset: int, memory: memoryview) -> tuple[int, int]:
 
 
 def _write_all(descriptor: int, memory: memoryview, offset: int) -> None:
-    """Write `memory` at `offset` of the file; through the page cache if O_DIRECT is refused. Raises OSError."""
+    """Write `memory` at `offset` of the file; through the page cache if O_DIRECT is refused.
+
+    Raises OSError.
+    """
     done = 0
     while done < len(memory):
-        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)  # each time: another thread's refused write may change them
+        # each time: another thread's refused write may change them
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         was_direct = flags & getattr(os, "O_DIRECT", 0)
         try:
             count = os.pwrite(descriptor, memory[done:], offset + done)
         except OSError as error:
             if error.errno != errno.EINVAL or not was_direct:
                 raise
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~was_direct)  # some file systems refuse only at a write
+            # some file systems refuse only at a write
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~was_direct)
             continue
         if not count:
             raise OSError(errno.EIO, "nothing of a block was written")

@@ -11,7 +11,16 @@ from ft_ckpt.errors import CorruptError, MissingError, TargetError
 from ft_ckpt.storage.local_file import open_local_file
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.scratch import copy_object
-from ft_ckpt.storage.store import Folder, FolderListing, Readable, Store, Stored, checked_name, read_object, read_range
+from ft_ckpt.storage.store import (
+    Folder,
+    FolderListing,
+    Readable,
+    Store,
+    Stored,
+    checked_name,
+    read_object,
+    read_range,
+)
 
 
 @dataclass
@@ -38,16 +47,19 @@ class _CountedObject:
 
 @dataclass(frozen=True)
 class ListedStore:
-    """The objects of `inner` that are `listed`, by name, in the versions listed; nothing can be written.
+    """The objects of `inner` that are `listed`, by name, in the versions listed; nothing can be
+    written.
 
     A remote object is opened once, and shared: closing it releases nothing.
     """
 
     inner: Store
     listed: Mapping[str, Stored]
-    opened: dict[str, _CountedObject] = field(default_factory=dict, compare=False, repr=False)  # by `where`
+    # by `where`
+    opened: dict[str, _CountedObject] = field(default_factory=dict, compare=False, repr=False)
     asked: Asked = field(default_factory=Asked, compare=False)
-    fetched: dict[str, Path] = field(default_factory=dict, compare=False, repr=False)  # local copies, by `where`
+    # local copies, by `where`
+    fetched: dict[str, Path] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def url(self) -> str:
@@ -64,7 +76,11 @@ class ListedStore:
     def within(self, folder: str) -> "ListedStore":
         """The listed objects below `folder`."""
         begin = f"{folder}/"
-        below = {name.removeprefix(begin): each for name, each in self.listed.items() if name.startswith(begin)}
+        below = {
+            name.removeprefix(begin): each
+            for name, each in self.listed.items()
+            if name.startswith(begin)
+        }
         named = {name: replace(each, name=name) for name, each in below.items()}
         return ListedStore(self.inner.within(folder), named, self.opened, self.asked, self.fetched)
 
@@ -75,7 +91,10 @@ class ListedStore:
         return read_object(self, name, start, stop)
 
     def open(self, name: str) -> Readable:
-        """Open an object, or its local copy. Raises CorruptError when its version is not the listed one."""
+        """Open an object, or its local copy.
+
+        Raises CorruptError when its version is not the listed one.
+        """
         listed = self.stat(name)
         if listed is None:
             raise MissingError(f"{self.where(name)}: no such object")
@@ -96,9 +115,14 @@ class ListedStore:
     def fetch(self, names: Iterable[str], room: LocalStore) -> None:
         """Copy objects into `room`, from which they are read afterwards.
 
-        If it has no room for all of them, none is copied. An object that cannot be read is left to its reader.
+        If it has no room for all of them, none is copied. An object that cannot be read is left to
+        its reader.
         """
-        missing = [self.listed[name] for name in names if name in self.listed and self.where(name) not in self.fetched]
+        missing = [
+            self.listed[name]
+            for name in names
+            if name in self.listed and self.where(name) not in self.fetched
+        ]
         free_bytes = room.free_bytes()
         if free_bytes is not None and free_bytes < sum(stored.size_bytes for stored in missing):
             return
@@ -142,20 +166,32 @@ class ListedStore:
         return 0
 
     def _refuse(self, name: str) -> NoReturn:
-        raise TargetError(f"{self.where(name)}: cannot be written, the store is open for reading only; open it again")
+        raise TargetError(
+            f"{self.where(name)}: cannot be written, the store is open for "
+            "reading only; open it again"
+        )
 
 
 def hold_listed(store: Store) -> Store:
-    """A remote `store` as it is listed now, so that later requests only read bytes; a local store itself."""
-    return store if isinstance(store, LocalStore) else ListedStore(store, {each.name: each for each in store.list()})
+    """A remote `store` as it is listed now, so that later requests only read bytes; a local store
+    itself.
+    """
+    return (
+        store
+        if isinstance(store, LocalStore)
+        else ListedStore(store, {each.name: each for each in store.list()})
+    )
 
 
-_BLOCK_BYTES, _MOST_BLOCKS = 256 << 10, 16  # the latency of a request equals the transfer of about 1 MB
+# the latency of a request equals the transfer of about 1 MB
+_BLOCK_BYTES, _MOST_BLOCKS = 256 << 10, 16
 
 
 @dataclass(eq=False)
 class CachedObject:
-    """The open object `inner` with an LRU cache of blocks; ranges larger than a block are not cached."""
+    """The open object `inner` with an LRU cache of blocks; ranges larger than a block are not
+    cached.
+    """
 
     inner: Readable
     can_map = False
@@ -163,7 +199,11 @@ class CachedObject:
     _lock: Lock = field(default_factory=Lock)
 
     def __post_init__(self) -> None:
-        self.name, self.size_bytes, self.version = self.inner.name, self.inner.size_bytes, self.inner.version
+        self.name, self.size_bytes, self.version = (
+            self.inner.name,
+            self.inner.size_bytes,
+            self.inner.version,
+        )
 
     @property
     def where(self) -> str:

@@ -23,12 +23,14 @@ from ft_ckpt._version import __version__
 from ft_ckpt.errors import CheckpointError, MissingError, TargetError, UnreadableError, shown
 from ft_ckpt.messages import clean_causes
 
-HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]  # of requests, httpx or httpx2, by the version of huggingface_hub
+# of requests, httpx or httpx2, by the version of huggingface_hub
+HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]
 HUB_ERRORS: tuple[Any, ...] = (HTTP_ERROR, OSError, ValueError, RuntimeError)
 PAUSE_SECONDS = 1.0  # between two tries
 _MAX_TRIES = 4
 _Result = TypeVar("_Result")
-_XET_STATUS = re.compile(r"HTTP status \w+ error \((\d{3}) ")  # in the text of errors of hf_xet, which have no response
+# in the text of errors of hf_xet, which have no response
+_XET_STATUS = re.compile(r"HTTP status \w+ error \((\d{3}) ")
 
 
 def make_api(token: str | None) -> HfApi:
@@ -38,7 +40,8 @@ def make_api(token: str | None) -> HfApi:
 
 @contextmanager
 def hub_errors(where: str, *, writing: bool, failed: str = "not pushed") -> Iterator[None]:
-    """Convert errors of the Hub to TargetError when `writing`, else to MissingError or UnreadableError.
+    """Convert errors of the Hub to TargetError when `writing`, else to MissingError or
+    UnreadableError.
 
     The message of a TargetError contains `failed`.
     """
@@ -96,9 +99,13 @@ def hub_status(error: BaseException | None) -> int | None:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether to retry: after a network or server error or a concurrent change; the request may have succeeded."""
+    """Whether to retry: after a network or server error or a concurrent change; the request may
+    have succeeded.
+    """
     status = hub_status(error)
-    return isinstance(error, HTTP_ERROR) if status is None else status in (409, 412) or status >= 500
+    return (
+        isinstance(error, HTTP_ERROR) if status is None else status in (409, 412) or status >= 500
+    )
 
 
 def _as_ours(where: str, error: BaseException, failed: str | None) -> CheckpointError:
@@ -112,7 +119,9 @@ def _hub_reason(error: BaseException) -> str:
     """The client's message and its cause, in one line of at most 400 characters."""
     words = " ".join(str(error).split()) or shown(error)
     cause = error.__cause__
-    below = "" if cause is None or hub_status(error) is None else f"; {' '.join(str(cause).split())}"
+    below = (
+        "" if cause is None or hub_status(error) is None else f"; {' '.join(str(cause).split())}"
+    )
     return f"{words}{below}"[:400].rstrip(".")
 
 

@@ -14,17 +14,29 @@ _CACHESTAT = 451  # linux 6.5; the same number on every architecture
 DONTNEED, HUGEPAGE, POPULATE_READ = 4, 14, 22  # linux: MADV_DONTNEED, ...
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_LIBC.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
 
 
 def exchange_folders(one: Path, other: Path) -> None:
-    """Swap two folders in one step (renameat2). Raises OSError, with ENOSYS where the C library has no such call."""
+    """Swap two folders in one step (renameat2).
+
+    Raises OSError, with ENOSYS where the C library has no such call.
+    """
     if not hasattr(_LIBC, "renameat2"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), "renameat2")
-    while _LIBC.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+    while _LIBC.renameat2(
+        _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
+    ):
         code = ctypes.get_errno()
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code), str(other))
@@ -47,7 +59,9 @@ def fallocate(descriptor: int, size_bytes: int, *, keeps_size: bool = False) -> 
 
 
 def cached_bytes(descriptor: int, start: int, size_bytes: int) -> int | None:
-    """Bytes of this range of a file in the page cache, in whole pages; None if the kernel has no cachestat."""
+    """Bytes of this range of a file in the page cache, in whole pages; None if the kernel has no
+    cachestat.
+    """
     if not sys.platform.startswith("linux"):
         return None  # there the number is that of another call
     place, found = (ctypes.c_uint64 * 2)(start, size_bytes), (ctypes.c_uint64 * 5)()
@@ -57,7 +71,9 @@ def cached_bytes(descriptor: int, start: int, size_bytes: int) -> int | None:
 
 
 def map_private(descriptor: int, size_bytes: int) -> int | None:
-    """The address of a private, writable mapping of an open file (-1: zeroed memory); None if it is refused."""
+    """The address of a private, writable mapping of an open file (-1: zeroed memory); None if it is
+    refused.
+    """
     flags = mmap.MAP_PRIVATE | (mmap.MAP_ANONYMOUS if descriptor < 0 else _MAP_NORESERVE)
     address = _LIBC.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
     return None if address in (None, _FAILED) else int(address)

@@ -15,29 +15,35 @@ from ft_ckpt.messages import warn
 from ft_ckpt.storage import libc, locks
 from ft_ckpt.storage.store import Stored
 
-# Calls that change the disk, under names that tests can replace to stop the process at each of them.
+# Calls that change the disk, under names that tests can replace to stop the process at each of
+# them.
 mkdir = os.mkdir
 move = os.replace
 exchange_folders = libc.exchange_folders
 unlink = os.unlink
 chmod = os.chmod
 fsync = os.fsync
-rmtree = functools.partial(shutil.rmtree, ignore_errors=True)  # a file that is open over NFS must not fail a save
+# a file that is open over NFS must not fail a save
+rmtree = functools.partial(shutil.rmtree, ignore_errors=True)
 
 _FEW_PATHS = 4  # for more, threads are worth their start
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-_CANNOT_CHMOD = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}  # vfat, some mounts of FUSE and CIFS
+# vfat, some mounts of FUSE and CIFS
+_CANNOT_CHMOD = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 CANNOT_LINK = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
 _without_modes: set[int] = set()  # devices that were warned about
 
 HUB_BUCKETS = "hf://buckets/"  # prefix of the URLs of storage buckets of the Hugging Face Hub
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # two letters or more before the colon; Path leaves one slash
+# two letters or more before the colon; Path leaves one slash
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 
 
 _HUB_BUCKET_ADVICE = (
-    "a bucket of the Hub takes and gives whole checkpoints, by push, pull and cp; to save a run there, or to list and "
-    "read in place, use its S3 gateway: s3://NAME/folder for hf://buckets/NAMESPACE/NAME/folder, with "
+    "a bucket of the Hub takes and gives whole checkpoints, by push, pull and cp; to save a run "
+    "there, or to list and "
+    "read in place, use its S3 gateway: s3://NAME/folder for "
+    "hf://buckets/NAMESPACE/NAME/folder, with "
     "AWS_ENDPOINT_URL=https://s3.hf.co/NAMESPACE, AWS_REGION=us-east-1 and keys made from a token"
 )
 
@@ -45,7 +51,8 @@ _HUB_BUCKET_ADVICE = (
 def local_path(place: str | os.PathLike[str]) -> Path:
     """`place` as a path of this machine.
 
-    Raises ConfigError for a URL ("s3://...", "hf://...", "file://..."), which would become a folder of that name.
+    Raises ConfigError for a URL ("s3://...", "hf://...", "file://..."), which would become a folder
+    of that name.
     """
     scheme = _URL.match(os.fspath(place))
     if os.fspath(place).lower().startswith(HUB_BUCKETS):
@@ -83,7 +90,10 @@ def list_names(folder: Path) -> list[str]:
 
 
 def list_entries(folder: Path) -> list[os.DirEntry[str]]:
-    """The entries of `folder`, sorted by name; none when there is no such folder. Raises OSError."""
+    """The entries of `folder`, sorted by name; none when there is no such folder.
+
+    Raises OSError.
+    """
     try:
         with os.scandir(folder) as found:
             return sorted(found, key=lambda each: each.name)
@@ -120,7 +130,9 @@ def sync_open(handle: int) -> None:
 
 
 def sync_all(paths: Sequence[Path]) -> None:
-    """Sync all `paths`, in parallel and in no order: a journalling file system then commits them together."""
+    """Sync all `paths`, in parallel and in no order: a journalling file system then commits them
+    together.
+    """
     if len(paths) <= _FEW_PATHS:
         for path in paths:
             sync_path(path)
@@ -145,10 +157,11 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
 
 @contextlib.contextmanager
 def folder_handle(folder: Path, below: str = "", *, like: Path | None = None) -> Iterator[int]:
-    """A descriptor of the folder `below` in `folder`, opened step by step: no link at or below `folder` is followed.
+    """A descriptor of the folder `below` in `folder`, opened step by step: no link at or below
+    `folder` is followed.
 
-    With `like`, missing folders are made, no more open than those in `like`. Raises OSError: FileNotFoundError for a
-    missing folder, NotADirectoryError when a link or a file is in the way.
+    With `like`, missing folders are made, no more open than those in `like`. Raises OSError:
+    FileNotFoundError for a missing folder, NotADirectoryError when a link or a file is in the way.
     """
     handle = os.open(folder, _FOLDER)
     try:
@@ -166,7 +179,8 @@ def folder_handle(folder: Path, below: str = "", *, like: Path | None = None) ->
 
 
 def move_files(paths: Iterable[str], source: Path, goal: Path, *, replace: bool = True) -> None:
-    """Move those of `paths` that are in `source` to the same path in `goal`, durably; links are not followed.
+    """Move those of `paths` that are in `source` to the same path in `goal`, durably; links are not
+    followed.
 
     Without `replace`, a file whose path exists in `goal` stays in `source`.
     """
@@ -186,13 +200,19 @@ def move_files(paths: Iterable[str], source: Path, goal: Path, *, replace: bool 
 
 
 def delete_files(paths: Iterable[str], folder: Path) -> None:
-    """Delete those of `paths` that are files or links in `folder`, durably; links are not followed."""
+    """Delete those of `paths` that are files or links in `folder`, durably; links are not
+    followed.
+    """
     for below, each in _by_folder(paths):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder_handle(folder, below) as here:
+        with (
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+            folder_handle(folder, below) as here,
+        ):
             for name in each:
                 with contextlib.suppress(FileNotFoundError, IsADirectoryError):
                     unlink(name, dir_fd=here)
-            sync_open(here)  # otherwise a power cut could restore files that no record lists any more
+            # otherwise a power cut could restore files that no record lists any more
+            sync_open(here)
 
 
 def file_stats(paths: Iterable[str], folder: Path) -> list[os.stat_result]:
@@ -208,17 +228,24 @@ def file_stats(paths: Iterable[str], folder: Path) -> list[os.stat_result]:
 
 def remove_empty_folders(paths: Iterable[str], folder: Path) -> None:
     """Remove the folders of `paths` that are empty after moving or deleting them."""
-    parents = {parent for path in paths for parent in PurePath(path).parents if parent != PurePath()}
+    parents = {
+        parent for path in paths for parent in PurePath(path).parents if parent != PurePath()
+    }
     for parent in sorted(parents, reverse=True):  # the deepest first
         with contextlib.suppress(OSError), folder_handle(folder, str(parent.parent)) as here:
             os.rmdir(parent.name, dir_fd=here)
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete `folder` and its contents without following links. Raises TargetError when something is left."""
+    """Delete `folder` and its contents without following links.
+
+    Raises TargetError when something is left.
+    """
     rmtree(folder)
     if os.path.lexists(folder):
-        raise TargetError(f"{folder}: not deleted completely; delete it by hand if the next save does not")
+        raise TargetError(
+            f"{folder}: not deleted completely; delete it by hand if the next save does not"
+        )
 
 
 def _by_folder(paths: Iterable[str]) -> list[tuple[str, list[str]]]:
@@ -237,13 +264,17 @@ def _is_in(folder: int, name: str) -> bool:
 
 
 def walk_tree(folder: Path) -> Iterator[Path]:
-    """Every file and folder below `folder`, contents before their folder; links are not followed."""
+    """Every file and folder below `folder`, contents before their folder; links are not
+    followed.
+    """
     for place, folders, files in os.walk(folder, topdown=False):
         yield from (Path(place) / name for name in (*files, *folders))
 
 
 def movable_pieces(source: Path, goal: Path, ours: set[str]) -> list[str]:
-    """Paths in `source` that are not among `ours`, each the largest subtree that can be moved into `goal` at once."""
+    """Paths in `source` that are not among `ours`, each the largest subtree that can be moved into
+    `goal` at once.
+    """
     shared = {parent.as_posix() for path in ours for parent in Path(path).parents}
 
     def walk(folder: str) -> Iterator[str]:
@@ -262,7 +293,9 @@ def permission_bits(path: Path) -> int:
 
 
 def folder_mode(file_mode: int) -> int:
-    """The permission bits of a folder of files with `file_mode`: who may read may enter, its owner may do all."""
+    """The permission bits of a folder of files with `file_mode`: who may read may enter, its owner
+    may do all.
+    """
     return file_mode | (file_mode & 0o444) >> 2 | stat.S_IRWXU
 
 
@@ -286,14 +319,17 @@ def warn_if_open(path: Path, found: os.stat_result, mode: int) -> None:
     if stat.S_IMODE(found.st_mode) & ~mode & 0o077 and found.st_dev not in _without_modes:
         _without_modes.add(found.st_dev)
         warn(
-            f"{path.parent}: its file system keeps no permissions, so others may read files closed to them; mount "
+            f"{path.parent}: its file system keeps no permissions, so others may read files closed "
+            "to them; mount "
             "it with a narrower umask, or choose another path",
             stacklevel=6,
         )
 
 
 def take_mode(path: Path, replaced: os.stat_result, max_mode: int = 0o777) -> None:
-    """Give `path` the permission bits of the file or folder that it replaces, limited by `max_mode`, see LocalStore."""
+    """Give `path` the permission bits of the file or folder that it replaces, limited by
+    `max_mode`, see LocalStore.
+    """
     if stat.S_ISDIR(replaced.st_mode):
         limit = folder_mode(max_mode) | 0o7000
         set_mode(path, replaced.st_mode & limit | stat.S_IRWXU)
@@ -302,7 +338,8 @@ def take_mode(path: Path, replaced: os.stat_result, max_mode: int = 0o777) -> No
 
 
 def move_new(draft: Path, path: Path) -> None:
-    """Move `draft` to `path`, which must not exist: by a hard link, because a rename would replace a file.
+    """Move `draft` to `path`, which must not exist: by a hard link, because a rename would replace
+    a file.
 
     Without hard links, an empty file takes the name first. Raises FileExistsError.
     """
@@ -311,18 +348,24 @@ def move_new(draft: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in CANNOT_LINK:
             raise
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))  # takes the name
+        # takes the name
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         move(draft, path)
     else:
         unlink(draft)
 
 
 def real_path(target: Path) -> Path:
-    """`target` with links resolved, so that a link stays and its target is replaced. TargetError for a loop."""
+    """`target` with links resolved, so that a link stays and its target is replaced.
+
+    TargetError for a loop.
+    """
     try:
         return Path(target).resolve()
     except RuntimeError as error:  # before Python 3.13
-        raise TargetError(f"{target}: a loop of symbolic links ({error}); choose another path") from error
+        raise TargetError(
+            f"{target}: a loop of symbolic links ({error}); choose another path"
+        ) from error
 
 
 def is_folder(path: Path) -> bool:
@@ -330,7 +373,9 @@ def is_folder(path: Path) -> bool:
 
 
 def holds_cwd(folder: Path) -> bool:
-    """Whether the working directory of this process is in `folder`, which then must not be moved or deleted."""
+    """Whether the working directory of this process is in `folder`, which then must not be moved or
+    deleted.
+    """
     try:
         return Path.cwd().resolve().is_relative_to(folder)
     except FileNotFoundError:
@@ -352,20 +397,27 @@ def holds_mount(folder: Path) -> bool:
 
 PREFIX = ".ft_ckpt-"  # of every hidden name of ours inside a checkpoint
 DRAFTS = ".ft_ckpt-file-"  # in the names of folders for unfinished files
-ABANDONED_SECONDS = 24 * 3600  # age at which leftovers of other machines, whose owner is unknown, are abandoned
+# age at which leftovers of other machines, whose owner is unknown, are abandoned
+ABANDONED_SECONDS = 24 * 3600
 
 
 def make_locked_folder(place: Callable[[str], Path], mode: int = 0o777) -> Path:
-    """Make a new folder that this process has locked; `place` gives its path from the owner's name."""
+    """Make a new folder that this process has locked; `place` gives its path from the owner's
+    name.
+    """
     while True:
         folder = place(locks.new_owner())
         mkdir(folder, mode)
-        if locks.hold_lock(folder) is not False:  # otherwise another process has just claimed it as a leftover
+        # otherwise another process has just claimed it as a leftover
+        if locks.hold_lock(folder) is not False:
             return folder
 
 
 def clear_drafts(folder: Path) -> None:
-    """Delete leftover draft folders anywhere in `folder`, which no other process may use. Raises TargetError."""
+    """Delete leftover draft folders anywhere in `folder`, which no other process may use.
+
+    Raises TargetError.
+    """
     for path in list(walk_tree(folder)):
         if DRAFTS in path.name and is_folder(path):
             delete_folder(path)
@@ -373,7 +425,8 @@ def clear_drafts(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked_folder(parent: Path, start: str) -> Iterator[Path]:
-    """Yield a new, locked folder in `parent`, private to this user, whose name begins with `start`; deleted afterwards.
+    """Yield a new, locked folder in `parent`, private to this user, whose name begins with `start`;
+    deleted afterwards.
 
     Folders of the same kind whose processes were killed are deleted first.
     """

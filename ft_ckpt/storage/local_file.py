@@ -1,10 +1,11 @@
 """Open local files: ranges and mappings, with an error when the file changes while it is open.
 
-A file that is deleted or replaced by rename stays readable through its descriptor. Truncation and writes in place are
-detected before bytes are handed out: size and modification time are compared at each read and mapping. On a network
-file system the size alone is compared: a client's cache may show an older time for a while, and then the current one
-of an unchanged file. Later changes do not affect copied bytes. Mapped bytes are pages of the file: truncating it after
-they were handed out raises SIGBUS at the next access, as in every program that maps files.
+A file that is deleted or replaced by rename stays readable through its descriptor. Truncation and
+writes in place are detected before bytes are handed out: size and modification time are compared at
+each read and mapping. On a network file system the size alone is compared: a client's cache may
+show an older time for a while, and then the current one of an unchanged file. Later changes do not
+affect copied bytes. Mapped bytes are pages of the file: truncating it after they were handed out
+raises SIGBUS at the next access, as in every program that maps files.
 """
 
 import ctypes
@@ -25,7 +26,9 @@ _MOST_AT_ONCE = 1 << 30  # bytes read in one call; Linux takes less than 2 GB
 
 
 class LocalFile:
-    """A file that is open for reading; closed by `close` or when this object is garbage-collected."""
+    """A file that is open for reading; closed by `close` or when this object is
+    garbage-collected.
+    """
 
     can_map = True
 
@@ -45,7 +48,9 @@ class LocalFile:
         done, wanted = 0, len(memory)
         while done < wanted:
             try:
-                count = os.preadv(self.descriptor, [memory[done : done + _MOST_AT_ONCE]], start + done)
+                count = os.preadv(
+                    self.descriptor, [memory[done : done + _MOST_AT_ONCE]], start + done
+                )
             except OSError as error:
                 self._refuse_closed()
                 raise self.refused(f"at byte {start + done}", error) from error
@@ -55,19 +60,24 @@ class LocalFile:
         self.check()  # after reading, so that a concurrent write is detected
         if done < wanted:
             raise CorruptError(
-                f"{self.path.name}: ends at byte {start + done}, bytes up to {start + wanted} asked for; it is "
+                f"{self.path.name}: ends at byte {start + done}, bytes up to {start + wanted} "
+                "asked for; it is "
                 "truncated, or its index is damaged"
             )
 
     def map(self, *, in_large_pages: bool = True) -> "MappedBytes | None":
-        """The mapping of the file; `in_large_pages`: faster to touch, but slower to read from the disk."""
+        """The mapping of the file; `in_large_pages`: faster to touch, but slower to read from the
+        disk.
+        """
         self.check()
         if not self.size_bytes:
             return None
         return MappedBytes.create(self.descriptor, self.size_bytes, in_large_pages=in_large_pages)
 
     def check(self) -> None:
-        """Raise CorruptError when the file was written to or cut short since it was opened, or is closed."""
+        """Raise CorruptError when the file was written to or cut short since it was opened, or is
+        closed.
+        """
         self._refuse_closed()
         try:
             status = os.fstat(self.descriptor)
@@ -77,7 +87,8 @@ class LocalFile:
         is_rewritten = status.st_mtime_ns != self._opened_mtime_ns
         if is_resized or (is_rewritten and keeps_exact_times(self.descriptor)):
             raise CorruptError(
-                f"{self.path.name}: changed while it was open, {self.size_bytes} bytes then and {status.st_size} now; "
+                f"{self.path.name}: changed while it was open, {self.size_bytes} bytes then and "
+                f"{status.st_size} now; "
                 "load it again, and replace checkpoints by renaming, never in place"
             )
 
@@ -88,7 +99,9 @@ class LocalFile:
 
     def refused(self, where: str, error: OSError) -> UnreadableError:
         """The error for a read that the system refused."""
-        found = UnreadableError(f"{self.path.name}: cannot be read {where} ({error}); load it again")
+        found = UnreadableError(
+            f"{self.path.name}: cannot be read {where} ({error}); load it again"
+        )
         found.errno = error.errno
         return found
 
@@ -103,40 +116,55 @@ def open_local_file(path: Path, name: str = "") -> LocalFile:
 
 
 class MappedBytes:
-    """A whole file as a private mapping: pages are read at first access, and writes do not reach the file.
+    """A whole file as a private mapping: pages are read at first access, and writes do not reach
+    the file.
 
-    With `is_own` it is anonymous memory that the file was read into. One mapping serves all tensors, because many
-    mappings are slower to touch; the memory of each tensor is released separately. Python's mmap is as fast, but before
-    3.13 (`trackfd`) it keeps a descriptor open for each shard while any tensor of it is in use.
+    With `is_own` it is anonymous memory that the file was read into. One mapping serves all
+    tensors, because many mappings are slower to touch; the memory of each tensor is released
+    separately. Python's mmap is as fast, but before 3.13 (`trackfd`) it keeps a descriptor open for
+    each shard while any tensor of it is in use.
     """
 
     def __init__(self, address: int, size_bytes: int, is_own: bool) -> None:
         self.address, self.is_own = address, is_own
-        self.given_back: set[tuple[int, int]] = set()  # released parts: their edges may still contain writes
+        # released parts: their edges may still contain writes
+        self.given_back: set[tuple[int, int]] = set()
         self.memory = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
         self.parts: dict[tuple[int, int], _FileRange] = {}
-        weakref.finalize(self, libc.munmap, address, size_bytes).atexit = False  # tensors may outlive the exit
+        # tensors may outlive the exit
+        weakref.finalize(self, libc.munmap, address, size_bytes).atexit = False
 
     @staticmethod
-    def create(descriptor: int, size_bytes: int, *, in_large_pages: bool = True) -> "MappedBytes | None":
-        """The mapping of an open file (-1: zeroed private memory); None if the system refuses it."""
+    def create(
+        descriptor: int, size_bytes: int, *, in_large_pages: bool = True
+    ) -> "MappedBytes | None":
+        """The mapping of an open file (-1: zeroed private memory); None if the system refuses
+        it.
+        """
         address = libc.map_private(descriptor, size_bytes)
         if address is None:
             return None
-        # Large pages: fewer faults. Those of a file are in the page cache, if its file system supports them.
+        # Large pages: fewer faults. Those of a file are in the page cache, if its file system
+        # supports them.
         if in_large_pages:
             libc.madvise(address, size_bytes, libc.HUGEPAGE)
         return MappedBytes(address, size_bytes, is_own=descriptor < 0)
 
     def read_in(self, start: int, stop: int) -> bool:
-        """Read these bytes of the file into the page cache; False if that fails, where touching them would be fatal."""
+        """Read these bytes of the file into the page cache; False if that fails, where touching
+        them would be fatal.
+        """
         first = start // _PAGE * _PAGE
         return bool(libc.madvise(self.address + first, stop - first, libc.POPULATE_READ) == 0)
 
-    def lend(self, start: int, size_bytes: int, read_into: Callable[[memoryview, int], None]) -> memoryview:
-        """A part of the memory, released when nothing refers to it; the same object while it is in use.
+    def lend(
+        self, start: int, size_bytes: int, read_into: Callable[[memoryview, int], None]
+    ) -> memoryview:
+        """A part of the memory, released when nothing refers to it; the same object while it is in
+        use.
 
-        Bytes of a part that was released before and may differ from the file are read again by `read_into`.
+        Bytes of a part that was released before and may differ from the file are read again by
+        `read_into`.
         """
         part = self.parts.get((start, size_bytes))
         held = None if part is None else part()
@@ -164,14 +192,18 @@ class MappedBytes:
 
 
 class _FileRange(weakref.ref[memoryview]):
-    """A weak reference to a part in use, which keeps the mapping alive. Small, because there is one for each tensor."""
+    """A weak reference to a part in use, which keeps the mapping alive.
+
+    Small, because there is one for each tensor.
+    """
 
     __slots__ = ("mapping", "size_bytes", "start")
     mapping: MappedBytes
     start: int
     size_bytes: int
 
-    def end_use(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:  # bound: exit clears globals first
+    # bound: exit clears globals first
+    def end_use(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:
         """Release the memory of a part that nothing refers to any more."""
         if is_over():
             return
@@ -182,10 +214,13 @@ class _FileRange(weakref.ref[memoryview]):
             self.mapping.give_back(*key)
 
 
-_lent: dict[int, _FileRange] = {}  # parts in use: the callback of a weak reference runs only if it is alive
+# parts in use: the callback of a weak reference runs only if it is alive
+_lent: dict[int, _FileRange] = {}
 
 
 def _shared_edges(start: int, end: int) -> list[tuple[int, int]]:
-    """The ends of [start, end) that share pages with their neighbours and are therefore not released."""
+    """The ends of [start, end) that share pages with their neighbours and are therefore not
+    released.
+    """
     first, last = start + -start % _PAGE, end // _PAGE * _PAGE
     return [(start, min(first, end)), (max(last, start), end)] if first < last else [(start, end)]

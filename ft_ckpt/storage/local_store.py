@@ -33,13 +33,20 @@ _ABSENT = (errno.ENOENT, errno.ENOTDIR)
 
 @dataclass(frozen=True)
 class LocalStore:
-    """The files below `folder`, which need not exist yet. Links are followed when reading, never when deleting."""
+    """The files below `folder`, which need not exist yet.
+
+    Links are followed when reading, never when deleting.
+    """
 
     folder: Path
-    direct_bytes: int | None = BLOCK_BYTES  # new objects from this size on go past the page cache; None: none does
-    syncs: bool = True  # whether objects survive a power cut at once; in a stage, the commit syncs all files
-    max_mode: int = 0o777  # no new file has permission bits beyond these, no new folder beyond `folder_mode` of them
-    shown: Path | None = None  # the path in messages, and beside which folders are looked for; None: `folder`
+    # new objects from this size on go past the page cache; None: none does
+    direct_bytes: int | None = BLOCK_BYTES
+    # whether objects survive a power cut at once; in a stage, the commit syncs all files
+    syncs: bool = True
+    # no new file has permission bits beyond these, no new folder beyond `folder_mode` of them
+    max_mode: int = 0o777
+    # the path in messages, and beside which folders are looked for; None: `folder`
+    shown: Path | None = None
 
     @property
     def url(self) -> str:
@@ -56,13 +63,18 @@ class LocalStore:
 
     def within(self, folder: str) -> "LocalStore":
         name = checked_name(folder, is_name)
-        return replace(self, folder=self.folder / name, shown=None if self.shown is None else self.shown / name)
+        return replace(
+            self, folder=self.folder / name, shown=None if self.shown is None else self.shown / name
+        )
 
     def where(self, name: str) -> str:
         return str(Path(self.url, name))
 
     def path(self, name: str) -> Path:
-        """The path of an object; any file name is allowed. Raises ConfigError for one that leads out of the store."""
+        """The path of an object; any file name is allowed.
+
+        Raises ConfigError for one that leads out of the store.
+        """
         return self.folder / checked_name(name, is_name)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -94,7 +106,9 @@ class LocalStore:
         return self._begin_file(name, size_bytes)
 
     def allocate(self, name: str, size_bytes: int) -> None:
-        """Allocate the space of the file that will be `share`d under this name; creates it if it does not exist."""
+        """Allocate the space of the file that will be `share`d under this name; creates it if it
+        does not exist.
+        """
         path = self.path(name)
         with explained(path):
             self.make_parents(path)
@@ -103,8 +117,8 @@ class LocalStore:
     def share(self, name: str, size_bytes: int) -> LocalWriting:
         """Open a file of which other processes write other ranges; the first process creates it.
 
-        It is visible from the start. `finish` makes the bytes of this process durable and does not check that all bytes
-        were written; `abandon` keeps the file.
+        It is visible from the start. `finish` makes the bytes of this process durable and does not
+        check that all bytes were written; `abandon` keeps the file.
         """
         return self._begin_file(name, size_bytes, self.path(name), shared=True)
 
@@ -113,9 +127,16 @@ class LocalStore:
         top = self.path(prefix) if prefix else self.folder
         with _reading(self.where(prefix)):
             walk = os.walk(top, onerror=_raise_unless_absent)
-            paths = (Path(place) / name for place, _, files in walk for name in files if not _is_draft(name))
+            paths = (
+                Path(place) / name
+                for place, _, files in walk
+                for name in files
+                if not _is_draft(name)
+            )
             named = ((path.relative_to(self.folder).as_posix(), _regular(path)) for path in paths)
-            found = [local_disk.stored_file(name, facts) for name, facts in named if facts is not None]
+            found = [
+                local_disk.stored_file(name, facts) for name, facts in named if facts is not None
+            ]
         return sorted(found, key=lambda each: each.name)
 
     def list_folder(self, prefix: str = "") -> FolderListing:
@@ -124,7 +145,9 @@ class LocalStore:
         with _reading(self.where(prefix)):
             for entry in local_disk.list_entries(top):
                 if _may_be_folder(entry):
-                    folders.append(Folder(entry.name, os.path.realpath(entry.path), entry.is_symlink()))
+                    folders.append(
+                        Folder(entry.name, os.path.realpath(entry.path), entry.is_symlink())
+                    )
                 elif not _is_draft(entry.name) and (found := _regular(entry.path)) is not None:
                     objects.append(local_disk.stored_file(begin + entry.name, found))
         folders.sort(key=lambda each: each.is_link)
@@ -181,23 +204,37 @@ class LocalStore:
         local_disk.rmtree(self.folder)
 
     def free_bytes(self) -> int | None:
-        """Free bytes for this user on the device of the folder, or of the nearest parent that exists."""
+        """Free bytes for this user on the device of the folder, or of the nearest parent that
+        exists.
+        """
         with explained(self.folder):
-            present = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+            present = next(
+                path for path in (self.folder, *self.folder.absolute().parents) if path.exists()
+            )
             device = os.statvfs(present)
         return device.f_bavail * device.f_frsize
 
     def _begin_file(
-        self, name: str, size_bytes: int, draft: Path | None = None, *, shared: bool = False, is_new: bool = False
+        self,
+        name: str,
+        size_bytes: int,
+        draft: Path | None = None,
+        *,
+        shared: bool = False,
+        is_new: bool = False,
     ) -> LocalWriting:
         path, how = self.path(name), {"shared": shared, "syncs": self.syncs, "is_new": is_new}
         with explained(path):
             self.make_parents(path)
         direct = self.direct_bytes is not None and size_bytes >= self.direct_bytes
-        return create_file(name, path, draft or _draft_name(path), size_bytes, self.max_mode, direct=direct, **how)
+        return create_file(
+            name, path, draft or _draft_name(path), size_bytes, self.max_mode, direct=direct, **how
+        )
 
     def make_parents(self, path: Path) -> None:
-        """Make the parent folders of `path`, but not a stage itself, which may have been deleted."""
+        """Make the parent folders of `path`, but not a stage itself, which may have been
+        deleted.
+        """
         if self.syncs:
             local_disk.make_folder(self.folder)
         for name in reversed(path.relative_to(self.folder).parents[:-1]):
@@ -211,7 +248,10 @@ class LocalStore:
 
 
 def folder_of(store: Store) -> Path:
-    """The local path of a store's folder. Raises ConfigError when the store is not a local folder."""
+    """The local path of a store's folder.
+
+    Raises ConfigError when the store is not a local folder.
+    """
     if not isinstance(store, LocalStore):
         raise ConfigError(f"{store.url}: not on this machine's disks; give a local folder")
     return store.folder
@@ -225,7 +265,8 @@ def linked_path(path: Path) -> Path | None:
 
 
 def readable_mode(path: Path, goal: Path) -> int:
-    """The permission bits common to all files at `path`; none for a class of users that may not enter their folders.
+    """The permission bits common to all files at `path`; none for a class of users that may not
+    enter their folders.
 
     The folders are those at and below `path`, and its parent unless `goal` is below the parent.
     """
@@ -272,8 +313,11 @@ def make_like(store: Store, other: Store) -> None:
 
 
 @contextlib.contextmanager
-def temporary_store(folder: str | Path | None = None, prefix: str = "ft_ckpt-copy-") -> Iterator[LocalStore]:
-    """A new folder in `folder` (None: the system's temporary folder), deleted with its contents after the block.
+def temporary_store(
+    folder: str | Path | None = None, prefix: str = "ft_ckpt-copy-"
+) -> Iterator[LocalStore]:
+    """A new folder in `folder` (None: the system's temporary folder), deleted with its contents
+    after the block.
 
     Only this user can read it. Leftovers of killed processes are deleted too.
     """
@@ -320,7 +364,9 @@ def _is_draft(name: str) -> bool:
 
 
 def clear_old_drafts(folder: Path) -> None:
-    """Delete the unfinished files in `folder` that nobody has written to for a day: their processes were killed."""
+    """Delete the unfinished files in `folder` that nobody has written to for a day: their processes
+    were killed.
+    """
     for name in local_disk.list_names(folder):
         if _is_draft(name):
             with contextlib.suppress(OSError):

@@ -1,7 +1,8 @@
 """Locks of hidden files and folders: they show whether the process that made one is alive.
 
-A lock ends with its process and is visible to every process and container of the machine. Where locks give no
-information (processes of other machines, file systems without locks), the age decides.
+A lock ends with its process and is visible to every process and container of the machine. Where
+locks give no information (processes of other machines, file systems without locks), the age
+decides.
 """
 
 import errno
@@ -27,12 +28,17 @@ _change = threading.Lock()
 
 
 def new_owner() -> str:
-    """The suffix of a new hidden name: host, machine, process, random digits. At most 60 bytes, in ASCII."""
+    """The suffix of a new hidden name: host, machine, process, random digits.
+
+    At most 60 bytes, in ASCII.
+    """
     return f"{_host_mark()}-{_machine_mark()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def machine_id() -> str | None:
-    """The boot id, equal for all containers of this machine, which see each other's locks; None if unknown."""
+    """The boot id, equal for all containers of this machine, which see each other's locks; None if
+    unknown.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -40,7 +46,8 @@ def machine_id() -> str | None:
 
 
 def hold_lock(path: Path) -> bool | None:
-    """Lock the file or folder `path` until `release_lock`; False if another process has it or `path` is missing.
+    """Lock the file or folder `path` until `release_lock`; False if another process has it or
+    `path` is missing.
 
     None if unknown: the file system has no locks, or `path` cannot be opened.
     """
@@ -50,7 +57,8 @@ def hold_lock(path: Path) -> bool | None:
         return False if error.errno in (errno.ENOENT, errno.ELOOP) else None
     try:
         mine: bool | None = lock_descriptor(descriptor) or None
-        if not os.path.samestat(path.lstat(), os.fstat(descriptor)):  # deleted by the previous holder
+        # deleted by the previous holder
+        if not os.path.samestat(path.lstat(), os.fstat(descriptor)):
             mine = False
     except OSError:
         mine = False
@@ -63,12 +71,15 @@ def hold_lock(path: Path) -> bool | None:
 
 
 def release_lock(path: Path) -> None:
-    """Release the lock that was taken at `path`, even if the file was moved since; does nothing if it was not held."""
+    """Release the lock that was taken at `path`, even if the file was moved since; does nothing if
+    it was not held.
+    """
     with _change:
         descriptor = _held.pop(str(path), None)
     if descriptor is not None:
         with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked process may have the same lock, and live longer
+            # a forked process may have the same lock, and live longer
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
@@ -85,11 +96,12 @@ def holding_lock(path: Path) -> Iterator[bool | None]:
 
 @contextmanager
 def claim_leftover(path: Path, owner: str, seconds: float) -> Iterator[bool]:
-    """Lock the leftover of `owner` at `path` while the block runs; yields False when it must not be deleted.
+    """Lock the leftover of `owner` at `path` while the block runs; yields False when it must not be
+    deleted.
 
-    It must not while another process has it locked; without lock information, or if another machine made it, also until
-    it is `seconds` old. On a network file system a lock is seen through the same mount only: there a process of this
-    machine must be gone, too.
+    It must not while another process has it locked; without lock information, or if another machine
+    made it, also until it is `seconds` old. On a network file system a lock is seen through the
+    same mount only: there a process of this machine must be gone, too.
     """
     with holding_lock(path) as mine:
         named = _MACHINE.fullmatch(owner)
@@ -102,15 +114,19 @@ def claim_leftover(path: Path, owner: str, seconds: float) -> Iterator[bool]:
 def has_ended(path: Path, machine: str | None, seconds: float) -> bool:
     """Whether the process that keeps the file `path` locked has ended, without taking its lock.
 
-    `machine` is the `machine_id` that it recorded, None if it got no lock. The rule is that of `claim_leftover`; True
-    for a file that does not exist.
+    `machine` is the `machine_id` that it recorded, None if it got no lock. The rule is that of
+    `claim_leftover`; True for a file that does not exist.
     """
     age = _age_seconds(path)
-    return age is None or _has_ended(age, _can_lock(path), machine is not None and machine == machine_id(), seconds)
+    return age is None or _has_ended(
+        age, _can_lock(path), machine is not None and machine == machine_id(), seconds
+    )
 
 
 def process_facts() -> dict[str, Any]:
-    """The identity of this process for `is_gone`: PID, start time, PID namespace, machine and host name."""
+    """The identity of this process for `is_gone`: PID, start time, PID namespace, machine and host
+    name.
+    """
     try:
         namespace: str | None = str(Path("/proc/self/ns/pid").readlink())
     except OSError:
@@ -120,7 +136,9 @@ def process_facts() -> dict[str, Any]:
 
 
 def is_gone(facts: Mapping[str, Any]) -> bool:
-    """Whether the process of these `process_facts` has ended; False if unknown, as for one of another machine."""
+    """Whether the process of these `process_facts` has ended; False if unknown, as for one of
+    another machine.
+    """
     pid = facts.get("pid")
     if not is_local(facts) or not isinstance(pid, int) or pid < 1:
         return False
@@ -141,14 +159,21 @@ def is_local(facts: Mapping[str, Any]) -> bool:
 
 
 def steady_seconds() -> float:
-    """Seconds since the boot of the machine, equal for all its processes; they go on while it is suspended."""
+    """Seconds since the boot of the machine, equal for all its processes; they go on while it is
+    suspended.
+    """
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _start_time(pid: int) -> str | None:
     """Start time of a process in clock ticks since boot; "" for a zombie, None if unknown."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        fields = (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()
+        )
     except OSError:
         return None
     return "" if fields[0] == "Z" else fields[19]
@@ -169,7 +194,9 @@ def lock_descriptor(descriptor: int) -> bool:
 
 
 def _has_ended(age: float | None, is_free: bool | None, is_local: bool, seconds: float) -> bool:
-    """True when the lock is free and this machine sees it, or there is no lock information and it is old enough."""
+    """True when the lock is free and this machine sees it, or there is no lock information and it
+    is old enough.
+    """
     if is_free is False or age is None:
         return False
     return (is_free is True and is_local) or age > seconds
@@ -182,7 +209,8 @@ def _can_lock(path: Path) -> bool | None:
     except OSError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: concurrent checks do not disturb each other
+        # shared: concurrent checks do not disturb each other
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         return False if isinstance(error, BlockingIOError) else None
     finally:
@@ -191,7 +219,9 @@ def _can_lock(path: Path) -> bool | None:
 
 
 def _is_running(pid: int) -> bool:
-    """Whether there is a process of this number, which may be another user's; a zombie has ended."""
+    """Whether there is a process of this number, which may be another user's; a zombie has
+    ended.
+    """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

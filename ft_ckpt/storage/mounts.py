@@ -1,4 +1,7 @@
-"""The mounts of this machine, and what follows from the kind of a file system. Known on Linux only."""
+"""The mounts of this machine, and what follows from the kind of a file system.
+
+Known on Linux only.
+"""
 
 import os
 import re
@@ -7,8 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Only this machine writes to them, so that nothing about their files is cached and out of date.
-LOCAL_FILE_SYSTEMS = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
-# Buckets that are mounted as folders: files are uploaded later, in any order, and a rename copies every object.
+LOCAL_FILE_SYSTEMS = {
+    "bcachefs",
+    "btrfs",
+    "ext2",
+    "ext3",
+    "ext4",
+    "f2fs",
+    "overlay",
+    "ramfs",
+    "tmpfs",
+    "xfs",
+    "zfs",
+}
+# Buckets that are mounted as folders: files are uploaded later, in any order, and a rename copies
+# every object.
 _BUCKET_MOUNTS = re.compile(
     r"s3fs|mountpoint-s3|mount-s3|gcsfuse|goofys|geesefs|rclone|blobfuse2?|ossfs|cosfs|obsfs|catfs|yas3fs|s3ql"
 )
@@ -27,13 +43,16 @@ class MountedFrom:
     def is_bucket(self) -> bool:
         """Whether it is a bucket that is mounted as a folder."""
         names = (self.kind.removeprefix("fuse."), self.source.partition(":")[0])
-        return self.kind.startswith("fuse") and any(_BUCKET_MOUNTS.fullmatch(name) for name in names)
+        return self.kind.startswith("fuse") and any(
+            _BUCKET_MOUNTS.fullmatch(name) for name in names
+        )
 
     @property
     def warning(self) -> str:
         """Why checkpoints should not be saved to a mounted bucket, and the alternative."""
         return (
-            f"{self.point}: a bucket, mounted by {self.kind}: files go up later and in any order, so the newest "
+            f"{self.point}: a bucket, mounted by {self.kind}: files go up later and in any order, "
+            "so the newest "
             "checkpoint may be incomplete after a kill; give its URL (s3://...) instead"
         )
 
@@ -51,7 +70,9 @@ def mount_of(folder: Path) -> MountedFrom | None:
 
 
 def is_on_local_disk(path: Path) -> bool:
-    """Whether only this machine writes to the file system of `path`; True if its kind is unknown."""
+    """Whether only this machine writes to the file system of `path`; True if its kind is
+    unknown.
+    """
     mount = mount_of(path)
     return mount is None or mount.kind in LOCAL_FILE_SYSTEMS
 
@@ -59,8 +80,8 @@ def is_on_local_disk(path: Path) -> bool:
 def keeps_exact_times(descriptor: int) -> bool:
     """Whether the modification time of this open file changes only when it is written to.
 
-    The client of a network file system may show a cached time first and the current one later. True where the kind of
-    the file system is unknown.
+    The client of a network file system may show a cached time first and the current one later. True
+    where the kind of the file system is unknown.
     """
     try:
         facts = Path(_PROCESS, "fdinfo", str(descriptor)).read_text(encoding="ascii")
@@ -76,7 +97,9 @@ def keeps_exact_times(descriptor: int) -> bool:
 
 
 def _mounts() -> Iterator[tuple[int, MountedFrom]]:
-    """The mounts with their numbers, see proc(5) on mountinfo; none where there is no such table."""
+    """The mounts with their numbers, see proc(5) on mountinfo; none where there is no such
+    table.
+    """
     try:
         table = Path(_PROCESS, "mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:

@@ -1,7 +1,8 @@
-"""Buckets through obstore (S3, Google, Azure and compatible services) as stores: client, uploads, errors.
+"""Buckets through obstore (S3, Google, Azure and compatible services) as stores: client, uploads,
+errors.
 
-An object appears as a whole: by one request, or when its multipart upload is completed. Readers request the version
-that they opened, so an object that is overwritten meanwhile becomes an error.
+An object appears as a whole: by one request, or when its multipart upload is completed. Readers
+request the version that they opened, so an object that is overwritten meanwhile becomes an error.
 """
 
 import os
@@ -47,13 +48,16 @@ TAKEN = (FileExistsError, exceptions.AlreadyExistsError)
 _REFUSED = ("401", "403")  # status codes of refused credentials
 _CLIENT = (exceptions.BaseError, OSError, ValueError)
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")  # error codes of the services
-_CUT_OFF = ("response body error", "invalid list response", "invalid DeleteObjects response")  # messages of the client
+# messages of the client
+_CUT_OFF = ("response body error", "invalid list response", "invalid DeleteObjects response")
 _T = TypeVar("_T")
 
 
 @contextmanager
 def reading_object(where: str) -> Iterator[None]:
-    """Convert errors of the block into MissingError, CorruptError (another version), ConfigError or UnreadableError."""
+    """Convert errors of the block into MissingError, CorruptError (another version), ConfigError or
+    UnreadableError.
+    """
     try:
         yield
     except CheckpointError:
@@ -67,7 +71,9 @@ def reading_object(where: str) -> Iterator[None]:
             raise changed_object(where) from error
         _refuse_bad_name(where, error)
         reason = client_reason(error)
-        advice = "use credentials that may read there" if reason.startswith(_REFUSED) else "try again"
+        advice = (
+            "use credentials that may read there" if reason.startswith(_REFUSED) else "try again"
+        )
         raise UnreadableError(f"{where}: cannot be read ({reason}); {advice}") from error
 
 
@@ -84,14 +90,20 @@ def writing_object(where: str) -> Iterator[None]:
         _refuse_bad_name(where, error)
         reason = client_reason(error)
         raise TargetError(
-            f"{where}: cannot be written ({reason}); check credentials and network, or choose another place"
+            f"{where}: cannot be written ({reason}); check credentials and network, or choose "
+            "another place"
         ) from error
 
 
 def client_reason(error: BaseException) -> str:
-    """Status, code and message of the service, or the first line of the client's error; the rest is internal."""
+    """Status, code and message of the service, or the first line of the client's error; the rest is
+    internal.
+    """
     text = str(error)
-    status, code = re.search(r"status code: (\d+ [A-Za-z ]+)", text), re.search(r"<Code>(.*?)</Code>", text)
+    status, code = (
+        re.search(r"status code: (\d+ [A-Za-z ]+)", text),
+        re.search(r"<Code>(.*?)</Code>", text),
+    )
     if status is None:
         first = re.sub(r".* - (?=HTTP error|Received)", "", text.split("\n", 1)[0])
         return f"{type(error).__name__}: {without_secrets(first)[:300]}"
@@ -101,7 +113,9 @@ def client_reason(error: BaseException) -> str:
 
 
 def until_whole(ask: Callable[[], _T], tries: int = 3) -> _T:
-    """The result of `ask`, which is repeated if its response was cut off: the client does not retry that itself."""
+    """The result of `ask`, which is repeated if its response was cut off: the client does not retry
+    that itself.
+    """
     try:
         return ask()
     except exceptions.BaseError as error:
@@ -111,14 +125,18 @@ def until_whole(ask: Callable[[], _T], tries: int = 3) -> _T:
 
 
 def refuse_missing_bucket(where: str, error: BaseException) -> None:
-    """Raise ConfigError if the bucket does not exist: the client raises the same error for an object."""
+    """Raise ConfigError if the bucket does not exist: the client raises the same error for an
+    object.
+    """
     if any(code in str(error) for code in _NO_BUCKET):
         raise ConfigError(f"{where}: no such bucket; create it, or correct its name") from error
 
 
 def _refuse_bad_name(where: str, error: BaseException) -> None:
     if isinstance(error, exceptions.InvalidPathError) or "Could not parse path" in str(error):
-        raise ConfigError(f"{where}: no name that an object can have ({client_reason(error)})") from error
+        raise ConfigError(
+            f"{where}: no name that an object can have ({client_reason(error)})"
+        ) from error
 
 
 _VARIABLES = {
@@ -126,13 +144,23 @@ _VARIABLES = {
     "s3a": "AWS",
     "gs": "GOOGLE",
 }  # prefix of the environment variables; Azure's for all other schemes
-_CLIENT_SETTINGS = ("allow_http", "allow_invalid_certificates", "connect_timeout", "proxy_url", "timeout", "user_agent")
-_TIMEOUT = "3m"  # of one request, by the client's own clock: a part of an upload may take minutes on a slow line
+_CLIENT_SETTINGS = (
+    "allow_http",
+    "allow_invalid_certificates",
+    "connect_timeout",
+    "proxy_url",
+    "timeout",
+    "user_agent",
+)
+# of one request, by the client's own clock: a part of an upload may take minutes on a slow line
+_TIMEOUT = "3m"
 _RETRIES = {"retry_timeout": timedelta(minutes=30)}  # ten tries, some of which may time out
 
 
 def client_options(url: str, **options: Any) -> dict[str, Any]:
-    """Defaults, overridden by environment variables, overridden by `options`: the client itself merges none of them."""
+    """Defaults, overridden by environment variables, overridden by `options`: the client itself
+    merges none of them.
+    """
     start = _VARIABLES.get(url.partition("://")[0].lower(), "AZURE")
     found = {name: os.environ.get(f"{start}_{name.upper()}") for name in _CLIENT_SETTINGS}
     variables = {name: value for name, value in found.items() if value is not None}
@@ -147,12 +175,16 @@ def client_options(url: str, **options: Any) -> dict[str, Any]:
 
 
 def _uses_tls(options: dict[str, Any]) -> bool:
-    """Whether the transport itself protects what is sent, so that signing each body would be redundant."""
+    """Whether the transport itself protects what is sent, so that signing each body would be
+    redundant.
+    """
     config = {**options, **options.get("config", {})}
     names = ("aws_endpoint_url", "aws_endpoint", "endpoint_url", "endpoint")
     given = [config[name] for name in names if name in config]
     given += [
-        os.environ[name] for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") if name in os.environ
+        os.environ[name]
+        for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+        if name in os.environ
     ]
     return not any(str(endpoint).startswith("http:") for endpoint in given)
 
@@ -192,30 +224,44 @@ class RemoteWriting:
     def write(self, offset: int, memory: memoryview) -> None:
         """Blocks until less than a part is waiting to be sent."""
         if offset + len(memory) > self.size_bytes:
-            raise IncompleteError(f"{self.name}: bytes up to {offset + len(memory)}, expected {self.size_bytes}")
+            raise IncompleteError(
+                f"{self.name}: bytes up to {offset + len(memory)}, expected {self.size_bytes}"
+            )
         with self._change:
             if not len(memory):
                 return
             self._ahead[offset] = bytes(memory)
             while (piece := self._ahead.pop(self._arrived, None)) is not None:
                 self._ready.append(piece)
-                self._arrived, self._waiting = self._arrived + len(piece), self._waiting + len(piece)
+                self._arrived, self._waiting = (
+                    self._arrived + len(piece),
+                    self._waiting + len(piece),
+                )
             self._change.notify_all()
-            self._change.wait_for(lambda: self._waiting < self.part_bytes or self._error is not None)
+            self._change.wait_for(
+                lambda: self._waiting < self.part_bytes or self._error is not None
+            )
             self._raise_failure()
 
     def finish(self) -> Stored:
         if self._arrived != self.size_bytes:
-            missing = f"{self.name}: {self._arrived} of {self.size_bytes} bytes arrived; nothing is kept"
+            missing = (
+                f"{self.name}: {self._arrived} of {self.size_bytes} bytes arrived; nothing is kept"
+            )
             self.abandon()
             raise IncompleteError(missing)
         self._end()
         self._raise_failure()
         found = self.store.stat(self.name)
-        if found is None or found.size_bytes != self.size_bytes or self._etag not in (None, found.etag):
+        if (
+            found is None
+            or found.size_bytes != self.size_bytes
+            or self._etag not in (None, found.etag)
+        ):
             where = self.store.where(self.name)
             raise CorruptError(
-                f"{where}: differs from what was uploaded: incomplete, or overwritten by another process; save again"
+                f"{where}: differs from what was uploaded: incomplete, or overwritten by another "
+                "process; save again"
             )
         return found
 
@@ -237,7 +283,8 @@ class RemoteWriting:
 
     def _upload(self) -> None:
         try:
-            if not self.size_bytes and self._next_piece() is None:  # an empty stream is not possible
+            # an empty stream is not possible
+            if not self.size_bytes and self._next_piece() is None:
                 obstore.put(self.store.client, self.store.key(self.name), b"", use_multipart=False)
                 return
             done = obstore.put(
@@ -273,7 +320,9 @@ _MADE_UP = "~"  # prefix of the version of an object without an etag
 
 @dataclass(frozen=True)
 class ObjectStore:
-    """The objects of `client` below `prefix` ("" or a path with a slash at its end); `url` is for messages."""
+    """The objects of `client` below `prefix` ("" or a path with a slash at its end); `url` is for
+    messages.
+    """
 
     client: Any = field(repr=False)  # the repr of some clients panics
     url: str
@@ -281,7 +330,8 @@ class ObjectStore:
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> "ObjectStore":
-        """The store of the bucket `url`; `options` are those of `obstore.store.from_url`. Raises ConfigError.
+        """The store of the bucket `url`; `options` are those of `obstore.store.from_url`. Raises
+        ConfigError.
 
         memory://NAME is a store in the memory of this process.
         """
@@ -292,7 +342,9 @@ class ObjectStore:
             return cls(from_url(url, **client_options(url, **options)), url)
         except (exceptions.BaseError, ValueError, TypeError) as error:
             clean_causes(error)
-            raise ConfigError(f"{url}: no object store that can be used ({client_reason(error)})") from error
+            raise ConfigError(
+                f"{url}: no object store that can be used ({client_reason(error)})"
+            ) from error
 
     @property
     def identity(self) -> str:
@@ -330,14 +382,16 @@ class ObjectStore:
             return RemoteObject(self, name, 0, found.version)  # an empty object has no range
         found = self._stored(facts)
         if len(first) != min(_FIRST_BYTES, found.size_bytes):
-            raise CorruptError(f"{self.where(name)}: {len(first)} of its first bytes came; read it again")
+            raise CorruptError(
+                f"{self.where(name)}: {len(first)} of its first bytes came; read it again"
+            )
         return RemoteObject(self, name, found.size_bytes, found.version, first)
 
     def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:
         """Write a small object in one request.
 
-        With `create_only`, a lost response may become a NameTakenError although our bytes were written: read them back
-        where that matters.
+        With `create_only`, a lost response may become a NameTakenError although our bytes were
+        written: read them back where that matters.
         """
         if create_only:
             self._create(name, data)
@@ -346,21 +400,34 @@ class ObjectStore:
             obstore.put(self.client, self.key(name), data, use_multipart=False)
 
     def create(self, name: str, size_bytes: int) -> "RemoteWriting":
-        """A multipart upload in the background. Bytes behind a gap are kept in memory until it is filled."""
+        """A multipart upload in the background.
+
+        Bytes behind a gap are kept in memory until it is filled.
+        """
         checked_name(name)
         return RemoteWriting(self, name, size_bytes)
 
     def list(self, prefix: str = "") -> list[Stored]:
         with reading_object(self.where(prefix)):
             found = until_whole(lambda: [*obstore.list(self.client, self._folder_key(prefix))])
-        return sorted((self._stored(each) for page in found for each in page), key=lambda each: each.name)
+        return sorted(
+            (self._stored(each) for page in found for each in page), key=lambda each: each.name
+        )
 
     def list_folder(self, prefix: str = "") -> FolderListing:
         with reading_object(self.where(prefix)):
-            found = until_whole(lambda: obstore.list_with_delimiter(self.client, self._folder_key(prefix)))
-        names = sorted(str(each).rstrip("/").rsplit("/", 1)[-1] for each in found["common_prefixes"])
-        folders = tuple(Folder(name, self.where(f"{prefix}/{name}" if prefix else name)) for name in names)
-        objects = tuple(sorted((self._stored(each) for each in found["objects"]), key=lambda each: each.name))
+            found = until_whole(
+                lambda: obstore.list_with_delimiter(self.client, self._folder_key(prefix))
+            )
+        names = sorted(
+            str(each).rstrip("/").rsplit("/", 1)[-1] for each in found["common_prefixes"]
+        )
+        folders = tuple(
+            Folder(name, self.where(f"{prefix}/{name}" if prefix else name)) for name in names
+        )
+        objects = tuple(
+            sorted((self._stored(each) for each in found["objects"]), key=lambda each: each.name)
+        )
         return FolderListing(bool(folders or objects), folders, objects)
 
     def stat(self, name: str) -> Stored | None:
@@ -414,7 +481,9 @@ class ObjectStore:
             if not isinstance(error.__cause__, TAKEN):
                 raise
             if self.stat(name) is not None:
-                raise NameTakenError(f"{self.where(name)}: exists already; nothing was written") from error
+                raise NameTakenError(
+                    f"{self.where(name)}: exists already; nothing was written"
+                ) from error
             if tries == 1:
                 raise
             self._create(name, data, tries - 1)  # lost against a writer that then failed
@@ -423,12 +492,16 @@ class ObjectStore:
         return self.key(folder) if folder else self.prefix or None
 
     def _stored(self, found: Any) -> Stored:
-        modified = float(int(found["last_modified"].timestamp()))  # whole seconds, as a HEAD response gives it
+        # whole seconds, as a HEAD response gives it
+        modified = float(int(found["last_modified"].timestamp()))
         etag = found.get("e_tag")
-        if etag is not None and etag.startswith("0x"):  # from Azure's listings; its other responses quote it
+        # from Azure's listings; its other responses quote it
+        if etag is not None and etag.startswith("0x"):
             etag = f'"{etag}"'
         version = etag or f"{_MADE_UP}{modified}-{found['size']}"
-        return Stored(found["path"].removeprefix(self.prefix), found["size"], modified, version, etag)
+        return Stored(
+            found["path"].removeprefix(self.prefix), found["size"], modified, version, etag
+        )
 
 
 @dataclass

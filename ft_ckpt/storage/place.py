@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "memory")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/]*)/*(.*)", re.DOTALL)
 _OPEN: dict[str, "tuple[ObjectStore, dict[str, Any]]"] = {}
-_SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")  # prefixes of the environment variables that a client reads
+# prefixes of the environment variables that a client reads
+_SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")
 
 
 def is_url(place: str | os.PathLike[str]) -> bool:
@@ -37,44 +38,63 @@ def is_hub_bucket(place: "str | os.PathLike[str] | Place") -> bool:
 def open_store(place: str | os.PathLike[str], **options: Any) -> Store:
     """The store at `place`: the path of a local folder, or a URL (s3://, gs://, az://, memory://).
 
-    `options` go to the client of an object store, which is shared for equal bucket, options and variables; credentials,
-    endpoint and region come from the environment variables of the services' tools. Raises ConfigError for a URL that no
-    client supports or that contains a key, and if the package for object stores is not installed.
+    `options` go to the client of an object store, which is shared for equal bucket, options and
+    variables; credentials, endpoint and region come from the environment variables of the services'
+    tools. Raises ConfigError for a URL that no client supports or that contains a key, and if the
+    package for object stores is not installed.
     """
     text = os.fspath(place)
     found = _URL.fullmatch(text)
     if found is None:
         return LocalStore(Path(place))
-    refuse_secrets(text, "the variables of its tools, such as AWS_SECRET_ACCESS_KEY, or as options of open_place")
+    refuse_secrets(
+        text,
+        "the variables of its tools, such as AWS_SECRET_ACCESS_KEY, or as options of open_place",
+    )
     if not is_url(text):
-        raise ConfigError(f"{text}: {found[1]}://: unsupported scheme; expected {', '.join(SCHEMES)}")
+        raise ConfigError(
+            f"{text}: {found[1]}://: unsupported scheme; expected {', '.join(SCHEMES)}"
+        )
     client = _open_bucket(f"{found[1]}://{found[2]}", options)
     folder = found[3].strip("/")
     return client.within(folder) if folder else client
 
 
 def refuse_secrets(url: str, other_way: str) -> None:
-    """Raise ConfigError for a URL with user info or a signing parameter, which errors, logs and marks would show."""
+    """Raise ConfigError for a URL with user info or a signing parameter, which errors, logs and
+    marks would show.
+    """
     if without_secrets(url) != url:
-        raise ConfigError(f"{url}: a URL with a key, password or token, which is refused; give it by {other_way}")
+        raise ConfigError(
+            f"{url}: a URL with a key, password or token, which is refused; give it by {other_way}"
+        )
 
 
 def _open_bucket(url: str, options: dict[str, Any]) -> "ObjectStore":
-    """The store of a whole bucket: one client for equal options and variables, so that its connections are reused."""
+    """The store of a whole bucket: one client for equal options and variables, so that its
+    connections are reused.
+    """
     try:
-        from ft_ckpt.storage.object_store import ObjectStore  # lazily: local runs do not need the client
+        # lazily: local runs do not need the client
+        from ft_ckpt.storage.object_store import ObjectStore
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{url}: object stores need obstore; {install_extra('remote')}") from error
+        raise ConfigError(
+            f"{url}: object stores need obstore; {install_extra('remote')}"
+        ) from error
     variables = sorted(item for item in os.environ.items() if item[0].upper().startswith(_SETTINGS))
     key = repr((url, sorted(options.items()), variables))
     if key not in _OPEN:
-        _OPEN[key] = ObjectStore.from_url(url, **options), options  # kept alive: repr may identify them by address
+        # kept alive: repr may identify them by address
+        _OPEN[key] = ObjectStore.from_url(url, **options), options
     return _OPEN[key][0]
 
 
 @dataclass(frozen=True)
 class Place:
-    """The object or folder `name` of a store; the store itself if `name` is empty. `str` gives the path or URL."""
+    """The object or folder `name` of a store; the store itself if `name` is empty.
+
+    `str` gives the path or URL.
+    """
 
     store: Store
     name: str = ""
@@ -93,7 +113,9 @@ class Place:
         if not isinstance(self.store, LocalStore):
             return self
         shown = None if self.store.shown is None else self.store.shown.absolute()
-        return Place(replace(self.store, folder=self.store.folder.absolute(), shown=shown), self.name)
+        return Place(
+            replace(self.store, folder=self.store.folder.absolute(), shown=shown), self.name
+        )
 
     @property
     def beside(self) -> Store:
@@ -123,7 +145,10 @@ class Place:
         return self.is_object or self.folder.list_folder().exists
 
     def open(self) -> Readable:
-        """Open the object. Raises MissingError if it does not exist, LoadError if it is not a file."""
+        """Open the object.
+
+        Raises MissingError if it does not exist, LoadError if it is not a file.
+        """
         try:
             return self.store.open(self.name)
         except (MissingError, UnreadableError):
@@ -157,10 +182,11 @@ def _parents(place: Place, levels: int) -> Iterator[tuple[Store, str]]:
 def open_place(place: "str | os.PathLike[str] | Place", **options: Any) -> Place:
     """The place of a path or URL (s3://, gs://, az://, memory://); functions take a `Place`, too.
 
-    `options` go to the client of an object store, as for `obstore.store.from_url` (endpoint, region, keys,
-    "client_options", "retry_config"); the variables AWS_*, GOOGLE_* and AZURE_* give the others. A `Place`
-    is returned as it is. No request is made yet. Raises ConfigError for a URL of an unknown kind, of a bucket of the
-    Hub, for anything that is no path, and if the package for object stores is not installed.
+    `options` go to the client of an object store, as for `obstore.store.from_url` (endpoint,
+    region, keys, "client_options", "retry_config"); the variables AWS_*, GOOGLE_* and AZURE_* give
+    the others. A `Place` is returned as it is. No request is made yet. Raises ConfigError for a URL
+    of an unknown kind, of a bucket of the Hub, for anything that is no path, and if the package for
+    object stores is not installed.
     """
     if isinstance(place, Place):
         return place
@@ -186,7 +212,11 @@ def shown_location(location: "str | os.PathLike[str]") -> str:
         working_folder = Path.cwd()
     except OSError:  # it was deleted
         return str(location)
-    return str(path.relative_to(working_folder)) if path.is_relative_to(working_folder) else str(location)
+    return (
+        str(path.relative_to(working_folder))
+        if path.is_relative_to(working_folder)
+        else str(location)
+    )
 
 
 def absolute_location(place: str | os.PathLike[str] | Place) -> str | Place:

@@ -17,7 +17,9 @@ _WORTH_SHOWING_BYTES = 64 << 20
 
 
 class _ByteBar:
-    """A bar that appears below the program's own once the work has lasted a while, and is cleared at the end."""
+    """A bar that appears below the program's own once the work has lasted a while, and is cleared
+    at the end.
+    """
 
     def __init__(self, total_bytes: int | None, label: str) -> None:
         self._total_bytes, self._label = total_bytes, label
@@ -46,14 +48,27 @@ class _ByteBar:
 
     def _show(self) -> "tuple[Progress, Any]":
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TransferSpeedColumn,
+        )
 
         for other in _bars_of_tqdm():
             other.clear()
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+        )
         console = Console(stderr=True)
         # The streams stay the program's: bars of other libraries keep writing to them.
-        bar = Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
+        bar = Progress(
+            *columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
+        )
         task = bar.add_task(printable(self._label), total=self._total_bytes)
         bar.start()
         return bar, task
@@ -67,7 +82,8 @@ def _bars_of_tqdm() -> list[Any]:
 
 @contextmanager
 def track_bytes(total_bytes: int | None, label: str) -> Iterator[Callable[[int], None]]:
-    """Yield a function that counts some more bytes of `total_bytes` as done (None: of unknown many; 0: shows nothing).
+    """Yield a function that counts some more bytes of `total_bytes` as done (None: of unknown many;
+    0: shows nothing).
 
     They are shown in a bar, on a terminal only, once the block has lasted some seconds.
     """

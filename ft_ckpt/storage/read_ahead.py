@@ -1,7 +1,7 @@
 """Reads ranges of open objects ahead of their use into aligned blocks of memory.
 
-On most disks, reading past the page cache (O_DIRECT) has twice the rate of reading through it, and needs a tenth of the
-CPU time. Bytes in the page cache are taken from there.
+On most disks, reading past the page cache (O_DIRECT) has twice the rate of reading through it, and
+needs a tenth of the CPU time. Bytes in the page cache are taken from there.
 """
 
 import ctypes
@@ -31,11 +31,14 @@ Memory: TypeAlias = mmap.mmap | memoryview
 OwnBlock = TypeVar("OwnBlock", bound=mmap.mmap)
 _GROUPS, _MOUNTED = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _SECOND = ("memory.max", "memory.current", "inactive_file")  # limit, usage, reclaimable cache
-_FIRST = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")  # in version 1 of control groups
+# in version 1 of control groups
+_FIRST = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 class BlockKeeper:
-    """Allocates the blocks that are read into, and tracks their use; here they are free once they were passed on."""
+    """Allocates the blocks that are read into, and tracks their use; here they are free once they
+    were passed on.
+    """
 
     def make_block(self, size_bytes: int) -> Memory:
         """New memory, preferably page-aligned."""
@@ -56,7 +59,8 @@ def new_block(size_bytes: int = BLOCK_BYTES) -> Block:
 def new_block_of(kind: type[OwnBlock], size_bytes: int) -> OwnBlock:
     """Like `new_block`, as an object of class `kind`."""
     block = kind(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError, AttributeError):  # huge pages, if available, reduce the cost of the first touch to a fifth
+    # huge pages, if available, reduce the cost of the first touch to a fifth
+    with suppress(OSError, AttributeError):
         block.madvise(mmap.MADV_HUGEPAGE)
     return block
 
@@ -70,31 +74,41 @@ def address_of(block: Memory) -> int:
 
 
 def available_bytes() -> int:
-    """Memory that can be allocated without swapping or exceeding a limit, in bytes; 0 if unknown."""
+    """Memory that can be allocated without swapping or exceeding a limit, in bytes; 0 if
+    unknown.
+    """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        known = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+        known = next(
+            int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")
+        )
     except (OSError, ValueError, IndexError, StopIteration):
         return 0
     return max(0, min([known, *group_bytes(_GROUPS, _MOUNTED)]))
 
 
 def group_bytes(groups: Path, mounted: Path) -> Iterator[int]:
-    """Free bytes of each control group that has a memory limit: those in `groups` and their parents.
+    """Free bytes of each control group that has a memory limit: those in `groups` and their
+    parents.
 
-    `groups` is a file like /proc/self/cgroup, `mounted` a folder like /sys/fs/cgroup. Groups that cannot be read are
-    left out.
+    `groups` is a file like /proc/self/cgroup, `mounted` a folder like /sys/fs/cgroup. Groups that
+    cannot be read are left out.
     """
     for folder, names in _memory_groups(groups, mounted):
         limit, taken, cached = names
-        with suppress(OSError, ValueError):  # no limit; or no such group: in a container the path may be the host's
-            most, used = (int((folder / name).read_text(encoding="ascii")) for name in (limit, taken))
+        # no limit; or no such group: in a container the path may be the host's
+        with suppress(OSError, ValueError):
+            most, used = (
+                int((folder / name).read_text(encoding="ascii")) for name in (limit, taken)
+            )
             lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
             yield most - used + int(dict(line.split(maxsplit=1) for line in lines).get(cached, 0))
 
 
 def _memory_groups(groups: Path, mounted: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The folders of control groups that count memory, inner ones first, and the names of their files."""
+    """The folders of control groups that count memory, inner ones first, and the names of their
+    files.
+    """
     lines: list[str] = []
     with suppress(OSError):
         lines = groups.read_text(encoding="utf-8").splitlines()
@@ -102,14 +116,17 @@ def _memory_groups(groups: Path, mounted: Path) -> Iterator[tuple[Path, tuple[st
         if not kinds or "memory" in kinds.split(","):
             root, names = (mounted / "memory", _FIRST) if kinds else (mounted, _SECOND)
             inner = root / path.strip("/")
-            yield from ((folder, names) for folder in (inner, *inner.parents) if folder.is_relative_to(root))
+            yield from (
+                (folder, names) for folder in (inner, *inner.parents) if folder.is_relative_to(root)
+            )
 
 
 _LEAST_DIRECT_BYTES = 256 << 10  # smaller reads profit more from the kernel's read-ahead
 _GAP_BYTES = 64 << 10  # smaller gaps between two ranges are read too, to save a request
 _WHOLE_STEP_BYTES = 32 << 20  # for each step a thread may wait 5 ms for the GIL
 LEAST_WHOLE_BYTES = 16 << 20  # smaller files are always mapped
-_SAMPLES, _SAMPLE_BYTES = 64, 256 << 10  # of a file, looked up in the page cache: a lookup of 2.5 GB takes 20 ms
+# of a file, looked up in the page cache: a lookup of 2.5 GB takes 20 ms
+_SAMPLES, _SAMPLE_BYTES = 64, 256 << 10
 _FAR_BLOCK_BYTES = 16 << 20  # for remote objects: requests are billed
 _FAR_READS = 6  # parallel requests for remote objects: most of each is latency
 
@@ -142,7 +159,9 @@ class ReadPart:
 
 @dataclass(eq=False)
 class _BlockRead:
-    """One read into a block: bytes [start, end) of a file, and the runs in it, each with its start and end."""
+    """One read into a block: bytes [start, end) of a file, and the runs in it, each with its start
+    and end.
+    """
 
     file: Readable
     start: int  # aligned
@@ -162,21 +181,29 @@ def read_ahead(
     block_bytes: int | None = None,
     keeper: BlockKeeper | None = None,
 ) -> Iterator[ReadPart]:
-    """Yield the bytes of all `runs`, in order; while one part is in use, `threads` threads read the following ones.
+    """Yield the bytes of all `runs`, in order; while one part is in use, `threads` threads read the
+    following ones.
 
-    If the first run is remote, there are at least six threads. At most `threads` + 2 blocks of `block_bytes` (a
-    multiple of ALIGNMENT; None: 8 MiB, 16 for remote objects) are in use. `direct`: "auto" reads past the page cache
-    unless a read is small or cached, "on" always, "off" never; file systems that do not support it use the page cache.
-    `keeper` allocates the blocks, and keeps them while their bytes are copied. Raises CorruptError when a file is too
-    short, cannot be read, or has changed since it was opened.
+    If the first run is remote, there are at least six threads. At most `threads` + 2 blocks of
+    `block_bytes` (a multiple of ALIGNMENT; None: 8 MiB, 16 for remote objects) are in use.
+    `direct`: "auto" reads past the page cache unless a read is small or cached, "on" always, "off"
+    never; file systems that do not support it use the page cache. `keeper` allocates the blocks,
+    and keeps them while their bytes are copied. Raises CorruptError when a file is too short,
+    cannot be read, or has changed since it was opened.
     """
     keeper = keeper or BlockKeeper()
     runs = iter(runs)
     begin = next(runs, None)
     if begin is None:
         return
-    threads, block_bytes = _reads_at_once(begin.file, threads), block_bytes or _block_size(begin.file)
-    jobs, coming = _block_reads(chain([begin], runs), block_bytes), deque[tuple[_BlockRead, Memory, Future[None]]]()
+    threads, block_bytes = (
+        _reads_at_once(begin.file, threads),
+        block_bytes or _block_size(begin.file),
+    )
+    jobs, coming = (
+        _block_reads(chain([begin], runs), block_bytes),
+        deque[tuple[_BlockRead, Memory, Future[None]]](),
+    )
     free = deque(keeper.make_block(block_bytes) for _ in range(threads + 2))
     doors: dict[int, int | None] = {}
     with ExitStack() as stack, ThreadPoolExecutor(threads, "ft_ckpt-read") as pool:
@@ -197,7 +224,9 @@ def read_ahead(
             reading.result()
             note_read(job.end - job.start)
             for run, start, end in job.runs:
-                yield ReadPart(run, start, address_of(block) + start - job.start, end - start, block)
+                yield ReadPart(
+                    run, start, address_of(block) + start - job.start, end - start, block
+                )
             keeper.leave_block(block)
             free.append(block)
 
@@ -210,13 +239,16 @@ def read_into(
     direct: str = "auto",
     step: int = BLOCK_BYTES,
 ) -> None:
-    """Read the first `size_bytes` of a file into `memory`, which is aligned, with its size rounded up to ALIGNMENT.
+    """Read the first `size_bytes` of a file into `memory`, which is aligned, with its size rounded
+    up to ALIGNMENT.
 
     `direct` and errors as for `read_ahead`.
     """
     with ExitStack() as stack:
         door = None if direct == "off" else _open_direct(file, stack)
-        pool = stack.enter_context(ThreadPoolExecutor(_reads_at_once(file, threads), "ft_ckpt-read"))
+        pool = stack.enter_context(
+            ThreadPoolExecutor(_reads_at_once(file, threads), "ft_ckpt-read")
+        )
         reads = []
         for start in range(0, size_bytes, step):
             job = _BlockRead(file, start, min(start + step, size_bytes))
@@ -240,7 +272,9 @@ def is_cached(descriptor: int, start: int, size_bytes: int) -> bool:
     """True when this whole range of a file is in the page cache; False also if unknown."""
     page = mmap.PAGESIZE
     found = cached_bytes(descriptor, start, size_bytes)
-    return found is not None and found // page >= (start + size_bytes - 1) // page - start // page + 1
+    return (
+        found is not None and found // page >= (start + size_bytes - 1) // page - start // page + 1
+    )
 
 
 def _block_reads(runs: Iterable[ByteRun], block_bytes: int) -> Iterator[_BlockRead]:
@@ -268,10 +302,13 @@ def _is_worth(job: _BlockRead) -> bool:
 
 
 def _open_direct(file: Readable, stack: ExitStack) -> int | None:
-    """A second descriptor of the open file, with O_DIRECT; None if that is refused, or the file is not local."""
+    """A second descriptor of the open file, with O_DIRECT; None if that is refused, or the file is
+    not local.
+    """
     if not isinstance(file, LocalFile):
         return None
-    with suppress(OSError, AttributeError):  # by its descriptor: its path may be another file by now
+    # by its descriptor: its path may be another file by now
+    with suppress(OSError, AttributeError):
         door = os.open(f"/proc/self/fd/{file.descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         stack.callback(os.close, door)
         return door
@@ -298,7 +335,9 @@ def _read_local(file: LocalFile, job: _BlockRead, view: memoryview, door: int | 
         try:
             end = wanted if door is None else wanted + -wanted % ALIGNMENT
             with view[done:end] as rest:
-                count = os.preadv(file.descriptor if door is None else door, [rest], job.start + done)
+                count = os.preadv(
+                    file.descriptor if door is None else door, [rest], job.start + done
+                )
         except OSError as error:
             if error.errno != errno.EINVAL or door is None:
                 raise file.refused(f"at byte {job.start + done}", error) from error
@@ -319,11 +358,16 @@ def _read_local(file: LocalFile, job: _BlockRead, view: memoryview, door: int | 
 
 
 def read_whole(file: Readable, threads: int = 4, direct: str = "auto") -> MappedBytes | None:
-    """All of an open object in private memory, at the rate of the disk or network; None without enough memory.
+    """All of an open object in private memory, at the rate of the disk or network; None without
+    enough memory.
 
     Raises CorruptError when the object changes meanwhile.
     """
-    own = MappedBytes.create(-1, file.size_bytes + -file.size_bytes % ALIGNMENT) if file.size_bytes else None
+    own = (
+        MappedBytes.create(-1, file.size_bytes + -file.size_bytes % ALIGNMENT)
+        if file.size_bytes
+        else None
+    )
     if own is not None:
         step = _WHOLE_STEP_BYTES if file.can_map else _FAR_BLOCK_BYTES
         read_into(own.memory, file, file.size_bytes, threads, direct, step)
@@ -331,7 +375,8 @@ def read_whole(file: Readable, threads: int = 4, direct: str = "auto") -> Mapped
 
 
 def is_cold(file: Readable) -> bool:
-    """True when `read_whole` is faster than touching the mapped file: large, and less than half of it in memory.
+    """True when `read_whole` is faster than touching the mapped file: large, and less than half of
+    it in memory.
 
     False also if unknown, or without twice the memory for it.
     """

@@ -28,10 +28,11 @@ SMALL_COPY_BYTES = 8 << 20  # objects up to it are written in one call
 def copy_object(
     file: Readable, store: Store, name: str, watch: Callable[[memoryview], object] = lambda _: None
 ) -> Stored | None:
-    """Write all of an open object into `store`, durably, as `name`; returns the stored object, None for a small one.
+    """Write all of an open object into `store`, durably, as `name`; returns the stored object, None
+    for a small one.
 
-    `watch` is called with all bytes in order, before they are written. Between local folders the copy is no more open
-    than the file. Raises what reading and writing do.
+    `watch` is called with all bytes in order, before they are written. Between local folders the
+    copy is no more open than the file. Raises what reading and writing do.
     """
     if isinstance(store, LocalStore) and isinstance(file, LocalFile):
         store = replace(store, max_mode=store.max_mode & file.mode)
@@ -53,7 +54,9 @@ def copy_object(
 
 
 def local_version(file: Readable) -> LocalFile:
-    """An open object as a local file: itself, or a copy that is deleted when nothing refers to it any more."""
+    """An open object as a local file: itself, or a copy that is deleted when nothing refers to it
+    any more.
+    """
     if isinstance(file, LocalFile):
         return file
     name = PurePosixPath(file.name).name
@@ -66,14 +69,17 @@ def local_version(file: Readable) -> LocalFile:
 
 
 def leads_out(folder: Store, name: str) -> bool:
-    """True if a link in the path of `name` leads out of `folder`, except into the blobs of the Hub's cache."""
+    """True if a link in the path of `name` leads out of `folder`, except into the blobs of the
+    Hub's cache.
+    """
     here, real = PurePosixPath(folder.identity), PurePosixPath(folder.within(name).identity)
     roots = [here, here.parent.parent / "blobs"] if here.parent.name == "snapshots" else [here]
     return not any(real.is_relative_to(root) for root in roots)
 
 
 def check_files_inside(folder: Store, names: Iterable[str] | None = None) -> None:
-    """Raise CorruptError listing those of `names` (None: everything in `folder`) that are not regular files inside it.
+    """Raise CorruptError listing those of `names` (None: everything in `folder`) that are not
+    regular files inside it.
 
     Links within the folder are followed. Names that do not exist are skipped.
     """
@@ -81,29 +87,45 @@ def check_files_inside(folder: Store, names: Iterable[str] | None = None) -> Non
         return
     top, is_all = folder.folder, names is None
     if names is None:
-        found = (Path(at, name) for at, folders, files in os.walk(top) for name in (*folders, *files))
-        names = [path.relative_to(top).as_posix() for path in found if path.is_symlink() or not path.is_dir()]
+        found = (
+            Path(at, name) for at, folders, files in os.walk(top) for name in (*folders, *files)
+        )
+        names = [
+            path.relative_to(top).as_posix()
+            for path in found
+            if path.is_symlink() or not path.is_dir()
+        ]
     invalid = [
         name
         for name in names
         if os.path.lexists(top / name)
-        and (leads_out(folder, name) or not ((top / name).is_file() or (is_all and (top / name).is_dir())))
+        and (
+            leads_out(folder, name)
+            or not ((top / name).is_file() or (is_all and (top / name).is_dir()))
+        )
     ]
     if invalid:
-        raise CorruptError(f"{top}: {listing(invalid, ', ')}: expected regular files inside of the folder")
+        raise CorruptError(
+            f"{top}: {listing(invalid, ', ')}: expected regular files inside of the folder"
+        )
 
 
 def check_prefix_inside(folder: Store, prefix: str) -> None:
     """As `check_files_inside`, for the files whose names begin with `prefix`."""
     if isinstance(folder, LocalStore):
         above, _, begin = prefix.rpartition("/")
-        names = (entry.name for entry in list_entries(folder.folder / above) if entry.name.startswith(begin))
+        names = (
+            entry.name
+            for entry in list_entries(folder.folder / above)
+            if entry.name.startswith(begin)
+        )
         check_files_inside(folder, [f"{above}/{name}".lstrip("/") for name in names])
 
 
 @contextmanager
 def local_folder(place: Place, wanted: Callable[[str], bool] = lambda _: True) -> Iterator[Path]:
-    """A local path of a folder while the block runs: its own, or a copy of the `wanted` objects in it.
+    """A local path of a folder while the block runs: its own, or a copy of the `wanted` objects in
+    it.
 
     Errors of the block name the place, not the copy.
     """
@@ -122,7 +144,8 @@ def local_folder(place: Place, wanted: Callable[[str], bool] = lambda _: True) -
         except Exception as error:
             before, after = printable(copy.url), printable(str(place))
             error.args = tuple(
-                printable_lines(text).replace(before, after) if isinstance(text, str) else text for text in error.args
+                printable_lines(text).replace(before, after) if isinstance(text, str) else text
+                for text in error.args
             )
             raise
 
@@ -134,7 +157,8 @@ _NAME_BYTES = 150  # of the target's name in the hidden folder's; 255 are allowe
 def object_target(path: str | os.PathLike[str] | Place) -> Place:
     """The place of an object to write; links are resolved.
 
-    Raises TargetError for a local folder, and if the parent folder does not exist; ConfigError for a whole bucket.
+    Raises TargetError for a local folder, and if the parent folder does not exist; ConfigError for
+    a whole bucket.
     """
     place = open_place(path)
     if not isinstance(place.store, LocalStore):
@@ -143,17 +167,23 @@ def object_target(path: str | os.PathLike[str] | Place) -> Place:
         return place
     target = Path(os.path.realpath(str(place)))
     if target.is_dir() or not target.parent.is_dir():
-        raise TargetError(f"{place}: {'a folder' if target.is_dir() else 'its folder does not exist'}; name a file")
+        raise TargetError(
+            f"{place}: "
+            f"{'a folder' if target.is_dir() else 'its folder does not exist'}; "
+            "name a file"
+        )
     return Place(LocalStore(target.parent), target.name)
 
 
 @contextmanager
 def replaced_object(target: Place, max_mode: int = 0o777) -> Iterator[Place]:
-    """Yield a place at which the block makes an object, which then replaces `target` durably and atomically.
+    """Yield a place at which the block makes an object, which then replaces `target` durably and
+    atomically.
 
-    On a disk the parent folder is created if it is missing; the file gets the permissions of the one that it
-    replaces, limited by `max_mode`. In a bucket the place is `target` itself, because objects appear as a whole there;
-    if the block raises afterwards, the object is deleted. Raises OSError or TargetError.
+    On a disk the parent folder is created if it is missing; the file gets the permissions of the
+    one that it replaces, limited by `max_mode`. In a bucket the place is `target` itself, because
+    objects appear as a whole there; if the block raises afterwards, the object is deleted. Raises
+    OSError or TargetError.
     """
     store = target.store
     if isinstance(store, LocalStore):
@@ -180,7 +210,9 @@ def replaced_object(target: Place, max_mode: int = 0o777) -> Iterator[Place]:
 
 @contextmanager
 def scratch_file(target: Place) -> Iterator[Path]:
-    """Yield a path at which a library makes a file, which then becomes `target`, see `replaced_object`."""
+    """Yield a path at which a library makes a file, which then becomes `target`, see
+    `replaced_object`.
+    """
     with replaced_object(target) as stage:
         if isinstance(stage.store, LocalStore):
             yield stage.store.path(stage.name)
@@ -193,7 +225,9 @@ def scratch_file(target: Place) -> Iterator[Path]:
 
 @contextmanager
 def scratch_folder(store: Store) -> Iterator[Path]:
-    """Yield a folder for a library to fill: the local store's own, or a temporary one that is copied into the store."""
+    """Yield a folder for a library to fill: the local store's own, or a temporary one that is
+    copied into the store.
+    """
     if isinstance(store, LocalStore):
         yield store.folder
         return

@@ -1,8 +1,9 @@
 """The interfaces of a store (a local folder or the prefix of a bucket); access rights of new files.
 
-A store contains objects by name: relative paths with forward slashes, see `is_inside`. Folders exist implicitly, by the
-slashes in names. Stores raise ConfigError for an invalid name, MissingError, CorruptError or UnreadableError on
-reading, TargetError, NoSpaceError or NameTakenError on writing.
+A store contains objects by name: relative paths with forward slashes, see `is_inside`. Folders
+exist implicitly, by the slashes in names. Stores raise ConfigError for an invalid name,
+MissingError, CorruptError or UnreadableError on reading, TargetError, NoSpaceError or
+NameTakenError on writing.
 """
 
 import errno
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 def is_name(path: object) -> bool:
     """True for a normalised relative path (no "..", ".", empty component or NUL).
 
-    Surrogates from dc80 to dcff stand for the bytes of a name that is not UTF-8; other surrogates are invalid.
+    Surrogates from dc80 to dcff stand for the bytes of a name that is not UTF-8; other surrogates
+    are invalid.
     """
     if not isinstance(path, str) or re.search("[\0\ud800-\udc7f\udd00-\udfff]", path):
         return False
@@ -29,7 +31,9 @@ def is_name(path: object) -> bool:
 
 
 def is_inside(path: object) -> bool:
-    """Whether a manifest may contain `path`: a name that means the same on every system, so without a backslash."""
+    """Whether a manifest may contain `path`: a name that means the same on every system, so without
+    a backslash.
+    """
     return is_name(path) and "\\" not in str(path)
 
 
@@ -71,7 +75,9 @@ class FolderListing:
 
 
 class Readable(Protocol):
-    """An object that is open for reading: always the bytes it had when it was opened, or an error."""
+    """An object that is open for reading: always the bytes it had when it was opened, or an
+    error.
+    """
 
     name: str
     size_bytes: int
@@ -88,7 +94,10 @@ class Readable(Protocol):
         ...
 
     def read_into(self, memory: memoryview, start: int = 0) -> None:
-        """Fill `memory` with the bytes from `start` on. Raises CorruptError when there are not as many."""
+        """Fill `memory` with the bytes from `start` on.
+
+        Raises CorruptError when there are not as many.
+        """
         ...
 
     def map(self) -> "MappedBytes | None":
@@ -108,11 +117,17 @@ class Writable(Protocol):
     """A new object that is being written; not visible before `finish`."""
 
     def write(self, offset: int, memory: memoryview) -> None:
-        """Write `memory` at `offset`: each byte once, in any order, from any thread. `memory` may be reused after."""
+        """Write `memory` at `offset`: each byte once, in any order, from any thread.
+
+        `memory` may be reused after.
+        """
         ...
 
     def finish(self) -> Stored:
-        """Make the object appear under its name, durably. Raises IncompleteError when bytes are missing."""
+        """Make the object appear under its name, durably.
+
+        Raises IncompleteError when bytes are missing.
+        """
         ...
 
     def abandon(self) -> None:
@@ -147,7 +162,10 @@ class Store(Protocol):
         ...
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes [start, stop) of an object; `stop` None is its end. Raises CorruptError when it is shorter."""
+        """Bytes [start, stop) of an object; `stop` None is its end.
+
+        Raises CorruptError when it is shorter.
+        """
         ...
 
     def open(self, name: str) -> Readable:
@@ -155,15 +173,22 @@ class Store(Protocol):
         ...
 
     def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:
-        """Write a small object atomically and durably. With `create_only`, NameTakenError when the name is taken."""
+        """Write a small object atomically and durably.
+
+        With `create_only`, NameTakenError when the name is taken.
+        """
         ...
 
     def create(self, name: str, size_bytes: int) -> Writable:
-        """A new object of exactly `size_bytes`; replaces the one of that name when it is finished."""
+        """A new object of exactly `size_bytes`; replaces the one of that name when it is
+        finished.
+        """
         ...
 
     def list(self, prefix: str = "") -> list[Stored]:
-        """All objects in the folder `prefix` and below it, sorted by name; empty if there is no such folder."""
+        """All objects in the folder `prefix` and below it, sorted by name; empty if there is no
+        such folder.
+        """
         ...
 
     def list_folder(self, prefix: str = "") -> FolderListing:
@@ -175,7 +200,9 @@ class Store(Protocol):
         ...
 
     def copy(self, name: str, other: str, source: "Store | None" = None) -> bool:
-        """Copy or link the object `name` (of `source`, if given) to `other` inside the service; False if impossible."""
+        """Copy or link the object `name` (of `source`, if given) to `other` inside the service;
+        False if impossible.
+        """
         ...
 
     def delete(self, names: Iterable[str]) -> None:
@@ -188,9 +215,14 @@ class Store(Protocol):
 
 
 def checked_name(name: str, may_be: Callable[[str], bool] = is_inside) -> str:
-    """`name` if it is valid. Raises ConfigError when it is absolute, empty or leads out of the store."""
+    """`name` if it is valid.
+
+    Raises ConfigError when it is absolute, empty or leads out of the store.
+    """
     if not may_be(name):
-        raise ConfigError(f"{name!r}: invalid object name; expected a relative path with forward slashes, no '..'")
+        raise ConfigError(
+            f"{name!r}: invalid object name; expected a relative path with forward slashes, no '..'"
+        )
     return name
 
 
@@ -209,7 +241,8 @@ def refuse_beyond(file: Readable, where: str, stop: int) -> None:
     """Raise CorruptError if an object ends before byte `stop`."""
     if stop > file.size_bytes:
         raise CorruptError(
-            f"{where}: ends at byte {file.size_bytes}, but its index describes bytes up to {stop}: truncated, "
+            f"{where}: ends at byte {file.size_bytes}, but its index describes "
+            f"bytes up to {stop}: truncated, "
             "use another copy"
         )
 
@@ -217,24 +250,32 @@ def refuse_beyond(file: Readable, where: str, stop: int) -> None:
 def refuse_other_length(where: str, start: int, found: int, expected: int) -> None:
     """Raise CorruptError if a response has `found` bytes instead of `expected`."""
     if found != expected:
-        raise CorruptError(f"{where}: {found} bytes came from byte {start} on, expected {expected}; read it again")
+        raise CorruptError(
+            f"{where}: {found} bytes came from byte {start} on, expected {expected}; read it again"
+        )
 
 
 def etag_of(store: Store, name: str) -> str | None:
-    """The version that the service assigned to an object; None if it assigns none, or there is no object."""
+    """The version that the service assigned to an object; None if it assigns none, or there is no
+    object.
+    """
     found = store.stat(name)
     return None if found is None else found.etag
 
 
-def read_text(store: Store, name: str, limit_bytes: int = MOST_TEXT_BYTES, errors: str = "strict") -> str:
+def read_text(
+    store: Store, name: str, limit_bytes: int = MOST_TEXT_BYTES, errors: str = "strict"
+) -> str:
     """The UTF-8 text of an object; `errors` as for `bytes.decode`.
 
-    Raises MissingError if it does not exist, UnreadableError if it cannot be read now, CorruptError if it is not text
-    or larger than `limit_bytes`.
+    Raises MissingError if it does not exist, UnreadableError if it cannot be read now, CorruptError
+    if it is not text or larger than `limit_bytes`.
     """
     with closing(store.open(name)) as file:
         if file.size_bytes > limit_bytes:
-            found = f"{store.where(name)}: {file.size_bytes:,} bytes, expected at most {limit_bytes:,}"
+            found = (
+                f"{store.where(name)}: {file.size_bytes:,} bytes, expected at most {limit_bytes:,}"
+            )
             raise CorruptError(f"{found}; use another copy")
         content = read_range(file, 0, limit_bytes)
     with damaged_input(store.where(name)):

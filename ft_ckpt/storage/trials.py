@@ -1,6 +1,8 @@
-"""Tests what a folder or bucket supports: by its mount, and by trying operations in a hidden folder.
+"""Tests what a folder or bucket supports: by its mount, and by trying operations in a hidden
+folder.
 
-Each operation is one without which a place is refused or warned of, or for which a save or load has another way.
+Each operation is one without which a place is refused or warned of, or for which a save or load has
+another way.
 """
 
 import fcntl
@@ -12,7 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.errors import CheckpointError, NameTakenError, TargetError, explained, listing, reason_of
+from ft_ckpt.errors import (
+    CheckpointError,
+    NameTakenError,
+    TargetError,
+    explained,
+    listing,
+    reason_of,
+)
 from ft_ckpt.messages import warn
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.local_disk import PREFIX
@@ -39,12 +48,19 @@ class Ability:
 def try_place(store: Store, names: Collection[str] | None = None) -> tuple[Ability, ...]:
     """Run the trials `names` (None: all) in a new hidden folder in `store`.
 
-    Raises TargetError, UnreadableError or ConfigError if the folder cannot be written or deleted again.
+    Raises TargetError, UnreadableError or ConfigError if the folder cannot be written or deleted
+    again.
     """
-    trials: Mapping[str, Callable[[Any], str]] = FOLDER_TRIALS if isinstance(store, LocalStore) else BUCKET_TRIALS
+    trials: Mapping[str, Callable[[Any], str]] = (
+        FOLDER_TRIALS if isinstance(store, LocalStore) else BUCKET_TRIALS
+    )
     with _trial_folder(store) as room:
         place = room.folder if isinstance(room, LocalStore) else room
-        return tuple(_tried(name, trial, place) for name, trial in trials.items() if names is None or name in names)
+        return tuple(
+            _tried(name, trial, place)
+            for name, trial in trials.items()
+            if names is None or name in names
+        )
 
 
 def refuse_unfit(folder: Path) -> None:
@@ -60,7 +76,8 @@ def refuse_unfit(folder: Path) -> None:
         advice = "give its URL (s3://...) instead" if mount.is_bucket else "choose another path"
         details = listing([f"{each.name}: {each.detail}" for each in failed])
         raise TargetError(
-            f"{folder}: {mount.kind} from {mount.source} cannot do what a save needs ({details}); {advice}"
+            f"{folder}: {mount.kind} from {mount.source} cannot do what a save "
+            f"needs ({details}); {advice}"
         )
     _TRIED_MOUNTS.add(mount)
     if mount.is_bucket:
@@ -99,13 +116,18 @@ def _tried(name: str, trial: Callable[[Any], str], place: Path | Store) -> Abili
     return Ability(name, works=not wrong, detail=wrong)
 
 
-# Trials. Each returns its failure, "" for none. They share one hidden folder with a file `_FILE` in it.
+# Trials. Each returns its failure, "" for none. They share one hidden folder with a file `_FILE` in
+# it.
 
 
 def _write_blocks(room: Path) -> str:
     writing, block = LocalStore(room).create("blocks", 2 * ALIGNMENT), new_block(2 * ALIGNMENT)
     try:
-        with memoryview(block) as content, content[:ALIGNMENT] as first, content[ALIGNMENT:] as second:
+        with (
+            memoryview(block) as content,
+            content[:ALIGNMENT] as first,
+            content[ALIGNMENT:] as second,
+        ):
             writing.write(ALIGNMENT, second)
             writing.write(0, first)
         writing.finish()
@@ -137,7 +159,9 @@ def _hard_links(room: Path) -> str:
 
 def _write_past_cache(room: Path) -> str:
     block = new_block(ALIGNMENT)
-    descriptor = os.open(room / "direct", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0), 0o600)
+    descriptor = os.open(
+        room / "direct", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0), 0o600
+    )
     try:
         os.pwrite(descriptor, block, 0)
     finally:
@@ -156,11 +180,15 @@ def _lock_files(room: Path) -> str:
 
 
 def _map_files(room: Path) -> str:
-    with (room / "file").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+    with (
+        (room / "file").open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+    ):
         return "" if len(mapped) == (room / "file").stat().st_size else "its length differs"
 
 
-FOLDER_NEEDS = {"writing a file in blocks", "rename a file over another"}  # nothing can be saved without these
+# nothing can be saved without these
+FOLDER_NEEDS = {"writing a file in blocks", "rename a file over another"}
 FOLDER_TRIALS: dict[str, Callable[[Path], str]] = {
     "writing a file in blocks": _write_blocks,
     "rename a file over another": _rename_files,
@@ -198,7 +226,11 @@ def _write_in_parts(room: Store) -> str:
         writing.abandon()
         raise
     stored = room.stat("large")
-    return "" if stored is not None and stored.size_bytes == _MULTIPART_BYTES else "not whole afterwards"
+    return (
+        ""
+        if stored is not None and stored.size_bytes == _MULTIPART_BYTES
+        else "not whole afterwards"
+    )
 
 
 def _copy_there(room: Store) -> str:
@@ -212,7 +244,8 @@ def _list_written(room: Store) -> str:
 
 
 IF_NEW = "creating what is new only"
-BUCKET_NEEDS = {IF_NEW, "reading ranges", "writing in parts", "listing at once"}  # saves are not safe without these
+# saves are not safe without these
+BUCKET_NEEDS = {IF_NEW, "reading ranges", "writing in parts", "listing at once"}
 BUCKET_TRIALS: dict[str, Callable[[Store], str]] = {
     IF_NEW: _create_once,
     "reading ranges": _read_ranges,

@@ -1,7 +1,9 @@
-"""Compares files with their recorded digests before their first use, alone or shared by several processes.
+"""Compares files with their recorded digests before their first use, alone or shared by several
+processes.
 
-A file has one digest for the bytes of each rank that wrote it, and a digest of these. Processes that see the same
-files each compute the digests of some writers' parts; the digests of all together are compared with the records.
+A file has one digest for the bytes of each rank that wrote it, and a digest of these. Processes
+that see the same files each compute the digests of some writers' parts; the digests of all together
+are compared with the records.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -26,7 +28,9 @@ _MIN_BYTES = 8 << 20  # in all, for more than one thread
 
 @dataclass(frozen=True)
 class FileShare:
-    """The parts of a file, those that the ranks `owners` wrote, whose digests one process computes."""
+    """The parts of a file, those that the ranks `owners` wrote, whose digests one process
+    computes.
+    """
 
     record: FileRecord
     owners: range
@@ -34,7 +38,8 @@ class FileShare:
 
 @dataclass(frozen=True)
 class PartDigests:
-    """The digests, hexadecimal, of the parts of the file `path` that the ranks `first`, `first` + 1, ... wrote.
+    """The digests, hexadecimal, of the parts of the file `path` that the ranks `first`, `first` +
+    1, ... wrote.
 
     In place of digests that could not be computed, `problem` says why.
     """
@@ -55,8 +60,9 @@ def digest_problems(store: Store, records: Collection[FileRecord]) -> list[str]:
 def share_files(records: Iterable[FileRecord], number: int, count: int) -> list[FileShare]:
     """The share of process `number` of `count` in the comparison of files.
 
-    Of a file that at least `count` ranks wrote, each process gets consecutive parts (on as many ranks as saved, each
-    gets its own). The parts of other files are distributed in turn, largest file first, so that some get none.
+    Of a file that at least `count` ranks wrote, each process gets consecutive parts (on as many
+    ranks as saved, each gets its own). The parts of other files are distributed in turn, largest
+    file first, so that some get none.
     """
     shares = []
     dealt = 0
@@ -79,7 +85,8 @@ def digest_shares(store: Store, shares: Sequence[FileShare]) -> list[PartDigests
     from concurrent.futures import ThreadPoolExecutor  # lazily: listing does not need it
 
     threads = min(_MAX_THREADS, cpu_count() or 1, len(shares))
-    with ThreadPoolExecutor(threads, "ft_ckpt-digest") as pool:  # hashing and reading release the GIL
+    # hashing and reading release the GIL
+    with ThreadPoolExecutor(threads, "ft_ckpt-digest") as pool:
         return list(pool.map(lambda share: _digest_share(store, share), shares))
 
 
@@ -90,12 +97,16 @@ def _digest_share(store: Store, share: FileShare) -> PartDigests:
             digests = part_digests(file, share.record, share.owners)
     except CorruptError as error:
         problem = unread_problem(path, error)
-        return PartDigests(path, problem=str(problem), is_passing=isinstance(problem, PassingProblem))
+        return PartDigests(
+            path, problem=str(problem), is_passing=isinstance(problem, PassingProblem)
+        )
     return PartDigests(path, share.owners.start, digests)
 
 
 def compare_digests(records: Iterable[FileRecord], parts: Iterable[PartDigests]) -> list[str]:
-    """The problems of files, a line each: those found in `parts`, and digests that differ from the records."""
+    """The problems of files, a line each: those found in `parts`, and digests that differ from the
+    records.
+    """
     problems: list[str] = []
     unread = set()
     digests: dict[str, dict[int, str]] = {}

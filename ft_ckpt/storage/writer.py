@@ -1,11 +1,13 @@
 """Writes memory regions into new objects: one thread copies, several write, two digest.
 
-Up to 32 MiB on a local disk are written by the calling thread, because starting others takes longer.
+Up to 32 MiB on a local disk are written by the calling thread, because starting others takes
+longer.
 
-Bytes are copied into aligned blocks, from which a local store writes past the page cache (O_DIRECT) if the file system
-supports it: on most disks several times the rate of buffered writing followed by fsync. Because of the copy, the memory
-may be reused as soon as `put_region` returns. The regions of a whole file are contiguous from byte 0 on; of a file that
-several ranks write, each rank puts its own regions.
+Bytes are copied into aligned blocks, from which a local store writes past the page cache (O_DIRECT)
+if the file system supports it: on most disks several times the rate of buffered writing followed by
+fsync. Because of the copy, the memory may be reused as soon as `put_region` returns. The regions of
+a whole file are contiguous from byte 0 on; of a file that several ranks write, each rank puts its
+own regions.
 """
 
 import ctypes
@@ -29,14 +31,20 @@ class WriteTuning:
 
     threads: int = 4
     block_bytes: int = BLOCK_BYTES
-    direct_bytes: int | None = BLOCK_BYTES  # files from this size on go past the page cache; None: none does
+    # files from this size on go past the page cache; None: none does
+    direct_bytes: int | None = BLOCK_BYTES
     sha256: bool = False  # also compute the SHA-256 of each file
 
 
 def tuning_for(
-    threads: int | None = None, direct: str = "auto", block_bytes: int = BLOCK_BYTES, sha256: bool = False
+    threads: int | None = None,
+    direct: str = "auto",
+    block_bytes: int = BLOCK_BYTES,
+    sha256: bool = False,
 ) -> WriteTuning:
-    """The tuning for these settings: None and "auto" are the defaults; "on" writes small files past the cache, too."""
+    """The tuning for these settings: None and "auto" are the defaults; "on" writes small files past
+    the cache, too.
+    """
     default = WriteTuning()
     least = {"auto": default.direct_bytes, "on": 0, "off": None}[direct]
     return WriteTuning(threads or default.threads, block_bytes, least, sha256)
@@ -85,8 +93,8 @@ class CallingThread(Executor):
 class Writer:
     """Writer threads and the aligned blocks they share; one for all files of a save.
 
-    `local_bytes`: the total to be written, if it is known and all of it goes to a local disk. `advance` is called with
-    the number of bytes of each write, in the thread that has written them.
+    `local_bytes`: the total to be written, if it is known and all of it goes to a local disk.
+    `advance` is called with the number of bytes of each write, in the thread that has written them.
     """
 
     def __init__(
@@ -101,7 +109,9 @@ class Writer:
         self.tensor_hasher: Executor
         if local_bytes is not None and local_bytes <= _FEW_BYTES:
             # small blocks, because touching new memory takes longer than writing it
-            self.tuning = replace(self.tuning, block_bytes=min(self.tuning.block_bytes, _SMALL_BLOCK_BYTES))
+            self.tuning = replace(
+                self.tuning, block_bytes=min(self.tuning.block_bytes, _SMALL_BLOCK_BYTES)
+            )
             self.pool = self.file_hasher = self.tensor_hasher = CallingThread()
         else:
             self.pool = ThreadPoolExecutor(self.tuning.threads, "ft_ckpt-write")
@@ -110,7 +120,8 @@ class Writer:
             self.tensor_hasher = ThreadPoolExecutor(1, "ft_ckpt-hash-tensors")
         self.free: SimpleQueue[Block] = SimpleQueue()
         self.blocks: list[Block] = []
-        self.most_blocks = self.tuning.threads + 2  # one is being filled, one is queued, the others are being written
+        # one is being filled, one is queued, the others are being written
+        self.most_blocks = self.tuning.threads + 2
 
     def __enter__(self) -> "Writer":
         return self
@@ -131,7 +142,9 @@ class Writer:
 
     @contextmanager
     def fill(self, goal: Writable) -> Iterator["DurableFile"]:
-        """Yield `goal` to be filled by regions and finished; it is abandoned when the block raises."""
+        """Yield `goal` to be filled by regions and finished; it is abandoned when the block
+        raises.
+        """
         file = DurableFile(self, goal, sha256=hashlib.sha256() if self.tuning.sha256 else None)
         try:
             yield file
@@ -142,22 +155,28 @@ class Writer:
 
 @dataclass
 class DurableFile:
-    """A new object that is filled by regions, in the order of the file, and durable once `finish` returns."""
+    """A new object that is filled by regions, in the order of the file, and durable once `finish`
+    returns.
+    """
 
     writer: Writer
     goal: Writable
     digest: Any = field(default_factory=xxhash.xxh3_128)
-    sha256: Any = None  # its state, if the tuning asks for it; the file's when all of it is written here
+    # its state, if the tuning asks for it; the file's when all of it is written here
+    sha256: Any = None
     jobs: list[Future[None]] = field(default_factory=list)
     block: Block | None = None  # being filled
     base: int = 0  # where in the file it begins, aligned
     low: int = 0  # its first and last filled byte
     high: int = 0
-    parts: list[tuple[Any, int, int]] = field(default_factory=list)  # of tensors in it: digest, start, end
+    # of tensors in it: digest, start, end
+    parts: list[tuple[Any, int, int]] = field(default_factory=list)
     stored: Stored | None = None  # once it is finished
 
     def put_region(self, region: Region, tensor: Any = None) -> None:
-        """Copy a region, which may change as soon as this returns; `tensor` is another digest to update with it."""
+        """Copy a region, which may change as soon as this returns; `tensor` is another digest to
+        update with it.
+        """
         start, address, left = region.start, region.address, region.size_bytes
         while left:
             block = self._block_at(start)
@@ -180,7 +199,8 @@ class DurableFile:
         self.writer.tensor_hasher.submit(int).result()  # one thread: all earlier jobs are done
 
     def finish(self) -> str:
-        """Write the remaining bytes and make the object durable; returns the digest of all regions, hexadecimal.
+        """Write the remaining bytes and make the object durable; returns the digest of all regions,
+        hexadecimal.
 
         Raises what any write raised, and what `Writable.finish` raises.
         """
@@ -212,14 +232,23 @@ class DurableFile:
             return
         block, part = self.block, (self.digest, self.low, self.high)
         hashed = [self.writer.file_hasher.submit(update_digests, block, [part])]
-        further = self.parts if self.sha256 is None else [*self.parts, (self.sha256, self.low, self.high)]
+        further = (
+            self.parts if self.sha256 is None else [*self.parts, (self.sha256, self.low, self.high)]
+        )
         if further:
             hashed.append(self.writer.tensor_hasher.submit(update_digests, block, further))
         self.block, self.parts = None, []
-        self.jobs = [job for job in self.jobs if not job.done() or job.result() is not None]  # raises a writer's error
-        self.jobs.append(self.writer.pool.submit(self._flush_block, block, self.base, self.low, self.high, hashed))
+        # raises a writer's error
+        self.jobs = [job for job in self.jobs if not job.done() or job.result() is not None]
+        self.jobs.append(
+            self.writer.pool.submit(
+                self._flush_block, block, self.base, self.low, self.high, hashed
+            )
+        )
 
-    def _flush_block(self, block: Block, base: int, low: int, high: int, hashed: list[Future[None]]) -> None:
+    def _flush_block(
+        self, block: Block, base: int, low: int, high: int, hashed: list[Future[None]]
+    ) -> None:
         try:
             with memoryview(block) as view, view[low:high] as filled:
                 self.goal.write(base + low, filled)

@@ -13,12 +13,15 @@ from ft_ckpt.messages import short
 from ft_ckpt.schedule import Every
 from ft_ckpt.storage.place import Place
 
-_PREPARED = ("_models", "_optimizers", "_schedulers", "_dataloaders")  # what an Accelerator has prepared
+# what an Accelerator has prepared
+_PREPARED = ("_models", "_optimizers", "_schedulers", "_dataloaders")
 _MAX_TEXT = 60  # characters of an argument in an error
 
 
 def check_accelerator(accelerator: Any) -> None:
-    """Raise ConfigError for an object that is no Accelerator, with the argument that it belongs to."""
+    """Raise ConfigError for an object that is no Accelerator, with the argument that it belongs
+    to.
+    """
     if accelerator is None:
         return
     is_accelerator = all(isinstance(getattr(accelerator, name, None), list) for name in _PREPARED)
@@ -31,7 +34,9 @@ def check_accelerator(accelerator: Any) -> None:
 
 def check_tokenizer(tokenizer: Any) -> None:
     """Raise ConfigError for an object that is no tokenizer or processor."""
-    if tokenizer is not None and (isinstance(tokenizer, type) or not hasattr(tokenizer, "save_pretrained")):
+    if tokenizer is not None and (
+        isinstance(tokenizer, type) or not hasattr(tokenizer, "save_pretrained")
+    ):
         raise ConfigError(
             f"tokenizer: {in_words(tokenizer)}, expected a tokenizer or processor; pass what "
             "AutoTokenizer.from_pretrained or AutoProcessor.from_pretrained returned"
@@ -39,7 +44,9 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def check_schedule(config: SaverConfig, directory: Any) -> None:
-    """Raise ConfigError for a schedule without a directory: the first save that is due would fail."""
+    """Raise ConfigError for a schedule without a directory: the first save that is due would
+    fail.
+    """
     if config.every is not None and directory is None:
         raise ConfigError(
             "every=: a schedule, and no directory for its checkpoints; expected "
@@ -58,9 +65,13 @@ def check_mappings(**arguments: Any) -> None:
 def check_loop(loader: Any, epochs: Any) -> None:
     """Raise ConfigError for arguments of `remaining` that are no data, or no number of epochs."""
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-        raise ConfigError(f"loader: {in_words(loader)}, expected a DataLoader, or batches that can be read again")
+        raise ConfigError(
+            f"loader: {in_words(loader)}, expected a DataLoader, or batches that can be read again"
+        )
     if epochs is not None and not is_number(epochs, 0, whole=True):
-        raise ConfigError(f"epochs={short(epochs)}: expected a whole number from 0 on, or None for one epoch")
+        raise ConfigError(
+            f"epochs={short(epochs)}: expected a whole number from 0 on, or None for one epoch"
+        )
 
 
 def in_words(value: Any) -> str:
@@ -85,7 +96,8 @@ def _right_argument(value: Any) -> str:
     if isinstance(value, (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)):
         name = "model" if isinstance(value, nn.Module) else "optimizer"
         return (
-            f"without Accelerate, CheckpointSaver(directory=...) and then saver.resume({name}={name}, ...) or "
+            "without Accelerate, CheckpointSaver(directory=...) and then "
+            f"saver.resume({name}={name}, ...) or "
             f"saver.register({name}={name}, ...)"
         )
     if isinstance(value, (int, Every)) and not isinstance(value, bool):
@@ -94,9 +106,13 @@ def _right_argument(value: Any) -> str:
         return "settings are keywords, or config=SaverConfig(...)"
     if hasattr(value, "accelerator") and hasattr(value, "train"):
         return (
-            "a Trainer saves and resumes by itself: ft_ckpt.integrations.trainer.checkpointed(Trainer)(...); for a "
+            "a Trainer saves and resumes by itself: "
+            "ft_ckpt.integrations.trainer.checkpointed(Trainer)(...); for a "
             "saver of its own, pass trainer.accelerator"
         )
     if hasattr(value, "save_pretrained"):
         return "a tokenizer is tokenizer="
-    return "leave it out without Accelerate, and register the objects of the run: saver.register(model=model, ...)"
+    return (
+        "leave it out without Accelerate, and register the objects of the run: "
+        "saver.register(model=model, ...)"
+    )

@@ -1,15 +1,18 @@
 """Exact data-loader position: capture and restore.
 
-The batches and random numbers after a resume are those of the uninterrupted run. A position therefore stores the random
-state at the start of the pass, which determines the sample order, and, for loaders that prefetch (Accelerate's), the
-state before the last batch was requested, with which the prefetched batch was made. On resume the pass starts again
-from its first sample: consumed samples are skipped at the sampler, unread; the last one or two batches are read again
-and dropped, so that the loader and its counters are where they were; then the random state of the process is restored.
-Nothing in the loader is replaced. A digest proves that the sampler yields the same samples as before.
+The batches and random numbers after a resume are those of the uninterrupted run. A position
+therefore stores the random state at the start of the pass, which determines the sample order, and,
+for loaders that prefetch (Accelerate's), the state before the last batch was requested, with which
+the prefetched batch was made. On resume the pass starts again from its first sample: consumed
+samples are skipped at the sampler, unread; the last one or two batches are read again and dropped,
+so that the loader and its counters are where they were; then the random state of the process is
+restored. Nothing in the loader is replaced. A digest proves that the sampler yields the same
+samples as before.
 
-Not exact, because the state is inside the loader: random augmentation in workers (unless `replay`); persistent workers,
-which are new after a resume; an iterable data set that draws from the process's global generators at every batch (a
-shuffle buffer on `random`, say); state that the `state_dict` of a stateful loader's data set leaves out.
+Not exact, because the state is inside the loader: random augmentation in workers (unless `replay`);
+persistent workers, which are new after a resume; an iterable data set that draws from the process's
+global generators at every batch (a shuffle buffer on `random`, say); state that the `state_dict` of
+a stateful loader's data set leaves out.
 """
 
 from collections import deque
@@ -36,31 +39,45 @@ class DataPosition:
     """The position of the run in one data loader. Each rank has its own; no call communicates."""
 
     def __init__(
-        self, loader: Any, rank: int = 0, size: int = 1, *, replay: bool | None = None, on_difference: str = "warn"
+        self,
+        loader: Any,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        replay: bool | None = None,
+        on_difference: str = "warn",
     ) -> None:
-        """`replay`: on resume, read all batches of the pass again and drop them. True is exact for random augmentation
-        in workers too; None does it only for iterable data without an exact state; False only for data without any
-        state (the shuffle buffer of a `datasets` stream is refilled then). `on_difference`: "warn", "raise" or "ignore"
-        if the sampler yields other samples than before.
+        """`replay`: on resume, read all batches of the pass again and drop them.
+
+        True is exact for random augmentation in workers too; None does it only for iterable data
+        without an exact state; False only for data without any state (the shuffle buffer of a
+        `datasets` stream is refilled then). `on_difference`: "warn", "raise" or "ignore" if the
+        sampler yields other samples than before.
         """
         self.loader, self.rank, self.size, self.replay = loader, rank, size, replay
         self.on_difference, self._order = on_difference, SampleOrder()
-        self._order_left: str | None = None  # digest of the consumed items of a pass that is to be resumed
-        self.shares = dataloaders.data_shares(loader, size)  # of the data; ranks with the same data count once
+        # digest of the consumed items of a pass that is to be resumed
+        self._order_left: str | None = None
+        # of the data; ranks with the same data count once
+        self.shares = dataloaders.data_shares(loader, size)
         self.epoch = 0  # passes done
         self.batch = 0  # batches of this rank consumed in the current pass
-        self.samples = 0  # consumed by all ranks since the run began, if their batches are as large as this rank's
-        self._offset = 0  # items of the source consumed under another cut of this pass, see `DataCut`
+        # consumed by all ranks since the run began, if their batches are as large as this rank's
+        self.samples = 0
+        # items of the source consumed under another cut of this pass, see `DataCut`
+        self._offset = 0
         self._start: RandomState | None = None
         self._last: RandomState | None = None
         self._numbers: dict[str, int] = {}
         self._warm = False
-        self._origin: Any = None  # the loader's own state at the start of a pass that another library began
+        # the loader's own state at the start of a pass that another library began
+        self._origin: Any = None
         self._states: list[Any] = []  # the loader's own state after each of the last three batches
         self._pending = False  # whether a position is loaded and the loader not yet advanced to it
         self._loaded_at_end: bool | None = None
         self._is_over = False  # whether the pass to be resumed has no batch left for any rank
-        self._least: int | None = None  # lower bound of its items, if its last batch may have been short
+        # lower bound of its items, if its last batch may have been short
+        self._least: int | None = None
 
     @property
     def at_end(self) -> bool | None:
@@ -79,19 +96,27 @@ class DataPosition:
     def batches(self) -> Iterator[Any]:
         """One pass: the rest of the current one after `load_state_dict`, otherwise a new one.
 
-        After a `break` the pass is unfinished: a save stores the position in it, another call starts a new pass.
-        Raises LoadError if the data is now shorter than the consumed part.
+        After a `break` the pass is unfinished: a save stores the position in it, another call
+        starts a new pass. Raises LoadError if the data is now shorter than the consumed part.
         """
         iterator = self._resume_pass() if self._pending else self._begin_pass()
         while True:
-            # The first batch is requested in the state that the pass began with; workers draw nothing here.
-            if self.batch and dataloaders.looks_ahead(self.loader) and dataloaders.reads_here(self.loader):
+            # The first batch is requested in the state that the pass began with; workers draw
+            # nothing here.
+            if (
+                self.batch
+                and dataloaders.looks_ahead(self.loader)
+                and dataloaders.reads_here(self.loader)
+            ):
                 self._last = RandomState(self.loader)
             try:
                 batch = next(iterator)
             except StopIteration:
                 break
-            self.batch, self.samples = self.batch + 1, self.samples + dataloaders.samples_in(batch) * self.shares
+            self.batch, self.samples = (
+                self.batch + 1,
+                self.samples + dataloaders.samples_in(batch) * self.shares,
+            )
             self._order.take(dataloaders.batches_per_call(self.loader))
             self._remember_own_state()
             yield batch
@@ -99,7 +124,10 @@ class DataPosition:
         self.end_pass()
 
     def end_pass(self) -> None:
-        """Count the current pass as done. Does nothing if no pass has begun, or one is yet to be resumed."""
+        """Count the current pass as done.
+
+        Does nothing if no pass has begun, or one is yet to be resumed.
+        """
         if self._start is None or self._pending:
             return
         self.epoch, self.batch, self._offset = self.epoch + 1, 0, 0
@@ -107,8 +135,8 @@ class DataPosition:
         dataloaders.forget_start(self.loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position as plain values, numpy arrays and tensors: two or three random states of about 15 KB each. May
-        differ between ranks.
+        """The position as plain values, numpy arrays and tensors: two or three random states of
+        about 15 KB each. May differ between ranks.
         """
         if not self._start:
             self._numbers = dataloaders.loader_counters(self.loader)
@@ -133,51 +161,73 @@ class DataPosition:
             "own": dataloaders.generator_states(self.loader),
             "loader": self._own_state(),
             "origin": self._origin,
-            "order": self._order_left if self._pending else self._order.digest if self.batch else None,
+            "order": self._order_left
+            if self._pending
+            else self._order.digest
+            if self.batch
+            else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Restore the position. Returns a sentence for each inexactness. Draws no random number and reads no data.
+        """Restore the position.
 
-        `state` is this rank's, or rank 0's on all ranks if another number of ranks saved it. If the number of ranks or
-        the batch size has changed, the data continues after the samples that all ranks together had seen. Raises
-        CorruptError for an invalid state, LoadError for another kind of loader, and for another batch size on as many
-        ranks if `on_difference` is "raise".
+        Returns a sentence for each inexactness. Draws no random number and reads no data.
+
+        `state` is this rank's, or rank 0's on all ranks if another number of ranks saved it. If the
+        number of ranks or the batch size has changed, the data continues after the samples that all
+        ranks together had seen. Raises CorruptError for an invalid state, LoadError for another
+        kind of loader, and for another batch size on as many ranks if `on_difference` is "raise".
         """
         check_position(state)
         self._check_loader(state)
         state = _deep_copy(state)
         self.epoch, self.batch, self.samples = state["epoch"], state["batch"], state["samples"]
         self._offset, self._warm = state["offset"], state["warm"]
-        self._numbers, self._loaded_at_end, self._origin = state["numbers"], state["at_end"], state.get("origin")
+        self._numbers, self._loaded_at_end, self._origin = (
+            state["numbers"],
+            state["at_end"],
+            state.get("origin"),
+        )
         self._order_left = state.get("order")
-        self._is_over, self._least = state.get("over", False), state.get("least")  # absent in older states
+        # absent in older states
+        self._is_over, self._least = state.get("over", False), state.get("least")
         self._start = RandomState(self.loader, state["start"]) if state["start"] else None
         self._last = RandomState(self.loader, state["last"]) if state["last"] else self._start
-        self._states = [state["loader"]] if state["loader"] is not None and self._jumps_by_state else []
+        self._states = (
+            [state["loader"]] if state["loader"] is not None and self._jumps_by_state else []
+        )
         self._pending = self._start is not None
         dataloaders.set_loader_counters(self.loader, self._numbers)
         shares = state.get("shares", state["size"])  # absent in older states, like the next two
         was = dataloaders.cut_of(self.loader, shares)
-        was = replace(was, **{name: state[name] for name in ("per_step", "sharing") if name in state})
+        was = replace(
+            was, **{name: state[name] for name in ("per_step", "sharing") if name in state}
+        )
         is_same = (state["size"], shares) == (self.size, self.shares)
-        # Accelerate gives samplers a generator when there are several ranks, and none when there is one.
+        # Accelerate gives samplers a generator when there are several ranks, and none when there is
+        # one.
         own = {key: value for key, value in state["own"].items() if is_same or value is not None}
         dataloaders.set_generator_states(self.loader, own)
-        if not self._pending or (is_same and was.per_step == dataloaders.cut_of(self.loader, shares).per_step):
+        if not self._pending or (
+            is_same and was.per_step == dataloaders.cut_of(self.loader, shares).per_step
+        ):
             return []
         return self._cut_anew(state["size"], shares, was)
 
     def _check_loader(self, state: Mapping[str, Any]) -> None:
         """Raise LoadError for a position that a loader of this kind cannot have."""
-        if state.get("origin") is not None and not hasattr(dataloaders.base_loader(self.loader), "load_state_dict"):
+        if state.get("origin") is not None and not hasattr(
+            dataloaders.base_loader(self.loader), "load_state_dict"
+        ):
             raise LoadError(
-                "the data: the position is another library's, and this loader has no state; resume with a loader of "
+                "the data: the position is another library's, and this loader has no state; resume "
+                "with a loader of "
                 "the same kind"
             )
         if state["offset"] < 0 and dataloaders.is_map(self.loader):
             raise LoadError(
-                f"the data: offset {state['offset']}, expected none below 0; resume from another checkpoint"
+                f"the data: offset {state['offset']}, expected none below 0; "
+                "resume from another checkpoint"
             )
 
     def _begin_pass(self) -> Iterator[Any]:
@@ -185,13 +235,17 @@ class DataPosition:
         dataloaders.forget_premade(self.loader)
         if self._origin is not None:
             self.loader.load_state_dict(_deep_copy(self._origin))
-        self._numbers, self._warm = dataloaders.loader_counters(self.loader), dataloaders.is_warm(self.loader)
+        self._numbers, self._warm = (
+            dataloaders.loader_counters(self.loader),
+            dataloaders.is_warm(self.loader),
+        )
         self._start = self._last = RandomState(self.loader)
         if not dataloaders.is_map(self.loader):
             return iter(self.loader)
         with dataloaders.skipping_items(self.loader, 0, 0, order=self._order):
             iterator = iter(self.loader)
-            return chain(list(islice(iterator, 1)), iterator)  # some loaders create their sampler's iterator then
+            # some loaders create their sampler's iterator then
+            return chain(list(islice(iterator, 1)), iterator)
 
     def _remember_own_state(self) -> None:
         if self._jumps_by_state and dataloaders.looks_ahead(self.loader):
@@ -199,12 +253,18 @@ class DataPosition:
 
     @property
     def _jumps_by_state(self) -> bool:
-        if self.replay or dataloaders.is_map(self.loader) or not dataloaders.has_own_state(self.loader):
+        if (
+            self.replay
+            or dataloaders.is_map(self.loader)
+            or not dataloaders.has_own_state(self.loader)
+        ):
             return False
         return self.replay is False or not dataloaders.refills_a_buffer(self.loader)
 
     def _own_state(self) -> Any:
-        """The loader's own state before the batches that a resume reads again; None to read from the first batch."""
+        """The loader's own state before the batches that a resume reads again; None to read from
+        the first batch.
+        """
         if self._pending:
             return self._states[0] if self._states else None
         if not self.batch or not self._jumps_by_state:
@@ -214,11 +274,14 @@ class DataPosition:
         return self._states[0] if len(self._states) > _AHEAD else None
 
     def _resume_pass(self) -> Iterator[Any]:
-        """The loader's iterator after the consumed batches; random state and generators are unchanged."""
+        """The loader's iterator after the consumed batches; random state and generators are
+        unchanged.
+        """
         now = RandomState(self.loader)
         self._pending = False
         dataloaders.forget_premade(self.loader)
-        dataloaders.set_loader_counters(self.loader, self._numbers)  # again: the script may have set an epoch since
+        # again: the script may have set an epoch since
+        dataloaders.set_loader_counters(self.loader, self._numbers)
         if self._start is not None:
             self._start.put_back()
         try:
@@ -253,21 +316,27 @@ class DataPosition:
             return iter(())
         if not first:
             raise LoadError(
-                f"the data: {self.batch} batches of the pass were consumed when it was saved, now it has fewer; resume "
+                f"the data: {self.batch} batches of the pass were consumed when it was saved, now "
+                "it has fewer; resume "
                 "with the same data"
             )
         self._prove_order()
         return iterator
 
     def _prove_order(self) -> None:
-        """Warn if the sampler yielded other samples than before, or raise LoadError, as `on_difference` says."""
+        """Warn if the sampler yielded other samples than before, or raise LoadError, as
+        `on_difference` says.
+        """
         self._order.take(self.batch * dataloaders.batches_per_call(self.loader))
         if None in (self._order_left, self._order.digest) or self._order_left == self._order.digest:
             return
         problem = (
-            f"the data: the sampler yields other samples than in the {self.batch} batch(es) of this pass that the run "
-            "was given before, so those to come differ as well; use the same data and batch size, and a sampler whose "
-            "order comes from random numbers, or from an `epoch` or `seed` that it keeps under this name"
+            f"the data: the sampler yields other samples than in the {self.batch} batch(es) of "
+            "this pass that the run "
+            "was given before, so those to come differ as well; use the same data and batch size, "
+            "and a sampler whose "
+            "order comes from random numbers, or from an `epoch` or `seed` that "
+            "it keeps under this name"
         )
         _report_difference(problem, self.on_difference, stacklevel=6)
 
@@ -278,7 +347,10 @@ class DataPosition:
 
     def _plan_rewind(self) -> tuple[int, list[AbstractContextManager[None]]]:
         """The number of batches to read again, and the skips before them."""
-        ahead, unit = dataloaders.looks_ahead(self.loader), dataloaders.batches_per_call(self.loader)
+        ahead, unit = (
+            dataloaders.looks_ahead(self.loader),
+            dataloaders.batches_per_call(self.loader),
+        )
         if self._origin is not None:
             self.loader.load_state_dict(_deep_copy(self._origin))
             return self.batch, []
@@ -299,11 +371,15 @@ class DataPosition:
         return again, jumps
 
     def _cut_anew(self, saved: int, shares: int, was: DataCut) -> list[str]:
-        """Continue after the items that `saved` ranks had consumed together, from a pass cut into `shares` as `was`."""
+        """Continue after the items that `saved` ranks had consumed together, from a pass cut into
+        `shares` as `was`.
+        """
         cut = dataloaders.cut_of(self.loader, self.shares)
         is_map, length = dataloaders.is_map(self.loader), dataloaders.pass_length(self.loader)
         # In positions of ft_ckpt 0.2.0 the offset also counts items that were yielded again.
-        taken = self._offset - (self._offset % was.divisor if is_map else 0) + self.batch * was.per_step
+        taken = (
+            self._offset - (self._offset % was.divisor if is_map else 0) + self.batch * was.per_step
+        )
         done = f"{saved} ranks had seen {taken} {cut.unit} of this pass, {self.size} go on"
         if shares == self.shares:
             done = f"batches of {was.per_step} before, of {cut.per_step} now: {done}"
@@ -311,11 +387,13 @@ class DataPosition:
                 raise LoadError(f"the data: {done}; resume with the same batch size")
         if self._origin is not None:
             raise LoadError(
-                f"the data: in a pass that another library's loader had begun on {saved} rank(s), {self.size} here; "
+                f"the data: in a pass that another library's loader had begun on {saved} rank(s), "
+                f"{self.size} here; "
                 "resume on as many, with the same batch size, until the pass is done"
             )
         if self._states and shares == self.shares and not dataloaders.looks_ahead(self.loader):
-            self._offset = taken - self.batch * cut.per_step  # the position itself is in the loader's own state
+            # the position itself is in the loader's own state
+            self._offset = taken - self.batch * cut.per_step
             return [f"{done} with the next one"]
         self._last, self._states, self._order_left = self._start, [], None
         notes = _sharing_problems(was, cut) if shares != self.shares else []
@@ -335,9 +413,13 @@ class DataPosition:
         self._least = None if is_map else taken - was.per_step + 1
         again = taken - self._offset - self.batch * cut.per_step
         if cut.unit == "samples":
-            self.samples = max(0, self.samples - again)  # batches without a first dimension count for less
+            # batches without a first dimension count for less
+            self.samples = max(0, self.samples - again)
         return [
-            f"{done} {how}" + (f"; {again} of them are given again, so that all ranks begin alike" if again else ""),
+            f"{done} {how}"
+            + (
+                f"; {again} of them are given again, so that all ranks begin alike" if again else ""
+            ),
             *notes,
         ]
 
@@ -354,13 +436,19 @@ def _sharing_problems(was: DataCut, now: DataCut) -> list[str]:
     """Why samples may be skipped or repeated on another number of ranks: at most one sentence."""
     if None in (was.sharing, now.sharing):
         problem = (
-            "how ranks share the data is not known: where they do not take it in turn, some samples are left out now "
+            "how ranks share the data is not known: where they do not take it in turn, some "
+            "samples are left out now "
             "and others given again; use a DistributedSampler or Accelerate's loaders"
         )
         return [problem]
     if was.sharing == now.sharing:
         return []
-    return [f"its order is {now.sharing} now, was {was.sharing}: some samples are left out and others given again"]
+    return [
+        (
+            f"its order is {now.sharing} now, was {was.sharing}: some samples are "
+            "left out and others given again"
+        )
+    ]
 
 
 _ABOUT = "about"  # key of the description by which loaders are recognized
@@ -412,7 +500,9 @@ def check_position(state: Any) -> None:
     try:
         as_record(state, _Position)
     except FieldError as error:
-        raise CorruptError(f"position in the data: {error}; it is not what state_dict returns") from error
+        raise CorruptError(
+            f"position in the data: {error}; it is not what state_dict returns"
+        ) from error
     problems = []
     own_states = [state["own"]]
     for start in (state["start"], state["last"]):
@@ -421,14 +511,19 @@ def check_position(state: Any) -> None:
             own_states.append(start["own"])
     for own in own_states:
         for saved in own.values():
-            if saved is not None and saved["kind"] != "torch":  # torch's may be of a device that is absent here
+            # torch's may be of a device that is absent here
+            if saved is not None and saved["kind"] != "torch":
                 rng.generator_in(saved)
     if problems:
-        raise CorruptError(f"position in the data: {listing(problems)}; it is not what state_dict returns")
+        raise CorruptError(
+            f"position in the data: {listing(problems)}; it is not what state_dict returns"
+        )
 
 
 def position_in_state(loader: Any, origin: Any, size: int) -> dict[str, Any]:
-    """The state for `DataPositions` to continue `loader` from `origin`, its own state on each of `size` ranks."""
+    """The state for `DataPositions` to continue `loader` from `origin`, its own state on each of
+    `size` ranks.
+    """
     counts = dict.fromkeys(("epoch", "batch", "samples", "given", "offset"), 0)
     absent = dict.fromkeys(("start", "last", "loader"))
     flags = {"warm": False, "at_end": False}
@@ -481,12 +576,18 @@ class DataPositions:
         self._slots = [_FeedSlot(state) for state in states]
         self.current: DataPosition | None = None  # the one requested last
 
-    def position_of(self, loader: Any, ranks: Ranks, replay: bool | None, on_difference: str) -> DataPosition:
-        """The position of `loader`, restored from the checkpoint; other arguments as for `DataPosition`."""
+    def position_of(
+        self, loader: Any, ranks: Ranks, replay: bool | None, on_difference: str
+    ) -> DataPosition:
+        """The position of `loader`, restored from the checkpoint; other arguments as for
+        `DataPosition`.
+        """
         self.current = next((feed for feed in self.known_positions if feed.loader is loader), None)
         if self.current is None:
             slot = self._slot_of(loader, on_difference)
-            self.current = DataPosition(loader, ranks.rank, ranks.size, replay=replay, on_difference=on_difference)
+            self.current = DataPosition(
+                loader, ranks.rank, ranks.size, replay=replay, on_difference=on_difference
+            )
             slot.feed = self.current
             for note in () if slot.state is None else self.current.load_state_dict(slot.state):
                 warn(f"loader {self._slots.index(slot)}: {note}", stacklevel=4)
@@ -509,9 +610,13 @@ class DataPositions:
         return (first.get("epoch") or 0) + bool(first.get("at_end"))
 
     def passes_done(self, of: int = 1, *, with_last: bool = True) -> int:
-        """Completed multiples of `of` passes; `with_last` counts a pass that has yielded its last batch."""
+        """Completed multiples of `of` passes; `with_last` counts a pass that has yielded its last
+        batch.
+        """
         places = [slot.counts for slot in self._slots]
-        return sum((place["epoch"] + (with_last and bool(place["at_end"]))) // of for place in places)
+        return sum(
+            (place["epoch"] + (with_last and bool(place["at_end"]))) // of for place in places
+        )
 
     def state_dicts(self) -> list[dict[str, Any]]:
         """The state of the position in each loader."""
@@ -525,24 +630,32 @@ class DataPositions:
     def _slot_of(self, loader: Any, on_difference: str) -> _FeedSlot:
         """The slot of the loader: one with the same data, else the first that was not requested.
 
-        If the checkpoint has one loader, of other data, `on_difference` decides between an error and a warning.
+        If the checkpoint has one loader, of other data, `on_difference` decides between an error
+        and a warning.
         """
         waiting, about = [slot for slot in self._slots if slot.feed is None], describe_data(loader)
-        alike = [slot for slot in waiting if slot.state is not None and slot.state.get(_ABOUT, about) == about]
+        alike = [
+            slot
+            for slot in waiting
+            if slot.state is not None and slot.state.get(_ABOUT, about) == about
+        ]
         if not waiting:
             self._slots.append(_FeedSlot(None))
             return self._slots[-1]
         if not alike and len(self._slots) > 1:
             warn(
-                f"loader of {about[0]} with {about[1]} samples: no loader of the checkpoint had such data; it goes on "
+                f"loader of {about[0]} with {about[1]} samples: no loader of the checkpoint had "
+                "such data; it goes on "
                 f"where loader {self._slots.index(waiting[0])} was",
                 stacklevel=5,
             )
         elif not alike and waiting[0].state is not None:
             before = waiting[0].state[_ABOUT]
             problem = (
-                f"the data: {about[0]} with {about[1]} samples, was {before[0]} with {before[1]} when it was saved; "
-                "the pass goes on after the samples that the run had seen: use the same data for an exact resume"
+                f"the data: {about[0]} with {about[1]} samples, was {before[0]} with {before[1]} "
+                "when it was saved; "
+                "the pass goes on after the samples that the run had seen: use the same data for "
+                "an exact resume"
             )
             _report_difference(problem, on_difference, stacklevel=5)
         return (alike or waiting)[0]

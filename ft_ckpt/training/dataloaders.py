@@ -1,8 +1,10 @@
-"""Properties of data loaders (torch, torchdata, Accelerate, others): sample order, skipping without reading.
+"""Properties of data loaders (torch, torchdata, Accelerate, others): sample order, skipping without
+reading.
 
-They are recognized by attributes, not by classes: Accelerate's loaders hold a `base_dataloader`, one that reads on rank
-0 for all has a `slice_fn`, batch samplers and data sets wrap others as `batch_sampler`, `sampler` and `dataset`. Parts
-are named from the inside ("sampler.0", "dataset.0"), so that names do not depend on the wrappers of more ranks.
+They are recognized by attributes, not by classes: Accelerate's loaders hold a `base_dataloader`,
+one that reads on rank 0 for all has a `slice_fn`, batch samplers and data sets wrap others as
+`batch_sampler`, `sampler` and `dataset`. Parts are named from the inside ("sampler.0",
+"dataset.0"), so that names do not depend on the wrappers of more ranks.
 """
 
 import math
@@ -24,7 +26,8 @@ from ft_ckpt.training import rng
 class SampleOrder:
     """A digest of the items of the outermost sampler that the run has consumed in a pass.
 
-    Loaders prefetch: items are noted when the sampler yields them, and digested when the run takes them.
+    Loaders prefetch: items are noted when the sampler yields them, and digested when the run takes
+    them.
     """
 
     def __init__(self) -> None:
@@ -50,7 +53,9 @@ class SampleOrder:
 
     @property
     def digest(self) -> str | None:
-        """Digest of all taken items; None if items are not plain values, or no sampler was followed."""
+        """Digest of all taken items; None if items are not plain values, or no sampler was
+        followed.
+        """
         return self._taken.hexdigest() if self._is_known else None
 
     def _forget_items(self) -> None:
@@ -59,7 +64,10 @@ class SampleOrder:
 
 
 def _plain_item(item: Any) -> Any:
-    """The item as nested plain values. Raises TypeError for values other than numbers and strings."""
+    """The item as nested plain values.
+
+    Raises TypeError for values other than numbers and strings.
+    """
     if isinstance(item, str):
         return item
     if isinstance(item, (list, tuple)):
@@ -68,8 +76,10 @@ def _plain_item(item: Any) -> Any:
 
 
 _NUMBERS = {  # counters and seeds that determine the sample order, besides generators
-    "loader": ("iteration",), "sampler": ("epoch", "initial_seed", "seed"), "dataset": ("epoch",)
-}  # fmt: skip
+    "loader": ("iteration",),
+    "sampler": ("epoch", "initial_seed", "seed"),
+    "dataset": ("epoch",),
+}
 _DEEPEST = 16  # nesting of wrappers around a data set or a sampler
 
 
@@ -82,7 +92,9 @@ def base_loader(loader: Any) -> Any:
 
 def is_map(loader: Any) -> bool:
     """Whether samples are read by index, so that skipped ones are not read."""
-    return isinstance(base_loader(loader), DataLoader) and not isinstance(base_loader(loader).dataset, IterableDataset)
+    return isinstance(base_loader(loader), DataLoader) and not isinstance(
+        base_loader(loader).dataset, IterableDataset
+    )
 
 
 def looks_ahead(loader: Any) -> bool:
@@ -101,7 +113,10 @@ def reads_here(loader: Any) -> bool:
 def is_warm(loader: Any) -> bool:
     """Whether workers of an earlier pass persist: then a pass draws no seed for them."""
     inner = base_loader(loader)
-    return bool(getattr(inner, "persistent_workers", False)) and getattr(inner, "_iterator", None) is not None
+    return (
+        bool(getattr(inner, "persistent_workers", False))
+        and getattr(inner, "_iterator", None) is not None
+    )
 
 
 def forget_premade(loader: Any) -> None:
@@ -117,12 +132,14 @@ def forget_premade(loader: Any) -> None:
 def has_own_state(loader: Any) -> bool:
     """Whether the loader has a state of its own that is exact and avoids reading again.
 
-    A loader whose data set has no state reads everything again and counts it twice. One that reads on rank 0 for all
-    corrects its count of batches, but not the state of its data set.
+    A loader whose data set has no state reads everything again and counts it twice. One that reads
+    on rank 0 for all corrects its count of batches, but not the state of its data set.
     """
     inner = base_loader(loader)
     knowing = (inner, getattr(inner, "dataset", None))
-    is_stateful = all(hasattr(part, "state_dict") and hasattr(part, "load_state_dict") for part in knowing)
+    is_stateful = all(
+        hasattr(part, "state_dict") and hasattr(part, "load_state_dict") for part in knowing
+    )
     return is_stateful and not hasattr(loader, "slice_fn")
 
 
@@ -140,8 +157,8 @@ def refills_a_buffer(loader: Any) -> bool:
 def forget_start(loader: Any) -> None:
     """Make the next pass start at the first sample.
 
-    A data set of `datasets` starts every pass of an epoch at its loaded state, and training loops do not always set a
-    new epoch.
+    A data set of `datasets` starts every pass of an epoch at its loaded state, and training loops
+    do not always set a new epoch.
     """
     for dataset in _nested_datasets(loader):
         if getattr(dataset, "_starting_state_dict", None) is not None:
@@ -150,20 +167,35 @@ def forget_start(loader: Any) -> None:
 
 def batches_per_call(loader: Any) -> int:
     """Number of batches that the reading rank reads for one batch of `loader`."""
-    if not hasattr(loader, "slice_fn") or loader.split_batches or getattr(loader, "submesh_tp", None):
+    if (
+        not hasattr(loader, "slice_fn")
+        or loader.split_batches
+        or getattr(loader, "submesh_tp", None)
+    ):
         return 1
     return int(loader.state.num_processes)
 
 
 def data_shares(loader: Any, size: int) -> int:
-    """Number of shares of the data over `size` ranks; ranks with the same data (tensor parallelism) have one share."""
-    if hasattr(loader, "slice_fn"):  # reads on rank 0 for all; under tensor parallelism all ranks get the same batch
+    """Number of shares of the data over `size` ranks; ranks with the same data (tensor parallelism)
+    have one share.
+    """
+    # reads on rank 0 for all; under tensor parallelism all ranks get the same batch
+    if hasattr(loader, "slice_fn"):
         return 1 if getattr(loader, "submesh_tp", None) else size
-    parts = [_sampler_at(holder, name) for holder, name in _sampler_places(loader)] + _nested_datasets(loader)
-    counts = [getattr(part, n) for part in parts for n in ("num_processes", "num_replicas") if hasattr(part, n)]
+    parts = [
+        _sampler_at(holder, name) for holder, name in _sampler_places(loader)
+    ] + _nested_datasets(loader)
+    counts = [
+        getattr(part, n)
+        for part in parts
+        for n in ("num_processes", "num_replicas")
+        if hasattr(part, n)
+    ]
     if counts:
         return int(counts[0])
-    is_whole = base_loader(loader) is not loader and is_map(loader)  # Accelerate shards only for several shares
+    # Accelerate shards only for several shares
+    is_whole = base_loader(loader) is not loader and is_map(loader)
     return 1 if is_whole else size
 
 
@@ -171,12 +203,14 @@ def data_shares(loader: Any, size: int) -> int:
 class DataCut:
     """How a pass of a loader is cut into the batches of all ranks.
 
-    The **source** is the innermost sampler whose items the loader yields in order: indices, or batches if the script
-    has a batch sampler of its own. For a stream it is the samples; for any other loader the batches.
+    The **source** is the innermost sampler whose items the loader yields in order: indices, or
+    batches if the script has a batch sampler of its own. For a stream it is the samples; for any
+    other loader the batches.
     """
 
     per_step: int  # items of the source that all ranks together take for one batch each
-    divisor: int  # number of shares that the source is divided into; 1 if the source of every rank has all items
+    # number of shares that the source is divided into; 1 if the source of every rank has all items
+    divisor: int
     unit: str  # name of an item in messages
     sharing: str | None  # the order of the source; None if the way that ranks share it is unknown
 
@@ -186,16 +220,27 @@ def cut_of(loader: Any, shares: int) -> DataCut:
     size = getattr(base_loader(loader), "batch_size", None)
     if not is_map(loader):
         # Accelerate's and transformers' shards of a stream deal batches to ranks in turn.
-        shards = [part for part in _nested_datasets(loader) if hasattr(part, "num_processes") and _is_of_library(part)]
+        shards = [
+            part
+            for part in _nested_datasets(loader)
+            if hasattr(part, "num_processes") and _is_of_library(part)
+        ]
         known = shares == 1 or hasattr(loader, "slice_fn") or bool(shards)
         whole = (size or 1) * (1 if getattr(loader, "split_batches", False) else shares)
         return DataCut(whole, 1, "samples" if size else "batches", "stream" if known else None)
     places, at = _sampler_places(loader), _source_place(loader)
     outer = [_sampler_at(holder, name) for holder, name in places[:at]]
-    source, cutters = _sampler_at(*places[at]), [sampler for sampler in outer if "batch_sampler" not in vars(sampler)]
-    is_split = getattr(loader if hasattr(loader, "slice_fn") else [*outer, source][0], "split_batches", False)
+    source, cutters = (
+        _sampler_at(*places[at]),
+        [sampler for sampler in outer if "batch_sampler" not in vars(sampler)],
+    )
+    is_split = getattr(
+        loader if hasattr(loader, "slice_fn") else [*outer, source][0], "split_batches", False
+    )
     whole = math.prod((1 if is_split else shares, *(sampler.batch_size for sampler in cutters)))
-    is_shared = base_loader(loader) is not loader or any(hasattr(sampler, "num_processes") for sampler in outer)
+    is_shared = base_loader(loader) is not loader or any(
+        hasattr(sampler, "num_processes") for sampler in outer
+    )
     is_dealt = isinstance(source, DistributedSampler) and _is_of_library(source)
     order = type(source).__name__
     if isinstance(source, SequentialSampler) or (is_dealt and not source.shuffle):
@@ -206,24 +251,32 @@ def cut_of(loader: Any, shares: int) -> DataCut:
 
 
 def is_spent(loader: Any, shares: int, taken: int) -> bool | None:
-    """Whether a pass has no batch left for any rank after `taken` items of the source; None if unknown."""
+    """Whether a pass has no batch left for any rank after `taken` items of the source; None if
+    unknown.
+    """
     places, cut = _sampler_places(loader), cut_of(loader, shares)
     try:
         left = len(_sampler_at(*places[_source_place(loader)])) - taken // cut.divisor
     except TypeError:
         return None
-    drops = getattr(loader, "_drop_last", False) or getattr(_sampler_at(*places[0]), "drop_last", False)
+    drops = getattr(loader, "_drop_last", False) or getattr(
+        _sampler_at(*places[0]), "drop_last", False
+    )
     return left <= 0 or bool(drops and left < cut.per_step // cut.divisor)
 
 
 def ends_together(loader: Any) -> bool:
-    """Whether all ranks have their last batch at the same step: not with Accelerate's even_batches=False."""
+    """Whether all ranks have their last batch at the same step: not with Accelerate's
+    even_batches=False.
+    """
     places = _sampler_places(loader)
     return not places or getattr(_sampler_at(*places[0]), "even_batches", True)
 
 
 def _source_place(loader: Any) -> int:
-    """The index of the source in `_sampler_places`: samplers before it yield all items of the next one, in order."""
+    """The index of the source in `_sampler_places`: samplers before it yield all items of the next
+    one, in order.
+    """
     samplers = [_sampler_at(holder, name) for holder, name in _sampler_places(loader)]
     for index, sampler in enumerate(samplers[:-1]):
         if not _is_of_library(sampler) or hasattr(sampler, "skip_batches"):
@@ -232,7 +285,12 @@ def _source_place(loader: Any) -> int:
 
 
 def _is_of_library(part: Any) -> bool:
-    return type(part).__iter__.__module__.split(".")[0] in ("torch", "torchdata", "accelerate", "transformers")
+    return type(part).__iter__.__module__.split(".")[0] in (
+        "torch",
+        "torchdata",
+        "accelerate",
+        "transformers",
+    )
 
 
 def pass_length(loader: Any) -> int | None:
@@ -244,7 +302,8 @@ def pass_length(loader: Any) -> int | None:
 
 
 def _misses_last_batch(loader: Any) -> bool:
-    """Whether this rank gets nothing of the last batch, which Accelerate's `len` counts for all ranks.
+    """Whether this rank gets nothing of the last batch, which Accelerate's `len` counts for all
+    ranks.
 
     That batch is too short to be split over all ranks, and is not filled up.
     """
@@ -257,7 +316,9 @@ def _misses_last_batch(loader: Any) -> bool:
 
 
 def samples_in(batch: Any) -> int:
-    """Number of samples in `batch`: rows of its first tensor, else items of its first list, else 1."""
+    """Number of samples in `batch`: rows of its first tensor, else items of its first list, else
+    1.
+    """
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.ndim else 1
     if isinstance(batch, Mapping):
@@ -296,7 +357,11 @@ def _nested_datasets(loader: Any) -> list[Any]:
 
 def _loader_parts(loader: Any) -> dict[str, Any]:
     samplers = [_sampler_at(holder, name) for holder, name in _sampler_places(loader)]
-    parts = {"loader": loader, "base": base_loader(loader), "collate": getattr(base_loader(loader), "collate_fn", None)}
+    parts = {
+        "loader": loader,
+        "base": base_loader(loader),
+        "collate": getattr(base_loader(loader), "collate_fn", None),
+    }
     for kind, items in (("sampler", samplers), ("dataset", _nested_datasets(loader))):
         parts |= {f"{kind}.{depth}": item for depth, item in enumerate(reversed(items))}
     return parts
@@ -328,9 +393,12 @@ def set_loader_counters(loader: Any, saved: Mapping[str, int]) -> None:
 def count_empty_pass(loader: Any, at_start: Mapping[str, int]) -> None:
     """Count a finished pass if the loader has not; `at_start` are the counters at its start.
 
-    Accelerate's loaders do not count a pass without a batch on this rank, and would repeat its order on this rank.
+    Accelerate's loaders do not count a pass without a batch on this rank, and would repeat its
+    order on this rank.
     """
-    counted = {key: value for key, value in loader_counters(loader).items() if key == "loader:iteration"}
+    counted = {
+        key: value for key, value in loader_counters(loader).items() if key == "loader:iteration"
+    }
     if counted and counted.items() <= at_start.items():
         set_loader_counters(loader, {key: value + 1 for key, value in counted.items()})
 
@@ -347,7 +415,10 @@ def loader_generators(loader: Any) -> dict[str, tuple[Any, str, Any]]:
 
 
 def generator_states(loader: Any) -> dict[str, Any]:
-    """The state of each of `loader_generators`, None for an empty attribute. A shared generator is read once."""
+    """The state of each of `loader_generators`, None for an empty attribute.
+
+    A shared generator is read once.
+    """
     states: dict[int, Any] = {}
     by_key = {}
     for key, (_, _, generator) in loader_generators(loader).items():
@@ -369,20 +440,32 @@ def set_generator_states(loader: Any, saved: Mapping[str, Any]) -> None:
 
 
 class _SkippingSampler:
-    """Sampler proxy that skips items in its first iteration and delegates everything else to `plain`.
+    """Sampler proxy that skips items in its first iteration and delegates everything else to
+    `plain`.
 
     `moment` is the random state from which to iterate `plain`; None for the current state.
     """
 
     def __init__(
-        self, plain: Any, keep: int, drop: int, moment: "RandomState | None", order: SampleOrder | None
+        self,
+        plain: Any,
+        keep: int,
+        drop: int,
+        moment: "RandomState | None",
+        order: SampleOrder | None,
     ) -> None:
-        self.plain, self._keep, self._drop, self._moment, self._order = plain, keep, drop, moment, order
+        self.plain, self._keep, self._drop, self._moment, self._order = (
+            plain,
+            keep,
+            drop,
+            moment,
+            order,
+        )
         self._is_new = True
 
     def __iter__(self) -> Iterator[Any]:
-        # At once, as the loader does: some samplers draw here, others at the first item. Loaders with workers make two
-        # iterators and use the second.
+        # At once, as the loader does: some samplers draw here, others at the first item. Loaders
+        # with workers make two iterators and use the second.
         if self._moment is None or not self._is_new:
             return self._remaining_items(iter(self.plain), None)
         self._moment.put_back()
@@ -422,7 +505,10 @@ class RandomState:
         self._objects = {} if state else loader_generators(loader)
 
     def put_back(self) -> None:
-        """Restore all generators, as the same objects. Raises CorruptError for a state that does not fit."""
+        """Restore all generators, as the same objects.
+
+        Raises CorruptError for a state that does not fit.
+        """
         for part, name, generator in self._objects.values():
             vars(part)[name] = generator
         set_generator_states(self.loader, self.state["own"])
@@ -440,8 +526,8 @@ def skipping_items(
 ) -> Iterator[None]:
     """During the block, a new pass over `loader` skips `drop` items after the first `keep`, unread.
 
-    Items are those of the outermost sampler (usually batches), or with `inside` of the source (usually samples), see
-    `DataCut`. `order` records all of them.
+    Items are those of the outermost sampler (usually batches), or with `inside` of the source
+    (usually samples), see `DataCut`. `order` records all of them.
     """
     holder, name = _sampler_places(loader)[_source_place(loader) if inside else 0]
     plain = vars(holder)[name]

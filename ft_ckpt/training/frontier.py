@@ -1,9 +1,11 @@
-"""The data position of asynchronous training: the samples that were trained, not the number that was drawn.
+"""The data position of asynchronous training: the samples that were trained, not the number that
+was drawn.
 
-In reinforcement learning samples are taken, generated on and trained in different orders, and some are dropped or fail.
-A `Frontier` numbers the samples of all epochs in one order (number = epoch * samples + position in the epoch) and keeps
-the numbers that are neither trained nor dropped, as ranges. The settled numbers are then a low-water mark and a few
-runs above it, which is all that a checkpoint stores: samples in flight are stored like samples never taken.
+In reinforcement learning samples are taken, generated on and trained in different orders, and some
+are dropped or fail. A `Frontier` numbers the samples of all epochs in one order (number = epoch *
+samples + position in the epoch) and keeps the numbers that are neither trained nor dropped, as
+ranges. The settled numbers are then a low-water mark and a few runs above it, which is all that a
+checkpoint stores: samples in flight are stored like samples never taken.
 """
 
 import hashlib
@@ -41,15 +43,22 @@ class Ticket(NamedTuple):
 
 
 class Frontier:
-    """Hands out samples, and records those that were trained or dropped. A resume hands out the others again."""
+    """Hands out samples, and records those that were trained or dropped.
 
-    def __init__(self, samples: int | Sized, *, epochs: int | None = 1, shuffle: bool = False, seed: int = 0) -> None:
-        """`samples`: their number; or a sequence of ids (a list, a range, a column of a dataset; str, int, bytes or
-        tuples of these), which the tickets carry; or anything else with a length, such as a dataset, whose indices the
-        tickets carry. An id that is listed twice is two samples. `epochs`: None for no end. `shuffle`: each epoch
-        has its own order, which depends on `seed`, the epoch and the number of samples alone.
+    A resume hands out the others again.
+    """
 
-        A group of prompts is one sample, which is taken and reported once, whatever is generated for it.
+    def __init__(
+        self, samples: int | Sized, *, epochs: int | None = 1, shuffle: bool = False, seed: int = 0
+    ) -> None:
+        """`samples`: their number; or a sequence of ids (a list, a range, a column of a dataset;
+        str, int, bytes or tuples of these), which the tickets carry; or anything else with a
+        length, such as a dataset, whose indices the tickets carry. An id that is listed twice is
+        two samples. `epochs`: None for no end. `shuffle`: each epoch has its own order, which
+        depends on `seed`, the epoch and the number of samples alone.
+
+        A group of prompts is one sample, which is taken and reported once, whatever is generated
+        for it.
 
         Raises ConfigError for invalid values.
         """
@@ -62,43 +71,54 @@ class Frontier:
         self._digest = None if self._ids is None else _digest_of(self._ids)
         self._seed = seed if shuffle else None
         self._end = _ENDLESS if epochs is None else count * epochs
-        self._open = [(0, self._end)]  # heap of ranges of numbers that are neither settled nor in flight
+        # heap of ranges of numbers that are neither settled nor in flight
+        self._open = [(0, self._end)]
         self._in_flight: dict[int, Ticket] = {}
         self._failures: dict[int, int] = {}  # of samples that are not settled
         self._trained = self._dropped = 0
         self._token = secrets.token_hex(4)
-        self._changed = threading.Condition()  # its lock is reentrant: a signal handler may read the state
+        # its lock is reentrant: a signal handler may read the state
+        self._changed = threading.Condition()
 
     def take(self, count: int = 1, *, wait: float = 0.0) -> list[Ticket]:
-        """Hand out the first `count` samples, in the order of the epochs, that are neither settled nor in flight.
+        """Hand out the first `count` samples, in the order of the epochs, that are neither settled
+        nor in flight.
 
-        Samples that failed and, after a resume, those that were in flight therefore precede new ones. An epoch begins
-        while samples of the previous one are in flight. Returns fewer tickets, or none, if there are no more at the
-        moment. `wait`: seconds to wait for one, because samples in flight may fail. Any thread may call it.
+        Samples that failed and, after a resume, those that were in flight therefore precede new
+        ones. An epoch begins while samples of the previous one are in flight. Returns fewer
+        tickets, or none, if there are no more at the moment. `wait`: seconds to wait for one,
+        because samples in flight may fail. Any thread may call it.
         """
         tickets: list[Ticket] = []
         with self._changed:
             self._changed.wait_for(lambda: self._open or not self._in_flight, wait)
             while self._open and len(tickets) < count:
                 start, stop = self._open[0]
-                # In flight before it is no longer open: an exception of a signal handler in between loses nothing.
+                # In flight before it is no longer open: an exception of a signal handler in between
+                # loses nothing.
                 self._in_flight[start] = ticket = self._ticket(start)
                 if start + 1 < stop:
-                    self._open[0] = (start + 1, stop)  # still the lowest, because ranges do not overlap
+                    # still the lowest, because ranges do not overlap
+                    self._open[0] = (start + 1, stop)
                 else:
                     heapq.heappop(self._open)
                 tickets.append(ticket)
         return tickets
 
     def __iter__(self) -> Iterator[Ticket]:
-        """One ticket at a time, until there are no more at the moment; see `take`. Several threads may iterate."""
+        """One ticket at a time, until there are no more at the moment; see `take`.
+
+        Several threads may iterate.
+        """
         while ticket := self.take():
             yield ticket[0]
 
     def trained(self, *tickets: Ticket) -> None:
-        """Settle samples that were trained; call it after their backward pass, before the `saver.step()` of the batch.
+        """Settle samples that were trained; call it after their backward pass, before the
+        `saver.step()` of the batch.
 
-        Raises TicketError naming samples that are not in flight under these tickets; then none is settled.
+        Raises TicketError naming samples that are not in flight under these tickets; then none is
+        settled.
         """
         with self._changed:
             self._check_reports("trained", tickets)
@@ -106,14 +126,20 @@ class Frontier:
             self._trained += len(tickets)
 
     def dropped(self, *tickets: Ticket) -> None:
-        """Settle samples that are not to be trained, such as filtered groups. Raises what `trained` raises."""
+        """Settle samples that are not to be trained, such as filtered groups.
+
+        Raises what `trained` raises.
+        """
         with self._changed:
             self._check_reports("dropped", tickets)
             self._settle(tickets)
             self._dropped += len(tickets)
 
     def failed(self, *tickets: Ticket) -> None:
-        """Return samples, which the next `take` hands out with one more `attempt`. Raises what `trained` raises."""
+        """Return samples, which the next `take` hands out with one more `attempt`.
+
+        Raises what `trained` raises.
+        """
         with self._changed:
             self._check_reports("failed", tickets)
             for ticket in tickets:
@@ -125,9 +151,9 @@ class Frontier:
     def renew(self, *tickets: Ticket) -> list[Ticket]:
         """New tickets for `tickets` from before a resume; their samples are then in flight here.
 
-        For results in a buffer that is stored with the checkpoint, and for workers that outlive the trainer. Call it
-        before `take`, which hands the same samples out again. Raises TicketError naming samples that are of other data,
-        settled, or in flight here; then none is renewed.
+        For results in a buffer that is stored with the checkpoint, and for workers that outlive the
+        trainer. Call it before `take`, which hands the same samples out again. Raises TicketError
+        naming samples that are of other data, settled, or in flight here; then none is renewed.
         """
         with self._changed:
             self._check_renewals(tickets)
@@ -161,8 +187,14 @@ class Frontier:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Samples "trained" and "dropped" since the run began, over all epochs, and those "in flight"."""
-        return {"trained": self._trained, "dropped": self._dropped, "in flight": len(self._in_flight)}
+        """Samples "trained" and "dropped" since the run began, over all epochs, and those "in
+        flight".
+        """
+        return {
+            "trained": self._trained,
+            "dropped": self._dropped,
+            "in flight": len(self._in_flight),
+        }
 
     @property
     def epoch(self) -> int:
@@ -180,14 +212,17 @@ class Frontier:
         return f"Frontier({self.samples} samples, {epochs}, {self.counts})"
 
     def state_dict(self) -> dict[str, Any]:
-        """The settled samples as JSON values: "low" (all numbers below are settled) and "runs" above it.
+        """The settled samples as JSON values: "low" (all numbers below are settled) and "runs"
+        above it.
 
-        "runs" is text: the lengths of an open range, a settled one, an open one, a settled one, ...; after the last,
-        all numbers are open.
+        "runs" is text: the lengths of an open range, a settled one, an open one, a settled one,
+        ...; after the last, all numbers are open.
         """
         with self._changed:
             spans, dropped = self._spans(), self._dropped
-        lengths = chain.from_iterable((stop - start, later[0] - stop) for (start, stop), later in pairwise(spans))
+        lengths = chain.from_iterable(
+            (stop - start, later[0] - stop) for (start, stop), later in pairwise(spans)
+        )
         return {
             "version": _VERSION,
             "samples": self.samples,
@@ -200,14 +235,21 @@ class Frontier:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. Samples in flight are handed out again, and their tickets become invalid.
+        """Continue from `state_dict`.
 
-        More epochs than at the save are allowed. Raises LoadError for another number of samples, other ids, another
-        order or fewer epochs, CorruptError for a state that `state_dict` does not return; then nothing is changed.
+        Samples in flight are handed out again, and their tickets become invalid.
+
+        More epochs than at the save are allowed. Raises LoadError for another number of samples,
+        other ids, another order or fewer epochs, CorruptError for a state that `state_dict` does
+        not return; then nothing is changed.
         """
         _check_state(state)
         self._compare_settings(state)
-        low, runs, dropped = state["low"], [int(length) for length in state["runs"].split()], state["dropped"]
+        low, runs, dropped = (
+            state["low"],
+            [int(length) for length in state["runs"].split()],
+            state["dropped"],
+        )
         spans, number = [], low
         for opened, settled in zip(runs[::2], runs[1::2], strict=True):
             spans.append((number, number + opened))
@@ -215,7 +257,8 @@ class Frontier:
         trained = low + sum(runs[1::2]) - dropped
         if number > self._end or trained < 0:
             raise CorruptError(
-                f"frontier: {low + sum(runs[1::2])} samples settled, {dropped} of them dropped, the last before number "
+                f"frontier: {low + sum(runs[1::2])} samples settled, {dropped} of them dropped, "
+                "the last before number "
                 f"{number} of {self._end}; the state is damaged, take another checkpoint"
             )
         if number < self._end:
@@ -240,7 +283,9 @@ class Frontier:
             self._changed.notify_all()
 
     def _spans(self) -> list[tuple[int, int]]:
-        """The ranges of numbers that are not settled, sorted and merged; the last one may be empty, at the end."""
+        """The ranges of numbers that are not settled, sorted and merged; the last one may be empty,
+        at the end.
+        """
         spans: list[tuple[int, int]] = []
         for start, stop in sorted([*self._open, *((key, key + 1) for key in self._in_flight)]):
             if spans and start <= spans[-1][1]:
@@ -265,17 +310,24 @@ class Frontier:
 
     def _problem_of(self, ticket: Any) -> str:
         if not isinstance(ticket, Ticket):
-            return f"a {type(ticket).__name__} is no ticket; give tickets one by one, as in trained(*tickets)"
+            return (
+                f"a {type(ticket).__name__} is no ticket; give tickets one by one, as in "
+                "trained(*tickets)"
+            )
         name = _name_of(ticket)
         if ticket.token != self._token:
             return (
-                f"{name}: its ticket is from before a resume, or of another Frontier; renew() it or discard its result"
+                f"{name}: its ticket is from before a resume, or of another Frontier; renew() "
+                "it or discard its result"
             )
         if ticket in self:
             return f"{name}: the ticket is given twice"
         failures = self._failures.get(ticket.key, 0)
         if failures >= ticket.attempt:
-            return f"{name}: reported as failed already, it comes again as attempt {failures + 1}; discard this result"
+            return (
+                f"{name}: reported as failed already, it comes again as attempt "
+                f"{failures + 1}; discard this result"
+            )
         return f"{name}: reported as trained or dropped already; report each ticket once"
 
     def _check_renewals(self, tickets: Sequence[Ticket]) -> None:
@@ -288,9 +340,13 @@ class Frontier:
             name, key = _name_of(ticket), ticket.key
             at = bisect_right(spans, (key, _ENDLESS)) - 1
             if not 0 <= key < self._end or self._ticket(key)[:2] != ticket[:2]:
-                problems.append(f"{name}: not a sample of this Frontier, which has other data or another order")
+                problems.append(
+                    f"{name}: not a sample of this Frontier, which has other data or another order"
+                )
             elif key in self._in_flight or key in keys:
-                problems.append(f"{name}: in flight here already; renew tickets once, before take()")
+                problems.append(
+                    f"{name}: in flight here already; renew tickets once, before take()"
+                )
             elif at < 0 or spans[at][1] <= key:
                 problems.append(f"{name}: trained or dropped already; discard its result")
             keys.add(key)
@@ -302,15 +358,21 @@ class Frontier:
         live = {"samples": self.samples, "ids": self._digest, "seed": self._seed}
         words = {"ids": "the digest of the ids", "seed": "the seed (None: not shuffled)"}
         problems = [
-            f"{words.get(name, f'the number of {name}')} is {value}, {state[name]} in the checkpoint"
+            (
+                f"{words.get(name, f'the number of {name}')} is {value}, {state[name]} in the "
+                "checkpoint"
+            )
             for name, value in live.items()
             if value != state[name]
         ]
         if self.epochs is not None and (state["epochs"] is None or self.epochs < state["epochs"]):
-            problems.append(f"the number of epochs is {self.epochs}, {state['epochs']} in the checkpoint")
+            problems.append(
+                f"the number of epochs is {self.epochs}, {state['epochs']} in the checkpoint"
+            )
         if problems:
             raise LoadError(
-                f"frontier: {listing(problems)}; make the Frontier with the samples, seed and epochs of the saved run "
+                f"frontier: {listing(problems)}; make the Frontier with the samples, seed and "
+                "epochs of the saved run "
                 "(more epochs are allowed)"
             )
 
@@ -329,11 +391,15 @@ def _count_of(samples: Any) -> int:
         return -1
 
 
-def _check_settings(samples: object, count: int, epochs: object, shuffle: object, seed: object) -> None:
+def _check_settings(
+    samples: object, count: int, epochs: object, shuffle: object, seed: object
+) -> None:
     """Raise ConfigError naming all invalid settings."""
     problems = []
     if count < 0:
-        problems.append(f"samples={samples!r}: expected their number, a list of ids, or a dataset with a length")
+        problems.append(
+            f"samples={samples!r}: expected their number, a list of ids, or a dataset with a length"
+        )
     elif count == 0:
         problems.append("samples: there are none; expected at least one")
     if epochs is not None and (type(epochs) is not int or epochs < 1):
@@ -350,13 +416,18 @@ def _check_state(state: Mapping[str, Any]) -> None:
     """Raise CorruptError naming missing or invalid fields, LoadError for another version."""
     missing = [name for name in _KEYS if name not in state]
     if missing:
-        raise CorruptError(f"frontier: {', '.join(missing)} missing; it is not what state_dict returns")
+        raise CorruptError(
+            f"frontier: {', '.join(missing)} missing; it is not what state_dict returns"
+        )
     if state["version"] != _VERSION:
         raise LoadError(
-            f"frontier: version {state['version']!r}, expected {_VERSION}; resume with the ft_ckpt that saved it"
+            f"frontier: version {state['version']!r}, expected {_VERSION}; resume with the ft_ckpt "
+            "that saved it"
         )
     lengths = state["runs"].split() if isinstance(state["runs"], str) else ["none"]
-    is_run = all(length.isascii() and length.isdigit() and 0 < len(length) < 20 for length in lengths)
+    is_run = all(
+        length.isascii() and length.isdigit() and 0 < len(length) < 20 for length in lengths
+    )
     allowed = {
         **{name: _is_count(state[name]) for name in ("low", "dropped")},
         "epochs": state["epochs"] is None or _is_count(state["epochs"]),
@@ -364,7 +435,9 @@ def _check_state(state: Mapping[str, Any]) -> None:
     }
     wrong = [name for name, is_allowed in allowed.items() if not is_allowed]
     if wrong:
-        raise CorruptError(f"frontier: {', '.join(wrong)} invalid; it is not what state_dict returns")
+        raise CorruptError(
+            f"frontier: {', '.join(wrong)} invalid; it is not what state_dict returns"
+        )
 
 
 def _is_count(value: object) -> bool:
@@ -372,15 +445,21 @@ def _is_count(value: object) -> bool:
 
 
 def _digest_of(ids: Sequence[Any]) -> str:
-    """A digest of ids and their order. Raises ConfigError for ids whose repr may differ in another process."""
+    """A digest of ids and their order.
+
+    Raises ConfigError for ids whose repr may differ in another process.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for begin in range(0, len(ids), 4096):
         block = list(ids[begin : begin + 4096])
-        kinds = set(map(type, chain.from_iterable(one if type(one) is tuple else (one,) for one in block)))
+        kinds = set(
+            map(type, chain.from_iterable(one if type(one) is tuple else (one,) for one in block))
+        )
         if not kinds <= _PLAIN_IDS:
             names = ", ".join(sorted(kind.__name__ for kind in kinds - _PLAIN_IDS))
             raise ConfigError(
-                f"samples: ids of type {names}, expected str, int, bytes or tuples of these; give len(samples), and "
+                f"samples: ids of type {names}, expected str, int, bytes or tuples of these; give "
+                "len(samples), and "
                 "tickets have indices"
             )
         digest.update(repr(block).encode("utf-8", "surrogatepass"))
@@ -388,10 +467,12 @@ def _digest_of(ids: Sequence[Any]) -> str:
 
 
 def _shuffled(position: int, count: int, seed: int, epoch: int) -> int:
-    """The index of the sample at a position of a shuffled epoch: a permutation of range(count), without a list of it.
+    """The index of the sample at a position of a shuffled epoch: a permutation of range(count),
+    without a list of it.
 
-    A Feistel network on a grid of at least `count` cells: position = high * width + low, and each round adds to `high`
-    a random number chosen by `low`, then to `low` one chosen by `high`. A result beyond `count` is permuted again.
+    A Feistel network on a grid of at least `count` cells: position = high * width + low, and each
+    round adds to `high` a random number chosen by `low`, then to `low` one chosen by `high`. A
+    result beyond `count` is permuted again.
     """
     width, height, rounds = _random_rounds(count, seed, epoch)
     while True:
@@ -405,8 +486,11 @@ def _shuffled(position: int, count: int, seed: int, epoch: int) -> int:
 
 
 @lru_cache(maxsize=8)
-def _random_rounds(count: int, seed: int, epoch: int) -> tuple[int, int, tuple[tuple[list[int], list[int]], ...]]:
-    """Width and height of the grid, and the numbers to add in each round: SHAKE-256 of "seed/epoch/round".
+def _random_rounds(
+    count: int, seed: int, epoch: int
+) -> tuple[int, int, tuple[tuple[list[int], list[int]], ...]]:
+    """Width and height of the grid, and the numbers to add in each round: SHAKE-256 of
+    "seed/epoch/round".
 
     About 8 * sqrt(count) numbers: 25,000 for 10 million samples.
     """
@@ -416,5 +500,10 @@ def _random_rounds(count: int, seed: int, epoch: int) -> tuple[int, int, tuple[t
     for number in range(_ROUNDS):
         stream = hashlib.shake_256(f"{seed}/{epoch}/{number}".encode()).digest(8 * (width + height))
         values = struct.unpack(f"<{width + height}Q", stream)
-        rounds.append(([value % height for value in values[:width]], [value % width for value in values[width:]]))
+        rounds.append(
+            (
+                [value % height for value in values[:width]],
+                [value % width for value in values[width:]],
+            )
+        )
     return width, height, tuple(rounds)

@@ -1,4 +1,6 @@
-"""Pending gradients: those that gradient accumulation has summed on this rank since the last step."""
+"""Pending gradients: those that gradient accumulation has summed on this rank since the last
+step.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -20,7 +22,8 @@ class StepWatch:
     """
 
     def __init__(self) -> None:
-        self._hooks: dict[int, tuple[torch.optim.Optimizer, Any]] = {}  # by id of the optimizer, which is kept alive
+        # by id of the optimizer, which is kept alive
+        self._hooks: dict[int, tuple[torch.optim.Optimizer, Any]] = {}
         self._has_stepped = False
         self._counts: dict[int, int] = {}  # steps of each hooked optimizer, by its id
 
@@ -32,9 +35,14 @@ class StepWatch:
     def watch_optimizers(self, optimizers: Iterable[Any]) -> None:
         """Hook the optimizers that are torch's and call step hooks; others cannot be tracked."""
         for optimizer in optimizers:
-            is_hooked = isinstance(optimizer, torch.optim.Optimizer) and getattr(type(optimizer).step, "hooked", False)
+            is_hooked = isinstance(optimizer, torch.optim.Optimizer) and getattr(
+                type(optimizer).step, "hooked", False
+            )
             if is_hooked and id(optimizer) not in self._hooks:
-                self._hooks[id(optimizer)] = (optimizer, optimizer.register_step_post_hook(self._mark_taken))
+                self._hooks[id(optimizer)] = (
+                    optimizer,
+                    optimizer.register_step_post_hook(self._mark_taken),
+                )
 
     def is_unfinished(self, models: Callable[[], Iterable[nn.Module]]) -> bool:
         """Whether gradients are pending and no step was taken since the last call."""
@@ -44,7 +52,8 @@ class StepWatch:
     def is_pending(self, models: Callable[[], Iterable[nn.Module]]) -> bool:
         """Whether a gradient exists that no step has used.
 
-        Checked are the parameters of the hooked optimizers, and those of `models` that FSDP2 keeps unsharded.
+        Checked are the parameters of the hooked optimizers, and those of `models` that FSDP2 keeps
+        unsharded.
         """
         if not self._hooks:
             return False
@@ -52,7 +61,9 @@ class StepWatch:
         gradients = (gradient for optimizer in optimizers for gradient in _gradients_of(optimizer))
         if any(getattr(gradient, _TAKEN, None) != gradient._version for gradient in gradients):
             return True
-        kept = (one for model in models() for one in wrappers.kept_gradients(unwrap(model)).values())
+        kept = (
+            one for model in models() for one in wrappers.kept_gradients(unwrap(model)).values()
+        )
         return any(one.read() is not None for one in kept)
 
     def close(self) -> None:
@@ -77,14 +88,17 @@ def pending_gradients(model: nn.Module) -> dict[str, Tensor]:
     hiding = wrappers.hiding_gradients(model)
     if hiding and any(parameter.grad is not None for parameter in model.parameters()):
         raise SelectionError(
-            f"gradients: accumulated by {hiding[0]} where they cannot be read; save when the optimizer has stepped, as "
+            f"gradients: accumulated by {hiding[0]} where they cannot be read; save when the "
+            "optimizer has stepped, as "
             "saver.step() does, or after zero_grad()"
         )
     return dict(_accumulated_gradients(root))
 
 
 def restore_gradients(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    """Restore the gradients of `pending_gradients`; other parameters get None, as before the first backward."""
+    """Restore the gradients of `pending_gradients`; other parameters get None, as before the first
+    backward.
+    """
     root = unwrap(model)
     whole = wrappers.kept_gradients(root)
     wrappers.drop_kept_gradients(root)

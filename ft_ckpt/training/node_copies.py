@@ -1,6 +1,8 @@
-"""Copies rank 0's checkpoint to the nodes whose ranks do not see it: rank 0 reads the files and broadcasts them.
+"""Copies rank 0's checkpoint to the nodes whose ranks do not see it: rank 0 reads the files and
+broadcasts them.
 
-Such a node needs the room of the checkpoint in its temporary folder until the resume ends. Its ranks share one copy.
+Such a node needs the room of the checkpoint in its temporary folder until the resume ends. Its
+ranks share one copy.
 """
 
 import uuid
@@ -30,9 +32,9 @@ def copy_to_nodes(
 ) -> LocalStore | None:
     """Copy rank 0's open `checkpoint` to the nodes of the ranks with `needs_copy`. Collective.
 
-    Returns the folder of the copy on these ranks; it is deleted when the stack of the rank that made it closes. Needs
-    32 MiB of memory. Raises NoSpaceError if a temporary folder has no room for the copy, RankError if rank 0 cannot
-    read the checkpoint, and on all ranks the error of one.
+    Returns the folder of the copy on these ranks; it is deleted when the stack of the rank that
+    made it closes. Needs 32 MiB of memory. Raises NoSpaceError if a temporary folder has no room
+    for the copy, RankError if rank 0 cannot read the checkpoint, and on all ranks the error of one.
     """
     facts, error = try_action(lambda: {} if checkpoint is None else _facts_of(checkpoint))
     agreed = ranks.agree("sending the checkpoint of resume()", facts, error).result
@@ -41,7 +43,9 @@ def copy_to_nodes(
     ranks.agree("making folders for the checkpoint of resume()", error=error)
     folder = None if own_folder is None else _first_marked(own_folder, mark)
     is_writer = folder is not None and folder == own_folder
-    writings, error = try_action(lambda: _allocate(folder, sizes) if folder is not None and is_writer else {})
+    writings, error = try_action(
+        lambda: _allocate(folder, sizes) if folder is not None and is_writer else {}
+    )
     ranks.agree("making room for the checkpoint of resume()", error=error)
     buffer = torch.empty(_BUFFER_BYTES + 1, dtype=torch.uint8, device=wire_device())
     _, error = try_action(lambda: _broadcast_files(checkpoint, sizes, writings or {}, buffer))
@@ -50,7 +54,9 @@ def copy_to_nodes(
 
 
 def _facts_of(checkpoint: OpenCheckpoint) -> dict[str, object]:
-    """The size of each file, and a mark by which the ranks of a node find the folder that they share."""
+    """The size of each file, and a mark by which the ranks of a node find the folder that they
+    share.
+    """
     sizes = {}
     for name in (MANIFEST_NAME, *(record.path for record in checkpoint.manifest.files)):
         with closing(checkpoint.store.open(name)) as file:
@@ -65,22 +71,31 @@ def _make_folder(mark: str, stack: ExitStack) -> LocalStore:
 
 
 def _first_marked(folder: LocalStore, mark: str) -> LocalStore:
-    """The folder that the ranks of this node share: the first one with the mark beside this rank's own."""
+    """The folder that the ranks of this node share: the first one with the mark beside this rank's
+    own.
+    """
     parent = folder.folder.parent
     marked = sorted(path.parent for path in parent.glob(f"{_PREFIX}*/{mark}"))
     return replace(folder, folder=marked[0])
 
 
 def _allocate(folder: LocalStore, sizes: dict[str, int]) -> dict[str, LocalWriting]:
-    return {name: folder.create(f"{_CHECKPOINT}/{name}", size_bytes) for name, size_bytes in sizes.items()}
+    return {
+        name: folder.create(f"{_CHECKPOINT}/{name}", size_bytes)
+        for name, size_bytes in sizes.items()
+    }
 
 
 def _broadcast_files(
-    checkpoint: OpenCheckpoint | None, sizes: dict[str, int], writings: dict[str, LocalWriting], buffer: Tensor
+    checkpoint: OpenCheckpoint | None,
+    sizes: dict[str, int],
+    writings: dict[str, LocalWriting],
+    buffer: Tensor,
 ) -> None:
     """Send the files of rank 0's checkpoint to all ranks; a rank with `writings` writes them.
 
-    The last byte of each broadcast says whether rank 0 could read: no rank waits for bytes that do not come.
+    The last byte of each broadcast says whether rank 0 could read: no rank waits for bytes that do
+    not come.
     """
     import torch.distributed as dist
 
@@ -90,7 +105,9 @@ def _broadcast_files(
             count = min(_BUFFER_BYTES, size_bytes - start)
             read_error = None
             if checkpoint is not None:
-                _, read_error = try_action(partial(_read_into, buffer, checkpoint.store, name, start, count))
+                _, read_error = try_action(
+                    partial(_read_into, buffer, checkpoint.store, name, start, count)
+                )
                 buffer[count] = int(read_error is not None)
             dist.broadcast(buffer[: count + 1], src=0)
             if read_error is not None:

@@ -1,9 +1,10 @@
 """The state of torch optimizers by parameter name, and its restoration.
 
-`describe` describes this rank's state, and `state.merge_descriptions` merges the descriptions of all ranks;
-`state_tensors` gives the tensors as sources, sharded like their parameters; `restore` creates the state again, for any
-order of parameters, number of ranks or wrapper at the save. `zero_optimizer` has the same functions for DeepSpeed's
-optimizers; `items` chooses between the two. No tensor moves between ranks here.
+`describe` describes this rank's state, and `state.merge_descriptions` merges the descriptions of
+all ranks; `state_tensors` gives the tensors as sources, sharded like their parameters; `restore`
+creates the state again, for any order of parameters, number of ranks or wrapper at the save.
+`zero_optimizer` has the same functions for DeepSpeed's optimizers; `items` chooses between the two.
+No tensor moves between ranks here.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, ValuesView
@@ -37,14 +38,19 @@ from ft_ckpt.training.optimizer_values import (
     unpack,
 )
 
-Description = dict[str, Any]  # {"class": str, "groups": [{"params": [names], ...}], "state": {name: {key: entry}}}
+# {"class": str, "groups": [{"params": [names], ...}], "state": {name: {key: entry}}}
+Description = dict[str, Any]
 
 _BESIDE = "state under keys that are not parameters"
-GroupValues = tuple[dict[str, Any], Mapping[str, Any]]  # a live group, and the values described for it
+# a live group, and the values described for it
+GroupValues = tuple[dict[str, Any], Mapping[str, Any]]
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a group without its parameters, by key. Raises SelectionError for one that cannot be saved."""
+    """The settings of a group without its parameters, by key.
+
+    Raises SelectionError for one that cannot be saved.
+    """
     return {key: encode_setting(key, value) for key, value in group.items() if key != "params"}
 
 
@@ -54,19 +60,28 @@ def match_groups(
     description: Mapping[str, Any],
     found: Mapping[str, Source],
 ) -> tuple[list[GroupValues], list[str]]:
-    """Match live groups with described ones. Returns each group with its described values, and notes.
+    """Match live groups with described ones. Returns each group with its described values, and
+    notes.
 
-    `live` has the parameter names of each group. Groups are compared by position and by all names in them. ZeRO drops
-    frozen parameters: those without state may be on one side only while they are frozen. Raises LoadError for any
-    other difference.
+    `live` has the parameter names of each group. Groups are compared by position and by all names
+    in them. ZeRO drops frozen parameters: those without state may be on one side only while they
+    are frozen. Raises LoadError for any other difference.
     """
     first: dict[int, str] = {}
     canonical = {name: first.setdefault(source.key, name) for name, source in found.items()}
-    stored = [{canonical.get(name, name) for name in group["params"]} for group in description["groups"]]
+    stored = [
+        {canonical.get(name, name) for name in group["params"]} for group in description["groups"]
+    ]
     with_state = {canonical.get(name, name) for name in description["state"]}
-    live_names, stored_names = {name for names in live for name in names}, {name for names in stored for name in names}
+    live_names, stored_names = (
+        {name for names in live for name in names},
+        {name for names in stored for name in names},
+    )
     problems = _group_differences(live_names, stored_names, with_state, found)
-    ours, theirs = [live_names & stored_names & set(names) for names in live], [names & live_names for names in stored]
+    ours, theirs = (
+        [live_names & stored_names & set(names) for names in live],
+        [names & live_names for names in stored],
+    )
     places = {frozenset(names): place for place, names in enumerate(theirs) if names}
     pairs: list[GroupValues] = []
     notes: list[str] = []
@@ -75,13 +90,19 @@ def match_groups(
         if place is not None:
             pairs.append((group, description["groups"][place]["values"]))
         elif not names:
-            notes.append(f"parameter group {number} shares no parameter with the checkpoint: its settings stay")
+            notes.append(
+                f"parameter group {number} shares no parameter with the "
+                "checkpoint: its settings stay"
+            )
         elif not problems:
             problems.append(
-                f"parameter group {number}: its {len(names)} parameters are not one group in the checkpoint"
+                f"parameter group {number}: its {len(names)} parameters are not "
+                "one group in the checkpoint"
             )
     if problems:
-        raise LoadError(f"{listing(problems)}; resume with the model and parameter groups of the saved run")
+        raise LoadError(
+            f"{listing(problems)}; resume with the model and parameter groups of the saved run"
+        )
     return pairs, notes
 
 
@@ -98,7 +119,9 @@ def check_settings(groups: Iterable[GroupValues]) -> None:
 
 
 def _can_replace(key: str, value: Any, live: Any) -> bool:
-    """Whether a stored setting may replace a live one: both of one type, or one None, except for "lr"."""
+    """Whether a stored setting may replace a live one: both of one type, or one None, except for
+    "lr".
+    """
     if value is None or live is None:
         return value is live or key != "lr"
     if isinstance(live, tuple):
@@ -128,10 +151,17 @@ def _group_differences(
     """The parameters that only one side trains."""
     only_here = [name for name in live - stored if found[name].trainable or name in with_state]
     lost = [name for name in (stored | with_state) - live if name not in found]
-    only_there = [name for name in stored - live if name in found and (found[name].trainable or name in with_state)]
+    only_there = [
+        name
+        for name in stored - live
+        if name in found and (found[name].trainable or name in with_state)
+    ]
     return [
         *(f"{name}: trained here, not in the checkpoint's optimizer" for name in sorted(only_here)),
-        *(f"{name}: in the checkpoint's optimizer, not trained here" for name in sorted([*lost, *only_there])),
+        *(
+            f"{name}: in the checkpoint's optimizer, not trained here"
+            for name in sorted([*lost, *only_there])
+        ),
     ]
 
 
@@ -143,22 +173,31 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 
 
 def describe(optimizer: Any, found: Mapping[str, Source]) -> Description:
-    """This rank's part of the optimizer's state as JSON: plain values, and shape and dtype of tensors.
+    """This rank's part of the optimizer's state as JSON: plain values, and shape and dtype of
+    tensors.
 
-    `found` are the sources of the models it trains; their `requires_grad` does not matter. Raises SelectionError naming
-    what cannot be saved: tensor subclasses, Python objects, parameters of unknown models, further entries of its state
-    dict.
+    `found` are the sources of the models it trains; their `requires_grad` does not matter. Raises
+    SelectionError naming what cannot be saved: tensor subclasses, Python objects, parameters of
+    unknown models, further entries of its state dict.
     """
     owners, problems = sources_by_parameter(found), unsaveable_state(optimizer)
     groups: list[Description] = []
     for number, group in enumerate(optimizer.param_groups):
         names = [[source.name for source in owners.get(id(p), [])] for p in group["params"]]
-        problems += [f"parameter {i} of group {number}: of no known model" for i, n in enumerate(names) if not n]
-        groups.append({"params": list(chain(*names)), "values": {} if problems else settings_of(group)})
+        problems += [
+            f"parameter {i} of group {number}: of no known model"
+            for i, n in enumerate(names)
+            if not n
+        ]
+        groups.append(
+            {"params": list(chain(*names)), "values": {} if problems else settings_of(group)}
+        )
     state: Description = {}
     for parameter in _stateful_parameters(optimizer):
         if id(parameter) not in owners:
-            problems.append(f"state of a tensor of shape {list(parameter.shape)}: of no known model")
+            problems.append(
+                f"state of a tensor of shape {list(parameter.shape)}: of no known model"
+            )
         sources = owners.get(id(parameter), [])
         for source in sources:
             state[source.name] = {}
@@ -169,11 +208,15 @@ def describe(optimizer: Any, found: Mapping[str, Source]) -> Description:
                 state[source.name][key] = entry
     if problems:
         raise SelectionError(
-            f"{type(optimizer).__name__}: {listing(problems)}: cannot be saved, so a run could not be resumed exactly; "
-            "use an optimizer whose state is tensors, numbers and containers of them, or save without its state"
+            f"{type(optimizer).__name__}: {listing(problems)}: cannot be saved, so a run could not "
+            "be resumed exactly; "
+            "use an optimizer whose state is tensors, numbers and containers of them, or save "
+            "without its state"
         )
     described = {"class": type(optimizer).__name__, "groups": groups, "state": state}
-    return described | ({"beside": pack(beside, _BESIDE)} if (beside := _other_state(optimizer)) else {})
+    return described | (
+        {"beside": pack(beside, _BESIDE)} if (beside := _other_state(optimizer)) else {}
+    )
 
 
 def unsaveable_state(optimizer: Any) -> list[str]:
@@ -182,7 +225,10 @@ def unsaveable_state(optimizer: Any) -> list[str]:
     if isinstance(optimizer, torch.optim.LBFGS):
         problems.append("its state belongs to all parameters together")
     problems += [
-        f"its {name!r} is an optimizer with state of its own; register that one in its place, or give both one `state`"
+        (
+            f"its {name!r} is an optimizer with state of its own; register that one in its "
+            "place, or give both one `state`"
+        )
         for name in _inner_optimizers(optimizer)
     ]
     if not problems and type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
@@ -210,11 +256,15 @@ def _unsaveable_settings(number: int, group: Mapping[str, Any]) -> list[str]:
 
 
 def is_schedule_free_in_training(optimizer: Any) -> bool:
-    """Whether the optimizer has put the weights to the point where gradients are computed, instead of its average.
+    """Whether the optimizer has put the weights to the point where gradients are computed, instead
+    of its average.
 
-    Schedule-free optimizers switch by `train` and `eval`, and have the mode in their groups, or as an attribute.
+    Schedule-free optimizers switch by `train` and `eval`, and have the mode in their groups, or as
+    an attribute.
     """
-    if not (callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))):
+    if not (
+        callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+    ):
         return False
     modes = [group.get("train_mode", False) for group in optimizer.param_groups]
     return True in modes or getattr(optimizer, "train_mode", False) is True
@@ -222,20 +272,36 @@ def is_schedule_free_in_training(optimizer: Any) -> bool:
 
 def _inner_optimizers(optimizer: Any) -> list[str]:
     """The attributes that are or contain other optimizers with separate state."""
-    own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
-    held = {name: value.values() if isinstance(value, Mapping) else value for name, value in own.items()}
-    held = {name: value if isinstance(value, (list, tuple, ValuesView)) else [value] for name, value in held.items()}
+    own = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in ("state", "param_groups")
+    }
+    held = {
+        name: value.values() if isinstance(value, Mapping) else value for name, value in own.items()
+    }
+    held = {
+        name: value if isinstance(value, (list, tuple, ValuesView)) else [value]
+        for name, value in held.items()
+    }
     return [
         name
         for name, values in held.items()
-        if any(isinstance(one, torch.optim.Optimizer) and one.state is not optimizer.state for one in values)
+        if any(
+            isinstance(one, torch.optim.Optimizer) and one.state is not optimizer.state
+            for one in values
+        )
     ]
 
 
-def state_tensors(optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
-    """The tensors of the described state as sources, by "parameter/key"; the same names on every rank.
+def state_tensors(
+    optimizer: Any, description: Description, found: Mapping[str, Source]
+) -> dict[str, Source]:
+    """The tensors of the described state as sources, by "parameter/key"; the same names on every
+    rank.
 
-    Raises SelectionError naming state that this rank lacks for its parts of parameters, and other ranks have.
+    Raises SelectionError naming state that this rank lacks for its parts of parameters, and other
+    ranks have.
     """
     sources, missing = {}, []
     for name, entries in description["state"].items():
@@ -250,7 +316,9 @@ def state_tensors(optimizer: Any, description: Description, found: Mapping[str, 
                 if tensor is None and is_held and _has_shape_of(leaf, owner):
                     missing.append(f"{name}: {label}")
                 if f"{name}/{label}" in sources:
-                    raise SelectionError(f"{name}/{label}: the name of two tensors; rename a key of the state")
+                    raise SelectionError(
+                        f"{name}/{label}: the name of two tensors; rename a key of the state"
+                    )
                 sources[f"{name}/{label}"] = _entry_source(owner, label, leaf, tensor)
     refuse_missing_state(optimizer, missing)
     return sources
@@ -260,15 +328,22 @@ def refuse_missing_state(optimizer: Any, missing: list[str]) -> None:
     """Raise SelectionError naming the state that this rank lacks, if any."""
     if missing:
         raise SelectionError(
-            f"{type(optimizer).__name__}: {listing(missing)}: other ranks have this state for their parts of the "
-            "parameters, this rank has not, so a part would be lost; step on all ranks, or save without the "
+            f"{type(optimizer).__name__}: {listing(missing)}: other ranks have this state for "
+            "their parts of the "
+            "parameters, this rank has not, so a part would be lost; step on all ranks, or save "
+            "without the "
             "optimizer's state"
         )
 
 
 def check(optimizer: Any, description: Description, found: Mapping[str, Source]) -> None:
-    """Raise LoadError if parameters, groups or settings differ from the description. Changes nothing."""
-    check_settings(match_groups(optimizer.param_groups, names_of(optimizer, found), description, found)[0])
+    """Raise LoadError if parameters, groups or settings differ from the description.
+
+    Changes nothing.
+    """
+    check_settings(
+        match_groups(optimizer.param_groups, names_of(optimizer, found), description, found)[0]
+    )
 
 
 def restore(
@@ -280,13 +355,17 @@ def restore(
 ) -> tuple[str, ...]:
     """Set the described state; `fill` reads this rank's elements of a source. Returns notes.
 
-    `later`, if given, collects sources to be filled together after the return; here all of them can wait.
+    `later`, if given, collects sources to be filled together after the return; here all of them can
+    wait.
 
-    State is matched by name, groups by the names in them; state that is not described is dropped, so that nothing of
-    later steps is left. Raises LoadError for parameters or groups on one side only.
+    State is matched by name, groups by the names in them; state that is not described is dropped,
+    so that nothing of later steps is left. Raises LoadError for parameters or groups on one side
+    only.
     """
     fill = later or fill
-    groups, notes = match_groups(optimizer.param_groups, names_of(optimizer, found), description, found)
+    groups, notes = match_groups(
+        optimizer.param_groups, names_of(optimizer, found), description, found
+    )
     fresh: dict[Any, dict[str, Any]] = {}
     for name, entries in description["state"].items():
         parameter = parameter_of(found[name])
@@ -304,35 +383,49 @@ def restore(
     beside: dict[Any, Any] = unpack(description["beside"]) if "beside" in description else {}
     optimizer.state.clear()
     optimizer.state.update({**fresh, **beside})
-    for name, dtype in description.get("masters", {}).items():  # of ZeRO: more exact than the half-precision weights
+    # of ZeRO: more exact than the half-precision weights
+    for name, dtype in description.get("masters", {}).items():
         if found[name].dtype == dtype_of(dtype):
             fill(replace(found[name], name=f"{name}/master"))
     set_groups(groups)
-    missing = sorted({n for g in description["groups"] for n in g["params"]} - set(description["state"]))
+    missing = sorted(
+        {n for g in description["groups"] for n in g["params"]} - set(description["state"])
+    )
     if missing and description["state"]:
         notes = [*notes, f"{len(missing)} parameter(s) had no state when saved"]
     return tuple(notes)
 
 
 def hooked_optimizer(optimizer: Any) -> tuple[Any, list[Tensor]]:
-    """The torch optimizer whose steps alone change the captured tensors, and those they change beside its own."""
+    """The torch optimizer whose steps alone change the captured tensors, and those they change
+    beside its own.
+    """
     return optimizer, []
 
 
 def names_of(optimizer: Any, found: Mapping[str, Source]) -> list[list[str]]:
     """The names of the parameters in each group; of tied names the first."""
     owners = sources_by_parameter(found)
-    return [[s.name for p in group["params"] for s in owners.get(id(p), [])] for group in optimizer.param_groups]
+    return [
+        [s.name for p in group["params"] for s in owners.get(id(p), [])]
+        for group in optimizer.param_groups
+    ]
 
 
 def trained_identities(optimizer: Any, found: Mapping[str, Source]) -> frozenset[int]:
-    """The identities of the sources that the optimizer has trained: those whose parameters have state."""
+    """The identities of the sources that the optimizer has trained: those whose parameters have
+    state.
+    """
     owners = sources_by_parameter(found)
-    return frozenset(source.key for p in _stateful_parameters(optimizer) for source in owners.get(id(p), []))
+    return frozenset(
+        source.key for p in _stateful_parameters(optimizer) for source in owners.get(id(p), [])
+    )
 
 
 def sources_by_parameter(found: Mapping[str, Source]) -> dict[int, list[Source]]:
-    """The sources in each parameter object, by its id: one, or several for an FSDP1 flat parameter."""
+    """The sources in each parameter object, by its id: one, or several for an FSDP1 flat
+    parameter.
+    """
     owners: dict[int, list[Source]] = {}
     seen: set[int] = set()
     for source in found.values():
@@ -350,8 +443,19 @@ def parameter_of(source: Source) -> Any:
 
 def _stateful_parameters(optimizer: Any) -> list[Any]:
     """The parameters that have state: in the order of the groups, then those in no group."""
-    ordered = {id(p): p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state}
-    ordered.update({id(key): key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in ordered})
+    ordered = {
+        id(p): p
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p in optimizer.state
+    }
+    ordered.update(
+        {
+            id(key): key
+            for key in optimizer.state
+            if isinstance(key, Tensor) and id(key) not in ordered
+        }
+    )
     return list(ordered.values())
 
 
@@ -366,7 +470,9 @@ def _state_entry(key: Any, value: Any, parameter: Any, owner: Source) -> tuple[E
         return {}, [f"{key!r}: a key of type {type(key).__name__}, expected str"]
     if isinstance(value, Tensor):
         problem = _tensor_problem(value, owner, parameter)
-        return _tensor_entry(value, parameter, owner), [] if problem is None else [f"{key}: {problem}"]
+        return _tensor_entry(value, parameter, owner), [] if problem is None else [
+            f"{key}: {problem}"
+        ]
     plain = encode_if_plain(value)
     if plain is not None:
         return plain, []
@@ -380,7 +486,9 @@ def _state_entry(key: Any, value: Any, parameter: Any, owner: Source) -> tuple[E
 
 
 def _tensor_entry(value: Tensor, parameter: Any, owner: Source) -> Entry:
-    """Global shape, dtype, device and, if it is not that of a new tensor, the stride of a tensor."""
+    """Global shape, dtype, device and, if it is not that of a new tensor, the stride of a
+    tensor.
+    """
     host = value.device.type == "cpu" and parameter.device.type != "cpu"
     is_run = shows_runs(owner.live) and value.shape == parameter.shape
     shape = list(owner.shape if is_run else value.shape)
@@ -390,7 +498,9 @@ def _tensor_entry(value: Tensor, parameter: Any, owner: Source) -> Entry:
     if value.is_contiguous() and parameter.is_contiguous():
         return entry
     like = parameter if value.shape == parameter.shape else torch.empty(value.shape, device="meta")
-    if value.stride() != torch.empty_like(like, device="meta").stride() and is_dense(shape, value.stride()):
+    if value.stride() != torch.empty_like(like, device="meta").stride() and is_dense(
+        shape, value.stride()
+    ):
         entry["stride"] = list(value.stride())
     return entry
 
@@ -403,9 +513,15 @@ def _has_shape_of(entry: Any, owner: Source) -> bool:
 def _tensor_problem(value: Tensor, source: Source, parameter: Any) -> str | None:
     if is_distributed(value):
         is_like_parameter = value.numel() == 1 or value.shape == parameter.shape
-        return None if is_like_parameter else f"shape {list(value.shape)}, not that of the sharded parameter"
+        return (
+            None
+            if is_like_parameter
+            else f"shape {list(value.shape)}, not that of the sharded parameter"
+        )
     if type(value) not in PLAIN or value.layout is not torch.strided or value.is_quantized:
-        return f"{type(value).__module__}.{type(value).__qualname__}, an unsupported tensor subclass"
+        return (
+            f"{type(value).__module__}.{type(value).__qualname__}, an unsupported tensor subclass"
+        )
     is_run = shows_runs(source.live)
     cut = is_run or is_distributed(parameter)
     if cut and value.numel() > 1 and not (is_run and value.shape == parameter.shape):
@@ -423,7 +539,10 @@ def _entry_source(owner: Source, key: str, entry: Any, value: Any) -> Source:
     if is_run and _has_shape_of(entry, owner):
         engine, (sharding, local) = owner.engine, state_run(owner.live, value)
     else:  # a rank without a run of the parameter has no state
-        engine, sharding = "plain", OwnedSharding(shape, entry.get("rank", 0), "rank" not in entry and not is_run)
+        engine, sharding = (
+            "plain",
+            OwnedSharding(shape, entry.get("rank", 0), "rank" not in entry and not is_run),
+        )
         local = None if value is None else value.detach()
     return held_source(name, owner.raw_name, shape, engine, sharding, dtype, value).holding(local)
 
@@ -432,7 +551,11 @@ def _empty_state_tensor(entry: Any, parameter: Any, owner: Source) -> Tensor:
     dtype = dtype_of(entry["dtype"])
     device = torch.device("cpu") if entry["host"] else parameter.device
     if "stride" in entry and not is_distributed(parameter) and not shows_runs(owner.live):
-        return torch.empty_strided(entry["shape"], entry["stride"], dtype=dtype, device=device).zero_()
+        return torch.empty_strided(
+            entry["shape"], entry["stride"], dtype=dtype, device=device
+        ).zero_()
     if _has_shape_of(entry, owner):
-        return torch.zeros_like(parameter.detach(), dtype=dtype, device=None if not entry["host"] else device)
+        return torch.zeros_like(
+            parameter.detach(), dtype=dtype, device=None if not entry["host"] else device
+        )
     return torch.zeros(entry["shape"], dtype=dtype, device=device)

@@ -1,4 +1,6 @@
-"""Notices a training loop that has a schedule and never calls `saver.step()`, so that nothing is saved."""
+"""Notices a training loop that has a schedule and never calls `saver.step()`, so that nothing is
+saved.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,22 +17,29 @@ Models = Callable[[], list[nn.Module]]
 class StepReminder:
     """Warns once if the run has trained under a schedule and `step` was never called.
 
-    That it has trained is proved by a step of its optimizers or by weights that have changed. A loop is told when the
-    schedule's number of optimizer steps is reached, at the end of the data, or when its saver is closed.
+    That it has trained is proved by a step of its optimizers or by weights that have changed. A
+    loop is told when the schedule's number of optimizer steps is reached, at the end of the data,
+    or when its saver is closed.
     """
 
     def __init__(self, every: Every | None, steps: StepWatch) -> None:
         self._every, self._steps = every, steps
         self._is_settled = every is None
         self._batches = 0
-        self._versions: dict[int, int] = {}  # of the weights at the beginning, by id of the parameter
+        # of the weights at the beginning, by id of the parameter
+        self._versions: dict[int, int] = {}
 
     def note_call(self) -> None:
         """Record that the schedule is asked: there is nothing to remind of."""
         self._is_settled = True
 
-    def watch_batches(self, batches: Iterator[Any], models: Models, *, is_main: bool) -> Iterator[Any]:
-        """Yield the batches of a loop, and remind it when a save was due. `models`: those of the run, if known."""
+    def watch_batches(
+        self, batches: Iterator[Any], models: Models, *, is_main: bool
+    ) -> Iterator[Any]:
+        """Yield the batches of a loop, and remind it when a save was due.
+
+        `models`: those of the run, if known.
+        """
         if self._is_settled:
             yield from batches
             return
@@ -53,7 +62,8 @@ class StepReminder:
             done = [f"{self._batches} batch(es)"] if self._batches else []
             done += [f"{self._steps.count} optimizer step(s)"] if self._steps.count else []
             warn(
-                f"saver.step(): not called in {' and '.join(done)}, so every=... has saved nothing; call it on every "
+                f"saver.step(): not called in {' and '.join(done)}, so every=... has saved "
+                "nothing; call it on every "
                 "rank after each batch",
                 stacklevel=4,
             )
@@ -66,6 +76,12 @@ class StepReminder:
 
 
 def _versions_of(models: list[nn.Module]) -> dict[int, int]:
-    """The counters of torch that rise whenever weights are written in place, as optimizers write them."""
+    """The counters of torch that rise whenever weights are written in place, as optimizers write
+    them.
+    """
     parameters = [parameter for model in models for parameter in model.parameters()]
-    return {id(parameter): parameter._version for parameter in parameters if not parameter.is_inference()}
+    return {
+        id(parameter): parameter._version
+        for parameter in parameters
+        if not parameter.is_inference()
+    }

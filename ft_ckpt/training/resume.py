@@ -1,4 +1,6 @@
-"""Resume a run, step by step: choose a checkpoint, open, compare, restore tensors, then objects, and report."""
+"""Resume a run, step by step: choose a checkpoint, open, compare, restore tensors, then objects,
+and report.
+"""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -33,38 +35,57 @@ from ft_ckpt.training.restore import (
     restore_items,
     restore_weights,
 )
-from ft_ckpt.training.run import TrainingRun, fingerprint_differences, read_rank_state, restore_rank_state
+from ft_ckpt.training.run import (
+    TrainingRun,
+    fingerprint_differences,
+    read_rank_state,
+    restore_rank_state,
+)
 from ft_ckpt.training.state import ResumePoint, changed_flags
 from ft_ckpt.training.watched import differing_models
 
 _HALF_RESTORED = "parts of the run are overwritten: make its objects again before another resume()"
-_NOT_OBJECTS = ("adapter settings", "base", "data", "gradients", "rng")  # items beside a run's objects
+# items beside a run's objects
+_NOT_OBJECTS = ("adapter settings", "base", "data", "gradients", "rng")
 
 
 def resume_run(
-    run: TrainingRun, wanted: Wanted, ranks: Ranks, allow: Iterable[str] | bool, versions: Mapping[str, str]
+    run: TrainingRun,
+    wanted: Wanted,
+    ranks: Ranks,
+    allow: Iterable[str] | bool,
+    versions: Mapping[str, str],
 ) -> None:
-    """Restore `run` from the checkpoint that `wanted` selects; leave it as it is for a fresh start. Collective.
+    """Restore `run` from the checkpoint that `wanted` selects; leave it as it is for a fresh start.
 
-    Digests are compared before anything is overwritten. `allow` and errors as for `CheckpointSaver.resume`.
+    Collective.
+
+    Digests are compared before anything is overwritten. `allow` and errors as for
+    `CheckpointSaver.resume`.
     """
     allowed = None if allow is True else _allowed_names(allow)
     with ExitStack() as stack:
         with track_reads(None if ranks.shows else 0, "comparing checkpoints"):
             choice = choose_checkpoint(wanted, ranks, stack)
         if choice.accelerate_folder is not None:
-            load_accelerate_folder(run, choice.accelerate_folder, str(choice.branch), ranks, allowed)
+            load_accelerate_folder(
+                run, choice.accelerate_folder, str(choice.branch), ranks, allowed
+            )
             return
         point = choice.point
         if point is None:
             return
-        with track_reads(_bytes_to_show(point, ranks), f"resuming {point.checkpoint.place.basename}"):
+        with track_reads(
+            _bytes_to_show(point, ranks), f"resuming {point.checkpoint.place.basename}"
+        ):
             restore_run(run, point, ranks, allowed, versions)
         run.branch_off(choice.branch)
 
 
 def _bytes_to_show(point: ResumePoint, ranks: Ranks) -> int | None:
-    """The total for the bar of a resume: a single rank reads all tensors, of several each reads its part."""
+    """The total for the bar of a resume: a single rank reads all tensors, of several each reads its
+    part.
+    """
     if not ranks.shows:
         return 0
     if ranks.size > 1:
@@ -84,7 +105,8 @@ def _allowed_names(allow: Iterable[str] | bool) -> frozenset[str]:
 def load_accelerate_folder(
     run: TrainingRun, path: Path, run_id: str, ranks: Ranks, allowed: frozenset[str] | None
 ) -> None:
-    """Restore `run` by Accelerate from its folder at `path`, and continue as the run `run_id`. Collective.
+    """Restore `run` by Accelerate from its folder at `path`, and continue as the run `run_id`.
+    Collective.
 
     Every rank must see the folder. `allowed` as for `restore_run`.
     """
@@ -92,12 +114,16 @@ def load_accelerate_folder(
     absent = () if folder is None else folder.outcomes
     absent, _ = agree_on_outcomes(ranks, "reading the folder of resume()", absent, error=error)
     if allowed is not None:
-        _refuse_unknown(allowed, {item.name for item in run_items(run.accelerator, run.registered)}, absent)
+        _refuse_unknown(
+            allowed, {item.name for item in run_items(run.accelerator, run.registered)}, absent
+        )
     _refuse_unrestored(path, absent, allowed, "nothing was overwritten")
     assert folder is not None, "the agreement has raised the error"
     loaded, error = ranks.attempt(lambda: folder.load(run, run_id))
     report = RestoreReport() if loaded is None else loaded
-    items, _ = agree_on_outcomes(ranks, "accelerator.load_state in resume()", report.items, error=error)
+    items, _ = agree_on_outcomes(
+        ranks, "accelerator.load_state in resume()", report.items, error=error
+    )
     report = replace(report, items=items)
     _refuse_unrestored(path, items, allowed, _HALF_RESTORED)
     run.note_resumed(report)
@@ -105,11 +131,17 @@ def load_accelerate_folder(
 
 
 def restore_run(
-    run: TrainingRun, point: ResumePoint, ranks: Ranks, allowed: frozenset[str] | None, versions: Mapping[str, str]
+    run: TrainingRun,
+    point: ResumePoint,
+    ranks: Ranks,
+    allowed: frozenset[str] | None,
+    versions: Mapping[str, str],
 ) -> None:
-    """Restore `run` from `point`, whose files are compared; items in `allowed` may fail (None: all). Collective.
+    """Restore `run` from `point`, whose files are compared; items in `allowed` may fail (None:
+    all). Collective.
 
-    Everything that can be compared is compared first. If an item fails afterwards, the run is half restored.
+    Everything that can be compared is compared first. If an item fails afterwards, the run is half
+    restored.
     """
     path = point.checkpoint.location
     compared, error = ranks.attempt(lambda: _compare_on_rank(run, point, ranks))
@@ -118,11 +150,17 @@ def restore_run(
     assert compared is not None, "the agreement has raised the error"
     if allowed is not None:
         document = point.document
-        names = {*document["items"], *document.get("let_go", ()), *(item.name for item in compared.live.items)}
+        names = {
+            *document["items"],
+            *document.get("let_go", ()),
+            *(item.name for item in compared.live.items),
+        }
         _refuse_unknown(allowed, names, agreed)
     _refuse_unrestored(path, agreed, allowed, "nothing was overwritten")
     left_out = {outcome.name for outcome in agreed}
-    restored, error = ranks.attempt(lambda: _restore_on_rank(run, point, compared, left_out, versions))
+    restored, error = ranks.attempt(
+        lambda: _restore_on_rank(run, point, compared, left_out, versions)
+    )
     report = RestoreReport() if restored is None else restored
     items, requests = agree_on_outcomes(ranks, "resume()", report.items, report.requests, error)
     report = replace(report, items=items, requests=requests)
@@ -135,7 +173,9 @@ def restore_run(
 
 @dataclass(frozen=True, eq=False)
 class _Compared:
-    """This rank's part of the run and what does not fit the checkpoint; nothing is overwritten yet."""
+    """This rank's part of the run and what does not fit the checkpoint; nothing is overwritten
+    yet.
+    """
 
     live: LiveRun
     trees: Mapping[str, Any]  # this rank's own state, by name
@@ -154,17 +194,27 @@ def _compare_on_rank(run: TrainingRun, point: ResumePoint, ranks: Ranks) -> _Com
 
 
 def _restore_on_rank(
-    run: TrainingRun, point: ResumePoint, compared: _Compared, left_out: Collection[str], versions: Mapping[str, str]
+    run: TrainingRun,
+    point: ResumePoint,
+    compared: _Compared,
+    left_out: Collection[str],
+    versions: Mapping[str, str],
 ) -> RestoreReport:
     """Restore this rank's part of the run without the items `left_out`. Collective."""
     held, ranks = point.checkpoint, compared.live.ranks
-    live = replace(compared.live, items=[item for item in compared.live.items if item.name not in left_out])
+    live = replace(
+        compared.live, items=[item for item in compared.live.items if item.name not in left_out]
+    )
     fill_all = choose_filler(point.way_to_read(run.config.fan_out), ranks)
     outcomes = _restore_tensors(live, point, fill_all, with_weights="weights" not in left_out)
     outcomes += [outcome for outcome in compared.outcomes if outcome.status == "restored"]
-    outcomes += restore_items([item for item in live.items if item.kind == "object"], live, point, fill_all)
+    outcomes += restore_items(
+        [item for item in live.items if item.kind == "object"], live, point, fill_all
+    )
     with damaged_input(f"{held.location}: its training state"):
-        notes, of_rank = restore_rank_state(run, point.document, point.tensors, ranks, compared.trees)
+        notes, of_rank = restore_rank_state(
+            run, point.document, point.tensors, ranks, compared.trees
+        )
         run.restore_progress(point.document, held.place.folder, held.manifest.created)
     return RestoreReport(
         held.location,
@@ -177,13 +227,17 @@ def _restore_on_rank(
 
 def _live_run(run: TrainingRun, point: ResumePoint, ranks: Ranks) -> LiveRun:
     """The items of the run under the names of the checkpoint, and the tensors of its models."""
-    items = items_in_saved_order(run.accelerator, run.registered, point.document.get("signatures", {}))
+    items = items_in_saved_order(
+        run.accelerator, run.registered, point.document.get("signatures", {})
+    )
     items, _, found = walk_run(run.model, items)
     return LiveRun(run.accelerator, run.model, items, found, ranks)
 
 
 def _compare_state(live: LiveRun, attribute: str | None, point: ResumePoint) -> list[Restored]:
-    """Compare the items, the adapter settings and the base with those of the checkpoint; overwrites nothing."""
+    """Compare the items, the adapter settings and the base with those of the checkpoint; overwrites
+    nothing.
+    """
     return [
         *find_misfits(live, point),
         *compare_adapters(live, attribute, point),
@@ -191,7 +245,9 @@ def _compare_state(live: LiveRun, attribute: str | None, point: ResumePoint) -> 
     ]
 
 
-def _differences(run: TrainingRun, live: LiveRun, point: ResumePoint, versions: Mapping[str, str]) -> list[str]:
+def _differences(
+    run: TrainingRun, live: LiveRun, point: ResumePoint, versions: Mapping[str, str]
+) -> list[str]:
     """Settings and flags in which the run differs from the one that saved."""
     fingerprint = run.current_fingerprint(live.found, live.ranks, versions)
     changed = fingerprint_differences(point.document["fingerprint"], fingerprint)
@@ -203,24 +259,36 @@ def _note_of_copies(point: ResumePoint) -> list[str]:
     """A note for the report if nodes have got a copy of the checkpoint."""
     if not point.far_ranks:
         return []
-    return [f"rank(s) {point.far_ranks} do not see the checkpoint: rank 0 has sent it to their nodes"]
+    return [
+        f"rank(s) {point.far_ranks} do not see the checkpoint: rank 0 has sent it to their nodes"
+    ]
 
 
 def _notes_of_unsaved(point: ResumePoint) -> list[str]:
     names = list(point.document.get("unsaved", ()))
-    return [f"{listing(names, ', ')}: not in the checkpoint, begins as the script makes it"] if names else []
+    return (
+        [f"{listing(names, ', ')}: not in the checkpoint, begins as the script makes it"]
+        if names
+        else []
+    )
 
 
-def _restore_tensors(live: LiveRun, point: ResumePoint, fill_all: Filler, with_weights: bool) -> list[Restored]:
+def _restore_tensors(
+    live: LiveRun, point: ResumePoint, fill_all: Filler, with_weights: bool
+) -> list[Restored]:
     outcomes = [restore_weights(live.found, point, fill_all)] if with_weights else []
     for optimizer in zero_optimizers(live.items):
         zero_optimizer.adopt_weights(optimizer)
-    return outcomes + restore_items([item for item in live.items if item.kind != "object"], live, point, fill_all)
+    return outcomes + restore_items(
+        [item for item in live.items if item.kind != "object"], live, point, fill_all
+    )
 
 
 def _refused(outcomes: Sequence[Restored], allowed: Collection[str] | None) -> list[str]:
     """A line for each item that was not restored and must be; none if `allowed` is None."""
-    failed = [outcome for outcome in outcomes if allowed is not None and outcome.name not in allowed]
+    failed = [
+        outcome for outcome in outcomes if allowed is not None and outcome.name not in allowed
+    ]
     return list(RestoreReport(items=tuple(failed)).problems)
 
 
@@ -231,12 +299,15 @@ def _refuse_unrestored(
     refused = _refused(outcomes, allowed)
     if refused:
         raise LoadError(
-            f"{path}: {listing(refused)}. Pass the same objects as the saved run, or resume(allow=[names]) to go on "
+            f"{path}: {listing(refused)}. Pass the same objects as the saved run, or "
+            "resume(allow=[names]) to go on "
             f"without; {effect}"
         )
 
 
-def _refuse_unknown(allowed: frozenset[str], names: Collection[str], outcomes: Iterable[Restored]) -> None:
+def _refuse_unknown(
+    allowed: frozenset[str], names: Collection[str], outcomes: Iterable[Restored]
+) -> None:
     """Raise ConfigError for allowed names of no item: `names`, and those of the `outcomes`."""
     known = {*_NOT_OBJECTS, *names, *(outcome.name for outcome in outcomes)} - {"weights"}
     if unknown := sorted(allowed - known):

@@ -1,9 +1,10 @@
 """The state of random number generators: the global ones and those of data loaders.
 
-Global are Python's `random`, NumPy's legacy generator, torch's CPU generator and the accelerator's. With several ranks
-each process has the generator of its current device; a process alone has those of all its devices.
-Reading an accelerator's state copies a few bytes of host memory (seed and offset on CUDA): no kernel, no wait. A
-device that this process has not used yet is not initialized; it has no state beyond the seed. Nothing is pickled.
+Global are Python's `random`, NumPy's legacy generator, torch's CPU generator and the accelerator's.
+With several ranks each process has the generator of its current device; a process alone has those
+of all its devices. Reading an accelerator's state copies a few bytes of host memory (seed and
+offset on CUDA): no kernel, no wait. A device that this process has not used yet is not initialized;
+it has no state beyond the seed. Nothing is pickled.
 """
 
 import random
@@ -18,21 +19,24 @@ from ft_ckpt.errors import CorruptError, shown
 from ft_ckpt.messages import short
 
 State = dict[str, Any]
-_GLOBAL: dict[str, tuple[str, Any]] = {  # the kind and object of each global generator, by the name of its state
+# the kind and object of each global generator, by the name of its state
+_GLOBAL: dict[str, tuple[str, Any]] = {
     "python": ("python", random._inst),
     "numpy": ("numpy legacy", np.random.mtrand._rand),
     "torch": ("torch", torch.default_generator),
 }
 _NUMPY_WORDS = 624  # of the Mersenne Twister; NumPy reads out of bounds from a larger position
-KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)  # supported by `state_of`
-_BAD = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)  # raised by setters
+# supported by `state_of`
+KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+# raised by setters
+_BAD = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 
 
 def capture_generators() -> State:
     """The state of all generators, in about 5 KB per generator.
 
-    "python", "numpy", "torch", and the accelerator under its type ("cuda") where there is one: plain values, numpy
-    arrays and CPU tensors.
+    "python", "numpy", "torch", and the accelerator under its type ("cuda") where there is one:
+    plain values, numpy arrays and CPU tensors.
     """
     state: State = {name: _current_state(generator) for name, (_, generator) in _GLOBAL.items()}
     for kind, indices in _device_indices().items():
@@ -41,15 +45,18 @@ def capture_generators() -> State:
 
 
 def restore_generators(state: Mapping[str, Any]) -> list[str]:
-    """Set all generators to `state`, made by `capture_generators`; return a sentence for each that failed.
+    """Set all generators to `state`, made by `capture_generators`; return a sentence for each that
+    failed.
 
-    A generator that fails keeps its state, and the others are restored. Accelerators that are only in the state, or
-    only in use in this process, are named too.
+    A generator that fails keeps its state, and the others are restored. Accelerators that are only
+    in the state, or only in use in this process, are named too.
     """
     problems = []
     for name, (kind, generator) in _GLOBAL.items():
         problems += _try_put(name, partial(_put_or_keep, kind, generator), state)
-    here = _device_indices() | {kind: indices for kind, indices in _device_indices(wake=True).items() if kind in state}
+    here = _device_indices() | {
+        kind: indices for kind, indices in _device_indices(wake=True).items() if kind in state
+    }
     for device, indices in here.items():
         problems += _try_put(device, partial(_put_devices, device, indices), state)
     return problems + _unknown_devices(state, here)
@@ -61,7 +68,8 @@ def _unknown_devices(state: Mapping[str, Any], here: Collection[str]) -> list[st
 
 
 def generator_problems(state: Any) -> list[str]:
-    """A sentence for each state that `restore_generators` could not restore, tried on new generators.
+    """A sentence for each state that `restore_generators` could not restore, tried on new
+    generators.
 
     States of accelerators are not tried.
     """
@@ -93,7 +101,8 @@ def _current_state(generator: Any) -> Any:
 
 
 def generator_in(state: Mapping[str, Any], generator: Any = None) -> Any:
-    """`generator` set to `state`, made by `state_of`; a new generator if it is None or of another kind.
+    """`generator` set to `state`, made by `state_of`; a new generator if it is None or of another
+    kind.
 
     Raises CorruptError for an invalid state.
     """
@@ -103,7 +112,9 @@ def generator_in(state: Mapping[str, Any], generator: Any = None) -> Any:
             generator = _MAKERS[kind](state)
         _put_state(kind, generator, inner)
     except _BAD as error:
-        raise CorruptError(f"a random number generator: the saved state does not fit: {error}") from error
+        raise CorruptError(
+            f"a random number generator: the saved state does not fit: {error}"
+        ) from error
     return generator
 
 
@@ -148,7 +159,9 @@ def python_state(state: tuple[Any, ...]) -> State:
 
 
 def plain_states(python: tuple[Any, ...], numpy: tuple[Any, ...], cpu: Any) -> State:
-    """The state for `restore_generators` from `random.getstate`, `numpy.random.get_state`, `torch.get_rng_state`."""
+    """The state for `restore_generators` from `random.getstate`, `numpy.random.get_state`,
+    `torch.get_rng_state`.
+    """
     _kind, words, position, has_gauss, gauss = numpy
     legacy = {
         "bit_generator": "MT19937",
@@ -160,7 +173,10 @@ def plain_states(python: tuple[Any, ...], numpy: tuple[Any, ...], cpu: Any) -> S
 
 
 def _python_tuple(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The argument of `random.setstate`. Raises CorruptError for values of other types, which it would convert."""
+    """The argument of `random.setstate`.
+
+    Raises CorruptError for values of other types, which it would convert.
+    """
     words, gauss = tuple(int(word) for word in state["words"]), state["gauss"]
     if type(state["version"]) is not int or type(gauss) not in (float, type(None)):
         raise CorruptError(f"version {state['version']!r:.40}, gauss {gauss!r:.40}")
@@ -168,11 +184,16 @@ def _python_tuple(state: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _numpy_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The argument of `set_state` of NumPy's legacy generators. Raises CorruptError for values it does not check."""
+    """The argument of `set_state` of NumPy's legacy generators.
+
+    Raises CorruptError for values it does not check.
+    """
     at = state["state"]["pos"] if state["bit_generator"] == "MT19937" else 0
     kinds = type(at), type(state["has_gauss"]), type(state["gauss"])
     if kinds != (int, int, float) or not 0 <= at <= _NUMPY_WORDS:
-        raise CorruptError(f"pos {at!r:.40}, has_gauss {state['has_gauss']!r:.40}, gauss {state['gauss']!r:.40}")
+        raise CorruptError(
+            f"pos {at!r:.40}, has_gauss {state['has_gauss']!r:.40}, gauss {state['gauss']!r:.40}"
+        )
     return dict(state)
 
 
@@ -183,7 +204,10 @@ def _put_devices(kind: str, indices: list[tuple[int, ...]], states: Any) -> str 
     for saved, index in zip(states, indices, strict=False):
         torch.get_device_module(kind).set_rng_state(_byte_tensor(saved), *index)
     if len(states) != len(indices):
-        return f"{len(states)} devices when it was saved, {len(indices)} here; the first ones were restored"
+        return (
+            f"{len(states)} devices when it was saved, {len(indices)} here; the first ones "
+            "were restored"
+        )
     return None
 
 
@@ -193,7 +217,9 @@ def _byte_tensor(state: Any) -> torch.Tensor:
 
 
 def _device_indices(wake: bool = False) -> dict[str, list[tuple[int, ...]]]:
-    """The arguments that name this process's devices to their module; with `wake` also of an unused device."""
+    """The arguments that name this process's devices to their module; with `wake` also of an unused
+    device.
+    """
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return {}
@@ -201,13 +227,24 @@ def _device_indices(wake: bool = False) -> dict[str, list[tuple[int, ...]]]:
     if not wake and not getattr(module, "is_initialized", lambda: True)():
         return {}
     count, distributed = torch.accelerator.device_count(), torch.distributed
-    shares_machine = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    shares_machine = (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
     # One device is named without a number: not every kind of device takes one (mps).
-    return {device.type: [(index,) for index in range(count)] if count > 1 and not shares_machine else [()]}
+    return {
+        device.type: [(index,) for index in range(count)]
+        if count > 1 and not shares_machine
+        else [()]
+    }
 
 
 # A stored state names its kind; only these kinds are created.
-_BITS = {kind.__name__: kind for kind in (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64)}
+_BITS = {
+    kind.__name__: kind
+    for kind in (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64)
+}
 _MAKERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "torch": lambda state: torch.Generator(state["device"]),
     "numpy": lambda state: np.random.Generator(_BITS[state["state"]["bit_generator"]]()),

@@ -1,4 +1,6 @@
-"""The run of a saver: its registered objects, its progress, and the state that each rank has for itself."""
+"""The run of a saver: its registered objects, its progress, and the state that each rank has for
+itself.
+"""
 
 import random
 import time
@@ -49,7 +51,14 @@ from ft_ckpt.training.items import (
 from ft_ckpt.training.optimizers import is_schedule_free_in_training
 from ft_ckpt.training.reminder import StepReminder
 from ft_ckpt.training.restore import Restored, RestoreReport
-from ft_ckpt.training.state import Captured, Document, StoredTensors, capture_run, local_state, tree_of_rank
+from ft_ckpt.training.state import (
+    Captured,
+    Document,
+    StoredTensors,
+    capture_run,
+    local_state,
+    tree_of_rank,
+)
 from ft_ckpt.training.triggers import ClockPoll
 from ft_ckpt.training.watched import WatchedModel, changed_models, watch_model, watched_digests
 
@@ -57,16 +66,29 @@ _GRADIENTS, _RANDOM, _FEED, _STEPS, _SYNC = "gradients", "rng", "loader", "accum
 
 
 def capture_rank_state(run: "TrainingRun", items: Sequence[Item]) -> dict[str, Any]:
-    """The state of this rank, as trees by name. Raises SelectionError if pending gradients cannot be read."""
-    accelerator, models, is_synced = run.accelerator, run.models_by_item(), _is_synced(run.accelerator)
+    """The state of this rank, as trees by name.
+
+    Raises SelectionError if pending gradients cannot be read.
+    """
+    accelerator, models, is_synced = (
+        run.accelerator,
+        run.models_by_item(),
+        _is_synced(run.accelerator),
+    )
     own: dict[str, Any] = {_RANDOM: rng.capture_generators()}
     own |= {f"{_FEED}-{index}": state for index, state in enumerate(run.feeds.state_dicts())}
     if hasattr(accelerator, "step"):
         own[_STEPS], own[_SYNC] = int(accelerator.step), is_synced
-    if not is_synced and any(zero_optimizer.is_accumulating(optimizer) for optimizer in zero_optimizers(items)):
-        raise SelectionError("gradients: DeepSpeed does not expose them; save when the optimizer has stepped")
+    if not is_synced and any(
+        zero_optimizer.is_accumulating(optimizer) for optimizer in zero_optimizers(items)
+    ):
+        raise SelectionError(
+            "gradients: DeepSpeed does not expose them; save when the optimizer has stepped"
+        )
     if not is_synced or run.steps.is_pending(models.values):
-        own[_GRADIENTS] = {name: accumulation.pending_gradients(model) for name, model in models.items()}
+        own[_GRADIENTS] = {
+            name: accumulation.pending_gradients(model) for name, model in models.items()
+        }
     return own
 
 
@@ -75,10 +97,15 @@ def _is_synced(accelerator: Any) -> bool:
     return bool(getattr(accelerator, "sync_gradients", True))
 
 
-def read_rank_state(document: Document, stored: StoredTensors, ranks: Ranks) -> tuple[dict[str, Any], list[Restored]]:
-    """Read this rank's own state without gradients, by name, and the items that cannot be restored. Overwrites nothing.
+def read_rank_state(
+    document: Document, stored: StoredTensors, ranks: Ranks
+) -> tuple[dict[str, Any], list[Restored]]:
+    """Read this rank's own state without gradients, by name, and the items that cannot be restored.
 
-    On another number of ranks the data positions are those of rank 0, from which all ranks compute theirs.
+    Overwrites nothing.
+
+    On another number of ranks the data positions are those of rank 0, from which all ranks compute
+    theirs.
     """
     saved, trees, failed = len(document["ranks"]), {}, []
     source_rank = min(ranks.rank, saved - 1)
@@ -87,7 +114,9 @@ def read_rank_state(document: Document, stored: StoredTensors, ranks: Ranks) -> 
     for name in (*feeds, *({_RANDOM, _STEPS, _SYNC} & {*names})):
         item = "data" if name in feeds else _RANDOM if name == _RANDOM else _GRADIENTS
         try:
-            tree = tree_of_rank(document, stored, 0 if name in feeds and saved != ranks.size else source_rank, name)
+            tree = tree_of_rank(
+                document, stored, 0 if name in feeds and saved != ranks.size else source_rank, name
+            )
             if problems := _tree_problems(name, tree):
                 failed.append(Restored(item, "failed", listing(problems)))
             trees[name] = tree
@@ -100,7 +129,10 @@ def read_rank_state(document: Document, stored: StoredTensors, ranks: Ranks) -> 
     if any(_GRADIENTS in trees_of_rank for trees_of_rank in document["ranks"]) and (
         saved != ranks.size or _GRADIENTS not in names
     ):
-        detail = f"saved in the middle of gradient accumulation by {saved} rank(s), resumed on {ranks.size}"
+        detail = (
+            f"saved in the middle of gradient accumulation by {saved} rank(s), resumed on "
+            f"{ranks.size}"
+        )
         failed.append(Restored(_GRADIENTS, "failed", detail))
     return trees, failed
 
@@ -118,15 +150,22 @@ def _tree_problems(name: str, tree: Any) -> list[str]:
 
 
 def restore_rank_state(
-    run: "TrainingRun", document: Document, stored: StoredTensors, ranks: Ranks, trees: Mapping[str, Any]
+    run: "TrainingRun",
+    document: Document,
+    stored: StoredTensors,
+    ranks: Ranks,
+    trees: Mapping[str, Any],
 ) -> tuple[list[str], list[Restored]]:
     """Restore the trees of `read_rank_state` and the pending gradients. Returns notes and outcomes.
 
-    Random numbers come last, because anything before may draw some. Gradients that the checkpoint lacks are dropped.
+    Random numbers come last, because anything before may draw some. Gradients that the checkpoint
+    lacks are dropped.
     """
     saved, notes, outcomes = len(document["ranks"]), [], []
     own = document["ranks"][min(ranks.rank, saved - 1)]
-    feeds = DataPositions([trees[name] for index in range(len(trees)) if (name := f"{_FEED}-{index}") in trees])
+    feeds = DataPositions(
+        [trees[name] for index in range(len(trees)) if (name := f"{_FEED}-{index}") in trees]
+    )
     if f"{_FEED}-0" in trees:
         outcomes.append(Restored("data", "restored"))
     if _STEPS in trees and run.accelerator is not None:
@@ -142,8 +181,10 @@ def restore_rank_state(
     outcomes.append(Restored(_RANDOM, "failed" if problems else "restored", "; ".join(problems)))
     if saved != ranks.size:
         notes.append(
-            f"saved by {saved} rank(s), resumed on {ranks.size}: weights and optimizer are the same; ranks 0 to "
-            f"{min(saved, ranks.size) - 1} go on with their random numbers, further ones with new ones"
+            f"saved by {saved} rank(s), resumed on {ranks.size}: weights and optimizer are the "
+            "same; ranks 0 to "
+            f"{min(saved, ranks.size) - 1} go on with their random numbers, "
+            "further ones with new ones"
         )
     if ranks.rank >= saved:
         _reseed_new_rank(ranks.rank)
@@ -151,9 +192,14 @@ def restore_rank_state(
     return notes, outcomes
 
 
-def _restore_gradients(models: Mapping[str, nn.Module], gradients: Any, saved: int, ranks: Ranks) -> Restored:
+def _restore_gradients(
+    models: Mapping[str, nn.Module], gradients: Any, saved: int, ranks: Ranks
+) -> Restored:
     if saved != ranks.size or gradients is None:
-        detail = f"saved in the middle of gradient accumulation by {saved} rank(s), resumed on {ranks.size}"
+        detail = (
+            f"saved in the middle of gradient accumulation by {saved} rank(s), resumed on "
+            f"{ranks.size}"
+        )
         return Restored(_GRADIENTS, "failed", detail)
     try:
         for name, model in models.items():
@@ -164,11 +210,15 @@ def _restore_gradients(models: Mapping[str, nn.Module], gradients: Any, saved: i
 
 
 def _reseed_new_rank(rank: int) -> None:
-    """Seed a rank that the saved run did not have: from another rank's restored state and its own number."""
+    """Seed a rank that the saved run did not have: from another rank's restored state and its own
+    number.
+    """
     import numpy as np
     import torch
 
-    seed = (int(torch.randint(2**62, (), device="cpu").item()) ^ (rank * 0x9E3779B97F4A7C15)) % 2**63
+    seed = (
+        int(torch.randint(2**62, (), device="cpu").item()) ^ (rank * 0x9E3779B97F4A7C15)
+    ) % 2**63
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -181,7 +231,9 @@ class Progress:
     step: int = 0
     """Optimizer steps done."""
     epoch: int = 0
-    """Passes over the data done, as `remaining` counts them for the first loader it was called with."""
+    """Passes over the data done, as `remaining` counts them for the first loader it was called
+    with.
+    """
     batch: int = 0
     """Batches of this rank done in the current pass of that loader."""
     samples: int = 0
@@ -191,8 +243,9 @@ class Progress:
     report: RestoreReport = field(default_factory=RestoreReport)
     """The outcome of the resume; without items when the run began afresh."""
     published: str | None = None
-    """The version that was published last (`PublishReport.version`), also before the resume: the one that engines had
-    when the checkpoint was saved."""
+    """The version that was published last (`PublishReport.version`), also before the resume: the
+    one that engines had when the checkpoint was saved.
+    """
 
 
 def fingerprint_differences(saved: Document, now: Document) -> tuple[str, ...]:
@@ -212,37 +265,49 @@ def _unwrap_accelerate(value: Any) -> Any:
 
 
 class TrainingRun:
-    """The objects and the progress of one training run. Call methods that take `ranks` on every rank."""
+    """The objects and the progress of one training run.
+
+    Call methods that take `ranks` on every rank.
+    """
 
     def __init__(self, accelerator: Any, config: SaverConfig) -> None:
         self.accelerator = accelerator
         self.config = config
         self.registered: dict[str, Any] = {}
         self.watched: dict[str, WatchedModel] = {}
-        self.unsaved: list[str] = []  # names of moving state that no checkpoint of the run has, for the reports
+        # names of moving state that no checkpoint of the run has, for the reports
+        self.unsaved: list[str] = []
         self.step = 0
         self.feeds = DataPositions()
         self.run_id = uuid.uuid4().hex
         self.resumed_from: Place | None = None
         self.resumed_moment = ""  # when that checkpoint was saved, as in its manifest
-        self.published: str | None = None  # the version that was published last; current on rank 0 alone
+        # the version that was published last; current on rank 0 alone
+        self.published: str | None = None
         self.report = RestoreReport()
         self.history = schedule.begin_history(0, 0, time.monotonic())
-        self.poll, self.steps, self.base = ClockPoll(config.every), StepWatch(), BaseWatch(config.attribute)
+        self.poll, self.steps, self.base = (
+            ClockPoll(config.every),
+            StepWatch(),
+            BaseWatch(config.attribute),
+        )
         self.reminder = StepReminder(config.every, self.steps)
         self.has_begun = False  # True after a step
         self._is_unfinished = False  # gradients were pending after the last batch
         self.last_metrics: dict[str, float] = {}  # of the last step
         self._ancestors: set[str] = set()  # ids of the runs that this one branched off
-        self._left_out: set[str] = set()  # items that resumes of this run left out, as `allow` permits
+        # items that resumes of this run left out, as `allow` permits
+        self._left_out: set[str] = set()
         self._saves = 0
-        self._absent = set(config.rankings)  # metrics that rank checkpoints and were not reported so far
+        # metrics that rank checkpoints and were not reported so far
+        self._absent = set(config.rankings)
         self._reported: set[str] = set()  # all metrics that were
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """Add objects to the run by name; "model" is the one whose weights are saved.
 
-        Raises SelectionError for an object whose state cannot be saved, ConfigError for a name that is taken.
+        Raises SelectionError for an object whose state cannot be saved, ConfigError for a name that
+        is taken.
         """
         if "model" in objects:
             check_model(objects["model"])
@@ -253,7 +318,8 @@ class TrainingRun:
         self.note_base()
 
     def watch(self, name: str, model: nn.Module) -> None:
-        """Watch a model that the script makes at each start: it is registered once its values have changed.
+        """Watch a model that the script makes at each start: it is registered once its values have
+        changed.
 
         Raises as `ModelTensors.sources` for tensors that cannot be stored.
         """
@@ -276,7 +342,8 @@ class TrainingRun:
         model = main_model(self.accelerator, self.registered)
         if model is None:
             raise ConfigError(
-                "no model: prepare one with Accelerate before this, or pass it: saver.register(model=model, ...)"
+                "no model: prepare one with Accelerate before this, or pass it: "
+                "saver.register(model=model, ...)"
             )
         return model
 
@@ -284,7 +351,11 @@ class TrainingRun:
     def progress(self) -> Progress:
         location = self.resumed_from.location if self.resumed_from else None
         return Progress(
-            self.step, **self.feeds.counts, resumed_from=location, report=self.report, published=self.published
+            self.step,
+            **self.feeds.counts,
+            resumed_from=location,
+            report=self.report,
+            published=self.published,
         )
 
     def check_objects(self) -> None:
@@ -299,7 +370,8 @@ class TrainingRun:
         local_state(items, found, {})
 
     def check_first_step(self, ranks: Ranks) -> None:
-        """Raise SelectionError after the first step for state that cannot be saved: many optimizers make it then.
+        """Raise SelectionError after the first step for state that cannot be saved: many optimizers
+        make it then.
 
         Collective. Does nothing without a schedule, or if failed saves are warnings.
         """
@@ -309,7 +381,10 @@ class TrainingRun:
         ranks.agree("the first step", error=error)
 
     def capture_state(self, ranks: Ranks, versions: Mapping[str, str]) -> Captured:
-        """Capture the state of the whole run, and the sources of its models. Collective. Moves nothing."""
+        """Capture the state of the whole run, and the sources of its models.
+
+        Collective. Moves nothing.
+        """
 
         def current_objects() -> tuple[nn.Module, list[Item], dict[str, Any]]:
             items = self._watch_steps()
@@ -336,15 +411,23 @@ class TrainingRun:
         return captured
 
     def restore_progress(self, document: Document, origin: Store, created: str) -> None:
-        """Take over step, run id and history from the checkpoint at `origin`; `created`: the moment of its save."""
+        """Take over step, run id and history from the checkpoint at `origin`; `created`: the moment
+        of its save.
+        """
         self.resumed_moment = created
         progress = document["progress"]
         self.step, self.run_id = progress["step"], document["run_id"]
         self.resumed_from = Place(origin).absolute
-        self._ancestors, self._left_out = set(document.get("ancestors", ())), set(document.get("let_go", ()))
-        self.history = schedule.begin_history(self.step, progress["epoch"], time.monotonic(), document["history"])
+        self._ancestors, self._left_out = (
+            set(document.get("ancestors", ())),
+            set(document.get("let_go", ())),
+        )
+        self.history = schedule.begin_history(
+            self.step, progress["epoch"], time.monotonic(), document["history"]
+        )
         self.published = document.get("published")
-        self._is_unfinished, self.last_metrics = False, {}  # the step before a roll-back is not the last one
+        # the step before a roll-back is not the last one
+        self._is_unfinished, self.last_metrics = False, {}
         self.poll.resume_at(self.step)
 
     def note_resumed(self, report: RestoreReport) -> None:
@@ -353,13 +436,17 @@ class TrainingRun:
         self.report = report
 
     def note_absent(self, names: Iterable[str]) -> None:
-        """Name in the report of the resume objects that the checkpoint does not have, and that begin as they are."""
+        """Name in the report of the resume objects that the checkpoint does not have, and that
+        begin as they are.
+        """
         if listed := sorted(names):
             note = f"{listing(listed, ', ')}: not in the checkpoint, begins as the script makes it"
             self.report = replace(self.report, notes=(*self.report.notes, note))
 
     def agree_on_metrics(self, metrics: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
-        """The metrics that decide on saves: rank 0's if `every.best` ranks by them, because losses differ per rank."""
+        """The metrics that decide on saves: rank 0's if `every.best` ranks by them, because losses
+        differ per rank.
+        """
         every = self.config.every
         if ranks.size == 1 or every is None or every.best is None or every.best[0] not in metrics:
             return dict(metrics)
@@ -380,7 +467,9 @@ class TrainingRun:
         self._is_unfinished = self.steps.is_unfinished(lambda: self.models_by_item().values())
         return self.is_between_steps
 
-    def note_step(self, step: int | None = None, metrics: Mapping[str, float] | None = None) -> None:
+    def note_step(
+        self, step: int | None = None, metrics: Mapping[str, float] | None = None
+    ) -> None:
         """Count one more optimizer step, or set the count to `step`."""
         self.step, now = self.step + 1 if step is None else step, time.monotonic()
         self.last_metrics = dict(metrics or {})
@@ -391,7 +480,9 @@ class TrainingRun:
             self.history = replace(self.history, step=self.step, seen_at=now, saved_at=now)
         self.has_begun = True
 
-    def note_saved(self, reason: str | None, metrics: Mapping[str, float], cost: float | None = None) -> None:
+    def note_saved(
+        self, reason: str | None, metrics: Mapping[str, float], cost: float | None = None
+    ) -> None:
         """Record a save for `reason`: when it begins, and again with its `cost` in seconds."""
         self._note_metrics(metrics)
         self._saves += cost is None
@@ -413,11 +504,15 @@ class TrainingRun:
 
     @property
     def own_ids(self) -> frozenset[str]:
-        """The ids of runs whose checkpoints this run may replace: its own, and those it branched off."""
+        """The ids of runs whose checkpoints this run may replace: its own, and those it branched
+        off.
+        """
         return frozenset({self.run_id, *self._ancestors})
 
     def branch_off(self, run_id: str | None) -> None:
-        """Continue as the run `run_id`, if given: later checkpoints of the current run do not belong to it."""
+        """Continue as the run `run_id`, if given: later checkpoints of the current run do not
+        belong to it.
+        """
         if run_id is not None:
             self._ancestors.add(self.run_id)
             self.run_id = run_id
@@ -425,12 +520,15 @@ class TrainingRun:
     def warn_of_absent_metrics(self, least: int) -> None:
         """Warn once of metrics that rank checkpoints and were not reported, although others were.
 
-        Without any metric so far, warn after `least` saves: the first ones may come before an evaluation.
+        Without any metric so far, warn after `least` saves: the first ones may come before an
+        evaluation.
         """
         if self._absent and (self._reported or self._saves >= least):
             warn(
-                f"no step so far had the metric {name_metrics(sorted(self._absent), self._reported)}, by which "
-                "checkpoints are ranked: none is deleted until one has it; pass it to saver.step(metrics) or "
+                "no step so far had the metric "
+                f"{name_metrics(sorted(self._absent), self._reported)}, by which "
+                "checkpoints are ranked: none is deleted until one has it; pass it to "
+                "saver.step(metrics) or "
                 "saver.save_state(metrics=...), or let `ft-ckpt watch` measure it",
                 stacklevel=5,
             )
@@ -441,7 +539,9 @@ class TrainingRun:
         self._absent -= metrics.keys()
 
     def facts_of_save(self, step: int | None, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """Step, metrics and run id for a save of weights; `step` and `metrics` override those of the run."""
+        """Step, metrics and run id for a save of weights; `step` and `metrics` override those of
+        the run.
+        """
         if not self.has_begun and self.resumed_from is None:
             return {"step": step, "metrics": dict(metrics)}
         step = self.step if step is None else step
@@ -453,11 +553,15 @@ class TrainingRun:
         trained = {id(parameter) for parameter in unwrap(model).parameters()}
         notes: list[str] = []
         for optimizer in plain_optimizers(run_items(self.accelerator, self.registered)):
-            members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            members = {
+                id(parameter) for group in optimizer.param_groups for parameter in group["params"]
+            }
             if trained & members and is_schedule_free_in_training(optimizer):
                 notes.append(
-                    f"{type(optimizer).__name__} is in train mode: the weights are the point of training, not the "
-                    "average that it is evaluated by; call optimizer.eval() before a save of weights to use"
+                    f"{type(optimizer).__name__} is in train mode: the weights are the point of "
+                    "training, not the "
+                    "average that it is evaluated by; call optimizer.eval() before a save of "
+                    "weights to use"
                 )
         return tuple(notes)
 
@@ -465,7 +569,10 @@ class TrainingRun:
         """Which weights the folder of a checkpoint has, if the run keeps an average of them too."""
         models = self.models_by_item().items()
         return tuple(
-            f"{name}: an average of the weights, kept with the training state; the folder has the weights of training"
+            (
+                f"{name}: an average of the weights, kept with the training state; the folder "
+                "has the weights of training"
+            )
             for name, model in models
             if isinstance(model, AveragedModel) and name
         )
@@ -505,8 +612,11 @@ class TrainingRun:
         epochs = (self.config.every.epochs if self.config.every is not None else None) or 1
         return epochs * self.feeds.passes_done(epochs)
 
-    def current_fingerprint(self, found: Mapping[Key, Source], ranks: Ranks, versions: Mapping[str, str]) -> Document:
-        """Settings of the run that a resume compares, as plain values by name; objects are compared by their class.
+    def current_fingerprint(
+        self, found: Mapping[Key, Source], ranks: Ranks, versions: Mapping[str, str]
+    ) -> Document:
+        """Settings of the run that a resume compares, as plain values by name; objects are compared
+        by their class.
 
         `found` are the tensors of its models.
         """
@@ -521,8 +631,13 @@ class TrainingRun:
         for item in run_items(self.accelerator, self.registered):
             facts[item.name] = type(_unwrap_accelerate(item.value)).__name__
         prepared = list(getattr(self.accelerator, "_dataloaders", ()))
-        for index, loader in enumerate(prepared or [feed.loader for feed in self.feeds.known_positions]):
+        for index, loader in enumerate(
+            prepared or [feed.loader for feed in self.feeds.known_positions]
+        ):
             size = getattr(loader, "total_batch_size", None) or getattr(loader, "batch_size", None)
-            facts |= {f"loader {index}: batch size": size, f"loader {index}: samples": describe_data(loader)[1]}
+            facts |= {
+                f"loader {index}: batch size": size,
+                f"loader {index}: samples": describe_data(loader)[1],
+            }
         facts |= {f"version of {name}": version for name, version in versions.items()}
         return {name: value for name, value in facts.items() if value is not None}

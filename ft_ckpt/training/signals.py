@@ -1,4 +1,6 @@
-"""Signals that end a process: the first is remembered until the step ends, the second ends it at once."""
+"""Signals that end a process: the first is remembered until the step ends, the second ends it at
+once.
+"""
 
 import _thread
 import ctypes
@@ -13,12 +15,14 @@ from types import FrameType
 from typing import Any
 
 DUPLICATE_SECONDS = 1.0
-_LOADERS = "torch.utils.data._utils.signal_handling"  # module of the SIGCHLD handler that raises for ended workers
+# module of the SIGCHLD handler that raises for ended workers
+_LOADERS = "torch.utils.data._utils.signal_handling"
 _watches: "weakref.WeakSet[SignalWatch]" = weakref.WeakSet()
 
 
 def exit_code(name: str, chosen: int | None = None) -> int:
-    """The code to exit with after saving on the signal `name`: `chosen`, or else 128 and the signal's number.
+    """The code to exit with after saving on the signal `name`: `chosen`, or else 128 and the
+    signal's number.
 
     On Linux:
 
@@ -27,21 +31,24 @@ def exit_code(name: str, chosen: int | None = None) -> int:
         SIGQUIT 131      SIGTERM  143
                          SIGXCPU  152
 
-    A process that a second signal has ended was killed by that signal (its return code in Python is minus the
-    number), which a shell shows as the same code.
+    A process that a second signal has ended was killed by that signal (its return code in Python is
+    minus the number), which a shell shows as the same code.
     """
     return 128 + signal.Signals[name] if chosen is None else chosen
 
 
 class SignalWatch:
-    """Records the name of the first signal to arrive in `received`; `close` restores the previous handlers.
+    """Records the name of the first signal to arrive in `received`; `close` restores the previous
+    handlers.
 
-    Duplicates within a second are ignored, because launchers forward signals that the scheduler has sent to all
-    processes already. After that second the signals have their default effect: any of them ends the process at once,
-    even one that hangs in a collective. A committed checkpoint is not affected; one being written is not committed.
+    Duplicates within a second are ignored, because launchers forward signals that the scheduler has
+    sent to all processes already. After that second the signals have their default effect: any of
+    them ends the process at once, even one that hangs in a collective. A committed checkpoint is
+    not affected; one being written is not committed.
 
-    Ignored signals (`nohup`, shell background jobs) stay ignored. Forked child processes get the previous handlers.
-    Python lets only the main thread handle signals: in another thread nothing is watched, and `note` says so.
+    Ignored signals (`nohup`, shell background jobs) stay ignored. Forked child processes get the
+    previous handlers. Python lets only the main thread handle signals: in another thread nothing is
+    watched, and `note` says so.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -62,7 +69,8 @@ class SignalWatch:
 
     def close(self) -> None:
         """Restore the previous handlers, unless others were set since. May be called twice."""
-        if threading.current_thread() is threading.main_thread():  # other threads cannot change handlers
+        # other threads cannot change handlers
+        if threading.current_thread() is threading.main_thread():
             with self._lock:
                 self._restore_handlers()
 
@@ -73,20 +81,23 @@ class SignalWatch:
                 signal.signal(number, _still_in_force(number, previous))
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a child that Python did not fork: nothing reads `received` there
+        # a child that Python did not fork: nothing reads `received` there
+        if os.getpid() != self._process:
             self._restore_handlers()
             os.kill(os.getpid(), number)
         elif self.received is None:
             self.received = signal.Signals(number).name
             self._let_workers_end()
             with suppress(RuntimeError):  # no more threads: a second signal is then ignored
-                # Not a threading.Timer: starting one takes a lock that the code interrupted here may hold.
+                # Not a threading.Timer: starting one takes a lock that the code interrupted here
+                # may hold.
                 _thread.start_new_thread(self._let_kill, (DUPLICATE_SECONDS,))
 
     def _let_workers_end(self) -> None:
         """Let the current step finish although the same signal has ended the workers of its loader.
 
-        Schedulers send signals to all processes of a job, and torch raises an error when a worker has ended.
+        Schedulers send signals to all processes of a job, and torch raises an error when a worker
+        has ended.
         """
         handler = signal.getsignal(signal.SIGCHLD)
         if getattr(handler, "__module__", None) == _LOADERS:
@@ -97,10 +108,11 @@ class SignalWatch:
         pass
 
     def _let_kill(self, after_seconds: float) -> None:
-        """Restore the system's default handling, which acts even while the main thread runs no Python.
+        """Restore the system's default handling, which acts even while the main thread runs no
+        Python.
 
-        Through C, because Python allows it in the main thread only; for Python the handler is still ours, so that
-        `close` restores the previous one.
+        Through C, because Python allows it in the main thread only; for Python the handler is still
+        ours, so that `close` restores the previous one.
         """
         time.sleep(after_seconds)
         with self._lock:

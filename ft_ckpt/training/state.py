@@ -1,8 +1,9 @@
-"""The training state of a run as entries and a JSON document, and the checks of a document that is read.
+"""The training state of a run as entries and a JSON document, and the checks of a document that is
+read.
 
-State that is equal on all ranks (optimizer moments, schedulers) is stored once, state of each rank (random numbers,
-data position, an object that differs) once per rank. All tensors become entries of one more part of the checkpoint and
-are written like weights; the rest is one JSON document.
+State that is equal on all ranks (optimizer moments, schedulers) is stored once, state of each rank
+(random numbers, data position, an object that differs) once per rank. All tensors become entries of
+one more part of the checkpoint and are written like weights; the rest is one JSON document.
 """
 
 import json
@@ -25,7 +26,15 @@ from ft_ckpt.distributed.sharding import OwnedSharding
 from ft_ckpt.distributed.source import Source, held_source
 from ft_ckpt.distributed.tensors import ModelTensors, source_of_tensor
 from ft_ckpt.distributed.wrappers import is_distributed, layouts_of
-from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, SelectionError, damaged_input, listing, shown
+from ft_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    LoadError,
+    SelectionError,
+    damaged_input,
+    listing,
+    shown,
+)
 from ft_ckpt.formats import safetensors
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.layout import Spec, TensorFile, checked_sizes
@@ -63,9 +72,11 @@ from ft_ckpt.training.optimizers import Description
 
 
 def merge_descriptions(descriptions: Sequence[Description]) -> Description:
-    """Merge the descriptions of all ranks: a rank without elements of a parameter (FSDP1) may have no state for it.
+    """Merge the descriptions of all ranks: a rank without elements of a parameter (FSDP1) may have
+    no state for it.
 
-    Rank 0's group settings and numbers are kept. "differing" names those that differ, with the ranks.
+    Rank 0's group settings and numbers are kept. "differing" names those that differ, with the
+    ranks.
     """
     if all(description is descriptions[0] for description in descriptions):
         return descriptions[0]
@@ -76,7 +87,8 @@ def merge_descriptions(descriptions: Sequence[Description]) -> Description:
     ]
     if differing:
         raise SelectionError(
-            f"{descriptions[0]['class']}: its state beside that of the parameters differs on rank {differing[0]} from "
+            f"{descriptions[0]['class']}: its state beside that of the parameters differs on rank "
+            f"{differing[0]} from "
             "rank 0's: it cannot be saved; make it the same, or save without the optimizer's state"
         )
     state: dict[str, dict[str, Any]] = {}
@@ -95,13 +107,18 @@ def merge_descriptions(descriptions: Sequence[Description]) -> Description:
     return {**together, "differing": by_setting} if by_setting else together
 
 
-def _refuse_differing_containers(name: str, merged: Description, entries: Description, rank: int) -> None:
-    """Raise SelectionError for a container of the state that has other tensors on `rank` than on earlier ranks."""
+def _refuse_differing_containers(
+    name: str, merged: Description, entries: Description, rank: int
+) -> None:
+    """Raise SelectionError for a container of the state that has other tensors on `rank` than on
+    earlier ranks.
+    """
     for key, entry in entries.items():
         first: Description = merged.get(key) or entry
         if entry.get("leaves") != first.get("leaves"):
             raise SelectionError(
-                f"{name}: {key}: the container has other tensors on rank {rank} than on earlier ranks: it cannot be "
+                f"{name}: {key}: the container has other tensors on rank {rank} than on earlier "
+                "ranks: it cannot be "
                 "saved; make it the same, or save without the optimizer's state"
             )
 
@@ -152,10 +169,11 @@ class TrainingState:
 def local_state(
     items: Sequence[Item], found: Mapping[Key, Source], own: Mapping[str, Any], digest: bool = True
 ) -> LocalState:
-    """This rank's part of the state; `own` are trees that each rank stores for itself. Moves nothing.
+    """This rank's part of the state; `own` are trees that each rank stores for itself. Moves
+    nothing.
 
-    `digest`: add the digests by which ranks compare their objects. Raises SelectionError naming state that cannot be
-    saved.
+    `digest`: add the digests by which ranks compare their objects. Raises SelectionError naming
+    state that cannot be saved.
     """
     facts: Document = {"items": {}, "own": {}}
     leaves: dict[str, Sequence[Tensor]] = {}
@@ -163,7 +181,9 @@ def local_state(
         if item.kind == "model":
             facts["items"][item.name] = {"model": True}
         elif item.kind == "object":
-            facts["items"][item.name], leaves[item.name] = flatten_tree(item.value.state_dict(), item.name, digest)
+            facts["items"][item.name], leaves[item.name] = flatten_tree(
+                item.value.state_dict(), item.name, digest
+            )
     known = labelled_sources(found)
     for item, module, optimizer in optimizers_among(items):
         facts["items"][item.name] = {"optimizer": module.describe(optimizer, known)}
@@ -177,11 +197,12 @@ def exchange_facts(
 ) -> tuple[Document, Sequence[Document]]:
     """Exchange the facts of all ranks, which have all the tensors `found`. Collective.
 
-    Returns facts by item (of an optimizer merged from all ranks, of an object rank 0's) and each rank's own trees in
-    rank order: the same on every rank, except that only rank 0 has the trees.
+    Returns facts by item (of an optimizer merged from all ranks, of an object rank 0's) and each
+    rank's own trees in rank order: the same on every rank, except that only rank 0 has the trees.
 
-    Digests go first; facts are sent only if ranks differ, as under FSDP1, where a rank has no facts of parameters that
-    it holds no part of. Of a rank's own trees, rank 0 gets all, other ranks only shapes and dtypes.
+    Digests go first; facts are sent only if ranks differ, as under FSDP1, where a rank has no facts
+    of parameters that it holds no part of. Of a rank's own trees, rank 0 gets all, other ranks only
+    shapes and dtypes.
     """
     items, own = local.facts["items"], local.facts["own"]
     if ranks.size == 1:
@@ -189,7 +210,12 @@ def exchange_facts(
     digests = {name: xxhash.xxh3_128_hexdigest(repr(fact).encode()) for name, fact in items.items()}
     labels = [f"{item}: {name}" if item else name for item, name in found]
     names = xxhash.xxh3_128_hexdigest(repr(labels).encode())
-    mine = {"kinds": {item.name: item.kind for item in objects}, "digests": digests, "own": own, "names": names}
+    mine = {
+        "kinds": {item.name: item.kind for item in objects},
+        "digests": digests,
+        "own": own,
+        "names": names,
+    }
     agreed = ranks.agree("save_state()", mine, decide=_compare_facts)
     if not agreed.result["same_names"]:
         name_differing_tensors(ranks, "the tensors of save_state()", names, lambda: labels)
@@ -201,40 +227,62 @@ def exchange_facts(
     agreed = ranks.agree("the state of save_state()", facts, decide=_merge_facts)
     further = [_unlike_leader(value, agreed.values[0]) for value in agreed.values]
     together = [
-        {**one, **more} for one, more in zip(trees, further or values_of_runs(agreed.result["own"]), strict=True)
+        {**one, **more}
+        for one, more in zip(trees, further or values_of_runs(agreed.result["own"]), strict=True)
     ]
     merged = agreed.result["items"]
-    own_trees = {name: items[name] for name, fact in merged.items() if ranks.is_main and "leaves" in fact}
+    own_trees = {
+        name: items[name] for name, fact in merged.items() if ranks.is_main and "leaves" in fact
+    }
     return {**items, **merged, **own_trees}, together
 
 
 def looks_of_trees(trees: Iterable[Document]) -> Document:
     """Shapes and dtypes of each rank's own tensors, for `values_of_runs`."""
-    return runs_of([{name: {"leaves": fact["leaves"]} for name, fact in one.items()} for one in trees])
+    return runs_of(
+        [{name: {"leaves": fact["leaves"]} for name, fact in one.items()} for one in trees]
+    )
 
 
 def _compare_facts(values: Values) -> Document:
     check_same_items([value["kinds"] for value in values])
     names = dict.fromkeys(name for value in values for name in value["digests"])
-    differing = [name for name in sorted(names) if len({value["digests"].get(name) for value in values}) > 1]
+    differing = [
+        name for name in sorted(names) if len({value["digests"].get(name) for value in values}) > 1
+    ]
     same_names = len({value["names"] for value in values}) == 1
-    return {"differing": differing, "same_names": same_names, "own": looks_of_trees(value["own"] for value in values)}
+    return {
+        "differing": differing,
+        "same_names": same_names,
+        "own": looks_of_trees(value["own"] for value in values),
+    }
 
 
 def _merge_facts(values: Values) -> Document:
-    """The facts of items that differ: merged for optimizers, for objects rank 0's and the shapes of the others'."""
+    """The facts of items that differ: merged for optimizers, for objects rank 0's and the shapes of
+    the others'.
+    """
     items: Document = {}
     for name, fact in values[0].items():
         if "optimizer" in fact:
-            items[name] = {"optimizer": merge_descriptions([value[name]["optimizer"] for value in values])}
+            items[name] = {
+                "optimizer": merge_descriptions([value[name]["optimizer"] for value in values])
+            }
         elif "leaves" in fact:
             items[name] = {"leaves": fact["leaves"]}
-    return {"items": items, "own": looks_of_trees(_unlike_leader(value, values[0]) for value in values)}
+    return {
+        "items": items,
+        "own": looks_of_trees(_unlike_leader(value, values[0]) for value in values),
+    }
 
 
 def _unlike_leader(facts: Mapping[str, Any], first: Mapping[str, Any]) -> Document:
     """The objects of a rank that differ from rank 0's."""
-    return {n: fact for n, fact in facts.items() if "digest" in fact and fact["digest"] != first[n]["digest"]}
+    return {
+        n: fact
+        for n, fact in facts.items()
+        if "digest" in fact and fact["digest"] != first[n]["digest"]
+    }
 
 
 def assemble_state(
@@ -245,7 +293,9 @@ def assemble_state(
     found: Mapping[Key, Source],
     rank: int,
 ) -> TrainingState:
-    """The state of all ranks from their exchanged facts: the same entries on all ranks, the document on rank 0."""
+    """The state of all ranks from their exchanged facts: the same entries on all ranks, the
+    document on rank 0.
+    """
     entries: list[Entry] = []
     for item in items:
         entries += _item_entries(item, local, facts[item.name], found, rank)
@@ -253,11 +303,15 @@ def assemble_state(
         for name, fact in own.items():
             for index, leaf in enumerate(fact["leaves"]):
                 tensor = local.leaves[name][index] if owner == rank else None
-                entries.append(_entry_of(_leaf_source(f"rank-{owner}/{name}/{index}", leaf, tensor, owner)))
+                entries.append(
+                    _entry_of(_leaf_source(f"rank-{owner}/{name}/{index}", leaf, tensor, owner))
+                )
     document = {
         "version": DOCUMENT_VERSION,
         "items": {
-            item.name: _summarize_tree(facts[item.name]) if item.kind == "object" else facts[item.name]
+            item.name: _summarize_tree(facts[item.name])
+            if item.kind == "object"
+            else facts[item.name]
             for item in items
         },
         "ranks": [{name: _summarize_tree(fact) for name, fact in own.items()} for own in trees],
@@ -266,10 +320,12 @@ def assemble_state(
 
 
 def state_part(state: TrainingState, parts: Sequence[Part], found: Mapping[str, Source]) -> Part:
-    """The part with `state`, and exact copies of live tensors that the other `parts` convert or leave out.
+    """The part with `state`, and exact copies of live tensors that the other `parts` convert or
+    leave out.
 
-    The frozen parameters of an adapter's base are not copied: they do not belong to its run. Frozen parameters of the
-    adapter itself are, which PEFT omits or stores in another form: another process may initialize them differently.
+    The frozen parameters of an adapter's base are not copied: they do not belong to its run. Frozen
+    parameters of the adapter itself are, which PEFT omits or stores in another form: another
+    process may initialize them differently.
     """
     exact = {
         entry.source.key: [part.path, entry.name]
@@ -306,7 +362,8 @@ def flatten_tree(value: Any, name: str, digest: bool) -> tuple[Document, list[Te
     facts: Document = {
         "tree": encode_node(node),
         "leaves": [
-            {"shape": list(t.shape), "dtype": dtype_name(t.dtype), "cut": c} for t, c in zip(tensors, cut, strict=True)
+            {"shape": list(t.shape), "dtype": dtype_name(t.dtype), "cut": c}
+            for t, c in zip(tensors, cut, strict=True)
         ],
     }
     if digest:
@@ -325,14 +382,20 @@ def _summarize_tree(fact: Document) -> Document:
     return {"tree": fact.get("tree"), "tensors": len(fact["leaves"])}
 
 
-def _item_entries(item: Item, local: LocalState, fact: Document, found: Mapping[Key, Source], rank: int) -> list[Entry]:
+def _item_entries(
+    item: Item, local: LocalState, fact: Document, found: Mapping[Key, Source], rank: int
+) -> list[Entry]:
     """The entries of an item's tensors that are stored once for all ranks."""
     if item.kind == "optimizer":
         module, optimizer = optimizer_of(item)
-        return _prefixed_entries(item.name, module.state_tensors(optimizer, fact["optimizer"], labelled_sources(found)))
+        return _prefixed_entries(
+            item.name, module.state_tensors(optimizer, fact["optimizer"], labelled_sources(found))
+        )
     if item.kind == "model":
         tensors = model_sources(found, item.name)
-        return _prefixed_entries(item.name, {names[0]: tensors[names[0]] for names in tied_names(tensors)})
+        return _prefixed_entries(
+            item.name, {names[0]: tensors[names[0]] for names in tied_names(tensors)}
+        )
     entries = []
     for index, leaf in enumerate(fact["leaves"]):
         tensor = local.leaves[item.name][index] if leaf["cut"] or rank == 0 else None
@@ -345,9 +408,13 @@ def _item_entries(item: Item, local: LocalState, fact: Document, found: Mapping[
 
 
 def _leaf_source(name: str, leaf: Document, tensor: Tensor | None, owner: int) -> Source:
-    """The source of a tensor in a tree, stored by the rank `owner`; `tensor` is this rank's, or None."""
+    """The source of a tensor in a tree, stored by the rank `owner`; `tensor` is this rank's, or
+    None.
+    """
     shape, dtype = tuple(leaf["shape"]), dtype_of(leaf["dtype"])
-    return held_source(name, name, shape, "plain", OwnedSharding(shape, owner), dtype, tensor).holding(tensor)
+    return held_source(
+        name, name, shape, "plain", OwnedSharding(shape, owner), dtype, tensor
+    ).holding(tensor)
 
 
 def _prefixed_entries(prefix: str, tensors: Mapping[str, Source]) -> list[Entry]:
@@ -363,16 +430,20 @@ _TRAINED, _FROZEN = "trained", "frozen"
 
 
 def gradient_flags(found: Mapping[Key, Source]) -> Document:
-    """The labels of parameters that require a gradient, or of those that do not, whichever are fewer."""
+    """The labels of parameters that require a gradient, or of those that do not, whichever are
+    fewer.
+    """
     flags = _flags_by_label(found)
     trained, frozen = [
-        [label for label, requires_grad in flags.items() if requires_grad is flag] for flag in (True, False)
+        [label for label, requires_grad in flags.items() if requires_grad is flag]
+        for flag in (True, False)
     ]
     return {_TRAINED: trained} if len(trained) < len(frozen) else {_FROZEN: frozen}
 
 
 def changed_flags(document: Document, found: Mapping[Key, Source]) -> list[str]:
-    """A sentence on parameters whose `requires_grad` has changed since `document` was saved, for each direction.
+    """A sentence on parameters whose `requires_grad` has changed since `document` was saved, for
+    each direction.
 
     Empty for documents of earlier versions without the flags.
     """
@@ -388,21 +459,38 @@ def changed_flags(document: Document, found: Mapping[Key, Source]) -> list[str]:
         False: f"{_TRAINED} when it was saved, {_FROZEN} now",
         True: f"{_FROZEN} when it was saved, {_TRAINED} now",
     }
-    return [f"{listing(labels, ', ')}: {words[flag]} (requires_grad)" for flag, labels in changed.items() if labels]
+    return [
+        f"{listing(labels, ', ')}: {words[flag]} (requires_grad)"
+        for flag, labels in changed.items()
+        if labels
+    ]
 
 
 def _flags_by_label(found: Mapping[Key, Source]) -> dict[str, bool]:
-    """`requires_grad` of the parameters themselves, whether an optimizer has trained them or not."""
+    """`requires_grad` of the parameters themselves, whether an optimizer has trained them or
+    not.
+    """
     parameters = {
-        f"{item}: {name}" if item else name: source for (item, name), source in found.items() if source.is_parameter
+        f"{item}: {name}" if item else name: source
+        for (item, name), source in found.items()
+        if source.is_parameter
     }
     layouts = layouts_of(source.live for source in parameters.values())
     return {label: layout.trainable for label, layout in zip(parameters, layouts, strict=True)}
 
 
 _MASTER = "master"
-_BAD = (CheckpointError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-_Stored = tuple[tuple[int, ...] | None, str | None]  # shape and dtype of a tensor; None: not checked
+_BAD = (
+    CheckpointError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+# shape and dtype of a tensor; None: not checked
+_Stored = tuple[tuple[int, ...] | None, str | None]
 
 
 @dataclass(frozen=True)
@@ -431,10 +519,12 @@ class _KnownDocument:
     ancestors: tuple[str, ...] = ()
     signatures: Mapping[str, str] = field(default_factory=dict)
     requires_grad: Mapping[str, tuple[str, ...]] | None = None
-    apart: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)  # of 0.3 and earlier
+    # of 0.3 and earlier
+    apart: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
     differing: tuple[str, ...] = ()
     let_go: tuple[str, ...] = ()
-    watched: Mapping[str, str] = field(default_factory=dict)  # digests of models that had not changed
+    # digests of models that had not changed
+    watched: Mapping[str, str] = field(default_factory=dict)
     unsaved: tuple[str, ...] = ()  # names of moving state that is not in the checkpoint
     published: str | None = None
 
@@ -442,22 +532,27 @@ class _KnownDocument:
 def read_document(store: Store, manifest: Manifest) -> Document:
     """The training state's document of the checkpoint in `store`: its known fields.
 
-    Raises CorruptError when it cannot be read, naming every value that is of another type or out of range, and every
-    tensor of the state that it does not refer to.
+    Raises CorruptError when it cannot be read, naming every value that is of another type or out of
+    range, and every tensor of the state that it does not refer to.
     """
     file = store.where(f"{FOLDER}/{DOCUMENT_NAME}")
     with damaged_input(f"{file}; resume from another checkpoint"):
-        document: Document = json.loads(store.read(f"{FOLDER}/{DOCUMENT_NAME}"), parse_constant=_refuse_constant)
+        document: Document = json.loads(
+            store.read(f"{FOLDER}/{DOCUMENT_NAME}"), parse_constant=_refuse_constant
+        )
         version = document["version"]
         if type(version) is int and version > DOCUMENT_VERSION:
             raise CorruptError(
-                f"{file}: training state version {version}, this ft_ckpt reads up to {DOCUMENT_VERSION}; upgrade"
+                f"{file}: training state version {version}, this ft_ckpt reads up to "
+                f"{DOCUMENT_VERSION}; upgrade"
             )
         known = as_record(document, _KnownDocument)
         if problems := list(_problems(known, manifest)):
             raise CorruptError(f"{file}: {listing(problems)}; resume from another checkpoint")
     return {
-        known_field.name: document[known_field.name] for known_field in fields(known) if known_field.name in document
+        known_field.name: document[known_field.name]
+        for known_field in fields(known)
+        if known_field.name in document
     }
 
 
@@ -480,8 +575,13 @@ def _problems(known: _KnownDocument, manifest: Manifest) -> Iterator[str]:
     yield from _tried("history", lambda: begin_history(0, 0, 0.0, known.history))
     flags = known.requires_grad  # absent in earlier versions
     if flags is not None and [*flags] not in ([_TRAINED], [_FROZEN]):
-        yield f"{FLAGS}: {listing(sorted(flags), ', ') or 'nothing'}, expected {_TRAINED!r} or {_FROZEN!r}"
-    described = {name: entry["optimizer"] for name, entry in known.items.items() if "optimizer" in entry}
+        yield (
+            f"{FLAGS}: {listing(sorted(flags), ', ') or 'nothing'}, expected {_TRAINED!r} or "
+            f"{_FROZEN!r}"
+        )
+    described = {
+        name: entry["optimizer"] for name, entry in known.items.items() if "optimizer" in entry
+    }
     for name, description in described.items():
         yield from _tried(f"items.{name}", lambda: _check_optimizer(description, len(known.ranks)))  # noqa: B023 - called at once
     yield from _tried("tensors", lambda: _check_tensors(known, manifest))
@@ -554,20 +654,32 @@ def _check_entries(state: _Entries, ranks: int) -> None:
             for label, leaf in tensors:
                 dtype_of(leaf["dtype"])
                 checked_sizes(leaf["shape"])
-                is_placed = type(leaf["host"]) is bool and _is_below(str(leaf.get("rank", 0)), ranks)
+                is_placed = type(leaf["host"]) is bool and _is_below(
+                    str(leaf.get("rank", 0)), ranks
+                )
                 if not is_placed or not is_dense(leaf["shape"], leaf.get("stride")):
                     raise CorruptError(f"{label}: {leaf}")
-            if "tree" in entry and {*leaf_numbers(decode_node(entry["tree"]))} != {*range(len(tensors))}:
-                raise CorruptError(f"{key}: its tree does not refer to each of its {len(tensors)} tensors")
+            if "tree" in entry and {*leaf_numbers(decode_node(entry["tree"]))} != {
+                *range(len(tensors))
+            }:
+                raise CorruptError(
+                    f"{key}: its tree does not refer to each of its {len(tensors)} tensors"
+                )
 
 
 def _check_tensors(known: _KnownDocument, manifest: Manifest) -> None:
-    """Raise CorruptError for references to missing or other tensors, and for tensors without a reference."""
+    """Raise CorruptError for references to missing or other tensors, and for tensors without a
+    reference.
+    """
     specs = {
-        (part.path, tensor.name): (tensor.shape, tensor.dtype) for part in manifest.parts for tensor in part.tensors
+        (part.path, tensor.name): (tensor.shape, tensor.dtype)
+        for part in manifest.parts
+        for tensor in part.tensors
     }
     problems = [
-        f"weights.{name}: {list(place)} is not a tensor" for name, place in known.weights.items() if place not in specs
+        f"weights.{name}: {list(place)} is not a tensor"
+        for name, place in known.weights.items()
+        if place not in specs
     ]
     wanted = dict(_referred_tensors(known))
     stored = {name: spec for (part, name), spec in specs.items() if part == FOLDER}
@@ -578,15 +690,21 @@ def _check_tensors(known: _KnownDocument, manifest: Manifest) -> None:
             actual = "missing" if found is None else f"{found[1]} {list(found[0])}"
             problems.append(f"{name}: {actual}, expected {dtype or 'a tensor'} {list(shape or ())}")
     problems += [
-        f"{name}: nothing refers to it" for name in stored if name not in wanted and not name.startswith(models)
+        f"{name}: nothing refers to it"
+        for name in stored
+        if name not in wanted and not name.startswith(models)
     ]
     if problems:
         raise CorruptError(listing(problems))
 
 
 def _referred_tensors(known: _KnownDocument) -> Iterator[tuple[str, _Stored]]:
-    """The tensors of the state part that the document refers to, by name, without those of models."""
-    yield from ((place[-1], (None, None)) for place in known.weights.values() if place[:1] == (FOLDER,))
+    """The tensors of the state part that the document refers to, by name, without those of
+    models.
+    """
+    yield from (
+        (place[-1], (None, None)) for place in known.weights.values() if place[:1] == (FOLDER,)
+    )
     for name, places in known.apart.items():
         yield from ((f"rank-{rank}/{name}", (None, None)) for rank in places)
     for item, entry in known.items.items():
@@ -606,29 +724,46 @@ def _referred_tensors(known: _KnownDocument) -> Iterator[tuple[str, _Stored]]:
 
 
 def _tensors_of_tree(name: str, entry: Mapping[str, Any]) -> Iterator[tuple[str, _Stored]]:
-    """The tensors of a stored tree. Raises CorruptError if it cannot be decoded or their number is wrong."""
+    """The tensors of a stored tree.
+
+    Raises CorruptError if it cannot be decoded or their number is wrong.
+    """
     numbers = sorted({*leaf_numbers(decode_node(entry["tree"]))})
-    if numbers != list(range(len(numbers))) or (type(entry["tensors"]), entry["tensors"]) != (int, len(numbers)):
-        raise CorruptError(f"{name}: tensors {numbers}, expected {entry['tensors']!r:.40} from 0 on")
+    if numbers != list(range(len(numbers))) or (type(entry["tensors"]), entry["tensors"]) != (
+        int,
+        len(numbers),
+    ):
+        raise CorruptError(
+            f"{name}: tensors {numbers}, expected {entry['tensors']!r:.40} from 0 on"
+        )
     yield from ((f"{name}/{number}", (None, None)) for number in numbers)
 
 
 class StoredTensors:
-    """The tensor files of one checkpoint, opened when first needed; tensors are found by part folder and name."""
+    """The tensor files of one checkpoint, opened when first needed; tensors are found by part
+    folder and name.
+    """
 
     def __init__(self, held: OpenCheckpoint) -> None:
         self._held, parts = held, held.manifest.parts
         kinds = {part.kind for part in parts}
         self.is_adapter = "adapter" in kinds and "model" not in kinds  # the base is elsewhere
         self._formats = {part.path: part.format for part in parts}
-        self._files = {(part.path, tensor.name): tensor.file for part in parts for tensor in part.tensors}
+        self._files = {
+            (part.path, tensor.name): tensor.file for part in parts for tensor in part.tensors
+        }
         self._open: dict[str, TensorFile] = {}
 
     def file_of(self, part: str, name: str) -> TensorFile:
-        """The file that holds the tensor `name` of the part in folder `part`. Raises LoadError when none does."""
+        """The file that holds the tensor `name` of the part in folder `part`.
+
+        Raises LoadError when none does.
+        """
         place = self._files.get((part, name))
         if place is None:
-            raise LoadError(f"{name}: not among the tensors of the checkpoint {self._held.location}")
+            raise LoadError(
+                f"{name}: not among the tensors of the checkpoint {self._held.location}"
+            )
         if place not in self._open:
             store, reader = self._held.store, format_named(self._formats[part])
             open_file = lambda: reader.open_file(store.open(place))  # noqa: E731
@@ -640,12 +775,16 @@ class StoredTensors:
         """The specs of the tensors in each file, in the order of the manifest."""
         specs: dict[str, dict[str, Spec]] = {}
         for tensor in (tensor for part in self._held.manifest.parts for tensor in part.tensors):
-            specs.setdefault(tensor.file, {})[tensor.name] = Spec(tensor.name, tensor.shape, tensor.dtype)
+            specs.setdefault(tensor.file, {})[tensor.name] = Spec(
+                tensor.name, tensor.shape, tensor.dtype
+            )
         return specs
 
     def state_names(self, prefix: str) -> frozenset[str]:
         """Names of the training state's tensors that begin with `prefix`, without it."""
-        return frozenset(n[len(prefix) :] for part, n in self._files if part == FOLDER and n.startswith(prefix))
+        return frozenset(
+            n[len(prefix) :] for part, n in self._files if part == FOLDER and n.startswith(prefix)
+        )
 
     def state_tensor(self, name: str) -> Tensor:
         """The tensor `name` of the training state, whole, on the host."""
@@ -667,7 +806,8 @@ class ResumePoint:
     far_ranks: str = ""  # that do not see the checkpoint and read a copy, as text
 
     def way_to_read(self, fan_out: str) -> str:
-        """The way for `choose_filler`, from SaverConfig.fan_out and the store of the checkpoint; the same on all ranks.
+        """The way for `choose_filler`, from SaverConfig.fan_out and the store of the checkpoint;
+        the same on all ranks.
 
         Ranks that read a copy on their disk do not ask rank 0 for small ranges of the bucket.
         """
@@ -683,7 +823,9 @@ def open_resume_point(held: OpenCheckpoint, stack: ExitStack) -> ResumePoint:
 
 
 def entries_of_rank(document: Document, rank: int) -> Document:
-    """The document's entries of this rank alone; empty for a rank that the saved run did not have."""
+    """The document's entries of this rank alone; empty for a rank that the saved run did not
+    have.
+    """
     ranks: list[Document] = document["ranks"]
     return ranks[rank] if rank < len(ranks) else {}
 
@@ -695,7 +837,10 @@ def tree_of_rank(document: Document, stored: StoredTensors, rank: int, name: str
 
 
 def tree_of(entry: Document, prefix: str, stored: StoredTensors, like: Any = None) -> Any:
-    """The tree that `entry` describes. Tensors that are sharded in `like` are sharded in the same way."""
+    """The tree that `entry` describes.
+
+    Tensors that are sharded in `like` are sharded in the same way.
+    """
     cut = _cut_tensors(like)
 
     def make_tensor(index: int) -> Any:
@@ -708,7 +853,9 @@ def tree_of(entry: Document, prefix: str, stored: StoredTensors, like: Any = Non
         return fresh
 
     return unflatten(
-        decode_node(entry["tree"]), make_tensor, lambda index: stored.state_tensor(f"{prefix}/{index}").numpy()
+        decode_node(entry["tree"]),
+        make_tensor,
+        lambda index: stored.state_tensor(f"{prefix}/{index}").numpy(),
     )
 
 
@@ -725,27 +872,34 @@ def _cut_tensors(like: Any) -> dict[int, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """The captured tensors of the saved model and, for a run, those of all its models and its state."""
+    """The captured tensors of the saved model and, for a run, those of all its models and its
+    state.
+    """
 
     tensors: ModelTensors
     found: Mapping[Key, Source] = field(default_factory=dict)  # of the models of a run
     state: TrainingState | None = None
-    error: BaseException | None = None  # why there is no state; raised when the save is planned, on all ranks
+    # why there is no state; raised when the save is planned, on all ranks
+    error: BaseException | None = None
 
     @property
     def document(self) -> Document:
         return {} if self.state is None else self.state.document
 
 
-def capture_run(objects: Callable[[], tuple[nn.Module, Sequence[Item], Mapping[str, Any]]], ranks: Ranks) -> Captured:
+def capture_run(
+    objects: Callable[[], tuple[nn.Module, Sequence[Item], Mapping[str, Any]]], ranks: Ranks
+) -> Captured:
     """Capture the state of a run. Collective. Moves nothing.
 
-    `objects` returns the model that is saved, the items with a state, and this rank's own trees. Raises SelectionError
-    naming state that cannot be saved, RanksDisagreeError naming objects that differ. A later error of one rank is
-    returned in the result.
+    `objects` returns the model that is saved, the items with a state, and this rank's own trees.
+    Raises SelectionError naming state that cannot be saved, RanksDisagreeError naming objects that
+    differ. A later error of one rank is returned in the result.
     """
 
-    def capture_local() -> tuple[Sequence[Item], dict[str, ModelTensors], dict[Key, Source], LocalState]:
+    def capture_local() -> tuple[
+        Sequence[Item], dict[str, ModelTensors], dict[Key, Source], LocalState
+    ]:
         model, items, own = objects()
         items, models, found = walk_run(model, items)
         return items, models, found, local_state(items, found, own, digest=ranks.size > 1)
@@ -756,7 +910,9 @@ def capture_run(objects: Callable[[], tuple[nn.Module, Sequence[Item], Mapping[s
     assert captured is not None, "the agreement has raised the error"
     items, models, found, local = captured
     facts, trees = exchange_facts(local, items, ranks, found)
-    state, error = try_action(partial(assemble_state, local, facts, trees, items, found, ranks.rank))
+    state, error = try_action(
+        partial(assemble_state, local, facts, trees, items, found, ranks.rank)
+    )
     if state is not None:
         state.document[FLAGS] = gradient_flags(found)
     return Captured(models[""], found, state, error)

@@ -1,4 +1,6 @@
-"""Triggers of saves during a run, agreed on by all ranks: clocks and signals; rehearsals of `check-resume`."""
+"""Triggers of saves during a run, agreed on by all ranks: clocks and signals; rehearsals of
+`check-resume`.
+"""
 
 import json
 import os
@@ -71,7 +73,9 @@ END = "rehearsal-end"  # folder of the checkpoint after the last step
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The task of a rehearsed script, which ends with exit code 0 on all ranks, after a checkpoint."""
+    """The task of a rehearsed script, which ends with exit code 0 on all ranks, after a
+    checkpoint.
+    """
 
     directory: str  # for checkpoints, instead of the saver's own
     record: str  # file to which rank 0 adds a line of JSON for each step
@@ -84,22 +88,29 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Step:
-    """The record of one step of a rehearsal: numbers as exact hexadecimal text, such as "0x1.8p+1"."""
+    """The record of one step of a rehearsal: numbers as exact hexadecimal text, such as
+    "0x1.8p+1".
+    """
 
     number: int
     metrics: Mapping[str, str]
-    batches: str | None  # digest of the batches of `saver.remaining` since the previous step; None without any
+    # digest of the batches of `saver.remaining` since the previous step; None without any
+    batches: str | None
 
 
 class Recorder:
-    """The part of a rehearsal in the script's process: records batches and steps, and ends the script."""
+    """The part of a rehearsal in the script's process: records batches and steps, and ends the
+    script.
+    """
 
     def __init__(self, rehearsal: Rehearsal) -> None:
         self.directory = rehearsal.directory
         self._rehearsal = rehearsal
         self._batches: Any = None
         with suppress(NameTakenError):  # an empty file: a saver was made, and no step recorded
-            _store_of(Path(rehearsal.record)).write(Path(rehearsal.record).name, b"", create_only=True)
+            _store_of(Path(rehearsal.record)).write(
+                Path(rehearsal.record).name, b"", create_only=True
+            )
 
     def watch_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The same batches; their contents go into the digest of the step."""
@@ -116,11 +127,17 @@ class Recorder:
         is_main: bool,
         save: Callable[[Path | None], object],
     ) -> None:
-        """Record the step; after the last one save, and end the process (SystemExit). On every rank."""
+        """Record the step; after the last one save, and end the process (SystemExit).
+
+        On every rank.
+        """
         if is_main:
             digest = None if self._batches is None else self._batches.hexdigest()
             exact = {name: float(value).hex() for name, value in metrics.items()}
-            record, line = Path(self._rehearsal.record), json.dumps(asdict(Step(number, exact, digest))) + "\n"
+            record, line = (
+                Path(self._rehearsal.record),
+                json.dumps(asdict(Step(number, exact, digest))) + "\n",
+            )
             store = _store_of(record)
             store.write(record.name, store.read(record.name) + line.encode())
         self._batches = None
@@ -134,14 +151,19 @@ class Recorder:
 
 
 def start_recorder() -> Recorder | None:
-    """The recorder of this process if it is part of a rehearsal. Raises ConfigError if the variable is invalid."""
+    """The recorder of this process if it is part of a rehearsal.
+
+    Raises ConfigError if the variable is invalid.
+    """
     text = os.environ.get(VARIABLE)
     if not text:
         return None
     try:
         return Recorder(Rehearsal(**json.loads(text)))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{VARIABLE}={text!r}: {error}; only `ft-ckpt check-resume` sets it, unset it") from error
+        raise ConfigError(
+            f"{VARIABLE}={text!r}: {error}; only `ft-ckpt check-resume` sets it, unset it"
+        ) from error
 
 
 def read_steps(record: Path) -> list[Step] | None:
@@ -161,8 +183,8 @@ def _store_of(record: Path) -> LocalStore:
 def _digest_value(digest: Any, value: Any) -> None:
     """Add the contents of a batch to `digest`.
 
-    Tensors and arrays, also inside mappings and sequences, are added by bytes; strings and numbers by value; other
-    objects by class.
+    Tensors and arrays, also inside mappings and sequences, are added by bytes; strings and numbers
+    by value; other objects by class.
     """
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -180,4 +202,8 @@ def _digest_value(digest: Any, value: Any) -> None:
     elif hasattr(value, "tobytes"):
         digest.update(value.tobytes())
     else:
-        digest.update((repr(value) if isinstance(value, (str, bytes, int, float)) else type(value).__name__).encode())
+        digest.update(
+            (
+                repr(value) if isinstance(value, (str, bytes, int, float)) else type(value).__name__
+            ).encode()
+        )

@@ -1,4 +1,6 @@
-"""Compares the files of an open checkpoint with their digests on the ranks that see it, before any rank uses them."""
+"""Compares the files of an open checkpoint with their digests on the ranks that see it, before any
+rank uses them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,11 +14,15 @@ from ft_ckpt.storage.verify_files import PartDigests, compare_digests, digest_sh
 
 
 def verify_files(
-    checkpoint: OpenCheckpoint | None, files: Sequence[FileRecord], ranks: Ranks, sharers: Sequence[int]
+    checkpoint: OpenCheckpoint | None,
+    files: Sequence[FileRecord],
+    ranks: Ranks,
+    sharers: Sequence[int],
 ) -> tuple[str, ...]:
     """The problems of `files`, a line each; the same on all ranks. Collective.
 
-    The ranks `sharers` see the same files and divide the work. The others may have None as their `checkpoint`.
+    The ranks `sharers` see the same files and divide the work. The others may have None as their
+    `checkpoint`.
     """
     parts, error = try_action(lambda: _digest_own_share(checkpoint, files, ranks, sharers))
     own = {"parts": [asdict(part) for part in parts or ()]}
@@ -31,7 +37,10 @@ def verify_files(
 
 
 def _digest_own_share(
-    checkpoint: OpenCheckpoint | None, files: Sequence[FileRecord], ranks: Ranks, sharers: Sequence[int]
+    checkpoint: OpenCheckpoint | None,
+    files: Sequence[FileRecord],
+    ranks: Ranks,
+    sharers: Sequence[int],
 ) -> list[PartDigests]:
     if checkpoint is None or ranks.rank not in sharers:
         return []
@@ -40,6 +49,8 @@ def _digest_own_share(
 
 
 def _may_pass(parts: Sequence[PartDigests]) -> bool:
-    """Whether a second try may succeed: all problems are of files that the system cannot read now."""
+    """Whether a second try may succeed: all problems are of files that the system cannot read
+    now.
+    """
     problems = [part for part in parts if part.problem is not None]
     return bool(problems) and all(part.is_passing for part in problems)

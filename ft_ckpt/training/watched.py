@@ -1,7 +1,9 @@
-"""Models beside the trained one, such as a reference model or a teacher: stored once their values have changed.
+"""Models beside the trained one, such as a reference model or a teacher: stored once their values
+have changed.
 
-The script makes them at each start. One that stays as it was made costs a digest of its tensors at each save and is not
-stored; one that moves, as an average does, is registered with the run at the first save that finds it changed.
+The script makes them at each start. One that stays as it was made costs a digest of its tensors at
+each save and is not stored; one that moves, as an average does, is registered with the run at the
+first save that finds it changed.
 """
 
 from collections.abc import Mapping
@@ -39,7 +41,10 @@ class WatchedModel:
 
 
 def watch_model(model: nn.Module) -> WatchedModel:
-    """Record the values of `model`. Raises as `ModelTensors.sources` for tensors that cannot be stored."""
+    """Record the values of `model`.
+
+    Raises as `ModelTensors.sources` for tensors that cannot be stored.
+    """
     return WatchedModel(model, digest_of_model(model))
 
 
@@ -53,21 +58,34 @@ def digest_of_model(model: nn.Module) -> ModelDigest:
             local[name] = part
     digests = digests_of(local)
     facts = [(name, digests.get(name, "")) for name in sources]
-    is_whole = len(local) == len(sources) and not any(source.sharding.is_sharded for source in sources.values())
+    is_whole = len(local) == len(sources) and not any(
+        source.sharding.is_sharded for source in sources.values()
+    )
     devices = {part.device.type for part in local.values()}
-    return ModelDigest(xxhash.xxh3_128_hexdigest(repr(facts).encode()), tuple(sorted(devices)), is_whole)
+    return ModelDigest(
+        xxhash.xxh3_128_hexdigest(repr(facts).encode()), tuple(sorted(devices)), is_whole
+    )
 
 
 def changed_models(watched: Mapping[str, WatchedModel], ranks: Ranks) -> list[str]:
-    """The names of watched models whose values have changed on any rank. Collective, unless nothing is watched."""
+    """The names of watched models whose values have changed on any rank.
+
+    Collective, unless nothing is watched.
+    """
     if not watched:
         return []
 
     def changed_on_rank() -> list[str]:
-        return [name for name, record in watched.items() if digest_of_model(record.model) != record.digest]
+        return [
+            name
+            for name, record in watched.items()
+            if digest_of_model(record.model) != record.digest
+        ]
 
     names, error = ranks.attempt(changed_on_rank)
-    agreed = ranks.agree("the models beside the trained one", {"names": names}, error, decide=_all_names)
+    agreed = ranks.agree(
+        "the models beside the trained one", {"names": names}, error, decide=_all_names
+    )
     return list(agreed.result)
 
 
@@ -81,7 +99,8 @@ def watched_digests(watched: Mapping[str, WatchedModel]) -> dict[str, str]:
 
 
 def differing_models(watched: Mapping[str, WatchedModel], saved: Mapping[str, str]) -> list[str]:
-    """A sentence for each watched model whose values are others than in the saved run, which had not changed it.
+    """A sentence for each watched model whose values are others than in the saved run, which had
+    not changed it.
 
     `saved` are the `watched_digests` of that run.
     """
@@ -90,5 +109,7 @@ def differing_models(watched: Mapping[str, WatchedModel], saved: Mapping[str, st
         text = watched[name].digest.text if name in watched else ""
         is_comparable = text.partition(":")[0] == digest.partition(":")[0]
         if text and digest and is_comparable and text != digest:
-            differing.append(f"{name}: has other values than in the saved run, which did not change it")
+            differing.append(
+                f"{name}: has other values than in the saved run, which did not change it"
+            )
     return differing

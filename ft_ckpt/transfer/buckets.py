@@ -30,15 +30,22 @@ def refuse_options(destination: str | Place, options: PushOptions, *, allowed: s
     names = [option.name for option in fields(options)]
     changed = [name for name in names if getattr(options, name) != getattr(plain, name)]
     if wrong := [name for name in changed if name not in _MEANT_HERE | allowed]:
-        raise ConfigError(f"{destination}: {listing(wrong, ', ')}: only for repositories on the Hub; leave it out here")
+        raise ConfigError(
+            f"{destination}: {listing(wrong, ', ')}: only for repositories on "
+            "the Hub; leave it out here"
+        )
 
 
-def send_checkpoint(held: OpenCheckpoint, destination: str | Place, options: PushOptions) -> PushReport:
+def send_checkpoint(
+    held: OpenCheckpoint, destination: str | Place, options: PushOptions
+) -> PushReport:
     """Push an open checkpoint, see `push.push`."""
     destination_url(destination, options)
     goal = destination_place(destination, held.place.basename)
     manifest = held.manifest if options.state else weights_manifest(held.manifest)
-    return push_report(held, copy_open(held, goal, manifest, overwrite=False, shown=not options.quiet))
+    return push_report(
+        held, copy_open(held, goal, manifest, overwrite=False, shown=not options.quiet)
+    )
 
 
 def push_report(held: OpenCheckpoint, report: CopyReport) -> PushReport:
@@ -61,11 +68,14 @@ def push_report(held: OpenCheckpoint, report: CopyReport) -> PushReport:
     )
 
 
-def fetch_checkpoint(source: str | Place, folder: Path | None, *, token: str | None, overwrite: bool) -> PullReport:
+def fetch_checkpoint(
+    source: str | Place, folder: Path | None, *, token: str | None, overwrite: bool
+) -> PullReport:
     """Fetch the checkpoint `source` into `folder`, or into the cache, see `push.pull`."""
     if token is not None:
         raise ConfigError(
-            f"{source}: token= is for the Hub; a bucket's keys come from its tools' variables, or open_place"
+            f"{source}: token= is for the Hub; a bucket's keys come from its "
+            "tools' variables, or open_place"
         )
 
     def fetch(held: OpenCheckpoint, *, exact: bool = False) -> CopyReport:

@@ -1,7 +1,8 @@
 """Copies a committed checkpoint between two places: whole, or not at all.
 
-Files are digested while they are copied; the manifest is written last. Files that another checkpoint at the destination
-has are hard-linked from there, and objects within one service are copied by the service.
+Files are digested while they are copied; the manifest is written last. Files that another
+checkpoint at the destination has are hard-linked from there, and objects within one service are
+copied by the service.
 """
 
 import importlib
@@ -24,9 +25,22 @@ from ft_ckpt.checkpoint.open_checkpoint import (
     take_earlier,
 )
 from ft_ckpt.checkpoint.staging import Staging, open_staging_at, settle_staging_at
-from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, NameTakenError, NoSpaceError, TargetError
+from ft_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    ManifestError,
+    NameTakenError,
+    NoSpaceError,
+    TargetError,
+)
 from ft_ckpt.schema import values_of
-from ft_ckpt.storage.digests import FileRecord, RunningDigest, digest_of_bytes, digest_of_open, size_problem
+from ft_ckpt.storage.digests import (
+    FileRecord,
+    RunningDigest,
+    digest_of_bytes,
+    digest_of_open,
+    size_problem,
+)
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, is_hub_bucket, open_place, source_mode
 from ft_ckpt.storage.progress import track_bytes
@@ -36,8 +50,10 @@ from ft_ckpt.transfer.signatures import put_signature, read_signature
 
 _SMALL_AT_ONCE = 8  # small files copied in parallel; large files one at a time, in parallel parts
 _EARLIER = 8  # newest checkpoints at the destination whose files are reused
-_OF_COMMITS = {"files", "token"}  # fields of a manifest that depend on the commit, not only on the content
-_WORTH_LOOKING_BYTES = 1 << 20  # of a file: sending smaller ones takes less time than searching for them
+# fields of a manifest that depend on the commit, not only on the content
+_OF_COMMITS = {"files", "token"}
+# of a file: sending smaller ones takes less time than searching for them
+_WORTH_LOOKING_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -63,22 +79,28 @@ class CopyReport:
 
 
 def copy(
-    source: str | os.PathLike[str] | Place, destination: str | os.PathLike[str] | Place, *, overwrite: bool = False
+    source: str | os.PathLike[str] | Place,
+    destination: str | os.PathLike[str] | Place,
+    *,
+    overwrite: bool = False,
 ) -> CopyReport:
-    """Copy the committed checkpoint `source` to `destination`; both are paths or URLs, also of different buckets.
+    """Copy the committed checkpoint `source` to `destination`; both are paths or URLs, also of
+    different buckets.
 
-    The name of the source is appended to a destination that ends in a slash. All digests are compared on the way, the
-    manifest is written last. Files of 1 MiB or more that one of the newest checkpoints beside the destination has are
-    not sent again: they are hard-linked and read there, or copied by the service. A signature is copied, see `sign`;
-    pins and leases are not. A failed copy leaves no checkpoint; the next one starts from the beginning. If the same
-    checkpoint is there already, nothing changes.
+    The name of the source is appended to a destination that ends in a slash. All digests are
+    compared on the way, the manifest is written last. Files of 1 MiB or more that one of the newest
+    checkpoints beside the destination has are not sent again: they are hard-linked and read there,
+    or copied by the service. A signature is copied, see `sign`; pins and leases are not. A failed
+    copy leaves no checkpoint; the next one starts from the beginning. If the same checkpoint is
+    there already, nothing changes.
 
-    From a bucket of the Hub ("hf://buckets/user/name/folder") a checkpoint is copied to a disk only. Into one, the
-    files are sent in one batch, and then the manifest; with `overwrite`, there is no checkpoint meanwhile.
+    From a bucket of the Hub ("hf://buckets/user/name/folder") a checkpoint is copied to a disk
+    only. Into one, the files are sent in one batch, and then the manifest; with `overwrite`, there
+    is no checkpoint meanwhile.
 
-    Raises NotACheckpointError when nothing is committed at `source`, CorruptError when its files differ from its
-    manifest, NameTakenError when something else is at `destination` and `overwrite` is False, TargetError or
-    NoSpaceError when it cannot be written.
+    Raises NotACheckpointError when nothing is committed at `source`, CorruptError when its files
+    differ from its manifest, NameTakenError when something else is at `destination` and `overwrite`
+    is False, TargetError or NoSpaceError when it cannot be written.
     """
     if is_hub_bucket(source) or is_hub_bucket(destination):
         hub_buckets = importlib.import_module("ft_ckpt.transfer.hub_buckets")
@@ -110,9 +132,9 @@ def copy_open(
 ) -> CopyReport:
     """Copy what `manifest` lists of an open checkpoint to `goal`, see `copy`.
 
-    With `renews`, the digests of an existing copy are compared, and a damaged copy is replaced. `heed` is called for
-    each piece of a file, in several threads; an error that it raises ends the copy. With `exact`, `manifest` is
-    committed unchanged.
+    With `renews`, the digests of an existing copy are compared, and a damaged copy is replaced.
+    `heed` is called for each piece of a file, in several threads; an error that it raises ends the
+    copy. With `exact`, `manifest` is committed unchanged.
     """
     begun, size_bytes = time.monotonic(), sum(file.size_bytes for file in manifest.files)
     signed = read_signature(held.place.folder)
@@ -124,7 +146,9 @@ def copy_open(
         settle_staging_at(goal)
         if signed is not None:
             put_signature(goal.folder, signed)
-        return CopyReport(goal.location, source, False, names, size_bytes, 0, (), time.monotonic() - begun)
+        return CopyReport(
+            goal.location, source, False, names, size_bytes, 0, (), time.monotonic() - begun
+        )
     may_replace = overwrite or is_same_copy(manifest_at(goal), manifest)
     if not may_replace:
         refuse_occupied(goal)
@@ -135,7 +159,9 @@ def copy_open(
         _staging_at(goal, manifest, max_mode, overwrite=may_replace) as staging,
         track_bytes(size_bytes if shown else 0, label) as track,
     ):
-        copying = _Copying(held, staging.store, _reusable_files(staging.beside, goal, manifest.files), track, heed)
+        copying = _Copying(
+            held, staging.store, _reusable_files(staging.beside, goal, manifest.files), track, heed
+        )
         copying.refuse_full(manifest.files)
         records = copying.copy_all(manifest.files)
         if exactly is None or not isinstance(goal.folder, LocalStore):
@@ -145,7 +171,9 @@ def copy_open(
         put_signature(goal.folder, signed)
     reused = tuple(sorted(copying.reused))
     seconds = time.monotonic() - begun
-    return CopyReport(goal.location, source, True, names, size_bytes, copying.sent_bytes, reused, seconds)
+    return CopyReport(
+        goal.location, source, True, names, size_bytes, copying.sent_bytes, reused, seconds
+    )
 
 
 def is_there(goal: Place, manifest: Manifest) -> bool:
@@ -166,7 +194,9 @@ def manifest_at(place: Place) -> Manifest | None:
 def content_identity(manifest: Manifest) -> str:
     """A digest that all copies of a checkpoint share."""
     facts = {name: value for name, value in values_of(manifest).items() if name not in _OF_COMMITS}
-    return digest_of_bytes(repr((facts, [(file.path, *content_key(file)) for file in manifest.files])).encode())
+    return digest_of_bytes(
+        repr((facts, [(file.path, *content_key(file)) for file in manifest.files])).encode()
+    )
 
 
 def is_same_copy(found: Manifest | None, manifest: Manifest) -> bool:
@@ -176,15 +206,23 @@ def is_same_copy(found: Manifest | None, manifest: Manifest) -> bool:
 
 def refuse_occupied(goal: Place) -> None:
     if goal.is_object or manifest_at(goal) is not None:
-        raise NameTakenError(f"{goal}: exists already; choose another place, or overwrite=True (--force)")
+        raise NameTakenError(
+            f"{goal}: exists already; choose another place, or overwrite=True (--force)"
+        )
     listed = goal.folder.list_folder() if isinstance(goal.store, LocalStore) else None
     if listed is not None and (listed.folders or listed.objects):
-        raise NameTakenError(f"{goal}: not empty; choose another place, or overwrite=True (--force)")
+        raise NameTakenError(
+            f"{goal}: not empty; choose another place, or overwrite=True (--force)"
+        )
 
 
 @contextmanager
-def _staging_at(goal: Place, manifest: Manifest, max_mode: int, *, overwrite: bool) -> Iterator[Staging]:
-    """A staging folder for `goal`, discarded on errors; that of a killed copy is taken over by the next copy."""
+def _staging_at(
+    goal: Place, manifest: Manifest, max_mode: int, *, overwrite: bool
+) -> Iterator[Staging]:
+    """A staging folder for `goal`, discarded on errors; that of a killed copy is taken over by the
+    next copy.
+    """
     identity = f"copy of {content_identity(manifest)}"
     staging = open_staging_at(goal, run_id=identity, overwrite=overwrite, max_mode=max_mode)
     try:
@@ -198,10 +236,16 @@ def _staging_at(goal: Place, manifest: Manifest, max_mode: int, *, overwrite: bo
 def _reusable_files(
     beside: Store, goal: Place, files: Iterable[FileRecord]
 ) -> dict[tuple[str, int], tuple[EarlierCheckpoint, FileRecord]]:
-    """Files of other checkpoints in `beside`, by (digest, bytes); {} if all of `files` are small."""
+    """Files of other checkpoints in `beside`, by (digest, bytes); {} if all of `files` are
+    small.
+    """
     if all(file.size_bytes < _WORTH_LOOKING_BYTES for file in files):
         return {}
-    earlier = [one for one in earlier_checkpoints(beside, _EARLIER) if one.store.identity != goal.folder.identity]
+    earlier = [
+        one
+        for one in earlier_checkpoints(beside, _EARLIER)
+        if one.store.identity != goal.folder.identity
+    ]
     return {content_key(file): (one, file) for one in reversed(earlier) for file in one.files}
 
 
@@ -221,7 +265,13 @@ class _Copying:
         track: Callable[[int], None],
         heed: Callable[[], None],
     ) -> None:
-        self.held, self.store, self.reusable, self.track, self.heed = held, store, reusable, track, heed
+        self.held, self.store, self.reusable, self.track, self.heed = (
+            held,
+            store,
+            reusable,
+            track,
+            heed,
+        )
         self.reused: set[str] = set()
         self.sent_bytes = 0
         self._lock = threading.Lock()
@@ -231,14 +281,21 @@ class _Copying:
         needed = sum(file.size_bytes for file in files if content_key(file) not in self.reusable)
         free = self.store.free_bytes()
         if free is not None and free < needed:
-            raise NoSpaceError(f"{self.store.url}: {free:,} bytes free, expected at least {needed:,}; make room there")
+            raise NoSpaceError(
+                f"{self.store.url}: {free:,} bytes free, expected at least "
+                f"{needed:,}; make room there"
+            )
 
     def copy_all(self, files: tuple[FileRecord, ...]) -> tuple[FileRecord, ...]:
-        """Copy all files; returns their records at the destination, in order. The first error ends it."""
+        """Copy all files; returns their records at the destination, in order.
+
+        The first error ends it.
+        """
         small = [file for file in files if file.size_bytes <= SMALL_COPY_BYTES]
         with ThreadPoolExecutor(_SMALL_AT_ONCE, "ft_ckpt-copy") as pool:
             done = {record.path: record for record in pool.map(self.copy_one, small)}
-        large = (file for file in files if file.path not in done)  # one at a time, each in several threads
+        # one at a time, each in several threads
+        large = (file for file in files if file.path not in done)
         done |= {record.path: record for record in map(self.copy_one, large)}
         return tuple(done[file.path] for file in files)
 
@@ -261,7 +318,10 @@ class _Copying:
         return False
 
     def _is_whole_here(self, file: FileRecord) -> bool:
-        """Whether a linked file still has its digest (a disk may have lost bits). Services compare their own copies."""
+        """Whether a linked file still has its digest (a disk may have lost bits).
+
+        Services compare their own copies.
+        """
         if not isinstance(self.store, LocalStore):
             return True
         with suppress(CorruptError), closing(self.store.open(file.path)) as opened:
@@ -275,8 +335,12 @@ class _Copying:
         origin = self.held.place.folder
         if file.etag is None or etag_of(origin, file.path) != file.etag:
             return False
-        with suppress(CorruptError, TargetError):  # too large for one request, or not allowed: send it
-            if self.store.copy(file.path, file.path, origin) and etag_of(origin, file.path) == file.etag:
+        # too large for one request, or not allowed: send it
+        with suppress(CorruptError, TargetError):
+            if (
+                self.store.copy(file.path, file.path, origin)
+                and etag_of(origin, file.path) == file.etag
+            ):
                 self._count(file.size_bytes)
                 return True
         return False
@@ -285,7 +349,9 @@ class _Copying:
         """Read and write the file; returns its ETag at the destination, if known."""
         with closing(self.held.store.open(file.path)) as opened:
             if opened.size_bytes != file.size_bytes:
-                raise CorruptError(f"{opened.where}: {size_problem(opened.size_bytes, file.size_bytes)}")
+                raise CorruptError(
+                    f"{opened.where}: {size_problem(opened.size_bytes, file.size_bytes)}"
+                )
             running = RunningDigest(file.size_bytes, file.cuts, file.ranks)
 
             def watch(content: memoryview) -> None:
@@ -300,7 +366,8 @@ class _Copying:
     def _refuse_damaged(self, file: FileRecord, digest: str) -> None:
         if digest != file.digest:
             raise CorruptError(
-                f"{self.held.place.folder.where(file.path)}: digest {digest}, expected {file.digest}: its bytes have "
+                f"{self.held.place.folder.where(file.path)}: digest {digest}, expected "
+                f"{file.digest}: its bytes have "
                 "changed; nothing was copied, use another checkpoint"
             )
 

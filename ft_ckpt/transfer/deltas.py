@@ -1,15 +1,20 @@
-"""Chains of deltas: a folder, or a prefix in a bucket, in which most checkpoints hold only the elements that changed.
+"""Chains of deltas: a folder, or a prefix in a bucket, in which most checkpoints hold only the
+elements that changed.
 
-Each entry is a committed folder. An anchor has all files of its checkpoint but the training state. A delta has
+Each entry is a committed folder. An anchor has all files of its checkpoint but the training state.
+A delta has
 
-    ft_ckpt.json                    its manifest, of the kind "delta": names its base, and the digests of both contents
+    ft_ckpt.json                    its manifest, of the kind "delta": names its base, and the
+                                    digests of both contents
     checkpoint.json                 the manifest of the checkpoint that it stands for
-    deltas/PATH/00001.safetensors   of the file PATH, for each tensor NAME with changes NAME.indices (flat positions,
-                                    ascending) and NAME.values; a long tensor goes on in the next file
+    deltas/PATH/00001.safetensors   of the file PATH, for each tensor NAME with changes
+                                    NAME.indices (flat positions, ascending) and NAME.values;
+                                    a long tensor goes on in the next file
     headers/PATH                    the header of the file PATH, if it differs from that in the base
     files/PATH                      each other file that differs from that in the base
 
-Elements are compared as bytes, so rebuilt files have the digests in the manifest of their checkpoint.
+Elements are compared as bytes, so rebuilt files have the digests in the manifest of their
+checkpoint.
 """
 
 import threading
@@ -25,7 +30,13 @@ from typing import Any
 import numpy as np
 
 from ft_ckpt._version import __version__
-from ft_ckpt.checkpoint.catalog import CheckpointInfo, in_run_order, list_checkpoints, load_manifest, parse_manifest
+from ft_ckpt.checkpoint.catalog import (
+    CheckpointInfo,
+    in_run_order,
+    list_checkpoints,
+    load_manifest,
+    parse_manifest,
+)
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, Manifest, manifest_to_json
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint, text_identity
 from ft_ckpt.checkpoint.prune import remove_checkpoints
@@ -41,7 +52,12 @@ from ft_ckpt.errors import (
     listing,
 )
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
-from ft_ckpt.formats.safetensors import HeaderEntry, SafetensorsHeader, lay_out_safetensors, parse_header
+from ft_ckpt.formats.safetensors import (
+    HeaderEntry,
+    SafetensorsHeader,
+    lay_out_safetensors,
+    parse_header,
+)
 from ft_ckpt.messages import warn
 from ft_ckpt.storage.digests import FileRecord, RunningDigest, digest_of_bytes, record_of
 from ft_ckpt.storage.frozen_view import ListedStore
@@ -55,7 +71,8 @@ from ft_ckpt.transfer.outgoing import weights_manifest
 
 DELTA = "delta"  # the kind in its manifest
 CHECKPOINT_NAME = "checkpoint.json"
-STAGED_NAME = f"{PREFIX}staged"  # an empty file in each checkpoint that `mark_staged` was called for
+# an empty file in each checkpoint that `mark_staged` was called for
+STAGED_NAME = f"{PREFIX}staged"
 _MOST_SHARE = 0.5  # of the bytes of the checkpoint; a larger delta is not worth it
 _SLICE_BYTES = 4 << 20  # compared at once
 _PIECE_BYTES = 8 << 20  # a file of a delta ends once its changes have this size
@@ -85,8 +102,12 @@ class AppendReport:
 
 
 def content_digest(manifest: Manifest) -> str:
-    """A digest of the paths, sizes and digests of the files of a checkpoint, without its training state."""
-    lines = sorted(f"{file.digest} {file.size_bytes} {file.path}" for file in weights_manifest(manifest).files)
+    """A digest of the paths, sizes and digests of the files of a checkpoint, without its training
+    state.
+    """
+    lines = sorted(
+        f"{file.digest} {file.size_bytes} {file.path}" for file in weights_manifest(manifest).files
+    )
     return digest_of_bytes("\n".join(lines).encode("utf-8", "surrogatepass"))
 
 
@@ -94,15 +115,17 @@ def content_digest(manifest: Manifest) -> str:
 
 
 def append_checkpoint(checkpoint: Place, chain: Place, anchor_every: int) -> AppendReport:
-    """Append the committed `checkpoint`, under its name, to the folder or bucket prefix `chain`; all or nothing.
+    """Append the committed `checkpoint`, under its name, to the folder or bucket prefix `chain`;
+    all or nothing.
 
-    Appends a delta on the newest entry. The files of this entry are read beside the checkpoint if they are still there,
-    else rebuilt from the chain as they are read. Appends an anchor instead if the chain is empty, after
-    `anchor_every - 1` deltas in a row, if a tensor has another name, shape or type, if the delta would have more than
-    half of the bytes, and with a warning if the newest entry is damaged. Digests are compared on the way; memory holds
-    a few slices.
+    Appends a delta on the newest entry. The files of this entry are read beside the checkpoint if
+    they are still there, else rebuilt from the chain as they are read. Appends an anchor instead if
+    the chain is empty, after `anchor_every - 1` deltas in a row, if a tensor has another name,
+    shape or type, if the delta would have more than half of the bytes, and with a warning if the
+    newest entry is damaged. Digests are compared on the way; memory holds a few slices.
 
-    Raises NameTakenError if the chain has another checkpoint of this name, or a newer one; otherwise as `copy` does.
+    Raises NameTakenError if the chain has another checkpoint of this name, or a newer one;
+    otherwise as `copy` does.
     """
     begun = time.monotonic()
     with open_checkpoint(checkpoint) as held:
@@ -111,9 +134,14 @@ def append_checkpoint(checkpoint: Place, chain: Place, anchor_every: int) -> App
         full_bytes = sum(file.size_bytes for file in manifest.files)
 
         def report(written: Manifest, *, is_new: bool) -> AppendReport:
-            kind, size = DELTA if written.delta else "anchor", sum(file.size_bytes for file in written.files)
+            kind, size = (
+                DELTA if written.delta else "anchor",
+                sum(file.size_bytes for file in written.files),
+            )
             seconds = time.monotonic() - begun
-            return AppendReport(goal.location, kind, written.delta.get("base"), is_new, size, full_bytes, seconds)
+            return AppendReport(
+                goal.location, kind, written.delta.get("base"), is_new, size, full_bytes, seconds
+            )
 
         entries = _entries(chain)
         there = next((info.manifest for info in entries if info.name == goal.basename), None)
@@ -126,14 +154,19 @@ def append_checkpoint(checkpoint: Place, chain: Place, anchor_every: int) -> App
                     return report(written, is_new=True)
             except CorruptError as error:
                 warn(
-                    f"{goal}: writing an anchor, because there is no delta on {entries[-1].name}: {error}", stacklevel=3
+                    f"{goal}: writing an anchor, because there is no delta on "
+                    f"{entries[-1].name}: {error}",
+                    stacklevel=3,
                 )
         copy_open(held, goal, manifest, overwrite=False, shown=False)
         return report(manifest, is_new=True)
 
 
 def _entries(chain: Place) -> list[CheckpointInfo]:
-    """The entries of a chain, oldest first. Raises UnreadableError, and ConfigError if `chain` is a checkpoint."""
+    """The entries of a chain, oldest first.
+
+    Raises UnreadableError, and ConfigError if `chain` is a checkpoint.
+    """
     listed = list_checkpoints(chain)
     listed.require_readable()
     listed.warn_left_out()
@@ -150,23 +183,32 @@ def _content_of(manifest: Manifest) -> str:
 def _refuse_older(entries: Sequence[CheckpointInfo], coming: CheckpointInfo) -> None:
     if any(info.name == coming.name for info in entries):
         raise NameTakenError(
-            f"{coming.path}: the chain has another checkpoint of this name, expected a new one; publish to a new "
+            f"{coming.path}: the chain has another checkpoint of this name, expected a new one; "
+            "publish to a new "
             "chain, or delete the entries from this one on"
         )
     if in_run_order([*entries, coming])[-1] is not coming:
         raise NameTakenError(
-            f"{coming.path}: older than {entries[-1].name}, the newest entry; publish a newer checkpoint, or to a new "
+            f"{coming.path}: older than {entries[-1].name}, the newest entry; publish a newer "
+            "checkpoint, or to a new "
             "chain, or delete the newer entries"
         )
 
 
 def _deltas_in_a_row(entries: Sequence[CheckpointInfo]) -> int:
     """The number of deltas after the last anchor."""
-    return next((count for count, info in enumerate(reversed(entries)) if not info.manifest.delta), len(entries))
+    return next(
+        (count for count, info in enumerate(reversed(entries)) if not info.manifest.delta),
+        len(entries),
+    )
 
 
-def _append_delta(held: OpenCheckpoint, manifest: Manifest, newest: CheckpointInfo, goal: Place) -> Manifest | None:
-    """Commit a delta; None if it would be too large, or a tensor has another name, shape or type."""
+def _append_delta(
+    held: OpenCheckpoint, manifest: Manifest, newest: CheckpointInfo, goal: Place
+) -> Manifest | None:
+    """Commit a delta; None if it would be too large, or a tensor has another name, shape or
+    type.
+    """
     if manifest.step is None and manifest.number is None:
         manifest = replace(manifest, number=(newest.manifest.number or 0) + 1)
     files = tuple(replace(file, linked=False, etag=None) for file in manifest.files)
@@ -179,11 +221,22 @@ def _append_delta(held: OpenCheckpoint, manifest: Manifest, newest: CheckpointIn
             records = _write_changes(held, manifest, base, staging.store)
             if records is None:
                 return None
-            delta = {"base": newest.name, "base_content": content_digest(base.manifest), "content": content}
+            delta = {
+                "base": newest.name,
+                "base_content": content_digest(base.manifest),
+                "content": content,
+            }
             written = replace(
-                manifest, parts=(), files=records, kind=DELTA, world={}, versions={"ft_ckpt": __version__}, shared=(),
-                notes=(f"a delta on {newest.name}; `ft-ckpt pull` makes the checkpoint",), delta=delta,
-            )  # fmt: skip
+                manifest,
+                parts=(),
+                files=records,
+                kind=DELTA,
+                world={},
+                versions={"ft_ckpt": __version__},
+                shared=(),
+                notes=(f"a delta on {newest.name}; `ft-ckpt pull` makes the checkpoint",),
+                delta=delta,
+            )
             staging.commit(written)
             return written
         finally:
@@ -193,7 +246,9 @@ def _append_delta(held: OpenCheckpoint, manifest: Manifest, newest: CheckpointIn
 def _write_changes(
     held: OpenCheckpoint, manifest: Manifest, base: OpenCheckpoint, store: Store
 ) -> tuple[FileRecord, ...] | None:
-    """Write all files of a delta but its manifest; None as soon as it has too many bytes, or cannot be a delta."""
+    """Write all files of a delta but its manifest; None as soon as it has too many bytes, or cannot
+    be a delta.
+    """
     known, records = {file.path: file for file in base.manifest.files}, list[FileRecord]()
     most_bytes = _MOST_SHARE * sum(file.size_bytes for file in manifest.files)
 
@@ -211,7 +266,10 @@ def _write_changes(
                 return None
             records.append(_copy_file(held, file, store))
             continue
-        with closing(held.store.open(file.path)) as new_file, closing(base.store.open(file.path)) as old_file:
+        with (
+            closing(held.store.open(file.path)) as new_file,
+            closing(base.store.open(file.path)) as old_file,
+        ):
             new, before = _DigestedFile(new_file, file), _DigestedFile(old_file, old)
             if not _is_alike(new.header, before.header):
                 return None
@@ -265,7 +323,9 @@ class _DigestedFile:
 
 def _refuse_other(file: Readable, record: FileRecord, running: RunningDigest) -> None:
     if file.size_bytes != record.size_bytes or running.text() != record.digest:
-        raise CorruptError(f"{file.where}: its bytes are not those that its manifest lists; use another checkpoint")
+        raise CorruptError(
+            f"{file.where}: its bytes are not those that its manifest lists; use another checkpoint"
+        )
 
 
 def _in_file_order(header: SafetensorsHeader) -> list[tuple[str, HeaderEntry]]:
@@ -273,25 +333,36 @@ def _in_file_order(header: SafetensorsHeader) -> list[tuple[str, HeaderEntry]]:
 
 
 def _is_alike(one: SafetensorsHeader, other: SafetensorsHeader) -> bool:
-    """Whether two files have tensors of the same names, shapes and types in the same order, all of supported types."""
-    tensors, others = ([(name, *entry[:2]) for name, entry in _in_file_order(each)] for each in (one, other))
+    """Whether two files have tensors of the same names, shapes and types in the same order, all of
+    supported types.
+    """
+    tensors, others = (
+        [(name, *entry[:2]) for name, entry in _in_file_order(each)] for each in (one, other)
+    )
     return tensors == others and all(entry.dtype in ITEM_BYTES for entry in one.tensors.values())
 
 
 def _changed_pieces(path: str, new: _DigestedFile, old: _DigestedFile) -> Iterator[bytes]:
-    """The files of a delta between two files of the same layout, each for a byte range of the new one."""
+    """The files of a delta between two files of the same layout, each for a byte range of the new
+    one.
+    """
     changes, size_bytes, begun = dict[str, list[Any]](), 0, len(new.head)
     shift = len(new.head) - len(old.head)
     for name, entry in _in_file_order(new.header):
         width, numel = ITEM_BYTES[entry.dtype], Spec(name, entry.shape, entry.dtype).numel
-        kind, index_kind = np.dtype(f"<u{width}"), np.dtype("<i8" if numel >= _INT32_ELEMENTS else "<i4")
+        kind, index_kind = (
+            np.dtype(f"<u{width}"),
+            np.dtype("<i8" if numel >= _INT32_ELEMENTS else "<i4"),
+        )
         for start in range(entry.start, entry.end, _SLICE_BYTES):
             size = min(_SLICE_BYTES, entry.end - start)
             now = np.frombuffer(new.read(start, size), kind)
             found = np.flatnonzero(now != np.frombuffer(old.read(start - shift, size), kind))
             if found.size:
                 first = (start - entry.start) // width
-                changes.setdefault(name, []).append(((found + first).astype(index_kind), now[found], entry.dtype))
+                changes.setdefault(name, []).append(
+                    ((found + first).astype(index_kind), now[found], entry.dtype)
+                )
                 size_bytes += found.size * (width + index_kind.itemsize)
             if size_bytes >= _PIECE_BYTES:
                 yield _piece(path, changes, begun, start + size)
@@ -307,9 +378,17 @@ def _piece(path: str, changes: Mapping[str, list[Any]], start: int, stop: int) -
         columns = zip(*parts, strict=True)
         for ending, column in zip((".indices", ".values"), columns, strict=False):
             arrays[name + ending] = np.concatenate(column)
-        count, dtypes = arrays[name + ".indices"].shape, (arrays[name + ".indices"].dtype.name, parts[0][2])
-        specs += [Spec(name + end, count, kind) for end, kind in zip((".indices", ".values"), dtypes, strict=True)]
-    layout = lay_out_safetensors(specs, {"format": "pt", "file": path, "start": str(start), "stop": str(stop)})
+        count, dtypes = (
+            arrays[name + ".indices"].shape,
+            (arrays[name + ".indices"].dtype.name, parts[0][2]),
+        )
+        specs += [
+            Spec(name + end, count, kind)
+            for end, kind in zip((".indices", ".values"), dtypes, strict=True)
+        ]
+    layout = lay_out_safetensors(
+        specs, {"format": "pt", "file": path, "start": str(start), "stop": str(stop)}
+    )
     return b"".join([layout.header, *(arrays[spec.name].tobytes() for spec in layout.specs)])
 
 
@@ -318,28 +397,42 @@ def _piece(path: str, changes: Mapping[str, list[Any]], start: int, stop: int) -
 
 @contextmanager
 def open_whole(entry: OpenCheckpoint, near: Store | None = None) -> Iterator[OpenCheckpoint]:
-    """The checkpoint that an open entry of a chain stands for; the files of a delta are rebuilt while they are read.
+    """The checkpoint that an open entry of a chain stands for; the files of a delta are rebuilt
+    while they are read.
 
-    Each base is read from the folder `near` if that has its content under its name, else from the chain. File digests
-    are not compared here, only the content digests that link the entries. Raises CorruptError, also in place of an
-    error of the block, naming each entry that is missing, damaged, or not the base that its delta was computed from.
+    Each base is read from the folder `near` if that has its content under its name, else from the
+    chain. File digests are not compared here, only the content digests that link the entries.
+    Raises CorruptError, also in place of an error of the block, naming each entry that is missing,
+    damaged, or not the base that its delta was computed from.
     """
     entries = [entry]
     with ExitStack() as stack:
         try:
             manifest = _manifest_of(entry)
             store = _whole_store(entries, manifest, near, stack)
-            identity = text_identity(manifest_to_json(manifest).encode()) if entry.manifest.delta else entry.identity
+            identity = (
+                text_identity(manifest_to_json(manifest).encode())
+                if entry.manifest.delta
+                else entry.identity
+            )
             yield replace(entry, store=store, manifest=manifest, identity=identity)
         except UnreadableError:
             raise  # a later try may succeed
         except (CorruptError, ManifestError) as error:
-            damaged = [f"{each.location}: {line}" for each in entries for line in each.find_problems(deep=True)]
+            damaged = [
+                f"{each.location}: {line}"
+                for each in entries
+                for line in each.find_problems(deep=True)
+            ]
             raise CorruptError(f"{listing(damaged) if damaged else error}; {_REPAIR}") from error
 
 
-def _whole_store(entries: list[OpenCheckpoint], manifest: Manifest, near: Store | None, stack: ExitStack) -> Store:
-    """The files of the checkpoint that the last of `entries` stands for; its bases are appended to `entries`."""
+def _whole_store(
+    entries: list[OpenCheckpoint], manifest: Manifest, near: Store | None, stack: ExitStack
+) -> Store:
+    """The files of the checkpoint that the last of `entries` stands for; its bases are appended to
+    `entries`.
+    """
     entry, name = entries[-1], entries[-1].place.basename
     there = _place_near(near, name, content_digest(manifest))
     if there is not None and there.folder.identity != entry.place.folder.identity:
@@ -353,13 +446,19 @@ def _whole_store(entries: list[OpenCheckpoint], manifest: Manifest, near: Store 
         place = Place(entry.place.beside.within(base))
         entries.append(stack.enter_context(open_checkpoint(place)))
     except NotACheckpointError as error:
-        raise CorruptError(f"{entry.location}: based on {base}, which is not in the chain") from error
+        raise CorruptError(
+            f"{entry.location}: based on {base}, which is not in the chain"
+        ) from error
     before = _manifest_of(entries[-1], entry.manifest.delta["base_content"])
     return _RebuiltStore.of(entry, manifest, _whole_store(entries, before, near, stack))
 
 
-def fetch_whole(entry: OpenCheckpoint, near: Store | None, copy: Callable[[OpenCheckpoint], CopyReport]) -> CopyReport:
-    """`copy` the checkpoint that an open delta stands for, see `open_whole`; a damaged base in `near` is not used."""
+def fetch_whole(
+    entry: OpenCheckpoint, near: Store | None, copy: Callable[[OpenCheckpoint], CopyReport]
+) -> CopyReport:
+    """`copy` the checkpoint that an open delta stands for, see `open_whole`; a damaged base in
+    `near` is not used.
+    """
     if near is not None:
         with suppress(CorruptError), open_whole(entry, near) as whole:
             return copy(whole)
@@ -368,12 +467,16 @@ def fetch_whole(entry: OpenCheckpoint, near: Store | None, copy: Callable[[OpenC
 
 
 def is_staged(folder: Path) -> bool:
-    """Whether the checkpoint in `folder` is a copy that was made for servers, and not that of a run."""
+    """Whether the checkpoint in `folder` is a copy that was made for servers, and not that of a
+    run.
+    """
     return LocalStore(folder).stat(STAGED_NAME) is not None
 
 
 def mark_staged(folder: Path) -> None:
-    """Record that the checkpoint in `folder` is a copy that was made for servers: it may be replaced and deleted."""
+    """Record that the checkpoint in `folder` is a copy that was made for servers: it may be
+    replaced and deleted.
+    """
     LocalStore(folder).write(STAGED_NAME, b"")
 
 
@@ -392,18 +495,25 @@ def drop_rebuilt(chain: Place, folder: Path, keep: int = 2) -> None:
         and is_staged(folder / info.name)
         and content_digest(info.manifest) == _content_of(manifests[info.name])
     ]
-    remove_checkpoints(Place(LocalStore(folder)), [folder / info.name for info in rebuilt[:-keep]], ())
+    remove_checkpoints(
+        Place(LocalStore(folder)), [folder / info.name for info in rebuilt[:-keep]], ()
+    )
 
 
 def _manifest_of(entry: OpenCheckpoint, wanted: str = "") -> Manifest:
-    """The manifest of the checkpoint that an entry stands for. Raises CorruptError for another content digest."""
+    """The manifest of the checkpoint that an entry stands for.
+
+    Raises CorruptError for another content digest.
+    """
     manifest, expected = entry.manifest, wanted
     if manifest.delta:
         text = read_text(entry.store, CHECKPOINT_NAME, MANIFEST_LIMIT_BYTES)
         manifest = parse_manifest(text, entry.place.folder.where(CHECKPOINT_NAME))
         expected = wanted or entry.manifest.delta["content"]
     if expected and content_digest(manifest) != expected:
-        raise CorruptError(f"{entry.location}: not the checkpoint that the entries after it are built on")
+        raise CorruptError(
+            f"{entry.location}: not the checkpoint that the entries after it are built on"
+        )
     return manifest
 
 
@@ -429,7 +539,10 @@ class _RebuiltStore(ListedStore):
 
     @classmethod
     def of(cls, entry: OpenCheckpoint, manifest: Manifest, base: Store) -> "_RebuiltStore":
-        listed = {file.path: Stored(file.path, file.size_bytes, 0.0, file.digest) for file in manifest.files}
+        listed = {
+            file.path: Stored(file.path, file.size_bytes, 0.0, file.digest)
+            for file in manifest.files
+        }
         stored = {file.path: file for file in entry.manifest.files}
         return cls(entry.place.folder, listed, delta=entry.store, base=base, files=stored)
 
@@ -447,7 +560,9 @@ class _RebuiltStore(ListedStore):
             base = stack.enter_context(closing(self.base.open(name)))
             opened = [stack.enter_context(closing(self.delta.open(path))) for path in pieces]
             new_head = self.delta.read(head) if head in self.files else None
-            rebuilt = _RebuiltFile(name, self.where(name), self.listed[name].size_bytes, base, opened, new_head)
+            rebuilt = _RebuiltFile(
+                name, self.where(name), self.listed[name].size_bytes, base, opened, new_head
+            )
             rebuilt.stack = stack.pop_all()
             return rebuilt
 
@@ -470,21 +585,37 @@ class _Piece:
             raise CorruptError(f"{file.where}: not a file of a delta") from None
 
     def load(self, tensors: Mapping[str, HeaderEntry]) -> list[tuple[Any, Any]]:
-        """For each tensor the offsets of its changed elements in the rebuilt file, ascending, and their bytes, one row
-        per element. Raises CorruptError for unknown tensors and for positions outside of the tensor.
+        """For each tensor the offsets of its changed elements in the rebuilt file, ascending, and
+        their bytes, one row per element. Raises CorruptError for unknown tensors and for positions
+        outside of the tensor.
         """
         content, found = read_range(self.file, 0, self.file.size_bytes), list[tuple[Any, Any]]()
-        for name in sorted(name.removesuffix(".indices") for name in self.header.tensors if name.endswith(".indices")):
+        for name in sorted(
+            name.removesuffix(".indices")
+            for name in self.header.tensors
+            if name.endswith(".indices")
+        ):
             entry, indices = tensors.get(name), self.header.tensors[f"{name}.indices"]
             values = self.header.tensors.get(f"{name}.values")
             are_positions = indices.dtype in ("int32", "int64") and len(indices.shape) == 1
-            if entry is None or values is None or not are_positions or values[:2] != (entry.dtype, indices.shape):
-                raise CorruptError(f"{self.file.where}: {name}: changes of no such tensor; use an older checkpoint")
-            at = np.frombuffer(content[indices.start : indices.end], "<i4" if indices.dtype == "int32" else "<i8")
+            if (
+                entry is None
+                or values is None
+                or not are_positions
+                or values[:2] != (entry.dtype, indices.shape)
+            ):
+                raise CorruptError(
+                    f"{self.file.where}: {name}: changes of no such tensor; use an older checkpoint"
+                )
+            at = np.frombuffer(
+                content[indices.start : indices.end], "<i4" if indices.dtype == "int32" else "<i8"
+            )
             width, at = ITEM_BYTES[entry.dtype], at.astype(np.int64)
             is_inside = not at.size or (at[0] >= 0 and at[-1] < (entry.end - entry.start) // width)
             if not is_inside or bool((at[1:] <= at[:-1]).any()):
-                raise CorruptError(f"{self.file.where}: {name}: positions that are not ascending, or outside of it")
+                raise CorruptError(
+                    f"{self.file.where}: {name}: positions that are not ascending, or outside of it"
+                )
             rows = np.frombuffer(content[values.start : values.end], np.uint8).reshape(-1, width)
             found.append((entry.start + at * width, rows))
         return found
@@ -496,7 +627,13 @@ class _RebuiltFile:
     can_map = False
 
     def __init__(
-        self, name: str, where: str, size_bytes: int, base: Readable, pieces: Sequence[Readable], head: bytes | None
+        self,
+        name: str,
+        where: str,
+        size_bytes: int,
+        base: Readable,
+        pieces: Sequence[Readable],
+        head: bytes | None,
     ) -> None:
         self.name, self.where, self.size_bytes, self.version = name, where, size_bytes, base.version
         self.base, self.stack = base, ExitStack()
@@ -515,7 +652,9 @@ class _RebuiltFile:
     def read_into(self, memory: memoryview, start: int = 0) -> None:
         end = start + len(memory)
         if end > self.size_bytes:
-            raise CorruptError(f"{self.where}: {self.size_bytes:,} bytes, expected at least {end:,}")
+            raise CorruptError(
+                f"{self.where}: {self.size_bytes:,} bytes, expected at least {end:,}"
+            )
         head = self.head[start:end]
         memory[: len(head)] = head
         if len(head) < len(memory):
@@ -544,7 +683,9 @@ class _RebuiltFile:
     def _changes(self, number: int) -> list[tuple[Any, Any]]:
         with self._lock:  # one thread loads a piece, others wait for it
             found = self._loaded.pop(number, None)
-            self._loaded[number] = self.pieces[number].load(self.tensors) if found is None else found
+            self._loaded[number] = (
+                self.pieces[number].load(self.tensors) if found is None else found
+            )
             if len(self._loaded) > _KEPT_PIECES:
                 del self._loaded[next(iter(self._loaded))]
             return self._loaded[number]

@@ -21,7 +21,12 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in its __all__
 
 from ft_ckpt.checkpoint.catalog import is_hub_name, load_manifest
-from ft_ckpt.checkpoint.checks import CARD_NAME, checkpoint_problems, is_misleading, with_current_cards
+from ft_ckpt.checkpoint.checks import (
+    CARD_NAME,
+    checkpoint_problems,
+    is_misleading,
+    with_current_cards,
+)
 from ft_ckpt.checkpoint.commit import place_files
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord, manifest_from_json
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
@@ -88,18 +93,24 @@ class HubPlace:
 def parse_place(text: str, revision: str | None = None) -> HubPlace:
     """Parse "user/name", "name" or "hf://user/name[@revision][/folder]".
 
-    Raises ConfigError if it is not the name of a model repository, contains a token, or has a different `revision`.
+    Raises ConfigError if it is not the name of a model repository, contains a token, or has a
+    different `revision`.
     """
     refuse_secrets(text, "HF_TOKEN, `hf auth login` or token=")
     match = _URL.fullmatch(text)
     repo_id, named, folder = (match[1], match[2], match[3]) if match else (text, None, None)
     named = None if named is None else unquote(named)
     if "://" in repo_id or repo_id.split("/")[0] in _OTHERS:
-        raise ConfigError(f"{text}: no model repository; expected hf://user/name, with @revision or a folder if needed")
+        raise ConfigError(
+            f"{text}: no model repository; expected hf://user/name, with "
+            "@revision or a folder if needed"
+        )
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise ConfigError(f"{text}: no name of a model repository ({error}); expected user/name") from error
+        raise ConfigError(
+            f"{text}: no name of a model repository ({error}); expected user/name"
+        ) from error
     if named is not None and revision is not None and named != revision:
         raise ConfigError(f"{text} and revision={revision!r}: two revisions; leave one out")
     return HubPlace(repo_id, named or revision or MAIN, folder or "")
@@ -134,17 +145,23 @@ class CardFacts:
     metrics: Mapping[str, float]
 
 
-def card_facts(name: str, manifest: Manifest, base_id: str | None, adapter_config: Mapping[str, Any]) -> CardFacts:
+def card_facts(
+    name: str, manifest: Manifest, base_id: str | None, adapter_config: Mapping[str, Any]
+) -> CardFacts:
     """The metadata of the checkpoint for the card of the repository `name`."""
     parts = [part for part in manifest.parts if part.kind != "state"]
     main = next((part for part in parts if part.path == ""), parts[0] if parts else None)
     kind = None if main is None else main.kind
-    relation = "adapter" if kind == "adapter" else "merge" if len(manifest.made_from) > 1 else "finetune"
+    relation = (
+        "adapter" if kind == "adapter" else "merge" if len(manifest.made_from) > 1 else "finetune"
+    )
     tags = (f"base_model:{relation}:{base_id}",) if base_id else ()
     library = {"adapter": "peft", "model": "transformers"}.get(str(kind))
     if main is not None and main.is_of_diffusers:
         library = "diffusers"
-    metrics = {name: value for name, value in manifest.metrics.items() if _is_result(name, value, manifest)}
+    metrics = {
+        name: value for name, value in manifest.metrics.items() if _is_result(name, value, manifest)
+    }
     task = _task_of(main, adapter_config)
     return CardFacts(name, library, base_id, relation if base_id else None, task, tags, metrics)
 
@@ -154,15 +171,28 @@ def updated_card(text: str, facts: CardFacts) -> tuple[str, list[str]]:
     try:
         card = RepoCard(text)
     except (ValueError, yaml.YAMLError) as error:
-        return text, [f"README.md: its metadata cannot be read ({' '.join(str(error).split())}), so it stays as it is"]
+        return text, [
+            (
+                "README.md: its metadata cannot be read "
+                f"({' '.join(str(error).split())}), so it stays as it is"
+            )
+        ]
     data: Any = card.data  # its methods are not typed
     before, notes = data.to_dict(), []
-    fields = {"library_name": facts.library, "base_model": facts.base_id, "base_model_relation": facts.relation}
+    fields = {
+        "library_name": facts.library,
+        "base_model": facts.base_id,
+        "base_model_relation": facts.relation,
+    }
     for key, value in fields.items():
         if value is not None:
             data[key] = value
     tags = data.get("tags") or []
-    tags = [tag for tag in (tags if isinstance(tags, list) else [tags]) if not _is_of_other_base(str(tag), facts)]
+    tags = [
+        tag
+        for tag in (tags if isinstance(tags, list) else [tags])
+        if not _is_of_other_base(str(tag), facts)
+    ]
     data["tags"] = [*tags, *(tag for tag in facts.tags if tag not in tags)] or None
     if isinstance(data.get("base_model"), str) and not is_hub_name(data["base_model"]):
         data["base_model"] = None  # a local path
@@ -172,7 +202,11 @@ def updated_card(text: str, facts: CardFacts) -> tuple[str, list[str]]:
         notes.append("README.md: metrics are not in it, since the task of the model is not known")
     elif facts.metrics:
         found = _with_results(data.get("model-index"), facts)
-        notes += [] if found else ["README.md: its model-index is not as the Hub has it, so metrics are not in it"]
+        notes += (
+            []
+            if found
+            else ["README.md: its model-index is not as the Hub has it, so metrics are not in it"]
+        )
         data["model-index"] = found or data.get("model-index")
     return (text if data.to_dict() == before else str(card)), notes
 
@@ -185,14 +219,24 @@ def _is_of_other_base(tag: str, facts: CardFacts) -> bool:
 
 
 def _with_results(index: Any, facts: CardFacts) -> list[Any] | None:
-    """The model index with this checkpoint's results instead of an older one's; None if it is malformed."""
+    """The model index with this checkpoint's results instead of an older one's; None if it is
+    malformed.
+    """
     index = copy.deepcopy(index) if index else [{"name": facts.name, "results": []}]
     try:
-        results = [one for one in index[0]["results"] if one["dataset"].get("name") != _DATASET["name"]]
+        results = [
+            one for one in index[0]["results"] if one["dataset"].get("name") != _DATASET["name"]
+        ]
     except (AttributeError, IndexError, KeyError, TypeError):
         return None
-    metrics = [{"type": _short_name(name), "name": name, "value": value} for name, value in facts.metrics.items()]
-    index[0]["results"] = [*results, {"task": {"type": facts.task}, "dataset": dict(_DATASET), "metrics": metrics}]
+    metrics = [
+        {"type": _short_name(name), "name": name, "value": value}
+        for name, value in facts.metrics.items()
+    ]
+    index[0]["results"] = [
+        *results,
+        {"task": {"type": facts.task}, "dataset": dict(_DATASET), "metrics": metrics},
+    ]
     return list(index)
 
 
@@ -205,7 +249,9 @@ def _short_name(name: str) -> str:
 
 
 def _is_result(name: str, value: float, manifest: Manifest) -> bool:
-    """Whether a metric is a finite evaluation result, not a measure of the training or its speed."""
+    """Whether a metric is a finite evaluation result, not a measure of the training or its
+    speed.
+    """
     is_metric = name in manifest.rankings or name.startswith(_EVALUATED)
     return is_metric and math.isfinite(value) and not name.endswith(_NO_RESULTS)
 
@@ -214,17 +260,25 @@ def _task_of(part: PartRecord | None, adapter_config: Mapping[str, Any]) -> str 
     names = [] if part is None else [part.class_name]
     names += [str(adapter_config.get("task_type"))]
     names += [str((adapter_config.get("auto_mapping") or {}).get("base_model_class"))]
-    return next((task for end, task in _TASKS.items() for name in names if name.endswith(end)), None)
+    return next(
+        (task for end, task in _TASKS.items() for name in names if name.endswith(end)), None
+    )
 
 
-_ARRIVING = ".arriving"  # in the staging folder: download folder of huggingface_hub, with its cache files
+# in the staging folder: download folder of huggingface_hub, with its cache files
+_ARRIVING = ".arriving"
 
 
-def fetch_checkpoint(source: str, folder: Path | None, *, token: str | None, overwrite: bool) -> PullReport:
+def fetch_checkpoint(
+    source: str, folder: Path | None, *, token: str | None, overwrite: bool
+) -> PullReport:
     """Fetch the checkpoint at `source` into `folder`, see `push.pull`."""
     begun, place = time.monotonic(), parse_place(source)
     if folder is None:
-        raise ConfigError(f"{source}: no folder to pull it into; the cache is for buckets, the Hub has one of its own")
+        raise ConfigError(
+            f"{source}: no folder to pull it into; the cache is for buckets, the "
+            "Hub has one of its own"
+        )
     _refuse_taken(folder, overwrite)
     with hub_errors(place.url, writing=False):
         api = make_api(token)
@@ -248,7 +302,9 @@ def _refuse_taken(folder: Path, overwrite: bool) -> None:
     place = open_place(folder)
     found = None if place.is_object else place.folder.list_folder()
     if found is None or (not overwrite and (found.folders or found.objects)):
-        raise NameTakenError(f"{folder}: exists already; choose another folder, or overwrite=True (--force)")
+        raise NameTakenError(
+            f"{folder}: exists already; choose another folder, or overwrite=True (--force)"
+        )
 
 
 @contextmanager
@@ -261,11 +317,15 @@ def _staging_for(folder: Path) -> Iterator[LocalStaging]:
         staging.discard()
 
 
-def _download_files(api: HfApi, place: HubPlace, oid: str, names: Sequence[str], store: LocalStore) -> None:
+def _download_files(
+    api: HfApi, place: HubPlace, oid: str, names: Sequence[str], store: LocalStore
+) -> None:
     """Download files of one commit into `store`."""
     arriving = store.within(_ARRIVING)
     patterns = [glob.escape(place.path_of(name)) for name in names]
-    api.snapshot_download(place.repo_id, revision=oid, local_dir=arriving.folder, allow_patterns=patterns)
+    api.snapshot_download(
+        place.repo_id, revision=oid, local_dir=arriving.folder, allow_patterns=patterns
+    )
     for name in names:
         path = store.path(name)
         store.make_parents(path)
@@ -281,7 +341,9 @@ def _put_in_place(staging: LocalStaging, place: HubPlace) -> Manifest:
     store = staging.store
     manifest, _ = with_current_cards(store, load_manifest(store))
     if problems := list(checkpoint_problems(store, manifest, deep=True)):
-        raise CorruptError(f"{place.url}: {listing(problems)}; nothing was put in place, pull another revision")
+        raise CorruptError(
+            f"{place.url}: {listing(problems)}; nothing was put in place, pull another revision"
+        )
     store.delete([MANIFEST_NAME])
     listed = {file.path for file in manifest.files}
     others = [read_record(store, each.name) for each in store.list() if each.name not in listed]
@@ -320,11 +382,18 @@ def send_checkpoint(held: OpenCheckpoint, destination: str, options: PushOptions
         commit = partial(_commit_once, api, place, held.path, outgoing, options)
         report = with_retries(commit, is_transient)
     report = replace(report, seconds=time.monotonic() - begun)
-    LOG.info("pushed %s to %s%s", held.path.name, report.url, "" if report.is_new else ", where all of it was")
+    LOG.info(
+        "pushed %s to %s%s",
+        held.path.name,
+        report.url,
+        "" if report.is_new else ", where all of it was",
+    )
     return report
 
 
-def _commit_once(api: HfApi, place: HubPlace, path: Path, outgoing: OutgoingFiles, options: PushOptions) -> PushReport:
+def _commit_once(
+    api: HfApi, place: HubPlace, path: Path, outgoing: OutgoingFiles, options: PushOptions
+) -> PushReport:
     """Read the state of the repository and make one commit on top of it."""
     head = _look_at_head(api, place, options)
     files, notes = _with_card(place, outgoing, options, head)
@@ -358,7 +427,10 @@ def _commit_once(api: HfApi, place: HubPlace, path: Path, outgoing: OutgoingFile
 
 
 def _look_at_head(api: HfApi, place: HubPlace, options: PushOptions) -> _Head:
-    """The state of the repository; creates it, or its branch. Raises TargetError if it is public and must not be."""
+    """The state of the repository; creates it, or its branch.
+
+    Raises TargetError if it is public and must not be.
+    """
     try:
         info = api.model_info(place.repo_id, revision=place.revision)
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
@@ -368,18 +440,29 @@ def _look_at_head(api: HfApi, place: HubPlace, options: PushOptions) -> _Head:
             api.create_branch(place.repo_id, branch=place.revision, exist_ok=True)
         info = api.model_info(place.repo_id, revision=place.revision)
     if options.private and info.private is False:
-        raise TargetError(f"{place.url}: public, and private=True was asked for; make it private, nothing was pushed")
+        raise TargetError(
+            f"{place.url}: public, and private=True was asked for; make it "
+            "private, nothing was pushed"
+        )
     names = frozenset(one.rfilename for one in info.siblings or ())
     card = _remote_text(api, place, info.sha, CARD_NAME, names)
     text = _remote_text(api, place, info.sha, MANIFEST_NAME, names)
     try:
         manifest = None if text is None else manifest_from_json(text, place.path_of(MANIFEST_NAME))
     except ManifestError as error:
-        return _Head(str(info.sha), names, card, None, (f"an older checkpoint's manifest was replaced: {error}",))
+        return _Head(
+            str(info.sha),
+            names,
+            card,
+            None,
+            (f"an older checkpoint's manifest was replaced: {error}",),
+        )
     return _Head(str(info.sha), names, card, manifest)
 
 
-def _remote_text(api: HfApi, place: HubPlace, oid: Any, name: str, names: frozenset[str]) -> str | None:
+def _remote_text(
+    api: HfApi, place: HubPlace, oid: Any, name: str, names: frozenset[str]
+) -> str | None:
     path = place.path_of(name)
     if path not in names:
         return None
@@ -406,18 +489,28 @@ def _with_card(
     return files, notes
 
 
-def _stale_names(place: HubPlace, head: _Head, files: Iterable[str], manifest: Manifest) -> list[str]:
-    """Files of older checkpoints: those in the old manifest, and those that loaders would confuse with new ones."""
-    sent, older = set(files), {file.path for file in head.manifest.files} if head.manifest else set()
+def _stale_names(
+    place: HubPlace, head: _Head, files: Iterable[str], manifest: Manifest
+) -> list[str]:
+    """Files of older checkpoints: those in the old manifest, and those that loaders would confuse
+    with new ones.
+    """
+    sent, older = (
+        set(files),
+        {file.path for file in head.manifest.files} if head.manifest else set(),
+    )
     beside = [name for name in place.names_below(sorted(head.names)) if name not in sent]
     return [name for name in beside if name in older or is_misleading(name, manifest)]
 
 
 def _check_arrived(api: HfApi, place: HubPlace, oid: str, sizes: dict[str, int]) -> None:
-    """Compare the commit with the sent files: a .gitignore in the repository drops files silently."""
+    """Compare the commit with the sent files: a .gitignore in the repository drops files
+    silently.
+    """
     tree = api.list_repo_tree(place.repo_id, recursive=True, revision=oid)
     arrived = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
     if absent := [path for path, size in sizes.items() if arrived.get(path) != size]:
         raise TargetError(
-            f"{place.url}: {listing(absent, ', ')} not in the commit {oid[:8]} as sent; look for a .gitignore there"
+            f"{place.url}: {listing(absent, ', ')} not in the commit {oid[:8]} as sent; look for a "
+            ".gitignore there"
         )

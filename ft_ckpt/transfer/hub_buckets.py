@@ -169,7 +169,9 @@ def destination_url(destination: str, options: PushOptions) -> str:
     return _folder_at(destination).url
 
 
-def send_checkpoint(checkpoint: OpenCheckpoint, destination: str, options: PushOptions) -> PushReport:
+def send_checkpoint(
+    checkpoint: OpenCheckpoint, destination: str, options: PushOptions
+) -> PushReport:
     """Push an open checkpoint, see `push.push`."""
     destination_url(destination, options)
     folder = _folder_at(destination, options.token, within=checkpoint.place.basename)
@@ -249,7 +251,9 @@ def _send(
     """
     begun = time.monotonic()
     if manifest.delta:
-        raise ConfigError(f"{checkpoint.location}: a delta; `ft-ckpt push` sends what it stands for")
+        raise ConfigError(
+            f"{checkpoint.location}: a delta; `ft-ckpt push` sends what it stands for"
+        )
     refuse_damaged(checkpoint)
     with hub_errors(folder.url, writing=True, failed="not written"):
         report = with_retries(partial(_send_once, checkpoint, folder, manifest, terms), _may_pass)

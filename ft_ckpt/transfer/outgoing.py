@@ -1,6 +1,7 @@
 """Selects the files of a checkpoint to push; options and reports of pushes and pulls.
 
-The pushed manifest lists the files as they are sent. The model card is not listed, because people edit it on the Hub.
+The pushed manifest lists the files as they are sent. The model card is not listed, because people
+edit it on the Hub.
 """
 
 import json
@@ -29,7 +30,8 @@ _CONFIG_LIMIT_BYTES = 8 << 20
 class OutgoingFiles:
     """The files of a checkpoint to push."""
 
-    files: Mapping[str, Path | bytes]  # by path in the checkpoint: the file, or content sent in its place
+    # by path in the checkpoint: the file, or content sent in its place
+    files: Mapping[str, Path | bytes]
     manifest: Manifest  # of the sent files
     base_id: str | None  # name of the base on the Hub
     notes: tuple[str, ...]
@@ -44,24 +46,33 @@ def refuse_damaged(held: OpenCheckpoint) -> None:
     """Raise CorruptError if a file differs from the manifest."""
     problems = held.find_problems(deep=True)
     if problems:
-        raise CorruptError(f"{held.path}: {listing(list(problems))}; not sent, use another checkpoint")
+        raise CorruptError(
+            f"{held.path}: {listing(list(problems))}; not sent, use another checkpoint"
+        )
 
 
 def outgoing_files(held: OpenCheckpoint, *, state: bool, base_id: str | None) -> OutgoingFiles:
-    """The files of an open checkpoint to push; with the training state if `state`. `base_id`: Hub name of the base."""
+    """The files of an open checkpoint to push; with the training state if `state`.
+
+    `base_id`: Hub name of the base.
+    """
     manifest = held.manifest if state else weights_manifest(held.manifest)
     sent = [file for file in manifest.files if not is_hidden(file.path)]
     left_out = sorted({file.path for file in held.manifest.files} - {file.path for file in sent})
     notes = [f"{listing(left_out, ', ')}: left out"] if left_out else []
     if held.place.folder.stat(SIGNATURE_NAME) is not None:
-        notes.append(f"{SIGNATURE_NAME}: left out, because the pushed manifest differs from the signed one")
+        notes.append(
+            f"{SIGNATURE_NAME}: left out, because the pushed manifest differs from the signed one"
+        )
     configs = dict(_configs_of(held, sent))
     base_id = base_id or _base_on_hub(manifest, configs)
     changed = dict(_changed_configs(configs, _local_bases(manifest), base_id))
     notes += [f"{path}: {what}" for path, (_, what) in changed.items()]
     parts = tuple(replace(part, base=_named_base(part.base, base_id)) for part in manifest.parts)
     records = tuple(
-        record_of(file.path, changed[file.path][0]) if file.path in changed else replace(file, linked=False)
+        record_of(file.path, changed[file.path][0])
+        if file.path in changed
+        else replace(file, linked=False)
         for file in sent
         if file.path != CARD_NAME
     )
@@ -76,7 +87,8 @@ def weights_manifest(manifest: Manifest) -> Manifest:
     """The manifest without the training state."""
     bare = without_state(manifest)
     files = tuple(file for file in bare.files if file.path not in _OF_RUNS)
-    export = manifest.export or bare.parts != manifest.parts  # if pulled into its run's folder, retention keeps it
+    # if pulled into its run's folder, retention keeps it
+    export = manifest.export or bare.parts != manifest.parts
     return replace(bare, files=files, notes=manifest.notes, export=export)
 
 
@@ -85,7 +97,9 @@ def is_hidden(path: str) -> bool:
     return any(step.startswith(".") for step in path.split("/"))
 
 
-def _configs_of(held: OpenCheckpoint, files: list[FileRecord]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _configs_of(
+    held: OpenCheckpoint, files: list[FileRecord]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """The config files to send, parsed, by path."""
     for file in files:
         name = PurePosixPath(file.path).name
@@ -106,7 +120,11 @@ def _base_on_hub(manifest: Manifest, configs: Mapping[str, dict[str, Any]]) -> s
 
 
 def _local_bases(manifest: Manifest) -> set[str]:
-    return {part.base.id for part in manifest.parts if part.base and part.base.id and not is_hub_name(part.base.id)}
+    return {
+        part.base.id
+        for part in manifest.parts
+        if part.base and part.base.id and not is_hub_name(part.base.id)
+    }
 
 
 def _named_base(base: BaseRecord | None, base_id: str | None) -> BaseRecord | None:
@@ -118,7 +136,9 @@ def _named_base(base: BaseRecord | None, base_id: str | None) -> BaseRecord | No
 def _changed_configs(
     configs: Mapping[str, dict[str, Any]], local: set[str], base_id: str | None
 ) -> Iterator[tuple[str, tuple[bytes, str]]]:
-    """The configs that contain local paths, by path: (content without these, description of the change)."""
+    """The configs that contain local paths, by path: (content without these, description of the
+    change).
+    """
     for path, config in configs.items():
         changes: list[str] = []
         found = _without_places(config, "", local, base_id, changes)
@@ -126,27 +146,39 @@ def _changed_configs(
             yield path, (f"{json.dumps(found, indent=2)}\n".encode(), "; ".join(changes))
 
 
-def _without_places(value: Any, key: str, local: set[str], base_id: str | None, changes: list[str]) -> Any:
+def _without_places(
+    value: Any, key: str, local: set[str], base_id: str | None, changes: list[str]
+) -> Any:
     """The JSON value without local paths; descriptions of changes are appended to `changes`."""
     if isinstance(value, dict):
-        return {name: _without_places(each, name, local, base_id, changes) for name, each in value.items()}
+        return {
+            name: _without_places(each, name, local, base_id, changes)
+            for name, each in value.items()
+        }
     if isinstance(value, list):
         return [_without_places(each, key, local, base_id, changes) for each in value]
     is_base = key in _BASE_KEYS and isinstance(value, str) and not is_hub_name(value)
     if not isinstance(value, str) or not (value in local or is_base or _is_place_here(value)):
         return value
     instead = base_id if key in _BASE_KEYS or value in local else None
-    changes.append(f"{key} was a path of this machine, {'left out' if instead is None else f'now {instead}'}")
+    changes.append(
+        f"{key} was a path of this machine, {'left out' if instead is None else f'now {instead}'}"
+    )
     return instead
 
 
 def _is_place_here(text: str) -> bool:
-    """Whether a text is an existing absolute path; paths of one name, such as "/s", may be tokens and do not count."""
+    """Whether a text is an existing absolute path; paths of one name, such as "/s", may be tokens
+    and do not count.
+    """
     path = Path(text)
     if not path.is_absolute() or len(path.parts) < 3 or "\0" in text:
         return False
     with suppress(CheckpointError, OSError):
-        return LocalStore(path.parent).stat(path.name) is not None or LocalStore(path).list_folder().exists
+        return (
+            LocalStore(path.parent).stat(path.name) is not None
+            or LocalStore(path).list_folder().exists
+        )
     return False
 
 
@@ -181,7 +213,9 @@ class PushReport:
     is_new: bool
     """Whether a commit was made; False if the destination had all files."""
     files: tuple[str, ...]
-    """Paths of the pushed files in the repository; in a bucket, relative to the checkpoint, without the manifest."""
+    """Paths of the pushed files in the repository; in a bucket, relative to the checkpoint, without
+    the manifest.
+    """
     deleted: tuple[str, ...]
     """Paths of files of older checkpoints that were deleted with the same commit."""
     bytes: int

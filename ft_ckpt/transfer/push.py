@@ -43,7 +43,9 @@ class PendingPush:
         return self.future.done()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the push, at most `timeout` seconds; returns whether it has ended, with or without an error."""
+        """Wait for the push, at most `timeout` seconds; returns whether it has ended, with or
+        without an error.
+        """
         return bool(wait([self.future], timeout).done)
 
     def result(self, timeout: float | None = None) -> PushReport:
@@ -80,7 +82,10 @@ class PushQueue:
             self.last.start()
 
     def join(self, seconds: float | None = None) -> bool:
-        """Wait for all jobs, at most `seconds`; returns whether all have ended. A forked process has no jobs."""
+        """Wait for all jobs, at most `seconds`; returns whether all have ended.
+
+        A forked process has no jobs.
+        """
         last = self.last
         if last is None:
             return True
@@ -93,7 +98,10 @@ _QUEUE = PushQueue()
 
 
 def start_push(place: Place, url: str, send: Callable[[OpenCheckpoint], PushReport]) -> PendingPush:
-    """Send the checkpoint at `place` in the background, leased from now on. All errors are raised from the handle."""
+    """Send the checkpoint at `place` in the background, leased from now on.
+
+    All errors are raised from the handle.
+    """
     push = PendingPush(place.location, url, Future())
     stack = ExitStack()
     try:
@@ -135,7 +143,8 @@ def warn_of_unpushed(pushes: Sequence[PendingPush]) -> None:
 
 def _end_failed(push: PendingPush, error: BaseException) -> None:
     warn(
-        f"{push.path}: not pushed: {error}; the checkpoint is not touched; run `ft-ckpt push {push.path} {push.url}` "
+        f"{push.path}: not pushed: {error}; the checkpoint is not touched; run `ft-ckpt push "
+        f"{push.path} {push.url}` "
         "to try again",
         stacklevel=4,
     )
@@ -147,13 +156,13 @@ def _end_queues() -> None:
         queue.at_exit()
 
 
-# Uploads use thread pools, which accept no work after their own exit hook. Hooks run in reverse order of registration,
-# so this one runs before it.
+# Uploads use thread pools, which accept no work after their own exit hook. Hooks run in reverse
+# order of registration, so this one runs before it.
 getattr(threading, "_register_atexit", atexit.register)(_end_queues)
 
 
-# For each scheme the module with `destination_url`, `send_checkpoint` and `fetch_checkpoint`. They are imported on use,
-# because their clients are slow to import.
+# For each scheme the module with `destination_url`, `send_checkpoint` and `fetch_checkpoint`. They
+# are imported on use, because their clients are slow to import.
 _HUB, _HUB_BUCKETS = "ft_ckpt.transfer.hub", "ft_ckpt.transfer.hub_buckets"
 _MODULES = {"hf": _HUB, **dict.fromkeys(SCHEMES, "ft_ckpt.transfer.buckets")}
 Checkpoint = str | os.PathLike[str] | Place
@@ -192,7 +201,11 @@ def push(
 
 @overload
 def push(
-    checkpoint: Checkpoint, destination: str | Place, *, background: bool, **arguments: Unpack[PushArguments]
+    checkpoint: Checkpoint,
+    destination: str | Place,
+    *,
+    background: bool,
+    **arguments: Unpack[PushArguments],
 ) -> PushReport | PendingPush: ...
 
 
@@ -208,25 +221,30 @@ def push(
     message: str | None = None,
     background: bool = False,
 ) -> PushReport | PendingPush:
-    """Push the committed `checkpoint` to a model repository on the Hub, as one commit; it is leased during the push.
+    """Push the committed `checkpoint` to a model repository on the Hub, as one commit; it is leased
+    during the push.
 
-    `destination` is "user/name", or "hf://user/name[@revision][/folder]". A missing repository or branch is created, as
-    a private one if `private` is True. All digests are compared first. The commit has weights, configs, tokenizer and a
-    manifest of these files, and the training state if `state` is True. Local paths are replaced by `base_id`, the name
-    of the base model, or removed. An existing model card keeps its text; its metadata are updated. The same commit
-    deletes files of older checkpoints that the old manifest lists or that readers would confuse with these. Existing
-    files are not sent again; if nothing changes, there is no commit.
+    `destination` is "user/name", or "hf://user/name[@revision][/folder]". A missing repository or
+    branch is created, as a private one if `private` is True. All digests are compared first. The
+    commit has weights, configs, tokenizer and a manifest of these files, and the training state if
+    `state` is True. Local paths are replaced by `base_id`, the name of the base model, or removed.
+    An existing model card keeps its text; its metadata are updated. The same commit deletes files
+    of older checkpoints that the old manifest lists or that readers would confuse with these.
+    Existing files are not sent again; if nothing changes, there is no commit.
 
-    To a bucket ("s3://...", or a `Place` there) the checkpoint is copied as by `copy`, also without the state;
-    `revision`, `private`, `token`, `base_id` and `message` raise ConfigError. A checkpoint in a bucket is pulled into
-    the cache before it is pushed to the Hub. A storage bucket of the Hub, "hf://buckets/user/name[/folder]", takes
-    `token` and `private`; a missing one is made, a private one unless `private` is False. Its manifest is sent last.
+    To a bucket ("s3://...", or a `Place` there) the checkpoint is copied as by `copy`, also without
+    the state; `revision`, `private`, `token`, `base_id` and `message` raise ConfigError. A
+    checkpoint in a bucket is pulled into the cache before it is pushed to the Hub. A storage bucket
+    of the Hub, "hf://buckets/user/name[/folder]", takes `token` and `private`; a missing one is
+    made, a private one unless `private` is False. Its manifest is sent last.
 
-    With `background` a handle is returned at once; pushes run one after the other, and a failure is a warning.
+    With `background` a handle is returned at once; pushes run one after the other, and a failure is
+    a warning.
 
-    Raises ConfigError for an invalid destination, NotACheckpointError when nothing is committed at `checkpoint`,
-    CorruptError when its files differ from its manifest, TargetError when the Hub refuses or cannot be reached, or when
-    a .gitignore in the repository has dropped files from the commit.
+    Raises ConfigError for an invalid destination, NotACheckpointError when nothing is committed at
+    `checkpoint`, CorruptError when its files differ from its manifest, TargetError when the Hub
+    refuses or cannot be reached, or when a .gitignore in the repository has dropped files from the
+    commit.
     """
     options = PushOptions(revision, private, token, state, base_id, message)
     return (begin_push if background else push_now)(checkpoint, destination, options)
@@ -241,7 +259,9 @@ def push_now(checkpoint: Checkpoint, destination: str | Place, options: PushOpti
         return report
 
 
-def begin_push(checkpoint: Checkpoint, destination: str | Place, options: PushOptions) -> PendingPush:
+def begin_push(
+    checkpoint: Checkpoint, destination: str | Place, options: PushOptions
+) -> PendingPush:
     """Like `push` in the background, with the options in one object."""
     sender = _module_for(destination)
     url: str = sender.destination_url(destination, options)
@@ -256,9 +276,15 @@ def begin_push(checkpoint: Checkpoint, destination: str | Place, options: PushOp
 
 
 def push_goal(destination: str, **options: Any) -> str | Place:
-    """The destination of a push; in a bucket, with a client of these `options`. Raises ConfigError if it is invalid."""
+    """The destination of a push; in a bucket, with a client of these `options`.
+
+    Raises ConfigError if it is invalid.
+    """
     if not isinstance(destination, str):
-        raise ConfigError(f"push: {short(destination)}, expected a Hub repository as 'user/name', or a URL, as text")
+        raise ConfigError(
+            f"push: {short(destination)}, expected a Hub repository as "
+            "'user/name', or a URL, as text"
+        )
     goal = open_place(destination, **options) if is_url(destination) else destination
     _module_for(goal).destination_url(goal, PushOptions())
     return goal
@@ -271,35 +297,47 @@ def pull(
     token: str | None = None,
     overwrite: bool = False,
 ) -> PullReport:
-    """Fetch the checkpoint at `source` into `folder`, or, from a bucket, into the cache; its path is in the report.
+    """Fetch the checkpoint at `source` into `folder`, or, from a bucket, into the cache; its path
+    is in the report.
 
-    `source` is "hf://user/name[@revision][/folder]", read from a single commit, or the URL or `Place` of a checkpoint
-    in a bucket ("s3://...", "hf://buckets/user/name/..."), or the absolute path or `Place` of a checkpoint in a folder.
-    With a manifest, every file is compared with it, and the checkpoint is committed like a save, or not at all. Files
-    on the Hub without a manifest are fetched as they are. `folder` must be new or empty; with `overwrite`, a checkpoint
-    may replace another one.
+    `source` is "hf://user/name[@revision][/folder]", read from a single commit, or the URL or
+    `Place` of a checkpoint in a bucket ("s3://...", "hf://buckets/user/name/..."), or the absolute
+    path or `Place` of a checkpoint in a folder. With a manifest, every file is compared with it,
+    and the checkpoint is committed like a save, or not at all. Files on the Hub without a manifest
+    are fetched as they are. `folder` must be new or empty; with `overwrite`, a checkpoint may
+    replace another one.
 
-    A delta, see `publish`, is rebuilt to the checkpoint that it stands for, byte for byte. Its base is read beside
-    `folder` if it is there, else rebuilt from the chain.
+    A delta, see `publish`, is rebuilt to the checkpoint that it stands for, byte for byte. Its base
+    is read beside `folder` if it is there, else rebuilt from the chain.
 
-    Without `folder`, a checkpoint in a bucket, but not one of the Hub, is fetched into the cache: FT_CKPT_CACHE, or
-    ft_ckpt in HF_HOME. An entry of the cache is compared and not fetched again, nor are files of 1 MiB or more that
-    another entry has; of several processes one fetches. Do not change files in the cache. The least recently pulled
-    checkpoints are deleted when the cache exceeds 200 GB, or FT_CKPT_CACHE_SIZE, unless they are pinned, in use, or
-    were pulled within the hour.
+    Without `folder`, a checkpoint in a bucket, but not one of the Hub, is fetched into the cache:
+    FT_CKPT_CACHE, or ft_ckpt in HF_HOME. An entry of the cache is compared and not fetched again,
+    nor are files of 1 MiB or more that another entry has; of several processes one fetches. Do not
+    change files in the cache. The least recently pulled checkpoints are deleted when the cache
+    exceeds 200 GB, or FT_CKPT_CACHE_SIZE, unless they are pinned, in use, or were pulled within the
+    hour.
 
-    Raises ConfigError for an invalid source, MissingError when there is no such repository, revision or folder,
-    NotACheckpointError when the bucket has no committed checkpoint there, UnreadableError when the Hub is not reached,
-    CorruptError or ManifestError when files and manifest differ, or entries of a chain are missing, NameTakenError when
-    `folder` is taken, TargetError or NoSpaceError when it cannot be written.
+    Raises ConfigError for an invalid source, MissingError when there is no such repository,
+    revision or folder, NotACheckpointError when the bucket has no committed checkpoint there,
+    UnreadableError when the Hub is not reached, CorruptError or ManifestError when files and
+    manifest differ, or entries of a chain are missing, NameTakenError when `folder` is taken,
+    TargetError or NoSpaceError when it cannot be written.
     """
     target = None if folder is None else local_path(folder)
     if not isinstance(source, (str, os.PathLike, Place)):
-        raise ConfigError(f"pull: {short(source)}, expected hf://user/name, the URL of a checkpoint, or its path")
+        raise ConfigError(
+            f"pull: {short(source)}, expected hf://user/name, the URL of a checkpoint, or its path"
+        )
     if isinstance(source, os.PathLike):
         source = os.fspath(source)
-    is_here = isinstance(source.store, LocalStore) if isinstance(source, Place) else Path(source).is_absolute()
-    fetcher = importlib.import_module("ft_ckpt.transfer.buckets") if is_here else _module_for(source)
+    is_here = (
+        isinstance(source.store, LocalStore)
+        if isinstance(source, Place)
+        else Path(source).is_absolute()
+    )
+    fetcher = (
+        importlib.import_module("ft_ckpt.transfer.buckets") if is_here else _module_for(source)
+    )
     report: PullReport = fetcher.fetch_checkpoint(source, target, token=token, overwrite=overwrite)
     return report
 
@@ -308,8 +346,8 @@ def pull(
 def _open_for(sender: ModuleType, place: Place) -> Iterator[OpenCheckpoint]:
     """Open the checkpoint where the sender can read it.
 
-    The Hub's client reads local files only, so a checkpoint in a bucket is pulled first. So is a delta, because the
-    Hub gets all weights.
+    The Hub's client reads local files only, so a checkpoint in a bucket is pulled first. So is a
+    delta, because the Hub gets all weights.
     """
     is_of_hub = sender.__name__ in (_HUB, _HUB_BUCKETS)
     is_readable = not is_of_hub or (isinstance(place.store, LocalStore) and not is_delta(place))

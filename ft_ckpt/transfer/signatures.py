@@ -1,8 +1,8 @@
 """Carries the signature of a checkpoint with a copy of it.
 
-A signature covers the bytes of the manifest. A copy on a disk gets exactly this manifest. In a bucket the manifest
-differs, because it has the ETags of the objects: there the object `guards.SIGNED` keeps the signature and the signed
-manifest, for later copies to a disk.
+A signature covers the bytes of the manifest. A copy on a disk gets exactly this manifest. In a
+bucket the manifest differs, because it has the ETags of the objects: there the object
+`guards.SIGNED` keeps the signature and the signed manifest, for later copies to a disk.
 """
 
 import json
@@ -13,7 +13,13 @@ from ft_ckpt.checkpoint.catalog import manifest_text, parse_manifest
 from ft_ckpt.checkpoint.guards import SIGNED
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest
 from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
-from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, MissingError, UnreadableError
+from ft_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    ManifestError,
+    MissingError,
+    UnreadableError,
+)
 from ft_ckpt.messages import warn
 from ft_ckpt.storage.local_disk import permission_bits
 from ft_ckpt.storage.local_store import LocalStore
@@ -38,7 +44,9 @@ class Signed:
 
 
 def read_signature(store: Store) -> Signed | None:
-    """The signature of the checkpoint in `store`, not checked; None without one, with a warning if it is no text."""
+    """The signature of the checkpoint in `store`, not checked; None without one, with a warning if
+    it is no text.
+    """
     with suppress(MissingError):
         if isinstance(store, LocalStore):
             try:
@@ -55,18 +63,27 @@ def read_signature(store: Store) -> Signed | None:
 
 
 def put_signature(store: Store, signed: Signed) -> None:
-    """Write a signature beside the copy in `store`; warns if the copy has another manifest, or writing fails."""
+    """Write a signature beside the copy in `store`; warns if the copy has another manifest, or
+    writing fails.
+    """
     try:
         if read_signature(store) == signed:
             return
         if not isinstance(store, LocalStore):
             store.write(SIGNED, json.dumps(asdict(signed)).encode())
             return
-        why = "" if manifest_text(store) == signed.text else "the manifest of the copy differs from the signed one"
+        why = (
+            ""
+            if manifest_text(store) == signed.text
+            else "the manifest of the copy differs from the signed one"
+        )
         if not why:
             mode = permission_bits(store.path(MANIFEST_NAME))
             replace(store, max_mode=mode).write(SIGNATURE_NAME, signed.bundle.encode())
     except CheckpointError as error:
         why = str(error)
     if why:
-        warn(f"{store.where(SIGNATURE_NAME)}: not copied: {why}; `ft-ckpt sign` signs the copy", stacklevel=4)
+        warn(
+            f"{store.where(SIGNATURE_NAME)}: not copied: {why}; `ft-ckpt sign` signs the copy",
+            stacklevel=4,
+        )

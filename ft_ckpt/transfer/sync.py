@@ -46,10 +46,15 @@ from ft_ckpt.transfer.push import PendingPush, PushQueue
 
 @dataclass(frozen=True)
 class SyncReport:
-    """The outcome of `sync`, or of its dry run. Checkpoints are named as in the folder of the run."""
+    """The outcome of `sync`, or of its dry run.
+
+    Checkpoints are named as in the folder of the run.
+    """
 
     missing: tuple[str, ...]
-    """Checkpoints that the destination lacked or had in part, or from an older save of the same name; newest first."""
+    """Checkpoints that the destination lacked or had in part, or from an older save of the same
+    name; newest first.
+    """
     present: tuple[str, ...]
     """Checkpoints that the destination had."""
     copied: tuple[CopyReport, ...]
@@ -57,7 +62,9 @@ class SyncReport:
     dropped: tuple[str, ...]
     """Checkpoints deleted at the destination, because the source has deleted them."""
     stripped: tuple[str, ...]
-    """Checkpoints whose training state was deleted at the destination, because the source has deleted it."""
+    """Checkpoints whose training state was deleted at the destination, because the source has
+    deleted it.
+    """
     kept: Mapping[str, tuple[str, ...]]
     """Checkpoints that were not deleted, with the reasons: a pin, a lease."""
     problems: tuple[str, ...]
@@ -87,19 +94,22 @@ def sync(
     delete: bool = False,
     dry_run: bool = False,
 ) -> SyncReport:
-    """Copy the checkpoints of the run `source` that `destination` lacks, newest first; both are paths or URLs.
+    """Copy the checkpoints of the run `source` that `destination` lacks, newest first; both are
+    paths or URLs.
 
-    Each is copied as by `copy`: compared by digest, visible when it is complete; files that another checkpoint there
-    has are not sent again. A checkpoint that its run has saved again under the same name is replaced. A checkpoint of
-    another run is never replaced and is reported as a problem. The run may go on: checkpoints are leased while they are
-    copied.
+    Each is copied as by `copy`: compared by digest, visible when it is complete; files that another
+    checkpoint there has are not sent again. A checkpoint that its run has saved again under the
+    same name is replaced. A checkpoint of another run is never replaced and is reported as a
+    problem. The run may go on: checkpoints are leased while they are copied.
 
-    Nothing is deleted unless `delete` is True. Then checkpoints of the same runs, and training states, that the source
-    no longer has are deleted at the destination, too; weights saved beside a run's checkpoints stay, and so do pinned
-    checkpoints and those in use. Nothing is deleted if there was any problem.
+    Nothing is deleted unless `delete` is True. Then checkpoints of the same runs, and training
+    states, that the source no longer has are deleted at the destination, too; weights saved beside
+    a run's checkpoints stay, and so do pinned checkpoints and those in use. Nothing is deleted if
+    there was any problem.
 
-    Raises NotACheckpointError when `source` has no checkpoints, ConfigError when it is a checkpoint, UnreadableError
-    when either cannot be listed. Failures of single checkpoints are among the report's `problems`.
+    Raises NotACheckpointError when `source` has no checkpoints, ConfigError when it is a
+    checkpoint, UnreadableError when either cannot be listed. Failures of single checkpoints are
+    among the report's `problems`.
     """
     start, goal = open_place(source), open_place(destination)
     here = list_checkpoints(start)
@@ -107,13 +117,17 @@ def sync(
     plan = _plan_sync(here, list_checkpoints(goal), goal, delete=delete)
     missing, present = (tuple(info.name for info in infos) for infos in (plan.copy, plan.present))
     if dry_run:
-        return SyncReport(missing, present, (), tuple(plan.drop), tuple(plan.strip), {}, tuple(plan.problems))
+        return SyncReport(
+            missing, present, (), tuple(plan.drop), tuple(plan.strip), {}, tuple(plan.problems)
+        )
     make_like(goal.folder, start.folder)
     copied = _copy_missing(plan, goal)
     _settle_present(plan, goal)
     removed = PruneReport()
     if delete and not plan.problems:
-        drop, strip = ([_place_in(goal, name).location for name in names] for names in (plan.drop, plan.strip))
+        drop, strip = (
+            [_place_in(goal, name).location for name in names] for names in (plan.drop, plan.strip)
+        )
         removed = remove_checkpoints(goal, drop, strip)
     return SyncReport(
         missing,
@@ -128,49 +142,71 @@ def sync(
 
 def _refuse_no_run(start: Place, here: Listing) -> None:
     if any(info.store.identity == start.folder.identity for info in here.found):
-        raise ConfigError(f"{start}: a checkpoint, expected the folder of a run; `ft-ckpt cp` copies one")
+        raise ConfigError(
+            f"{start}: a checkpoint, expected the folder of a run; `ft-ckpt cp` copies one"
+        )
     if not (here.found or here.damaged or here.unreadable):
         raise NotACheckpointError(why_no_checkpoint(start))
 
 
 def _plan_sync(here: Listing, there: Listing, goal: Place, *, delete: bool) -> _SyncPlan:
     """Compare two listings."""
-    plan = _SyncPlan(problems=[f"{error}; not copied" for error in (*here.damaged.values(), *here.unreadable.values())])
+    plan = _SyncPlan(
+        problems=[
+            f"{error}; not copied" for error in (*here.damaged.values(), *here.unreadable.values())
+        ]
+    )
     known, names = {info.name: info for info in there.found}, {info.name for info in here.found}
     unread = {location_name(path): error for path, error in there.unreadable.items()}
     plan.problems += [f"{error}; not replaced" for name, error in unread.items() if name in names]
     for info in reversed([info for info in here.found if info.name not in unread]):
         _plan_one(plan, info, known.get(info.name), goal, delete=delete)
     if delete:
-        # An export may lie in any folder, so only other checkpoints with a run id show which runs are stored here.
+        # An export may lie in any folder, so only other checkpoints with a run id show which runs
+        # are stored here.
         runs = {info.manifest.run_id for info in here.found if not info.manifest.export} - {None}
-        extra = [info for info in there.found if info.name not in names and not info.manifest.export]
+        extra = [
+            info for info in there.found if info.name not in names and not info.manifest.export
+        ]
         plan.drop += [info.name for info in extra if info.manifest.run_id in runs]
     return plan
 
 
 def _plan_one(
-    plan: _SyncPlan, info: CheckpointInfo, found: CheckpointInfo | None, goal: Place, *, delete: bool
+    plan: _SyncPlan,
+    info: CheckpointInfo,
+    found: CheckpointInfo | None,
+    goal: Place,
+    *,
+    delete: bool,
 ) -> None:
-    """Plan one checkpoint of the source; `found` is the checkpoint of its name at the destination."""
+    """Plan one checkpoint of the source; `found` is the checkpoint of its name at the
+    destination.
+    """
     run_id = info.manifest.run_id
     saved_again = found is not None and run_id is not None and run_id == found.manifest.run_id
     if found is None or (saved_again and info.manifest.created > found.manifest.created):
         plan.copy.append(info)
     elif is_same_copy(found.manifest, info.manifest):
-        (plan.present if is_there(_place_in(goal, info.name), info.manifest) else plan.copy).append(info)
+        (plan.present if is_there(_place_in(goal, info.name), info.manifest) else plan.copy).append(
+            info
+        )
     elif is_same_copy(without_state(found.manifest), info.manifest):
         plan.present.append(info)
         plan.strip += [info.name] if delete else []
     else:
         plan.problems.append(
-            f"{found.path}: another checkpoint than {info.path} (run {found.manifest.run_id}, saved "
+            f"{found.path}: another checkpoint than {info.path} (run "
+            f"{found.manifest.run_id}, saved "
             f"{found.manifest.created}); not replaced, give another destination"
         )
 
 
 def _copy_missing(plan: _SyncPlan, goal: Place) -> list[CopyReport]:
-    """Copy the missing checkpoints and add problems to the plan. Stops at an I/O error, skips a damaged checkpoint."""
+    """Copy the missing checkpoints and add problems to the plan.
+
+    Stops at an I/O error, skips a damaged checkpoint.
+    """
     done = []
     for info in plan.copy:
         found = _copy_or_error(info, _place_in(goal, info.name))
@@ -220,13 +256,17 @@ class UploadTerms:
 
 @dataclass
 class _Round:
-    """One pass over the staging folder, newest checkpoint first. Checkpoints are identified by content digest."""
+    """One pass over the staging folder, newest checkpoint first.
+
+    Checkpoints are identified by content digest.
+    """
 
     terms: UploadTerms
     seen: set[str] = field(default_factory=set)
     there: set[str] = field(default_factory=set)  # in the bucket
     problems: dict[str, Exception] = field(default_factory=dict)  # by name
-    damaged: dict[str, Exception] = field(default_factory=dict)  # by name, of checkpoints that were set aside
+    # by name, of checkpoints that were set aside
+    damaged: dict[str, Exception] = field(default_factory=dict)
     ended_by: Exception | None = None  # an error that would hit the other checkpoints, too
 
 
@@ -254,9 +294,12 @@ class RunUploads:
     def begin_upload(self, checkpoint: Place, terms: UploadTerms) -> PendingPush:
         """Queue the upload of a checkpoint of the staging folder.
 
-        The handle raises NotACheckpointError if `terms.keep` deletes the checkpoint before it is uploaded.
+        The handle raises NotACheckpointError if `terms.keep` deletes the checkpoint before it is
+        uploaded.
         """
-        push = PendingPush(checkpoint.location, _place_in(self.bucket, checkpoint.basename).folder.url, Future())
+        push = PendingPush(
+            checkpoint.location, _place_in(self.bucket, checkpoint.basename).folder.url, Future()
+        )
         with self._change:
             self._waiting = [*(each for each in self._waiting if not each.done), push]
         self.begin_round(terms)
@@ -272,7 +315,9 @@ class RunUploads:
         self._queue.begin("ft_ckpt-uploads", self._do_round)
 
     def finish(self, seconds: float | None = None) -> str:
-        """Wait for all uploads, at most `seconds`, and retry failed ones once. Returns a description of the rest.
+        """Wait for all uploads, at most `seconds`, and retry failed ones once.
+
+        Returns a description of the rest.
 
         After `seconds` the current upload is cancelled. The description is "" if nothing is left.
         """
@@ -298,8 +343,13 @@ class RunUploads:
         waiting = [location_name(push.path) for push in self._waiting if not push.done]
         if not (waiting or self.problems) and self._queue.join(0):
             return ""
-        text = _describe_problems(self.problems) or f"{listing(waiting, ', ') or 'something'}: not uploaded yet"
-        return f"{self.bucket}: {text}; kept in {self.staging}, from where the next start uploads it"
+        text = (
+            _describe_problems(self.problems)
+            or f"{listing(waiting, ', ') or 'something'}: not uploaded yet"
+        )
+        return (
+            f"{self.bucket}: {text}; kept in {self.staging}, from where the next start uploads it"
+        )
 
     def _wait_until(self, until: float | None) -> None:
         """Wait for the thread until `until`, then cancel its upload."""
@@ -310,7 +360,11 @@ class RunUploads:
             self._queue.join(_GIVING_UP_SECONDS)
 
     def _end_with_process(self) -> None:
-        if not self._is_over.is_set() and not self._queue.join(0) and (left := self.finish(LONGEST_EXIT_SECONDS)):
+        if (
+            not self._is_over.is_set()
+            and not self._queue.join(0)
+            and (left := self.finish(LONGEST_EXIT_SECONDS))
+        ):
             warn(left, stacklevel=2)
 
     def _do_round(self) -> None:
@@ -334,7 +388,11 @@ class RunUploads:
         try:
             if self.problems and not self._is_over.is_set():
                 text = _describe_problems(self.problems)
-                warn(f"{self.bucket}: {text}; kept in {self.staging}, and tried again with the next save", stacklevel=2)
+                warn(
+                    f"{self.bucket}: {text}; kept in {self.staging}, and tried "
+                    "again with the next save",
+                    stacklevel=2,
+                )
         finally:
             self._settle_rest(asked, one)
 
@@ -348,7 +406,9 @@ class RunUploads:
         return {self.staging.basename: one.ended_by}
 
     def _listed_without(self, known: Collection[str]) -> list[CheckpointInfo]:
-        """The checkpoints now in the staging folder, newest first, without those that are `known`."""
+        """The checkpoints now in the staging folder, newest first, without those that are
+        `known`.
+        """
         infos = reversed(list_checkpoints(self.staging).found)
         return [info for info in infos if content_identity(info.manifest) not in known]
 
@@ -385,23 +445,38 @@ class RunUploads:
                 with self.sweeping:
                     aside = set_aside(folder_of(info.store), info.manifest)
                 if aside is not None:
-                    text = f"{info.path}: damaged and not uploaded ({error}); set aside as {aside}, delete it by hand"
+                    text = (
+                        f"{info.path}: damaged and not uploaded ({error}); set aside as "
+                        f"{aside}, delete it by hand"
+                    )
                     warn(text, stacklevel=2)
                     return True
         return False
 
-    def _upload_missing(self, info: CheckpointInfo, goal: Place, terms: UploadTerms) -> PushReport | None:
-        """Upload a checkpoint; None if the bucket has a later save, or this one with or without its training state."""
+    def _upload_missing(
+        self, info: CheckpointInfo, goal: Place, terms: UploadTerms
+    ) -> PushReport | None:
+        """Upload a checkpoint; None if the bucket has a later save, or this one with or without its
+        training state.
+        """
         found = _manifest_in(goal)
         if found is not None and _is_superseded(found, info.manifest, terms):
             return None
         if found is not None and not _is_own_save(found, info.manifest, terms):
             raise NameTakenError(
-                f"{goal}: belongs to another run, {str(found.run_id)[:6]}; not replaced, use another "
+                f"{goal}: belongs to another run, {str(found.run_id)[:6]}; not "
+                "replaced, use another "
                 "directory for this run"
             )
         with open_checkpoint(info.place) as held:
-            report = copy_open(held, goal, held.manifest, overwrite=found is not None, shown=False, heed=self._heed_end)
+            report = copy_open(
+                held,
+                goal,
+                held.manifest,
+                overwrite=found is not None,
+                shown=False,
+                heed=self._heed_end,
+            )
             return push_report(held, report)
 
     def _heed_end(self) -> None:
@@ -417,7 +492,9 @@ class RunUploads:
         """Fail the handles that waited when the round began and were not uploaded."""
         for push in asked:
             if not push.done:
-                gone = NotACheckpointError(f"{push.path}: deleted here, as `keep` says, before it was uploaded")
+                gone = NotACheckpointError(
+                    f"{push.path}: deleted here, as `keep` says, before it was uploaded"
+                )
                 found = {**one.problems, **one.damaged}.get(location_name(push.path))
                 push.future.set_exception(found or one.ended_by or gone)
 
@@ -436,14 +513,18 @@ def _manifest_in(goal: Place) -> Manifest | None:
 
 
 def _is_own_save(found: Manifest, manifest: Manifest, terms: UploadTerms) -> bool:
-    """Whether the checkpoint `found` in the bucket is of the same run, or of a run that this one resumed from."""
+    """Whether the checkpoint `found` in the bucket is of the same run, or of a run that this one
+    resumed from.
+    """
     return is_same_copy(found, manifest) or (
         found.run_id is not None and found.run_id in {manifest.run_id, *terms.own_ids}
     )
 
 
 def _is_superseded(found: Manifest, manifest: Manifest, terms: UploadTerms) -> bool:
-    """Whether the checkpoint `found` in the bucket is a later save, or this one with or without its training state."""
+    """Whether the checkpoint `found` in the bucket is a later save, or this one with or without its
+    training state.
+    """
     if is_same_copy(found, manifest) or not _is_own_save(found, manifest, terms):
         return False
     if is_same_copy(found, without_state(manifest)) or is_same_copy(without_state(found), manifest):

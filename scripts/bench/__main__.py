@@ -1,14 +1,15 @@
 """Measure saving and loading beside every installed peer and the machine's limits, in one run.
 
-    python -m scripts.bench --sizes 10MB 100MB 1GB 2.5GB --rounds 5 --json figures.json --chart figures
+    python -m scripts.bench --sizes 10MB 100MB 1GB 2.5GB --rounds 5 --json figures.json
     python -m scripts.bench --only save stall --sizes 1GB
-    python -m scripts.bench --docs             # everything, for this repository's figures, pages and chart
+    python -m scripts.bench --docs             # everything, for the figures, pages and chart here
     python -m scripts.bench --docs --only      # pages and chart again, from the stored figures
 
-Run it in the repository. Every measure has as many counted rounds as asked for, after an uncounted one; all take turns
-in a round, and figures are medians. Quote the ratios: times are the machine's, and a virtual disk's rate changes from
-minute to minute. The extra `bench` brings the peers; those that are not installed are left out. "upload" and
-"download" need a bucket: FT_CKPT_BENCH_STORE=s3://bucket/bench, and the environment variables of its client.
+Run it in the repository. Every measure has as many counted rounds as asked for, after an uncounted
+one; all take turns in a round, and figures are medians. Quote the ratios: times are the machine's,
+and a virtual disk's rate changes from minute to minute. The extra `bench` brings the peers; those
+that are not installed are left out. "upload" and "download" need a bucket:
+FT_CKPT_BENCH_STORE=s3://bucket/bench, and the environment variables of its client.
 """
 
 import argparse
@@ -20,7 +21,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # before the libraries read them
+# before the libraries read them
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import transformers
 
@@ -42,7 +44,9 @@ def main() -> None:
     for name in args.only:
         for size in MEASURES[name].sizes(args.sizes):
             with scratch(args.folder) as folder:
-                rows = MEASURES[name].run(Setting(args.rounds, folder, tuple(args.ways)), parse_size(size))
+                rows = MEASURES[name].run(
+                    Setting(args.rounds, folder, tuple(args.ways)), parse_size(size)
+                )
             _add(found, name, size, rows)
             show(name, size, found)
             if args.json:
@@ -55,7 +59,9 @@ def main() -> None:
 
 def _begin(args: argparse.Namespace) -> Figures:
     """The stored figures, which must be of this machine unless everything is measured again."""
-    known: Figures = json.loads(args.json.read_text()) if args.json and args.json.exists() else {"rows": []}
+    known: Figures = (
+        json.loads(args.json.read_text()) if args.json and args.json.exists() else {"rows": []}
+    )
     if not args.only and "machine" in known:
         return known
     machine = facts(args.folder) | {"rounds": args.rounds}
@@ -63,7 +69,9 @@ def _begin(args: argparse.Namespace) -> Figures:
         rows = known["rows"] if _place(known) == _place({"machine": machine}) else []
         return {"machine": machine, "missing": missing(), "rows": rows}
     if _place(known) != _place({"machine": machine}):
-        raise SystemExit(f"{args.json}: has figures of {_place(known)}; measure all anew, or give another file")
+        raise SystemExit(
+            f"{args.json}: has figures of {_place(known)}; measure all anew, or give another file"
+        )
     return known
 
 
@@ -74,25 +82,54 @@ def _place(found: Figures) -> dict[str, Any]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench", description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", nargs="+", default=["10MB", "100MB", "1GB", "2.5GB"], help="bytes of the state dict")
-    parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after one that is not")
-    parser.add_argument(
-        "--only", nargs="*", default=list(MEASURES), choices=MEASURES, metavar="MEASURE", help=_listed()
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench", description=__doc__.splitlines()[0]
     )
     parser.add_argument(
-        "--ways", nargs="+", default=[], metavar="WAY", help="the rows that are wanted; the limits come too"
+        "--sizes",
+        nargs="+",
+        default=["10MB", "100MB", "1GB", "2.5GB"],
+        help="bytes of the state dict",
     )
-    parser.add_argument("--folder", type=Path, help="where to write (default: the system's folder for temporary files)")
-    parser.add_argument("--json", type=Path, help="file for all figures; others of this machine stay")
-    parser.add_argument("--chart", type=Path, help="folder for a chart of all figures, as SVG, light and dark")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="counted rounds, after one that is not"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=list(MEASURES),
+        choices=MEASURES,
+        metavar="MEASURE",
+        help=_listed(),
+    )
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        default=[],
+        metavar="WAY",
+        help="the rows that are wanted; the limits come too",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where to write (default: the system's folder for temporary files)",
+    )
+    parser.add_argument(
+        "--json", type=Path, help="file for all figures; others of this machine stay"
+    )
+    parser.add_argument(
+        "--chart", type=Path, help="folder for a chart of all figures, as SVG, light and dark"
+    )
     parser.add_argument(
         "--docs",
         type=Path,
         nargs="?",
         const=ROOT,
         metavar="CHECKOUT",
-        help="write docs/figures.json, the tables of the pages and the chart, of this checkout or another",
+        help=(
+            "write docs/figures.json, the tables of the pages and the chart, of this checkout "
+            "or another"
+        ),
     )
     args = parser.parse_args()
     if args.docs:
@@ -102,7 +139,9 @@ def _arguments() -> argparse.Namespace:
 
 def _listed() -> str:
     # argparse formats help texts with %
-    return "; ".join(f"{name}: {measure.title}" for name, measure in MEASURES.items()).replace("%", "%%")
+    return "; ".join(f"{name}: {measure.title}" for name, measure in MEASURES.items()).replace(
+        "%", "%%"
+    )
 
 
 def _silence() -> None:
@@ -115,8 +154,13 @@ def _silence() -> None:
 
 def write(found: Figures, path: Path) -> None:
     """Write figures as JSON, a row in a line."""
-    head, rows = json.dumps({**found, "rows": []}, indent=1), [json.dumps(_rounded(row)) for row in found["rows"]]
-    path.write_text(head.replace('"rows": []', '"rows": [\n  ' + ",\n  ".join(rows) + "\n ]") + "\n")
+    head, rows = (
+        json.dumps({**found, "rows": []}, indent=1),
+        [json.dumps(_rounded(row)) for row in found["rows"]],
+    )
+    path.write_text(
+        head.replace('"rows": []', '"rows": [\n  ' + ",\n  ".join(rows) + "\n ]") + "\n"
+    )
 
 
 def _rounded(value: Any) -> Any:
@@ -132,7 +176,10 @@ def _add(found: Figures, measure: str, size: str, rows: list[dict[str, Any]]) ->
     """Replace the rows of the same measure and size by the new ones."""
     date = datetime.now(timezone.utc).isoformat(timespec="minutes")
     old = [row for row in found["rows"] if (row["measure"], row["size"]) != (measure, size)]
-    new = [{"measure": measure, "size": size, "date": date, **row, **ratios_of(measure, row, rows)} for row in rows]
+    new = [
+        {"measure": measure, "size": size, "date": date, **row, **ratios_of(measure, row, rows)}
+        for row in rows
+    ]
     found["rows"] = old + new
 
 

@@ -1,4 +1,6 @@
-"""How each library saves the state of a run while it trains on, each the way its own documentation advises."""
+"""How each library saves the state of a run while it trains on, each the way its own documentation
+advises.
+"""
 
 import time
 from collections.abc import Iterator
@@ -29,7 +31,10 @@ class Training:
 
 
 class Background:
-    """One library, with one save at a time. `waited_seconds`: time that optimizer steps have waited for it."""
+    """One library, with one save at a time.
+
+    `waited_seconds`: time that optimizer steps have waited for it.
+    """
 
     module = ""
     needs_gpu = False
@@ -93,7 +98,8 @@ class Ours(Background):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        first = register_optimizer_step_pre_hook(self._before)  # global hooks run before those of one optimizer
+        # global hooks run before those of one optimizer
+        first = register_optimizer_step_pre_hook(self._before)
         last = self.training.optimizer.register_step_pre_hook(self._after)
         try:
             yield
@@ -117,7 +123,9 @@ class TorchDcp(Background):
     def save(self, folder: Path) -> None:
         import torch.distributed.checkpoint as dcp
 
-        self._future: Future[Any] = dcp.async_save(self.training.state(), checkpoint_id=str(folder), no_dist=True)
+        self._future: Future[Any] = dcp.async_save(
+            self.training.state(), checkpoint_id=str(folder), no_dist=True
+        )
 
     def is_done(self) -> bool:
         return self._future.done()
@@ -127,7 +135,9 @@ class TorchDcp(Background):
 
 
 class TorchDcpStaged(TorchDcp):
-    """`async_save` with a stager, which copies into pinned memory beside the next forward and backward."""
+    """`async_save` with a stager, which copies into pinned memory beside the next forward and
+    backward.
+    """
 
     needs_gpu = True
 
@@ -141,7 +151,9 @@ class TorchDcpStaged(TorchDcp):
         import torch.distributed.checkpoint as dcp
 
         state, stager = self.training.state(), self._stager
-        response: Any = dcp.async_save(state, checkpoint_id=str(folder), async_stager=stager, no_dist=True)
+        response: Any = dcp.async_save(
+            state, checkpoint_id=str(folder), async_stager=stager, no_dist=True
+        )
         self._future, self._staged = response.upload_completion, response.staging_completion
 
     @contextmanager
@@ -176,7 +188,9 @@ class TorchSnapshot(Background):
 
 
 class TorchCheckpointing(Background):
-    """`CheckpointManager`, whose lock the optimizer takes, and which writes in a process of its own."""
+    """`CheckpointManager`, whose lock the optimizer takes, and which writes in a process of its
+    own.
+    """
 
     module = "torch_checkpointing"
     syncs = False
@@ -189,7 +203,9 @@ class TorchCheckpointing(Background):
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
         is_pinned = ACCELERATOR is not None
-        staging = CheckpointStagerConfig(use_pinned_memory=is_pinned, use_non_blocking_copy=is_pinned)
+        staging = CheckpointStagerConfig(
+            use_pinned_memory=is_pinned, use_non_blocking_copy=is_pinned
+        )
         self._manager = CheckpointManager(
             CheckpointManager.Config(
                 save=AsyncCheckpointSaverConfig(staging_config=staging),

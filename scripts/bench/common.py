@@ -1,4 +1,6 @@
-"""Shared by the measures: rounds in which all ways take turns, files and memory of a way, child processes."""
+"""Shared by the measures: rounds in which all ways take turns, files and memory of a way, child
+processes.
+"""
 
 import ctypes
 import json
@@ -23,7 +25,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 ROOT = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]  # one way of a measure: "way", and its figures by name; units end the names
 T = TypeVar("T")
-PEER_ERRORS = (Exception, CheckpointException)  # errors of libraries; CheckpointException is not an Exception
+# errors of libraries; CheckpointException is not an Exception
+PEER_ERRORS = (Exception, CheckpointException)
 Way = Callable[[], Row]  # runs once and returns its figures
 ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
 DEVICE = ACCELERATOR or torch.device("cpu")
@@ -31,7 +34,9 @@ DEVICE = ACCELERATOR or torch.device("cpu")
 
 @dataclass(frozen=True)
 class Setting:
-    """Counted rounds, after an uncounted one, and an empty folder to write in; `ways`: those to measure, () for all."""
+    """Counted rounds, after an uncounted one, and an empty folder to write in; `ways`: those to
+    measure, () for all.
+    """
 
     rounds: int
     folder: Path
@@ -43,7 +48,11 @@ class Setting:
 
     def chosen(self, ways: Mapping[str, T]) -> dict[str, T]:
         """The selected ones of `ways`, and the limits."""
-        return {name: way for name, way in ways.items() if name in (self.ways or ways) or name.startswith("limit")}
+        return {
+            name: way
+            for name, way in ways.items()
+            if name in (self.ways or ways) or name.startswith("limit")
+        }
 
 
 def is_installed(module: str) -> bool:
@@ -54,7 +63,8 @@ def is_installed(module: str) -> bool:
 def in_turns(
     ways: Mapping[str, Way], setting: Setting, before: Callable[[str], Any] = lambda way: os.sync()
 ) -> list[Row]:
-    """The medians of each way; all take turns in every round, and `before` prepares for the named one.
+    """The medians of each way; all take turns in every round, and `before` prepares for the named
+    one.
 
     A peer that fails is left out of the following rounds, and its row says why.
     """
@@ -73,7 +83,10 @@ def in_turns(
                 continue
             if turn:
                 found[name].append(figures)
-    return [{"way": name, **({"error": failed[name]} if name in failed else medians(found[name]))} for name in ways]
+    return [
+        {"way": name, **({"error": failed[name]} if name in failed else medians(found[name]))}
+        for name in ways
+    ]
 
 
 def describe(error: BaseException) -> str:
@@ -89,7 +102,9 @@ def medians(rows: Iterable[Row]) -> Row:
 
 
 def seconds(action: Callable[[], Any]) -> float:
-    """How long `action` takes, with what it starts on the device's current stream; copies on other streams go on."""
+    """How long `action` takes, with what it starts on the device's current stream; copies on other
+    streams go on.
+    """
     begun = time.perf_counter()
     action()
     if ACCELERATOR is not None:
@@ -114,7 +129,11 @@ def scratch(place: Path | None) -> Iterator[Path]:
 
 def files(folder: Path) -> list[Path]:
     """All files below `folder`, or the file itself."""
-    return [folder] if folder.is_file() else sorted(path for path in folder.rglob("*") if path.is_file())
+    return (
+        [folder]
+        if folder.is_file()
+        else sorted(path for path in folder.rglob("*") if path.is_file())
+    )
 
 
 def sync_tree(folder: Path) -> None:
@@ -127,7 +146,9 @@ def sync_tree(folder: Path) -> None:
 
 def bytes_of(folder: Path) -> int:
     """Bytes of all files below `folder`, those with two names counted once."""
-    return sum({(s.st_dev, s.st_ino): s.st_size for s in (path.stat() for path in files(folder))}.values())
+    return sum(
+        {(s.st_dev, s.st_ino): s.st_size for s in (path.stat() for path in files(folder))}.values()
+    )
 
 
 def drop_cached(folder: Path) -> None:
@@ -149,7 +170,9 @@ def fill_cache(folder: Path) -> None:
 
 def touch(loaded: Any) -> None:
     """Read a byte of every page of every tensor: what is only mapped has not been loaded."""
-    tensors: Iterable[Tensor] = loaded.state_dict().values() if isinstance(loaded, nn.Module) else loaded.values()
+    tensors: Iterable[Tensor] = (
+        loaded.state_dict().values() if isinstance(loaded, nn.Module) else loaded.values()
+    )
     for tensor in tensors:
         if tensor.numel():
             tensor.detach().reshape(-1).view(torch.uint8)[::4096].sum().item()
@@ -173,22 +196,37 @@ def peak_bytes(action: Callable[[], Any]) -> int:
 
 
 def _status(name: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(f"{name}:")
+    )
     return int(line.split()[1]) * 1024
 
 
 def in_child(module: str, setting: Setting, *arguments: object, ranks: int = 0) -> list[Row]:
     """The rows that `module` of this package measures in a child process, or on several ranks."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        if ranks
+        else []
+    )
     given = json.dumps([setting.rounds, str(setting.folder), setting.ways, *arguments])
     command = [sys.executable, *launcher, "-m", f"scripts.bench.{module}", given]
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))} if ranks else {}
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+        command,
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
     )
     result = setting.folder / f"{module}.json"
     if done.returncode or not result.exists():
-        raise RuntimeError(f"{module}: ended with status {done.returncode}\n{done.stdout.decode(errors='replace')}")
+        raise RuntimeError(
+            f"{module}: ended with status {done.returncode}\n{done.stdout.decode(errors='replace')}"
+        )
     rows: list[Row] = json.loads(result.read_text())
     result.unlink()
     return rows

@@ -1,4 +1,6 @@
-"""Conversion from one format to another, of a source that is not in the page cache to a durable result."""
+"""Conversion from one format to another, of a source that is not in the page cache to a durable
+result.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -24,7 +26,9 @@ def measure(setting: Setting, size_bytes: int) -> list[Row]:
     ft_ckpt.save(dict(subject.state), safetensors)
     convert = partial(ft_ckpt.convert, progress=False)
     ways: dict[str, Way] = {
-        LIMIT: partial(_once, target, lambda: (limits.read(h5), limits.write(target, h5.stat().st_size))),
+        LIMIT: partial(
+            _once, target, lambda: (limits.read(h5), limits.write(target, h5.stat().st_size))
+        ),
         "ours, h5 to safetensors": partial(_once, other, lambda: convert(h5, other)),
         "ours, safetensors to h5": partial(_once, target, lambda: convert(safetensors, target)),
         "cp": partial(_once, target, lambda: (shutil.copyfile(h5, target), sync_tree(target))),

@@ -17,9 +17,11 @@ SHARE = 0.01
 
 
 def measure(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for ours, in the foreground and in the background, and for `save_pretrained`, which writes everything.
+    """A row for ours, in the foreground and in the background, and for `save_pretrained`, which
+    writes everything.
 
-    Seconds until the call returned, their ratio to the first save, which writes everything, and new bytes on disk.
+    Seconds until the call returned, their ratio to the first save, which writes everything, and new
+    bytes on disk.
     """
     subject = make_subject(size_bytes)
     trainable = freeze(subject)
@@ -29,15 +31,21 @@ def measure(setting: Setting, size_bytes: int) -> list[Row]:
         first = seconds(lambda: saver.save(subject.model, step=step))
         ways = {
             "ours": partial(_ours, saver, subject, steps, first, background=False),
-            "ours, in the background": partial(_ours, saver, subject, steps, first, background=True),
+            "ours, in the background": partial(
+                _ours, saver, subject, steps, first, background=True
+            ),
             "save_pretrained": partial(_peer, subject, setting.folder / "peer"),
         }
         rows = in_turns(ways, setting)
-    return [row | {"tensor_bytes": subject.size_bytes, "trainable_bytes": trainable} for row in rows]
+    return [
+        row | {"tensor_bytes": subject.size_bytes, "trainable_bytes": trainable} for row in rows
+    ]
 
 
 def freeze(subject: Subject) -> int:
-    """Freeze all but the smallest tensors, up to a hundredth of the bytes; return the bytes of these."""
+    """Freeze all but the smallest tensors, up to a hundredth of the bytes; return the bytes of
+    these.
+    """
     left = SHARE * subject.size_bytes
     trainable = 0
     for parameter in sorted(subject.model.parameters(), key=lambda p: p.nbytes):
@@ -47,7 +55,9 @@ def freeze(subject: Subject) -> int:
     return trainable
 
 
-def _ours(saver: CheckpointSaver, subject: Subject, steps: "count[int]", first: float, background: bool) -> Row:
+def _ours(
+    saver: CheckpointSaver, subject: Subject, steps: "count[int]", first: float, background: bool
+) -> Row:
     with torch.no_grad():
         for parameter in subject.model.parameters():
             if parameter.requires_grad:
@@ -58,7 +68,12 @@ def _ours(saver: CheckpointSaver, subject: Subject, steps: "count[int]", first: 
     saver.wait()
     folder = Path(str(saver.directory)) / f"checkpoint-{step}"
     new = sum(path.stat().st_size for path in files(folder) if path.stat().st_ino not in before)
-    return {"seconds": took, "of_first_save": took / first, "new_bytes": new, "disk_bytes": bytes_of(folder)}
+    return {
+        "seconds": took,
+        "of_first_save": took / first,
+        "new_bytes": new,
+        "disk_bytes": bytes_of(folder),
+    }
 
 
 def _peer(subject: Subject, target: Path) -> Row:

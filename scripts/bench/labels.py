@@ -51,9 +51,14 @@ _RANKS = {
     "ours, gather": "ft_ckpt, rank 0 gathers (no shared file system)",
 }
 _LABELS = {
-    "save": _SAVES, "memory": _SAVES, "cold": _LOADS, "warm": _LOADS, "first": {**_LOADS, **_FIRST}, "many": _MANY,
+    "save": _SAVES,
+    "memory": _SAVES,
+    "cold": _LOADS,
+    "warm": _LOADS,
+    "first": {**_LOADS, **_FIRST},
+    "many": _MANY,
     "ranks": _RANKS,
-}  # fmt: skip
+}
 
 
 def label(measure: str, way: str) -> str:

@@ -1,4 +1,6 @@
-"""The limits of the machine: copying the tensors in memory, and moving as many bytes past the page cache."""
+"""The limits of the machine: copying the tensors in memory, and moving as many bytes past the page
+cache.
+"""
 
 import mmap
 import os
@@ -53,7 +55,10 @@ def read_and_keep(path: Path) -> mmap.mmap:
 def make_copy(state: Mapping[str, Tensor]) -> Callable[[], None]:
     """A function that copies all tensors into existing host memory, pinned for those of a GPU."""
     pinned = any(not tensor.is_cpu for tensor in state.values())
-    room = {name: torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned).fill_(0) for name, t in state.items()}
+    room = {
+        name: torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned).fill_(0)
+        for name, t in state.items()
+    }
 
     def copy() -> None:
         for name, tensor in state.items():
@@ -76,7 +81,9 @@ def _each_block(size_bytes: int, move: Callable[[mmap.mmap, int], int]) -> None:
 
 @lru_cache
 def _blocks() -> "SimpleQueue[mmap.mmap]":
-    """One block per thread, of large pages that are mapped already: small ones take a transfer twice as long."""
+    """One block per thread, of large pages that are mapped already: small ones take a transfer
+    twice as long.
+    """
     blocks: SimpleQueue[mmap.mmap] = SimpleQueue()
     for _ in range(THREADS):
         block = _new_block(BLOCK_BYTES)

@@ -1,4 +1,6 @@
-"""How each library loads its own files, or those of the library that it reads; and one tensor of them."""
+"""How each library loads its own files, or those of the library that it reads; and one tensor of
+them.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -38,7 +40,8 @@ def _file(suffix: str, read: Callable[[Path], Any]) -> Callable[[Path, Subject],
 
 
 def _load(path: Path) -> Any:
-    return ft_ckpt.load(path, map_location=ACCELERATOR)  # on the host tensors stay mapped, as elsewhere
+    # on the host tensors stay mapped, as elsewhere
+    return ft_ckpt.load(path, map_location=ACCELERATOR)
 
 
 def _dcp(folder: Path, subject: Subject) -> Tensors:
@@ -59,7 +62,8 @@ def _runai(path: Path) -> Tensors:
 
     with SafetensorsStreamer() as streamer:
         streamer.stream_file(str(path))
-        return {name: tensor.to(DEVICE, copy=True) for name, tensor in streamer.get_tensors()}  # its buffer is its own
+        # its buffer is its own
+        return {name: tensor.to(DEVICE, copy=True) for name, tensor in streamer.get_tensors()}
 
 
 def _fastsafetensors(path: Path) -> Tensors:
@@ -67,7 +71,8 @@ def _fastsafetensors(path: Path) -> Tensors:
 
     loader = SafeTensorsFileLoader(SingleGroup(), DEVICE, nogds=True)
     loader.add_filenames({0: [str(path)]})
-    with closing(loader), closing(loader.copy_files_to_device()) as buffers:  # else they stay in memory
+    # else they stay in memory
+    with closing(loader), closing(loader.copy_files_to_device()) as buffers:
         return {name: buffers.get_tensor(name).clone() for name in buffers.key_to_rank_lidx}
 
 
@@ -92,13 +97,16 @@ def _h5py(path: Path) -> Tensors:
 
 
 def _resume(folder: Path, subject: Subject, verify: bool = False) -> Tensors:
-    with ft_ckpt.CheckpointSaver(verify_resume=verify) as saver:  # other libraries compare no digests
+    # other libraries compare no digests
+    with ft_ckpt.CheckpointSaver(verify_resume=verify) as saver:
         saver.resume(folder, model=subject.model)
     return subject.model
 
 
 def _pretrained(folder: Path, subject: Subject) -> Tensors:
-    model: Tensors = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map=None).to(DEVICE)
+    model: Tensors = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", device_map=None
+    ).to(DEVICE)
     return model
 
 
@@ -115,20 +123,46 @@ LOADERS = {
     loader.name: loader
     for loader in (
         Loader("ours", "ours", lambda folder, _: ft_ckpt.load_model(folder, device=DEVICE)),
-        Loader("ours, mapped", "ours", lambda folder, _: ft_ckpt.load_model(folder, device=DEVICE, mapped=True)),
+        Loader(
+            "ours, mapped",
+            "ours",
+            lambda folder, _: ft_ckpt.load_model(folder, device=DEVICE, mapped=True),
+        ),
         Loader("ours, resume", RUN.name, _resume),
         Loader("ours, resume with digests", RUN.name, partial(_resume, verify=True)),
         Loader("ours, load", "ours", _file("safetensors", _load)),
         Loader("ours, load of h5", "ours, h5", _file("h5", _load)),
-        Loader("safetensors", "safetensors", _file("safetensors", lambda path: load_file(path, device=str(DEVICE)))),
+        Loader(
+            "safetensors",
+            "safetensors",
+            _file("safetensors", lambda path: load_file(path, device=str(DEVICE))),
+        ),
         *_later_safetensors(),
-        Loader("torch.load", "torch.save", _file("pt", lambda path: torch.load(path, map_location=DEVICE))),
-        Loader("torch.load, mmap", "torch.save", _file("pt", lambda path: torch.load(path, DEVICE, mmap=True))),
+        Loader(
+            "torch.load",
+            "torch.save",
+            _file("pt", lambda path: torch.load(path, map_location=DEVICE)),
+        ),
+        Loader(
+            "torch.load, mmap",
+            "torch.save",
+            _file("pt", lambda path: torch.load(path, DEVICE, mmap=True)),
+        ),
         Loader("from_pretrained", "save_pretrained", _pretrained),
         Loader("torch DCP", "torch DCP", _dcp),
         Loader("h5py", "h5py", _file("h5", _h5py)),
-        Loader("runai-model-streamer", "safetensors", _file("safetensors", _runai), "runai_model_streamer"),
-        Loader("fastsafetensors", "safetensors", _file("safetensors", _fastsafetensors), "fastsafetensors"),
+        Loader(
+            "runai-model-streamer",
+            "safetensors",
+            _file("safetensors", _runai),
+            "runai_model_streamer",
+        ),
+        Loader(
+            "fastsafetensors",
+            "safetensors",
+            _file("safetensors", _fastsafetensors),
+            "fastsafetensors",
+        ),
         Loader("tensorizer", "tensorizer", _file("tensors", _tensorizer), "tensorizer"),
     )
 }
@@ -147,10 +181,16 @@ class First:
 FIRST = {
     "ours": First("ours", "model.safetensors", lambda path, name: ft_ckpt.load(path)[name]),
     "ours, h5": First("ours, h5", "model.h5", lambda path, name: ft_ckpt.load(path)[name]),
-    "safetensors safe_open": First("safetensors", "model.safetensors", lambda path, name: _opened(path, name)),
-    "safetensors load_file": First("safetensors", "model.safetensors", lambda path, name: load_file(path)[name]),
+    "safetensors safe_open": First(
+        "safetensors", "model.safetensors", lambda path, name: _opened(path, name)
+    ),
+    "safetensors load_file": First(
+        "safetensors", "model.safetensors", lambda path, name: load_file(path)[name]
+    ),
     "torch.load": First("torch.save", "model.pt", lambda path, name: torch.load(path)[name]),
-    "torch.load, mmap": First("torch.save", "model.pt", lambda path, name: torch.load(path, mmap=True)[name]),
+    "torch.load, mmap": First(
+        "torch.save", "model.pt", lambda path, name: torch.load(path, mmap=True)[name]
+    ),
     "h5py": First("h5py", "model.h5", lambda path, name: _bits(path, name)),
     "tensorizer, lazy": First("tensorizer", "model.tensors", _tensorizer_first, "tensorizer"),
 }

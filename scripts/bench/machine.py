@@ -17,13 +17,16 @@ from scripts.bench.loaders import LOADERS
 from scripts.bench.savers import SAVERS
 
 _LIBRARIES = (
-    "torch transformers accelerate peft safetensors h5py torchsnapshot torch_checkpointing tensorizer tensorstore "
+    "torch transformers accelerate peft safetensors h5py torchsnapshot torch_checkpointing "
+    "tensorizer tensorstore "
     "orbax-checkpoint runai-model-streamer fastsafetensors"
 )
 
 
 def facts(folder: Path | None) -> dict[str, Any]:
-    """The machine and the libraries on it; the file system is that of `folder`, or of temporary files."""
+    """The machine and the libraries on it; the file system is that of `folder`, or of temporary
+    files.
+    """
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
         "cores": os.cpu_count(),

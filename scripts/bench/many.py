@@ -1,4 +1,7 @@
-"""A file of very many tiny tensors: saving it, reading one of them, reading all. The cost is per tensor, not byte."""
+"""A file of very many tiny tensors: saving it, reading one of them, reading all.
+
+The cost is per tensor, not byte.
+"""
 
 import os
 from collections.abc import Callable
@@ -22,11 +25,18 @@ State = dict[str, Tensor]
 
 def measure(setting: Setting, size_bytes: int) -> list[Row]:
     """A row for each way; "seconds" are those of the save, the reads are from the page cache."""
-    state = {f"layer.{index}.weight": torch.full((64,), float(index)) for index in range(size_bytes // 256)}
-    ways = {
-        name: partial(_one, setting.folder / f"many{suffix}", state, *given) for name, (suffix, *given) in WAYS.items()
+    state = {
+        f"layer.{index}.weight": torch.full((64,), float(index))
+        for index in range(size_bytes // 256)
     }
-    return [row | {"tensor_bytes": size_of(state), "tensors": len(state)} for row in in_turns(ways, setting)]
+    ways = {
+        name: partial(_one, setting.folder / f"many{suffix}", state, *given)
+        for name, (suffix, *given) in WAYS.items()
+    }
+    return [
+        row | {"tensor_bytes": size_of(state), "tensors": len(state)}
+        for row in in_turns(ways, setting)
+    ]
 
 
 def _one(
@@ -36,7 +46,9 @@ def _one(
     read_one: Callable[[Path], Tensor],
     read_all: Callable[[Path], State],
 ) -> Row:
-    saved = seconds(lambda: save(state, path)) + (0 if save is ft_ckpt.save else seconds(lambda: sync_tree(path)))
+    saved = seconds(lambda: save(state, path)) + (
+        0 if save is ft_ckpt.save else seconds(lambda: sync_tree(path))
+    )
     row = {"seconds": saved, "disk_bytes": path.stat().st_size}
     row["first_seconds"] = seconds(lambda: touch({ONE: read_one(path)}))
     row["load_seconds"] = seconds(lambda: touch(read_all(path)))

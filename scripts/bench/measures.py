@@ -4,19 +4,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ft_ckpt.config import parse_size
-from scripts.bench import convert, frozen, load, many, memory, peaks, planning, ranks, save, stall, stores, writers
+from scripts.bench import (
+    convert,
+    frozen,
+    load,
+    many,
+    memory,
+    peaks,
+    planning,
+    ranks,
+    save,
+    stall,
+    stores,
+    writers,
+)
 from scripts.bench.common import Row, Setting
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A measure, its sizes, and the figure by which its rows are compared: the least is the best."""
+    """A measure, its sizes, and the figure by which its rows are compared: the least is the
+    best.
+    """
 
     title: str
     run: Callable[[Setting, int], list[Row]]
     limit: str | None = None  # the row that is the machine's limit
     figure: str = "seconds"  # empty: they are not compared
-    at: str | None = None  # the one size it is taken at, or the largest one given if that is less; None: all given
+    # the one size it is taken at, or the largest one given if that is less; None: all given
+    at: str | None = None
 
     def sizes(self, given: Sequence[str]) -> list[str]:
         """The sizes it is taken at."""

@@ -1,9 +1,19 @@
 """Peak memory of a process during a save, above the model that it has already.
 
-Each way of ours has a process of its own, because it may keep memory for its next save; the peers share one.
+Each way of ours has a process of its own, because it may keep memory for its next save; the peers
+share one.
 """
 
-from scripts.bench.common import Row, Setting, as_child, bytes_of, describe, in_child, peak_bytes, scratch
+from scripts.bench.common import (
+    Row,
+    Setting,
+    as_child,
+    bytes_of,
+    describe,
+    in_child,
+    peak_bytes,
+    scratch,
+)
 from scripts.bench.models import Subject, make_subject
 from scripts.bench.savers import SAVERS, Saver, installed_savers
 
@@ -16,13 +26,18 @@ def measure(setting: Setting, size_bytes: int) -> list[Row]:
     names = list(installed_savers())
     ours = [[name] for name in names if name.startswith("ours")]
     peers = [name for name in names if not name.startswith("ours")]
-    return [row for group in (*ours, peers) for row in in_child("memory", setting, size_bytes, group)]
+    return [
+        row for group in (*ours, peers) for row in in_child("memory", setting, size_bytes, group)
+    ]
 
 
 def grown(setting: Setting, size_bytes: int, names: list[str]) -> list[Row]:
     """In the child: measure one way after the other."""
     subject, small = make_subject(size_bytes), make_subject(WARM_BYTES)
-    return [_one(setting, SAVERS[name], subject, small) | {"tensor_bytes": subject.size_bytes} for name in names]
+    return [
+        _one(setting, SAVERS[name], subject, small) | {"tensor_bytes": subject.size_bytes}
+        for name in names
+    ]
 
 
 def _one(setting: Setting, saver: Saver, subject: Subject, small: Subject) -> Row:
@@ -30,7 +45,11 @@ def _one(setting: Setting, saver: Saver, subject: Subject, small: Subject) -> Ro
         with scratch(setting.folder) as folder:
             saver(small, folder / "warm")
             peak = peak_bytes(lambda: saver(subject, folder / "target"))
-            return {"way": saver.name, "peak_bytes": peak, "disk_bytes": bytes_of(folder / "target")}
+            return {
+                "way": saver.name,
+                "peak_bytes": peak,
+                "disk_bytes": bytes_of(folder / "target"),
+            }
     except Exception as error:
         if saver.name.startswith("ours"):
             raise

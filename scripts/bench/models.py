@@ -10,19 +10,26 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from scripts.bench.common import DEVICE, size_of
 
-_SIZES = ((2_000_000, 128, 512), (25_000_000, 256, 4096), (900_000_000, 1024, 4096))  # below: width, vocabulary
+# below: width, vocabulary
+_SIZES = ((2_000_000, 128, 512), (25_000_000, 256, 4096), (900_000_000, 1024, 4096))
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """The object that is saved and loaded: a model, and its state dict with each tied tensor once."""
+    """The object that is saved and loaded: a model, and its state dict with each tied tensor
+    once.
+    """
 
     model: nn.Module
 
     @cached_property
     def state(self) -> Mapping[str, Tensor]:
         """The tensors by name."""
-        return {name: tensor for name, tensor in self.model.state_dict().items() if name != "lm_head.weight"}
+        return {
+            name: tensor
+            for name, tensor in self.model.state_dict().items()
+            if name != "lm_head.weight"
+        }
 
     @property
     def size_bytes(self) -> int:
@@ -36,14 +43,23 @@ def make_subject(size_bytes: int) -> Subject:
 
 
 def config_of(parameters: int) -> LlamaConfig:
-    """A Llama config for about that many parameters; from 900 M on with the shapes of Llama-3.2-1B."""
-    width, vocabulary = next((found[1:] for found in _SIZES if parameters < found[0]), (2048, 128256))
+    """A Llama config for about that many parameters; from 900 M on with the shapes of
+    Llama-3.2-1B.
+    """
+    width, vocabulary = next(
+        (found[1:] for found in _SIZES if parameters < found[0]), (2048, 128256)
+    )
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
     layer, wide = 16 * width * width, 4 * width
     if width == 2048:
         heads, layer = {"num_attention_heads": 32, "num_key_value_heads": 8}, 60_821_504
     depth = max(1, round((parameters - vocabulary * width) / layer))
-    sizes = {"vocab_size": vocabulary, "hidden_size": width, "intermediate_size": wide, "num_hidden_layers": depth}
+    sizes = {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": wide,
+        "num_hidden_layers": depth,
+    }
     return LlamaConfig(**sizes, **heads, tie_word_embeddings=True)
 
 

@@ -28,7 +28,9 @@ def write_pages(found: Figures, checkout: Path) -> None:
     """Write the tables of all pages. Raises KeyError when a page names an unknown table."""
     for page in PAGES:
         path = checkout / page
-        text = _PLACE.sub(lambda place: place[1] + TABLES[place[2]](found), path.read_text(encoding="utf-8"))
+        text = _PLACE.sub(
+            lambda place: place[1] + TABLES[place[2]](found), path.read_text(encoding="utf-8")
+        )
         path.write_text(text, encoding="utf-8")
 
 
@@ -37,7 +39,9 @@ def write_pages(found: Figures, checkout: Path) -> None:
 
 @dataclass(frozen=True)
 class Compared:
-    """A line of the README: figures of ours, the limit, and the best peers by the first of the figures."""
+    """A line of the README: figures of ours, the limit, and the best peers by the first of the
+    figures.
+    """
 
     words: str  # a template with figures of our row
     measure: str
@@ -48,10 +52,19 @@ class Compared:
     peers: int | tuple[str, ...] = 2
 
 
-_LIMITS = {limits.WRITE: "O_DIRECT and sync", limits.READ: "read past the page cache", limits.COPY: "a copy in memory"}
+_LIMITS = {
+    limits.WRITE: "O_DIRECT and sync",
+    limits.READ: "read past the page cache",
+    limits.COPY: "a copy in memory",
+}
 _RESUME, _MEMORY = "ours, resume with digests", ("seconds", "peak_bytes")
 COMPARED = (
-    Compared("training stalls for a background save of {tensor_bytes}", "stall", "2.5GB", limit=limits.COPY),
+    Compared(
+        "training stalls for a background save of {tensor_bytes}",
+        "stall",
+        "2.5GB",
+        limit=limits.COPY,
+    ),
     Compared(
         "resuming a live model of {tensor_bytes}, all digests compared (torch DCP: none)",
         "cold",
@@ -60,7 +73,9 @@ COMPARED = (
         limit=limits.READ,
         peers=("torch DCP",),
     ),
-    Compared("FSDP2, two ranks, {tensor_bytes}: time, memory of rank 0", "ranks", "1GB", _MEMORY, peers=1),
+    Compared(
+        "FSDP2, two ranks, {tensor_bytes}: time, memory of rank 0", "ranks", "1GB", _MEMORY, peers=1
+    ),
     Compared("LoRA of rank 8 on a model of 1.2 GB, likewise", "adapter", "1.2GB", _MEMORY),
     Compared(
         "a second full save, {trainable_bytes} of {tensor_bytes} trainable: time, bytes written",
@@ -82,10 +97,18 @@ def _compared(found: Figures, line: Compared) -> list[str]:
     own = ways.get(line.ours)
     if own is None:
         return []
-    words = line.words.format_map({name: figure_text(name, v) for name, v in own.items() if name.endswith("bytes")})
-    best: Iterable[str] = line.peers if isinstance(line.peers, tuple) else _best(ways, line.figures[0])[: line.peers]
-    peers = [f"{_figures(ways[way], line)} ({label(line.measure, way)})" for way in best if way in ways]
-    limit = f"{_figures(ways[line.limit], line)} ({_LIMITS[line.limit]})" if line.limit in ways else ""
+    words = line.words.format_map(
+        {name: figure_text(name, v) for name, v in own.items() if name.endswith("bytes")}
+    )
+    best: Iterable[str] = (
+        line.peers if isinstance(line.peers, tuple) else _best(ways, line.figures[0])[: line.peers]
+    )
+    peers = [
+        f"{_figures(ways[way], line)} ({label(line.measure, way)})" for way in best if way in ways
+    ]
+    limit = (
+        f"{_figures(ways[line.limit], line)} ({_LIMITS[line.limit]})" if line.limit in ways else ""
+    )
     return [words, limit, _figures(own, line), ", ".join(peers)]
 
 
@@ -95,18 +118,26 @@ def _figures(row: Row, line: Compared) -> str:
 
 def _best(ways: dict[str, Row], figure: str) -> list[str]:
     """The peers from best to worst."""
-    peers = [way for way in ways if not is_ours(way) and not way.startswith("limit") and figure in ways[way]]
+    peers = [
+        way
+        for way in ways
+        if not is_ours(way) and not way.startswith("limit") and figure in ways[way]
+    ]
     return sorted(peers, key=lambda way: ways[way][figure])
 
 
 def _measured(found: Figures) -> str:
     """The versions, the date and the machine of the figures, as a paragraph."""
     machine = found["machine"]
-    where = f"{machine['cores']} cores ({machine['processor']}), {machine['memory_bytes'] / 1e9:.0f} GB"
+    where = (
+        f"{machine['cores']} cores ({machine['processor']}), {machine['memory_bytes'] / 1e9:.0f} GB"
+    )
     where += f", {machine['gpu']}" if machine["gpu"] else ""
     words = (
-        f"Medians of {machine['rounds']} rounds in which ft_ckpt {machine['versions']['ft_ckpt']}, the peers and the "
-        f"machine's own limits took turns, measured on {machine['date'][:10]}: {where}, a disk with "
+        f"Medians of {machine['rounds']} rounds in which ft_ckpt {machine['versions']['ft_ckpt']}, "
+        "the peers and the "
+        f"machine's own limits took turns, measured on {machine['date'][:10]}: "
+        f"{where}, a disk with "
         f"{machine['file_system']}."
     )
     return textwrap.fill(words, 120, break_long_words=False, break_on_hyphens=False) + "\n"
@@ -166,16 +197,24 @@ _WRITERS = (Column("writers", "1GB", head="{size} of weights: seconds"),)
 
 
 def _table_of(found: Figures, columns: Sequence[Column], without: Sequence[str] = ()) -> str:
-    """A line for each way that has one of these figures: limits, then ours and the peers from best to worst."""
+    """A line for each way that has one of these figures: limits, then ours and the peers from best
+    to worst.
+    """
     values = [
         {row["way"]: row[column.figure] for row in rows if column.figure in row}
         for column in columns
         for rows in [_rows(found, column.measure, column.size)]
     ]
     by = MEASURES[columns[0].measure].figure
-    own = [at for at, column in enumerate(columns) if (column.measure, column.figure) == (columns[0].measure, by)]
+    own = [
+        at
+        for at, column in enumerate(columns)
+        if (column.measure, column.figure) == (columns[0].measure, by)
+    ]
     order = max((at for at in own if values[at]), default=0)
-    ways = [way for way in dict.fromkeys(way for each in values for way in each) if way not in without]
+    ways = [
+        way for way in dict.fromkeys(way for each in values for way in each) if way not in without
+    ]
     ways.sort(key=lambda way: (not way.startswith("limit"), values[order].get(way, float("inf"))))
     lines = []
     for way in ways:
@@ -184,28 +223,45 @@ def _table_of(found: Figures, columns: Sequence[Column], without: Sequence[str] 
     kept = [at for at in range(len(columns)) if values[at]]
     heads = [_head(found, columns[at]) for at in kept]
     return (
-        _table(["", *heads], [[line[0], *(line[at + 1] for at in kept)] for line in lines]) if lines else _NOT_MEASURED
+        _table(["", *heads], [[line[0], *(line[at + 1] for at in kept)] for line in lines])
+        if lines
+        else _NOT_MEASURED
     )
 
 
 def _cell(column: Column, value: float | None) -> str:
     if value is None:
         return ""
-    return seconds_text(value) if column.figure.endswith("seconds") else figure_text(column.figure, value)
+    return (
+        seconds_text(value)
+        if column.figure.endswith("seconds")
+        else figure_text(column.figure, value)
+    )
 
 
 def _head(found: Figures, column: Column) -> str:
-    sizes = [row["tensor_bytes"] for row in _rows(found, column.measure, column.size) if "tensor_bytes" in row]
+    sizes = [
+        row["tensor_bytes"]
+        for row in _rows(found, column.measure, column.size)
+        if "tensor_bytes" in row
+    ]
     return column.head.format(size=figure_text("bytes", sizes[0]) if sizes else column.size)
 
 
 def _rows(found: Figures, measure: str, size: str) -> list[Row]:
-    return [row for row in found["rows"] if (row["measure"], row["size"]) == (measure, size) and "error" not in row]
+    return [
+        row
+        for row in found["rows"]
+        if (row["measure"], row["size"]) == (measure, size) and "error" not in row
+    ]
 
 
 def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     rule = ["---"] * len(head)
-    return "".join(f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|\n" for cells in (head, rule, *lines))
+    return "".join(
+        f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|\n"
+        for cells in (head, rule, *lines)
+    )
 
 
 TABLES = {

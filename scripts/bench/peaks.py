@@ -1,6 +1,8 @@
-"""Peak memory of the host and of the device: in two background saves of a run, and in a load of a model.
+"""Peak memory of the host and of the device: in two background saves of a run, and in a load of a
+model.
 
-The first save allocates memory that the second one reuses. Each way of saving has a process of its own.
+The first save allocates memory that the second one reuses. Each way of saving has a process of its
+own.
 """
 
 import gc
@@ -14,7 +16,15 @@ from typing import Any
 import torch
 
 from scripts.bench.background import Background, installed_backgrounds
-from scripts.bench.common import ACCELERATOR, PEER_ERRORS, Row, Setting, as_child, describe, in_child
+from scripts.bench.common import (
+    ACCELERATOR,
+    PEER_ERRORS,
+    Row,
+    Setting,
+    as_child,
+    describe,
+    in_child,
+)
 from scripts.bench.loaders import LOADERS, Loader
 from scripts.bench.models import Subject, make_subject
 from scripts.bench.savers import SAVERS
@@ -26,19 +36,29 @@ _BETWEEN_LOOKS_SECONDS = 0.01
 
 
 def measure(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for each way to save `size_bytes` of weights and moments, and to load the weights, a third of them."""
+    """A row for each way to save `size_bytes` of weights and moments, and to load the weights, a
+    third of them.
+    """
     saves = list(setting.chosen(installed_backgrounds()))
     loads = list(setting.chosen({name: LOADERS[name] for name in LOADS if name in LOADERS}))
     jobs = [["save", [name]] for name in saves] + [["load", loads]]
-    return [row for kind, names in jobs for row in in_child("peaks", setting, size_bytes, kind, names)]
+    return [
+        row for kind, names in jobs for row in in_child("peaks", setting, size_bytes, kind, names)
+    ]
 
 
 def grown(setting: Setting, size_bytes: int, kind: str, names: list[str]) -> list[Row]:
     """In the child: the rows of these ways."""
     if kind == "save":
-        return [_attempt(f"save: {name}", lambda name=name: _save_twice(setting, size_bytes, name)) for name in names]
+        return [
+            _attempt(f"save: {name}", lambda name=name: _save_twice(setting, size_bytes, name))
+            for name in names
+        ]
     subject = make_subject(size_bytes // 3)
-    return [_attempt(f"load: {name}", lambda name=name: _load_once(setting, subject, LOADERS[name])) for name in names]
+    return [
+        _attempt(f"load: {name}", lambda name=name: _load_once(setting, subject, LOADERS[name]))
+        for name in names
+    ]
 
 
 def _attempt(way: str, action: Callable[[], Row]) -> Row:
@@ -87,7 +107,8 @@ def _load_once(setting: Setting, subject: Subject, loader: Loader) -> Row:
 def _watching() -> Iterator[Row]:
     """A row that gets, after the block, the peak growth of memory in use.
 
-    For the host that is the decrease of available memory: pinned memory is not always counted for its process.
+    For the host that is the decrease of available memory: pinned memory is not always counted for
+    its process.
     """
     gc.collect()
     before, row = _available_bytes(), dict[str, Any]()

@@ -1,7 +1,8 @@
 """The planning of a save, before a byte moves, for models that FSDP2 shards over very many ranks.
 
-One process acts as one of the ranks, in a fake process group. Every rank makes the whole plan by itself, so the time of
-one is the time of all. Messages between ranks through the store are counted by `tests/distributed/test_crowd.py`.
+One process acts as one of the ranks, in a fake process group. Every rank makes the whole plan by
+itself, so the time of one is the time of all. Messages between ranks through the store are counted
+by `tests/distributed/test_crowd.py`.
 """
 
 import gc
@@ -29,13 +30,16 @@ from scripts.bench.models import config_of
 
 RANKS = 1024
 TITLE = f"planning a full save of a model cut over {RANKS:,} ranks, and of one of very many tensors"
-_MANY, _BYTES_OF_ONE = 100_000, 25_000  # small tensors: at most so many, and one for so many bytes of the given size
+# small tensors: at most so many, and one for so many bytes of the given size
+_MANY, _BYTES_OF_ONE = 100_000, 25_000
 
 
 def measure(setting: Setting, size_bytes: int) -> list[Row]:
     """A row for the first rank and the last, of each model."""
     jobs = [(kind, rank) for kind in ("llama", "many") for rank in (0, RANKS - 1)]
-    return [row for kind, rank in jobs for row in in_child("planning", setting, size_bytes, kind, rank)]
+    return [
+        row for kind, rank in jobs for row in in_child("planning", setting, size_bytes, kind, rank)
+    ]
 
 
 def planned(setting: Setting, size_bytes: int, kind: str, rank: int) -> list[Row]:
@@ -46,7 +50,10 @@ def planned(setting: Setting, size_bytes: int, kind: str, rank: int) -> list[Row
     many = min(_MANY, size_bytes // _BYTES_OF_ONE)
     model = _cut_llama(size_bytes // 2) if kind == "llama" else _cut_layers(many, rank)
     rows = [_plan(model, Ranks(rank, RANKS)) for _ in range(setting.rounds + 1)]
-    facts = {"tensors": sum(1 for _ in model.parameters()), "peak_bytes": _peak_bytes(model, Ranks(rank, RANKS))}
+    facts = {
+        "tensors": sum(1 for _ in model.parameters()),
+        "peak_bytes": _peak_bytes(model, Ranks(rank, RANKS)),
+    }
     return [{"way": f"ours, {kind}, rank {rank}", **medians(rows[1:]), **facts}]
 
 
@@ -62,13 +69,18 @@ def _cut_llama(parameters: int) -> nn.Module:
 
 def _cut_layers(count: int, rank: int) -> nn.Module:
     """`count` weights of a few shapes, sharded as FSDP2 does, which itself would take minutes."""
-    mesh, shapes = init_device_mesh("cpu", (RANKS,)), [(64, 64), (64, 16), (128, 64), (64, 128), (2048, 2)]
+    mesh, shapes = (
+        init_device_mesh("cpu", (RANKS,)),
+        [(64, 64), (64, 16), (128, 64), (64, 128), (2048, 2)],
+    )
     model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(count))
     for number, layer in enumerate(model):
         rows, columns = shapes[number % len(shapes)]
         step = -(-rows // RANKS)
         local = torch.zeros(max(0, min(step, rows - rank * step)), columns)
-        cut = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(rows, columns), stride=(columns, 1))
+        cut = DTensor.from_local(
+            local, mesh, [Shard(0)], run_check=False, shape=(rows, columns), stride=(columns, 1)
+        )
         layer.weight = nn.Parameter(cut)
     return model
 
@@ -81,7 +93,9 @@ def _plan(model: nn.Module, ranks: Ranks) -> Row:
     row["choose_seconds"] = seconds(lambda: chosen.append(plan_save(request, ranks, config)))
     staged = StagedSave(chosen[0])
     row["say_seconds"] = seconds(lambda: _describe_save(request, staged, {}))
-    row["shares_seconds"] = seconds(lambda: shares.extend(divide_files(staged.plan.plans, ranks.size)))
+    row["shares_seconds"] = seconds(
+        lambda: shares.extend(divide_files(staged.plan.plans, ranks.size))
+    )
     row["own_seconds"] = seconds(lambda: pieces.append(_count_pieces(shares, ranks.rank)))
     return {"seconds": sum(row.values()), **row, "pieces": pieces[0]}
 

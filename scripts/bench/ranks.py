@@ -1,4 +1,6 @@
-"""A full save under FSDP2 on two ranks, and an adapter-only save: time of all ranks, and peak memory of rank 0."""
+"""A full save under FSDP2 on two ranks, and an adapter-only save: time of all ranks, and peak
+memory of rank 0.
+"""
 
 import os
 import shutil
@@ -52,10 +54,13 @@ def saved(setting: Setting, size_bytes: int, adapter_only: bool) -> list[Row]:
     model = make_model(size_bytes // 4, torch.float32)
     tensor_bytes = sum(p.nbytes for p in model.parameters())
     if adapter_only:
-        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+        model = get_peft_model(
+            model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
         tensor_bytes = sum(p.nbytes for name, p in model.named_parameters() if "lora_" in name)
     accelerator = make_accelerator()
-    prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))  # not a model alone
+    # not a model alone
+    prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
     ways = (_adapter_ways if adapter_only else _full_ways)(accelerator, prepared)
     rows = _in_turns(ways, setting)
     accelerator.end_training()
@@ -65,7 +70,8 @@ def saved(setting: Setting, size_bytes: int, adapter_only: bool) -> list[Row]:
 def make_accelerator() -> Accelerator:
     """An Accelerator that shards models with FSDP2, on the CPU as well."""
     PartialState(cpu=ACCELERATOR is None)
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # it drops the plugin otherwise
+    # it drops the plugin otherwise
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         cpu_ram_efficient_loading=False,
@@ -94,7 +100,9 @@ def _adapter_ways(accelerator: Accelerator, model: nn.Module) -> dict[str, Save]
 
 
 def _gathered(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
-    """As in Accelerate's guide: gather all tensors on rank 0, which writes them, or the adapter among them."""
+    """As in Accelerate's guide: gather all tensors on rank 0, which writes them, or the adapter
+    among them.
+    """
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(path, state_dict=state)
@@ -103,8 +111,14 @@ def _gathered(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
 
 def _consolidated(model: nn.Module, path: Path) -> None:
     """Write each rank's shards as safetensors, and then one file of them."""
-    state = {name: tensor for name, tensor in get_model_state_dict(model).items() if name != "lm_head.weight"}
-    writer = dcp.HuggingFaceStorageWriter(str(path), save_distributed=True, enable_consolidation=True)
+    state = {
+        name: tensor
+        for name, tensor in get_model_state_dict(model).items()
+        if name != "lm_head.weight"
+    }
+    writer = dcp.HuggingFaceStorageWriter(
+        str(path), save_distributed=True, enable_consolidation=True
+    )
     dcp.save(state, storage_writer=writer)
     if dist.get_rank() == 0:
         sync_tree(path)
@@ -116,7 +130,10 @@ def _in_turns(ways: Mapping[str, Save], setting: Setting) -> list[Row]:
         for name, save in ways.items():
             found[name].append(_one(setting.folder / "target", save))
     peaks = {name: max(row["peak_bytes"] for row in rows) for name, rows in found.items()}
-    return [{"way": name, **medians(rows[1:]), "peak_bytes": peaks[name]} for name, rows in found.items()]
+    return [
+        {"way": name, **medians(rows[1:]), "peak_bytes": peaks[name]}
+        for name, rows in found.items()
+    ]
 
 
 def _one(target: Path, save: Save) -> Row:

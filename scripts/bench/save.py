@@ -1,4 +1,6 @@
-"""A full save until every byte is on the disk; files that a saver does not sync are synced within the measured time."""
+"""A full save until every byte is on the disk; files that a saver does not sync are synced within
+the measured time.
+"""
 
 import shutil
 from functools import partial
@@ -21,10 +23,15 @@ def measure(setting: Setting, size_bytes: int) -> list[Row]:
         LIMIT: partial(_limit, target, subject.size_bytes),
         limits.COPY: partial(timed, limits.make_copy(subject.state)),
     }
-    ways |= {name: partial(_save, saver, subject, target) for name, saver in installed_savers().items()}
+    ways |= {
+        name: partial(_save, saver, subject, target) for name, saver in installed_savers().items()
+    }
     rows = in_turns(ways, setting)
     savers = installed_savers()
-    return [row | {"tensor_bytes": subject.size_bytes, "syncs": _syncs(savers, row["way"])} for row in rows]
+    return [
+        row | {"tensor_bytes": subject.size_bytes, "syncs": _syncs(savers, row["way"])}
+        for row in rows
+    ]
 
 
 def _syncs(savers: dict[str, Saver], way: str) -> bool:
@@ -42,6 +49,10 @@ def _save(saver: Saver, subject: Subject, target: Path) -> Row:
     try:
         returned = seconds(lambda: saver(subject, target))
         synced = 0.0 if saver.syncs else seconds(lambda: sync_tree(target))
-        return {"seconds": returned + synced, "return_seconds": returned, "disk_bytes": bytes_of(target)}
+        return {
+            "seconds": returned + synced,
+            "return_seconds": returned,
+            "disk_bytes": bytes_of(target),
+        }
     finally:
         shutil.rmtree(target, ignore_errors=True)

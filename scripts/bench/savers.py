@@ -17,7 +17,10 @@ from scripts.bench.models import Subject
 
 @dataclass(frozen=True)
 class Saver:
-    """One way to save. `save` gets a folder; `module` must be installed; `syncs`: it waits for the disk itself."""
+    """One way to save.
+
+    `save` gets a folder; `module` must be installed; `syncs`: it waits for the disk itself.
+    """
 
     name: str
     save: Callable[[Subject, Path], Any]
@@ -71,14 +74,16 @@ def _torch_checkpointing(subject: Subject, folder: Path) -> None:
     from torch_checkpointing.config import SyncCheckpointSaverConfig
     from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-    buffered = LocalFileSystemStorageConfig(use_direct_io=False)  # O_DIRECT fails at the odd end of a file on ext4
+    # O_DIRECT fails at the odd end of a file on ext4
+    buffered = LocalFileSystemStorageConfig(use_direct_io=False)
     config = CheckpointManager.Config(save=SyncCheckpointSaverConfig(), storage_config=buffered)
     CheckpointManager(config).save(str(folder), {"model": dict(subject.state)})
 
 
 def _h5py(subject: Subject, folder: Path) -> None:
     with h5py.File(folder / "model.h5", "w") as file:
-        for name, tensor in subject.state.items():  # bf16 as its bits, because numpy has no such type
+        # bf16 as its bits, because numpy has no such type
+        for name, tensor in subject.state.items():
             file.create_dataset(name, data=tensor.cpu().view(torch.int16).numpy())
 
 
@@ -108,7 +113,9 @@ def _orbax(subject: Subject, folder: Path) -> None:
     import orbax.checkpoint
 
     with orbax.checkpoint.PyTreeCheckpointer() as checkpointer:
-        bits = {name: tensor.cpu().view(torch.int16).numpy() for name, tensor in subject.state.items()}
+        bits = {
+            name: tensor.cpu().view(torch.int16).numpy() for name, tensor in subject.state.items()
+        }
         checkpointer.save(folder, bits)
 
 
@@ -124,14 +131,19 @@ SAVERS = {
         Saver("ours", _ours("safetensors"), syncs=True, makes_folder=True),
         Saver("ours, h5", _ours("h5"), syncs=True, makes_folder=True),
         Saver("ours, dual", _ours("dual"), syncs=True, makes_folder=True),
-        Saver("safetensors", lambda subject, to: save_file(dict(subject.state), to / "model.safetensors")),
+        Saver(
+            "safetensors",
+            lambda subject, to: save_file(dict(subject.state), to / "model.safetensors"),
+        ),
         Saver("torch.save", lambda subject, to: torch.save(dict(subject.state), to / "model.pt")),
         Saver("save_pretrained", lambda subject, to: subject.model.save_pretrained(to)),
         Saver("accelerate", _accelerate),
         Saver("torch DCP", _dcp, syncs=True),
         Saver("h5py", _h5py),
         Saver("torchsnapshot", _torchsnapshot, "torchsnapshot", makes_folder=True),
-        Saver("torch_checkpointing", _torch_checkpointing, "torch_checkpointing", makes_folder=True),
+        Saver(
+            "torch_checkpointing", _torch_checkpointing, "torch_checkpointing", makes_folder=True
+        ),
         Saver("tensorizer", _tensorizer, "tensorizer"),
         Saver("tensorstore", _tensorstore, "tensorstore", syncs=True),
         Saver("orbax", _orbax, "orbax.checkpoint", syncs=True, makes_folder=True),
@@ -140,7 +152,8 @@ SAVERS = {
 }
 
 
-RUN = Saver("ours, a run", _run, syncs=True, makes_folder=True)  # not in SAVERS: no other library saves a run
+# not in SAVERS: no other library saves a run
+RUN = Saver("ours, a run", _run, syncs=True, makes_folder=True)
 
 
 def installed_savers() -> dict[str, Saver]:

@@ -10,7 +10,18 @@ from rich.table import Table
 from scripts.bench.common import Row
 from scripts.bench.measures import MEASURES
 
-_HIDDEN = {"measure", "size", "date", "way", "error", "rounds", "tensor_bytes", "syncs", "steps", "rest_seconds"}
+_HIDDEN = {
+    "measure",
+    "size",
+    "date",
+    "way",
+    "error",
+    "rounds",
+    "tensor_bytes",
+    "syncs",
+    "steps",
+    "rest_seconds",
+}
 _WIDTH = 150  # if the output is not a terminal
 
 
@@ -26,7 +37,9 @@ def show(name: str, size: str, found: dict[str, Any]) -> None:
     for row in rows:
         if "error" not in row:
             star = "" if row.get("syncs", True) else " *"
-            table.add_row(row["way"] + star, *(_text(figure, row.get(figure)) for figure in figures))
+            table.add_row(
+                row["way"] + star, *(_text(figure, row.get(figure)) for figure in figures)
+            )
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     console.print(table)
     if any(not row.get("syncs", True) for row in rows):
@@ -39,7 +52,9 @@ def show(name: str, size: str, found: dict[str, Any]) -> None:
 
 
 def ratios_of(name: str, row: Row, rows: Sequence[Row]) -> Row:
-    """Ratios of a row: "of_limit", limit / figure (1: as fast); "times_best_peer", best peer / figure."""
+    """Ratios of a row: "of_limit", limit / figure (1: as fast); "times_best_peer", best peer /
+    figure.
+    """
     measure = MEASURES[name]
     values = {one["way"]: one[measure.figure] for one in rows if one.get(measure.figure, 0) > 0}
     own, limit, best = values.get(row["way"]), measure.limit, best_peer(name, rows)
@@ -54,7 +69,11 @@ def ratios_of(name: str, row: Row, rows: Sequence[Row]) -> Row:
 def best_peer(name: str, rows: Sequence[Row]) -> str | None:
     """The way with the least figure that is neither ours nor a limit; None if there is none."""
     figure = MEASURES[name].figure
-    peers = {row["way"]: row[figure] for row in rows if row.get(figure, 0) > 0 and not is_ours(row["way"])}
+    peers = {
+        row["way"]: row[figure]
+        for row in rows
+        if row.get(figure, 0) > 0 and not is_ours(row["way"])
+    }
     peers = {way: value for way, value in peers.items() if not way.startswith("limit")}
     return min(peers, key=lambda way: peers[way]) if peers else None
 
@@ -67,7 +86,11 @@ def is_ours(way: str) -> bool:
 def _heading(figure: str) -> str:
     name, _, unit = figure.rpartition("_")
     units = {"seconds": "s", "bytes": "MB"}
-    return f"{name.replace('_', ' ')} {units[unit]}".strip() if unit in units else figure.replace("_", " ")
+    return (
+        f"{name.replace('_', ' ')} {units[unit]}".strip()
+        if unit in units
+        else figure.replace("_", " ")
+    )
 
 
 def _text(figure: str, value: float | None) -> str:

@@ -1,10 +1,12 @@
-"""Cost of a background save for a training loop: the time of the call, steps that wait, and slower steps.
+"""Cost of a background save for a training loop: the time of the call, steps that wait, and slower
+steps.
 
-A Llama trained with AdamW, whose weights and moments are the state that is saved. A save begins after the first step,
-and steps go on until it has ended. Steps without a save, right before and after, say what it cost; a copy of the
-state in memory is the least that a snapshot can take, if it is not hidden. The first save of each library is its own
-figure, because it allocates memory that later ones reuse; beside it, a copy into new memory. Steps go on until the
-save is on the disk: writes that a library leaves to the system slow them down as well.
+A Llama trained with AdamW, whose weights and moments are the state that is saved. A save begins
+after the first step, and steps go on until it has ended. Steps without a save, right before and
+after, say what it cost; a copy of the state in memory is the least that a snapshot can take, if it
+is not hidden. The first save of each library is its own figure, because it allocates memory that
+later ones reuse; beside it, a copy into new memory. Steps go on until the save is on the disk:
+writes that a library leaves to the system slow them down as well.
 """
 
 import os
@@ -23,14 +25,17 @@ from scripts.bench.common import ACCELERATOR, DEVICE, Row, Setting, Way, in_turn
 from scripts.bench.models import make_model
 
 TITLE = "a save in the background of a training loop"
-FREE_STEPS, LEAST_STEPS, MOST_STEPS = 2, 4, 60  # before and after the save each; least and most during it
+# before and after the save each; least and most during it
+FREE_STEPS, LEAST_STEPS, MOST_STEPS = 2, 4, 60
 MOST_TOKENS = 1 << 15  # of a step
 MOST_LOGITS = 1 << 30  # of a step, tokens times vocabulary; several copies in float32 must fit
 STEP_TO_COPY = 2.5  # a step lasts about so many times as long as the copy
 
 
 def measure(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for each way to save in the background; `size_bytes` of weights and moments together."""
+    """A row for each way to save in the background; `size_bytes` of weights and moments
+    together.
+    """
     loop = Loop(make_training(size_bytes))
     makers = installed_backgrounds()
     savers: dict[str, Background] = {}
@@ -43,7 +48,10 @@ def measure(setting: Setting, size_bytes: int) -> list[Row]:
         firsts.setdefault(name, row["seconds"])
         return row
 
-    ways: dict[str, Way] = {limits.COPY: partial(timed, loop.copy), **{name: partial(run, name) for name in makers}}
+    ways: dict[str, Way] = {
+        limits.COPY: partial(timed, loop.copy),
+        **{name: partial(run, name) for name in makers},
+    }
     try:
         rows = in_turns(ways, setting)
     finally:
@@ -51,7 +59,9 @@ def measure(setting: Setting, size_bytes: int) -> list[Row]:
             saver.close()
     copy = rows[0]["seconds"]
     return [
-        row | _shares(row, copy) | {"first_save_seconds": firsts.get(row["way"]), "tensor_bytes": loop.size_bytes}
+        row
+        | _shares(row, copy)
+        | {"first_save_seconds": firsts.get(row["way"]), "tensor_bytes": loop.size_bytes}
         for row in rows
     ]
 
@@ -81,13 +91,19 @@ class Loop:
         for at, state in enumerate(training.optimizer.state.values()):
             tensors |= {f"{at}.{name}": value for name, value in state.items() if value.dim()}
         self.size_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        self.first_copy_seconds = seconds(lambda: [tensor.detach().to("cpu", copy=True) for tensor in tensors.values()])
+        self.first_copy_seconds = seconds(
+            lambda: [tensor.detach().to("cpu", copy=True) for tensor in tensors.values()]
+        )
         self.copy: Callable[[], None] = limits.make_copy(tensors)
         self.copy()
         wanted = STEP_TO_COPY * seconds(self.copy)
         most = min(MOST_TOKENS, MOST_LOGITS // words)
         while seconds(self.step) < wanted and 2 * self.tokens.numel() <= most:
-            shape = (1, 2 * self.tokens.shape[1]) if self.tokens.shape[1] < 512 else (2 * len(self.tokens), 512)
+            shape = (
+                (1, 2 * self.tokens.shape[1])
+                if self.tokens.shape[1] < 512
+                else (2 * len(self.tokens), 512)
+            )
             self.tokens = torch.randint(words, shape, device=DEVICE)
 
     def step(self, saver: Background | None = None) -> None:

@@ -1,7 +1,8 @@
 """Upload and download of one object, beside other clients: time, CPU time, peak memory.
 
-FT_CKPT_BENCH_STORE names a folder in a bucket (s3://bucket/bench), for the client of the AWS_ variables. Each way has a
-process of its own in every round. If the server is on this machine, it shares the processors with the client.
+FT_CKPT_BENCH_STORE names a folder in a bucket (s3://bucket/bench), for the client of the AWS_
+variables. Each way has a process of its own in every round. If the server is on this machine, it
+shares the processors with the client.
 """
 
 import io
@@ -14,7 +15,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from scripts.bench.common import Row, Setting, as_child, in_child, in_turns, is_installed, peak_bytes, seconds
+from scripts.bench.common import (
+    Row,
+    Setting,
+    as_child,
+    in_child,
+    in_turns,
+    is_installed,
+    peak_bytes,
+    seconds,
+)
 
 UPLOAD, DOWNLOAD = "from memory into a bucket", "from a bucket into memory"
 LIMIT = "limit: obstore"
@@ -121,7 +131,9 @@ def _obstore_down(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
 
     def fetch(number: int, part: memoryview) -> None:
         start = number * _PART_BYTES
-        part[:] = memoryview(obstore.get_range(client, name, start=start, length=len(part))).cast("B")
+        part[:] = memoryview(obstore.get_range(client, name, start=start, length=len(part))).cast(
+            "B"
+        )
 
     def run() -> None:
         with ThreadPoolExecutor(_STREAMS) as pool:
@@ -169,7 +181,9 @@ def _boto(folder: str) -> tuple[Any, str, str, Any]:
     from boto3.s3.transfer import TransferConfig
 
     bucket, _, prefix = folder.partition("://")[2].partition("/")
-    how = TransferConfig(multipart_threshold=_PART_BYTES, multipart_chunksize=_PART_BYTES, max_concurrency=_STREAMS)
+    how = TransferConfig(
+        multipart_threshold=_PART_BYTES, multipart_chunksize=_PART_BYTES, max_concurrency=_STREAMS
+    )
     return boto3.client("s3"), bucket, f"{prefix}/{_NAME}", how
 
 
@@ -187,7 +201,11 @@ def _connector(folder: str) -> Any:
     from s3torchconnector import S3Checkpoint, S3ClientConfig
 
     config = S3ClientConfig(force_path_style=True)
-    return S3Checkpoint(os.environ["AWS_REGION"], endpoint=os.environ.get("AWS_ENDPOINT_URL"), s3client_config=config)
+    return S3Checkpoint(
+        os.environ["AWS_REGION"],
+        endpoint=os.environ.get("AWS_ENDPOINT_URL"),
+        s3client_config=config,
+    )
 
 
 def _connector_up(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
@@ -217,7 +235,9 @@ def _dcp_up(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-    return lambda: dcp.save(_state(memory), storage_writer=FsspecWriter(f"{folder}/dcp"), no_dist=True)
+    return lambda: dcp.save(
+        _state(memory), storage_writer=FsspecWriter(f"{folder}/dcp"), no_dist=True
+    )
 
 
 def _dcp_down(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
@@ -225,7 +245,9 @@ def _dcp_down(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
     _dcp_up(folder, memory)()
-    return lambda: dcp.load(_state(memory), storage_reader=FsspecReader(f"{folder}/dcp"), no_dist=True)
+    return lambda: dcp.load(
+        _state(memory), storage_reader=FsspecReader(f"{folder}/dcp"), no_dist=True
+    )
 
 
 _WAYS = {

@@ -1,6 +1,8 @@
-"""A checkpoint that many processes write: how much later it is committed than one of the trainer alone.
+"""A checkpoint that many processes write: how much later it is committed than one of the trainer
+alone.
 
-The writers are processes on this machine, each with a state of a few tensors that it hands in when it is asked.
+The writers are processes on this machine, each with a state of a few tensors that it hands in when
+it is asked.
 """
 
 import os
@@ -45,7 +47,9 @@ def committed(setting: Setting, size_bytes: int, count: int) -> list[Row]:
 
 
 def _save(saver: CheckpointSaver, run: Path, step: int) -> Row:
-    """One save; the checkpoint before it is deleted afterwards, because disks need a second to delete a gigabyte."""
+    """One save; the checkpoint before it is deleted afterwards, because disks need a second to
+    delete a gigabyte.
+    """
     saver.step(step=step)
     row = {"seconds": seconds(lambda: saver.save_state())}
     shutil.rmtree(run / f"checkpoint-{step - 1}", ignore_errors=True)

@@ -43,7 +43,9 @@ def test_the_best_by_the_metric_that_the_run_ranks_by(tmp_path):
 
 def test_a_metric_that_nobody_named_is_asked_for(tmp_path):
     scored(tmp_path, (3.0,))
-    with pytest.raises(ConfigError, match=r"metric=None: expected \(name, 'min' or 'max'\).* have loss, other"):
+    with pytest.raises(
+        ConfigError, match=r"metric=None: expected \(name, 'min' or 'max'\).* have loss, other"
+    ):
         ft_ckpt.best(tmp_path)
     assert ft_ckpt.best(tmp_path, ("absent", "min")) is None
     assert ft_ckpt.best(tmp_path / "absent") is None
@@ -63,13 +65,20 @@ def test_a_fresh_run_is_newer_than_one_that_got_further(tmp_path):
     fresh = saver_of(tmp_path)
     fresh.step(step=2)
     fresh.save_state(path=tmp_path / "fresh")
-    assert [info.path.name for info in discover(tmp_path)] == ["checkpoint-1", "checkpoint-2", "checkpoint-3", "fresh"]
+    assert [info.path.name for info in discover(tmp_path)] == [
+        "checkpoint-1",
+        "checkpoint-2",
+        "checkpoint-3",
+        "fresh",
+    ]
     assert ft_ckpt.latest(tmp_path).name == "fresh"
     assert saver_of(tmp_path).resume().step == 2
 
 
 def test_weights_saved_within_a_run_are_its_newest_and_no_rule_deletes_them(tmp_path):
-    """The final weights had no step, no metrics and no run, and an older checkpoint passed for the newest."""
+    """The final weights had no step, no metrics and no run, and an older checkpoint passed for the
+    newest.
+    """
     saver = saver_of(tmp_path, keep=Keep(last=1, best=("loss", "min")))
     for loss in (1.0, 2.0):
         saver.step({"loss": loss})
@@ -77,16 +86,27 @@ def test_weights_saved_within_a_run_are_its_newest_and_no_rule_deletes_them(tmp_
     saver.step({"loss": 0.5})
     saver.save(saver._run.model, tmp_path / "final")
     manifest = read_manifest(tmp_path / "final")
-    assert (manifest.step, manifest.metrics, manifest.run_id) == (3, {"loss": 0.5}, saver._run.run_id)
+    assert (manifest.step, manifest.metrics, manifest.run_id) == (
+        3,
+        {"loss": 0.5},
+        saver._run.run_id,
+    )
     assert ft_ckpt.latest(tmp_path).name == "final"
     for loss in (3.0, 4.0):
         saver.step({"loss": loss})
         saver.save_state(metrics={"loss": loss})
-    assert {path.name for path in tmp_path.glob("[!.]*")} == {"final", "checkpoint-4", "checkpoint-5"}
+    assert {path.name for path in tmp_path.glob("[!.]*")} == {
+        "final",
+        "checkpoint-4",
+        "checkpoint-5",
+    }
     assert saver_of(tmp_path).resume().step == 5
     bare = CheckpointSaver(None, tmp_path / "bare")
     bare.save(nn.Linear(1, 1), tmp_path / "bare" / "final")
-    assert (read_manifest(tmp_path / "bare" / "final").step, read_manifest(tmp_path / "bare" / "final").run_id) == (
+    assert (
+        read_manifest(tmp_path / "bare" / "final").step,
+        read_manifest(tmp_path / "bare" / "final").run_id,
+    ) == (
         None,
         None,
     )
@@ -108,7 +128,9 @@ def test_another_runs_checkpoint_is_not_replaced(tmp_path):
     with pytest.warns(UserWarning, match=r"holds another run, \w{6} \(to checkpoint-2\)"):
         fresh.resume("never")
     fresh.step()
-    with pytest.raises(TargetError, match=r"checkpoint-2: belongs to another run, \w{6}; use another directory"):
+    with pytest.raises(
+        TargetError, match=r"checkpoint-2: belongs to another run, \w{6}; use another directory"
+    ):
         fresh.step()
     fresh.save_state(path=tmp_path / "checkpoint-2")  # who names it means it
     with pytest.warns(UserWarning, match="holds 2 runs, oldest first"):
@@ -144,10 +166,13 @@ def test_what_resume_does_not_understand(tmp_path):
     assert saver_of(tmp_path).resume(False).step == 0
     for wrong in (7, "", ["auto"]):
         with pytest.raises(
-            ConfigError, match="expected 'auto', 'must', 'never', a checkpoint's name, its path or its URL"
+            ConfigError,
+            match="expected 'auto', 'must', 'never', a checkpoint's name, its path or its URL",
         ):
             saver_of(tmp_path).resume(wrong)
-    with pytest.raises(NotACheckpointError, match=r"checkpoint-9: not found; .* has checkpoint-1. Expected 'auto'"):
+    with pytest.raises(
+        NotACheckpointError, match=r"checkpoint-9: not found; .* has checkpoint-1. Expected 'auto'"
+    ):
         saver_of(tmp_path).resume("checkpoint-9")
 
 
@@ -158,8 +183,12 @@ def test_a_name_is_the_runs_own(tmp_path, monkeypatch):
     (tmp_path / "elsewhere" / "checkpoint-2").rename(tmp_path / "elsewhere" / "checkpoint-1x")
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert saver_of(tmp_path / "run").resume("checkpoint-1").resumed_from.parent == tmp_path / "run"
-    assert saver_of(tmp_path / "run").resume("checkpoint-1x").step == 2  # no checkpoint of the run: a path
-    assert saver_of(tmp_path / "run").resume("./checkpoint-1").resumed_from.parent == tmp_path / "elsewhere"
+    # no checkpoint of the run: a path
+    assert saver_of(tmp_path / "run").resume("checkpoint-1x").step == 2
+    assert (
+        saver_of(tmp_path / "run").resume("./checkpoint-1").resumed_from.parent
+        == tmp_path / "elsewhere"
+    )
 
 
 PAGE = ROOT / "docs" / "schedule.md"
@@ -167,7 +196,9 @@ LOOP = re.search(r"Train an epoch, evaluate.*?```python\n(.*?)```", PAGE.read_te
 
 
 def epochs(folder, losses, stop=None):
-    """The page's loop, on a run of two steps an epoch; killed instead of the evaluation of the epoch `stop`."""
+    """The page's loop, on a run of two steps an epoch; killed instead of the evaluation of the
+    epoch `stop`.
+    """
     made = []
 
     def evaluate(model):
@@ -179,9 +210,20 @@ def epochs(folder, losses, stop=None):
     def saver(_accelerator, directory, **settings):
         return saver_of(directory, **settings)
 
-    names = {"ft_ckpt": ft_ckpt, "CheckpointSaver": saver, "Every": Every, "Keep": Keep, "accelerator": None}
-    names |= {"loader": DataLoader(TensorDataset(torch.arange(4)), batch_size=2), "train": lambda batch: None}
-    lines = LOOP.replace('"runs/epochs"', repr(str(folder))).replace("from ft_ckpt import", "# instead of")
+    names = {
+        "ft_ckpt": ft_ckpt,
+        "CheckpointSaver": saver,
+        "Every": Every,
+        "Keep": Keep,
+        "accelerator": None,
+    }
+    names |= {
+        "loader": DataLoader(TensorDataset(torch.arange(4)), batch_size=2),
+        "train": lambda batch: None,
+    }
+    lines = LOOP.replace('"runs/epochs"', repr(str(folder))).replace(
+        "from ft_ckpt import", "# instead of"
+    )
     exec(compile(lines, PAGE.name, "exec"), {**names, "evaluate": evaluate, "model": None})
 
 
@@ -203,19 +245,27 @@ def test_killed_while_it_evaluates(tmp_path):
     assert ft_ckpt.best(tmp_path).name == "checkpoint-4"
 
 
-def test_a_metric_that_never_comes_deletes_nothing_and_is_told_of_at_the_first_save(tmp_path, recwarn):
-    saver = saver_of(tmp_path, every=Every(steps=1, signals=()), keep=Keep(last=1, best=("eval_los", "min")))
+def test_a_metric_that_never_comes_deletes_nothing_and_is_told_of_at_the_first_save(
+    tmp_path, recwarn
+):
+    saver = saver_of(
+        tmp_path, every=Every(steps=1, signals=()), keep=Keep(last=1, best=("eval_los", "min"))
+    )
     for step in range(1, 6):
         saver.step({"loss": 1.0, "eval_loss": 1.0 / step})
         told = [str(each.message) for each in recwarn if "ranked" in str(each.message)]
         assert len(told) == 1
     saver.close()
     assert "'eval_los' (did you mean eval_loss? metrics: eval_loss, loss)" in told[0]
-    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in range(1, 6)}
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {
+        f"checkpoint-{step}" for step in range(1, 6)
+    }
 
 
 def test_a_run_without_metrics_is_told_of_later(tmp_path, recwarn):
-    saver = saver_of(tmp_path, every=Every(steps=1, signals=()), keep=Keep(best=("eval_loss", "min")))
+    saver = saver_of(
+        tmp_path, every=Every(steps=1, signals=()), keep=Keep(best=("eval_loss", "min"))
+    )
     counts = []
     for _ in range(4):
         saver.step()

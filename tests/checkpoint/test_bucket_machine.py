@@ -1,8 +1,10 @@
-"""A bucket with two clients: Hypothesis orders their requests, ends them between any two, and lets time pass.
+"""A bucket with two clients: Hypothesis orders their requests, ends them between any two, and lets
+time pass.
 
-Each client copies checkpoints into the bucket, over others and out of it, sweeps, pins and unpins. A committed
-checkpoint is whole at each moment; a reader gets the bytes of one save; nobody deletes what another one is writing; and
-what a dead client left is deleted when its marks have expired. A failure prints the steps that led there as a program.
+Each client copies checkpoints into the bucket, over others and out of it, sweeps, pins and unpins.
+A committed checkpoint is whole at each moment; a reader gets the bytes of one save; nobody deletes
+what another one is writing; and what a dead client left is deleted when its marks have expired. A
+failure prints the steps that led there as a program.
 """
 
 import json
@@ -64,8 +66,10 @@ class Action:
     result: Path | None = None  # the folder that it is read into
     left: dict[str, int] | None = None  # of a sweep that nobody disturbs: what it leaves
     seen: set[int | None] = field(default_factory=set)  # what was committed there since it began
-    leased: int | None = None  # what was committed there when its lease began, if nobody was at work on it
-    is_alone: bool = True  # no other save to the same checkpoint, no pin or lease on it, and no marks of a dead client
+    # what was committed there when its lease began, if nobody was at work on it
+    leased: int | None = None
+    # no other save to the same checkpoint, no pin or lease on it, and no marks of a dead client
+    is_alone: bool = True
 
 
 def named(choose: Callable[["Bucket"], Collection[str]]) -> Any:
@@ -125,7 +129,11 @@ class Bucket(RuleBasedStateMachine):
     def sweep(self, keep: str, requests: int) -> None:
         """Delete what rules do not keep, and what dead clients left."""
         run = Place(self.clients[self.idle()].store(self.bucket))
-        self.begin(Action("sweep", "", left=self.left_by(keep)), lambda: prune_run(run, KEEPS[keep]), requests)
+        self.begin(
+            Action("sweep", "", left=self.left_by(keep)),
+            lambda: prune_run(run, KEEPS[keep]),
+            requests,
+        )
 
     @precondition(lambda self: len(self.actions) < 2 and bool(self.filled()))
     @rule(name=named(lambda self: self.filled()), requests=st.integers(0, 5))
@@ -137,7 +145,9 @@ class Bucket(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.actions))
     @rule(client=named(lambda self: self.actions), requests=A_PART)
     def go_on(self, client: str, requests: int) -> None:
-        """Make more requests; to the end, if there are enough and it does not wait for the other client."""
+        """Make more requests; to the end, if there are enough and it does not wait for the other
+        client.
+        """
         self.clients[client].go_on(requests)
         self.look_at(client)
 
@@ -176,7 +186,9 @@ class Bucket(RuleBasedStateMachine):
                 client.stop()
 
     def end(self) -> None:
-        """Both clients end, and two days later a sweep leaves checkpoints and what belongs to others."""
+        """Both clients end, and two days later a sweep leaves checkpoints and what belongs to
+        others.
+        """
         for client in sorted(self.actions):
             self.crash(client)
         before = {name: self.committed(name) for name in NAMES}
@@ -188,8 +200,12 @@ class Bucket(RuleBasedStateMachine):
         expected = set(FOREIGN)
         for name, version in before.items():
             if version is not None:
-                expected |= {f"{name}/{file}" for file in self.listed_files(name)} | {f"{name}/{MANIFEST}"}
-        assert {stored.name for stored in self.bucket.list() if not stored.name.endswith(PIN)} == expected
+                expected |= {f"{name}/{file}" for file in self.listed_files(name)} | {
+                    f"{name}/{MANIFEST}"
+                }
+        assert {
+            stored.name for stored in self.bucket.list() if not stored.name.endswith(PIN)
+        } == expected
         for name, version in before.items():
             if version is not None:
                 unpin(Place(self.bucket, name))
@@ -220,7 +236,9 @@ class Bucket(RuleBasedStateMachine):
         self.go_on(client, requests)
 
     def committed(self, name: str) -> int | None:
-        """The save that is committed under a name, which must be whole; negative without its training state."""
+        """The save that is committed under a name, which must be whole; negative without its
+        training state.
+        """
         stored = {each.name for each in self.bucket.within(name).list()}
         if MANIFEST not in stored:
             return None
@@ -231,14 +249,20 @@ class Bucket(RuleBasedStateMachine):
         return version
 
     def left_by(self, keep: str) -> dict[str, int] | None:
-        """What rules leave: the newest by step, and pinned ones; None if there are marks of dead clients."""
+        """What rules leave: the newest by step, and pinned ones; None if there are marks of dead
+        clients.
+        """
         marks = {name: self.marks_in(name) for name in NAMES}
         if any(found - {PIN} for found in marks.values()):
             return None
         filled = {name: self.committed(name) for name in self.filled()}
         count = KEEPS[keep].last or len(NAMES)
         names = {*sorted(filled)[-count:], *(name for name in filled if PIN in marks[name])}
-        left = {name: version for name, version in filled.items() if name in names and version is not None}
+        left = {
+            name: version
+            for name, version in filled.items()
+            if name in names and version is not None
+        }
         if KEEPS[keep].state is not None:
             newest = max((name for name, version in left.items() if version > 0), default="")
             for name in left.keys() - {newest, *(name for name in left if PIN in marks[name])}:
@@ -250,7 +274,9 @@ class Bucket(RuleBasedStateMachine):
         return [name for name in NAMES if self.committed(name) is not None]
 
     def listed_files(self, name: str) -> list[str]:
-        return [file["path"] for file in json.loads(self.bucket.read(f"{name}/{MANIFEST}"))["files"]]
+        return [
+            file["path"] for file in json.loads(self.bucket.read(f"{name}/{MANIFEST}"))["files"]
+        ]
 
     def note(self, client: PacedClient, call: str, where: str) -> None:
         """After each request: who put a mark, and what is committed now."""
@@ -260,7 +286,9 @@ class Bucket(RuleBasedStateMachine):
             self.owners[name] = who
         if call == "write" and ".ft_ckpt-lease-" in name:
             others = [
-                mark for mark in self.marks_in(self.actions[who].name) if mark not in (PIN, name.partition("/")[2])
+                mark
+                for mark in self.marks_in(self.actions[who].name)
+                if mark not in (PIN, name.partition("/")[2])
             ]
             self.actions[who].leased = None if others else self.committed(self.actions[who].name)
         for action in self.actions.values():
@@ -300,7 +328,11 @@ class Bucket(RuleBasedStateMachine):
 
     def marks_in(self, name: str) -> set[str]:
         """The marks in the folder of a checkpoint."""
-        return {stored.name for stored in self.bucket.within(name).list() if stored.name.startswith(".ft_ckpt-")}
+        return {
+            stored.name
+            for stored in self.bucket.within(name).list()
+            if stored.name.startswith(".ft_ckpt-")
+        }
 
 
 def version_of(manifest: bytes) -> int:
@@ -334,7 +366,10 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
                 number = step * 10 + variant
                 program.mark(number)
                 saved[number] = folder / str(number)
-                extra = {"config.json": json.dumps({"number": number}), "more/notes.txt": f"of {number}"}
+                extra = {
+                    "config.json": json.dumps({"number": number}),
+                    "more/notes.txt": f"of {number}",
+                }
                 saver.save_state(path=saved[number], metrics={"number": number}, extra_files=extra)
     return saved
 
@@ -355,14 +390,18 @@ def test_two_clients_of_a_bucket(
     pytest.importorskip("obstore")
     if kind == "S3":
         request.getfixturevalue("s3")
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # who waits for another client asks again at once
-    monkeypatch.setattr(leases, "BEAT_SECONDS", 1e6)  # `pass_time` renews the marks of living clients
+    # who waits for another client asks again at once
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    # `pass_time` renews the marks of living clients
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 1e6)
     runs = count()
 
     @seed(SEED)
     class Machine(Bucket):
         def __init__(self) -> None:
-            bucket = new_bucket() if kind == "memory" else open_store(f"s3://bucket/run-{next(runs)}")
+            bucket = (
+                new_bucket() if kind == "memory" else open_store(f"s3://bucket/run-{next(runs)}")
+            )
             super().__init__(bucket, versions, tmp_path_factory.mktemp("reads"))
 
     run_state_machine_as_test(

@@ -1,4 +1,6 @@
-"""Deleting old checkpoints in buckets: what goes, what never does, stopped at each request, and raced in each order."""
+"""Deleting old checkpoints in buckets: what goes, what never does, stopped at each request, and
+raced in each order.
+"""
 
 from functools import partial
 
@@ -29,10 +31,14 @@ TEN_MINUTES, DAY = 601, 24 * 3600 + 1  # and a second
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory):
-    """The objects of four checkpoints with a state, and of others who have something in the folder of the run."""
+    """The objects of four checkpoints with a state, and of others who have something in the folder
+    of the run.
+    """
     root = tmp_path_factory.mktemp("template")
     for step in (1, 2, 3, 4):
-        save_with_state(root / f"checkpoint-{step}", step, world=1, run_id="mine", metrics={"loss": step})
+        save_with_state(
+            root / f"checkpoint-{step}", step, world=1, run_id="mine", metrics={"loss": step}
+        )
     (root / "checkpoint-2" / "notes.txt").write_text("mine")
     (root / "checkpoint-old").mkdir()
     (root / "checkpoint-old" / "pytorch_model.bin").write_text("of another tool")
@@ -57,7 +63,9 @@ def run(request, template, tmp_path):
         return filled(open_store("s3://bucket/runs/sft"), template)
     from obstore.store import LocalStore as ObstoreOnDisk
 
-    return filled(ObjectStore(ObstoreOnDisk(tmp_path), "file:///bucket").within("runs/sft"), template)
+    return filled(
+        ObjectStore(ObstoreOnDisk(tmp_path), "file:///bucket").within("runs/sft"), template
+    )
 
 
 @pytest.fixture
@@ -76,7 +84,11 @@ def stateful(root):
 
 def objects(store):
     """Names and bytes of all but marks."""
-    return {each.name: store.read(each.name) for each in store.list() if "/.ft_ckpt-" not in f"/{each.name}"}
+    return {
+        each.name: store.read(each.name)
+        for each in store.list()
+        if "/.ft_ckpt-" not in f"/{each.name}"
+    }
 
 
 def below(content, *folders):
@@ -105,7 +117,9 @@ def test_the_last_stay_whole(run, template):
     assert list(report.kept) == [f"{url}/checkpoint-3", f"{url}/checkpoint-4"]
     assert all(verify(info.place).ok for info in discover(Place(run)))
     now = objects(run)
-    assert below(now, "checkpoint-4", "checkpoint-old") == below(template, "checkpoint-4", "checkpoint-old")
+    assert below(now, "checkpoint-4", "checkpoint-old") == below(
+        template, "checkpoint-4", "checkpoint-old"
+    )
     assert sorted(below(now, "checkpoint-1", "checkpoint-2")) == ["checkpoint-2/notes.txt"]
     assert not [name for name in now if name.startswith("checkpoint-3/state")]
     assert marks_in(run) == []
@@ -115,7 +129,9 @@ def test_the_last_stay_whole(run, template):
 
 
 def test_a_dry_run_foretells_and_writes_nothing(bucket, template):
-    watch = Watch(lambda call, where: pytest.fail(where) if call in ("write", "delete", "create") else None)
+    watch = Watch(
+        lambda call, where: pytest.fail(where) if call in ("write", "delete", "create") else None
+    )
     foretold = prune_run(Place(watch.store(bucket)), KEEP, dry_run=True)
     assert objects(bucket) == template
     done = prune_run(Place(bucket), KEEP)
@@ -154,7 +170,9 @@ def test_damaged_ones_take_no_place(bucket):
 
 
 def test_room_is_made_for_the_one_to_come(bucket):
-    assert make_room(Place(bucket), Keep(last=4), 5, run_id="mine").dropped == (f"{bucket.url}/checkpoint-1",)
+    assert make_room(Place(bucket), Keep(last=4), 5, run_id="mine").dropped == (
+        f"{bucket.url}/checkpoint-1",
+    )
     assert make_room(Place(bucket), Keep(last=1, state=Keep(last=1)), 5, run_id="mine").kept == {
         f"{bucket.url}/checkpoint-4": ("newest valid",)
     }
@@ -190,11 +208,15 @@ def after(template):
 
 
 def check_meanwhile(bucket, template):
-    """Between two sweeps: what is listed is whole, what stays is as it was, and it is read by who comes then."""
+    """Between two sweeps: what is listed is whole, what stays is as it was, and it is read by who
+    comes then.
+    """
     assert set(steps(bucket)) >= {3, 4}
     assert [info.path for info in discover(Place(bucket)) if not verify(info.place).ok] == []
     now = objects(bucket)
-    assert below(now, "checkpoint-4", "checkpoint-old") == below(template, "checkpoint-4", "checkpoint-old")
+    assert below(now, "checkpoint-4", "checkpoint-old") == below(
+        template, "checkpoint-4", "checkpoint-old"
+    )
     assert now["checkpoint-2/notes.txt"] == b"mine"
 
 
@@ -218,7 +240,9 @@ def test_a_sweep_is_stopped_at_each_request(template, after, fault):
 
 @pytest.mark.slow
 def test_a_sweep_that_finishes_others_is_stopped_at_each_request(template, after):
-    """The first is stopped while it drops, and while it strips; the second at each of its requests."""
+    """The first is stopped while it drops, and while it strips; the second at each of its
+    requests.
+    """
 
     def between(where):
         def hook(call, name):
@@ -269,7 +293,10 @@ def test_a_reader_is_stopped_at_each_request(template):
         leased = any(LEASE in name for name in marks_in(bucket))
         report = prune_run(Place(bucket), Keep(last=3))
         assert len(report.dropped) == (0 if leased else 1)
-        assert objects(bucket).keys() >= below(template, "checkpoint-2", "checkpoint-3", "checkpoint-4").keys()
+        assert (
+            objects(bucket).keys()
+            >= below(template, "checkpoint-2", "checkpoint-3", "checkpoint-4").keys()
+        )
         prune_run(later(bucket), Keep(last=3))
         assert (steps(bucket), marks_in(bucket)) == ([2, 3, 4], [])
 
@@ -285,9 +312,11 @@ def no_pause(monkeypatch):
 
 
 def raced(template, *actors, check):
-    """Each order of the requests of `actors`, which get the store of one checkpoint; how many there are.
+    """Each order of the requests of `actors`, which get the store of one checkpoint; how many there
+    are.
 
-    What reads one object alone is of the version that was listed, or an error, and waits for nobody.
+    What reads one object alone is of the version that was listed, or an error, and waits for
+    nobody.
     """
     held = {}
 
@@ -298,7 +327,11 @@ def raced(template, *actors, check):
         def play(actor):
             def act(hook):
                 try:
-                    watch = Watch(lambda call, where: call in ("open", "read", "read_into") or hook(call, where))
+                    watch = Watch(
+                        lambda call, where: (
+                            call in ("open", "read", "read_into") or hook(call, where)
+                        )
+                    )
                     held["said"][actor] = actor(watch.store(bucket.within("checkpoint-1")))
                 except (NotACheckpointError, UnreadableError) as error:
                     held["said"][actor] = error
@@ -325,16 +358,23 @@ def reads(store):
 @pytest.mark.sample("drop_from_bucket")
 @pytest.mark.parametrize("sweep", [drop_from_bucket, strip_in_bucket])
 def test_a_reader_and_a_removal(template, no_pause, sweep):
-    """Whoever gets the manifest gets all that it lists; else it says so at once. Nobody waits for ever."""
+    """Whoever gets the manifest gets all that it lists; else it says so at once.
+
+    Nobody waits for ever.
+    """
 
     def check(bucket, said):
         removed, read = said[sweep], said[reads]
         if removed.why:
-            assert len(below(objects(bucket), "checkpoint-1")) == len(below(template, "checkpoint-1"))
+            assert len(below(objects(bucket), "checkpoint-1")) == len(
+                below(template, "checkpoint-1")
+            )
             assert isinstance(read, list)
         elif sweep is drop_from_bucket:
             assert objects(bucket) == {}
-        assert isinstance(read, list) or (sweep is drop_from_bucket and isinstance(read, NotACheckpointError))
+        assert isinstance(read, list) or (
+            sweep is drop_from_bucket and isinstance(read, NotACheckpointError)
+        )
         assert marks_in(bucket) == []
 
     assert raced(template, reads, sweep, check=check) > 100
@@ -359,13 +399,17 @@ def strips(store):
 @pytest.mark.sample("drops")
 @pytest.mark.parametrize("sweep", [drops, strips])
 def test_a_pin_and_a_removal(template, no_pause, sweep):
-    """What is pinned stays as it is, or there was nothing to pin any more; a state that goes is gone before."""
+    """What is pinned stays as it is, or there was nothing to pin any more; a state that goes is
+    gone before.
+    """
 
     def check(bucket, said):
         if said[pins] is None:
             assert pin_reason(Place(bucket, "checkpoint-1")).endswith(": why")
             whole = without_manifests(below(template, "checkpoint-1"))
-            assert without_manifests(objects(bucket)) == whole if said[sweep].why else sweep is strips
+            assert (
+                without_manifests(objects(bucket)) == whole if said[sweep].why else sweep is strips
+            )
         else:
             assert said[sweep].dropped
             assert objects(bucket) == {}
@@ -376,7 +420,10 @@ def test_a_pin_and_a_removal(template, no_pause, sweep):
 @pytest.mark.slow
 @pytest.mark.parametrize("other", [drops_too, strips])
 def test_two_removals(template, no_pause, other):
-    """One gives way, or both do: then the next sweep does it. What both wanted gone is never half there."""
+    """One gives way, or both do: then the next sweep does it.
+
+    What both wanted gone is never half there.
+    """
 
     def check(bucket, said):
         if said[drops].dropped or (other is drops_too and said[other].dropped):
@@ -389,7 +436,9 @@ def test_two_removals(template, no_pause, other):
 
 
 def test_a_removal_gives_way_to_what_came_after_the_plan(bucket):
-    """Its tombstone is there, and only then marks are looked at: the checkpoint was there all the time."""
+    """Its tombstone is there, and only then marks are looked at: the checkpoint was there all the
+    time.
+    """
 
     def meanwhile(act):
         done = []
@@ -430,7 +479,9 @@ def test_a_removal_that_takes_too_long_gives_way(bucket, monkeypatch):
 
 
 def test_who_waits_for_a_removal_waits_a_minute(bucket, monkeypatch, no_pause):
-    """A sweep was killed while it looked: the checkpoint is there, and can be opened ten minutes later."""
+    """A sweep was killed while it looked: the checkpoint is there, and can be opened ten minutes
+    later.
+    """
     monkeypatch.setattr(guards, "_PATIENCE_SECONDS", 0.0)
     place = Place(bucket, "checkpoint-1")
     put_mark(place.folder, f"{TOMBSTONE}-of-a-dead-one")
@@ -469,7 +520,10 @@ def test_a_bucket_that_is_read_only_is_read_without_a_lease(bucket):
 
 def test_nothing_is_put_where_no_checkpoint_is(bucket):
     watch = Watch(lambda call, where: pytest.fail(where) if call in ("write", "delete") else None)
-    with pytest.raises(NotACheckpointError), open_checkpoint(Place(watch.store(bucket), "checkpoint-old")):
+    with (
+        pytest.raises(NotACheckpointError),
+        open_checkpoint(Place(watch.store(bucket), "checkpoint-old")),
+    ):
         pass
 
 
@@ -513,10 +567,13 @@ def test_what_dead_saves_left_is_cleared(run, template):
 
 
 def test_what_is_no_remains_of_a_save_stays(bucket, template):
-    """A mark in a folder that was not clear; another run in one that was; a checkpoint; and what has no mark."""
+    """A mark in a folder that was not clear; another run in one that was; a checkpoint; and what
+    has no mark.
+    """
     unfinished_save(bucket, cleared=False)
     put_mark(bucket.within("checkpoint-1"), SAVING, cleared=True)
-    put_mark(bucket, SAVING, cleared=True)  # a model that is saved into the folder of the run itself
+    # a model that is saved into the folder of the run itself
+    put_mark(bucket, SAVING, cleared=True)
     put_mark(bucket.within("runs"), SAVING, cleared=True)
     for name, data in template.items():
         bucket.write(f"runs/{name}", data)
@@ -546,7 +603,9 @@ def test_a_sweep_gives_way_to_a_save_that_takes_over(template):
     left = unfinished_save(bucket)
     watch = Watch()
     watch.age(bucket, TEN_MINUTES)
-    watch.hook = lambda call, where: TOMBSTONE in where and call == "write" and put_mark(left, SAVING, cleared=True)
+    watch.hook = lambda call, where: (
+        TOMBSTONE in where and call == "write" and put_mark(left, SAVING, cleared=True)
+    )
     assert recover_all(Place(watch.store(bucket))) == ()
     assert len(objects(left)) == 2
 
@@ -558,7 +617,9 @@ def test_what_cannot_be_swept_is_warned_of(bucket):
 
 
 def test_a_save_deletes_what_is_its_own_alone(bucket, template):
-    """Overwriting a checkpoint that lies around others; taking a mark over whose process died before it looked."""
+    """Overwriting a checkpoint that lies around others; taking a mark over whose process died
+    before it looked.
+    """
     for name, data in below(template, "checkpoint-1").items():
         bucket.write(name.partition("/")[2], data)  # a model in the folder of the run itself
     before = objects(bucket)

@@ -32,7 +32,9 @@ def saved(tmp_path):
 def test_a_changed_card_is_no_damage(saved, capsys):
     report = verify(saved)
     assert (report.ok, report.problems, report.notes) == (True, (), CHANGED)
-    assert report.bytes == sum((saved / file.path).stat().st_size for file in read_manifest(saved).files)
+    assert report.bytes == sum(
+        (saved / file.path).stat().st_size for file in read_manifest(saved).files
+    )
     assert run_command(["verify", str(saved)]) == 0
     assert f"note: {CHANGED[0]}" in capsys.readouterr().out
     assert run_command(["verify", str(saved / "README.md")]) == 0

@@ -17,7 +17,12 @@ from small_checkpoints import contents, make_checkpoint, rewrite_manifest, save,
 from ft_ckpt.checkpoint import checks
 from ft_ckpt.checkpoint.catalog import discover, latest, read_manifest, verify
 from ft_ckpt.checkpoint.commit import commit_stage, open_stage
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, check_paths, manifest_from_json, manifest_to_json
+from ft_ckpt.checkpoint.manifest import (
+    MANIFEST_NAME,
+    check_paths,
+    manifest_from_json,
+    manifest_to_json,
+)
 from ft_ckpt.checkpoint.prune import prune_run
 from ft_ckpt.errors import ManifestError, NotACheckpointError, UnreadableError
 from ft_ckpt.formats.safetensors import read_header
@@ -49,7 +54,11 @@ def test_whole(checkpoint):
 
 def test_manifest_comes_back_equal(tmp_path):
     manifest = save(tmp_path / "checkpoint", shards=2)
-    assert read_manifest(tmp_path / "checkpoint") == manifest == manifest_from_json(manifest_to_json(manifest))
+    assert (
+        read_manifest(tmp_path / "checkpoint")
+        == manifest
+        == manifest_from_json(manifest_to_json(manifest))
+    )
 
 
 SHARD, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
@@ -88,7 +97,9 @@ def other_tensor(checkpoint):
 
 
 def other_shape(checkpoint):
-    (checkpoint / SHARD).write_bytes((checkpoint / SHARD).read_bytes().replace(b"[2, 3]", b"[3, 2]"))
+    (checkpoint / SHARD).write_bytes(
+        (checkpoint / SHARD).read_bytes().replace(b"[2, 3]", b"[3, 2]")
+    )
 
 
 def appended_to(checkpoint):
@@ -117,11 +128,20 @@ def stale_index(checkpoint):
         (stale_adapter, "policy/adapter_config.json: not of this checkpoint"),
         (other_tensor, f"{SHARD}: tensors missing: layers.0.weight"),
         (other_tensor, f"{SHARD}: tensors that the manifest does not list: layers.9.weight"),
-        (other_shape, f"{SHARD}: layers.0.weight is float32 [3, 2] at bytes 167 to 191, expected float32 [2, 3]"),
+        (
+            other_shape,
+            (
+                f"{SHARD}: layers.0.weight is float32 [3, 2] at bytes 167 to 191, "
+                "expected float32 [2, 3]"
+            ),
+        ),
         (broken_header, f"{SHARD}: not a readable safetensors file"),
         (
             stale_index,
-            "policy/model.safetensors.index.json: maps these tensors to other files than the manifest: layers.0",
+            (
+                "policy/model.safetensors.index.json: maps these tensors to other files than the "
+                "manifest: layers.0"
+            ),
         ),
     ],
 )
@@ -144,10 +164,18 @@ def test_bit_rot_is_found_by_the_digest(checkpoint, deep):
 
 
 def test_the_parts_of_two_ranks_have_the_digest_of_every_version(checkpoint):
-    """Checkpoints of earlier versions have it: rank 0 wrote bytes 0 to 4, 8 and 9, rank 1 those between."""
+    """Checkpoints of earlier versions have it: rank 0 wrote bytes 0 to 4, 8 and 9, rank 1 those
+    between.
+    """
     digest = "xxh3-128-of-ranks:845849d8ce53c9e282ab653b8b30b5ae"
     cut = {"start": 2, "stop": 8, "chunk": 3, "lead": 3, "owner": 0}
-    record = {"path": "bytes", "size_bytes": 10, "digest": digest, "cuts": [list(cut.values())], "ranks": 2}
+    record = {
+        "path": "bytes",
+        "size_bytes": 10,
+        "digest": digest,
+        "cuts": [list(cut.values())],
+        "ranks": 2,
+    }
     rewrite_manifest(checkpoint, lambda manifest: manifest["files"].append(record))
     (checkpoint / "bytes").write_bytes(bytes(range(3, 13)))
     assert verify(checkpoint).problems == ()
@@ -172,9 +200,14 @@ def test_every_problem_is_reported(checkpoint):
 def test_shards_without_an_index(checkpoint):
     (checkpoint / INDEX).unlink()
     rewrite_manifest(
-        checkpoint, lambda document: document.update(files=[f for f in document["files"] if f["path"] != INDEX])
+        checkpoint,
+        lambda document: document.update(
+            files=[f for f in document["files"] if f["path"] != INDEX]
+        ),
     )
-    assert verify(checkpoint).problems == ("./: 2 shards without an index; readers of sharded weights need one",)
+    assert verify(checkpoint).problems == (
+        "./: 2 shards without an index; readers of sharded weights need one",
+    )
 
 
 def test_files_that_are_not_weights_are_nobodys_business(checkpoint):
@@ -195,7 +228,9 @@ def test_the_newest_is_invalid(tmp_path):
     for step in (1, 2):
         save(tmp_path / f"checkpoint-{step}", step=step)
     (tmp_path / "checkpoint-2" / "model.safetensors").unlink()
-    with pytest.warns(UserWarning, match="checkpoint-2: not valid, using an older checkpoint: model.safetensors"):
+    with pytest.warns(
+        UserWarning, match="checkpoint-2: not valid, using an older checkpoint: model.safetensors"
+    ):
         assert latest(tmp_path) == tmp_path / "checkpoint-1"
 
 
@@ -204,7 +239,9 @@ def test_foreign_folders_are_no_checkpoints(tmp_path):
     save(tmp_path / "checkpoint-1", step=1)
     (tmp_path / "checkpoint-20").mkdir()
     make_checkpoint(tmp_path / "checkpoint-30", step=30)
-    shutil.copytree(tmp_path / "checkpoint-1", tmp_path / ".checkpoint-40.ft_ckpt-stage-host-1-00000000")
+    shutil.copytree(
+        tmp_path / "checkpoint-1", tmp_path / ".checkpoint-40.ft_ckpt-stage-host-1-00000000"
+    )
     (tmp_path / "checkpoint-50").mkdir()
     (tmp_path / "checkpoint-50" / MANIFEST_NAME).write_bytes(b"\xff{")
     (tmp_path / "checkpoint-60").write_text("a file")
@@ -227,13 +264,17 @@ def test_nothing_there(tmp_path):
 def test_a_newer_manifest_is_refused(checkpoint):
     """A reader must not guess at what a newer ft_ckpt meant."""
     rewrite_manifest(checkpoint, lambda document: document.update(format_version=99))
-    with pytest.raises(ManifestError, match="manifest format 99, this ft_ckpt reads up to 1; upgrade ft_ckpt"):
+    with pytest.raises(
+        ManifestError, match="manifest format 99, this ft_ckpt reads up to 1; upgrade ft_ckpt"
+    ):
         verify(checkpoint)
     with pytest.warns(UserWarning, match="checkpoint-1: left out: .*manifest format 99"):
         assert steps(checkpoint.parent) == []
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format_version": 1}', '{"format_version": 1, "files": [1]}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"format_version": 1}', '{"format_version": 1, "files": [1]}']
+)
 def test_a_damaged_manifest_is_refused(checkpoint, text):
     (checkpoint / MANIFEST_NAME).write_text(text)
     with pytest.raises(ManifestError, match="the checkpoint is damaged"):
@@ -244,11 +285,17 @@ def test_a_damaged_manifest_is_refused(checkpoint, text):
 
 @pytest.mark.parametrize("seed", [chosen_seed()])
 def test_a_manifest_vouches_for_itself(checkpoint, seed):
-    """A flip in "step" would make it a checkpoint without one, which every rule sorts below all others."""
+    """A flip in "step" would make it a checkpoint without one, which every rule sorts below all
+    others.
+    """
     file, chances = checkpoint / MANIFEST_NAME, random.Random(seed)
     whole = file.read_bytes()
     places = [8 * at + bit for at in range(len(whole)) for bit in range(8)]
-    names = [8 * (whole.index(name) + at) for name in (b'"step"', b'"digest"', b'"world"', b'"files"') for at in (1, 2)]
+    names = [
+        8 * (whole.index(name) + at)
+        for name in (b'"step"', b'"digest"', b'"world"', b'"files"')
+        for at in (1, 2)
+    ]
     for place in [*names, *chances.sample(places, 300)]:
         flipped = bytearray(whole)
         flipped[place // 8] ^= 1 << place % 8
@@ -260,7 +307,9 @@ def test_a_manifest_vouches_for_itself(checkpoint, seed):
 
 
 def test_the_manifest_of_an_older_version_is_read(checkpoint):
-    """ft_ckpt 0.1.0 wrote no digest and no number; a field of a later version without a digest has lost it."""
+    """ft_ckpt 0.1.0 wrote no digest and no number; a field of a later version without a digest has
+    lost it.
+    """
     document = json.loads((checkpoint / MANIFEST_NAME).read_text())
     for later in ("digest", "number", "rankings", "export"):
         del document[later]
@@ -283,7 +332,9 @@ def test_fields_of_a_later_version_are_dropped(checkpoint):
 def deep(document):
     document["world"] = {}
     del document["digest"]
-    return signed(json.dumps(document, indent=1)).replace("{}", '{"a":' * 100_000 + "1" + "}" * 100_000)
+    return signed(json.dumps(document, indent=1)).replace(
+        "{}", '{"a":' * 100_000 + "1" + "}" * 100_000
+    )
 
 
 def odd(*steps, value):
@@ -306,7 +357,9 @@ ODD = {
     r"files[1].path: {}": odd("files", 1, "path", value={}),
     r"parts[0].tensors[2].name: []": odd("parts", 0, "tensors", 2, "name", value=[]),
     r"parts[1].tensors[0].shape[1]: 1.5": odd("parts", 1, "tensors", 0, "shape", value=[2, 1.5]),
-    r"kind 'hologram', expected one of model, adapter, module, state": odd("parts", 0, "kind", value="hologram"),
+    r"kind 'hologram', expected one of model, adapter, module, state": odd(
+        "parts", 0, "kind", value="hologram"
+    ),
     r"parts: 7, expected array": odd("parts", value=7),
     r"rankings[...]: expected str": odd("rankings", value={"loss": [1]}),
     r"written by 1000000000 ranks": odd("files", 0, "ranks", value=10**9),
@@ -315,14 +368,19 @@ ODD = {
     r"cuts that are not in order, inside": odd("files", 0, "cuts", value=[[0, 90, 10, 10, 1]]),
     r"files[0].cuts[0]: 3": odd("files", 0, "cuts", value=[3]),
     r"listed more than once": lambda document: document["files"].append(document["files"][0]),
-    r"parts[0].tensors[2].shape[0]: -1, expected int >= 0": odd("parts", 0, "tensors", 2, "shape", value=[-1]),
+    r"parts[0].tensors[2].shape[0]: -1, expected int >= 0": odd(
+        "parts", 0, "tensors", 2, "shape", value=[-1]
+    ),
     "a path in a manifest must be": odd("files", 0, "path", value="\ud800"),
 }
 
 
 @pytest.mark.parametrize("words", ODD)
 def test_an_odd_manifest_is_refused_and_stops_nothing_else(checkpoint, words):
-    """Its digest is right: it was made so. The run's other checkpoints are found, and it can be saved over."""
+    """Its digest is right: it was made so.
+
+    The run's other checkpoints are found, and it can be saved over.
+    """
     save(checkpoint.parent / "checkpoint-0", step=0)
     rewrite_manifest(checkpoint, ODD[words])
     with pytest.raises(ManifestError, match=re.escape(words)):
@@ -335,7 +393,9 @@ def test_an_odd_manifest_is_refused_and_stops_nothing_else(checkpoint, words):
 
 
 def test_a_manifest_nested_without_end(checkpoint):
-    (checkpoint / MANIFEST_NAME).write_text(deep(json.loads((checkpoint / MANIFEST_NAME).read_text())))
+    (checkpoint / MANIFEST_NAME).write_text(
+        deep(json.loads((checkpoint / MANIFEST_NAME).read_text()))
+    )
     with pytest.raises(ManifestError, match="nested too deeply"):
         verify(checkpoint)
     save(checkpoint, step=2)
@@ -364,13 +424,19 @@ def endless(file):
 def test_what_is_no_manifest_is_not_waited_for(checkpoint, make):
     (checkpoint / MANIFEST_NAME).unlink()
     make(checkpoint / MANIFEST_NAME)
-    with pytest.warns(UserWarning, match="left out: .*not a regular file|left out: .*expected at most 268,435,456"):
+    with pytest.warns(
+        UserWarning, match="left out: .*not a regular file|left out: .*expected at most 268,435,456"
+    ):
         assert latest(checkpoint.parent) is None
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES])
-def test_a_manifest_that_cannot_be_read_just_now_is_not_taken_for_absent(checkpoint, monkeypatch, code):
-    """It may be the newest and whole: an older one is not taken in silence, and nothing is deleted meanwhile."""
+def test_a_manifest_that_cannot_be_read_just_now_is_not_taken_for_absent(
+    checkpoint, monkeypatch, code
+):
+    """It may be the newest and whole: an older one is not taken in silence, and nothing is deleted
+    meanwhile.
+    """
     save(checkpoint.parent / "checkpoint-0", step=0)
     before, real = contents(checkpoint.parent), os.open
 
@@ -384,7 +450,9 @@ def test_a_manifest_that_cannot_be_read_just_now_is_not_taken_for_absent(checkpo
         with pytest.raises(UnreadableError) as caught:
             read_manifest(checkpoint)
         assert caught.value.errno == code
-        with pytest.raises(UnreadableError, match=r"checkpoint-1.*that can be read is .*checkpoint-0"):
+        with pytest.raises(
+            UnreadableError, match=r"checkpoint-1.*that can be read is .*checkpoint-0"
+        ):
             latest(checkpoint.parent)
         report = prune_run(checkpoint.parent, Keep(last=1))
         assert "checkpoint-1" in report.problems[0]
@@ -393,11 +461,17 @@ def test_a_manifest_that_cannot_be_read_just_now_is_not_taken_for_absent(checkpo
 
 
 def test_names_that_are_not_utf_8(tmp_path):
-    """Linux names are bytes: one that is not text is written as JSON that every reader takes, and read back."""
+    """Linux names are bytes: one that is not text is written as JSON that every reader takes, and
+    read back.
+    """
     stage = open_stage(tmp_path / "checkpoint")
     name = os.fsdecode(b"caf\xe9.txt")
     (stage / name).write_text("mine")
-    commit_stage(stage, tmp_path / "checkpoint", replace(make_checkpoint(stage), notes=(f"converted from {name}",)))
+    commit_stage(
+        stage,
+        tmp_path / "checkpoint",
+        replace(make_checkpoint(stage), notes=(f"converted from {name}",)),
+    )
     (tmp_path / "checkpoint" / MANIFEST_NAME).read_bytes().decode("utf-8")
     assert read_manifest(tmp_path / "checkpoint").notes == (f"converted from {name}",)
     assert verify(tmp_path / "checkpoint").ok
@@ -408,14 +482,23 @@ def test_those_without_a_step_come_as_they_were_saved(tmp_path):
     for number, name in enumerate(["zeta", "alpha", "mid", "."]):
         stage = open_stage(tmp_path / name)
         created = f"20{50 - number}-01-01T00:00:00+00:00"
-        commit_stage(stage, tmp_path / name, replace(make_checkpoint(stage), step=None, created=created))
-    assert [info.path.name for info in discover(tmp_path)] == ["zeta", "alpha", "mid", tmp_path.name]
+        commit_stage(
+            stage, tmp_path / name, replace(make_checkpoint(stage), step=None, created=created)
+        )
+    assert [info.path.name for info in discover(tmp_path)] == [
+        "zeta",
+        "alpha",
+        "mid",
+        tmp_path.name,
+    ]
     assert latest(tmp_path) == tmp_path
     prune_run(tmp_path, Keep(last=1))
     assert [info.path.name for info in discover(tmp_path)] == ["mid", tmp_path.name]
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "../checkpoint-2/x", "a/../../x", "..", "./x", "a//x", "a\\x", ""])
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "../checkpoint-2/x", "a/../../x", "..", "./x", "a//x", "a\\x", ""]
+)
 def test_paths_that_lead_outside_are_refused(checkpoint, path):
     """A manifest from elsewhere must not make us read, hash or name files of this machine."""
     rewrite_manifest(checkpoint, lambda document: document["files"][0].update(path=path))
@@ -435,9 +518,14 @@ def test_parts_and_tensors_stay_inside_too(tmp_path, field):
 
 def test_a_tensor_in_a_file_that_is_not_listed(checkpoint):
     rewrite_manifest(
-        checkpoint, lambda document: document.update(files=[f for f in document["files"] if f["path"] != SHARD])
+        checkpoint,
+        lambda document: document.update(
+            files=[f for f in document["files"] if f["path"] != SHARD]
+        ),
     )
-    assert any("is not among the listed files" in problem for problem in verify(checkpoint).problems)
+    assert any(
+        "is not among the listed files" in problem for problem in verify(checkpoint).problems
+    )
 
 
 def test_read_header(tmp_path):
@@ -458,7 +546,9 @@ def test_digests_of_files(tmp_path):
 
 
 def test_what_is_no_checkpoint_is_told_apart(tmp_path):
-    """Three places, three answers: nothing there, a run, and weights that no save of ours completed."""
+    """Three places, three answers: nothing there, a run, and weights that no save of ours
+    completed.
+    """
     save(tmp_path / "run" / "checkpoint-1")
     make_checkpoint(tmp_path / "foreign")
     answers = {

@@ -1,4 +1,6 @@
-"""Saves that are killed, interrupted, refused or read meanwhile: the old or the new checkpoint is whole, always."""
+"""Saves that are killed, interrupted, refused or read meanwhile: the old or the new checkpoint is
+whole, always.
+"""
 
 import contextlib
 import errno
@@ -41,7 +43,10 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and other users
 
 @pytest.fixture(autouse=True)
 def no_power_cut(monkeypatch, tmp_path):
-    """Nothing here pulls the plug: spare the disk. Some tests change the working directory: put it back."""
+    """Nothing here pulls the plug: spare the disk.
+
+    Some tests change the working directory: put it back.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(local_disk, "fsync", lambda handle: None)
 
@@ -97,7 +102,9 @@ in_every_case = pytest.mark.parametrize(("prepare", "act"), CASES.values(), ids=
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """For each way to prepare: what is in the target before, and what after a save that nothing disturbs."""
+    """For each way to prepare: what is in the target before, and what after a save that nothing
+    disturbs.
+    """
 
     def outcome(prepare):
         target = tmp_path_factory.mktemp("outcome") / "checkpoint"
@@ -122,7 +129,9 @@ def check_settled(target, outcomes, prepare):
 
 
 def check_recovery(tmp_path, outcomes, prepare, act, faults):
-    """A save that `faults` disturb at any call leaves the old or the new checkpoint; its recovery leaves nothing."""
+    """A save that `faults` disturb at any call leaves the old or the new checkpoint; its recovery
+    leaves nothing.
+    """
 
     def trial(world):
         target = tmp_path / world.name / "checkpoint"
@@ -162,7 +171,10 @@ def test_killed_and_its_recovery_stopped(tmp_path, outcomes, case, every):
         crashed.mkdir()
         prepare(crashed / "checkpoint")
         world.run(act, crashed / "checkpoint")
-        state = {re.sub(r"-\d+-[0-9a-f]{8}", "", path): content for path, content in contents(crashed).items()}
+        state = {
+            re.sub(r"-\d+-[0-9a-f]{8}", "", path): content
+            for path, content in contents(crashed).items()
+        }
         if state not in seen:
             seen.append(state)
             if len(seen) % every == 0:
@@ -181,7 +193,9 @@ def test_killed_and_its_recovery_stopped(tmp_path, outcomes, case, every):
 
 
 def overwrite_killed_at_its_manifest(target):
-    """Pour a new checkpoint over the one in `target`, and die when all of it is in place but its manifest."""
+    """Pour a new checkpoint over the one in `target`, and die when all of it is in place but its
+    manifest.
+    """
     manifests, real = [], local_disk.move
 
     def move(name, *args, **more):
@@ -231,8 +245,12 @@ def failing_after(patch, name, error, *, nth=1, only=lambda *args: True):
 
 
 @pytest.mark.parametrize("prepare", [committed, foreign, fresh])
-def test_what_is_in_place_but_may_be_lost_is_said_and_the_old_one_kept(tmp_path, monkeypatch, outcomes, prepare):
-    """The sync after the point of no return fails: a power cut may still undo it, so nothing old is deleted."""
+def test_what_is_in_place_but_may_be_lost_is_said_and_the_old_one_kept(
+    tmp_path, monkeypatch, outcomes, prepare
+):
+    """The sync after the point of no return fails: a power cut may still undo it, so nothing old is
+    deleted.
+    """
     target = tmp_path / "checkpoint"
     prepare(target)
     before = contents(target)
@@ -246,7 +264,9 @@ def test_what_is_in_place_but_may_be_lost_is_said_and_the_old_one_kept(tmp_path,
         failed = failing_after(patch, "fsync", OSError(errno.EIO, "I/O error"), only=is_around)
         stage = open_stage(target)
         manifest = make_checkpoint(stage, step=2, shards=2, parts=("", "policy"))
-        with pytest.raises(TargetError, match=r"checkpoint is in place, but might not survive.*save again") as caught:
+        with pytest.raises(
+            TargetError, match=r"checkpoint is in place, but might not survive.*save again"
+        ) as caught:
             commit_stage(stage, target, manifest)
         discard_stage(stage)
     assert (len(failed), caught.value.errno) == (1, errno.EIO)
@@ -264,11 +284,15 @@ def test_what_is_in_place_but_may_be_lost_is_said_and_the_old_one_kept(tmp_path,
 
 @pytest.mark.parametrize("name", ["rmtree", "unlink"])
 def test_what_cannot_be_cleaned_up_is_a_warning(tmp_path, monkeypatch, outcomes, name):
-    """The save is done: whoever waits for it is told so, and the next one in this process clears the rest."""
+    """The save is done: whoever waits for it is told so, and the next one in this process clears
+    the rest.
+    """
     target = tmp_path / "checkpoint"
     committed(target)
     with monkeypatch.context() as patch:
-        patch.setattr(local_disk, name, lambda *args, **more: None if name == "rmtree" else refuse())
+        patch.setattr(
+            local_disk, name, lambda *args, **more: None if name == "rmtree" else refuse()
+        )
         with pytest.warns(UserWarning, match="is left for the next save to clear"):
             overwrite(target)
     assert (verify(target).ok, read_manifest(target).step) == (True, 2)
@@ -283,7 +307,9 @@ def refuse(*_args, **_more):
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.EACCES])
 @pytest.mark.parametrize("which", ["stage", "target"])
-def test_files_of_others_outlive_a_manifest_that_cannot_be_read(tmp_path, monkeypatch, outcomes, code, which):
+def test_files_of_others_outlive_a_manifest_that_cannot_be_read(
+    tmp_path, monkeypatch, outcomes, code, which
+):
     """After the exchange: what is not known to be ours is not deleted."""
     target = tmp_path / "checkpoint"
     committed(target)
@@ -291,13 +317,19 @@ def test_files_of_others_outlive_a_manifest_that_cannot_be_read(tmp_path, monkey
 
     def failing(path, *args, **more):
         around = Path(str(path)).parent
-        if swapped and str(path).endswith(MANIFEST_NAME) and (around == target) == (which == "target"):
+        if (
+            swapped
+            and str(path).endswith(MANIFEST_NAME)
+            and (around == target) == (which == "target")
+        ):
             raise OSError(code, os.strerror(code), str(path))
         return real(path, *args, **more)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", failing)
-        patch.setattr(local_disk, "exchange_folders", lambda *two: (exchange(*two), swapped.append(1)))
+        patch.setattr(
+            local_disk, "exchange_folders", lambda *two: (exchange(*two), swapped.append(1))
+        )
         stage = open_stage(target)
         commit_stage(stage, target, make_checkpoint(stage, step=2, shards=2, parts=("", "policy")))
     found = [path.name for path in tmp_path.rglob("notes.txt")]
@@ -306,7 +338,13 @@ def test_files_of_others_outlive_a_manifest_that_cannot_be_read(tmp_path, monkey
     check_settled(target, outcomes, committed)
 
 
-@pytest.mark.sample("Ctrl-C-rename", "Ctrl-C-rename over empty", "EIO-rename", "EIO-rename over empty", "EIO-exchange")
+@pytest.mark.sample(
+    "Ctrl-C-rename",
+    "Ctrl-C-rename over empty",
+    "EIO-rename",
+    "EIO-rename over empty",
+    "EIO-exchange",
+)
 @in_every_case
 @pytest.mark.parametrize("fault", ["Ctrl-C", "EIO"])
 def test_interrupted_at_every_call(tmp_path, outcomes, prepare, act, fault):
@@ -318,7 +356,9 @@ def test_interrupted_at_every_call(tmp_path, outcomes, prepare, act, fault):
 def test_the_later_of_two_saves_is_the_newest_whatever_the_clock_says(tmp_path, steps):
     for name, day, step in zip(("first", "second"), (2, 1), steps, strict=True):
         stage = open_stage(tmp_path / name)
-        manifest = replace(make_checkpoint(stage), step=step, created=f"2026-01-0{day}T00:00:00+00:00")
+        manifest = replace(
+            make_checkpoint(stage), step=step, created=f"2026-01-0{day}T00:00:00+00:00"
+        )
         commit_stage(stage, tmp_path / name, manifest)
     assert latest(tmp_path) == tmp_path / "second"
 
@@ -346,10 +386,14 @@ def test_everything_is_synced_and_in_order(tmp_path, monkeypatch):
     """Files and folders first, then the checkpoint's name; else a power cut tears it."""
     done = []
     monkeypatch.setattr(
-        local_disk, "fsync", lambda handle: done.append(str(Path(f"/proc/self/fd/{handle}").readlink()))
+        local_disk,
+        "fsync",
+        lambda handle: done.append(str(Path(f"/proc/self/fd/{handle}").readlink())),
     )
     move = local_disk.move
-    monkeypatch.setattr(local_disk, "move", lambda *two, **more: (done.append(two), move(*two, **more)))
+    monkeypatch.setattr(
+        local_disk, "move", lambda *two, **more: (done.append(two), move(*two, **more))
+    )
     target = tmp_path / "new" / "checkpoint"
     stage = open_stage(target)
     assert str(tmp_path) in done  # or the folder "new" might not outlive the power cut
@@ -377,10 +421,14 @@ def test_modes_follow_the_umask(tmp_path, umask, case):
         commit_stage(stage, target, manifest)
     finally:
         os.umask(before)
-    assert local_disk.permission_bits(target) == local_disk.permission_bits(target / "policy") == 0o777 & ~umask
-    assert {local_disk.permission_bits(target / name) for name in (MANIFEST_NAME, "policy/config.json")} == {
-        0o666 & ~umask
-    }
+    assert (
+        local_disk.permission_bits(target)
+        == local_disk.permission_bits(target / "policy")
+        == 0o777 & ~umask
+    )
+    assert {
+        local_disk.permission_bits(target / name) for name in (MANIFEST_NAME, "policy/config.json")
+    } == {0o666 & ~umask}
 
 
 def test_an_overwritten_folder_keeps_its_mode(tmp_path):
@@ -414,7 +462,12 @@ def test_what_was_for_the_owner_alone_stays_so(tmp_path):
 def test_each_file_keeps_its_mode(tmp_path, act):
     target = tmp_path / "checkpoint"
     save(target, step=1, shards=2, parts=("", "policy"))
-    wanted = {"config.json": 0o640, "policy": 0o2750, "policy/config.json": 0o604, MANIFEST_NAME: 0o444}
+    wanted = {
+        "config.json": 0o640,
+        "policy": 0o2750,
+        "policy/config.json": 0o604,
+        MANIFEST_NAME: 0o444,
+    }
     for name, mode in wanted.items():
         (target / name).chmod(mode)
     act(target)
@@ -452,7 +505,9 @@ def test_an_adapter_saved_into_the_folder_of_its_base_leaves_the_base(tmp_path):
 
 
 def test_a_model_is_not_left_with_the_adapter_of_another_save(tmp_path):
-    """from_pretrained would put the adapter that adapter_config.json describes on the new model, unasked."""
+    """from_pretrained would put the adapter that adapter_config.json describes on the new model,
+    unasked.
+    """
     make_checkpoint(tmp_path / "out", step=1, kind="adapter")
     save(tmp_path / "out", step=2)
     assert not (tmp_path / "out" / "adapter_config.json").exists()
@@ -544,16 +599,22 @@ def test_file_size_limit_keeps_the_old_one(tmp_path):
 def test_too_little_room_is_found_first(tmp_path):
     """No size check before hours of writing."""
     check_target(tmp_path / "new" / "checkpoint", 1000)
-    with pytest.raises(NoSpaceError, match="bytes free on its device, expected at least 1,000,000,000,000,000,000"):
+    with pytest.raises(
+        NoSpaceError, match="bytes free on its device, expected at least 1,000,000,000,000,000,000"
+    ):
         check_target(tmp_path / "new" / "checkpoint", 10**18)
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("prepare", [empty, foreign, committed])
 def test_target_is_a_mount_point(small_disk, prepare):
-    """A volume mounted at the target cannot be renamed; the stage and the sideline are inside it."""
+    """A volume mounted at the target cannot be renamed; the stage and the sideline are inside
+    it.
+    """
     if prepare is not empty:
-        shutil.copytree(_prepared(small_disk.parent, prepare), small_disk, dirs_exist_ok=True, symlinks=True)
+        shutil.copytree(
+            _prepared(small_disk.parent, prepare), small_disk, dirs_exist_ok=True, symlinks=True
+        )
     overwrite(small_disk)
     assert verify(small_disk).ok
     assert read_manifest(small_disk).step == 2
@@ -578,7 +639,9 @@ def test_mounted_from_the_same_disk(tmp_path, inside):
     try:
         overwrite(target)
         assert read_manifest(target).step == 2
-        assert contents(tmp_path / "volume").keys() == (set() if inside else contents(target).keys())
+        assert contents(tmp_path / "volume").keys() == (
+            set() if inside else contents(target).keys()
+        )
     finally:
         subprocess.run(["umount", target / inside], check=True)
 
@@ -659,7 +722,9 @@ def test_a_forged_old_manifest_moves_nothing_outside(tmp_path, act):
     (tmp_path / "precious").write_text("mine")
     save(tmp_path / "checkpoint", step=1)
     old = (tmp_path / "checkpoint" / MANIFEST_NAME).read_text()
-    (tmp_path / "checkpoint" / MANIFEST_NAME).write_text(old.replace('"config.json"', '"../precious"'))
+    (tmp_path / "checkpoint" / MANIFEST_NAME).write_text(
+        old.replace('"config.json"', '"../precious"')
+    )
     act(tmp_path / "checkpoint")
     assert (tmp_path / "precious").read_text() == "mine"
     assert verify(tmp_path / "checkpoint").ok
@@ -726,7 +791,10 @@ def test_a_link_named_like_a_leftover_leads_nowhere(tmp_path):
     before = contents(tmp_path / "theirs")
     target = tmp_path / "run" / "checkpoint-4"
     committed(target)
-    for name in (f".checkpoint-4.ft_ckpt-stage-{dead_owner()}", f"checkpoint-4/.ft_ckpt-old-{dead_owner()}"):
+    for name in (
+        f".checkpoint-4.ft_ckpt-stage-{dead_owner()}",
+        f"checkpoint-4/.ft_ckpt-old-{dead_owner()}",
+    ):
         (tmp_path / "run" / name).symlink_to(tmp_path / "theirs" / "checkpoint")
     overwrite(target)
     overwrite_from_inside(target)
@@ -736,7 +804,11 @@ def test_a_link_named_like_a_leftover_leads_nowhere(tmp_path):
 
 def dead_owner(machine=None):
     """An owner of this machine whose process is gone."""
-    return re.sub(r"-[0-9a-f]{8}-\d+-", f"-{machine or locks.new_owner().split('-')[-3]}-999999999-", locks.new_owner())
+    return re.sub(
+        r"-[0-9a-f]{8}-\d+-",
+        f"-{machine or locks.new_owner().split('-')[-3]}-999999999-",
+        locks.new_owner(),
+    )
 
 
 @pytest.mark.parametrize("act", [overwrite, overwrite_from_inside])
@@ -769,8 +841,12 @@ with scratch_file(open_place(Path(sys.argv[1]) / "one.safetensors")) as file:
 
 
 def test_what_another_container_is_making_is_left_alone(tmp_path):
-    """Its processes have numbers of their own, and it may have our host's name: what tells is the lock."""
-    maker = subprocess.Popen([sys.executable, "-c", HOLD_A_STAGE, tmp_path], stdout=subprocess.PIPE, text=True)
+    """Its processes have numbers of their own, and it may have our host's name: what tells is the
+    lock.
+    """
+    maker = subprocess.Popen(
+        [sys.executable, "-c", HOLD_A_STAGE, tmp_path], stdout=subprocess.PIPE, text=True
+    )
     stage = Path(maker.stdout.readline().strip())
     # No process of ours has the number in the names: as if it were of another name space.
     moved = stage.with_name(stage.name.replace(f"-{maker.pid}-", "-999999999-"))
@@ -790,7 +866,9 @@ def test_what_another_container_is_making_is_left_alone(tmp_path):
 
 
 def test_what_is_left_of_a_neighbour_goes_too(tmp_path):
-    """A run saves to another folder each time: what a failed clean-up left waits for no save to the same."""
+    """A run saves to another folder each time: what a failed clean-up left waits for no save to the
+    same.
+    """
     left = tmp_path / f".checkpoint-1.ft_ckpt-stage-{dead_owner()}"
     away = tmp_path / f".checkpoint-2.ft_ckpt-stage-{dead_owner('00000000')}"
     for stage in (left, away):
@@ -819,7 +897,12 @@ def test_what_was_put_aside_does_not_come_back(tmp_path):
         committed(target)
         World(Disk("killed"), "killed", call).run(overwrite_from_inside, target)
         aside = next(target.glob(".ft_ckpt-old-*"), None)
-        return aside and latest(tmp_path) and read_manifest(target).step == 2 and not [*aside.glob("value/model*")]
+        return (
+            aside
+            and latest(tmp_path)
+            and read_manifest(target).step == 2
+            and not [*aside.glob("value/model*")]
+        )
 
     assert any(torn(call) for call in range(1, 99))
     uncommit(target)
@@ -828,7 +911,9 @@ def test_what_was_put_aside_does_not_come_back(tmp_path):
 
 
 def test_what_was_made_in_the_stage_and_left_there_is_not_committed(tmp_path, monkeypatch):
-    """A file that was compressed in place: the folder it was made in is hidden, and would stay for good."""
+    """A file that was compressed in place: the folder it was made in is hidden, and would stay for
+    good.
+    """
     stage = open_stage(tmp_path / "checkpoint")
     with monkeypatch.context() as patch, scratch_file(open_place(stage / "model.h5")) as file:
         file.write_text("compressed")
@@ -855,7 +940,10 @@ def test_files_without_a_manifest_appear_together(tmp_path, prepare):
         prepare(target)
         world.run(place, target)
         found = names(target) if target.exists() else []
-        assert found in ([], ["config.json", *(f"model-0000{n}-of-00002.safetensors" for n in (1, 2)), INDEX])
+        assert found in (
+            [],
+            ["config.json", *(f"model-0000{n}-of-00002.safetensors" for n in (1, 2)), INDEX],
+        )
         recover_target(target)
         assert [name for name in names(target.parent) if name.startswith(".")] == []
 

@@ -1,7 +1,8 @@
-"""A flipped bit in any file of a committed checkpoint, given to all that reads one: refused, or of no effect.
+"""A flipped bit in any file of a committed checkpoint, given to all that reads one: refused, or of
+no effect.
 
-Each trial damages one bit of one file and calls one reader. What comes out must be what comes out of the whole
-checkpoint, unless it is an error of ours or a report that names the damage.
+Each trial damages one bit of one file and calls one reader. What comes out must be what comes out
+of the whole checkpoint, unless it is an error of ours or a report that names the damage.
 """
 
 import dataclasses
@@ -59,7 +60,9 @@ def save_run(folder: Path) -> None:
 
 
 def save_parts(folder: Path) -> None:
-    CheckpointSaver().save(models.build("policy_and_value"), folder, attribute=["policy", "value_head"])
+    CheckpointSaver().save(
+        models.build("policy_and_value"), folder, attribute=["policy", "value_head"]
+    )
 
 
 def saving(**settings: Any) -> Callable[[Path], None]:
@@ -146,7 +149,8 @@ def contents(path: Path | str) -> dict[str, Any]:
     path = Path(path)
     if path.is_file():
         return {"": path.read_bytes()}
-    apart = {MANIFEST_NAME, ".metadata"}  # each of torch's distributed checkpoints has a number of its own
+    # each of torch's distributed checkpoints has a number of its own
+    apart = {MANIFEST_NAME, ".metadata"}
     files = (file for file in sorted(path.rglob("*")) if file.is_file() and file.name not in apart)
     found: dict[str, Any] = {file.relative_to(path).as_posix(): file.read_bytes() for file in files}
     if (path / MANIFEST_NAME).is_file():
@@ -171,7 +175,10 @@ def in_memory(value: Any) -> Any:
 
 
 def told(*words: object) -> Any:
-    """What a command prints. Raises what ended it, Refused where it says that something is damaged."""
+    """What a command prints.
+
+    Raises what ended it, Refused where it says that something is damaged.
+    """
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", UserWarning)
         with redirect_stdout(StringIO()) as printed:
@@ -200,7 +207,9 @@ def synced(run: Path, out: Path) -> Any:
 def resumed(path: Path) -> Any:
     saver = run_of(path.parent, seed=9)
     report = saver.resume(str(path))
-    values = in_memory({"model": saver._run.model, "optimizer": saver._run.registered["optimizer"].state_dict()})
+    values = in_memory(
+        {"model": saver._run.model, "optimizer": saver._run.registered["optimizer"].state_dict()}
+    )
     return report.step, values
 
 
@@ -233,7 +242,10 @@ def copied(path: Path, out: Path) -> Any:
 
 def loaded_files(path: Path, _out: Path) -> Any:
     weights = {tensor.file for part in read_manifest(path).parts for tensor in part.tensors}
-    return {name: in_memory(ft_ckpt.load(path / name, map_location="cpu", verify=True)) for name in sorted(weights)}
+    return {
+        name: in_memory(ft_ckpt.load(path / name, map_location="cpu", verify=True))
+        for name in sorted(weights)
+    }
 
 
 def as_base(path: Path) -> Path:
@@ -252,14 +264,23 @@ READERS: dict[str, tuple[tuple[str, ...], Callable[[Path, Path], Any]]] = {
     "merge": (ADAPTERS, merged),
     "merge into it": (MODELS[:-1], lambda path, out: merged(as_base(path), out, base=path)),
     "load_model": (LOADED, lambda path, _: in_memory(ft_ckpt.load_model(path))),
-    "load_model, verified": (LOADED, lambda path, _: in_memory(ft_ckpt.load_model(path, verify=True))),
-    "load_model onto it": (MODELS[:3], lambda path, _: in_memory(ft_ckpt.load_model(as_base(path), base=str(path)))),
+    "load_model, verified": (
+        LOADED,
+        lambda path, _: in_memory(ft_ckpt.load_model(path, verify=True)),
+    ),
+    "load_model onto it": (
+        MODELS[:3],
+        lambda path, _: in_memory(ft_ckpt.load_model(as_base(path), base=str(path))),
+    ),
     "load": (LOADED, loaded_files),
     "copy": (tuple(MAKERS), copied),
     "sync": (("run",), lambda path, out: synced(path.parent, out)),
     "verify": (tuple(MAKERS), lambda path, _: verified(path)),
     "resume": (("run",), lambda path, _: resumed(path)),
-    "diff": ((*MODELS, *ADAPTERS, "run"), lambda path, _: told("diff", path, path.with_name("whole"))),
+    "diff": (
+        (*MODELS, *ADAPTERS, "run"),
+        lambda path, _: told("diff", path, path.with_name("whole")),
+    ),
     "show": (("model",), lambda path, _: told("show", path, "--json")),
     "ls": (("model", "run"), lambda path, _: told("ls", path.parent, "--json")),
     "report": (("run",), lambda path, _: told("report", path.parent, "--json")),
@@ -277,11 +298,19 @@ class Trial:
 
 
 def all_trials(made: Path) -> list[Trial]:
-    """Every reader of every file of each kind of checkpoint that it reads, but for model cards, which people edit."""
+    """Every reader of every file of each kind of checkpoint that it reads, but for model cards,
+    which people edit.
+    """
     files = {kind: [*contents(made / kind / "damaged")] for kind in MAKERS}
-    files = {kind: [file for file in names if not file.endswith(CARD_NAME)] for kind, names in files.items()}
+    files = {
+        kind: [file for file in names if not file.endswith(CARD_NAME)]
+        for kind, names in files.items()
+    }
     return [
-        Trial(kind, file, reader) for reader, (kinds, _) in READERS.items() for kind in kinds for file in files[kind]
+        Trial(kind, file, reader)
+        for reader, (kinds, _) in READERS.items()
+        for kind in kinds
+        for file in files[kind]
     ]
 
 
@@ -308,13 +337,16 @@ def flipped(file: Path, draw: random.Random) -> Iterator[int]:
 
 
 def outcome(reader: Callable[[Any, Path], Any], path: Path | str, out: Path) -> Any:
-    """What the reader makes of the checkpoint; None when it is refused, and then nothing may be there."""
+    """What the reader makes of the checkpoint; None when it is refused, and then nothing may be
+    there.
+    """
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
     try:
         return reader(path, out)
     except (CheckpointError, Refused):
-        left = [path.name for path in out.iterdir() if path.name != "whole"]  # which a sync brings, too
+        # which a sync brings, too
+        left = [path.name for path in out.iterdir() if path.name != "whole"]
         assert not left
         return None
 
@@ -323,7 +355,9 @@ def outcome(reader: Callable[[Any, Path], Any], path: Path | str, out: Path) -> 
 @pytest.mark.parametrize("bits", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore")
 def test_a_flipped_bit_goes_nowhere(made, tmp_path, bits):
-    """Every reader and every file of every kind, `bits` of each; with 0 one bit of a sample of them."""
+    """Every reader and every file of every kind, `bits` of each; with 0 one bit of a sample of
+    them.
+    """
     draw, trials = random.Random(chosen_seed()), all_trials(made)
     draw.shuffle(trials)
     chosen = trials if bits else [*sample_of(trials)]
@@ -372,7 +406,10 @@ def test_a_flipped_bit_in_a_bucket(made, tmp_path, monkeypatch, s3):
         bit = draw.randrange(8 * len(content))
         content[bit // 8] ^= 1 << bit % 8
         for name in sorted(names):
-            for given, is_whole in ((whole, True), (dataclasses.replace(whole, content=bytes(content)), False)):
+            for given, is_whole in (
+                (whole, True),
+                (dataclasses.replace(whole, content=bytes(content)), False),
+            ):
                 objects[key] = given
                 found = outcome(readers[name], f"s3://bucket/{kind}/damaged", tmp_path / "out")
                 assert (found is not None) == is_whole, (kind, file, name, bit)
@@ -384,5 +421,7 @@ def test_nothing_is_sent_of_a_damaged_checkpoint(made, s3):
         with pytest.raises(CorruptError, match=r"model\.safetensors: digest"):
             ft_ckpt.push(made / "model" / "damaged", "s3://bucket/model")
         with pytest.raises(CorruptError, match=r"model\.safetensors: digest"):
-            ft_ckpt.convert(made / "model" / "damaged", "s3://bucket/new.safetensors", progress=False)
+            ft_ckpt.convert(
+                made / "model" / "damaged", "s3://bucket/new.safetensors", progress=False
+            )
     assert not s3.names()

@@ -1,4 +1,6 @@
-"""`ft_ckpt.follow`: each checkpoint of a run comes once, whole and leased, and the rules follow what was measured."""
+"""`ft_ckpt.follow`: each checkpoint of a run comes once, whole and leased, and the rules follow
+what was measured.
+"""
 
 import shutil
 import threading
@@ -18,7 +20,13 @@ from ft_ckpt.checkpoint.delete import delete_state
 from ft_ckpt.checkpoint.guards import PIN, SIGNED, lease_reasons, pin
 from ft_ckpt.checkpoint.metrics import METRIC, read_metrics
 from ft_ckpt.checkpoint.prune import prune_run
-from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, ManifestError, NotACheckpointError
+from ft_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptError,
+    ManifestError,
+    NotACheckpointError,
+)
 from ft_ckpt.retention import Keep
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
@@ -156,7 +164,13 @@ def test_a_mark_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     info.write_metrics({"score": 2.0})
     assert read_metrics(store, manifest) == {"score": 2.0}
     (mark,) = path.glob(f"{METRIC}*")
-    for text in ("", "{", "[]", '{"metric": "score"}', '{"metric": "score", "value": [], "created": ""}'):
+    for text in (
+        "",
+        "{",
+        "[]",
+        '{"metric": "score"}',
+        '{"metric": "score", "value": [], "created": ""}',
+    ):
         mark.write_text(text)
         assert read_metrics(store, manifest) == {}
 
@@ -164,7 +178,9 @@ def test_a_mark_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_names_of_metrics(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint-1"
     save(path, step=1)
-    metrics = dict(zip(["eval/loss", "../up", "é %", ".", "a" * 200], map(float, range(5)), strict=True))
+    metrics = dict(
+        zip(["eval/loss", "../up", "é %", ".", "a" * 200], map(float, range(5)), strict=True)
+    )
     info_at(path).write_metrics(metrics)
     assert info_at(path).metrics == metrics
     assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-1"]
@@ -208,5 +224,8 @@ def test_marks_in_a_bucket_outlive_the_processes_that_wrote_them(tmp_path: Path)
     store = bucket.within("checkpoint-1")
     store.write(SIGNED, b"{}")
     pin(Place(store))
-    assert settle_in_bucket(store, {each.name: each for each in store.list()}, time.time() + 1e6) is None
+    assert (
+        settle_in_bucket(store, {each.name: each for each in store.list()}, time.time() + 1e6)
+        is None
+    )
     assert {PIN, SIGNED, f"{METRIC}score"} <= {each.name for each in store.list()}

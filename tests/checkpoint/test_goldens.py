@@ -1,4 +1,6 @@
-"""Checkpoints that earlier versions wrote are verified, loaded, converted, resumed and pruned by this one."""
+"""Checkpoints that earlier versions wrote are verified, loaded, converted, resumed and pruned by
+this one.
+"""
 
 import json
 import shutil
@@ -14,7 +16,12 @@ from safetensors.torch import load_file
 
 from ft_ckpt import CheckpointSaver, Writer, convert, latest, load_model, pull, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, manifest_from_json, manifest_to_json
+from ft_ckpt.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    manifest_from_json,
+    manifest_to_json,
+)
 from ft_ckpt.storage.digests import FileRecord
 
 sys.path.insert(0, str(TESTS / "golden"))
@@ -63,7 +70,12 @@ def empty(model):
 
 
 def cases(names):
-    return [(version, name) for version in VERSIONS for name in names if (GOLDEN / version / name).exists()]
+    return [
+        (version, name)
+        for version in VERSIONS
+        for name in names
+        if (GOLDEN / version / name).exists()
+    ]
 
 
 def test_all_versions_are_here():
@@ -190,7 +202,9 @@ def same_weights(model, expected):
 
 
 def compare(model, optimizer, expected, other):
-    for found, wanted in zip(model.state_dict().values(), expected.state_dict().values(), strict=True):
+    for found, wanted in zip(
+        model.state_dict().values(), expected.state_dict().values(), strict=True
+    ):
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
     for found, wanted in zip(optimizer.state.values(), other.state.values(), strict=True):
         assert found.keys() == wanted.keys()
@@ -200,4 +214,7 @@ def compare(model, optimizer, expected, other):
 
 def test_fill_is_not_zero():
     """What the golden files are compared with has values of its own everywhere."""
-    assert all(parameter.unique().numel() > 1 or parameter.numel() == 1 for parameter in fill(Network()).parameters())
+    assert all(
+        parameter.unique().numel() > 1 or parameter.numel() == 1
+        for parameter in fill(Network()).parameters()
+    )

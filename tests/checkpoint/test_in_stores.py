@@ -76,7 +76,8 @@ def run(tmp_path):
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
         save(tmp_path / "run" / f"checkpoint-{step}", step=step)
         rewrite_manifest(
-            tmp_path / "run" / f"checkpoint-{step}", lambda found, loss=loss: found["metrics"].update(loss=loss)
+            tmp_path / "run" / f"checkpoint-{step}",
+            lambda found, loss=loss: found["metrics"].update(loss=loss),
         )
     return str(in_bucket(tmp_path / "run"))
 
@@ -85,10 +86,17 @@ def test_a_run_in_a_bucket_is_listed_and_its_checkpoints_are_named_by_their_urls
     assert [(info.path, info.name) for info in discover(run)] == [
         (f"{run}/checkpoint-{step}", f"checkpoint-{step}") for step in (1, 2, 3)
     ]
-    assert (latest(run), best(run, ("loss", "min"))) == (f"{run}/checkpoint-3", f"{run}/checkpoint-2")
+    assert (latest(run), best(run, ("loss", "min"))) == (
+        f"{run}/checkpoint-3",
+        f"{run}/checkpoint-2",
+    )
     assert read_manifest(f"{run}/checkpoint-2").metrics == {"loss": 1.0}
     assert [info.name for info in discover(f"{run}/checkpoint-2")] == ["checkpoint-2"]
-    assert (run_checkpoints(f"{run}/checkpoint-2"), discover(f"{run}/absent"), latest(f"{run}/absent")) == (
+    assert (
+        run_checkpoints(f"{run}/checkpoint-2"),
+        discover(f"{run}/absent"),
+        latest(f"{run}/absent"),
+    ) == (
         [],
         [],
         None,
@@ -99,7 +107,8 @@ def test_what_is_damaged_in_a_bucket_is_named_by_its_url(run):
     newest = open_place(f"{run}/checkpoint-3").folder
     newest.delete(["model.safetensors"])
     with pytest.warns(
-        UserWarning, match=rf"{run}/checkpoint-3: not valid, using an older .*model\.safetensors: missing"
+        UserWarning,
+        match=rf"{run}/checkpoint-3: not valid, using an older .*model\.safetensors: missing",
     ):
         assert latest(run) == f"{run}/checkpoint-2"
     newest.write(MANIFEST_NAME, b"{}")
@@ -107,7 +116,9 @@ def test_what_is_damaged_in_a_bucket_is_named_by_its_url(run):
 
 
 def test_a_look_at_a_bucket_is_few_requests(remote):
-    """One listing of each folder, and one read of each small file: never a request for a file's size alone."""
+    """One listing of each folder, and one read of each small file: never a request for a file's
+    size alone.
+    """
     watch = Watch()
     manifest = load_manifest(watch.store(remote))
     assert problems(watch.store(remote), deep=False) == []
@@ -124,7 +135,9 @@ def test_stores_that_fail_are_said_and_never_taken_for_empty(local):
         load_manifest(TornStore(local, MANIFEST_NAME))
     with pytest.raises(UnreadableError, match="refused"):
         problems(Watch(refusing(["list_folder"])).store(local))
-    assert problems(TornStore(local, SHARD))[0].startswith(f"{SHARD}: not a readable safetensors file")
+    assert problems(TornStore(local, SHARD))[0].startswith(
+        f"{SHARD}: not a readable safetensors file"
+    )
     (shard,) = (record for record in load_manifest(local).files if record.path == SHARD)
     (refused,) = file_problems(Watch(refusing(["open"], "policy")).store(local), shard)
     assert refused.startswith(f"{SHARD}: cannot be read (")
@@ -157,9 +170,13 @@ def fill(staging, local):
 def committed(store):
     """The manifest in a bucket as it was given."""
     manifest = load_manifest(store)
-    assert {file.path: file.etag for file in manifest.files}.items() <= {e.name: e.etag for e in store.list()}.items()
+    assert {file.path: file.etag for file in manifest.files}.items() <= {
+        e.name: e.etag for e in store.list()
+    }.items()
     assert manifest.token
-    return replace(manifest, token=None, files=tuple(replace(file, etag=None) for file in manifest.files))
+    return replace(
+        manifest, token=None, files=tuple(replace(file, etag=None) for file in manifest.files)
+    )
 
 
 def test_objects_become_a_checkpoint_by_their_manifest_alone(local):
@@ -169,15 +186,21 @@ def test_objects_become_a_checkpoint_by_their_manifest_alone(local):
     manifest = fill(staging, local)
     with pytest.raises(NotACheckpointError):
         load_manifest(staging.store)
-    with pytest.raises(TargetError, match=r"process \d+ on .* is saving there, or was killed less than ten"):
+    with pytest.raises(
+        TargetError, match=r"process \d+ on .* is saving there, or was killed less than ten"
+    ):
         open_object_staging(run, "checkpoint-1")
     staging.store.write("left.over", b"")
-    with pytest.raises(CorruptError, match=r"left\.over: stored with another size or digest than was written"):
+    with pytest.raises(
+        CorruptError, match=r"left\.over: stored with another size or digest than was written"
+    ):
         staging.commit(manifest)
     staging.store.delete(["left.over"])
     small = manifest.files[0]
     staging.store.write(small.path, b"x" * small.size_bytes)
-    with pytest.raises(CorruptError, match=f"{small.path}: stored with another size or digest than was written"):
+    with pytest.raises(
+        CorruptError, match=f"{small.path}: stored with another size or digest than was written"
+    ):
         staging.commit(manifest)
     staging.store.write(small.path, local.read(small.path))
     staging.commit(manifest)
@@ -193,7 +216,9 @@ def test_objects_become_a_checkpoint_by_their_manifest_alone(local):
     assert [each.name for each in run.list()] == ["checkpoint-1/.ft_ckpt-saving"]
     fill(again, local)
     put_manifest(again.store, b"of another")
-    with pytest.raises(NameTakenError, match="another save committed to this name at the same time"):
+    with pytest.raises(
+        NameTakenError, match="another save committed to this name at the same time"
+    ):
         again.commit(replace(manifest, notes=("of a slow save",)))
     again.discard()
     assert again.store.read(MANIFEST_NAME) == b"of another", "and its files stay"
@@ -208,13 +233,17 @@ def test_objects_that_are_discarded_are_gone(local):
     staging.discard()
     assert run.list() == []
     run.write("checkpoint-1/theirs.txt", b"")
-    with pytest.raises(TargetError, match=r"theirs\.txt: files that belong to no checkpoint are in the way"):
+    with pytest.raises(
+        TargetError, match=r"theirs\.txt: files that belong to no checkpoint are in the way"
+    ):
         open_object_staging(run, "checkpoint-1")
     assert [each.name for each in run.list()] == ["checkpoint-1/theirs.txt"]
 
 
 def test_a_save_that_was_killed_is_taken_over(local, s3):
-    """By its own run at once, by others when its mark is dead, and then it cannot commit any more."""
+    """By its own run at once, by others when its mark is dead, and then it cannot commit any
+    more.
+    """
     run = open_place("s3://bucket/runs/sft").folder
     killed = open_object_staging(run, "checkpoint-1", run_id="a")
     killed.store.write("model-00009-of-00009.safetensors", b"{}")
@@ -240,8 +269,13 @@ def test_a_save_that_was_killed_is_taken_over(local, s3):
         assert held.store.read(name)
     content = killed.store.read(name)
     killed.store.write(name, content[:-1] + bytes([content[-1] ^ 1]))
-    assert not verify(Place(stranger.store), deep=False).ok, "as its version is not the one that was committed"
-    with pytest.raises(CorruptError, match=f"{name}: digest"), open_checkpoint(Place(stranger.store)):
+    assert not verify(Place(stranger.store), deep=False).ok, (
+        "as its version is not the one that was committed"
+    )
+    with (
+        pytest.raises(CorruptError, match=f"{name}: digest"),
+        open_checkpoint(Place(stranger.store)),
+    ):
         pass
 
 

@@ -1,4 +1,6 @@
-"""Pins that outlive everything, and leases that are worth as much as the process that holds them."""
+"""Pins that outlive everything, and leases that are worth as much as the process that holds
+them.
+"""
 
 import errno
 import json
@@ -39,7 +41,9 @@ def checkpoint(tmp_path):
 @pytest.fixture
 def holder(checkpoint):
     """Another process that reads the checkpoint until it is killed."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, checkpoint], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, checkpoint], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
@@ -80,7 +84,9 @@ def test_only_checkpoints_are_pinned(tmp_path):
 def test_a_checkpoint_that_goes_while_it_is_pinned(checkpoint, monkeypatch):
     """Whoever deletes it may have looked for pins before there was one: then there must be none."""
     write = LocalStore.write
-    monkeypatch.setattr(LocalStore, "write", lambda *what: (write(*what), (checkpoint / MANIFEST_NAME).unlink()))
+    monkeypatch.setattr(
+        LocalStore, "write", lambda *what: (write(*what), (checkpoint / MANIFEST_NAME).unlink())
+    )
     with pytest.raises(NotACheckpointError):
         pin(checkpoint)
     assert hidden(checkpoint) == []
@@ -98,7 +104,9 @@ def test_pinning_is_all_or_nothing(checkpoint):
     def trial(world):
         unpin(checkpoint)
         world.run(pin, checkpoint, "why")
-        assert (world.is_met and pin_reason(checkpoint) is None) or pin_reason(checkpoint).endswith(": why")
+        assert (world.is_met and pin_reason(checkpoint) is None) or pin_reason(checkpoint).endswith(
+            ": why"
+        )
 
     assert try_worlds(trial, Disk("killed")).calls >= 2
     pin(checkpoint, "why")
@@ -129,7 +137,10 @@ def test_a_draft_is_not_written_through_a_link(checkpoint, tmp_path):
 
 def test_a_lease_lasts_as_long_as_its_block(checkpoint):
     with hold_lease(checkpoint), hold_lease(checkpoint):
-        assert lease_reasons(checkpoint) == (f"in use by process {os.getpid()} on {os.uname().nodename}",) * 2
+        assert (
+            lease_reasons(checkpoint)
+            == (f"in use by process {os.getpid()} on {os.uname().nodename}",) * 2
+        )
         assert verify(checkpoint).ok
     assert (lease_reasons(checkpoint), hidden(checkpoint)) == ((), [])
     with pytest.raises(KeyError), hold_lease(checkpoint):
@@ -138,7 +149,9 @@ def test_a_lease_lasts_as_long_as_its_block(checkpoint):
 
 
 def test_a_dead_holder_holds_nothing(checkpoint, holder):
-    assert lease_reasons(checkpoint) == (f"in use by process {holder.pid} on {os.uname().nodename}",)
+    assert lease_reasons(checkpoint) == (
+        f"in use by process {holder.pid} on {os.uname().nodename}",
+    )
     holder.send_signal(signal.SIGKILL)
     while holder.poll() is None or lease_reasons(checkpoint):
         assert holder.returncode is None, "dead and buried, and its lease is believed"
@@ -158,7 +171,9 @@ def test_a_stopped_holder_holds(checkpoint, holder):
 
 @pytest.mark.parametrize("change", [{"machine": "another"}, {"machine": None}])
 def test_holders_whose_locks_are_not_seen(checkpoint, monkeypatch, change):
-    """Of another machine, or on a file system without locks: what counts is when it was last heard of."""
+    """Of another machine, or on a file system without locks: what counts is when it was last heard
+    of.
+    """
     monkeypatch.setattr(locks, "lock_descriptor", lambda handle: False)
     with hold_lease(checkpoint):
         rewrite(checkpoint, **change)
@@ -168,7 +183,9 @@ def test_holders_whose_locks_are_not_seen(checkpoint, monkeypatch, change):
 
 
 def test_a_lease_goes_where_its_checkpoint_goes(checkpoint, tmp_path):
-    """A save moves it for an instant; if it is let go just then, what is moved back holds nothing."""
+    """A save moves it for an instant; if it is let go just then, what is moved back holds
+    nothing.
+    """
     with hold_lease(checkpoint):
         checkpoint.rename(tmp_path / "aside")
         assert len(lease_reasons(tmp_path / "aside")) == 1
@@ -224,7 +241,9 @@ def age(checkpoint, seconds):
 
 
 def test_a_mark_counts_no_longer_than_its_process_lives(tmp_path):
-    """That can be told on its machine alone, and in its container: a number may be another process's elsewhere."""
+    """That can be told on its machine alone, and in its container: a number may be another
+    process's elsewhere.
+    """
     store = LocalStore(tmp_path)
 
     def is_alive(**facts):

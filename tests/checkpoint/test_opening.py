@@ -1,4 +1,6 @@
-"""What comes out of a checkpoint that is replaced, damaged or made on purpose while or before it is read."""
+"""What comes out of a checkpoint that is replaced, damaged or made on purpose while or before it is
+read.
+"""
 
 import json
 import os
@@ -57,7 +59,9 @@ def parts_of_pair(folder: Path, **options: bool) -> dict[str, nn.Module]:
 
 
 def numbers(loaded: dict[str, nn.Module]) -> set[float]:
-    return {parameter.flatten()[0].item() for part in loaded.values() for parameter in part.parameters()}
+    return {
+        parameter.flatten()[0].item() for part in loaded.values() for parameter in part.parameters()
+    }
 
 
 def test_parts_are_of_one_moment(tmp_path, monkeypatch):
@@ -119,7 +123,9 @@ def test_what_is_resumed_is_what_was_compared(tmp_path, monkeypatch):
 
 
 def test_no_name_tells_of_the_descriptor(tmp_path):
-    """Libraries read by the path of a descriptor; models and errors have the path of the checkpoint."""
+    """Libraries read by the path of a descriptor; models and errors have the path of the
+    checkpoint.
+    """
     CheckpointSaver().save(models.build("mixtral"), tmp_path / "out")
     loaded = ft_ckpt.load_model(tmp_path / "out")
     assert loaded.config._name_or_path == loaded.name_or_path == str(tmp_path / "out")
@@ -149,13 +155,19 @@ def made(kind: str, folder: Path) -> nn.Module:
         CheckpointSaver().save(model, folder)
     else:
         model = Pair(1)
-        CheckpointSaver().save(model, folder, attribute=PARTS, format="h5" if kind == "h5" else "safetensors")
+        CheckpointSaver().save(
+            model, folder, attribute=PARTS, format="h5" if kind == "h5" else "safetensors"
+        )
     return model
 
 
 def content(loaded: object) -> dict[str, torch.Tensor]:
     if isinstance(loaded, dict):
-        return {f"{part}.{name}": t for part, one in loaded.items() for name, t in one.state_dict().items()}
+        return {
+            f"{part}.{name}": t
+            for part, one in loaded.items()
+            for name, t in one.state_dict().items()
+        }
     return dict(loaded.state_dict())
 
 
@@ -163,7 +175,9 @@ def content(loaded: object) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", ["adapters", "large", "parts", "h5"])
 @pytest.mark.parametrize("times", [2, pytest.param(40, marks=pytest.mark.slow)])
 def test_no_flipped_bit_gives_another_model(tmp_path, kind, times):
-    """Flips in every file: none gives other values with verify=True, nor in a small file without it."""
+    """Flips in every file: none gives other values with verify=True, nor in a small file without
+    it.
+    """
     print(f"FT_CKPT_SEED={SEED}")
     draw, path = random.Random(SEED), tmp_path / "out"
     made(kind, path)
@@ -179,7 +193,8 @@ def test_no_flipped_bit_gives_another_model(tmp_path, kind, times):
                     found = content(load_it(path, verify=verify))
                 except CheckpointError:
                     continue
-                # The manifest vouches for the others; people and libraries write the card again after a save.
+                # The manifest vouches for the others; people and libraries write the card again
+                # after a save.
                 assert Path(file).name in (MANIFEST_NAME, "README.md"), (file, place, verify)
                 assert found.keys() == truth.keys()
                 assert all(torch.equal(found[name], truth[name]) for name in truth)
@@ -203,10 +218,16 @@ def test_configs_that_are_none(tmp_path, file, text):
 
 
 def change_config(folder: Path, **fields: object) -> None:
-    edit(folder, "config.json", json.dumps({**json.loads((folder / "config.json").read_text()), **fields}))
+    edit(
+        folder,
+        "config.json",
+        json.dumps({**json.loads((folder / "config.json").read_text()), **fields}),
+    )
 
 
-@pytest.mark.parametrize("fields", [{"num_hidden_layers": 1 << 32}, {"num_hidden_layers": 60_000}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"num_hidden_layers": 1 << 32}, {"num_hidden_layers": 60_000}], ids=str
+)
 def test_a_model_without_end_is_refused(tmp_path, fields):
     """A config that asks for more than the tensors can be is refused at once."""
     CheckpointSaver().save(models.build("llama"), tmp_path / "out")
@@ -219,12 +240,20 @@ def test_a_model_without_end_is_refused(tmp_path, fields):
 
 def test_a_buffer_without_end_is_refused(tmp_path):
     """This model makes a mask of its positions squared."""
-    sizes = {"vocab_size": 101, "hidden_size": 24, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64}
+    sizes = {
+        "vocab_size": 101,
+        "hidden_size": 24,
+        "num_layers": 2,
+        "num_heads": 4,
+        "max_position_embeddings": 64,
+    }
     model = GPTNeoForCausalLM(GPTNeoConfig(**sizes, attention_types=[[["global"], 2]]))
     CheckpointSaver().save(model, tmp_path / "out")
     assert ft_ckpt.load_model(tmp_path / "out").config.max_position_embeddings == 64
     change_config(tmp_path / "out", max_position_embeddings=200_000)
-    with pytest.raises(LoadError, match=r"config\.json: asks for a buffer of 40,000,000,000 numbers"):
+    with pytest.raises(
+        LoadError, match=r"config\.json: asks for a buffer of 40,000,000,000 numbers"
+    ):
         ft_ckpt.load_model(tmp_path / "out")
 
 
@@ -256,11 +285,17 @@ for place in sys.argv[1:]:
 
 
 def test_code_in_a_checkpoint_is_never_asked_about(tmp_path):
-    """With "y" on standard input nothing runs: neither beside the weights, nor beside an adapter's base."""
+    """With "y" on standard input nothing runs: neither beside the weights, nor beside an adapter's
+    base.
+    """
     base = models.build("llama")
     CheckpointSaver().save(base, tmp_path / "model")
     (tmp_path / "model" / "own.py").write_text(textwrap.dedent(REMOTE))
-    mapped = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.Own", "AutoModelForCausalLM": "own.Own"}
+    mapped = {
+        "AutoConfig": "own.OwnConfig",
+        "AutoModel": "own.Own",
+        "AutoModelForCausalLM": "own.Own",
+    }
     change_config(tmp_path / "model", model_type="own_llama", auto_map=mapped)
     base.name_or_path = base.config._name_or_path = str(tmp_path / "model")
     adapter = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"]))
@@ -278,7 +313,9 @@ def test_an_index_that_leads_outside_is_refused(tmp_path, file):
     outside = (tmp_path / "model" / "model.safetensors").rename(tmp_path / "outside.safetensors")
     with safe_open(outside, "pt") as tensors:
         places = dict.fromkeys(tensors.keys(), file.format(outside=outside))
-    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": places})
+    )
     with pytest.raises(CorruptError, match=r"outside\.safetensors"):
         ft_ckpt.convert(tmp_path / "model", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -294,7 +331,9 @@ def test_no_public_name_of_transformers_is_called_for_a_class(tmp_path, monkeypa
     called = []
     CheckpointSaver().save(models.build("llama"), tmp_path / "out")
     manifest = read_manifest(tmp_path / "out")
-    named = replace(manifest, parts=tuple(replace(part, class_name=name) for part in manifest.parts))
+    named = replace(
+        manifest, parts=tuple(replace(part, class_name=name) for part in manifest.parts)
+    )
     (tmp_path / "out" / MANIFEST_NAME).write_text(manifest_to_json(named))
     for one in ("set_seed", "pipeline"):
         monkeypatch.setattr(transformers, one, lambda *asked, **given: called.append(asked))
@@ -331,7 +370,9 @@ def test_a_checkpoint_that_is_replaced_is_converted_as_it_was(tmp_path, monkeypa
     loaded = ft_ckpt.load_model(tmp_path / "new")
     assert type(loaded) is type(model)
     assert content(loaded).keys() == content(model).keys()
-    assert all(torch.equal(tensor, content(model)[name]) for name, tensor in content(loaded).items())
+    assert all(
+        torch.equal(tensor, content(model)[name]) for name, tensor in content(loaded).items()
+    )
 
 
 @pytest.mark.parametrize("below", ["", "policy", "policy/model.safetensors"])
@@ -366,8 +407,13 @@ def asides(folder: Path) -> list[Path]:
 
 
 def test_libraries_read_the_folder_that_was_opened_by_its_path(tmp_path):
-    """After an overwrite in the middle of a read; what it has moved aside is deleted when nobody reads it any more."""
-    path, models_by_name = tmp_path / "out", {name: models.build(name).eval() for name in ("llama", "qwen3")}
+    """After an overwrite in the middle of a read; what it has moved aside is deleted when nobody
+    reads it any more.
+    """
+    path, models_by_name = (
+        tmp_path / "out",
+        {name: models.build(name).eval() for name in ("llama", "qwen3")},
+    )
     CheckpointSaver(tokenizer=models.tokenizer()).save(models_by_name["llama"], path)
     with ExitStack() as first, ExitStack() as second:
         held = first.enter_context(open_checkpoint(path))
@@ -377,7 +423,10 @@ def test_libraries_read_the_folder_that_was_opened_by_its_path(tmp_path):
         assert (len(asides(path)), len(lease_reasons(asides(path)[0]))) == (1, 2)
         loaded = AutoModelForCausalLM.from_pretrained(held.folder)
         assert type(loaded) is type(models_by_name["llama"])
-        assert all(torch.equal(t, content(models_by_name["llama"])[name]) for name, t in content(loaded).items())
+        assert all(
+            torch.equal(t, content(models_by_name["llama"])[name])
+            for name, t in content(loaded).items()
+        )
         assert len(AutoTokenizer.from_pretrained(other.folder)) == len(models.tokenizer())
         with safe_open(held.folder / "model.safetensors", "pt") as tensors:
             assert tensors.keys()
@@ -405,7 +454,9 @@ def test_what_readers_that_were_killed_have_kept_goes_with_the_next_save(tmp_pat
     assert asides(path) == []
 
 
-def test_where_folders_cannot_be_exchanged_a_reader_gets_one_save_or_an_error(tmp_path, monkeypatch):
+def test_where_folders_cannot_be_exchanged_a_reader_gets_one_save_or_an_error(
+    tmp_path, monkeypatch
+):
     """Here it is the working directory: single files are moved, and the manifest tells."""
     path = tmp_path / "out"
     CheckpointSaver().save(Pair(1), path, attribute=PARTS)

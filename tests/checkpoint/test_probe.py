@@ -18,7 +18,9 @@ def test_a_bucket_that_can_be_used_is_left_as_it_was(s3):
         saver = CheckpointSaver(None, RUN)
     assert saver.directory == RUN
     assert s3.names() == []
-    assert len([line for line in s3.seen("PUT") if ".ft_ckpt-probe-" in str(line)]) == 2, "the second is refused"
+    assert len([line for line in s3.seen("PUT") if ".ft_ckpt-probe-" in str(line)]) == 2, (
+        "the second is refused"
+    )
 
 
 def test_what_is_wrong_is_told(s3):
@@ -28,7 +30,9 @@ def test_what_is_wrong_is_told(s3):
     with pytest.raises(TargetError, match=f"{RUN}: cannot be used with these credentials"):
         CheckpointSaver(None, RUN, store_options=keys)
     s3.faults.append(Fault("PUT", status=403, code="AccessDenied", times=99))
-    with pytest.raises(TargetError, match=f"{RUN}: can be read, and not written; use credentials that may write"):
+    with pytest.raises(
+        TargetError, match=f"{RUN}: can be read, and not written; use credentials that may write"
+    ):
         CheckpointSaver(None, RUN, store_options=FAST)
 
 
@@ -40,6 +44,10 @@ def test_a_store_without_conditions_is_warned_of(s3):
 
 
 def test_names_that_come_again_need_leave_to_replace(s3):
-    with pytest.raises(ConfigError, match=r"saves replace each other, which in a bucket takes overwrite=True"):
+    with pytest.raises(
+        ConfigError, match=r"saves replace each other, which in a bucket takes overwrite=True"
+    ):
         CheckpointSaver(None, RUN, name_template="epoch-{epoch}")
-    assert CheckpointSaver(None, RUN, name_template="epoch-{epoch}", overwrite=True).directory == RUN
+    assert (
+        CheckpointSaver(None, RUN, name_template="epoch-{epoch}", overwrite=True).directory == RUN
+    )

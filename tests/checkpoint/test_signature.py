@@ -1,4 +1,6 @@
-"""Signatures with real keys: a signed folder that gains, loses or changes a file is refused, and the file is named."""
+"""Signatures with real keys: a signed folder that gains, loses or changes a file is refused, and
+the file is named.
+"""
 
 import base64
 import hashlib
@@ -47,9 +49,13 @@ def new_key(folder: Path, name: str, password: str | None = None) -> tuple[Path,
     from cryptography.hazmat.primitives.asymmetric import ec
 
     key = ec.generate_private_key(ec.SECP256R1())
-    secret = written.BestAvailableEncryption(password.encode()) if password else written.NoEncryption()
+    secret = (
+        written.BestAvailableEncryption(password.encode()) if password else written.NoEncryption()
+    )
     private, public = folder / f"{name}.pem", folder / f"{name}.pub"
-    private.write_bytes(key.private_bytes(written.Encoding.PEM, written.PrivateFormat.PKCS8, secret))
+    private.write_bytes(
+        key.private_bytes(written.Encoding.PEM, written.PrivateFormat.PKCS8, secret)
+    )
     info = written.PublicFormat.SubjectPublicKeyInfo
     public.write_bytes(key.public_key().public_bytes(written.Encoding.PEM, info))
     return private, public
@@ -73,7 +79,9 @@ def problems(path: Path, key: Path) -> str:
     return "; ".join(verify(path, signed_by=key).problems)
 
 
-def test_a_signed_checkpoint_is_whole_and_stays_what_it_was(signed: Path, keys: tuple[Path, Path]) -> None:
+def test_a_signed_checkpoint_is_whole_and_stays_what_it_was(
+    signed: Path, keys: tuple[Path, Path]
+) -> None:
     before = contents(signed)
     sign(signed, keys[0])  # again
     pin(signed, "the paper's")
@@ -87,12 +95,18 @@ def test_a_signed_checkpoint_is_whole_and_stays_what_it_was(signed: Path, keys: 
 
 
 @pytest.mark.parametrize("form", ["safetensors", "h5", "dual"])
-def test_sha256_of_the_save_need_not_be_taken_again(tmp_path: Path, keys: tuple[Path, Path], form: str) -> None:
-    with CheckpointSaver(digest="sha256", format=form, max_shard_size=30_000, background=form == "dual") as saver:
+def test_sha256_of_the_save_need_not_be_taken_again(
+    tmp_path: Path, keys: tuple[Path, Path], form: str
+) -> None:
+    with CheckpointSaver(
+        digest="sha256", format=form, max_shard_size=30_000, background=form == "dual"
+    ) as saver:
         saver.save(models.build("llama"), tmp_path / "x")
     files = {file.path: file.sha256 for file in read_manifest(tmp_path / "x").files if file.sha256}
     assert len(files) > 1
-    assert files == {name: hashlib.sha256((tmp_path / "x" / name).read_bytes()).hexdigest() for name in files}
+    assert files == {
+        name: hashlib.sha256((tmp_path / "x" / name).read_bytes()).hexdigest() for name in files
+    }
     sign(tmp_path / "x", keys[0])
     assert problems(tmp_path / "x", keys[1]) == ""
     name = min(files)
@@ -127,15 +141,21 @@ def test_what_the_library_signs_is_accepted(signed: Path, keys: tuple[Path, Path
     assert problems(signed, keys[1]) == ""
 
 
-def test_a_signature_that_leaves_files_out_is_refused(signed: Path, keys: tuple[Path, Path]) -> None:
+def test_a_signature_that_leaves_files_out_is_refused(
+    signed: Path, keys: tuple[Path, Path]
+) -> None:
     (signed / SIGNATURE_NAME).unlink()
     command = [sys.executable, "-m", "model_signing", "sign", "key", str(signed)]
     command += ["--signature", str(signed / SIGNATURE_NAME), "--private_key", str(keys[0])]
-    subprocess.run([*command, "--ignore-paths", str(signed / "config.json")], capture_output=True, check=True)
+    subprocess.run(
+        [*command, "--ignore-paths", str(signed / "config.json")], capture_output=True, check=True
+    )
     assert "config.json" in problems(signed, keys[1])
 
 
-def test_unsigned_and_signed_by_another(signed: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
+def test_unsigned_and_signed_by_another(
+    signed: Path, keys: tuple[Path, Path], tmp_path: Path
+) -> None:
     other = new_key(tmp_path, "other")[1]
     assert "model.sig: not a signature of these files" in problems(signed, other)
     assert str(other) in problems(signed, other)
@@ -143,7 +163,9 @@ def test_unsigned_and_signed_by_another(signed: Path, keys: tuple[Path, Path], t
     assert "model.sig: missing" in problems(signed, keys[1])
 
 
-def test_a_signature_of_another_checkpoint_is_refused(signed: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_signature_of_another_checkpoint_is_refused(
+    signed: Path, keys: tuple[Path, Path], tmp_path: Path
+) -> None:
     save(tmp_path / "checkpoint-2", step=2, shards=2, parts=("", "policy"))
     sign(tmp_path / "checkpoint-2", keys[0])
     shutil.copy(tmp_path / "checkpoint-2" / SIGNATURE_NAME, signed)
@@ -152,20 +174,33 @@ def test_a_signature_of_another_checkpoint_is_refused(signed: Path, keys: tuple[
 
 def change(folder: Path, draw: random.Random) -> str:
     """Change one thing in a signed folder; returns a text that a refusal has to contain."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SIGNATURE_NAME)
+    files = sorted(
+        path for path in folder.rglob("*") if path.is_file() and path.name != SIGNATURE_NAME
+    )
     file = draw.choice(files)
     name = file.relative_to(folder).as_posix()
-    kind = draw.choice(["flip", "flip", "flip", "grow", "cut", "add", "remove", "rename", "swap", "link"])
+    kind = draw.choice(
+        ["flip", "flip", "flip", "grow", "cut", "add", "remove", "rename", "swap", "link"]
+    )
     if kind == "flip":
         content = bytearray(file.read_bytes())
         content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
         file.write_bytes(content)
     elif kind in ("grow", "cut"):
         content = file.read_bytes()
-        file.write_bytes(content + b"\n" if kind == "grow" else content[: draw.randrange(len(content))])
+        file.write_bytes(
+            content + b"\n" if kind == "grow" else content[: draw.randrange(len(content))]
+        )
     elif kind == "add":
         new = draw.choice(
-            ["notes.txt", ".gitattributes", ".hidden", "policy/more.py", "deep/er/x.bin", "policy/.ft_ckpt-x"]
+            [
+                "notes.txt",
+                ".gitattributes",
+                ".hidden",
+                "policy/more.py",
+                "deep/er/x.bin",
+                "policy/.ft_ckpt-x",
+            ]
         )
         (folder / new).parent.mkdir(parents=True, exist_ok=True)
         (folder / new).write_bytes(draw.randbytes(draw.randrange(9)))
@@ -203,7 +238,9 @@ def test_every_change_is_refused(signed: Path, keys: tuple[Path, Path], times: i
 
 
 @pytest.mark.parametrize("times", [30, pytest.param(500, marks=pytest.mark.slow)])
-def test_a_changed_signature_is_refused_or_says_the_same(signed: Path, keys: tuple[Path, Path], times: int) -> None:
+def test_a_changed_signature_is_refused_or_says_the_same(
+    signed: Path, keys: tuple[Path, Path], times: int
+) -> None:
     """A bundle has bytes that carry nothing, such as spaces; those that are signed stay."""
     draw, file = random.Random(times), signed / SIGNATURE_NAME
     whole = file.read_bytes()
@@ -240,7 +277,9 @@ def test_what_cannot_be_signed(signed: Path, keys: tuple[Path, Path], tmp_path: 
     assert (signed / SIGNATURE_NAME).read_bytes() == before
 
 
-def test_one_that_is_replaced_meanwhile(signed: Path, keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_replaced_meanwhile(
+    signed: Path, keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = signature.make_signature
 
     def make_late(*what: object) -> bytes:
@@ -279,7 +318,9 @@ def test_a_new_save_drops_the_signature(signed: Path, keys: tuple[Path, Path]) -
 def test_a_save_that_is_killed_leaves_both_or_none(
     signed: Path, keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, pours: bool
 ) -> None:
-    """The old checkpoint with its signature, or the new one without: whichever call was the last."""
+    """The old checkpoint with its signature, or the new one without: whichever call was the
+    last.
+    """
     if pours:
         monkeypatch.chdir(signed)
 
@@ -368,7 +409,9 @@ def test_one_in_a_bucket_is_refused_by_name(signed: Path, keys: tuple[Path, Path
             action()
 
 
-def test_without_the_library(signed: Path, keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library(
+    signed: Path, keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "model_signing.hashing", None)
     monkeypatch.delattr("model_signing.hashing", raising=False)
     for action in (lambda: sign(signed, keys[0]), lambda: verify(signed, signed_by=keys[1])):
@@ -377,7 +420,9 @@ def test_without_the_library(signed: Path, keys: tuple[Path, Path], monkeypatch:
     assert verify(signed).ok
 
 
-def test_keyless_signatures_go_to_the_library(signed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keyless_signatures_go_to_the_library(
+    signed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sigstore needs a network; here is shown only what it is asked."""
     from model_signing import signing, verifying
 
@@ -389,7 +434,9 @@ def test_keyless_signatures_go_to_the_library(signed: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(signing.Config, "use_sigstore_signer", note)
     monkeypatch.setattr(verifying.Config, "use_sigstore_verifier", note)
-    monkeypatch.setattr(signing.Config, "sign", lambda config, folder, to: Path(to).write_text("{}"))
+    monkeypatch.setattr(
+        signing.Config, "sign", lambda config, folder, to: Path(to).write_text("{}")
+    )
     sign(signed, None, provider="https://login.example")
     report = verify(signed, signed_by=("ann@example.org", "https://login.example"))
     assert "ann@example.org (https://login.example)" in report.problems[-1]
@@ -405,7 +452,10 @@ def test_the_commands(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint-1"
     environment = {**os.environ, "FT_CKPT_SIGN_PASSWORD": "word"}
     done = run_python(RUN, "sign", checkpoint, "--key", private, env=environment)
-    assert (done.returncode, done.stdout) == (0, f"{checkpoint} -> {checkpoint / SIGNATURE_NAME}\n"), done.stderr
+    assert (done.returncode, done.stdout) == (
+        0,
+        f"{checkpoint} -> {checkpoint / SIGNATURE_NAME}\n",
+    ), done.stderr
     assert run_python(RUN, "verify", checkpoint, "--signed-by", public).returncode == 0
     (checkpoint / "extra.py").write_text("")
     done = run_python(RUN, "verify", checkpoint, "--signed-by", public)
@@ -414,7 +464,16 @@ def test_the_commands(tmp_path: Path) -> None:
         ["sign", checkpoint],
         ["sign", checkpoint, "--key", private, "--keyless"],
         ["verify", checkpoint, "--identity", "ann"],
-        ["verify", checkpoint, "--signed-by", public, "--identity", "ann", "--identity-provider", "b"],
+        [
+            "verify",
+            checkpoint,
+            "--signed-by",
+            public,
+            "--identity",
+            "ann",
+            "--identity-provider",
+            "b",
+        ],
         ["verify", tmp_path / "key.pem", "--signed-by", public],
     ):
         with pytest.raises((ConfigError, NotACheckpointError)):

@@ -1,4 +1,6 @@
-"""Deleting old checkpoints: what goes, what never does, and sweeps that are killed, refused or raced."""
+"""Deleting old checkpoints: what goes, what never does, and sweeps that are killed, refused or
+raced.
+"""
 
 import contextlib
 import fcntl
@@ -75,7 +77,9 @@ def names(folder):
 
 
 def test_the_last_stay_whole(run):
-    """The newest by number stay; a user's folder of a like name, and another tool's, are not touched."""
+    """The newest by number stay; a user's folder of a like name, and another tool's, are not
+    touched.
+    """
     before = contents(run)
     sizes = [sum(file.size_bytes for file in info.manifest.files) for info in discover(run)]
     report = prune_run(run, Keep(last=2))
@@ -86,7 +90,10 @@ def test_the_last_stay_whole(run):
     assert list(report.kept) == [run / "checkpoint-11", run / "checkpoint-12"]
     gone = ("checkpoint-9", "checkpoint-10", "checkpoint-8/")
     rest = {path: content for path, content in before.items() if not path.startswith(gone)}
-    foreign = {path: before[path] for path in ("checkpoint-8", "checkpoint-8/logs", "checkpoint-8/logs/events.txt")}
+    foreign = {
+        path: before[path]
+        for path in ("checkpoint-8", "checkpoint-8/logs", "checkpoint-8/logs/events.txt")
+    }
     assert contents(run) == rest | foreign
 
 
@@ -112,7 +119,9 @@ def test_old_states_go_and_their_weights_stay(run):
     assert (steps(run), stateful(run), report.stripped) == ([9, 10, 11, 12], [12], tuple(weights))
     for path in weights:
         assert verify(path).ok
-        assert contents(path) == rest_of(before[path]) | {MANIFEST_NAME: (path / MANIFEST_NAME).read_bytes()}
+        assert contents(path) == rest_of(before[path]) | {
+            MANIFEST_NAME: (path / MANIFEST_NAME).read_bytes()
+        }
         assert "training state" in read_manifest(path).notes[-1]
     assert report.freed_bytes > sum(len(before[path]["state/position.json"]) for path in weights)
     assert prune_run(run, Keep(last=4, state=Keep(last=1))) == PruneReport(report.kept)
@@ -138,7 +147,9 @@ def test_nothing_behind_a_link_is_opened(run, tmp_path_factory):
             assert prune_run(run, Keep(last=1), dry_run=dry_run).problems == ()
     assert steps(run) == [12]
     assert not [
-        path for path in opened if Path(path).is_relative_to(elsewhere) or Path(path).is_relative_to(unreadable)
+        path
+        for path in opened
+        if Path(path).is_relative_to(elsewhere) or Path(path).is_relative_to(unreadable)
     ]
 
 
@@ -155,7 +166,9 @@ def test_a_state_of_several_files_verifies(run):
 def test_pins_and_links_stay(run):
     pin(run / "checkpoint-8")
     (run / "best").symlink_to("checkpoint-9")
-    report = prune_run(run, Keep(last=1, state=Keep(last=1)), protect=[os.path.relpath(run / "checkpoint-10")])
+    report = prune_run(
+        run, Keep(last=1, state=Keep(last=1)), protect=[os.path.relpath(run / "checkpoint-10")]
+    )
     assert (steps(run), stateful(run)) == ([8, 9, 10, 12], [8, 9, 10, 12])
     assert [why[0].partition(" by ")[0] for why in report.kept.values()] == [
         *("pinned", "linked from best", "protected", "newest valid"),
@@ -244,7 +257,9 @@ def make_manifest(stage):
 
 
 def test_room_is_made_for_the_one_to_come(run):
-    """The disk is full, so what the next checkpoint will push out goes now; never the last that is valid."""
+    """The disk is full, so what the next checkpoint will push out goes now; never the last that is
+    valid.
+    """
     assert prune_run(run, Keep(last=5)).dropped == ()
     assert make_room(run, Keep(last=5), 13).dropped == (run / "checkpoint-8",)
     assert make_room(run, Keep(last=1, state=Keep(last=1)), 13).dropped == tuple(
@@ -305,7 +320,9 @@ def test_killed_at_every_call(tmp_path, template):
 @pytest.mark.sample("EIO")
 @pytest.mark.parametrize("fault", ["Ctrl-C", "EIO"])
 def test_refused_at_every_call(tmp_path, template, fault):
-    """A failing disk costs the checkpoint it fails on; the others are swept all the same, and nothing is raised."""
+    """A failing disk costs the checkpoint it fails on; the others are swept all the same, and
+    nothing is raised.
+    """
 
     def refused(world):
         root = shutil.copytree(template[0], tmp_path / world.name)
@@ -323,7 +340,9 @@ def test_refused_at_every_call(tmp_path, template, fault):
 
 @pytest.mark.slow
 def test_finished_before_it_is_dropped(tmp_path, template):
-    """Killed while it took a state away; the next sweep cannot finish that at first, and drops the checkpoint."""
+    """Killed while it took a state away; the next sweep cannot finish that at first, and drops the
+    checkpoint.
+    """
 
     def killed(world):
         root = shutil.copytree(template[0], tmp_path / world.name)
@@ -340,7 +359,9 @@ def test_finished_before_it_is_dropped(tmp_path, template):
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 3])
 def test_saved_again_over_the_remains(tmp_path, template, step):
-    """A run that went back saves the step that a killed sweep was deleting: the new checkpoint is whole."""
+    """A run that went back saves the step that a killed sweep was deleting: the new checkpoint is
+    whole.
+    """
 
     def killed(world):
         root = shutil.copytree(template[0], tmp_path / world.name)
@@ -350,8 +371,12 @@ def test_saved_again_over_the_remains(tmp_path, template, step):
         prune_run(root, Keep())
         assert verify(root / f"checkpoint-{step}").ok
         assert read_manifest(root / f"checkpoint-{step}") == saved
-        files = {path.name for path in (root / f"checkpoint-{step}").rglob("[!.]*") if path.is_file()}
-        assert files == {file.path for file in saved.files} | ({"notes.txt"} if step == 2 else set()) | {MANIFEST_NAME}
+        files = {
+            path.name for path in (root / f"checkpoint-{step}").rglob("[!.]*") if path.is_file()
+        }
+        assert files == {file.path for file in saved.files} | (
+            {"notes.txt"} if step == 2 else set()
+        ) | {MANIFEST_NAME}
         shutil.rmtree(root)
 
     assert try_worlds(killed, Disk("killed"), every=3).calls > 30
@@ -361,9 +386,13 @@ def test_saved_again_over_the_remains(tmp_path, template, step):
 
 
 def test_a_reader_is_waited_for(run):
-    """A checkpoint that another process reads stays; once it is read, or the reader is dead, it goes."""
+    """A checkpoint that another process reads stays; once it is read, or the reader is dead, it
+    goes.
+    """
     readers = [start_reader(run / f"checkpoint-{step}") for step in (8, 9)]
-    assert prune_run(run, Keep(last=1)).dropped == tuple(run / f"checkpoint-{step}" for step in (10, 11))
+    assert prune_run(run, Keep(last=1)).dropped == tuple(
+        run / f"checkpoint-{step}" for step in (10, 11)
+    )
     for reader in readers:
         reader.stdin.write("\n")
         reader.stdin.flush()
@@ -372,7 +401,9 @@ def test_a_reader_is_waited_for(run):
     readers[0].wait()
     readers[1].kill()
     readers[1].wait()
-    assert prune_run(run, Keep(last=1)).dropped == tuple(run / f"checkpoint-{step}" for step in (8, 9))
+    assert prune_run(run, Keep(last=1)).dropped == tuple(
+        run / f"checkpoint-{step}" for step in (8, 9)
+    )
     for reader in readers:
         reader.stdout.close()
     readers[1].stdin.close()
@@ -390,7 +421,9 @@ def start_reader(checkpoint):
 
 @pytest.mark.slow
 def test_readers_and_sweeps_side_by_side(tmp_path):
-    """Whoever takes a lease and then finds a manifest reads what it lists, however often it is swept."""
+    """Whoever takes a lease and then finds a manifest reads what it lists, however often it is
+    swept.
+    """
     sweeper = os.fork()
     if sweeper == 0:
         for step in range(200):
@@ -436,16 +469,22 @@ def test_a_lease_that_another_process_checks_as_it_is_taken(run, monkeypatch):
 @pytest.mark.parametrize("keep", [Keep(last=1), Keep(state=Keep(last=1))], ids=["drop", "strip"])
 @pytest.mark.parametrize("mark", ["pin", "lease"])
 def test_marked_between_the_plan_and_the_deed(run, monkeypatch, keep, mark):
-    """The manifest is out of the way and only then marks are looked at: one that is there by now brings it back."""
+    """The manifest is out of the way and only then marks are looked at: one that is there by now
+    brings it back.
+    """
     before = contents(run / "checkpoint-9")
     held, move = hold_lease(run / "checkpoint-9"), local_disk.move
     put = {"pin": lambda: pin(run / "checkpoint-9"), "lease": held.__enter__}[mark]
     tombstone = run / "checkpoint-9" / TOMBSTONE
-    monkeypatch.setattr(local_disk, "move", lambda one, other: (other == tombstone and put(), move(one, other)))
+    monkeypatch.setattr(
+        local_disk, "move", lambda one, other: (other == tombstone and put(), move(one, other))
+    )
     report = prune_run(run, keep)
     monkeypatch.undo()
     assert report.kept[run / "checkpoint-9"][0].startswith("pinned" if mark == "pin" else "in use")
-    assert {p: c for p, c in contents(run / "checkpoint-9").items() if not p.startswith(".")} == before
+    assert {
+        p: c for p, c in contents(run / "checkpoint-9").items() if not p.startswith(".")
+    } == before
     assert steps(run) == ([9, 12] if keep.last else [8, 9, 10, 11, 12])
     if mark == "lease":
         held.__exit__(None, None, None)
@@ -486,7 +525,9 @@ def test_one_that_disappears_is_no_error(run, monkeypatch):
 
 
 def test_what_dead_saves_left_is_cleared(run):
-    """Stages of processes that were killed go, those of living ones stay, and the checkpoints are as they were."""
+    """Stages of processes that were killed go, those of living ones stay, and the checkpoints are
+    as they were.
+    """
     before = contents(run)
     stage = open_stage(run / "checkpoint-100")
     for step in (99, 9):
@@ -509,7 +550,10 @@ def test_an_unfinished_file_goes_after_a_day(run):
 def test_a_spoilt_tombstone_is_named_and_left(run):
     shutil.copytree(run / "checkpoint-8", run / "checkpoint-1")
     (run / "checkpoint-1" / MANIFEST_NAME).rename(run / "checkpoint-1" / TOMBSTONE)
-    for text, said in (("{", "not a manifest"), ('{"files": [{"path": "../x"}]}', "outside of the folder")):
+    for text, said in (
+        ("{", "not a manifest"),
+        ('{"files": [{"path": "../x"}]}', "outside of the folder"),
+    ):
         (run / "checkpoint-1" / TOMBSTONE).write_text(text)
         before = contents(run)
         assert said in prune_run(run, Keep()).problems[0]
@@ -517,7 +561,9 @@ def test_a_spoilt_tombstone_is_named_and_left(run):
 
 
 def test_a_model_saved_into_the_folder_of_its_run_loses_no_checkpoint(tmp_path):
-    """As `trainer.save_model()` does: wherever the second such save is killed, the run is whole when it goes on."""
+    """As `trainer.save_model()` does: wherever the second such save is killed, the run is whole
+    when it goes on.
+    """
 
     def trial(world):
         root = tmp_path / world.name / "run"

@@ -1,4 +1,6 @@
-"""A file that the system does not read just now may be whole: nothing older is chosen, deleted or replaced for it."""
+"""A file that the system does not read just now may be whole: nothing older is chosen, deleted or
+replaced for it.
+"""
 
 import errno
 import os
@@ -53,7 +55,11 @@ def refuse(monkeypatch):
 
         def refusing(path, *args, **more):
             # Readers open files by a descriptor of their folder: /proc/self/fd/7/model.safetensors.
-            if left.times and isinstance(path, str | os.PathLike) and os.path.realpath(path) == str(where):
+            if (
+                left.times
+                and isinstance(path, str | os.PathLike)
+                and os.path.realpath(path) == str(where)
+            ):
                 left.times -= 1
                 raise OSError(code, os.strerror(code), str(path))
             return real(path, *args, **more)
@@ -94,7 +100,8 @@ def test_no_older_one_is_chosen(run, refuse, choice, name, code):
     refuse(run / "checkpoint-3" / name, code=code)
     with pytest.raises(UnreadableError, match=r"checkpoint-3") as caught:
         CHOICES[choice](run)
-    assert choice == "average" or "checkpoint-2" in str(caught.value)  # what could be taken instead, by name
+    # what could be taken instead, by name
+    assert choice == "average" or "checkpoint-2" in str(caught.value)
     assert contents(run) == before
 
 
@@ -152,14 +159,18 @@ def test_a_source_that_is_not_read_is_not_called_damaged(run, monkeypatch, name)
 
     with refused.open("rb") as file:
         held = file.fileno()
-        monkeypatch.setattr(os.path, "sameopenfile", lambda one, two: os.fstat(one).st_ino == os.fstat(two).st_ino)
+        monkeypatch.setattr(
+            os.path, "sameopenfile", lambda one, two: os.fstat(one).st_ino == os.fstat(two).st_ino
+        )
         monkeypatch.setattr(os, "preadv", refusing)
         with pytest.raises(UnreadableError, match=name):
             convert(run / "checkpoint-3", run.parent / "out")
     assert not (run.parent / "out").exists()
 
 
-def test_a_staged_checkpoint_that_is_not_read_is_named_and_uploaded_later(s3, tmp_path, refuse, monkeypatch):
+def test_a_staged_checkpoint_that_is_not_read_is_named_and_uploaded_later(
+    s3, tmp_path, refuse, monkeypatch
+):
     monkeypatch.setattr(checks, "PAUSES_SECONDS", (0.0, 0.0))
     staging = tmp_path / "staging"
 
@@ -215,7 +226,9 @@ def test_the_trainer_takes_no_older_one(tmp_path, refuse, monkeypatch):
             disable_tqdm=True,
             logging_steps=99,
         )
-        return Trainer(models.build("llama"), arguments, train_dataset=data, callbacks=[FtCkptCallback()])
+        return Trainer(
+            models.build("llama"), arguments, train_dataset=data, callbacks=[FtCkptCallback()]
+        )
 
     trainer(2).train()
     refuse(tmp_path / "checkpoint-2" / "model.safetensors")

@@ -16,7 +16,14 @@ from ft_ckpt.checkpoint.commit import commit_stage, open_stage
 from ft_ckpt.checkpoint.guards import pin_reason
 from ft_ckpt.checkpoint.manifest import manifest_to_json
 
-DPO = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected")
+DPO = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+)
 
 
 @pytest.fixture
@@ -52,7 +59,10 @@ def test_ls_json(run):
 
 def test_ls_of_an_empty_run(tmp_path):
     answer = ft_ckpt("ls", tmp_path)
-    assert (answer.code, answer.out) == (0, f"{tmp_path}: an empty folder; no save was completed there\n")
+    assert (answer.code, answer.out) == (
+        0,
+        f"{tmp_path}: an empty folder; no save was completed there\n",
+    )
 
 
 def test_latest_falls_back_in_one_line(run):
@@ -60,13 +70,19 @@ def test_latest_falls_back_in_one_line(run):
     spoil(run / "checkpoint-20")
     answer = ft_ckpt("latest", run)
     assert (answer.code, answer.out) == (0, f"{run / 'checkpoint-1'}\n")
-    assert answer.err.startswith(f"ft-ckpt: {run / 'checkpoint-20'}: not valid, using an older checkpoint: ")
+    assert answer.err.startswith(
+        f"ft-ckpt: {run / 'checkpoint-20'}: not valid, using an older checkpoint: "
+    )
     assert answer.err.count("\n") == 1
 
 
 def test_latest_json(run):
     answer = ft_ckpt("latest", "--json", run).document
-    assert answer == {"path": str(run / "checkpoint-20"), "step": 20, "created": "2026-01-01T00:00:20+00:00"}
+    assert answer == {
+        "path": str(run / "checkpoint-20"),
+        "step": 20,
+        "created": "2026-01-01T00:00:20+00:00",
+    }
 
 
 def test_verify(run):
@@ -90,7 +106,14 @@ def test_show(run):
     assert lines[0].endswith("checkpoint-1: 2 parts")
     assert lines[1] == "  step 1, saved 2026-01-01 00:00:01 UTC, full, 1.4 KB"
     assert lines[3] == "model: Tiny, 24 parameters in float32; 4 tensors"
-    assert lines[5].split() == ["layers.0.weight", "2x3", "float32", "24", "B", "model-00001-of-00002.safetensors"]
+    assert lines[5].split() == [
+        "layers.0.weight",
+        "2x3",
+        "float32",
+        "24",
+        "B",
+        "model-00001-of-00002.safetensors",
+    ]
     assert sum(line.startswith("layers.") for line in lines) == 8
 
 
@@ -102,7 +125,9 @@ def test_show_json(run):
 
 def test_ls_of_what_a_run_has(tmp_path):
     """Metrics, a training state and a pin; a state is no part that could be loaded."""
-    save_with_state(tmp_path / "checkpoint-3", 3, metrics={"eval_loss": 0.51234567, "accuracy": 1.0})
+    save_with_state(
+        tmp_path / "checkpoint-3", 3, metrics={"eval_loss": 0.51234567, "accuracy": 1.0}
+    )
     ft_ckpt("pin", tmp_path / "checkpoint-3")
     heads, words = (line.split() for line in ft_ckpt("ls", tmp_path).out.splitlines())
     assert heads[-4:] == ["kind", "eval_loss", "accuracy", "kept"]
@@ -121,7 +146,10 @@ def test_ls_of_what_a_run_has(tmp_path):
 
 def test_pin_and_unpin(run):
     answer = ft_ckpt("pin", run / "checkpoint-1", "--reason", "the paper's")
-    assert (answer.code, answer.out) == (0, f"{run / 'checkpoint-1'}: {pin_reason(run / 'checkpoint-1')}\n")
+    assert (answer.code, answer.out) == (
+        0,
+        f"{run / 'checkpoint-1'}: {pin_reason(run / 'checkpoint-1')}\n",
+    )
     assert answer.out.endswith(": the paper's\n")
     answers = [ft_ckpt("unpin", run / "checkpoint-1") for _ in range(2)]
     assert [(answer.code, answer.out) for answer in answers] == [
@@ -140,7 +168,9 @@ def long_run(tmp_path):
 
 def of_one_run(root):
     for info in discover(root):
-        (info.path / "ft_ckpt.json").write_text(manifest_to_json(replace(info.manifest, run_id="1146f0")))
+        (info.path / "ft_ckpt.json").write_text(
+            manifest_to_json(replace(info.manifest, run_id="1146f0"))
+        )
 
 
 def steps(root):
@@ -175,20 +205,30 @@ def test_a_misspelt_metric_deletes_nothing(long_run, dry_run):
     for rules in (["--best", "los:min"], ["--last", "1", "--best", "los:min"]):
         answer = ft_ckpt("prune", long_run, *rules, *dry_run)
         assert (answer.code, answer.out, steps(long_run)) == (2, "", [10, 20, 30, 40, 50])
-        assert "no checkpoint has 'los' (did you mean loss? metrics: loss); nothing was deleted" in answer.err
+        assert (
+            "no checkpoint has 'los' (did you mean loss? metrics: loss); nothing was deleted"
+            in answer.err
+        )
     answer = ft_ckpt("best", long_run, "--metric", "los:min")
     assert (answer.code, answer.out) == (2, "")
     assert "no valid checkpoint with the metric 'los' (did you mean loss?" in answer.err
 
 
 def test_prune_by_time_and_step(long_run):
-    assert ft_ckpt("prune", long_run, "--every", "20", "--hourly", "1", "--daily", "1", "--weekly", "1").code == 0
+    assert (
+        ft_ckpt(
+            "prune", long_run, "--every", "20", "--hourly", "1", "--daily", "1", "--weekly", "1"
+        ).code
+        == 0
+    )
     assert steps(long_run) == [20, 40, 50]
 
 
 def test_prune_json(long_run):
     document = ft_ckpt("prune", long_run, "--last", "1", "--json").document
-    assert document["dropped"] == [str(long_run / f"checkpoint-{step}") for step in (10, 20, 30, 40)]
+    assert document["dropped"] == [
+        str(long_run / f"checkpoint-{step}") for step in (10, 20, 30, 40)
+    ]
     assert document["kept"] == {str(long_run / "checkpoint-50"): ["newest valid", "last 1"]}
     assert document["freed_bytes"] > 0
     assert document["problems"] == []
@@ -221,8 +261,11 @@ def test_prune_of_all_runs_leaves_weights_and_averages(long_run):
     save_with_state(long_run / "alone", 10)
     ft_ckpt("prune", long_run, "--last", "1", "--run", "all")
     assert sorted(path.name for path in long_run.iterdir() if (path / "ft_ckpt.json").exists()) == [
-        "alone", "checkpoint-50", "final", "soup"
-    ]  # fmt: skip
+        "alone",
+        "checkpoint-50",
+        "final",
+        "soup",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +274,10 @@ def test_prune_of_all_runs_leaves_weights_and_averages(long_run):
         (["ls"], "ls: expected RUN; see `ft-ckpt ls --help`"),
         (["ls", "{run}", "b"], "ls: b: one argument too many; see `ft-ckpt ls --help`"),
         (["ls", "{run}", "--deep"], "ls: --deep: no such option; see `ft-ckpt ls --help`"),
-        (["prune", "{run}", "--last", "few"], "prune: --last/--keep-last: few: expected a whole number from 1"),
+        (
+            ["prune", "{run}", "--last", "few"],
+            "prune: --last/--keep-last: few: expected a whole number from 1",
+        ),
         (["destroy"], "destroy: no such command; `ft-ckpt --help` lists the commands"),
         (["unpin", "{run}"], "{run}: an empty folder"),
         (["ls", "{run}/absent"], "{run}/absent: no such folder"),
@@ -243,7 +289,10 @@ def test_prune_of_all_runs_leaves_weights_and_averages(long_run):
         (["pin", "{run}"], "{run}: an empty folder"),
         (["prune", "{run}"], "prune: no rule given, so everything stays"),
         (["prune", "{run}/absent", "--last", "1"], "{run}/absent: no such folder"),
-        (["prune", "{run}", "--last", "0"], "prune: --last/--keep-last: 0: expected a whole number from 1"),
+        (
+            ["prune", "{run}", "--last", "0"],
+            "prune: --last/--keep-last: 0: expected a whole number from 1",
+        ),
         (["prune", "{run}", "--best", "loss"], "--best loss: expected a metric, min or max"),
     ],
 )
@@ -257,7 +306,16 @@ def test_errors_are_one_line(tmp_path, arguments, message):
 @pytest.mark.parametrize(
     "words",
     [
-        ["average", "--json", "{run}/checkpoint-1", "--weights", "1,2", "{run}/checkpoint-1", "--force", "{run}/out"],
+        [
+            "average",
+            "--json",
+            "{run}/checkpoint-1",
+            "--weights",
+            "1,2",
+            "{run}/checkpoint-1",
+            "--force",
+            "{run}/out",
+        ],
         ["convert", "{run}/checkpoint-1", "--format", "h5", "--json", "--", "{run}/out"],
     ],
 )
@@ -268,7 +326,9 @@ def test_options_stand_anywhere(run, words):
 
 
 def test_as_a_module():
-    module = subprocess.run([sys.executable, "-m", "ft_ckpt", "--help"], capture_output=True, text=True, check=False)
+    module = subprocess.run(
+        [sys.executable, "-m", "ft_ckpt", "--help"], capture_output=True, text=True, check=False
+    )
     assert (module.returncode, module.stdout, module.stderr) == (0, ft_ckpt("--help").out, "")
 
 
@@ -292,7 +352,10 @@ def plain(lines):
 @pytest.fixture
 def wide_run(tmp_path):
     """Checkpoints of TRL's DPO: long names, fourteen metrics, several parts."""
-    metrics = {f"{when}{name}": 0.123456 for when in ("", "eval_") for name in DPO} | {"loss": 0.5, "eval_loss": 0.25}
+    metrics = {f"{when}{name}": 0.123456 for when in ("", "eval_") for name in DPO} | {
+        "loss": 0.5,
+        "eval_loss": 0.25,
+    }
     for step in (500, 1000):
         save_with_state(tmp_path / f"checkpoint-of-a-preference-run-{step}", step, metrics=metrics)
     return tmp_path
@@ -305,7 +368,9 @@ def test_ls_fits_a_terminal(wide_run, columns):
     lines = plain(seen)
     assert (code, len(lines)) == (0, 4)
     assert max(map(len, lines)) <= columns
-    assert [line.split()[0] for line in lines[1:3]] == [f"checkpoint-of-a-preference-run-{n}" for n in (500, 1000)]
+    assert [line.split()[0] for line in lines[1:3]] == [
+        f"checkpoint-of-a-preference-run-{n}" for n in (500, 1000)
+    ]
     heads = lines[0].split()
     assert "loss" in heads or columns < 80
     assert {"step", "size", "eval_loss"} <= set(heads)
@@ -316,7 +381,10 @@ def test_ls_fits_a_terminal(wide_run, columns):
 def test_ls_shows_what_is_asked_for(wide_run):
     _, seen = ft_ckpt_on_terminal("ls", wide_run, "--metrics", columns=400)
     assert set(DPO) < set(plain(seen)[0].split())
-    assert "rewards/margins 0.123456" in ft_ckpt("show", wide_run / "checkpoint-of-a-preference-run-500").out
+    assert (
+        "rewards/margins 0.123456"
+        in ft_ckpt("show", wide_run / "checkpoint-of-a-preference-run-500").out
+    )
 
 
 def test_ls_marks_what_is_invalid(run):
@@ -331,10 +399,14 @@ def test_a_file_of_two_names_counts_once(tmp_path):
     parts = make_checkpoint(stage).parts
     os.link(stage / "model.safetensors", stage / "model.h5")
     commit_stage(stage, tmp_path / "checkpoint-1", manifest_of(stage, parts, 1))
-    weights, others = ((tmp_path / "checkpoint-1" / name).stat().st_size for name in ("model.h5", "config.json"))
+    weights, others = (
+        (tmp_path / "checkpoint-1" / name).stat().st_size for name in ("model.h5", "config.json")
+    )
     (row,) = ft_ckpt("ls", tmp_path, "--json").document
     assert row["bytes"] == weights + others
-    assert ft_ckpt("verify", tmp_path / "checkpoint-1", "--json").document["bytes"] == weights + others
+    assert (
+        ft_ckpt("verify", tmp_path / "checkpoint-1", "--json").document["bytes"] == weights + others
+    )
 
 
 def test_verify_of_a_run_is_of_all_its_checkpoints(run):
@@ -347,7 +419,9 @@ def test_verify_of_a_run_is_of_all_its_checkpoints(run):
     (run / "checkpoint-20" / "ft_ckpt.json").write_text("{")
     answer = ft_ckpt("verify", run, "--json")
     assert answer.code == 1
-    assert [(report["ok"], len(report["problems"])) for report in answer.document] == [(False, 1)] * 2
+    assert [(report["ok"], len(report["problems"])) for report in answer.document] == [
+        (False, 1)
+    ] * 2
 
 
 @pytest.fixture
@@ -379,10 +453,22 @@ def misdirect(folder):
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
-        (cut, r"model-00001-of-00002\.safetensors: .*truncated: [0-9,]+ bytes, but its header describes"),
-        (lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(), "shards missing: model-00002-of-00002"),
-        (misdirect, r"not in the shards that it maps them to: layers\.1\.weight, layers\.3\.weight"),
-        (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "no weight_map in it"),
+        (
+            cut,
+            r"model-00001-of-00002\.safetensors: .*truncated: [0-9,]+ bytes, but its header",
+        ),
+        (
+            lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(),
+            "shards missing: model-00002-of-00002",
+        ),
+        (
+            misdirect,
+            r"not in the shards that it maps them to: layers\.1\.weight, layers\.3\.weight",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text("[]"),
+            "no weight_map in it",
+        ),
         (lambda folder: (folder / "config.json").write_text('{"a": '), r"config\.json: not JSON"),
     ],
 )
@@ -394,7 +480,9 @@ def test_verify_says_what_is_wrong_with_a_foreign_folder(foreign, harm, words):
 
 
 def test_prune_of_a_run_with_its_final_weights(long_run):
-    """What a saver saved by itself is of no run: it stays, and nobody has to say which run is meant."""
+    """What a saver saved by itself is of no run: it stays, and nobody has to say which run is
+    meant.
+    """
     of_one_run(long_run)
     save_of(long_run / "final", step=None)
     answer = ft_ckpt("prune", long_run, "--last", "1")
@@ -425,7 +513,19 @@ def test_options_have_one_name(long_run):
     """The same rule by the same name, and by the one it had elsewhere."""
     for name in ("--last", "--keep-last"):
         assert ft_ckpt("prune", long_run, name, "2", "--dry-run").code == 0
-        assert ft_ckpt("plan", "--model-size", "1GB", "--save-time", "1", "--step-time", "1", "--mtbf", "1d", name, "3")
+        assert ft_ckpt(
+            "plan",
+            "--model-size",
+            "1GB",
+            "--save-time",
+            "1",
+            "--step-time",
+            "1",
+            "--mtbf",
+            "1d",
+            name,
+            "3",
+        )
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -440,16 +540,23 @@ def test_completion_in_bash(tmp_path):
     (tmp_path / "ft-ckpt").chmod(0o755)
     script = """eval "$(ft-ckpt --show-completion)"
     COMP_WORDS=(ft-ckpt pru) COMP_CWORD=1; _ft_ckpt_completion ft-ckpt; echo "${COMPREPLY[@]}"
-    COMP_WORDS=(ft-ckpt prune --st) COMP_CWORD=2; _ft_ckpt_completion ft-ckpt; echo ${COMPREPLY[@]}"""
+    COMP_WORDS=(ft-ckpt prune --st) COMP_CWORD=2; _ft_ckpt_completion ft-ckpt
+    echo ${COMPREPLY[@]}"""
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SHELL": "/bin/bash"}
     shell = subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, env={**os.environ, **variables}, check=False
+        ["bash", "-c", script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables},
+        check=False,
     )
     assert shell.stdout.split("\n")[:2] == ["prune", "--state-last --state-every"], shell.stderr
 
 
 def test_diff_and_convert_as_scripts_use_them(run):
-    """Exit code 1 for a difference, as of diff itself; what is there is replaced when that was said."""
+    """Exit code 1 for a difference, as of diff itself; what is there is replaced when that was
+    said.
+    """
     one, other = run / "checkpoint-1", run / "checkpoint-20"
     assert [ft_ckpt("diff", one, each).code for each in (one, other)] == [0, 1]
     assert ft_ckpt("diff", one, other, "--json").code == 1

@@ -28,10 +28,14 @@ def places(tmp_path_factory):
     hugging_face_model(root / "model")
     shutil.copytree(root / "model", root / "output" / "checkpoint-10")
     (root / "output" / "checkpoint-10" / "trainer_state.json").write_text('{"global_step": 10}')
-    settings = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    settings = LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+    )
     adapted = get_peft_model(models.build("llama"), settings)
     adapted.save_pretrained(root / "adapter")
-    CheckpointSaver(directory=root / "lora").save(adapted, root / "lora" / "checkpoint-3", adapter_only=True, step=3)
+    CheckpointSaver(directory=root / "lora").save(
+        adapted, root / "lora" / "checkpoint-3", adapter_only=True, step=3
+    )
     return root
 
 
@@ -40,7 +44,9 @@ def test_ls_of_a_folder_of_runs(places):
     lines = [line.split() for line in answer.out.splitlines()]
     assert lines[1] == ["run", "checkpoints", "step", "age", "size"]
     assert [line[:3] for line in lines[2:4]] == [["a", "2", "2"], ["b", "1", "5"]]
-    assert answer.out.splitlines()[4] == f"`ft-ckpt ls {places}/runs/b` lists the checkpoints of one"
+    assert (
+        answer.out.splitlines()[4] == f"`ft-ckpt ls {places}/runs/b` lists the checkpoints of one"
+    )
     rows = ft_ckpt_of("ls", places / "runs", "--json").document
     assert [(row["path"], row["kind"], row["checkpoints"], row["step"]) for row in rows] == [
         (f"{places}/runs/a", "run", 2, 2),
@@ -51,7 +57,12 @@ def test_ls_of_a_folder_of_runs(places):
 @pytest.mark.parametrize(
     ("name", "words", "command", "kinds"),
     [
-        ("output", "a Trainer's output_dir with checkpoint-10", "output/checkpoint-10", ["Trainer checkpoint"]),
+        (
+            "output",
+            "a Trainer's output_dir with checkpoint-10",
+            "output/checkpoint-10",
+            ["Trainer checkpoint"],
+        ),
         ("model", "a Hugging Face model (LlamaForCausalLM)", "model", ["model"]),
         ("adapter", "a PEFT adapter", "adapter", ["adapter"]),
     ],
@@ -93,7 +104,10 @@ def test_show_begins_with_the_class_and_the_parameters(places):
     assert lines[0] == f"{places}/model: LlamaForCausalLM, {count:,} parameters in float32"
     assert lines[1].startswith("  llama, ")
     document = ft_ckpt_of("show", places / "model", "--json").document
-    assert (document["model"]["class_name"], document["model"]["parameters"]) == ("LlamaForCausalLM", count)
+    assert (document["model"]["class_name"], document["model"]["parameters"]) == (
+        "LlamaForCausalLM",
+        count,
+    )
 
 
 @pytest.mark.parametrize("name", ["adapter", "lora/checkpoint-3"])
@@ -121,7 +135,9 @@ def test_verify_says_that_a_file_is_truncated(places, tmp_path):
     answer = ft_ckpt_of("verify", tmp_path / "model")
     assert answer.code == 1
     size = len(content)
-    expected = f"  model.safetensors: truncated: {size - 10:,} bytes, but its header describes {size:,}"
+    expected = (
+        f"  model.safetensors: truncated: {size - 10:,} bytes, but its header describes {size:,}"
+    )
     assert answer.out.splitlines()[1].startswith(expected)
 
 

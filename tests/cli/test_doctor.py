@@ -1,4 +1,6 @@
-"""What a place can do, found out by doing it: on real file systems, mounted through FUSE where this machine can."""
+"""What a place can do, found out by doing it: on real file systems, mounted through FUSE where this
+machine can.
+"""
 
 import errno
 import json
@@ -74,17 +76,24 @@ def test_what_a_folder_cannot_do_is_said_and_refused(tmp_path, monkeypatch, caps
         code, out = doctor(patch, capsys, tmp_path)
         assert code == 1
         assert "not safe: rename a file over another: Operation not permitted" in out
-        with as_mount(patch, "fuse"), pytest.raises(TargetError, match=r"cannot do what a save needs .* another path"):
+        with (
+            as_mount(patch, "fuse"),
+            pytest.raises(TargetError, match=r"cannot do what a save needs .* another path"),
+        ):
             check_target(tmp_path, 0)
         check_target(tmp_path, 0)  # a file system that is known is not tried
     with as_mount(monkeypatch, "nfs4"):
         check_target(tmp_path, 0)
 
 
-def test_a_mounted_bucket_is_warned_of_once_and_saved_to_with_its_manifest_last(tmp_path, monkeypatch):
+def test_a_mounted_bucket_is_warned_of_once_and_saved_to_with_its_manifest_last(
+    tmp_path, monkeypatch
+):
     moved, real = [], local_disk.move_files
     monkeypatch.setattr(
-        local_disk, "move_files", lambda names, *rest: moved.append(sorted(names)) or real(names, *rest)
+        local_disk,
+        "move_files",
+        lambda names, *rest: moved.append(sorted(names)) or real(names, *rest),
     )
     with as_mount(monkeypatch, "fuse.s3fs", "s3fs"):
         with pytest.warns(UserWarning, match=r"files go up later .* give its URL"):
@@ -135,7 +144,9 @@ def test_a_real_mount_that_cannot_rename_is_refused(tmp_path, monkeypatch, capsy
         code, out = doctor(monkeypatch, capsys, folder)
         assert code == 1
         assert "not safe: rename a file over another" in out
-        with pytest.raises(TargetError, match="rename a file over another: Operation not permitted"):
+        with pytest.raises(
+            TargetError, match="rename a file over another: Operation not permitted"
+        ):
             save(folder / "checkpoint")
 
 
@@ -155,7 +166,9 @@ def test_a_bucket_can_do_all_and_one_without_conditions_is_not_safe(monkeypatch,
 
     found = try_place(Careless(bucket))
     assert [each.name for each in found if not each.works] == ["creating what is new only"]
-    assert "a second writer replaced the first" in next(each.detail for each in found if not each.works)
+    assert "a second writer replaced the first" in next(
+        each.detail for each in found if not each.works
+    )
 
 
 def test_trials_leave_nothing(tmp_path):

@@ -16,7 +16,8 @@ from ft_ckpt.messages import warn
 def run_command(words):
     for _ in range(2):
         for name, category in {categories}:
-            warnings.warn_explicit(f"{{category.__name__}} about \\x1b[2J", category, name, 1, registry={{}})
+            text = f"{{category.__name__}} about \\x1b[2J"
+            warnings.warn_explicit(text, category, name, 1, registry={{}})
     warn("runs/a: left out")
 cli.run_command = run_command
 cli.main()
@@ -46,16 +47,41 @@ def test_the_help_lists_each_command_in_its_group():
     ("words", "message"),
     [
         (["lss"], "lss: no such command; did you mean ls? `ft-ckpt --help` lists the commands"),
-        (["verfy", "x"], "verfy: no such command; did you mean verify? `ft-ckpt --help` lists the commands"),
+        (
+            ["verfy", "x"],
+            "verfy: no such command; did you mean verify? `ft-ckpt --help` lists the commands",
+        ),
         (["list", "x"], "list: no such command; use `ft-ckpt ls`"),
         (["zzz"], "zzz: no such command; `ft-ckpt --help` lists the commands"),
-        (["."], ".: no such command; `ft-ckpt ls .` lists the checkpoints in a folder, `ft-ckpt show .` describes"),
+        (
+            ["."],
+            (
+                ".: no such command; `ft-ckpt ls .` lists the checkpoints in a "
+                "folder, `ft-ckpt show "
+                ".` describes"
+            ),
+        ),
         (["--verison"], "--verison: no such option; did you mean --version? See `ft-ckpt --help`"),
-        (["ls", "x", "--metric"], "ls: --metric: no such option; did you mean --metrics? See `ft-ckpt ls --help`"),
-        (["convert", "a", "b", "--formt=h5"], "convert: --formt: no such option; did you mean --format? See"),
-        (["export", "a", "b", "--for", "vlm"], "export: --for: vlm: expected one of vllm, sglang; did you mean vllm?"),
-        (["publish", "a", "http://b", "--check", "lsted"], "publish: --check: lsted: expected one of all, listed; did"),
-        (["check-for", "sglan", "a"], "check-for: ENGINE: sglan: expected one of vllm, sglang; did you mean sglang?"),
+        (
+            ["ls", "x", "--metric"],
+            "ls: --metric: no such option; did you mean --metrics? See `ft-ckpt ls --help`",
+        ),
+        (
+            ["convert", "a", "b", "--formt=h5"],
+            "convert: --formt: no such option; did you mean --format? See",
+        ),
+        (
+            ["export", "a", "b", "--for", "vlm"],
+            "export: --for: vlm: expected one of vllm, sglang; did you mean vllm?",
+        ),
+        (
+            ["publish", "a", "http://b", "--check", "lsted"],
+            "publish: --check: lsted: expected one of all, listed; did",
+        ),
+        (
+            ["check-for", "sglan", "a"],
+            "check-for: ENGINE: sglan: expected one of vllm, sglang; did you mean sglang?",
+        ),
         (["diff", "a", "b", "--top", "-1"], "diff: --top: -1: expected a whole number from 0"),
     ],
 )
@@ -66,7 +92,9 @@ def test_a_wrong_name_is_answered_with_the_nearest(words, message):
 
 
 def warnings_of(*categories, options=()):
-    """What `ft-ckpt` prints if these warnings are raised while a command runs, and one of its own."""
+    """What `ft-ckpt` prints if these warnings are raised while a command runs, and one of its
+    own.
+    """
     pairs = ", ".join(f"({name!r}, {category})" for name, category in categories)
     command = [sys.executable, *options, "-c", WARNING.format(categories=f"[{pairs}]")]
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()

@@ -1,4 +1,6 @@
-"""Places on other machines, and other spellings of settings: refused or understood wherever they can be given."""
+"""Places on other machines, and other spellings of settings: refused or understood wherever they
+can be given.
+"""
 
 import pytest
 import torch
@@ -48,23 +50,34 @@ def test_urls_are_refused_wherever_a_place_is_asked_for(take, tmp_path, monkeypa
 
 
 def test_a_colon_is_no_url(tmp_path):
-    assert CheckpointSaver(directory=tmp_path / "12:30" / "a:b").directory == tmp_path / "12:30" / "a:b"
+    assert (
+        CheckpointSaver(directory=tmp_path / "12:30" / "a:b").directory
+        == tmp_path / "12:30" / "a:b"
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "meant"),
-    [(torch.bfloat16, "bfloat16"), ("bf16", "bfloat16"), ("fp16", "float16"), ("torch.float32", "float32")],
+    [
+        (torch.bfloat16, "bfloat16"),
+        ("bf16", "bfloat16"),
+        ("fp16", "float16"),
+        ("torch.float32", "float32"),
+    ],
 )
 def test_types_by_any_name(given, meant, tmp_path):
     assert SaverConfig(dtype=given).dtype == meant
-    report = CheckpointSaver().save(torch.nn.Linear(2, 2, dtype=torch.float64), tmp_path / "out", dtype=given)
+    report = CheckpointSaver().save(
+        torch.nn.Linear(2, 2, dtype=torch.float64), tmp_path / "out", dtype=given
+    )
     assert report.casts == {f"float64->{meant}": 2}
     converted = ft_ckpt.convert(tmp_path / "out", tmp_path / "again", dtype=given, progress=False)
     assert (converted.tensors, converted.casts) == (2, {})
 
 
 @pytest.mark.parametrize(
-    ("size", "size_bytes"), [("5GiB", 5 << 30), ("1.5 MiB", 3 << 19), ("2G", 2 * 10**9), ("3ki", 3072)]
+    ("size", "size_bytes"),
+    [("5GiB", 5 << 30), ("1.5 MiB", 3 << 19), ("2G", 2 * 10**9), ("3ki", 3072)],
 )
 def test_sizes_in_binary_units(size, size_bytes):
     assert parse_size(size) == size_bytes

@@ -31,7 +31,11 @@ def test_rows_are_counted_right():
     row = next(row for row in interval_rows(JOB) if row.steps == 100)
     assert row.interval_seconds == 120
     assert row.saving == pytest.approx(4 / 120)
-    assert row.total == pytest.approx(expected_overhead(120, 4, 21600, 300)) == row.saving + row.recomputation
+    assert (
+        row.total
+        == pytest.approx(expected_overhead(120, 4, 21600, 300))
+        == row.saving + row.recomputation
+    )
     assert row.saves == int(86400 / (120 * (1 + row.total)))
     assert row.disk_bytes == 4 * 2_500_000_000, "three, and the one being written"
 
@@ -39,7 +43,9 @@ def test_rows_are_counted_right():
 def test_rows_of_a_run_that_keeps_all_of_an_unknown_size():
     job = PlannedRun(**{**JOB.__dict__, "keep_last": None})
     assert all(row.disk_bytes == row.saves * 2_500_000_000 for row in interval_rows(job))
-    assert {row.disk_bytes for row in interval_rows(PlannedRun(**{**JOB.__dict__, "size_bytes": None}))} == {None}
+    assert {
+        row.disk_bytes for row in interval_rows(PlannedRun(**{**JOB.__dict__, "size_bytes": None}))
+    } == {None}
 
 
 @pytest.mark.parametrize(("overhead", "steps"), [(0.001, 3330), (0.5, best_steps(JOB))])
@@ -49,7 +55,9 @@ def test_the_overhead_is_bounded(overhead, steps):
 
 def test_a_step_longer_than_the_optimum():
     assert best_steps(PlannedRun(**{**JOB.__dict__, "step_seconds": 7200.0})) == 1
-    assert [row.steps for row in interval_rows(PlannedRun(**{**JOB.__dict__, "step_seconds": 7200.0}))] == [1, 2, 5, 10]
+    assert [
+        row.steps for row in interval_rows(PlannedRun(**{**JOB.__dict__, "step_seconds": 7200.0}))
+    ] == [1, 2, 5, 10]
 
 
 def test_table():
@@ -58,10 +66,26 @@ def test_table():
     assert answer.code == 0
     assert first == "a save of 2.5 GB takes 4 s; a failure every 6.0 h"
     assert second.startswith("24 hours of running; a restart takes 5.0 min")
-    assert heads.split() == ["steps", "interval", "saves", "disk", "saving", "recomputation", "total"]
+    assert heads.split() == [
+        "steps",
+        "interval",
+        "saves",
+        "disk",
+        "saving",
+        "recomputation",
+        "total",
+    ]
     marked = [line for line in lines if line.rstrip().endswith("<- optimum")]
     assert [line.split()[0] for line in marked] == [str(best_steps(JOB))]
-    assert [line.split()[0] for line in lines] == ["50", "100", "200", str(best_steps(JOB)), "500", "1000", "2000"]
+    assert [line.split()[0] for line in lines] == [
+        "50",
+        "100",
+        "200",
+        str(best_steps(JOB)),
+        "500",
+        "1000",
+        "2000",
+    ]
     assert lines[1].split() == ["100", "2.0", "min", "685", "10.0", "GB", "3.33%", "1.75%", "5.08%"]
 
 
@@ -73,11 +97,24 @@ def test_json():
         False,
         21600,
     )
-    assert [row["steps"] for row in document["rows"] if row["optimum"]] == [document["optimum_steps"]]
+    assert [row["steps"] for row in document["rows"] if row["optimum"]] == [
+        document["optimum_steps"]
+    ]
 
 
 def test_intervals_never_reached_are_told():
-    given = ["plan", "--step-time", 1, "--mtbf", 1, "--restart-time", 1, "--max-overhead", 1, "--save-time"]
+    given = [
+        "plan",
+        "--step-time",
+        1,
+        "--mtbf",
+        1,
+        "--restart-time",
+        1,
+        "--max-overhead",
+        1,
+        "--save-time",
+    ]
     totals = [row["total"] for row in ft_ckpt(*given, 700, "--json").document["rows"]]
     assert (len(totals), totals[0] is None, totals[-1]) == (4, False, None)
     assert "never ends" in ft_ckpt(*given, 700).out.splitlines()[-1]
@@ -90,7 +127,11 @@ def test_size_and_save_time_of_a_folder(tmp_path):
     for step in (1, 2):
         save(tmp_path / f"checkpoint-{step}", step=step)
     newest = tmp_path / "checkpoint-2"
-    size = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file() and file.name != "ft_ckpt.json")
+    size = sum(
+        file.stat().st_size
+        for file in newest.rglob("*")
+        if file.is_file() and file.name != "ft_ckpt.json"
+    )
     for folder in (tmp_path, newest):
         before = sorted(tmp_path.rglob("*"))
         document = ft_ckpt(*GIVEN, folder, "--json").document

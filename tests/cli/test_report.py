@@ -35,7 +35,8 @@ VOID = {"meta", "link"}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """Saved in the background at every third step, resumed half-way; the newest two stay, and the best.
+    """Saved in the background at every third step, resumed half-way; the newest two stay, and the
+    best.
 
     The weights are exported at the end.
     """
@@ -152,7 +153,9 @@ def test_the_log_outlives_checkpoints_and_restarts(run):
     assert [save.step for save in facts.saves] == [3, 6, 9, 12, 15, 18]
     assert [save.step for save in facts.dropped_saves] == [3, 12]
     timed = [save for save in facts.saves if save.step not in (9, 18)]
-    assert all(save.seconds > 0 and save.size_bytes > 0 and save.stall_seconds > 0 for save in timed)
+    assert all(
+        save.seconds > 0 and save.size_bytes > 0 and save.stall_seconds > 0 for save in timed
+    )
     untimed = [save for save in facts.saves if save not in timed]
     assert {save.seconds for save in untimed} == {None}, "a checkpoint cannot know its own"
     assert [step for step, _ in facts.metric_points("score")] == [3, 6, 9, 12, 15, 18]
@@ -206,7 +209,9 @@ def test_the_page_is_complete_and_loads_nothing(run, tmp_path):
     assert headings == ["h1", *["h2"] * 7]
     charts = [attributes for tag, attributes in page.tags if attributes.get("role") == "img"]
     assert len(charts) == 6
-    assert all(attributes.get("scope") in ("col", "row") for tag, attributes in page.tags if tag == "th")
+    assert all(
+        attributes.get("scope") in ("col", "row") for tag, attributes in page.tags if tag == "th"
+    )
 
 
 def test_the_run_is_described(run, tmp_path):
@@ -220,20 +225,32 @@ def test_the_run_is_described(run, tmp_path):
     assert (facts["ranks"], facts["wrapper"]) == ("1", "none")
     assert facts["progress"].startswith(f"step {STEPS}, ")
     assert f"torch {manifest.versions['torch']}" in facts["versions"]
-    assert re.fullmatch(r"[\d.]+ \w+ for 4 saves \([\d.]+% of the training time\)", facts["training waited"])
+    assert re.fullmatch(
+        r"[\d.]+ \w+ for 4 saves \([\d.]+% of the training time\)", facts["training waited"]
+    )
 
 
 def test_the_newest_comes_first_with_its_times(run, tmp_path):
     page = reported(run, tmp_path)
     names = [row["name"] for row in page.table_rows("Checkpoints")]
-    assert names == ["final", "checkpoint-18", "checkpoint-15", "checkpoint-9", "checkpoint-6best score"]
+    assert names == [
+        "final",
+        "checkpoint-18",
+        "checkpoint-15",
+        "checkpoint-9",
+        "checkpoint-6best score",
+    ]
     saves = page.table_rows("Saves")
     assert [row["name"] for row in saves] == [f"step {step}" for step in (18, 15, 12, 9, 6, 3)]
     assert re.fullmatch(r"≥ \d+\.\d{3}", saves[0]["on disk, s"])
     assert all(
-        re.fullmatch(r"\d+\.\d{3}", row["on disk, s"]) for row in saves if row["name"] not in ("step 18", "step 9")
+        re.fullmatch(r"\d+\.\d{3}", row["on disk, s"])
+        for row in saves
+        if row["name"] not in ("step 18", "step 9")
     )
-    assert float(saves[0]["size, KB"]) > float(page.table_rows("Checkpoints")[0]["size, KB"]), "not that of final"
+    assert float(saves[0]["size, KB"]) > float(page.table_rows("Checkpoints")[0]["size, KB"]), (
+        "not that of final"
+    )
 
 
 def test_the_last_save_is_not_that_of_the_export(run, tmp_path):
@@ -247,7 +264,10 @@ def test_reasons_are_sentences(run, tmp_path):
     reasons = {row["name"]: row["why it is here"] for row in rows}
     assert reasons["final"] == "exported weights, which no rule deletes"
     assert reasons["checkpoint-18"] == "the newest whole checkpoint; last 2"
-    assert reasons["checkpoint-9"] == "the next save deletes it: not one of the last 2, not the best by score (max)"
+    assert (
+        reasons["checkpoint-9"]
+        == "the next save deletes it: not one of the last 2, not the best by score (max)"
+    )
     assert reasons["checkpoint-6best score"] == "best score"
 
 
@@ -258,7 +278,10 @@ def test_each_mark_has_a_title(run, tmp_path):
     assert any(re.fullmatch(r"step 6: training waited .+", title) for title in page.titles)
     assert any(re.fullmatch(r"checkpoint-6, .+ UTC: best score", title) for title in page.titles)
     assert any(re.fullmatch(r"step 3, .+ UTC: deleted", title) for title in page.titles)
-    assert any(re.fullmatch(r"checkpoint-18: weights .+, training state .+", title) for title in page.titles)
+    assert any(
+        re.fullmatch(r"checkpoint-18: weights .+, training state .+", title)
+        for title in page.titles
+    )
     assert any(re.fullmatch(r"3, step 18: [\d.e-]+", title) for title in page.titles)
 
 
@@ -266,10 +289,18 @@ def test_what_is_damaged_is_named_and_the_rest_shown(copied, tmp_path):
     os.truncate(copied / "checkpoint-15" / "model.safetensors", 100)
     (copied / "checkpoint-18" / "state" / "training.json").write_text("{")
     facts = gather_facts(copied, ("loss",), comparisons=8)
-    assert [drift.after for drift in facts.drift] == ["checkpoint-9"], "15 is a side of the other pairs"
+    assert [drift.after for drift in facts.drift] == ["checkpoint-9"], (
+        "15 is a side of the other pairs"
+    )
     assert sum("were not compared" in note for note in facts.notes) == 2
     assert any("training.json" in note for note in facts.notes)
-    assert [bool(checkpoint.problems) for checkpoint in facts.checkpoints] == [False, False, True, True, False]
+    assert [bool(checkpoint.problems) for checkpoint in facts.checkpoints] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
     page = reported(copied, tmp_path)
     assert "were not compared" in (tmp_path / "page.html").read_text()
     assert [row["name"] for row in page.table_rows("Checkpoints")][1:3] == [
@@ -317,7 +348,9 @@ def test_a_run_without_rules_keeps_all(copied, tmp_path):
     file = "state/training.json"
     newest = copied / "checkpoint-18"
     edit(newest, file, json.dumps({**json.loads((newest / file).read_text()), "keep": None}))
-    reasons = {row["why it is here"] for row in reported(copied, tmp_path).table_rows("Checkpoints")[1:]}
+    reasons = {
+        row["why it is here"] for row in reported(copied, tmp_path).table_rows("Checkpoints")[1:]
+    }
     assert all("the run keeps all checkpoints" in reason for reason in reasons)
 
 
@@ -342,7 +375,9 @@ def test_thousands_of_points_keep_their_extremes(copied, tmp_path):
     drawn = [title for title in page.titles if title.startswith("loss ")]
     assert {"loss 9.000, step 1234, deleted", "loss -5.000, step 3456, deleted"} <= {*drawn}
     assert 100 < len(drawn) < 500
-    assert re.search(r"\d{3} of 5004 points, with the lowest and highest", (tmp_path / "page.html").read_text())
+    assert re.search(
+        r"\d{3} of 5004 points, with the lowest and highest", (tmp_path / "page.html").read_text()
+    )
 
 
 def test_a_thinned_curve_has_the_range_of_each_interval():
@@ -370,12 +405,15 @@ def test_hostile_names_are_text(copied, tmp_path):
     values = dict.fromkeys(HOSTILE, 1.0)
     log_as(copied, [logged(step, **values) for step in (3, 6)])
     rewrite_manifest(
-        copied / "checkpoint-18", lambda document: document.update(metrics=values, rankings={HOSTILE[0]: "min"})
+        copied / "checkpoint-18",
+        lambda document: document.update(metrics=values, rankings={HOSTILE[0]: "min"}),
     )
     page = reported(copied, tmp_path)
     text = (tmp_path / "page.html").read_text()
     assert not {"script", "img"} & {tag for tag, _ in page.tags}
-    assert not any(attribute.startswith("on") for _, attributes in page.tags for attribute in attributes)
+    assert not any(
+        attribute.startswith("on") for _, attributes in page.tags for attribute in attributes
+    )
     assert all(character.isprintable() or character == "\n" for character in text)
     for name in HOSTILE[:4]:
         shown = name.encode("unicode_escape").decode() if not name.isprintable() else name
@@ -383,7 +421,15 @@ def test_hostile_names_are_text(copied, tmp_path):
 
 
 def test_values_that_are_not_finite_are_named(copied, tmp_path):
-    log_as(copied, [logged(3, loss="nan"), logged(6, loss="inf"), logged(9, loss="-inf"), logged(12, loss=1e308)])
+    log_as(
+        copied,
+        [
+            logged(3, loss="nan"),
+            logged(6, loss="inf"),
+            logged(9, loss="-inf"),
+            logged(12, loss=1e308),
+        ],
+    )
     page = reported(copied, tmp_path)
     titles = [title for title in page.titles if title.startswith("loss ")]
     assert titles[0] == "loss nan, step 3, deleted"
@@ -443,7 +489,9 @@ def test_text_is_readable_in_both_schemes():
         colours = dict(re.findall(r"--(\w+): (#\w{6})", scheme))
         for ground in ("page", "card"):
             ratios = {name: contrast(colours[name], colours[ground]) for name in colours}
-            assert all(ratios[name] >= 4.5 for name in ("text", "muted", "good", "bad", "first")), ratios
+            assert all(ratios[name] >= 4.5 for name in ("text", "muted", "good", "bad", "first")), (
+                ratios
+            )
             assert all(ratios[name] >= 3 for name in ("second", "third")), ratios
 
 
@@ -454,14 +502,20 @@ def contrast(one: str, other: str) -> float:
 
 def luminance(colour: str) -> float:
     shares = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
-    return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    linear = [
+        share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares
+    ]
+    return sum(
+        weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True)
+    )
 
 
 # States that say what they cannot, and saves that failed
 
 
-@pytest.mark.parametrize("wrong", [{"keep": {"last": 2}}, {"history": {"saves": [3]}}, {"keep": {"odd": 1}}])
+@pytest.mark.parametrize(
+    "wrong", [{"keep": {"last": 2}}, {"history": {"saves": [3]}}, {"keep": {"odd": 1}}]
+)
 def test_a_state_that_says_what_it_cannot_is_an_error_of_ours(run, wrong, monkeypatch):
     known = read_document(LocalStore(run / "checkpoint-18"), read_manifest(run / "checkpoint-18"))
     monkeypatch.setattr("ft_ckpt.cli.run_facts.read_document", lambda *_: known | wrong)
@@ -497,19 +551,25 @@ def fail(*_):
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here")
 @pytest.mark.parametrize("width", [390, 800, 1440])
 def test_a_browser_shows_all_of_it_and_loads_nothing(copied, tmp_path, width):
-    """The page stands in a frame of this width, which reports what it needs and what it has loaded."""
-    rewrite_manifest(copied / "checkpoint-18", lambda document: document["metrics"].update({"long" * 60: 1.0}))
+    """The page stands in a frame of this width, which reports what it needs and what it has
+    loaded.
+    """
+    rewrite_manifest(
+        copied / "checkpoint-18", lambda document: document["metrics"].update({"long" * 60: 1.0})
+    )
     reported(copied, tmp_path)
     frame = html.escape((tmp_path / "page.html").read_text())
     measure = """
-        const page = document.querySelector("iframe").contentDocument, root = page.documentElement;
-        const loaded = document.querySelector("iframe").contentWindow.performance.getEntriesByType("resource");
+        const frame = document.querySelector("iframe");
+        const page = frame.contentDocument, root = page.documentElement;
+        const loaded = frame.contentWindow.performance.getEntriesByType("resource");
         const texts = [...page.querySelectorAll("p, dd, h1, h2, figcaption")];
         const clipped = texts.filter(text => text.scrollWidth > text.clientWidth);
         const dark = getComputedStyle(page.body).backgroundColor;
         document.title = JSON.stringify([root.scrollWidth, loaded.length, clipped.length, dark]);
     """
-    outer = f"""<title></title><iframe style="border: 0; height: 900px; width: {width}px" srcdoc="{frame}"></iframe>
+    style = f"border: 0; height: 900px; width: {width}px"
+    outer = f"""<title></title><iframe style="{style}" srcdoc="{frame}"></iframe>
         <script>window.onload = () => {{ {measure} }}</script>"""
     (tmp_path / "frame.html").write_text(outer)
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"]

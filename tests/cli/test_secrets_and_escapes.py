@@ -1,4 +1,6 @@
-"""URLs with keys are refused, and no answer of a server, name or label brings a secret or an escape to a terminal."""
+"""URLs with keys are refused, and no answer of a server, name or label brings a secret or an escape
+to a terminal.
+"""
 
 import re
 import sys
@@ -64,9 +66,13 @@ def test_a_url_with_keys_is_refused_and_nowhere_repeated(taker, run, tmp_path):
             TAKERS[taker](url)
         told = [f"{error} {error!r}" for error in chain_of(caught.value)]
         assert [text for text in told if "S3CRET" in text or "CR+ET" in text] == []
-        if (url.startswith("hf") and taker in ("push", "pull")) or not (url.startswith("hf") or taker == "base_id"):
+        if (url.startswith("hf") and taker in ("push", "pull")) or not (
+            url.startswith("hf") or taker == "base_id"
+        ):
             assert way in str(caught.value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], "nothing is made of what was refused"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], (
+        "nothing is made of what was refused"
+    )
 
 
 def test_containers_and_revisions_are_no_keys():
@@ -86,9 +92,15 @@ def test_what_a_bucket_answers_is_not_repeated_as_it_is(status, s3, run):
         "secret_access_key": "B",
         "client_options": {"allow_http": True},
     }
-    place = library.open_place("s3://bucket/runs", **options, region="us-east-1", retry_config={"max_retries": 0})
+    place = library.open_place(
+        "s3://bucket/runs", **options, region="us-east-1", retry_config={"max_retries": 0}
+    )
     s3.faults = [Fault(times=1000, status=status, code=code)]
-    for call in (library.latest, lambda place: library.sync(run, place), lambda place: place.store.read("x")):
+    for call in (
+        library.latest,
+        lambda place: library.sync(run, place),
+        lambda place: place.store.read("x"),
+    ):
         with pytest.raises(CheckpointError) as caught:
             call(place)
         assert "Odd" in str(caught.value)
@@ -98,7 +110,10 @@ def test_what_a_bucket_answers_is_not_repeated_as_it_is(status, s3, run):
 @pytest.mark.parametrize("status", [400, 403, 404])
 def test_what_the_hub_answers_is_not_repeated_as_it_is(status, run, monkeypatch):
     monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda _: time.sleep(0.01)))
-    says = "odd \x1b]0;own\x07\u202e https://cdn/x?X-Amz-Credential=S3CRET&X-Amz-Signature=S3CRET https://u:S3CRET@h"
+    says = (
+        "odd \x1b]0;own\x07\u202e https://cdn/x?X-Amz-Credential=S3CRET&X-Amz-Signature=S3CRET "
+        "https://u:S3CRET@h"
+    )
     with serving_hub() as hub, using_hub(hub):
         for call in (
             lambda: library.pull("hf://user/name", "pulled"),
@@ -110,14 +125,22 @@ def test_what_the_hub_answers_is_not_repeated_as_it_is(status, run, monkeypatch)
             with pytest.raises(CheckpointError) as caught:
                 call()
             assert "odd" in str(caught.value)
-            assert [each for error in chain_of(caught.value) for each in problems_in(str(error))] == []
+            assert [
+                each for error in chain_of(caught.value) for each in problems_in(str(error))
+            ] == []
 
 
 def test_settings_do_not_show_their_keys():
     assert "S3CRET" not in repr(SaverConfig(store_options={"secret_access_key": "S3CRET"}))
     assert "S3CRET" not in repr(PushOptions(token="S3CRET"))
     with pytest.raises(ConfigError, match=r"publish=\*\*\*: expected a server's URL") as caught:
-        SaverConfig(publish={"url": "http://host", "after_resume": "newest", "headers": {"X-Api-Key": "S3CRET"}})
+        SaverConfig(
+            publish={
+                "url": "http://host",
+                "after_resume": "newest",
+                "headers": {"X-Api-Key": "S3CRET"},
+            }
+        )
     assert "S3CRET" not in str(caught.value)
 
 
@@ -146,7 +169,9 @@ def test_a_field_whose_name_is_no_text_is_an_error(run):
 
 def test_values_in_json_are_exact(run):
     exact = "a\x1b]0;x\x07\r\n\x9b\u202e\x7f\udc9bé"
-    rewrite_manifest(run / "checkpoint-1", lambda document: document.update(kind=exact, metrics={exact: 1.0}))
+    rewrite_manifest(
+        run / "checkpoint-1", lambda document: document.update(kind=exact, metrics={exact: 1.0})
+    )
     for words in (["ls", "run"], ["show", "run/checkpoint-1"]):
         answer = ft_ckpt(*words, "--json")
         assert problems_in(answer.out + answer.err) == []
@@ -174,13 +199,22 @@ def test_names_of_tensors_in_all_formats(suffix, tmp_path):
         torch.save(tensors, file)
     else:
         library.save(tensors, file)
-    for words in (["show"], ["verify"], ["show", "--json"], ["convert", tmp_path / "y.safetensors"], ["diff", file]):
+    for words in (
+        ["show"],
+        ["verify"],
+        ["show", "--json"],
+        ["convert", tmp_path / "y.safetensors"],
+        ["diff", file],
+    ):
         answer = ft_ckpt(words[0], file, *words[1:])
         assert problems_in(answer.out + answer.err) == []
 
 
 def test_a_table_on_a_terminal_has_no_codes_but_its_own_colours(run):
-    rewrite_manifest(run / "checkpoint-1", lambda document: document.update(metrics={f"loss{MARK}": 1.0}, kind=MARK))
+    rewrite_manifest(
+        run / "checkpoint-1",
+        lambda document: document.update(metrics={f"loss{MARK}": 1.0}, kind=MARK),
+    )
     (run / "checkpoint-1" / "config.json").write_text("{")  # not valid: a red row
     code, seen = ft_ckpt_on_terminal("ls", "run", "--metrics", columns=4000)
     assert code == 0

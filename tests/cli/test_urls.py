@@ -1,4 +1,6 @@
-"""Commands on runs and files in buckets, with URLs for paths; test_contract.py compares them with those on a disk."""
+"""Commands on runs and files in buckets, with URLs for paths; test_contract.py compares them with
+those on a disk.
+"""
 
 import pytest
 import torch
@@ -32,7 +34,9 @@ def there(here):
 def test_the_time_of_a_save_is_measured_in_the_bucket(there):
     answer = ft_ckpt("plan", there, "--step-time", 1, "--mtbf", "1d", "--json")
     assert answer.document["measured"]
-    assert not [each.name for each in library.open_place(there).folder.list() if "plan" in each.name]
+    assert not [
+        each.name for each in library.open_place(there).folder.list() if "plan" in each.name
+    ]
 
 
 def test_damage_is_found_and_named_by_its_url(there):
@@ -50,13 +54,19 @@ def test_files_of_others_are_verified_and_shown(tmp_path):
     file = in_bucket(tmp_path / "x.safetensors")
     answer = ft_ckpt("verify", file)
     assert (answer.code, answer.out.startswith(f"{file}: ok, 1 file,")) == (0, True)
-    assert ft_ckpt("show", file).out.startswith(f"{file}: 3 parameters in float32\n  1 tensor, 12 B\n")
+    assert ft_ckpt("show", file).out.startswith(
+        f"{file}: 3 parameters in float32\n  1 tensor, 12 B\n"
+    )
 
 
 def test_a_process_of_its_own_reads_a_server(s3, here):
     for each in here.rglob("*"):
         if each.is_file():
-            library.open_place("s3://bucket/run").folder.write(str(each.relative_to(here)), each.read_bytes())
-    assert ft_ckpt_alone("latest", "s3://bucket/run") == Answer(0, "s3://bucket/run/checkpoint-3\n", "")
+            library.open_place("s3://bucket/run").folder.write(
+                str(each.relative_to(here)), each.read_bytes()
+            )
+    assert ft_ckpt_alone("latest", "s3://bucket/run") == Answer(
+        0, "s3://bucket/run/checkpoint-3\n", ""
+    )
     assert ft_ckpt("verify", "s3://bucket/run").code == 0
     assert "s3://bucket/absent: no such folder" in ft_ckpt("ls", "s3://bucket/absent").err

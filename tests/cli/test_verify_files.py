@@ -1,4 +1,6 @@
-"""`ft-ckpt verify` of single files, and of runs that it cannot read all of; `report` of what is no run."""
+"""`ft-ckpt verify` of single files, and of runs that it cannot read all of; `report` of what is no
+run.
+"""
 
 import pytest
 from small_checkpoints import save, save_with_state
@@ -29,7 +31,9 @@ def test_a_file_of_a_checkpoint_is_compared_with_its_manifest(name, tmp_path, ca
 
 def test_a_file_that_no_manifest_lists_is_judged_by_its_header(tmp_path, capsys):
     save(tmp_path / "checkpoint", step=1)
-    (tmp_path / "checkpoint" / "model.safetensors").rename(tmp_path / "checkpoint" / "other.safetensors")
+    (tmp_path / "checkpoint" / "model.safetensors").rename(
+        tmp_path / "checkpoint" / "other.safetensors"
+    )
     other = tmp_path / "checkpoint" / "other.safetensors"
     assert verify_listed(open_place(other)) is None
     assert verified(other) == 0
@@ -45,8 +49,12 @@ def test_one_folder_that_is_closed_hides_no_other(tmp_path, capsys, monkeypatch)
         if folder.name == "checkpoint-1":
             raise UnreadableError(f"{folder}: cannot be read (Permission denied)")
 
-    monkeypatch.setattr(LocalStore, "stat", lambda store, name: refuse(store.folder) or seen(store, name))
-    monkeypatch.setattr(show.catalog, "verify", lambda at, **how: refuse(at.folder.folder) or compared(at, **how))
+    monkeypatch.setattr(
+        LocalStore, "stat", lambda store, name: refuse(store.folder) or seen(store, name)
+    )
+    monkeypatch.setattr(
+        show.catalog, "verify", lambda at, **how: refuse(at.folder.folder) or compared(at, **how)
+    )
     monkeypatch.setattr(show.catalog, "discover", lambda place: [])
     assert verified(tmp_path) == 1
     printed = capsys.readouterr().out
@@ -64,5 +72,8 @@ def test_files_know_the_checkpoint_that_lists_them(tmp_path):
     save(tmp_path / "checkpoint", step=1)
     found = verify.listing_manifest(open_place(tmp_path / "checkpoint" / "config.json"))
     assert found is not None
-    assert (found[0].where("x"), found[2].path) == (str(tmp_path / "checkpoint" / "x"), "config.json")
+    assert (found[0].where("x"), found[2].path) == (
+        str(tmp_path / "checkpoint" / "x"),
+        "config.json",
+    )
     assert verify.listing_manifest(open_place(tmp_path / "nothing.json")) is None

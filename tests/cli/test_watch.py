@@ -30,7 +30,9 @@ def run(tmp_path: Path) -> Path:
 
 
 def watch(run: Path, script: str = SCORE, metric: str = "score") -> None:
-    """Measure the checkpoints of `run` with a shell script, which may note its calls in `calls` beside the run."""
+    """Measure the checkpoints of `run` with a shell script, which may note its calls in `calls`
+    beside the run.
+    """
     words = ["watch", str(run), "--metric", metric, "--idle", "0", "--json", "--"]
     run_command([*words, "sh", "-c", script, str(run.parent / "calls"), "{path}"])
 
@@ -71,7 +73,10 @@ def test_a_metric_of_the_save_settles_it(tmp_path: Path) -> None:
         ("1e-3\n\n  \n", {"score": 1e-3}),
         ("nan", {"score": math.nan}),
         ("-inf", {"score": -math.inf}),
-        ('{"score": 2, "eval/loss": 0.5, "note": "x", "ok": true, "more": [1]}', {"eval/loss": 0.5, "score": 2.0}),
+        (
+            '{"score": 2, "eval/loss": 0.5, "note": "x", "ok": true, "more": [1]}',
+            {"eval/loss": 0.5, "score": 2.0},
+        ),
         ("noise\r\n7", {"score": 7.0}),
     ],
 )
@@ -79,7 +84,9 @@ def test_what_a_command_may_print(tmp_path: Path, printed: str, expected: dict[s
     save(tmp_path / "run/checkpoint-1", step=1)
     watch(tmp_path / "run", f"echo x >> \"$0\"; printf '%s' '{printed}'")
     (info,) = discover(tmp_path / "run")
-    assert {name: repr(value) for name, value in info.metrics.items()} == {n: repr(v) for n, v in expected.items()}
+    assert {name: repr(value) for name, value in info.metrics.items()} == {
+        n: repr(v) for n, v in expected.items()
+    }
     watch(tmp_path / "run")
     assert calls(tmp_path / "run") == ["x"]
 
@@ -115,7 +122,9 @@ def test_one_that_fails_stops_no_other(run: Path) -> None:
     assert scores(run) == {"checkpoint-1": 1.5, "checkpoint-3": 3.5}
 
 
-def test_a_damaged_checkpoint_is_skipped_and_not_measured(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_skipped_and_not_measured(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run / "checkpoint-2/model.safetensors").write_bytes(b"")
     (run / "checkpoint-3/ft_ckpt.json").write_text("{")
     with pytest.raises(CheckpointError, match="truncated: 0 bytes"):
@@ -135,7 +144,19 @@ def test_what_cannot_be_is_an_error_at_once(run: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_after_the_command_under_way(run: Path, number: int) -> None:
     script = f'{SCORE}; touch "$0.begun"; sleep 1; echo "$n.5"'
-    command = [sys.executable, "-c", RUN, "watch", run, "--", "sh", "-c", script, run.parent / "calls", "{path}"]
+    command = [
+        sys.executable,
+        "-c",
+        RUN,
+        "watch",
+        run,
+        "--",
+        "sh",
+        "-c",
+        script,
+        run.parent / "calls",
+        "{path}",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not (run.parent / "calls.begun").exists():
         time.sleep(0.02)
@@ -149,10 +170,14 @@ def test_a_signal_ends_it_after_the_command_under_way(run: Path, number: int) ->
 
 @pytest.mark.parametrize("times", [4, pytest.param(30, marks=pytest.mark.slow)])
 def test_one_that_is_killed_goes_on_where_it_was(run: Path, times: int) -> None:
-    """Killed at any moment; what has its metric is not measured again, and every checkpoint gets one."""
+    """Killed at any moment; what has its metric is not measured again, and every checkpoint gets
+    one.
+    """
     command = [sys.executable, "-c", RUN, "watch", run, "--", "sh", "-c", f"sleep 0.05; {SCORE}"]
     for number in range(times):
-        process = subprocess.Popen([*command, run.parent / "calls", "{path}"], stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [*command, run.parent / "calls", "{path}"], stdout=subprocess.DEVNULL
+        )
         time.sleep(0.2 + 0.4 * number / times)
         process.kill()
         process.wait()
@@ -179,6 +204,13 @@ def test_the_command(run: Path) -> None:
     assert changed == {f"checkpoint-{step}/{METRIC}loss" for step in (1, 2, 3)}
     listed = run_python(RUN, "ls", run)
     assert "loss" in listed.stdout.splitlines()[0]
-    assert run_python(RUN, "best", run, "--metric", "loss:min").stdout == f"{run / 'checkpoint-1'}\n"
+    assert (
+        run_python(RUN, "best", run, "--metric", "loss:min").stdout == f"{run / 'checkpoint-1'}\n"
+    )
     assert run_python(RUN, "watch", run).returncode == 2
-    assert run_python(RUN, "watch", run, "--idle", "0", "--", "sh", "-c", "exit 1", "{path}").returncode == 2
+    assert (
+        run_python(
+            RUN, "watch", run, "--idle", "0", "--", "sh", "-c", "exit 1", "{path}"
+        ).returncode
+        == 2
+    )

@@ -10,7 +10,9 @@ NEVER = -1  # the step at which a run is killed
 pytestmark = [pytest.mark.slow, needs("diffusers")]
 
 
-@pytest.mark.parametrize("case", ["models", "lora", "lora_settings", "lora_of_transformers", "refusals", "page"])
+@pytest.mark.parametrize(
+    "case", ["models", "lora", "lora_settings", "lora_of_transformers", "refusals", "page"]
+)
 def test_diffusers_loads_what_was_saved(case: str, tmp_path: Path) -> None:
     done = run_client("clients_diffusers", case, tmp_path)
     assert done.returncode == 0, log_of(done)

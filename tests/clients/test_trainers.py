@@ -1,4 +1,6 @@
-"""Programs that train: by their own entry points, killed twice, resumed, and their result read by their own loaders."""
+"""Programs that train: by their own entry points, killed twice, resumed, and their result read by
+their own loaders.
+"""
 
 import json
 from pathlib import Path
@@ -22,7 +24,10 @@ LLAMA_FACTORY: dict[str, dict[str, Any]] = {
     "muon": {**FULL, "use_muon": True},
     "dpo": {**LORA, "stage": "dpo"},
 }
-SWIFT = {"lora": {"tuner_type": "lora", "target_modules": "all-linear"}, "full": {"tuner_type": "full"}}
+SWIFT = {
+    "lora": {"tuner_type": "lora", "target_modules": "all-linear"},
+    "full": {"tuner_type": "full"},
+}
 
 
 def ends_with_the_same_bits(program: str, settings: dict[str, Any], folder: Path) -> None:
@@ -39,7 +44,9 @@ def test_llama_factory(case: str, tmp_path: Path) -> None:
 
 @needs("llamafactory")
 def test_reward_models_of_llama_factory_are_refused_before_the_first_step(tmp_path: Path) -> None:
-    """Their value head is written by a callback that deletes model.safetensors of the checkpoint."""
+    """Their value head is written by a callback that deletes model.safetensors of the
+    checkpoint.
+    """
     settings = {**LORA, "stage": "rm"}
     done = run_client("clients_trainers", "llama_factory", tmp_path, json.dumps(settings))
     assert done.returncode == REFUSED, log_of(done)

@@ -1,4 +1,5 @@
-"""Everything that a checkpoint needs of an accelerator, on a device that shows each read of its memory and missed wait.
+"""Everything that a checkpoint needs of an accelerator, on a device that shows each read of its
+memory and missed wait.
 
 Marked `accelerator`: the same on this machine's, where there is one.
 """
@@ -30,7 +31,8 @@ from ft_ckpt.storage.read_ahead import read_ahead
 
 sealed = pytest.mark.skipif(bool(sealed_device.why_missing()), reason=sealed_device.why_missing())
 START = (
-    "import sealed_device, torch; device = sealed_device.become_accelerator(); tensor = torch.ones(5, device=device); "
+    "import sealed_device, torch; device = sealed_device.become_accelerator(); tensor = "
+    "torch.ones(5, device=device); "
 )
 UNREGISTER = """
 host, module = torch.empty(5, pin_memory=True), torch.get_device_module("sealed")
@@ -52,15 +54,22 @@ def device():
 
 
 def become(where):
-    """Have the tests' own device for the accelerator of this process, unless it uses the machine's."""
+    """Have the tests' own device for the accelerator of this process, unless it uses the
+    machine's.
+    """
     if where != "here":
         device()
 
 
 def on_device(*, is_eager=False, is_slow=False):
-    """Run a test in a process with the tests' own accelerator, with one that is early, and with the machine's."""
+    """Run a test in a process with the tests' own accelerator, with one that is early, and with the
+    machine's.
+    """
     marks = [sealed, pytest.mark.slow] if is_slow else [sealed]
-    places = [pytest.param("sealed", marks=marks), pytest.param("here", marks=pytest.mark.accelerator)]
+    places = [
+        pytest.param("sealed", marks=marks),
+        pytest.param("here", marks=pytest.mark.accelerator),
+    ]
     if is_eager:
         places.append(pytest.param("eager", marks=sealed))
 
@@ -68,7 +77,9 @@ def on_device(*, is_eager=False, is_slow=False):
         @wraps(test)
         def call(tmp_path, where):
             if not IS_RANK:
-                call_on_ranks(1, call, tmp_path, where, launch=where, group_seconds=None, env={DEVICE: where})
+                call_on_ranks(
+                    1, call, tmp_path, where, launch=where, group_seconds=None, env={DEVICE: where}
+                )
                 return
             become(where)
             with sealed_device.doing_at_once() if where == "eager" else nullcontext():
@@ -82,7 +93,9 @@ def on_device(*, is_eager=False, is_slow=False):
 
 @contextmanager
 def later_copies():
-    """Assert that something is copied after its call returned; checked on the tests' device alone."""
+    """Assert that something is copied after its call returned; checked on the tests' device
+    alone.
+    """
     before = 0 if IS_HERE else sealed_device.count_late_copies()
     yield
     assert IS_HERE or sealed_device.count_late_copies() > before
@@ -101,7 +114,9 @@ def replaced(place, **names):
 
 
 class Large(nn.Module):
-    """A tensor that is copied in several pieces, a small one, a transposed one, and one without elements."""
+    """A tensor that is copied in several pieces, a small one, a transposed one, and one without
+    elements.
+    """
 
     def __init__(self):
         super().__init__()
@@ -124,8 +139,11 @@ def network():
 def run_of(made, folder, **settings):
     """The model on the device, with its optimizer and saver."""
     model = made.to(device())
-    kind = torch.optim.SGD if isinstance(made, Large) else torch.optim.AdamW  # each operator is slow on this device
-    optimizer = kind(model.parameters(), lr=1e-2, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+    # each operator is slow on this device
+    kind = torch.optim.SGD if isinstance(made, Large) else torch.optim.AdamW
+    optimizer = kind(
+        model.parameters(), lr=1e-2, **({"momentum": 0.9} if kind is torch.optim.SGD else {})
+    )
     saver = CheckpointSaver(None, folder, **{**QUIET, **settings})
     saver.register(model=model, optimizer=optimizer)
     return model, optimizer, saver
@@ -161,7 +179,9 @@ def save_both(model, folder, **asked):
 
 @on_device()
 def test_a_whole_model(tmp_path):
-    for number, asked in enumerate(({}, {"format": "h5"}, {"dtype": "bfloat16"}, {"max_shard_size": 30_000})):
+    for number, asked in enumerate(
+        ({}, {"format": "h5"}, {"dtype": "bfloat16"}, {"max_shard_size": 30_000})
+    ):
         save_both(models.trained(models.build("qwen3")), tmp_path / str(number), **asked)
     save_both(models.build("mixtral"), tmp_path / "converted")
 
@@ -189,14 +209,20 @@ def test_adapters(tmp_path):
     save_both(models.trained(models.build("lora")), tmp_path / "beside", adapter_only=False)
     base = models.build("qwen3").to(device())
     found = load_model(tmp_path / "alone/device", base=base, check_base=False)
-    wanted = {name: one for name, one in models.trained(models.build("lora")).state_dict().items() if "lora_" in name}
+    wanted = {
+        name: one
+        for name, one in models.trained(models.build("lora")).state_dict().items()
+        if "lora_" in name
+    }
     assert wanted
     assert all(raw(found.state_dict()[name].cpu()) == raw(one) for name, one in wanted.items())
 
 
 @on_device(is_eager=True)
 def test_a_save_in_the_background(tmp_path):
-    """Training continues during two saves in a row; each has the values of the moment of its call."""
+    """Training continues during two saves in a row; each has the values of the moment of its
+    call.
+    """
     model, optimizer, saver = run_of(network(), tmp_path, background=True)
     with saver:
         for number in range(3):
@@ -214,7 +240,9 @@ def test_a_save_in_the_background(tmp_path):
 
 @on_device(is_slow=True)
 def test_a_step_before_the_copy(tmp_path):
-    """Work queued on the device before the call is in the copy, although none of it was done by then."""
+    """Work queued on the device before the call is in the copy, although none of it was done by
+    then.
+    """
     model, optimizer, saver = run_of(Large(), tmp_path, background=True)
     with saver:
         with torch.no_grad():
@@ -228,7 +256,9 @@ def test_a_step_before_the_copy(tmp_path):
 
 @on_device(is_slow=True)
 def test_memory_of_a_snapshot(tmp_path):
-    """A large snapshot allocates exactly what it needs, pinned, and frees it when the saver is closed."""
+    """A large snapshot allocates exactly what it needs, pinned, and frees it when the saver is
+    closed.
+    """
     given_back = []
     drop = devices.RegisteredBlock.__del__
 
@@ -252,7 +282,9 @@ def test_memory_of_a_snapshot(tmp_path):
 
 @on_device()
 def test_a_resume(tmp_path):
-    """The losses after a resume are the uninterrupted run's, dropout included; the moments are on the device."""
+    """The losses after a resume are the uninterrupted run's, dropout included; the moments are on
+    the device.
+    """
     model, optimizer, saver = run_of(network(), tmp_path)
     torch.manual_seed(5)
     with saver:
@@ -267,7 +299,9 @@ def test_a_resume(tmp_path):
         report = saver.resume("point").report
         assert not report.problems, report
         assert [learn(fresh, other, number) for number in range(4, 8)] == expected
-    moments = [value for state in other.state.values() for name, value in state.items() if name != "step"]
+    moments = [
+        value for state in other.state.values() for name, value in state.items() if name != "step"
+    ]
     assert {value.device for value in moments} == {device()}
 
 
@@ -290,12 +324,16 @@ def test_a_resume_of_large_tensors(tmp_path):
     for one, two in zip(model.state_dict().values(), fresh.state_dict().values(), strict=True):
         assert raw(one.cpu()) == raw(two.cpu())
     for one, two in zip(optimizer.state.values(), other.state.values(), strict=True):
-        assert {name: raw(value.cpu()) for name, value in one.items()} == {n: raw(v.cpu()) for n, v in two.items()}
+        assert {name: raw(value.cpu()) for name, value in one.items()} == {
+            n: raw(v.cpu()) for n, v in two.items()
+        }
 
 
 @on_device(is_eager=True)
 def test_loads_onto_the_device(tmp_path):
-    """`load_model(device=)` and `load(map_location=)`, from each format and with the table in several blocks."""
+    """`load_model(device=)` and `load(map_location=)`, from each format and with the table in
+    several blocks.
+    """
     model, where = Large(), device()
     wanted = {name: raw(tensor) for name, tensor in model.state_dict().items()}
     with CheckpointSaver(None, tmp_path, **QUIET) as saver:
@@ -306,7 +344,9 @@ def test_loads_onto_the_device(tmp_path):
                 found = load_model(path, into=empty, device=where)
             assert {one.device for one in found.state_dict().values()} == {where}
             assert {n: raw(tensor.cpu()) for n, tensor in found.state_dict().items()} == wanted
-            file = next(one for one in path.glob("model.*") if one.suffix in (".safetensors", ".h5"))
+            file = next(
+                one for one in path.glob("model.*") if one.suffix in (".safetensors", ".h5")
+            )
             with later_copies(), small_blocks():
                 loaded = ft_ckpt.load(file, map_location=where)
             assert {one.device for one in loaded.values()} == {where}
@@ -317,9 +357,19 @@ def test_loads_onto_the_device(tmp_path):
 def test_single_files(tmp_path):
     """Any state in one file, from the device and back, compressed too."""
     table = torch.randn(LARGE, generator=torch.Generator().manual_seed(2))
-    state = {"table": table.to(device()), "tied": None, "crossed": table[:12].view(3, 4).t().to(device()), "lr": 0.1}
+    state = {
+        "table": table.to(device()),
+        "tied": None,
+        "crossed": table[:12].view(3, 4).t().to(device()),
+        "lr": 0.1,
+    }
     state["tied"] = state["table"]
-    for name, asked in {"a.h5": {}, "a.safetensors": {}, "a.pt": {}, "packed.h5": {"compression": "gzip"}}.items():
+    for name, asked in {
+        "a.h5": {},
+        "a.safetensors": {},
+        "a.pt": {},
+        "packed.h5": {"compression": "gzip"},
+    }.items():
         ft_ckpt.save(state, tmp_path / name, **asked)
         found = ft_ckpt.load(tmp_path / name, map_location=device())
         assert found["lr"] == 0.1
@@ -331,7 +381,9 @@ def test_single_files(tmp_path):
 
 @on_device(is_slow=True)
 def test_frozen_files_are_reused(tmp_path):
-    """A frozen file is hard-linked while its bytes on the device are unchanged, and written again after a change."""
+    """A frozen file is hard-linked while its bytes on the device are unchanged, and written again
+    after a change.
+    """
     for background in (False, True):
         reuse_frozen(tmp_path / str(background), background=background)
 
@@ -351,37 +403,50 @@ def reuse_frozen(folder, **settings):
     assert first.samefile(second)
     assert not first.samefile(third)
     loaded = load_model(paths[2]).state_dict()
-    assert all(raw(loaded[name]) == raw(tensor.cpu()) for name, tensor in model.state_dict().items())
+    assert all(
+        raw(loaded[name]) == raw(tensor.cpu()) for name, tensor in model.state_dict().items()
+    )
 
 
 @pytest.mark.slow
 @sealed
 @on_ranks(2)
 def test_two_ranks(tmp_path):
-    """Each rank writes its share of the replicated tensors, from its own device; in the background, too."""
-    model, _, saver = run_of(Large(), tmp_path, each_rank_writes="on", background=True, enter_timeout_seconds=60)
+    """Each rank writes its share of the replicated tensors, from its own device; in the background,
+    too.
+    """
+    model, _, saver = run_of(
+        Large(), tmp_path, each_rank_writes="on", background=True, enter_timeout_seconds=60
+    )
     with saver:
         saver.save(model, tmp_path / "now", background=False)
         saver.save(model, tmp_path / "later").result(60)
     dist.barrier()
     if RANK == 0:
         assert_same_files(tmp_path / "later", tmp_path / "now")
-        assert raw(ft_ckpt.load(tmp_path / "now/model.safetensors")["table"].values()) == raw(Large().table.detach())
+        assert raw(ft_ckpt.load(tmp_path / "now/model.safetensors")["table"].values()) == raw(
+            Large().table.detach()
+        )
 
 
 @pytest.mark.parametrize(
-    "where", [pytest.param("sealed", marks=sealed), pytest.param("here", marks=pytest.mark.accelerator)]
+    "where",
+    [pytest.param("sealed", marks=sealed), pytest.param("here", marks=pytest.mark.accelerator)],
 )
 def test_a_model_on_the_host_leaves_the_accelerator_alone(tmp_path, where):
     call_on_ranks(2, unused, tmp_path, where, launch="unused", env={DEVICE: where})
 
 
 def unused(folder, where):
-    """A model on the host is gathered and resumed without the device, whose memory and generator are not in use."""
+    """A model on the host is gathered and resumed without the device, whose memory and generator
+    are not in use.
+    """
     become(where)
     module = torch.get_device_module(torch.accelerator.current_accelerator(check_available=True))
     assert not module.is_initialized(), "by an earlier case"
-    with CheckpointSaver(None, folder, each_rank_writes="off", enter_timeout_seconds=60, **QUIET) as saver:
+    with CheckpointSaver(
+        None, folder, each_rank_writes="off", enter_timeout_seconds=60, **QUIET
+    ) as saver:
         saver.register(model=network())
         saver.save_state(path=folder / "point")
         saver.resume("point")
@@ -449,7 +514,9 @@ def test_a_backend_without_waits(tmp_path):
 @pytest.mark.slow
 @poor
 def test_a_backend_without_registration(tmp_path):
-    """A backend that refuses to register memory, one without that call, and one that cannot pin memory."""
+    """A backend that refuses to register memory, one without that call, and one that cannot pin
+    memory.
+    """
     module = torch.get_device_module(device())
     with replaced(type(module), cudaHostRegister=lambda *_: 2):
         rounds(tmp_path / "refused")
@@ -480,16 +547,23 @@ def rounds(folder):
         saver.resume("later")
     loaded = load_model(folder / "now", into=Large(), device=device())
     for one in (fresh, loaded):
-        assert all(raw(one.state_dict()[name].cpu()) == raw(t.cpu()) for name, t in model.state_dict().items())
+        assert all(
+            raw(one.state_dict()[name].cpu()) == raw(t.cpu())
+            for name, t in model.state_dict().items()
+        )
 
 
 @poor
 def test_it_shows_that_nobody_waits(tmp_path):
-    """Without the wait for copies, poison is saved: the tests' device shows that the wait is needed."""
+    """Without the wait for copies, poison is saved: the tests' device shows that the wait is
+    needed.
+    """
     model = Large().to(device())
     with replaced(devices.Moment, await_done=lambda _: None):
         ft_ckpt.save({"table": model.table.detach()}, tmp_path / "table.h5")
-    assert raw(ft_ckpt.load(tmp_path / "table.h5")["table"].values()) != raw(model.table.detach().cpu())
+    assert raw(ft_ckpt.load(tmp_path / "table.h5")["table"].values()) != raw(
+        model.table.detach().cpu()
+    )
 
 
 @poor
@@ -530,7 +604,9 @@ def test_the_device_kills_who_touches_its_memory(code, status):
 
 @sealed
 def test_a_fork_has_no_part_in_registered_memory():
-    """Else its pages would be copied at the next write, and the device would go on with those that nobody sees."""
+    """Else its pages would be copied at the next write, and the device would go on with those that
+    nobody sees.
+    """
     code = """
 import gc, os
 from ft_ckpt.devices import pinned_memory

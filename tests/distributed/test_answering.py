@@ -33,7 +33,11 @@ class LostStore(HashStore):
 def test_what_the_store_says_and_raises():
     store = AnsweringStore(HashStore(), 30.0)
     store.set("key", "value")
-    assert (store.get("key"), store.check(["key"]), store.check(["other"])) == (b"value", True, False)
+    assert (store.get("key"), store.check(["key"]), store.check(["other"])) == (
+        b"value",
+        True,
+        False,
+    )
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match=r"(?i)time"):
         store.wait(["other"], timedelta(seconds=0.2))
@@ -45,7 +49,9 @@ def test_what_the_store_says_and_raises():
 
 
 def test_a_store_that_does_not_answer():
-    """The first call is given up after that time, later ones at once, even if it should come back."""
+    """The first call is given up after that time, later ones at once, even if it should come
+    back.
+    """
     lost = LostStore()
     store = AnsweringStore(lost, 0.5)
     begun = time.monotonic()

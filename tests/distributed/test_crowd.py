@@ -1,4 +1,6 @@
-"""Many ranks at one store: what goes through it grows with their number, and no rank reads what others wrote."""
+"""Many ranks at one store: what goes through it grows with their number, and no rank reads what
+others wrote.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,7 +28,9 @@ def test_what_a_rank_reads_does_not_grow_with_the_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_meetings_of_a_thousand_ranks(tmp_path):
-    """Under a second of processor and 100 MB for a rank, rank 0 included; a few MB through the store in all."""
+    """Under a second of processor and 100 MB for a rank, rank 0 included; a few MB through the
+    store in all.
+    """
     found = crowd(1024, tmp_path / "many", "meetings", timeout=500)
     for phase in PHASES:
         figures = found[phase]
@@ -37,7 +41,9 @@ def test_meetings_of_a_thousand_ranks(tmp_path):
 
 
 def meeting(coming, of=MANY, **given):
-    """What a meeting of the ranks `coming`, each a thread, comes to for each of them; `given` to each by its number."""
+    """What a meeting of the ranks `coming`, each a thread, comes to for each of them; `given` to
+    each by its number.
+    """
     store = HashStore()
     everybody = {rank: Ranks(rank, of, store, timeout_seconds=2.0) for rank in range(of)}
 
@@ -54,7 +60,9 @@ def meeting(coming, of=MANY, **given):
 
 
 def test_every_rank_is_told_what_rank_0_makes_of_all_values():
-    found, _ = meeting(range(MANY), decide=lambda _: lambda values: sum(value["rank"] for value in values))
+    found, _ = meeting(
+        range(MANY), decide=lambda _: lambda values: sum(value["rank"] for value in values)
+    )
     assert {agreed.result for agreed in found.values()} == {sum(range(MANY))}
     assert [value["rank"] for value in found[0].values] == [*range(MANY)]
     assert not any(agreed.values for rank, agreed in found.items() if rank)
@@ -71,7 +79,9 @@ def test_what_the_verdict_raises_is_raised_on_all():
         raise LoadError("these do not fit")
 
     found, _ = meeting(range(MANY), decide=lambda _: refuse)
-    assert {(type(error), str(error)) for error in found.values()} == {(LoadError, "these do not fit")}
+    assert {(type(error), str(error)) for error in found.values()} == {
+        (LoadError, "these do not fit")
+    }
 
 
 @pytest.mark.sample("1")
@@ -80,12 +90,18 @@ def test_one_of_many_does_not_come(missing):
     """It is named on all, and told of it when it comes after all."""
     found, meet = meeting([rank for rank in range(MANY) if rank != missing])
     assert {type(error) for error in found.values()} == {RanksDisagreeError}
-    assert all(f"rank(s) {missing} did not enter it" in str(error) for error in found.values()), found
+    assert all(f"rank(s) {missing} did not enter it" in str(error) for error in found.values()), (
+        found
+    )
     assert f"rank(s) {missing} did not enter it" in str(meet(missing))
 
 
 def test_one_of_many_fails():
-    found, _ = meeting(range(MANY), error=lambda rank: LoadError("odd") if rank == MANY - 3 else None)
+    found, _ = meeting(
+        range(MANY), error=lambda rank: LoadError("odd") if rank == MANY - 3 else None
+    )
     told = {type(error) for rank, error in found.items() if rank != MANY - 3}
     assert told == {RankError}
-    assert all(f"rank {MANY - 3}" in str(error) for rank, error in found.items() if rank != MANY - 3)
+    assert all(
+        f"rank {MANY - 3}" in str(error) for rank, error in found.items() if rank != MANY - 3
+    )

@@ -97,11 +97,17 @@ def test_four_ranks(wrap):
 
 
 def gathers(wrap):
-    """Same names, same bits, from the largest bucket to one row at a time, in any order; samples are elements."""
+    """Same names, same bits, from the largest bucket to one row at a time, in any order; samples
+    are elements.
+    """
     truth = {name: tensor.clone() for name, tensor in build().state_dict().items()}
     found = ModelTensors(wrap(build())).sources()
     assert list(found) == list(truth)
-    for bucket_bytes, order in ((1 << 20, list(found)), (1, list(found)), (64, list(reversed(found)))):
+    for bucket_bytes, order in (
+        (1 << 20, list(found)),
+        (1, list(found)),
+        (64, list(reversed(found))),
+    ):
         with buckets_of(bucket_bytes):
             full = gather_tensors([found[name] for name in order], current_ranks())
         assert set(full) == (set(truth) if RANK == 0 else set())
@@ -109,19 +115,32 @@ def gathers(wrap):
     samples = {}
     for one in current_ranks().agree("samples", sample_elements(found, RANK), decide=list).result:
         for name, values in one.items():
-            assert not set(values) & set(samples.setdefault(name, {})), f"{name}: sampled by two ranks"
+            assert not set(values) & set(samples.setdefault(name, {})), (
+                f"{name}: sampled by two ranks"
+            )
             samples[name].update(values)
     for name, values in samples.items():
-        assert len(values) == min(8, truth[name].numel()) or "full_tensor" in name or wrap is two_dimensions
-        assert all(float(truth[name].flatten()[int(index)]) == value for index, value in values.items())
+        assert (
+            len(values) == min(8, truth[name].numel())
+            or "full_tensor" in name
+            or wrap is two_dimensions
+        )
+        assert all(
+            float(truth[name].flatten()[int(index)]) == value for index, value in values.items()
+        )
 
 
 @on_ranks(2)
 def test_shards_are_not_copies():
-    """After a forward alone, FSDP2's outermost parameters are bf16 copies; what is gathered is the float32 shards."""
+    """After a forward alone, FSDP2's outermost parameters are bf16 copies; what is gathered is the
+    float32 shards.
+    """
     model = build()[:2]
     truth = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    mesh, policy = init_device_mesh("cpu", (WORLD,)), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    mesh, policy = (
+        init_device_mesh("cpu", (WORLD,)),
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    )
     fully_shard(model[1], mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     model.eval()
@@ -148,7 +167,10 @@ def test_comparing():
 @on_ranks(2)
 def test_a_chunk_is_bounded():
     """A chunk is never larger than half the bucket, so that the other half can be on its way."""
-    model = fully_shard(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 256)), mesh=init_device_mesh("cpu", (WORLD,)))
+    model = fully_shard(
+        nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 256)),
+        mesh=init_device_mesh("cpu", (WORLD,)),
+    )
     largest = total = 0
     with buckets_of(64 << 10):
         for chunk in stream_chunks(list(ModelTensors(model).sources().values()), current_ranks()):
@@ -159,13 +181,19 @@ def test_a_chunk_is_bounded():
 
 @on_ranks(2)
 def test_a_state_dict_that_rank_0_has_gathered(tmp_path):
-    """Rank 0 alone has a gathered state dict, the others pass None; None on rank 0 is an error on all."""
+    """Rank 0 alone has a gathered state dict, the others pass None; None on rank 0 is an error on
+    all.
+    """
     model = fsdp2(build())
     full = full_state_dict(model)
-    report = CheckpointSaver(enter_timeout_seconds=20).save(model, tmp_path / "handed", state_dict=full or None)
+    report = CheckpointSaver(enter_timeout_seconds=20).save(
+        model, tmp_path / "handed", state_dict=full or None
+    )
     assert report.tensors == len(build().state_dict())
     with pytest.raises(RanksDisagreeError, match="not on rank 0"):
-        CheckpointSaver(enter_timeout_seconds=20).save(model, tmp_path / "handed", state_dict=None if RANK == 0 else {})
+        CheckpointSaver(enter_timeout_seconds=20).save(
+            model, tmp_path / "handed", state_dict=None if RANK == 0 else {}
+        )
 
 
 @on_ranks(2)
@@ -189,7 +217,9 @@ def test_gathering_fails_on_rank_0():
 
 @on_ranks(2)
 def test_copies_of_a_tie():
-    """If tied after sharding, with uneven rows, FSDP2 computes with two copies on the rank that has fewer rows."""
+    """If tied after sharding, with uneven rows, FSDP2 computes with two copies on the rank that has
+    fewer rows.
+    """
     for rows, is_apart in ((2 * WORLD, False), (2 * WORLD - 1, RANK == WORLD - 1)):
         model = nn.Sequential(nn.Embedding(rows, 4), nn.Linear(4, rows, bias=False))
         mesh = init_device_mesh("cpu", (WORLD,))
@@ -208,10 +238,14 @@ def test_copies_of_a_tie():
         assert not told or str(told[0].message).startswith("0.weight, 1.weight: tied")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra"
+)
 @on_ranks(2, env={"DS_ACCELERATOR": "cpu"})
 def test_parts_that_deepspeed_marks(tmp_path):
-    """Layers that AutoTP has cut, and experts that its MoE has spread, are refused by name; whole ones are saved."""
+    """Layers that AutoTP has cut, and experts that its MoE has spread, are refused by name; whole
+    ones are saved.
+    """
     import deepspeed
     from deepspeed.module_inject import layers
     from deepspeed.module_inject.tp_shard import AutoTPMeta
@@ -222,11 +256,15 @@ def test_parts_that_deepspeed_marks(tmp_path):
     groups = {"tp_meta": AutoTPMeta(num_kv_heads=2)}
     cut = layers.LinearLayer(nn.Linear(4, 6), name="q_proj", mp_group=dist.group.WORLD, **groups)
     model = nn.ModuleDict({"cut": cut, "whole": nn.Linear(4, 2)})
-    with pytest.raises(IncompleteError, match=r"cut\.weight, cut\.bias: this rank's part of a larger parameter"):
+    with pytest.raises(
+        IncompleteError, match=r"cut\.weight, cut\.bias: this rank's part of a larger parameter"
+    ):
         CheckpointSaver().save(model, tmp_path / "cut")
     assert not (tmp_path / "cut").exists()
     spread = nn.ModuleDict({"moe": MoE(4, nn.Linear(4, 4), num_experts=WORLD, ep_size=WORLD)})
-    refused = r"moe\.deepspeed_moe\.experts\.deepspeed_experts\.0\.weight.*an expert of this rank alone"
+    refused = (
+        r"moe\.deepspeed_moe\.experts\.deepspeed_experts\.0\.weight.*an expert of this rank alone"
+    )
     with pytest.raises(IncompleteError, match=refused):
         ModelTensors(spread).sources()
     alike = nn.ModuleDict({"moe": MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=1)})
@@ -238,7 +276,9 @@ def test_one_process():
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     full = full_state_dict(model)
     assert all(torch.equal(full[name], tensor) for name, tensor in model.state_dict().items())
-    assert full["0.weight"].data_ptr() != model[0].weight.data_ptr(), "a copy: the next step must not show in it"
+    assert full["0.weight"].data_ptr() != model[0].weight.data_ptr(), (
+        "a copy: the next step must not show in it"
+    )
 
 
 def test_ties_are_identity_not_storage():
@@ -263,7 +303,9 @@ def test_non_contiguous_and_non_persistent():
 def test_meta_device_is_refused():
     with torch.device("meta"):
         model = nn.Linear(3, 2)
-    with pytest.raises(IncompleteError, match=r"weight, bias: 2 tensor\(s\) of the model have no data"):
+    with pytest.raises(
+        IncompleteError, match=r"weight, bias: 2 tensor\(s\) of the model have no data"
+    ):
         ModelTensors(model).sources()
 
 
@@ -284,7 +326,8 @@ def test_parts_that_only_their_engine_knows_of_are_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(
-        IncompleteError, match=r"^weight: this rank's part of a larger parameter, cut by DeepSpeed's AutoTP or Megatron"
+        IncompleteError,
+        match=r"^weight: this rank's part of a larger parameter, cut by DeepSpeed's AutoTP",
     ):
         ModelTensors(model).sources()
 
@@ -294,8 +337,14 @@ def test_given_state_dict_must_be_the_model_s():
     live, ranks = ModelTensors(nn.Linear(3, 2)).sources(), Ranks(0, 1)
     for given, words in (
         ({}, "weight: missing; bias: missing"),
-        ({"weight": torch.empty(0), "bias": torch.empty(2)}, r"weight: shape \(0,\), the model has \(2, 3\)"),
-        ({"_orig_mod.weight": torch.empty(2, 3), "bias": torch.empty(2)}, "_orig_mod.weight: not in the model"),
+        (
+            {"weight": torch.empty(0), "bias": torch.empty(2)},
+            r"weight: shape \(0,\), the model has \(2, 3\)",
+        ),
+        (
+            {"_orig_mod.weight": torch.empty(2, 3), "bias": torch.empty(2)},
+            "_orig_mod.weight: not in the model",
+        ),
     ):
         with pytest.raises(IncompleteError, match=words):
             from_state_dict(given, live, ranks)
@@ -304,8 +353,13 @@ def test_given_state_dict_must_be_the_model_s():
 def test_names_of_nested_wrappers():
     """Wrapper parts at any depth and order, told from a user's own module of such a name."""
     inner = nn.Linear(2, 2)
-    model = nn.ModuleDict({"_orig_mod": nn.ModuleDict({"a": torch.compile(checkpoint_wrapper(inner))})})
+    model = nn.ModuleDict(
+        {"_orig_mod": nn.ModuleDict({"a": torch.compile(checkpoint_wrapper(inner))})}
+    )
     found = ModelTensors(torch.compile(model)).sources()
     assert list(found) == ["_orig_mod.a.weight", "_orig_mod.a.bias"]
-    assert found["_orig_mod.a.bias"].raw_name == "_orig_mod.a._orig_mod._checkpoint_wrapped_module.bias"
+    assert (
+        found["_orig_mod.a.bias"].raw_name
+        == "_orig_mod.a._orig_mod._checkpoint_wrapped_module.bias"
+    )
     assert unwrap(torch.compile(inner, backend="eager")) is inner

@@ -1,4 +1,6 @@
-"""Resume with fan_out="broadcast": rank 0 reads the replicated tensors, and all ranks learn of an error."""
+"""Resume with fan_out="broadcast": rank 0 reads the replicated tensors, and all ranks learn of an
+error.
+"""
 
 from dataclasses import replace
 from functools import wraps
@@ -27,7 +29,9 @@ def left(wrapper, model, folder):
 
 
 def rank_0_reads(test):
-    """Run a test on two ranks, with many buckets; what it puts in place of a function of `fill` is put back."""
+    """Run a test on two ranks, with many buckets; what it puts in place of a function of `fill` is
+    put back.
+    """
 
     @on_ranks(2)
     @buckets_of(BUCKET)
@@ -42,7 +46,8 @@ def rank_0_reads(test):
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "model"), [("ddp", "llama"), ("ddp", "mixtral"), ("fsdp1", "llama"), ("fsdp2", "qwen3")]
+    ("wrapper", "model"),
+    [("ddp", "llama"), ("ddp", "mixtral"), ("fsdp1", "llama"), ("fsdp2", "qwen3")],
 )
 @rank_0_reads
 def test_the_same_as_all_ranks_read(tmp_path, wrapper, model):
@@ -102,7 +107,10 @@ def test_tensors_of_one_rank_do_not_fit(tmp_path):
     real = fill.check_all
     if RANK == 1:
         fill.check_all = lambda wanted: real([replace(one, name="nowhere") for one in wanted])
-    with saver_of(fresh, tmp_path, fan_out="broadcast") as saver, pytest.raises(LoadError, match="nowhere: not in the"):
+    with (
+        saver_of(fresh, tmp_path, fan_out="broadcast") as saver,
+        pytest.raises(LoadError, match="nowhere: not in the"),
+    ):
         saver.resume("must")
     fill.check_all = real
 
@@ -115,7 +123,9 @@ def test_one_rank_fails_before_it_reads(tmp_path):
     real = resume.items_in_saved_order
     if RANK == 1:
         resume.items_in_saved_order = lambda *_: 1 / 0
-    kind, words = (RankError, "rank 1.*division by zero") if RANK == 0 else (ZeroDivisionError, "division")
+    kind, words = (
+        (RankError, "rank 1.*division by zero") if RANK == 0 else (ZeroDivisionError, "division")
+    )
     with saver_of(fresh, tmp_path, fan_out="broadcast") as saver, pytest.raises(kind, match=words):
         saver.resume("must")
     resume.items_in_saved_order = real
@@ -129,7 +139,10 @@ def test_one_rank_has_no_memory_for_its_bucket(tmp_path):
     fresh = live_model("ddp", "llama", seed=1)
     real = fill.wire_device
     fill.wire_device = lambda: real() if RANK == 0 else 1 / 0
-    with saver_of(fresh, tmp_path, fan_out="broadcast") as saver, pytest.raises(LoadError, match="division by zero"):
+    with (
+        saver_of(fresh, tmp_path, fan_out="broadcast") as saver,
+        pytest.raises(LoadError, match="division by zero"),
+    ):
         saver.resume("must")
     fill.wire_device = real
     goes_on(fresh, tmp_path)
@@ -142,8 +155,13 @@ def test_one_rank_does_not_take_part_in_the_reading(tmp_path):
     fresh = live_model("ddp", "llama", seed=1)
     real = resume.restore_weights
     if RANK == 1:
-        resume.restore_weights = lambda *_: restore.Restored("weights", "failed", "not of this model")
-    with saver_of(fresh, tmp_path, fan_out="broadcast") as saver, pytest.raises(LoadError, match="weights: failed"):
+        resume.restore_weights = lambda *_: restore.Restored(
+            "weights", "failed", "not of this model"
+        )
+    with (
+        saver_of(fresh, tmp_path, fan_out="broadcast") as saver,
+        pytest.raises(LoadError, match="weights: failed"),
+    ):
         saver.resume("must")
     resume.restore_weights = real
     goes_on(fresh, tmp_path)

@@ -1,4 +1,6 @@
-"""Stored tensors into what a rank holds, many at once: any block, view, dtype and size, and every way it falls back."""
+"""Stored tensors into what a rank holds, many at once: any block, view, dtype and size, and every
+way it falls back.
+"""
 
 import errno
 import math
@@ -30,7 +32,15 @@ from ft_ckpt.model.load_weights import fetching_weights
 from ft_ckpt.storage import read_ahead
 from ft_ckpt.storage.local_store import LocalStore
 
-DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.bool,
+    torch.uint8,
+    torch.complex64,
+    torch.float8_e4m3fn,
+]
 
 
 class Converted:
@@ -45,18 +55,25 @@ class Converted:
 
 def values(shape, dtype, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    raw_bytes = torch.randint(0, 2, (math.prod(shape) * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+    raw_bytes = torch.randint(
+        0, 2, (math.prod(shape) * dtype.itemsize,), generator=generator, dtype=torch.uint8
+    )
     return raw_bytes.view(dtype).view(shape) if shape else raw_bytes.view(dtype)[0].clone()
 
 
 def same(one, other):
-    raw_bytes = [tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in (one, other)]
+    raw_bytes = [
+        tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        for tensor in (one, other)
+    ]
     return torch.equal(*raw_bytes)
 
 
 def source(name, full, view, block, has_gaps=False):
     """A tensor of which this rank has `block`, with nothing of the stored values in it."""
-    local = torch.zeros(*block.sizes[:-1], 2 * block.sizes[-1] if has_gaps else block.sizes[-1], dtype=full.dtype)
+    local = torch.zeros(
+        *block.sizes[:-1], 2 * block.sizes[-1] if has_gaps else block.sizes[-1], dtype=full.dtype
+    )
     if has_gaps:
         local = local[..., ::2]
     return made(name, full, view, local, block)
@@ -89,11 +106,15 @@ def whole(name, full):
 
 @st.composite
 def blocks_of_tensors(draw):
-    """(shape, dtype, view, block of the view, whether its memory has gaps), some of which are empty."""
+    """(shape, dtype, view, block of the view, whether its memory has gaps), some of which are
+    empty.
+    """
     shape = draw(st.lists(st.integers(0, 9), max_size=4).map(tuple))
     view = draw(st.sampled_from([shape, (math.prod(shape),)])) if shape else ()
     offsets = [draw(st.integers(0, max(size - 1, 0))) for size in view]
-    sizes = [draw(st.integers(min(1, size), size - low)) for size, low in zip(view, offsets, strict=True)]
+    sizes = [
+        draw(st.integers(min(1, size), size - low)) for size, low in zip(view, offsets, strict=True)
+    ]
     gaps = draw(st.booleans()) if view else False
     return shape, draw(st.sampled_from(DTYPES)), view, Box(tuple(offsets), tuple(sizes)), gaps
 
@@ -124,7 +145,9 @@ def test_any_blocks_of_any_tensors(asked, kind, least, stage, direct):
         file = stored(full, kind, Path(folder))
         wanted = []
         for name, (_, _, view, block, gaps) in zip(full, asked, strict=True):
-            wanted.append(source(name, full[name], view, block, gaps) if view else whole(name, full[name]))
+            wanted.append(
+                source(name, full[name], view, block, gaps) if view else whole(name, full[name])
+            )
         fill_all(reversed(of(file, *wanted)), threads=2, direct=direct)
     for one in wanted:
         expected = full[one.name].view(one.info.sharding.view)
@@ -173,7 +196,11 @@ def test_all_problems_at_once_and_nothing_read(tmp_path):
     problems = [whole("b", full.view(3, 4)), whole("c", full.double())]
     with pytest.raises(LoadError) as caught:
         fill_all(of(file, good, *problems, whole("d", full)))
-    for text in ("b: float32 [4, 3] in the checkpoint", "c: float32 [4, 3]", "d: not in the checkpoint"):
+    for text in (
+        "b: float32 [4, 3] in the checkpoint",
+        "c: float32 [4, 3]",
+        "d: not in the checkpoint",
+    ):
         assert text in str(caught.value)
     assert not good.local.any()
 
@@ -208,16 +235,25 @@ def test_a_file_that_changes_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("kind", ["safetensors", "h5", "converted"])
 def test_onto_a_device(tmp_path, kind):
-    full = {"a": values((70, 41), torch.bfloat16), "b": values((), torch.float32), "c": torch.empty(0, 3)}
+    full = {
+        "a": values((70, 41), torch.bfloat16),
+        "b": values((), torch.float32),
+        "c": torch.empty(0, 3),
+    }
     found = read_onto(stored(full, kind, tmp_path), torch.device("cpu"))
     assert found.keys() == full.keys()
-    assert all(found[name].shape == full[name].shape and same(found[name], full[name]) for name in full)
+    assert all(
+        found[name].shape == full[name].shape and same(found[name], full[name]) for name in full
+    )
 
 
 @pytest.mark.parametrize("direct", ["auto", "on", "off"])
 def test_a_file_read_in_gives_what_a_mapped_one_gives(tmp_path, direct, monkeypatch):
     monkeypatch.setattr(raw_files, "MAP_BYTES", 100)
-    full = {f"t{n}": values((size,), torch.uint8, n) for n, size in enumerate([1, 99, 100, 5000, (9 << 20) + 1])}
+    full = {
+        f"t{n}": values((size,), torch.uint8, n)
+        for n, size in enumerate([1, 99, 100, 5000, (9 << 20) + 1])
+    }
     file = stored(full, "safetensors", tmp_path)
     assert file.raw.read_in(threads=3, direct=direct)
     for turn in range(2):  # what was let go and asked for again is read again
@@ -239,19 +275,32 @@ def test_a_closed_file_leaves_its_tensors(tmp_path):
     assert torch.equal(found, full["a"]), "a mapped one would be gone"
 
 
-@pytest.mark.parametrize(("mapped", "in_cache", "expected"), [
-    (True, 0, True), (False, 1, False), ("auto", 0, False), ("auto", 1, True), ("auto", None, True),
-])  # fmt: skip
-def test_load_model_reads_what_is_cold_and_maps_the_rest(tmp_path, monkeypatch, mapped, in_cache, expected):
+@pytest.mark.parametrize(
+    ("mapped", "in_cache", "expected"),
+    [
+        (True, 0, True),
+        (False, 1, False),
+        ("auto", 0, False),
+        ("auto", 1, True),
+        ("auto", None, True),
+    ],
+)
+def test_load_model_reads_what_is_cold_and_maps_the_rest(
+    tmp_path, monkeypatch, mapped, in_cache, expected
+):
     net = models.build("llama")
     ft_ckpt.CheckpointSaver().save(net, tmp_path / "net")
     monkeypatch.setattr(read_ahead, "LEAST_WHOLE_BYTES", 1)
     monkeypatch.setattr(
-        read_ahead, "cached_bytes", lambda _, start, size: None if in_cache is None else in_cache * size
+        read_ahead,
+        "cached_bytes",
+        lambda _, start, size: None if in_cache is None else in_cache * size,
     )
     model, report = ft_ckpt.load_model(tmp_path / "net", mapped=mapped, with_report=True)
     assert report.zero_copy is expected
-    assert all(torch.equal(tensor, net.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(tensor, net.state_dict()[name]) for name, tensor in model.state_dict().items()
+    )
     model.lm_head.weight.data.zero_()
     assert torch.equal(ft_ckpt.load_model(tmp_path / "net").lm_head.weight, net.lm_head.weight)
 
@@ -281,14 +330,21 @@ def test_files_are_read_beside_the_block_and_not_after_it(tmp_path, monkeypatch)
     monkeypatch.setattr(raw_files.RawFile, "is_cold", lambda file: is_over.wait(60))
     is_over = threading.Event()
     monkeypatch.setattr(
-        raw_files.RawFile, "close", lambda file, close=raw_files.RawFile.close: (close(file), is_over.set())
+        raw_files.RawFile,
+        "close",
+        lambda file, close=raw_files.RawFile.close: (close(file), is_over.set()),
     )
-    with pytest.raises(ZeroDivisionError), fetching_weights(LocalStore(tmp_path), ["x.safetensors"]) as tensors:
+    with (
+        pytest.raises(ZeroDivisionError),
+        fetching_weights(LocalStore(tmp_path), ["x.safetensors"]) as tensors,
+    ):
         1 / 0  # noqa: B018
     with pytest.raises(CorruptError, match="closed"):
         tensors()
     assert set(Path("/proc/self/fd").iterdir()) == before
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ft_ckpt-supply")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("ft_ckpt-supply")
+    ]
 
 
 def test_mapped_is_one_of_three(tmp_path):

@@ -1,4 +1,6 @@
-"""A thousand ranks without their processes: who writes which bytes of a file, and how little is said of it."""
+"""A thousand ranks without their processes: who writes which bytes of a file, and how little is
+said of it.
+"""
 
 import json
 import os
@@ -22,7 +24,11 @@ from ft_ckpt.saving.regions import live
 from ft_ckpt.storage.digests import rank_parts
 from ft_ckpt.storage.read_ahead import ByteRun
 
-shapes = st.lists(st.lists(st.integers(0, 60) | st.integers(1000, 1100), max_size=2).map(tuple), min_size=1, max_size=4)
+shapes = st.lists(
+    st.lists(st.integers(0, 60) | st.integers(1000, 1100), max_size=2).map(tuple),
+    min_size=1,
+    max_size=4,
+)
 worlds = st.sampled_from([2, 8, 1001, 1024]) | st.integers(2, 1024)
 
 
@@ -56,14 +62,18 @@ def test_every_byte_has_one_writer(shapes, way, world, block_bytes):
         owners = {owner for _, _, owner in rank_parts(first.all_cuts, first.file.layout.size_bytes)}
         looks = {0, 1, world // 2, world - 1, min(owners), max(owners)}
         found = {rank: shared(values, way, world, rank) for rank in looks}
-        written = {rank: spans(share, Ranks(rank, world, HashStore())) for rank, share in found.items()}
+        written = {
+            rank: spans(share, Ranks(rank, world, HashStore())) for rank, share in found.items()
+        }
     size = first.file.layout.size_bytes
     pieces = list(rank_parts(first.all_cuts, size))
     assert joined((start, stop) for start, stop, _ in pieces) == [(0, size)], "each byte once"
     assert all(0 <= owner < world for _, _, owner in pieces)
     for rank in looks:
         assert found[rank].cuts == first.cuts, "worked out alike by all"
-        assert joined(written[rank]) == joined((start, stop) for start, stop, owner in pieces if owner == rank)
+        assert joined(written[rank]) == joined(
+            (start, stop) for start, stop, owner in pieces if owner == rank
+        )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -108,7 +118,9 @@ class PlannedFile:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", [3, 1024])
 def test_a_rank_reads_the_bytes_that_it_holds(way, world, monkeypatch):
-    """And no others: all ranks together read a file once, or as often as they hold it; in one range a tensor."""
+    """And no others: all ranks together read a file once, or as often as they hold it; in one range
+    a tensor.
+    """
     shapes = [(1030, 3), (7,), (2049,), (1, 1500), (2, 2, 700), (), (0, 4)]
     values = {f"t{number}": torch.zeros(shape) for number, shape in enumerate(shapes)}
     read = []
@@ -118,7 +130,9 @@ def test_a_rank_reads_the_bytes_that_it_holds(way, world, monkeypatch):
         file, sources = PlannedFile(share.file.layout), [entry.source for entry in share.entries]
         wanted = [WantedTensor(source, source.local, file, source.name) for source in sources]
         fill.check_all(wanted)
-        runs = [run for one in wanted for box in one.in_boxes() for run in fill._landings_of_box(box)]
+        runs = [
+            run for one in wanted for box in one.in_boxes() for run in fill._landings_of_box(box)
+        ]
         assert len(runs) <= len(values)
         held = sum(source.local.nbytes for source in sources if source.local is not None)
         assert sum(run.size_bytes for run in runs) == held
@@ -126,7 +140,8 @@ def test_a_rank_reads_the_bytes_that_it_holds(way, world, monkeypatch):
     layout = shared(values, way, world, 0).file.layout
     assert joined(sorted({*read})) == [(len(layout.header), layout.size_bytes)]
     size_bytes = layout.size_bytes - len(layout.header)
-    whole = {"ddp": size_bytes, "fsdp2": values["t5"].nbytes}.get(way, 0)  # what is not cut: FSDP2's scalars
+    # what is not cut: FSDP2's scalars
+    whole = {"ddp": size_bytes, "fsdp2": values["t5"].nbytes}.get(way, 0)
     assert sum(stop - start for start, stop in read) == size_bytes + (world - 1) * whole
 
 
@@ -134,6 +149,10 @@ def test_a_rank_reads_the_bytes_that_it_holds(way, world, monkeypatch):
 def test_layouts_are_those_of_the_engines():
     command = [sys.executable, str(WORKERS / "many.py")]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": python_path()}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": python_path()},
     )
     assert done.stdout == "the same", done.stderr

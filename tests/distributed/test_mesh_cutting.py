@@ -1,4 +1,6 @@
-"""Strided shards, by arithmetic: what FSDP2 leaves of tensor-parallel parts, and packed weights; else refused."""
+"""Strided shards, by arithmetic: what FSDP2 leaves of tensor-parallel parts, and packed weights;
+else refused.
+"""
 
 from itertools import product
 
@@ -12,18 +14,24 @@ from ft_ckpt.distributed.sharding import Mesh, MeshSharding, cutting_of
 
 
 def pieces(shape, grid, dims, factors) -> dict[tuple[int, ...], torch.Tensor] | None:
-    """What each place of the grid has of a tensor of ascending numbers, flattened; None where that is refused."""
+    """What each place of the grid has of a tensor of ascending numbers, flattened; None where that
+    is refused.
+    """
     cutting = cutting_of(shape, grid, dims, factors)
     if cutting is None:
         return None
     ranks = range(torch.Size(grid).numel())
-    sharding = MeshSharding(cutting.view, Mesh(grid, tuple(ranks)), cutting.cuts, False, cutting.order)
+    sharding = MeshSharding(
+        cutting.view, Mesh(grid, tuple(ranks)), cutting.cuts, False, cutting.order
+    )
     whole = torch.arange(torch.Size(shape).numel()).view(cutting.view)
     found = {}
     for rank, place in enumerate(product(*map(range, grid))):
         box = next(iter(sharding.local_boxes(rank)), None)
         lows = () if box is None else zip(box.offsets, box.sizes, strict=True)
-        found[place] = whole[tuple(slice(low, low + size) for low, size in lows)] if box else whole[:0]
+        found[place] = (
+            whole[tuple(slice(low, low + size) for low, size in lows)] if box else whole[:0]
+        )
     return {place: one.reshape(-1) for place, one in found.items()}
 
 
@@ -51,14 +59,17 @@ def test_packed_parts_are_cut_alike(size, packed, count, dim):
     assert found is not None
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     for place in range(count):
-        expected = torch.cat([chunks(group, count, dim)[place] for group in whole.chunk(packed, dim)], dim)
+        expected = torch.cat(
+            [chunks(group, count, dim)[place] for group in whole.chunk(packed, dim)], dim
+        )
         assert torch.equal(found[(place,)], expected.reshape(-1))
 
 
 @pytest.mark.parametrize(
     ("shape", "grid", "dims", "factors"),
     [
-        ((9, 8), (4, 2), (0, 0), (2, 1)),  # torch's placements and FSDP2's own cut give ranks different rows
+        # torch's placements and FSDP2's own cut give ranks different rows
+        ((9, 8), (4, 2), (0, 0), (2, 1)),
         ((7, 8), (2,), (0,), (2,)),  # packed, of a size that has no halves
         ((8, 8), (2, 2), (0, 0), (2, 2)),  # rows of packed parts
         ((8, 8), (2, 2, 2), (0, 0, 0), (1, 2, 1)),  # from right to left in part

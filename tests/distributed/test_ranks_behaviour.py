@@ -74,13 +74,20 @@ def broken_disk():
 def test_different_arguments_are_an_error_on_every_rank(tmp_path):
     """Ranks disagree about what to save, and hang."""
     model = models.build("llama")
-    raised(errors.RanksDisagreeError, lambda: saver().save(model, tmp_path / "a", step=RANK), "step", "rank(s) 1")
+    raised(
+        errors.RanksDisagreeError,
+        lambda: saver().save(model, tmp_path / "a", step=RANK),
+        "step",
+        "rank(s) 1",
+    )
     other = tmp_path / f"rank{RANK}"
     raised(errors.RanksDisagreeError, lambda: saver().save(model, other), "path", "rank(s) 1")
     parts = models.build("policy_and_value")
     attribute = ("policy", "value_head")[RANK]
     raised(
-        errors.RanksDisagreeError, lambda: saver().save(parts, tmp_path / "b", attribute=attribute), "rank(s) 0 alone"
+        errors.RanksDisagreeError,
+        lambda: saver().save(parts, tmp_path / "b", attribute=attribute),
+        "rank(s) 0 alone",
     )
     nothing_in(tmp_path)
 
@@ -91,7 +98,11 @@ def test_one_rank_pushes_and_calls_what_follows_a_save(tmp_path):
     """Only rank 0 calls functions of the script and pushes; the others continue."""
     for background in (False, True):
         seen = []
-        with serving_hub() as hub, using_hub(hub), saver(on_saved=seen.append, background=background) as made:
+        with (
+            serving_hub() as hub,
+            using_hub(hub),
+            saver(on_saved=seen.append, background=background) as made,
+        ):
             target = tmp_path / f"background-{background}"
             answer = made.save(fsdp2(models.build("llama")), target, push_to_hub="user/model")
             report = answer.result() if background else answer
@@ -116,10 +127,15 @@ def test_error_on_one_rank_reaches_the_others(tmp_path):
 @on_ranks(2)
 @buckets_of(BUCKET)
 def test_a_session_taken_over_is_an_error_on_every_rank(tmp_path):
-    """Rank 0 alone asks the writers for their parts: if it cannot, the others must not wait for it."""
+    """Rank 0 alone asks the writers for their parts: if it cannot, the others must not wait for
+    it.
+    """
     model = models.build("partly_frozen")
     made = saver(directory=tmp_path)
-    made.register(model=model, optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    made.register(
+        model=model,
+        optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+    )
     made.invite("replay")
     file = tmp_path / ROOM / "session.json"
     if RANK == 0:
@@ -135,8 +151,13 @@ def test_a_session_taken_over_is_an_error_on_every_rank(tmp_path):
 @on_ranks(2)
 @buckets_of(BUCKET)
 def test_failed_write_leaves_the_older_checkpoint_and_latest(tmp_path):
-    """Rank 0 fails while rank 1 sends: rank 1 must stop sending, and the previous checkpoint must stay whole."""
-    for name, model in {"replicated": models.build("wide"), "sharded": fsdp2(models.build("wide"))}.items():
+    """Rank 0 fails while rank 1 sends: rank 1 must stop sending, and the previous checkpoint must
+    stay whole.
+    """
+    for name, model in {
+        "replicated": models.build("wide"),
+        "sharded": fsdp2(models.build("wide")),
+    }.items():
         root = tmp_path / name
         saver(directory=root).save(model, step=1)
         saver(directory=root).save(model, step=2)
@@ -165,18 +186,30 @@ def test_every_file_has_one_writer(tmp_path):
     opened = set()
 
     def watch(event, args):
-        if event == "open" and isinstance(args[0], (str, os.PathLike)) and str(tmp_path) in str(args[0]):
+        if (
+            event == "open"
+            and isinstance(args[0], (str, os.PathLike))
+            and str(tmp_path) in str(args[0])
+        ):
             writes = (args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
             opened.update([Path(args[0]).name] if writes else [])
         if event == "os.rename" and str(tmp_path) in str(args[1]):
             opened.add(Path(args[1]).name)
 
     sys.addaudithook(watch)
-    for name, model in {"replicated": models.build("llama"), "sharded": fsdp2(models.build("lora"))}.items():
+    for name, model in {
+        "replicated": models.build("llama"),
+        "sharded": fsdp2(models.build("lora")),
+    }.items():
         saver(tokenizer=models.tokenizer()).save(model, tmp_path / name, adapter_only=False)
     everybody = [None, None]
     dist.all_gather_object(everybody, sorted(opened))
-    wanted = {"model.safetensors", "config.json", "adapter_model.safetensors", "tokenizer_config.json"}
+    wanted = {
+        "model.safetensors",
+        "config.json",
+        "adapter_model.safetensors",
+        "tokenizer_config.json",
+    }
     assert wanted <= set(everybody[0]), everybody
     assert not everybody[1], everybody[1]
 
@@ -185,7 +218,9 @@ def test_every_file_has_one_writer(tmp_path):
 @on_ranks(2)
 @buckets_of(BUCKET)
 def test_a_hundred_overwriting_saves(tmp_path):
-    """A hundred saves over one another, with the ranks out of step: each one is whole when `save` returns."""
+    """A hundred saves over one another, with the ranks out of step: each one is whole when `save`
+    returns.
+    """
     model, dice = nn.Linear(5, 3), random.Random(RANK)
     keeper = saver()
     for step in range(100):
@@ -223,7 +258,9 @@ def test_the_store_of_the_launch_does_not_fill_up(tmp_path):
 @on_ranks(2)
 @buckets_of(BUCKET)
 def test_answers_larger_than_a_value_of_the_store(tmp_path):
-    """Messages of ranks may be larger than one value of the store, and are deleted from it as well."""
+    """Messages of ranks may be larger than one value of the store, and are deleted from it as
+    well.
+    """
     ranks, keys = current_ranks(), []
     for _ in range(4):
         told = {"text": "ä" * (3 << 20), "rank": RANK}  # six characters each in JSON
@@ -242,7 +279,10 @@ def test_answers_larger_than_a_value_of_the_store(tmp_path):
 @buckets_of(BUCKET)
 def test_slow_disk_outlasts_the_group_timeout(tmp_path):
     """The disk stalls for longer than the timeout of the process group."""
-    for name, model in {"replicated": models.build("wide"), "sharded": fsdp2(models.build("wide"))}.items():
+    for name, model in {
+        "replicated": models.build("wide"),
+        "sharded": fsdp2(models.build("wide")),
+    }.items():
         with failing_writer(lambda: time.sleep(6)):
             saver().save(model, tmp_path / name)
         assert verify(tmp_path / name).ok
@@ -256,7 +296,11 @@ def test_save_called_on_one_rank_only(tmp_path, rank):
     if rank == RANK:
         eager = saver(enter_timeout_seconds=2)
         model = models.build("llama")
-        raised(errors.RanksDisagreeError, lambda: eager.save(model, tmp_path / "out"), f"rank(s) {1 - rank} did not")
+        raised(
+            errors.RanksDisagreeError,
+            lambda: eager.save(model, tmp_path / "out"),
+            f"rank(s) {1 - rank} did not",
+        )
         assert not list(tmp_path.iterdir())
     else:
         time.sleep(3)

@@ -1,4 +1,6 @@
-"""Layouts are data: each element has one owner, boxes are those of torch, and equal layouts are equal."""
+"""Layouts are data: each element has one owner, boxes are those of torch, and equal layouts are
+equal.
+"""
 
 import math
 import pickle
@@ -29,7 +31,9 @@ shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
 
 @st.composite
 def mesh_shardings(draw):
-    """A tensor over a grid of at most 3 dimensions, each of which cuts another dimension or none; rank 0 is in it."""
+    """A tensor over a grid of at most 3 dimensions, each of which cuts another dimension or none;
+    rank 0 is in it.
+    """
     view = draw(shapes)
     grid = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
     dims = draw(st.permutations([*range(len(view)), *[None] * len(grid)]))[: len(grid)]
@@ -73,7 +77,9 @@ def test_each_element_is_in_the_box_of_one_owner(sharding):
         for box in sharding.boxes(rank):
             seen[slices_of(box)] += 1
     assert bool((seen == 1).all())
-    assert [rank for rank in range(200) if sharding.boxes(rank) and rank not in sharding.owners] == []
+    assert [
+        rank for rank in range(200) if sharding.boxes(rank) and rank not in sharding.owners
+    ] == []
 
 
 def slices_of(box):
@@ -113,7 +119,10 @@ def test_layouts_are_hashable_comparable_and_can_be_sent(sharding):
     sharding.owners  # noqa: B018 - what is worked out once must not change what it equals
     again = pickle.loads(pickle.dumps(sharding))
     assert again == sharding
-    assert len({again, sharding, OpaqueSharding(sharding.view), OwnedSharding(sharding.view, None)}) == 3
+    assert (
+        len({again, sharding, OpaqueSharding(sharding.view), OwnedSharding(sharding.view, None)})
+        == 3
+    )
 
 
 @settings(max_examples=examples(400), deadline=None)
@@ -125,18 +134,30 @@ def test_runs_are_the_boxes(sharding):
         for box in sharding.boxes(rank):
             owners[slices_of(box)] = rank
     expected, found = owners.reshape(-1), sharding.runs
-    told = [rank for one in found for low, high, rank in cut_chunks(Cut(0, one.numel, one.chunk, one.lead, one.owner))
-            for _ in range(low, high)]  # fmt: skip
+    told = [
+        rank
+        for one in found
+        for low, high, rank in cut_chunks(Cut(0, one.numel, one.chunk, one.lead, one.owner))
+        for _ in range(low, high)
+    ]
     if found:
         assert told == expected.tolist()
         return
     changes = 1 + int((expected[1:] != expected[:-1]).sum())
-    is_nobodys = not expected.size or int(expected.min()) < 0 or isinstance(sharding, ReplicatedSharding)
+    is_nobodys = (
+        not expected.size or int(expected.min()) < 0 or isinstance(sharding, ReplicatedSharding)
+    )
     assert is_nobodys or changes > MOST_RUNS or isinstance(sharding, FlatSharding)
 
 
 @settings(max_examples=examples(200), deadline=None)
-@given(st.integers(0, 30), st.integers(0, 90), st.integers(1, 12), st.integers(1, 12), st.integers(0, 5))
+@given(
+    st.integers(0, 30),
+    st.integers(0, 90),
+    st.integers(1, 12),
+    st.integers(1, 12),
+    st.integers(0, 5),
+)
 def test_the_chunk_of_a_rank(start, size, chunk, lead, owner):
     cut = Cut(start, start + size, max(chunk, lead), lead, owner)
     expected = {rank: (low, high) for low, high, rank in cut_chunks(cut)}

@@ -1,4 +1,6 @@
-"""A new kind of wrapper is a class and a line in the list; a walk gives the same names and keys under all of them."""
+"""A new kind of wrapper is a class and a line in the list; a walk gives the same names and keys
+under all of them.
+"""
 
 import pytest
 import torch
@@ -34,7 +36,12 @@ class Crate(nn.Module):
 
 class Place:
     def __init__(self, buffer: Tensor, first: int, parameter: Tensor) -> None:
-        self.buffer, self.first, self.shape, self.dtype = buffer, first, tuple(parameter.shape), parameter.dtype
+        self.buffer, self.first, self.shape, self.dtype = (
+            buffer,
+            first,
+            tuple(parameter.shape),
+            parameter.dtype,
+        )
 
 
 class CrateWrapper(Wrapper):
@@ -44,13 +51,19 @@ class CrateWrapper(Wrapper):
         return isinstance(module, Crate)
 
     def tensors_of_modules(self, modules):
-        return {at: place for one in modules if isinstance(one, Crate) for at, place in one.places.items()}
+        return {
+            at: place
+            for one in modules
+            if isinstance(one, Crate)
+            for at, place in one.places.items()
+        }
 
     def describes(self, tensor):
         return isinstance(tensor, Place)
 
     def layout_of(self, tensor):
-        sharding = ReplicatedSharding((torch.Size(tensor.shape).numel(),))  # flat, and the same on every rank
+        # flat, and the same on every rank
+        sharding = ReplicatedSharding((torch.Size(tensor.shape).numel(),))
         return TensorLayout(tensor.shape, tensor.dtype, True, True, "crate", sharding)
 
     def local_part(self, tensor):
@@ -83,7 +96,9 @@ def test_wrappers_inside_a_model_leave_no_trace(tmp_path):
     torch.manual_seed(0)
     layers = nn.Linear(3, 3), nn.Linear(3, 3)
     CheckpointSaver().save(nn.Sequential(nn.DataParallel(layers[0]), layers[1]), tmp_path / "out")
-    loaded = ft_ckpt.load_model(tmp_path / "out", into=nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    loaded = ft_ckpt.load_model(
+        tmp_path / "out", into=nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    )
     assert torch.equal(loaded[0].weight, layers[0].weight)
 
 
@@ -108,7 +123,14 @@ def test_names_and_layouts_are_the_same_under_any_wrapper(around):
 
 
 def facts(source):
-    return source.name, source.shape, source.dtype, source.trainable, source.is_parameter, source.sharding
+    return (
+        source.name,
+        source.shape,
+        source.dtype,
+        source.trainable,
+        source.is_parameter,
+        source.sharding,
+    )
 
 
 def test_elements_are_taken_at_the_moment_of_use():

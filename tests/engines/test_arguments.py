@@ -1,4 +1,6 @@
-"""Arguments of `publish` of any type and value: an error where they are given, before anything is sent."""
+"""Arguments of `publish` of any type and value: an error where they are given, before anything is
+sent.
+"""
 
 import math
 from collections.abc import Callable
@@ -20,12 +22,36 @@ from ft_ckpt.errors import CheckpointError, ConfigError
 URL = "http://127.0.0.1:9"
 TOKEN = "sk-VERYSECRET0123"
 ODD: dict[str, Any] = {
-    "zero": 0, "true": True, "minus": -1, "large": 10**400, "half": 0.5, "nan": math.nan, "inf": math.inf,
-    "complex": 1j, "decimal": Decimal("NaN"), "fraction": Fraction(1, 3), "empty": "", "null": "a\0b", "line": "a\nb",
-    "half pair": "\udcff", "bytes": b"text", "list": [], "list of lists": [[1]], "dict": {}, "numbers": {1: 2},
-    "nothing in it": {"": ""}, "tuple": (), "set": {1}, "array": np.ones(3), "tensor": torch.ones(3), "type": int,
-    "object": object(), "function": len, "url": "s3://bucket/run", "nan array": np.float32("nan"),
-}  # fmt: skip
+    "zero": 0,
+    "true": True,
+    "minus": -1,
+    "large": 10**400,
+    "half": 0.5,
+    "nan": math.nan,
+    "inf": math.inf,
+    "complex": 1j,
+    "decimal": Decimal("NaN"),
+    "fraction": Fraction(1, 3),
+    "empty": "",
+    "null": "a\0b",
+    "line": "a\nb",
+    "half pair": "\udcff",
+    "bytes": b"text",
+    "list": [],
+    "list of lists": [[1]],
+    "dict": {},
+    "numbers": {1: 2},
+    "nothing in it": {"": ""},
+    "tuple": (),
+    "set": {1},
+    "array": np.ones(3),
+    "tensor": torch.ones(3),
+    "type": int,
+    "object": object(),
+    "function": len,
+    "url": "s3://bucket/run",
+    "nan array": np.float32("nan"),
+}
 FIELDS = [field.name for field in fields(ServerOptions)]
 
 
@@ -43,7 +69,9 @@ def test_odd_values_are_refused_before_anything_is_sent(name: str, files: Engine
 
 
 def is_fitting(name: str, label: str) -> bool:
-    """Whether the argument takes this value, or finds only in the files that nothing has this name."""
+    """Whether the argument takes this value, or finds only in the files that nothing has this
+    name.
+    """
     fitting = {
         "part": {"empty", "null", "line", "half pair", "url"},
         "visible_at": {"dict"},
@@ -81,7 +109,9 @@ def test_all_invalid_arguments_are_named_at_once() -> None:
     assert "kind" not in str(raised.value)
 
 
-@pytest.mark.parametrize("headers", [TOKEN, [TOKEN], {"Authorization": [TOKEN]}, {TOKEN.encode(): 1}])
+@pytest.mark.parametrize(
+    "headers", [TOKEN, [TOKEN], {"Authorization": [TOKEN]}, {TOKEN.encode(): 1}]
+)
 def test_headers_that_are_refused_are_not_shown(headers: Any) -> None:
     with pytest.raises(ConfigError, match="headers: expected names with values") as raised:
         publish("runs/sft", URL, headers=headers)
@@ -89,7 +119,9 @@ def test_headers_that_are_refused_are_not_shown(headers: Any) -> None:
 
 
 def test_values_that_fit() -> None:
-    options = ServerOptions(url=URL, keep=np.int64(3), timeout_seconds=np.float32(2.5), stage="models", headers=None)
+    options = ServerOptions(
+        url=URL, keep=np.int64(3), timeout_seconds=np.float32(2.5), stage="models", headers=None
+    )
     assert (options.url, options.keep, options.timeout_seconds) == ((URL,), 3, 2.5)
     assert (options.stage, options.headers) == (Path("models"), {})
 

@@ -59,7 +59,12 @@ def test_a_server_follows_a_chain_while_a_run_appends_to_it(
     if place == "bucket":
         request.getfixturevalue("s3")
         chain = "s3://bucket/policy"
-    run, stage, reports, troubles = tmp_path / "run", tmp_path / "stage", list[PublishReport](), list[str]()
+    run, stage, reports, troubles = (
+        tmp_path / "run",
+        tmp_path / "stage",
+        list[PublishReport](),
+        list[str](),
+    )
 
     def train() -> None:
         for step in range(1, 6):
@@ -70,9 +75,13 @@ def test_a_server_follows_a_chain_while_a_run_appends_to_it(
         trainer.start()
         options = ServerOptions(url=engine.url, stage=stage, timeout_seconds=20)
         follow_run(
-            chain, options, idle_seconds=3, poll_seconds=0.05, on_published=reports.append,
+            chain,
+            options,
+            idle_seconds=3,
+            poll_seconds=0.05,
+            on_published=reports.append,
             on_trouble=troubles.append,
-        )  # fmt: skip
+        )
         trainer.join()
         assert troubles == []
         assert reports[-1].version.startswith("policy/checkpoint-5#")
@@ -87,7 +96,9 @@ def test_a_server_follows_a_chain_while_a_run_appends_to_it(
 
 
 def test_a_server_gets_back_what_it_held(files: EngineFiles, tmp_path: Path) -> None:
-    """The entry before is still in the stage when the load of the next one fails, and after two failures."""
+    """The entry before is still in the stage when the load of the next one fails, and after two
+    failures.
+    """
     chain, stage = tmp_path / "chain", tmp_path / "stage"
     for step in (1, 2, 3, 4):
         append(grow(files, tmp_path / "run", step), chain)
@@ -101,7 +112,10 @@ def test_a_server_gets_back_what_it_held(files: EngineFiles, tmp_path: Path) -> 
             assert engine.weight_version == held
             engine.faults.clear()
         assert ft_ckpt.publish(chain / "checkpoint-4", engine.url, stage=stage).servers[0].is_new
-    assert sorted(path.name for path in (stage / "chain").glob("c*")) == ["checkpoint-3", "checkpoint-4"]
+    assert sorted(path.name for path in (stage / "chain").glob("c*")) == [
+        "checkpoint-3",
+        "checkpoint-4",
+    ]
 
 
 def test_an_entry_has_one_version_on_every_host(files: EngineFiles, tmp_path: Path) -> None:
@@ -118,7 +132,9 @@ def test_an_entry_has_one_version_on_every_host(files: EngineFiles, tmp_path: Pa
 
 
 def test_other_folders_in_the_stage_stay(files: EngineFiles, tmp_path: Path) -> None:
-    """Of a run of the same name, with its training state, and of entries that the chain no longer has."""
+    """Of a run of the same name, with its training state, and of entries that the chain no longer
+    has.
+    """
     chain, stage = tmp_path / "chain", tmp_path / "stage"
     for step in (1, 2, 3, 4):
         append(grow(files, tmp_path / "run", step), chain)
@@ -126,7 +142,11 @@ def test_other_folders_in_the_stage_stay(files: EngineFiles, tmp_path: Path) -> 
     with serving(files.base) as engine:
         for step in (1, 2, 3, 4):
             ft_ckpt.publish(chain / f"checkpoint-{step}", engine.url, stage=stage)
-    assert sorted(path.name for path in (stage / "chain").iterdir()) == ["checkpoint-3", "checkpoint-4", "mine"]
+    assert sorted(path.name for path in (stage / "chain").iterdir()) == [
+        "checkpoint-3",
+        "checkpoint-4",
+        "mine",
+    ]
 
 
 def test_a_stage_with_the_run_itself_replaces_no_checkpoint_with_its_training_state(
@@ -144,13 +164,17 @@ def test_a_stage_with_the_run_itself_replaces_no_checkpoint_with_its_training_st
     before = files_in(run)
     with serving(files.base) as engine:
         for step in (2, 3):
-            with pytest.raises(NameTakenError, match="not replaced; expected another folder as stage="):
+            with pytest.raises(
+                NameTakenError, match="not replaced; expected another folder as stage="
+            ):
                 ft_ckpt.publish(chain / f"checkpoint-{step}", engine.url, stage=tmp_path / "runs")
         assert not engine.changes
     assert files_in(run) == before
 
 
-def test_a_stage_with_the_run_itself_deletes_no_checkpoint_of_weights_alone(files: EngineFiles, tmp_path: Path) -> None:
+def test_a_stage_with_the_run_itself_deletes_no_checkpoint_of_weights_alone(
+    files: EngineFiles, tmp_path: Path
+) -> None:
     run, chain = tmp_path / "runs/grpo", tmp_path / "shared/grpo"
     for step in (1, 2, 3, 4):
         append(grow(files, run, step), chain)
@@ -176,7 +200,9 @@ def test_the_stage_of_another_run_is_named(files: EngineFiles, tmp_path: Path) -
         assert not engine.changes
 
 
-def test_a_broken_entry_is_skipped_until_the_next_anchor(files: EngineFiles, tmp_path: Path) -> None:
+def test_a_broken_entry_is_skipped_until_the_next_anchor(
+    files: EngineFiles, tmp_path: Path
+) -> None:
     chain, troubles, steps = tmp_path / "chain", list[str](), list[str]()
     for step in (1, 2):
         append(grow(files, tmp_path / "run", step), chain)
@@ -189,18 +215,28 @@ def test_a_broken_entry_is_skipped_until_the_next_anchor(files: EngineFiles, tmp
     with serving(files.base) as engine:
         options = ServerOptions(url=engine.url, stage=tmp_path / "stage")
         follow_run(
-            chain, options, idle_seconds=0.5, poll_seconds=0.05, on_trouble=repair,
+            chain,
+            options,
+            idle_seconds=0.5,
+            poll_seconds=0.05,
+            on_trouble=repair,
             on_published=lambda report: steps.append(Path(report.path).name),
-        )  # fmt: skip
+        )
     assert steps == ["checkpoint-3"]
     assert len(troubles) == 1
-    assert "checkpoint-2: based on checkpoint-1, which is not in the chain; publish an anchor" in troubles[0]
+    assert (
+        "checkpoint-2: based on checkpoint-1, which is not in the chain; publish an anchor"
+        in troubles[0]
+    )
 
 
 def test_the_stage_is_not_the_chain(files: EngineFiles, tmp_path: Path) -> None:
     for step in (1, 2):
         append(grow(files, tmp_path / "run", step), tmp_path / "chain")
-    with serving(files.base) as engine, pytest.raises(ConfigError, match="stage= is where the chain is"):
+    with (
+        serving(files.base) as engine,
+        pytest.raises(ConfigError, match="stage= is where the chain is"),
+    ):
         ft_ckpt.publish(tmp_path / "chain/checkpoint-2", engine.url, stage=tmp_path)
 
 
@@ -215,17 +251,24 @@ def test_a_saver_appends_what_it_saves(tmp_path: Path) -> None:
         for _ in range(3):
             with torch.no_grad():
                 model.weight[0] += 1
-            kinds.append(saver.step().publish.result().kind)  # waits, or the next one may take its place
+            # waits, or the next one may take its place
+            kinds.append(saver.step().publish.result().kind)
     assert kinds == ["anchor", "delta", "delta"]
-    assert [info.name for info in discover(tmp_path / "chain")] == [f"checkpoint-{step}" for step in (1, 2, 3)]
+    assert [info.name for info in discover(tmp_path / "chain")] == [
+        f"checkpoint-{step}" for step in (1, 2, 3)
+    ]
 
 
 def test_settings_of_a_chain(tmp_path: Path) -> None:
     goal = {"url": "s3://bucket/chain", "delta": True, "anchor_every": 5}
-    assert ServerOptions(**goal) == ServerOptions(url=["s3://bucket/chain"], delta=True, anchor_every=5)
+    assert ServerOptions(**goal) == ServerOptions(
+        url=["s3://bucket/chain"], delta=True, anchor_every=5
+    )
     wrong: list[Any] = [
-        {"url": "http://a:1", "delta": True}, {"url": str(tmp_path)}, {"url": ["a", "b"], "delta": True},
-    ]  # fmt: skip
+        {"url": "http://a:1", "delta": True},
+        {"url": str(tmp_path)},
+        {"url": ["a", "b"], "delta": True},
+    ]
     for each in wrong:
         with pytest.raises(ConfigError):
             ServerOptions(**each)
@@ -233,7 +276,9 @@ def test_settings_of_a_chain(tmp_path: Path) -> None:
         CheckpointSaver(None, publish=wrong[0])
 
 
-def test_the_commands(files: EngineFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands(
+    files: EngineFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, chain = tmp_path / "run", tmp_path / "chain"
     grow(files, run, 1)
     assert run_command(["publish", str(run / "checkpoint-1"), str(chain), "--delta"]) == 0

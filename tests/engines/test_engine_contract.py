@@ -35,4 +35,6 @@ class TestSglang(ServerContract):
 
 def test_all_servers_or_none_of_two_engines(files: EngineFiles) -> None:
     with serving(files.base) as one, serving(files.base, "sglang") as two:
-        check_all_or_none(files, one, two, lambda: two.fail("/update_weights_from_disk", cuts="before"))
+        check_all_or_none(
+            files, one, two, lambda: two.fail("/update_weights_from_disk", cuts="before")
+        )

@@ -1,4 +1,6 @@
-"""`--follow`, and the saver's own publishing: each new checkpoint once, the newest first, whatever goes wrong."""
+"""`--follow`, and the saver's own publishing: each new checkpoint once, the newest first, whatever
+goes wrong.
+"""
 
 import os
 import re
@@ -39,7 +41,9 @@ QUICK = {"name": "policy", "keep": 9, "timeout_seconds": 5}
 class Following:
     """What a follower did."""
 
-    def __init__(self, run: Path | Place, *urls: str, idle_seconds: float = 0.5, **options: Any) -> None:
+    def __init__(
+        self, run: Path | Place, *urls: str, idle_seconds: float = 0.5, **options: Any
+    ) -> None:
         self.steps: list[int] = []
         self.troubles: list[str] = []
         self.actions: list[Callable[[], object]] = []  # done one after each publish
@@ -50,9 +54,14 @@ class Following:
                 self.actions.pop(0)()
 
         self.go = lambda: follow_run(
-            run, ServerOptions(url=urls, **options.pop("how", QUICK)), idle_seconds=idle_seconds, poll_seconds=0.02,
-            on_published=note, on_trouble=self.trouble, **options,
-        )  # fmt: skip
+            run,
+            ServerOptions(url=urls, **options.pop("how", QUICK)),
+            idle_seconds=idle_seconds,
+            poll_seconds=0.02,
+            on_published=note,
+            on_trouble=self.trouble,
+            **options,
+        )
         self.on_trouble: Callable[[], object] = lambda: None
 
     def trouble(self, text: str) -> None:
@@ -82,23 +91,35 @@ def damage(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_new_checkpoint_is_published_once_and_the_newest_first(files: EngineFiles, run: Path) -> None:
+def test_each_new_checkpoint_is_published_once_and_the_newest_first(
+    files: EngineFiles, run: Path
+) -> None:
     put(files, run, 1)
     put(files, run, 2)
     with serving(files.base) as engine:
         following = Following(run, engine.url)
-        following.actions = [lambda: put(files, run, 3), lambda: (put(files, run, 4), put(files, run, 5))]
+        following.actions = [
+            lambda: put(files, run, 3),
+            lambda: (put(files, run, 4), put(files, run, 5)),
+        ]
         assert following.go() == 3
         assert (following.steps, following.troubles) == ([2, 3, 5], [])
-        assert [name.partition("-")[0] for name in engine.adapters] == ["policy@2", "policy@3", "policy@5"]
+        assert [name.partition("-")[0] for name in engine.adapters] == [
+            "policy@2",
+            "policy@3",
+            "policy@5",
+        ]
 
 
-def test_a_checkpoint_that_comes_in_a_long_visit_is_published(files: EngineFiles, run: Path) -> None:
+def test_a_checkpoint_that_comes_in_a_long_visit_is_published(
+    files: EngineFiles, run: Path
+) -> None:
     put(files, run, 1)
     damage(put(files, run, 2))
     with serving(files.base) as engine:
         following = Following(run, engine.url)
-        following.actions = [lambda: (put(files, run, 3), time.sleep(0.6))]  # longer than idle_seconds
+        # longer than idle_seconds
+        following.actions = [lambda: (put(files, run, 3), time.sleep(0.6))]
         following.go()
         assert following.steps == [1, 3]
 
@@ -128,14 +149,21 @@ def test_an_older_one_that_comes_later_is_not_published(files: EngineFiles, run:
     with serving(files.base) as engine:
         following = Following(run, engine.url)
         following.actions = [
-            lambda: (put(files, run, 1), shutil.rmtree(newest), damage(put(files, run, 4)), put(files, run, 5)),
+            lambda: (
+                put(files, run, 1),
+                shutil.rmtree(newest),
+                damage(put(files, run, 4)),
+                put(files, run, 5),
+            ),
             lambda: put(files, run, 2),
         ]
         following.go()
         assert following.steps == [3, 5]
 
 
-def test_older_ones_that_come_while_the_newest_is_damaged_are_not_published(files: EngineFiles, run: Path) -> None:
+def test_older_ones_that_come_while_the_newest_is_damaged_are_not_published(
+    files: EngineFiles, run: Path
+) -> None:
     put(files, run, 3)
     with serving(files.base) as engine:
         following = Following(run, engine.url)
@@ -205,7 +233,12 @@ def test_a_damaged_manifest_is_skipped(files: EngineFiles, run: Path) -> None:
 def test_a_misread_checkpoint_is_skipped(files: EngineFiles, run: Path) -> None:
     run.mkdir()
     with CheckpointSaver(None) as saver:
-        saver.save(with_adapter(base_model("llama"), 1, use_dora=True), run / "checkpoint-1", step=1, adapter_only=True)
+        saver.save(
+            with_adapter(base_model("llama"), 1, use_dora=True),
+            run / "checkpoint-1",
+            step=1,
+            adapter_only=True,
+        )
     with serving(files.base) as engine:
         following = Following(run, engine.url)
         with pytest.raises(ft_ckpt.errors.LoadError, match="use_dora"):
@@ -227,7 +260,10 @@ def test_what_a_server_refuses_twice_is_skipped(files: EngineFiles, run: Path) -
 
 def test_what_cannot_be_is_an_error_at_once(files: EngineFiles, run: Path) -> None:
     put(files, run, 1)
-    with serving(files.base) as engine, pytest.raises(ConfigError, match="below no folder of visible_at"):
+    with (
+        serving(files.base) as engine,
+        pytest.raises(ConfigError, match="below no folder of visible_at"),
+    ):
         Following(run, engine.url, how={"visible_at": {"/elsewhere": "/data"}}).go()
 
 
@@ -242,7 +278,9 @@ def test_a_run_in_a_bucket_is_followed(files: EngineFiles, tmp_path: Path) -> No
         following.go()
         assert (following.steps, following.troubles) == ([1, 2], [])
         assert [name.partition("-")[0] for name in engine.adapters] == ["policy@1", "policy@2"]
-        paths = [Path(each.body["lora_path"]) for each in engine.requests_to("/v1/load_lora_adapter")]
+        paths = [
+            Path(each.body["lora_path"]) for each in engine.requests_to("/v1/load_lora_adapter")
+        ]
         assert paths == [tmp_path / f"seen/policy/checkpoint-{step}" for step in (1, 2)]
 
 
@@ -251,7 +289,9 @@ def test_full_weights_are_followed(files: EngineFiles, tmp_path: Path) -> None:
     shutil.copytree(files.weights[0], run / "checkpoint-1")
     with serving(files.base) as engine:
         following = Following(run, engine.url)
-        following.actions = [lambda: shutil.copytree(files.weights[1], run / "checkpoint-2") and None]
+        following.actions = [
+            lambda: shutil.copytree(files.weights[1], run / "checkpoint-2") and None
+        ]
         following.go()
         assert following.steps == [1, 2]
         assert engine.weight_version.startswith("run/checkpoint-2#")
@@ -293,20 +333,34 @@ def test_one_that_cannot_be_opened_stops_no_other(files: EngineFiles, run: Path)
 
 
 def test_goals_of_the_setting() -> None:
-    goals = ["http://a:1", ["http://a:1", "http://b:1"], {"url": "http://a:1", "headers": None, "stage": "/data"}]
+    goals = [
+        "http://a:1",
+        ["http://a:1", "http://b:1"],
+        {"url": "http://a:1", "headers": None, "stage": "/data"},
+    ]
     for goal in goals:
         CheckpointSaver(None, publish=goal).close()
     for wrong in (
-        {"url": "http://a:1", "nam": "policy"}, {"name": "policy"}, "http://user:word@a:1", {"url": []},
+        {"url": "http://a:1", "nam": "policy"},
+        {"name": "policy"},
+        "http://user:word@a:1",
+        {"url": []},
         {"url": "http://a:1", 3: "policy"},
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigError):
             CheckpointSaver(None, publish=wrong)
 
 
 @pytest.mark.parametrize(
     "wrong",
-    ["localhost:8000", [], 5, {"name": "policy"}, ["http://a:1", "b"], {"url": "http://a:1", "after_resume": "x"}],
+    [
+        "localhost:8000",
+        [],
+        5,
+        {"name": "policy"},
+        ["http://a:1", "b"],
+        {"url": "http://a:1", "after_resume": "x"},
+    ],
 )
 def test_settings_that_cannot_be(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"publish=.*a server's URL, several, or a mapping"):
@@ -314,7 +368,9 @@ def test_settings_that_cannot_be(wrong: Any) -> None:
 
 
 def test_a_header_in_the_settings_is_not_shown() -> None:
-    config = ft_ckpt.SaverConfig(publish={"url": "http://a:1", "headers": {"Authorization": "Bearer sk-SECRET"}})
+    config = ft_ckpt.SaverConfig(
+        publish={"url": "http://a:1", "headers": {"Authorization": "Bearer sk-SECRET"}}
+    )
     assert "SECRET" not in repr(config)
 
 
@@ -323,22 +379,33 @@ class Job:
 
     def __init__(self, run: Path, engine: Engine, **settings: Any) -> None:
         self.model = with_adapter(base_model("llama").float(), 1)
-        self.optimizer = torch.optim.SGD([each for each in self.model.parameters() if each.requires_grad], lr=0.1)
-        goal = {"url": engine.url, "name": "policy", "timeout_seconds": 20, **settings.pop("goal", {})}
+        self.optimizer = torch.optim.SGD(
+            [each for each in self.model.parameters() if each.requires_grad], lr=0.1
+        )
+        goal = {
+            "url": engine.url,
+            "name": "policy",
+            "timeout_seconds": 20,
+            **settings.pop("goal", {}),
+        }
         self.saver = CheckpointSaver(None, run, publish=goal, **settings)
         self.saver.register(model=self.model, optimizer=self.optimizer)
 
     def train(self, steps: int) -> list[Any]:
         reports = []
         for _ in range(steps):
-            self.model(input_ids=torch.tensor([[3, 5, 7]]), labels=torch.tensor([[3, 5, 7]])).loss.backward()
+            self.model(
+                input_ids=torch.tensor([[3, 5, 7]]), labels=torch.tensor([[3, 5, 7]])
+            ).loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
             reports.append(self.saver.step())
         return reports
 
 
-def test_a_saver_publishes_what_it_saves_and_again_after_a_restart(files: EngineFiles, run: Path) -> None:
+def test_a_saver_publishes_what_it_saves_and_again_after_a_restart(
+    files: EngineFiles, run: Path
+) -> None:
     with serving(files.base) as engine:
         job = Job(run, engine, every=2, keep=2)
         reports = [report for report in job.train(2) if report is not None]
@@ -352,8 +419,11 @@ def test_a_saver_publishes_what_it_saves_and_again_after_a_restart(files: Engine
         engine.start()  # the server has lost everything
         again = Job(run, engine)
         progress = again.saver.resume()
-        assert (progress.step, progress.published) == (4, first.version), "the one that the rollouts had"
-        assert [name.partition("-")[0] for name in engine.adapters] == ["policy@4"]  # before the first step
+        assert (progress.step, progress.published) == (4, first.version), (
+            "the one that the rollouts had"
+        )
+        # before the first step
+        assert [name.partition("-")[0] for name in engine.adapters] == ["policy@4"]
         loads = len(engine.requests_to("/v1/load_lora_adapter"))
         again.saver.close()
 
@@ -364,7 +434,9 @@ def test_a_saver_publishes_what_it_saves_and_again_after_a_restart(files: Engine
         third.saver.close()
 
 
-def test_the_version_of_the_rollouts_is_published_after_a_resume(files: EngineFiles, run: Path) -> None:
+def test_the_version_of_the_rollouts_is_published_after_a_resume(
+    files: EngineFiles, run: Path
+) -> None:
     """If the setting asks for it, and as long as its checkpoint is there and whole."""
     goal = {"after_resume": "published"}
     with serving(files.base) as engine:
@@ -401,7 +473,10 @@ def test_an_error_of_a_server_never_fails_training(files: EngineFiles, run: Path
             (report,) = job.train(1)
             job.saver.close()
         assert ft_ckpt.verify(report.path).ok
-        assert any("not published" in str(each.message) and "training goes on" in str(each.message) for each in caught)
+        assert any(
+            "not published" in str(each.message) and "training goes on" in str(each.message)
+            for each in caught
+        )
         with pytest.raises(EngineError):
             report.publish.result()
 
@@ -418,15 +493,22 @@ def test_a_trainer_publishes_through_its_callback(files: EngineFiles, run: Path)
     with serving(files.base) as engine:
         model = with_adapter(base_model("llama").float(), 1)
         args = trainers.TrainingArguments(str(run), max_steps=2, save_steps=2, **trainers.SILENT)
-        callback = FtCkptCallback(publish={"url": engine.url, "name": "policy"}, on_saved=(reports := []).append)
-        trainers.Trainer(model, args, train_dataset=trainers.Sentences(noise=False), callbacks=[callback]).train()
+        callback = FtCkptCallback(
+            publish={"url": engine.url, "name": "policy"}, on_saved=(reports := []).append
+        )
+        trainers.Trainer(
+            model, args, train_dataset=trainers.Sentences(noise=False), callbacks=[callback]
+        ).train()
         (report,) = reports
         assert report.publish.result().name.startswith("policy@2-")
         assert [name.partition("-")[0] for name in engine.adapters] == ["policy@2"]
 
 
 def test_saver_publish_saves_first(files: EngineFiles, tmp_path: Path) -> None:
-    with serving(files.base) as engine, CheckpointSaver(None, tmp_path / "run", tokenizer=tokenizer()) as saver:
+    with (
+        serving(files.base) as engine,
+        CheckpointSaver(None, tmp_path / "run", tokenizer=tokenizer()) as saver,
+    ):
         model = with_adapter(base_model("llama"), 3)
         report = saver.publish(model, engine.url, step=3, name="policy")
         assert report is not None
@@ -460,7 +542,10 @@ def server_of_rank_0(folder: Path) -> Iterator[tuple[str, Engine | None]]:
 @on_ranks(2)
 def test_a_report_of_rank_0_and_an_error_on_all_ranks(tmp_path: Path) -> None:
     """The report is rank 0's; an error is raised on all ranks."""
-    with server_of_rank_0(tmp_path) as (url, engine), CheckpointSaver(directory=tmp_path / "run") as saver:
+    with (
+        server_of_rank_0(tmp_path) as (url, engine),
+        CheckpointSaver(directory=tmp_path / "run") as saver,
+    ):
         report = saver.publish(with_adapter(base_model("llama"), 1), url, step=1, name="policy")
         assert (report is not None) == (RANK == 0)
         if engine is not None:
@@ -468,7 +553,9 @@ def test_a_report_of_rank_0_and_an_error_on_all_ranks(tmp_path: Path) -> None:
             assert [*engine.adapters] == [report.name]
             engine.fail("/v1/load_lora_adapter", 500)
         dist.barrier()
-        with pytest.raises(EngineError if RANK == 0 else RankError, match="EngineCore encountered an issue"):
+        with pytest.raises(
+            EngineError if RANK == 0 else RankError, match="EngineCore encountered an issue"
+        ):
             saver.publish(with_adapter(base_model("llama"), 2), url, step=2, name="policy")
 
 
@@ -478,13 +565,17 @@ def test_rank_0_publishes_the_checkpoints_of_a_run(tmp_path: Path) -> None:
     with server_of_rank_0(tmp_path) as (url, engine):
         for attempt in (1, 2):
             model = with_adapter(base_model("llama").float(), 1)
-            optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+            optimizer = torch.optim.SGD(
+                [each for each in model.parameters() if each.requires_grad], lr=0.1
+            )
             goal = {"url": url, "name": "policy"}
             with CheckpointSaver(directory=tmp_path / "run", publish=goal) as saver:
                 saver.register(model=model, optimizer=optimizer)
                 assert saver.resume().step == attempt - 1
                 if engine is not None:
-                    assert [name.partition("-")[0] for name in engine.adapters] == ["policy@1"] * (attempt - 1)
+                    assert [name.partition("-")[0] for name in engine.adapters] == ["policy@1"] * (
+                        attempt - 1
+                    )
                 saver.step(step=1)
                 report = saver.save_state()
                 assert (report.publish is not None) == (RANK == 0)

@@ -1,4 +1,6 @@
-"""Two publishers in turns, and what a server keeps from its start: fields of its config, and layouts of its layers."""
+"""Two publishers in turns, and what a server keeps from its start: fields of its config, and
+layouts of its layers.
+"""
 
 import threading
 from pathlib import Path
@@ -24,7 +26,9 @@ ALL = None  # the requests that are left
 
 
 class Turns:
-    """Lets two publishers send their requests in shares: so many of one, so many of the other, and so on."""
+    """Lets two publishers send their requests in shares: so many of one, so many of the other, and
+    so on.
+    """
 
     def __init__(self, shares: list[tuple[str, int | None]]) -> None:
         self.shares = shares
@@ -33,7 +37,8 @@ class Turns:
     def wait(self, request: Request) -> None:
         """Wait until it is the turn of the publisher of this request, and count it.
 
-        A share ends when its publisher sends one request more, or has ended: until then it looks at the server.
+        A share ends when its publisher sends one request more, or has ended: until then it looks at
+        the server.
         """
         publisher = request.headers.get(PUBLISHER.lower(), "")
         with self.changed:
@@ -52,8 +57,12 @@ class Turns:
             self.changed.notify_all()
 
 
-def in_turns(files: EngineFiles, engine: Engine, whats: tuple[str, str], first: int, second: int) -> None:
-    """One publisher sends `first` requests, another one `second`, then the first one all others, then the second."""
+def in_turns(
+    files: EngineFiles, engine: Engine, whats: tuple[str, str], first: int, second: int
+) -> None:
+    """One publisher sends `first` requests, another one `second`, then the first one all others,
+    then the second.
+    """
     shares: list[tuple[str, int | None]] = [("a", first), ("b", second), ("a", ALL), ("b", ALL)]
     turns = Turns([share for share in shares if share[1] != 0])
     untrue: list[str] = []
@@ -62,15 +71,21 @@ def in_turns(files: EngineFiles, engine: Engine, whats: tuple[str, str], first: 
         try:
             report = publish_to(checkpoint, engine, headers={PUBLISHER: publisher})
             if not is_true(report, engine):
-                untrue.append(f"{publisher}: {report}; the server holds {engine.held}, {engine.weight_version}")
+                untrue.append(
+                    f"{publisher}: {report}; the server holds {engine.held}, "
+                    f"{engine.weight_version}"
+                )
         except EngineError:
             pass
         finally:
             turns.end(publisher)
 
-    engine.gate, engine.patience_seconds = turns.wait, 0.05  # the publisher that has paused it waits for its turn
+    # the publisher that has paused it waits for its turn
+    engine.gate, engine.patience_seconds = turns.wait, 0.05
     checkpoints = [files.versions(what)[number] for number, what in enumerate(whats, 1)]
-    threads = [threading.Thread(target=run, args=pair) for pair in zip("ab", checkpoints, strict=True)]
+    threads = [
+        threading.Thread(target=run, args=pair) for pair in zip("ab", checkpoints, strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -111,15 +126,22 @@ def test_two_publishers_in_turns(first: int, second: int, files: EngineFiles) ->
         in_turns(files, engine, ("weights", "weights"), first, second)
 
 
-def test_weights_of_another_publisher_lose_the_version_that_was_set_over_them(files: EngineFiles) -> None:
+def test_weights_of_another_publisher_lose_the_version_that_was_set_over_them(
+    files: EngineFiles,
+) -> None:
     with holding(files, "vllm") as (engine,):
-        # the version has been read as ours, when the other publisher loads its weights and has not yet told a version
+        # the version has been read as ours, when the other publisher loads its weights and has not
+        # yet told a version
         requests = requests_of(files, engine, "weights", engine.state())
         number = [request.path for request in requests].index("/update_weight_version", 10)
         engine.fail(skips=number - 1, then=lambda: engine.load_weights(str(files.weights[2])))
-        with pytest.raises(EngineError, match="its SHA-256 has changed since it was compared") as raised:
+        with pytest.raises(
+            EngineError, match="its SHA-256 has changed since it was compared"
+        ) as raised:
             send(files.weights[1], engine)
-        assert "holds other weights, so its version was set to run/checkpoint-2#" in str(raised.value)
+        assert "holds other weights, so its version was set to run/checkpoint-2#" in str(
+            raised.value
+        )
         assert engine.weight_version.endswith(" (loading)")
         assert engine.held == str(files.weights[2])
 
@@ -141,12 +163,19 @@ FIELDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_field_that_a_server_keeps_from_its_start(name: str, files: EngineFiles, tmp_path: Path) -> None:
+def test_a_field_that_a_server_keeps_from_its_start(
+    name: str, files: EngineFiles, tmp_path: Path
+) -> None:
     path = save(
-        base_model("llama", 1, **{name: FIELDS[name]}), tmp_path / "run/checkpoint-1", step=1, tokenizer=tokenizer()
+        base_model("llama", 1, **{name: FIELDS[name]}),
+        tmp_path / "run/checkpoint-1",
+        step=1,
+        tokenizer=tokenizer(),
     )
     with serving(files.base) as engine:
-        with pytest.raises(EngineError, match=rf"config\.json: .*{name}.*start a server with this model"):
+        with pytest.raises(
+            EngineError, match=rf"config\.json: .*{name}.*start a server with this model"
+        ):
             send(path, engine)
         assert not engine.changes
 
@@ -154,11 +183,20 @@ def test_a_field_that_a_server_keeps_from_its_start(name: str, files: EngineFile
 def test_an_attention_window_is_kept_from_the_start(tmp_path: Path) -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     paths = []
     for window in (None, 16):
-        config = MistralConfig(**sizes, vocab_size=VOCABULARY, num_key_value_heads=2, sliding_window=window)
-        paths.append(save(MistralForCausalLM(config), tmp_path / f"run/{window}", tokenizer=tokenizer()))
+        config = MistralConfig(
+            **sizes, vocab_size=VOCABULARY, num_key_value_heads=2, sliding_window=window
+        )
+        paths.append(
+            save(MistralForCausalLM(config), tmp_path / f"run/{window}", tokenizer=tokenizer())
+        )
     with (
         serving(paths[0]) as engine,
         pytest.raises(EngineError, match=r"sliding_window 16, None in that of the served"),
@@ -166,20 +204,31 @@ def test_an_attention_window_is_kept_from_the_start(tmp_path: Path) -> None:
         send(paths[1], engine)
 
 
-def test_fields_of_training_and_token_ids_are_no_reason_to_refuse(files: EngineFiles, tmp_path: Path) -> None:
+def test_fields_of_training_and_token_ids_are_no_reason_to_refuse(
+    files: EngineFiles, tmp_path: Path
+) -> None:
     settings = {"attention_dropout": 0.1, "use_cache": False, "eos_token_id": 7}
-    path = save(base_model("llama", 1, **settings), tmp_path / "run/checkpoint-1", step=1, tokenizer=tokenizer())
+    path = save(
+        base_model("llama", 1, **settings),
+        tmp_path / "run/checkpoint-1",
+        step=1,
+        tokenizer=tokenizer(),
+    )
     with serving(files.base) as engine:
         checked = send(path, engine).servers[0].checked
         note = "it keeps its own token ids: eos_token_id 7, 2 in that of the served model"
         assert checked.endswith(f"equal to the files; {note}")
 
 
-def test_a_config_that_is_not_here_is_said_to_be_uncompared(files: EngineFiles, tmp_path: Path) -> None:
+def test_a_config_that_is_not_here_is_said_to_be_uncompared(
+    files: EngineFiles, tmp_path: Path
+) -> None:
     with serving(files.base) as engine:
         engine.base = tmp_path / "elsewhere"
         checked = send(files.weights[0], engine).servers[0].checked
-        assert checked.endswith(f"its config was not compared: {engine.base} is not a folder here; see visible_at=")
+        assert checked.endswith(
+            f"its config was not compared: {engine.base} is not a folder here; see visible_at="
+        )
 
 
 # Linear layers in another layout
@@ -188,13 +237,18 @@ def test_a_config_that_is_not_here_is_said_to_be_uncompared(files: EngineFiles, 
 @pytest.mark.parametrize("version", [None, "v1"])
 def test_layers_without_digests_are_counted(version: str | None, files: EngineFiles) -> None:
     with serving(files.base, traits={"packed away"}) as engine:
-        packed = "11 of 27 parameters equal to the files; 16 are kept in another layout, without digests"
+        packed = (
+            "11 of 27 parameters equal to the files; 16 are kept in another layout, without digests"
+        )
         for checkpoint in files.weights[:2]:
             report = send(checkpoint, engine, version=version).servers[0]
             assert report.is_new
-            assert report.checked.startswith(f"{packed}; answers differ from those before by up to ")
+            assert report.checked.startswith(
+                f"{packed}; answers differ from those before by up to "
+            )
         again = send(files.weights[1], engine, version=version).servers[0]
-        assert again.is_new == (version is not None)  # a version of the caller does not name the content
+        # a version of the caller does not name the content
+        assert again.is_new == (version is not None)
         assert again.checked.startswith(packed)
 
 
@@ -213,7 +267,9 @@ def test_a_tied_head_that_is_packed_is_proved_by_the_answers_of_transformers(
     monkeypatch.setattr(Engine, "log_probabilities", answer)
     with serving(files.qwen, traits={"packed away"}) as engine:
         if has_old_head:
-            with pytest.raises(EngineError, match=r"are 1\.000 from those of transformers.*holds default again"):
+            with pytest.raises(
+                EngineError, match=r"are 1\.000 from those of transformers.*holds default again"
+            ):
                 send(files.qwen_weights, engine)
             assert (engine.held, engine.weight_version) == (str(files.qwen), "default")
         else:
@@ -223,7 +279,9 @@ def test_a_tied_head_that_is_packed_is_proved_by_the_answers_of_transformers(
 
 def test_layers_that_stay_as_they_were_are_refused(files: EngineFiles) -> None:
     with serving(files.base, traits={"packed once"}) as engine:
-        with pytest.raises(EngineError, match=r"layers\.0\..*: its SHA-256 is not that of the files"):
+        with pytest.raises(
+            EngineError, match=r"layers\.0\..*: its SHA-256 is not that of the files"
+        ):
             send(files.weights[0], engine)
         assert (engine.held, engine.weight_version) == (str(files.base), "default")
 

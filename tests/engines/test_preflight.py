@@ -1,4 +1,6 @@
-"""`check_for`, and what publish refuses before it asks a server: every field of an adapter, every file of a model."""
+"""`check_for`, and what publish refuses before it asks a server: every field of an adapter, every
+file of a model.
+"""
 
 import json
 import re
@@ -15,7 +17,12 @@ from engine_models import base_model, tokenizer, with_adapter
 from engine_server import serving
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from transformers import OPTConfig, OPTForCausalLM, PaliGemmaConfig, PaliGemmaForConditionalGeneration
+from transformers import (
+    OPTConfig,
+    OPTForCausalLM,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
+)
 
 from ft_ckpt import CheckpointSaver, check_for, export, publish
 from ft_ckpt.errors import ConfigError, LoadError
@@ -25,13 +32,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"r": 0}, "r: 0, expected 1 to 16"),
     ({"r": None}, "r: None, expected 1 to 16"),
     ({"rank_pattern": {"q_proj": 64}}, r"rank_pattern\['q_proj'\]: 64, expected 1 to 16"),
-    ({"rank_pattern": {"q_proj": 4}}, "rank_pattern: set, and read by few versions of vllm.*ft-ckpt export"),
-    ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern: set, and read by few versions of vllm.*ft-ckpt export"),
+    (
+        {"rank_pattern": {"q_proj": 4}},
+        "rank_pattern: set, and read by few versions of vllm.*ft-ckpt export",
+    ),
+    (
+        {"alpha_pattern": {"q_proj": 4}},
+        "alpha_pattern: set, and read by few versions of vllm.*ft-ckpt export",
+    ),
     ({"alpha_pattern": {"(": 4}}, r"'\(' is no regular expression"),
     ({"lora_alpha": "16"}, "lora_alpha: 16, expected a number"),
     ({"lora_alpha": float("inf")}, "lora_alpha: inf, expected a number"),
     ({"lora_alpha": 10**400}, "lora_alpha: 10.*, expected a number"),
-    ({"alpha_pattern": {"q_proj": float("-inf")}}, r"alpha_pattern\['q_proj'\]: -inf, expected a number"),
+    (
+        {"alpha_pattern": {"q_proj": float("-inf")}},
+        r"alpha_pattern\['q_proj'\]: -inf, expected a number",
+    ),
     ({"rank_pattern": 3}, "rank_pattern: 3, expected layers with numbers"),
     ({"peft_type": "LOHA"}, "peft_type: LOHA, expected LORA; merge it"),
     ({"use_dora": True}, "use_dora: set"),
@@ -60,7 +76,10 @@ PASSED: list[dict[str, Any]] = [
     {"inference_mode": False},
     {"target_modules": "all-linear"},
     {"velora_config": {"rank": 4}},
-    *({"init_lora_weights": start} for start in (True, False, None, "gaussian", "eva", "orthogonal", "mica")),
+    *(
+        {"init_lora_weights": start}
+        for start in (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+    ),
 ]
 UNREAD = {  # fields of LoRA that change neither the tensors nor what they do to the output
     *(
@@ -72,8 +91,22 @@ UNREAD = {  # fields of LoRA that change neither the tensors nor what they do to
         "revision",
         "inference_mode",
     ),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out", "lora_dropout"),
-    *("megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    *(
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "fan_in_fan_out",
+        "lora_dropout",
+    ),
+    *(
+        "megatron_config",
+        "megatron_core",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+    ),
     *("velora_config", "qalora_group_size", "runtime_config", "ensure_weight_tying", "use_rslora"),
 }
 
@@ -92,14 +125,18 @@ def adapter(files: EngineFiles, tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-@pytest.mark.parametrize(("settings", "expected"), REFUSED, ids=[str(each)[:40] for each, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("settings", "expected"), REFUSED, ids=[str(each)[:40] for each, _ in REFUSED]
+)
 def test_refused(settings: dict[str, Any], expected: str, adapter: Callable[..., Path]) -> None:
     found = check_for("vllm", adapter(**settings))
     assert any(re.match(f".*{expected}", line) for line in found), found
     assert all("\n" not in line and ";" in line for line in found)
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 takes flags inside of an expression")
+@pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="Python 3.10 takes flags inside of an expression"
+)
 def test_a_pattern_that_is_an_expression_only_alone(adapter: Callable[..., Path]) -> None:
     found = check_for("vllm", adapter(alpha_pattern={"(?i)Q_PROJ": 4}))
     assert any("'(?i)Q_PROJ' is no regular expression" in line for line in found)
@@ -141,26 +178,37 @@ def test_fused_experts_in_2d_and_3d(adapter: Callable[..., Path]) -> None:
 
     folder = change_tensors(adapter(), fuse)
     (found,) = check_for("vllm", folder)
-    assert "layers.0.mlp.experts: shapes [4, 8, 256] and [4, 256, 8], expected two matrices of rank 8" in found
+    assert (
+        "layers.0.mlp.experts: shapes [4, 8, 256] and [4, 256, 8], expected two matrices of rank 8"
+        in found
+    )
 
 
 def test_tensors_that_would_be_dropped(adapter: Callable[..., Path]) -> None:
     embedding = "base_model.model.model.embed_tokens.weight"
-    folder = change_tensors(adapter(), lambda tensors: tensors.update({embedding: torch.ones(4, 4)}))
+    folder = change_tensors(
+        adapter(), lambda tensors: tensors.update({embedding: torch.ones(4, 4)})
+    )
     (found,) = check_for("vllm", folder)
     assert found.startswith(f"{embedding}: one of 1 tensors that are no LoRA matrices")
 
 
 def test_a_matrix_without_the_other(adapter: Callable[..., Path]) -> None:
-    folder = change_tensors(adapter(), lambda tensors: tensors.pop(f"{PREFIX}.up_proj.lora_B.weight"))
+    folder = change_tensors(
+        adapter(), lambda tensors: tensors.pop(f"{PREFIX}.up_proj.lora_B.weight")
+    )
     (found,) = check_for("vllm", folder)
-    assert re.search(r"layers.0.mlp.up_proj: shapes \[8, \d+\] and \[\], expected two matrices", found)
+    assert re.search(
+        r"layers.0.mlp.up_proj: shapes \[8, \d+\] and \[\], expected two matrices", found
+    )
 
 
 def test_elements_that_are_no_numbers(adapter: Callable[..., Path]) -> None:
     name = f"{PREFIX}.up_proj.lora_B.weight"
     folder = change_tensors(adapter(), lambda tensors: tensors[name][0].fill_(float("nan")))
-    assert check_for("vllm", folder) == [f"{name}: NaN or infinite elements; use an older checkpoint"]
+    assert check_for("vllm", folder) == [
+        f"{name}: NaN or infinite elements; use an older checkpoint"
+    ]
 
 
 def test_an_unknown_engine(adapter: Callable[..., Path]) -> None:
@@ -179,11 +227,19 @@ MODEL: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("field", "expected"), MODEL, ids=[field for field, _ in MODEL])
-def test_a_config_that_does_not_fit(field: str, expected: str, files: EngineFiles, tmp_path: Path) -> None:
+def test_a_config_that_does_not_fit(
+    field: str, expected: str, files: EngineFiles, tmp_path: Path
+) -> None:
     folder = shutil.copytree(files.base, tmp_path / "model")
     (folder / "ft_ckpt.json").unlink()
     config = folder / "config.json"
-    value = None if field == "architectures" else {"a": 1} if "_size" not in field and "num" not in field else 7
+    value = (
+        None
+        if field == "architectures"
+        else {"a": 1}
+        if "_size" not in field and "num" not in field
+        else 7
+    )
     config.write_text(json.dumps({**json.loads(config.read_text()), field: value}))
     (found,) = check_for("vllm", folder)
     assert re.search(expected, found), found
@@ -196,7 +252,9 @@ def test_a_config_that_does_not_fit(field: str, expected: str, files: EngineFile
         (["tokenizer.json", "tokenizer_config.json"], "tokenizer.json: missing"),
     ],
 )
-def test_files_that_are_missing(gone: list[str], expected: str, files: EngineFiles, tmp_path: Path) -> None:
+def test_files_that_are_missing(
+    gone: list[str], expected: str, files: EngineFiles, tmp_path: Path
+) -> None:
     folder = shutil.copytree(files.base, tmp_path / "model")
     for name in ["ft_ckpt.json", *gone]:
         (folder / name).unlink()
@@ -212,8 +270,16 @@ def test_a_model_that_fits(files: EngineFiles) -> None:
 def test_a_vision_encoder_may_have_more_layers(tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     text = {"model_type": "gemma", "vocab_size": 64, "num_hidden_layers": 2, "head_dim": 8, **sizes}
-    vision = {"model_type": "siglip_vision_model", "num_hidden_layers": 3, "image_size": 28, "patch_size": 14, **sizes}
-    config = PaliGemmaConfig(text_config=text, vision_config=vision, projection_dim=16, image_token_index=63)
+    vision = {
+        "model_type": "siglip_vision_model",
+        "num_hidden_layers": 3,
+        "image_size": 28,
+        "patch_size": 14,
+        **sizes,
+    }
+    config = PaliGemmaConfig(
+        text_config=text, vision_config=vision, projection_dim=16, image_token_index=63
+    )
     PaliGemmaForConditionalGeneration(config).save_pretrained(tmp_path)
     (found,) = check_for("vllm", tmp_path)
     assert found.startswith("tokenizer.json: missing")
@@ -227,7 +293,9 @@ def test_embeddings_may_be_projected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layers", [3, 4])
-def test_layers_that_predict_further_tokens_may_be_stored(layers: int, files: EngineFiles, tmp_path: Path) -> None:
+def test_layers_that_predict_further_tokens_may_be_stored(
+    layers: int, files: EngineFiles, tmp_path: Path
+) -> None:
     folder = shutil.copytree(files.base, tmp_path / "model")
     (folder / "ft_ckpt.json").unlink()
     config = folder / "config.json"
@@ -243,13 +311,18 @@ def test_an_adapter_of_another_base_is_refused(files: EngineFiles, tmp_path: Pat
     other = tmp_path / "other"
     base_model("llama", 9).save_pretrained(other)
     with serving(other) as engine:
-        with pytest.raises(LoadError, match=f"sampled tensors of the base that the server holds, {other}, differ from"):
+        with pytest.raises(
+            LoadError,
+            match=f"sampled tensors of the base that the server holds, {other}, differ from",
+        ):
             publish(files.adapters[0], engine.url)
         assert engine.changes == []
 
 
 @pytest.mark.parametrize("folder", ["base", "another copy", "elsewhere", "seen as another path"])
-def test_an_adapter_of_this_base_is_published(folder: str, files: EngineFiles, tmp_path: Path) -> None:
+def test_an_adapter_of_this_base_is_published(
+    folder: str, files: EngineFiles, tmp_path: Path
+) -> None:
     base, options = files.base, dict[str, Any]()
     if folder == "another copy":
         base = tmp_path / "copy"
@@ -274,7 +347,11 @@ def test_a_base_under_another_path_is_compared_too(files: EngineFiles, tmp_path:
     with serving(tmp_path / "here/other") as engine:
         engine.base = Path("/data/other")
         with pytest.raises(LoadError, match="sampled tensors of the base"):
-            publish(tmp_path / "here/run/checkpoint-100", engine.url, visible_at={str(tmp_path / "here"): "/data"})
+            publish(
+                tmp_path / "here/run/checkpoint-100",
+                engine.url,
+                visible_at={str(tmp_path / "here"): "/data"},
+            )
 
 
 # Initialisations of LoRA: those that change the base, by PEFT itself
@@ -299,10 +376,15 @@ def test_an_initialisation_that_changes_the_base_is_found(start: str, tmp_path: 
     base = base_model("llama").float()
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     model = started(base, start)
-    layers = {name.replace(".base_layer", "") for name, tensor in model.get_base_model().state_dict().items()
-              if "lora" not in name and not torch.equal(tensor, before[name.replace(".base_layer", "")])}  # fmt: skip
+    layers = {
+        name.replace(".base_layer", "")
+        for name, tensor in model.get_base_model().state_dict().items()
+        if "lora" not in name and not torch.equal(tensor, before[name.replace(".base_layer", "")])
+    }
     model.save_pretrained(tmp_path / "adapter")
-    has_finding = any(line.startswith("init_lora_weights") for line in check_for("vllm", tmp_path / "adapter"))
+    has_finding = any(
+        line.startswith("init_lora_weights") for line in check_for("vllm", tmp_path / "adapter")
+    )
     assert has_finding == bool(layers)
 
 
@@ -320,7 +402,12 @@ def started(base: Any, start: str) -> Any:
         "corda": {"corda_config": CordaConfig(corda_method="kpm")},
     }.get(start, {})
     config = LoraConfig(
-        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=start, **more
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "v_proj"],
+        task_type="CAUSAL_LM",
+        init_lora_weights=start,
+        **more,
     )
     if start == "lora_ga":
         preprocess_loraga(base, config, lambda: base(input_ids=ids, labels=ids).loss.backward())
@@ -328,7 +415,9 @@ def started(base: Any, start: str) -> Any:
         preprocess_corda(base, config, run_model=lambda: base(input_ids=ids[:1]))
     model = get_peft_model(base, config)
     if start == "eva":
-        initialize_lora_eva_weights(model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}])
+        initialize_lora_eva_weights(
+            model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
+        )
     return model
 
 

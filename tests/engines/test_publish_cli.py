@@ -31,31 +31,49 @@ def test_publish_and_the_same_again(files: EngineFiles) -> None:
         assert lines[1].split() == ["server", "engine", "before", "checked", "paused"]
         assert [line.split()[0] for line in lines[2:4]] == [one.url, other.url]
         assert "listed; answers differ from the base's" in lines[2]
-        again = json.loads(ft_ckpt("publish", files.adapters[0], one.url, "--name", "policy", "--json").stdout)
+        again = json.loads(
+            ft_ckpt("publish", files.adapters[0], one.url, "--name", "policy", "--json").stdout
+        )
         assert again["servers"][0]["is_new"] is False
         assert (again["kind"], again["path"]) == ("adapter", str(files.adapters[0]))
 
 
 def test_publish_of_weights(files: EngineFiles) -> None:
     with serving(files.base) as engine:
-        answer = ft_ckpt("publish", files.weights[0], engine.url, "--as", "weights", "--in-flight", "abort")
+        answer = ft_ckpt(
+            "publish", files.weights[0], engine.url, "--as", "weights", "--in-flight", "abort"
+        )
         assert answer.returncode == 0
-        assert "39 of 39 parameters" in answer.stdout or "parameters equal to the files" in answer.stdout
+        assert (
+            "39 of 39 parameters" in answer.stdout
+            or "parameters equal to the files" in answer.stdout
+        )
         assert [each.query for each in engine.requests_to("/pause")] == [{"mode": "abort"}]
 
 
 def test_publish_under_another_path(files: EngineFiles, tmp_path: Path) -> None:
     (tmp_path / "seen").symlink_to(files.root)
     with serving(files.base) as engine:
-        answer = ft_ckpt("publish", files.adapters[0], engine.url, "--visible-at", f"{files.root}={tmp_path}/seen")
+        answer = ft_ckpt(
+            "publish",
+            files.adapters[0],
+            engine.url,
+            "--visible-at",
+            f"{files.root}={tmp_path}/seen",
+        )
         assert answer.returncode == 0
-        assert engine.requests_to("/v1/load_lora_adapter")[0].body["lora_path"] == f"{tmp_path}/seen/sft/checkpoint-100"
+        assert (
+            engine.requests_to("/v1/load_lora_adapter")[0].body["lora_path"]
+            == f"{tmp_path}/seen/sft/checkpoint-100"
+        )
 
 
 def test_a_failed_publish_is_an_error_without_the_token(files: EngineFiles) -> None:
     with serving(files.base) as engine:
         engine.fail("/v1/load_lora_adapter", 500)
-        answer = ft_ckpt("publish", files.adapters[0], engine.url, "--header", f"Authorization=Bearer {TOKEN}")
+        answer = ft_ckpt(
+            "publish", files.adapters[0], engine.url, "--header", f"Authorization=Bearer {TOKEN}"
+        )
         assert (answer.returncode, answer.stdout) == (2, "")
         assert "EngineCore encountered an issue" in answer.stderr
         assert {each.headers["authorization"] for each in engine.requests} == {f"Bearer {TOKEN}"}
@@ -70,8 +88,18 @@ def test_a_failed_publish_is_an_error_without_the_token(files: EngineFiles) -> N
 def test_publish_follows_until_a_signal(files: EngineFiles, tmp_path: Path) -> None:
     shutil.copytree(files.adapters[0], tmp_path / "run/checkpoint-100")
     with serving(files.base) as engine:
-        command = [sys.executable, "-c", RUN, "publish", "--follow", str(tmp_path / "run"), engine.url]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        command = [
+            sys.executable,
+            "-c",
+            RUN,
+            "publish",
+            "--follow",
+            str(tmp_path / "run"),
+            engine.url,
+        ]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
             assert process.stdout is not None
             assert process.stderr is not None
             assert "checkpoint-100 -> run@100-" in process.stdout.readline()
@@ -86,7 +114,10 @@ def test_publish_follows_until_a_signal(files: EngineFiles, tmp_path: Path) -> N
 
 def test_follow_ends_when_nothing_new_comes(files: EngineFiles, tmp_path: Path) -> None:
     with serving(files.base) as engine:
-        assert ft_ckpt("publish", "--follow", tmp_path / "run", engine.url, "--idle", "0").returncode == 0
+        assert (
+            ft_ckpt("publish", "--follow", tmp_path / "run", engine.url, "--idle", "0").returncode
+            == 0
+        )
 
 
 def test_export_and_check_for(files: EngineFiles, tmp_path: Path) -> None:
@@ -95,7 +126,9 @@ def test_export_and_check_for(files: EngineFiles, tmp_path: Path) -> None:
     answer = ft_ckpt("check-for", "vllm", adapter)
     assert answer.returncode == 1
     assert answer.stdout.startswith("rank_pattern: set, and read by few versions of vllm")
-    found = json.loads(ft_ckpt("check-for", "vllm", adapter, "--max-lora-rank", "4", "--json").stdout)
+    found = json.loads(
+        ft_ckpt("check-for", "vllm", adapter, "--max-lora-rank", "4", "--json").stdout
+    )
     assert (found["engine"], len(found["findings"])) == ("vllm", 2)
     answer = ft_ckpt("export", adapter, tmp_path / "plain", "--for", "vllm")
     assert answer.returncode == 0
@@ -104,9 +137,16 @@ def test_export_and_check_for(files: EngineFiles, tmp_path: Path) -> None:
     again = ft_ckpt("export", adapter, tmp_path / "plain", "--for", "vllm")
     assert again.returncode == 2
     assert "--force" in again.stderr
-    assert ft_ckpt("export", adapter, tmp_path / "plain", "--for", "vllm", "--force", "--json").returncode == 0
+    assert (
+        ft_ckpt(
+            "export", adapter, tmp_path / "plain", "--for", "vllm", "--force", "--json"
+        ).returncode
+        == 0
+    )
 
 
-@pytest.mark.parametrize("words", [["check-for", "tgi", "x"], ["export", "a", "b"], ["publish", "a"]])
+@pytest.mark.parametrize(
+    "words", [["check-for", "tgi", "x"], ["export", "a", "b"], ["publish", "a"]]
+)
 def test_words_that_are_missing(words: list[str]) -> None:
     assert ft_ckpt(*words).returncode == 2

@@ -1,4 +1,6 @@
-"""The client, and what it says of servers: tokens, limits of time and size, redirects, engines that are refused."""
+"""The client, and what it says of servers: tokens, limits of time and size, redirects, engines that
+are refused.
+"""
 
 import json
 import threading
@@ -24,7 +26,9 @@ TOKEN = "sk-VERYSECRET0123"
 
 
 @contextmanager
-def answered(reply: Answer | Callable[[FakeHandler], Answer], *faults: Fault) -> Iterator[FakeServer]:
+def answered(
+    reply: Answer | Callable[[FakeHandler], Answer], *faults: Fault
+) -> Iterator[FakeServer]:
     """A server that gives this answer to each request, or the one that `reply` makes of it."""
 
     class Handler(FakeHandler):
@@ -100,7 +104,9 @@ def test_a_redirect_is_not_followed(status: int) -> None:
 
 def test_a_header_value_does_not_change_what_is_read() -> None:
     with answered(Answer(200, {"version": "0.32.1"})) as server:
-        assert Client(server.url, {"X-Priority": "1"}).get("/version").document == {"version": "0.32.1"}
+        assert Client(server.url, {"X-Priority": "1"}).get("/version").document == {
+            "version": "0.32.1"
+        }
 
 
 @pytest.mark.parametrize(
@@ -113,9 +119,20 @@ def test_a_header_with_a_line_break_is_refused(headers: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["127.0.0.1:8000", "ftp://host", "http://", "http://host:port", "http://host:99999", "http://host/?a=b", "",
-            "http://host/#x", "http://ho st", "http://ho\nst"]
-)  # fmt: skip
+    "url",
+    [
+        "127.0.0.1:8000",
+        "ftp://host",
+        "http://",
+        "http://host:port",
+        "http://host:99999",
+        "http://host/?a=b",
+        "",
+        "http://host/#x",
+        "http://ho st",
+        "http://ho\nst",
+    ],
+)
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="expected the address of a server"):
         Client(url)
@@ -172,7 +189,10 @@ def test_an_answer_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
                 handler.wfile.write(b" " * (1 << 16))
             raise ConnectionError
 
-        with answered(act) as server, pytest.raises(EngineError, match="an answer of more than 1 MiB"):
+        with (
+            answered(act) as server,
+            pytest.raises(EngineError, match="an answer of more than 1 MiB"),
+        ):
             Client(server.url).get("/weight_checker")
 
 
@@ -211,14 +231,32 @@ def test_deep_json_is_none() -> None:
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "lmdeploy": ({"/v1/models": {"data": [{"id": "m", "owned_by": "lmdeploy"}]}}, "LMDeploy takes weights as"),
-    "tensorrt_llm": ({"/v1/models": {"data": [{"id": "m", "owned_by": "tensorrt_llm"}]}}, "TensorRT-LLM takes no new"),
-    "llamacpp": ({"/v1/models": {"data": [{"id": "m", "owned_by": "llamacpp"}]}}, "llama.cpp reads adapters"),
+    "lmdeploy": (
+        {"/v1/models": {"data": [{"id": "m", "owned_by": "lmdeploy"}]}},
+        "LMDeploy takes weights as",
+    ),
+    "tensorrt_llm": (
+        {"/v1/models": {"data": [{"id": "m", "owned_by": "tensorrt_llm"}]}},
+        "TensorRT-LLM takes no new",
+    ),
+    "llamacpp": (
+        {"/v1/models": {"data": [{"id": "m", "owned_by": "llamacpp"}]}},
+        "llama.cpp reads adapters",
+    ),
     "old llamacpp": ({"/props": {"chat_template": "x"}}, "llama.cpp reads adapters"),
-    "ollama": ({"/v1/models": {"data": [{"id": "m", "owned_by": "library"}]}}, "ollama makes models from GGUF"),
-    "empty ollama": ({"/v1/models": {"data": None}, "/api/version": {"version": "0.34"}}, "ollama makes models"),
+    "ollama": (
+        {"/v1/models": {"data": [{"id": "m", "owned_by": "library"}]}},
+        "ollama makes models from GGUF",
+    ),
+    "empty ollama": (
+        {"/v1/models": {"data": None}, "/api/version": {"version": "0.34"}},
+        "ollama makes models",
+    ),
     "tgi": ({"/info": {"model_id": "m"}}, "TGI reads adapters"),
-    "another": ({"/v1/models": {"data": [{"id": "m", "owned_by": "me"}]}}, "no server that can be published to"),
+    "another": (
+        {"/v1/models": {"data": [{"id": "m", "owned_by": "me"}]}},
+        "no server that can be published to",
+    ),
     "a page": ({"/v1/models": "<html>"}, "no server that can be published to"),
     "a number": ({"/v1/models": {"data": 5}}, "no server that can be published to"),
 }
@@ -240,20 +278,33 @@ def test_other_engines_are_refused_by_name(name: str, files: EngineFiles) -> Non
 def test_engines_say_who_they_are(files: EngineFiles) -> None:
     with serving(files.base) as one, serving(files.base, "sglang") as two:
         first, second = (connect(Client(f"{engine.url}/")) for engine in (one, two))
-        assert (first.engine, first.version, second.engine, second.version) == ("vLLM", "0.32.0", "SGLang", "0.5.9")
+        assert (first.engine, first.version, second.engine, second.version) == (
+            "vLLM",
+            "0.32.0",
+            "SGLang",
+            "0.5.9",
+        )
         assert first.served().base == second.served().base == "base"
         assert first.weight_version() == second.weight_version() == "default"
 
 
 def test_a_path_that_is_no_text_is_not_known() -> None:
-    models = {"data": [{"id": "m", "root": 5, "owned_by": "vllm"}, {"id": "a", "root": [1], "parent": "m"}]}
+    models = {
+        "data": [
+            {"id": "m", "root": 5, "owned_by": "vllm"},
+            {"id": "a", "root": [1], "parent": "m"},
+        ]
+    }
     with answered(Answer(200, models)) as server:
         served = connect(Client(server.url)).served()
         assert (served.base, served.base_path, served.adapters) == ("m", None, {"a": None})
 
 
 def test_a_server_behind_a_redirect_gets_nothing(files: EngineFiles) -> None:
-    with serving(files.base) as real, serving(files.base, traits={"redirects"}, elsewhere=real.url) as engine:
+    with (
+        serving(files.base) as real,
+        serving(files.base, traits={"redirects"}, elsewhere=real.url) as engine,
+    ):
         with pytest.raises(EngineError, match="redirected to"):
             publish(files.adapters[0], engine.url)
         assert not real.requests
@@ -274,21 +325,30 @@ def test_many_requests_leave_no_thread(files: EngineFiles) -> None:
         for _ in range(50):
             client.get("/weight_info")
         # The test's server has a thread for each connection, which may not have ended yet.
-        clients = [thread for thread in threading.enumerate() if "process_request" not in thread.name]
+        clients = [
+            thread for thread in threading.enumerate() if "process_request" not in thread.name
+        ]
         assert len(clients) < before + 10
 
 
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        ({"name": "a@b"}, "name='a@b'"), ({"name": ""}, "name=''"), ({"version": "a b"}, "version='a b'"),
-        ({"version": "x:y"}, "version='x:y'"), ({"version": 5}, "version=5"),
-        ({"kind": "model"}, "kind='model'"), ({"keep": -1}, "keep=-1"),
-        ({"in_flight": "drop"}, "in_flight='drop'"), ({"check": "none"}, "check='none'"),
+        ({"name": "a@b"}, "name='a@b'"),
+        ({"name": ""}, "name=''"),
+        ({"version": "a b"}, "version='a b'"),
+        ({"version": "x:y"}, "version='x:y'"),
+        ({"version": 5}, "version=5"),
+        ({"kind": "model"}, "kind='model'"),
+        ({"keep": -1}, "keep=-1"),
+        ({"in_flight": "drop"}, "in_flight='drop'"),
+        ({"check": "none"}, "check='none'"),
         ({"visible_at": {"/nowhere": "/x"}}, "below no folder of visible_at="),
     ],
-)  # fmt: skip
-def test_wrong_arguments_change_nothing(wrong: dict[str, Any], expected: str, files: EngineFiles) -> None:
+)
+def test_wrong_arguments_change_nothing(
+    wrong: dict[str, Any], expected: str, files: EngineFiles
+) -> None:
     with serving(files.base) as engine:
         with pytest.raises(ConfigError, match=expected):
             publish(files.adapters[0], engine.url, **wrong)
@@ -302,15 +362,23 @@ def test_wrong_arguments_change_nothing(wrong: dict[str, Any], expected: str, fi
 def test_folders_are_seen_under_other_paths(files: EngineFiles, tmp_path: Path) -> None:
     (tmp_path / "there").symlink_to(files.root)
     with serving(files.base) as engine:
-        report = publish(files.adapters[0], engine.url, visible_at={str(files.root): str(tmp_path / "there")})
+        report = publish(
+            files.adapters[0], engine.url, visible_at={str(files.root): str(tmp_path / "there")}
+        )
         assert engine.adapters[report.name].path == str(tmp_path / "there/sft/checkpoint-100")
-        weights = {"visible_at": {str(files.root): str(tmp_path / "there"), str(files.root.parent): "/wrong"}}
+        weights = {
+            "visible_at": {
+                str(files.root): str(tmp_path / "there"),
+                str(files.root.parent): "/wrong",
+            }
+        }
         publish(files.weights[0], engine.url, **weights)  # the longer one counts
         assert engine.held == str(tmp_path / "there/run/checkpoint-1")
         engine.start()
         nested = {str(tmp_path / "else"): str(files.root.parent), str(files.root): str(files.root)}
         (found,) = publish(files.adapters[1], engine.url, visible_at=nested).servers
-        assert "its base was not compared" not in found.checked  # the longer one counts for the server's path, too
+        # the longer one counts for the server's path, too
+        assert "its base was not compared" not in found.checked
         here = str(files.adapters[1])
         with pytest.raises(EngineError) as raised:
             publish(here, engine.url, visible_at={str(files.root): "/not/mounted"})

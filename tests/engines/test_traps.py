@@ -1,4 +1,6 @@
-"""Layouts of weights that a server shards, pads or reports in part, and what changes while it is published to."""
+"""Layouts of weights that a server shards, pads or reports in part, and what changes while it is
+published to.
+"""
 
 import threading
 import time
@@ -25,7 +27,8 @@ def test_a_name_that_is_used_again_answers_from_the_new_files(files: EngineFiles
     with serving(files.base, traits={"stale names"}) as engine:
         name = send(files.adapters[0], engine, name="p", version="v1").name
         assert "give another version=" in failed(files.adapters[1], engine, name="p", version="v1")
-        assert engine.adapters[name].path == str(files.adapters[0])  # it was not new, and is still loaded
+        # it was not new, and is still loaded
+        assert engine.adapters[name].path == str(files.adapters[0])
         del engine.adapters[name]
         send(files.adapters[1], engine, name="p", version="v1")
         assert engine.first_digests[name] == engine.adapters[name].digest  # the cache was dropped
@@ -75,10 +78,19 @@ def test_digests_of_grouped_heads_and_a_tied_head(ranks: int, files: EngineFiles
 
 
 def test_digests_of_an_odd_vocabulary_in_another_type(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     torch.manual_seed(3)
     for name in ("base", "run/checkpoint-1"):
-        save(LlamaForCausalLM(LlamaConfig(vocab_size=1025, **sizes)), tmp_path / name, tokenizer=tokenizer())
+        save(
+            LlamaForCausalLM(LlamaConfig(vocab_size=1025, **sizes)),
+            tmp_path / name,
+            tokenizer=tokenizer(),
+        )
     for ranks in (1, 2):
         with serving(tmp_path / "base", dtype=torch.bfloat16, pads=True, ranks=ranks) as engine:
             total = len(engine.shards)
@@ -92,13 +104,17 @@ def test_digests_that_never_fit(files: EngineFiles) -> None:
         assert "may hold a part of run/checkpoint-1" in text
         assert "default was not loaded again" in text
         assert engine.weight_version.endswith(" (loading)")
-        assert send(files.weights[0], engine, check="listed").servers[0].checked == "the version only"
+        assert (
+            send(files.weights[0], engine, check="listed").servers[0].checked == "the version only"
+        )
 
 
 def test_what_the_server_does_not_report_is_named(files: EngineFiles) -> None:
     with serving(files.base, traits={"fewer digests"}) as engine:
         checked = send(files.weights[0], engine).servers[0].checked
-        assert checked.startswith("21 of 21 parameters equal to the files; model.layers.3.input_layernorm.weight, ")
+        assert checked.startswith(
+            "21 of 21 parameters equal to the files; model.layers.3.input_layernorm.weight, "
+        )
         assert checked.endswith("and 6 more: in none of them")
 
 
@@ -162,10 +178,14 @@ def test_servers_without_known_digests_are_compared_with_each_other(files: Engin
         assert one.held == two.held == str(files.weights[0])
 
 
-def test_a_checkpoint_is_not_deleted_while_a_server_reads_it(files: EngineFiles, tmp_path: Path) -> None:
+def test_a_checkpoint_is_not_deleted_while_a_server_reads_it(
+    files: EngineFiles, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     for step in (1, 2):
-        save(base_model("llama", step), run / f"checkpoint-{step}", step=step, tokenizer=tokenizer())
+        save(
+            base_model("llama", step), run / f"checkpoint-{step}", step=step, tokenizer=tokenizer()
+        )
     with serving(files.base) as engine:
         there = []
 
@@ -174,7 +194,8 @@ def test_a_checkpoint_is_not_deleted_while_a_server_reads_it(files: EngineFiles,
             there.append((run / "checkpoint-1/ft_ckpt.json").exists())
 
         engine.fail("/collective_rpc", cuts="before", then=prune)
-        failed(run / "checkpoint-1", engine)  # its connection was closed; the server was given its first weights back
+        # its connection was closed; the server was given its first weights back
+        failed(run / "checkpoint-1", engine)
         assert there == [True]
         engine.fail("/resume", cuts="after", then=prune)
         send(run / "checkpoint-1", engine)

@@ -1,6 +1,7 @@
 """Publishing to a real vLLM: what it then holds and answers, with generation in flight.
 
-FT_CKPT_VLLM names a Python that has vllm, and puts these tests into the default run; else one is installed.
+FT_CKPT_VLLM names a Python that has vllm, and puts these tests into the default run; else one is
+installed.
 """
 
 import json
@@ -43,7 +44,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> EngineFiles:
 
 @contextmanager
 def asked_all_the_time(server: RealServer) -> Iterator[list[str]]:
-    """Completions by two threads while the block runs; the list is of those that failed, and ends with their number."""
+    """Completions by two threads while the block runs; the list is of those that failed, and ends
+    with their number.
+    """
     over, failures, count = threading.Event(), [], [0]
 
     def ask() -> None:
@@ -72,11 +75,21 @@ def check_answers(server: RealServer, name: str, model: Any) -> None:
     """The likeliest tokens of the server have the log probabilities of `model` in transformers."""
     client = Client(server.url)
     for prompt in PROBE_PROMPTS:
-        body = {"model": name, "prompt": list(prompt), "max_tokens": 1, "temperature": 0, "logprobs": 5}
-        answer = client.expect(client.post("/v1/completions", {**body, "return_tokens_as_token_ids": True}), "asked")
+        body = {
+            "model": name,
+            "prompt": list(prompt),
+            "max_tokens": 1,
+            "temperature": 0,
+            "logprobs": 5,
+        }
+        answer = client.expect(
+            client.post("/v1/completions", {**body, "return_tokens_as_token_ids": True}), "asked"
+        )
         found = answer.document["choices"][0]["logprobs"]["top_logprobs"][0]
         with torch.no_grad():
-            expected = torch.log_softmax(model(input_ids=torch.tensor([prompt])).logits[0, -1].float(), -1)
+            expected = torch.log_softmax(
+                model(input_ids=torch.tensor([prompt])).logits[0, -1].float(), -1
+            )
         assert len(found) >= 5
         for token, value in found.items():
             assert abs(float(expected[int(token.removeprefix("token_id:"))]) - value) < NEAR
@@ -87,13 +100,18 @@ def reference(checkpoint: Path, base: Path | None = None) -> Any:
 
 
 def check_comparison(checked: str) -> None:
-    """All parameters are equal to the files, or the linear layers are packed, as on processors with AVX-512 BF16."""
+    """All parameters are equal to the files, or the linear layers are packed, as on processors with
+    AVX-512 BF16.
+    """
     counts = re.match(r"(\d+) of (\d+) parameters equal to the files", checked)
     assert counts is not None, checked
     equal, total = map(int, counts.groups())
     if equal != total:
         assert total - equal == 16
-        packed = "; 16 are kept in another layout, without digests; answers differ from those before by up to "
+        packed = (
+            "; 16 are kept in another layout, without digests; answers differ from those "
+            "before by up to "
+        )
         assert packed in checked, checked
 
 
@@ -104,7 +122,9 @@ def has_packed_head(server: RealServer, model: Path) -> bool:
     return is_tied and any(map(is_unreported, digests.values()))
 
 
-def check_publishes(server: RealServer, adapters: list[Path], weights: list[Path], base: Path) -> None:
+def check_publishes(
+    server: RealServer, adapters: list[Path], weights: list[Path], base: Path
+) -> None:
     """Two adapters and full versions, with generation in flight."""
     with asked_all_the_time(server) as failures:
         names = []
@@ -117,11 +137,15 @@ def check_publishes(server: RealServer, adapters: list[Path], weights: list[Path
         for path, name in zip(adapters, names, strict=True):
             check_answers(server, name, reference(path, base))
         if has_packed_head(server, base):
-            with pytest.raises(EngineError, match=r"from those of transformers.*tied head.* holds default again"):
+            with pytest.raises(
+                EngineError, match=r"from those of transformers.*tied head.* holds default again"
+            ):
                 publish(weights[0], server.url)
             check_answers(server, "base", reference(base))
             return
-        for path, in_flight in zip([*weights, weights[0], base], ("wait", "keep", "wait", "wait"), strict=True):
+        for path, in_flight in zip(
+            [*weights, weights[0], base], ("wait", "keep", "wait", "wait"), strict=True
+        ):
             report = publish(path, server.url, in_flight=in_flight)
             check_comparison(report.servers[0].checked)
             assert report.servers[0].is_new
@@ -179,7 +203,9 @@ def check_rollback(server: RealServer, files: EngineFiles, folder: Path) -> None
     version = connect(Client(server.url)).weight_version()
     tensors["model.norm.weight"] = tensors["model.norm.weight"] * 2
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(EngineError, match=r"model.norm.weight: its SHA-256 is not that of the files") as raised:
+    with pytest.raises(
+        EngineError, match=r"model.norm.weight: its SHA-256 is not that of the files"
+    ) as raised:
         publish(files.weights[1], server.url, visible_at=seen)
     assert f"holds {version} again" in str(raised.value)
     check_answers(server, "base", reference(files.weights[0]))

@@ -1,4 +1,6 @@
-"""Averages of checkpoints: exact to one rounding, streamed, and never taken for a moment of a run."""
+"""Averages of checkpoints: exact to one rounding, streamed, and never taken for a moment of a
+run.
+"""
 
 import json
 import shutil
@@ -51,7 +53,10 @@ def three(originals, tmp_path):
 
 def mean(folders, shares):
     pairs = [(stored(folder), share) for folder, share in zip(folders, shares, strict=True)]
-    return {name: torch.stack([each[name].double() * share for each, share in pairs]).sum(0) for name in pairs[0][0]}
+    return {
+        name: torch.stack([each[name].double() * share for each, share in pairs]).sum(0)
+        for name in pairs[0][0]
+    }
 
 
 @pytest.mark.parametrize("weights", [None, (1, 2, 5)])
@@ -60,7 +65,10 @@ def test_every_element_is_the_mean(three, tmp_path, weights):
     expected = mean(three, normalized_weights(weights, 3))
     found = stored(tmp_path / "out")
     assert found.keys() == expected.keys()
-    assert all(torch.allclose(found[name].double(), value, rtol=1e-6, atol=1e-7) for name, value in expected.items())
+    assert all(
+        torch.allclose(found[name].double(), value, rtol=1e-6, atol=1e-7)
+        for name, value in expected.items()
+    )
     assert report.tensors == len(load_file(tmp_path / "out" / "model.safetensors"))
     assert verify(tmp_path / "out").ok
 
@@ -92,19 +100,27 @@ def test_rounded_once(tmp_path):
 
 def test_counts_that_differ_are_named(tmp_path):
     for number in range(2):
-        save_file({"w": torch.ones(3) * number, "seen": torch.tensor(number), "same": torch.tensor(7)},
-                  tmp_path / f"{number}.safetensors")  # fmt: skip
-    report = average([tmp_path / "0.safetensors", tmp_path / "1.safetensors"], tmp_path / "out.safetensors")
+        save_file(
+            {"w": torch.ones(3) * number, "seen": torch.tensor(number), "same": torch.tensor(7)},
+            tmp_path / f"{number}.safetensors",
+        )
+    report = average(
+        [tmp_path / "0.safetensors", tmp_path / "1.safetensors"], tmp_path / "out.safetensors"
+    )
     found = load_file(tmp_path / "out.safetensors")
     assert (found["seen"], found["same"], found["w"][0]) == (1, 7, 0.5)
-    assert report.notes == ("seen: no floating-point numbers, and not equal; the last source's were taken",)
+    assert report.notes == (
+        "seen: no floating-point numbers, and not equal; the last source's were taken",
+    )
 
 
 def test_parts_and_formats(tmp_path):
     parts = ["policy", "value_head"]
     for seed in range(2):
         with CheckpointSaver(format="h5" if seed else "safetensors") as saver:
-            saver.save(models.build("policy_and_value", seed), tmp_path / f"c{seed}", attribute=parts)
+            saver.save(
+                models.build("policy_and_value", seed), tmp_path / f"c{seed}", attribute=parts
+            )
     average([tmp_path / "c0", tmp_path / "c1"], tmp_path / "out", format="dual")
     assert [part.path for part in read_manifest(tmp_path / "out").parts] == parts
     assert verify(tmp_path / "out").ok
@@ -122,10 +138,16 @@ def test_adapters_of_one_base(tmp_path):
         CheckpointSaver().save(models.trained(adapted, seed), tmp_path / name, adapter_only=True)
     pair = [tmp_path / "a0", tmp_path / "a1"]
     average(pair, tmp_path / "out")
-    files = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("a0", "a1", "out")]
-    assert all(torch.allclose(files[2][name], (files[0][name] + files[1][name]) / 2) for name in files[2])
+    files = [
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("a0", "a1", "out")
+    ]
+    assert all(
+        torch.allclose(files[2][name], (files[0][name] + files[1][name]) / 2) for name in files[2]
+    )
     assert ft_ckpt.load_model(tmp_path / "out", base=models.build("llama", 0)) is not None
-    with pytest.raises(LoadError, match=r"other: base is .*; only models of one config, or adapters of one base"):
+    with pytest.raises(
+        LoadError, match=r"other: base is .*; only models of one config, or adapters of one base"
+    ):
         average([tmp_path / "a0", tmp_path / "other"], tmp_path / "no")
     config = json.loads((tmp_path / "a1" / "adapter_config.json").read_text())
     edit(tmp_path / "a1", "adapter_config.json", json.dumps({**config, "lora_alpha": 99}))
@@ -134,9 +156,13 @@ def test_adapters_of_one_base(tmp_path):
     assert not (tmp_path / "no").exists()
 
 
-ADAPTERS = {  # the field by which two configs of a method compute otherwise, or change their base; the values
+# the field by which two configs of a method compute otherwise, or change their base; the values
+ADAPTERS = {
     "trainable_token_indices": (LoraConfig, [{"embed_tokens": [3, 4]}, {"embed_tokens": [7, 8]}]),
-    "trainable_token_indices.embed_tokens": (LoraConfig, [{"embed_tokens": [3, 4]}, {"embed_tokens": [4, 3]}]),
+    "trainable_token_indices.embed_tokens": (
+        LoraConfig,
+        [{"embed_tokens": [3, 4]}, {"embed_tokens": [4, 3]}],
+    ),
     "alora_invocation_tokens": (LoraConfig, [[5, 6], [6, 5]]),
     "init_lora_weights": (LoraConfig, [True, "pissa"]),
     "init_lora_weights.both": (LoraConfig, ["olora", "pissa"]),
@@ -168,7 +194,8 @@ def test_adapters_that_compute_otherwise(tuned, tmp_path, field):
     (make, values), name = ADAPTERS[field], field.partition(".")[0]
     pair = tuned(*(make(target_modules=TARGETS, **{name: value}) for value in values))
     with pytest.raises(
-        LoadError, match="cannot be repeated" if field.endswith("chance") else rf"t1: {name}.* is .* in t0"
+        LoadError,
+        match="cannot be repeated" if field.endswith("chance") else rf"t1: {name}.* is .* in t0",
     ):
         average(pair, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -177,20 +204,34 @@ def test_adapters_that_compute_otherwise(tuned, tmp_path, field):
 @pytest.mark.parametrize("init", ["pissa", True])
 def test_adapters_that_began_otherwise(tuned, tmp_path, init):
     """Of one residual base, or of the base itself: what training did to them is averaged."""
-    pair = tuned(low_rank(TARGETS, init_lora_weights=init), low_rank(TARGETS[::-1], lora_dropout=0.5,
-                 init_lora_weights="gaussian" if init is True else init))  # fmt: skip
-    assert average(pair, tmp_path / "out").notes == ("the adapters do not name their base; it was not compared",)
-    files = [load_file(folder / "adapter_model.safetensors") for folder in (*pair, tmp_path / "out")]
-    assert all(torch.equal(files[2][name], (files[0][name] + files[1][name]) / 2) for name in files[2])
+    pair = tuned(
+        low_rank(TARGETS, init_lora_weights=init),
+        low_rank(
+            TARGETS[::-1], lora_dropout=0.5, init_lora_weights="gaussian" if init is True else init
+        ),
+    )
+    assert average(pair, tmp_path / "out").notes == (
+        "the adapters do not name their base; it was not compared",
+    )
+    files = [
+        load_file(folder / "adapter_model.safetensors") for folder in (*pair, tmp_path / "out")
+    ]
+    assert all(
+        torch.equal(files[2][name], (files[0][name] + files[1][name]) / 2) for name in files[2]
+    )
 
 
 def test_indices_that_differ(tuned, tmp_path):
     """Where the values of SHiRA are is in tensors beside them."""
     pair = tuned(*(peft.ShiraConfig(target_modules=TARGETS, r=4) for _ in range(2)))
     tensors = load_file(pair[1] / "adapter_model.safetensors")
-    indices = {name: value.flip(1) for name, value in tensors.items() if name.endswith("shira_indices")}
+    indices = {
+        name: value.flip(1) for name, value in tensors.items() if name.endswith("shira_indices")
+    }
     save_file({**tensors, **indices}, pair[1] / "adapter_model.safetensors", {"format": "pt"})
-    with pytest.raises(SelectionError, match=r"shira_indices.*: indices that differ between the sources"):
+    with pytest.raises(
+        SelectionError, match=r"shira_indices.*: indices that differ between the sources"
+    ):
         average(pair, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -222,7 +263,10 @@ def test_types_without_a_mean(tmp_path, dtype):
 def test_values_beyond_their_type_are_named(tmp_path, dtype):
     most = torch.finfo(getattr(torch, dtype)).max
     for number, value in enumerate((most, 0.0)):
-        save_file({"w": torch.full((4,), value).to(getattr(torch, dtype))}, tmp_path / f"{number}.safetensors")
+        save_file(
+            {"w": torch.full((4,), value).to(getattr(torch, dtype))},
+            tmp_path / f"{number}.safetensors",
+        )
     pair = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
     report = average(pair, tmp_path / "out.safetensors", weights=[2, -1])
     assert report.notes == ("w: averages beyond the range of their dtype",)
@@ -234,7 +278,10 @@ def test_sources_of_one_name_that_lack_tensors(tmp_path):
         (tmp_path / str(number)).mkdir()
         save_file({name: torch.ones(2) for name in names}, tmp_path / str(number) / "x.safetensors")
     with pytest.raises(SelectionError, match=r"x\.safetensors: b: missing"):
-        average([tmp_path / str(number) / "x.safetensors" for number in range(3)], tmp_path / "out.safetensors")
+        average(
+            [tmp_path / str(number) / "x.safetensors" for number in range(3)],
+            tmp_path / "out.safetensors",
+        )
 
 
 def test_of_a_run_and_no_moment_of_it(tmp_path):
@@ -267,12 +314,19 @@ def test_of_a_run_and_no_moment_of_it(tmp_path):
 
 def test_a_source_of_weight_0_has_no_part_in_it(three, tmp_path):
     weights = load_file(three[0] / "model.safetensors")
-    save_file({name: tensor.fill_(float("nan")) for name, tensor in weights.items()}, tmp_path / "nan.safetensors")
+    save_file(
+        {name: tensor.fill_(float("nan")) for name, tensor in weights.items()},
+        tmp_path / "nan.safetensors",
+    )
     files = [tmp_path / "nan.safetensors", *(folder / "model.safetensors" for folder in three[1:])]
     for order in (1, -1):
-        average(files[::order], tmp_path / "out.safetensors", weights=[0, 1, 1][::order], overwrite=True)
+        average(
+            files[::order], tmp_path / "out.safetensors", weights=[0, 1, 1][::order], overwrite=True
+        )
         average(files[1:][::order], tmp_path / "two.safetensors", overwrite=True)
-        assert_same_tensors(load_file(tmp_path / "out.safetensors"), load_file(tmp_path / "two.safetensors"))
+        assert_same_tensors(
+            load_file(tmp_path / "out.safetensors"), load_file(tmp_path / "two.safetensors")
+        )
 
 
 @pytest.mark.parametrize(
@@ -311,7 +365,10 @@ def test_a_run_without_checkpoints_says_so(three, tmp_path, made):
     (tmp_path / "run").mkdir()
     if made == "an average":
         average(three, tmp_path / "run" / "averaged", progress=False)
-    with pytest.raises(ConfigError, match=r"run: no checkpoints of a run in it, 2 are wanted; give the folder that a"):
+    with pytest.raises(
+        ConfigError,
+        match=r"run: no checkpoints of a run in it, 2 are wanted; give the folder that a",
+    ):
         average([tmp_path / "run"], tmp_path / "out", last=2)
 
 
@@ -345,7 +402,9 @@ def test_settings_of_adapters_that_are_none(tmp_path, text):
 
 def test_other_models_are_named(three, tmp_path):
     CheckpointSaver().save(models.build("gpt2"), tmp_path / "other")
-    with pytest.raises(SelectionError, match=r"other: model\.layers\.0\.input_layernorm\.weight: missing"):
+    with pytest.raises(
+        SelectionError, match=r"other: model\.layers\.0\.input_layernorm\.weight: missing"
+    ):
         average([three[0], tmp_path / "other"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -365,12 +424,16 @@ def test_modules_of_two_classes_have_no_average(tmp_path):
 
 def test_the_command(three, tmp_path):
     def run(*options):
-        return run_python("from ft_ckpt.cli import main; main()", "average", *three, tmp_path / "out", *options)
+        return run_python(
+            "from ft_ckpt.cli import main; main()", "average", *three, tmp_path / "out", *options
+        )
 
     done = run("--weights", "1,1,2", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["notes"] == []
-    assert read_manifest(tmp_path / "out").notes == ("the average of c0 (0.25), c1 (0.25), c2 (0.5)",)
+    assert read_manifest(tmp_path / "out").notes == (
+        "the average of c0 (0.25), c1 (0.25), c2 (0.5)",
+    )
     again = run()
     assert (again.returncode, "exists already; give --force" in again.stderr) == (2, True)
 
@@ -393,9 +456,13 @@ def test_folders_of_one_config_that_tie_otherwise_have_no_average(tmp_path):
     for name, copies in (("tied", False), ("untied", True)):
         model.config.save_pretrained(tmp_path / name)
         state = dict(model.state_dict())
-        state["lm_head.weight"] = state["model.embed_tokens.weight"].clone() if copies else state["lm_head.weight"]
+        state["lm_head.weight"] = (
+            state["model.embed_tokens.weight"].clone() if copies else state["lm_head.weight"]
+        )
         torch.save(state, tmp_path / name / "pytorch_model.bin")
-    with pytest.raises(SelectionError, match=r"untied: lm_head\.weight: unexpected: not as in tied"):
+    with pytest.raises(
+        SelectionError, match=r"untied: lm_head\.weight: unexpected: not as in tied"
+    ):
         average([tmp_path / "tied", tmp_path / "untied"], tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
 
@@ -407,6 +474,10 @@ def test_files_that_tie_otherwise_have_no_average(tmp_path):
     with pytest.raises(SelectionError, match=r"b\.pt: c: tied to b, expected a"):
         average([tmp_path / "a.pt", tmp_path / "b.pt"], tmp_path / "out.pt", progress=False)
     save_file({"a": one, "b": two}, tmp_path / "c.safetensors")
-    report = average([tmp_path / "a.pt", tmp_path / "c.safetensors"], tmp_path / "out.pt", progress=False)
-    assert report.notes == ("c: not in c.safetensors; taken to be tied to a, as in the other sources",)
+    report = average(
+        [tmp_path / "a.pt", tmp_path / "c.safetensors"], tmp_path / "out.pt", progress=False
+    )
+    assert report.notes == (
+        "c: not in c.safetensors; taken to be tied to a, as in the other sources",
+    )
     assert torch.load(tmp_path / "out.pt").keys() == {"a", "b", "c"}

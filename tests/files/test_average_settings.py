@@ -1,6 +1,8 @@
-"""Averages of checkpoints whose weights fit and whose settings differ: refused, or the settings compute the same.
+"""Averages of checkpoints whose weights fit and whose settings differ: refused, or the settings
+compute the same.
 
-Every field of every config is changed by itself. Where there is an average, both settings give the same outputs.
+Every field of every config is changed by itself. Where there is an average, both settings give the
+same outputs.
 """
 
 import json
@@ -48,11 +50,19 @@ def changes(folder: Path, file: str) -> list[tuple[str, Any]]:
     """(field, another value) for all fields in a file of settings; ... for a field that is gone."""
     settings = json.loads((folder / file).read_text())
     gone = [(name, ...) for name in settings]
-    return [("another", 1), *gone, *((name, new) for name, value in settings.items() for new in others(value))]
+    return [
+        ("another", 1),
+        *gone,
+        *((name, new) for name, value in settings.items() for new in others(value)),
+    ]
 
 
-def judge(first: Path, other: Path, file: str, change: tuple[str, Any], load: Callable[[Path], Any]) -> bool:
-    """Change `other` and average the two: whether there is an average, of two models that compute alike."""
+def judge(
+    first: Path, other: Path, file: str, change: tuple[str, Any], load: Callable[[Path], Any]
+) -> bool:
+    """Change `other` and average the two: whether there is an average, of two models that compute
+    alike.
+    """
     field, value = change
     settings = {**json.loads((first / file).read_text()), field: value}
     told = {name: each for name, each in settings.items() if each is not ...}
@@ -90,7 +100,9 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory):
-    """Makes two folders of one trained adapter, as PEFT writes them, and loads a model from such a folder."""
+    """Makes two folders of one trained adapter, as PEFT writes them, and loads a model from such a
+    folder.
+    """
     root = tmp_path_factory.mktemp("adapters")
     models.build("qwen3").save_pretrained(root / "base")
 
@@ -104,7 +116,9 @@ def tuned(tmp_path_factory):
         return folders
 
     def load(folder: Path) -> Any:
-        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(root / "base"), folder)
+        return PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(root / "base"), folder
+        )
 
     return save, load
 
@@ -129,7 +143,11 @@ def test_some_fields(saved, tuned):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_field_of_configs(saved, name):
     first, other = saved(name)
-    found = [change for change in changes(first, CONFIG) if judge(first, other, CONFIG, change, load_plain)]
+    found = [
+        change
+        for change in changes(first, CONFIG)
+        if judge(first, other, CONFIG, change, load_plain)
+    ]
     assert ("use_cache", False) in found, "it may differ"
 
 
@@ -138,5 +156,7 @@ def test_every_field_of_configs(saved, name):
 def test_every_field_of_adapters(tuned, method):
     save, load = tuned
     first, other = save(method)
-    found = [change for change in changes(first, ADAPTER) if judge(first, other, ADAPTER, change, load)]
+    found = [
+        change for change in changes(first, ADAPTER) if judge(first, other, ADAPTER, change, load)
+    ]
     assert ("inference_mode", False) in found, "it may differ"

@@ -36,14 +36,20 @@ FILES = {"safetensors": "x.safetensors", "dual": "x.safetensors", "h5": "x.h5", 
 def contents(path) -> dict[str, tuple[tuple[int, ...], str, bytes]]:
     """Every name in a file or folder, ties included: shape, dtype and bytes."""
     file = open_source(Path(path))
-    found = {name: (spec.shape, spec.dtype, bytes_of(file.read(name))) for name, spec in file.specs.items()}
+    found = {
+        name: (spec.shape, spec.dtype, bytes_of(file.read(name)))
+        for name, spec in file.specs.items()
+    }
     found |= {name: found[kept] for name, kept in file.ties.items()}
     file.close()
     return found
 
 
 def expected(tensors) -> dict[str, tuple[tuple[int, ...], str, bytes]]:
-    return {n: (tuple(t.shape), str(t.dtype).removeprefix("torch."), bytes_of(t)) for n, t in tensors.items()}
+    return {
+        n: (tuple(t.shape), str(t.dtype).removeprefix("torch."), bytes_of(t))
+        for n, t in tensors.items()
+    }
 
 
 def hidden(folder) -> list[str]:
@@ -56,9 +62,23 @@ def hidden(folder) -> list[str]:
 def every_kind() -> dict[str, torch.Tensor]:
     """All types of safetensors, and shapes and names that are awkward somewhere."""
     tensors = {f"kind.{dtype}": filled((3, 5), dtype) for dtype in NAMES}
-    tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), "a/b": torch.ones(2), "/x": torch.ones(1)}
-    tensors |= {"é.日本": torch.arange(4), "a": torch.zeros(1), "a.b.c": torch.ones(3), "odd name\n": torch.ones(1)}
-    tensors |= {"t": torch.randn(4, 6).t(), "strided": torch.randn(9)[::2], "big": torch.randn(70_000)}
+    tensors |= {
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "a/b": torch.ones(2),
+        "/x": torch.ones(1),
+    }
+    tensors |= {
+        "é.日本": torch.arange(4),
+        "a": torch.zeros(1),
+        "a.b.c": torch.ones(3),
+        "odd name\n": torch.ones(1),
+    }
+    tensors |= {
+        "t": torch.randn(4, 6).t(),
+        "strided": torch.randn(9)[::2],
+        "big": torch.randn(70_000),
+    }
     return tensors
 
 
@@ -68,7 +88,10 @@ def every_kind() -> dict[str, torch.Tensor]:
 def test_there_and_back_through_every_pair(tmp_path, first, second):
     tensors = every_kind()
     torch.save(tensors, tmp_path / "source.pt")
-    one, two = tmp_path / f"1{Path(FILES[first]).suffix}", tmp_path / f"2{Path(FILES[second]).suffix}"
+    one, two = (
+        tmp_path / f"1{Path(FILES[first]).suffix}",
+        tmp_path / f"2{Path(FILES[second]).suffix}",
+    )
     convert(tmp_path / "source.pt", one, format=first, verify=True)
     convert(one, two, format=second)
     assert contents(one) == contents(two) == expected(tensors)
@@ -78,14 +101,23 @@ def test_there_and_back_through_every_pair(tmp_path, first, second):
 @pytest.mark.slow
 @settings(max_examples=examples(40), deadline=None)
 @given(
-    kinds=st.lists(st.tuples(st.sampled_from(sorted(NAMES)), st.lists(st.integers(0, 4), max_size=3)), max_size=6),
-    names=st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1), min_size=6),
+    kinds=st.lists(
+        st.tuples(st.sampled_from(sorted(NAMES)), st.lists(st.integers(0, 4), max_size=3)),
+        max_size=6,
+    ),
+    names=st.lists(
+        st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1),
+        min_size=6,
+    ),
     formats=st.lists(st.sampled_from(sorted(FILES)), min_size=1, max_size=3),
     slice_bytes=st.sampled_from([8, 24, 1 << 20]),
 )
 def test_any_tensors_survive_any_road(tmp_path_factory, kinds, names, formats, slice_bytes):
     folder = tmp_path_factory.mktemp("road")
-    tensors = {name: filled(tuple(shape), dtype) for name, (dtype, shape) in zip(names, kinds, strict=False)}
+    tensors = {
+        name: filled(tuple(shape), dtype)
+        for name, (dtype, shape) in zip(names, kinds, strict=False)
+    }
     path = folder / "0.pt"
     torch.save(tensors, path)
     with pytest.MonkeyPatch.context() as patch:
@@ -113,7 +145,11 @@ def test_other_libraries_read_the_results(tmp_path):
     torch.save(tensors, tmp_path / "x.pt")
     for name, kind in (("s.safetensors", "safetensors"), ("d.safetensors", "dual")):
         convert(tmp_path / "x.pt", tmp_path / name, format=kind)
-        assert {n: torch.equal(t, tensors[n]) for n, t in load_file(tmp_path / name).items() if n in tensors} == {
+        assert {
+            n: torch.equal(t, tensors[n])
+            for n, t in load_file(tmp_path / name).items()
+            if n in tensors
+        } == {
             "a.b": True,
             "c": True,
         }
@@ -130,11 +166,22 @@ def test_other_libraries_read_the_results(tmp_path):
 def test_casts_are_torch_own(tmp_path, dtype):
     values = torch.tensor([1.0, -0.0, 1 / 3, 1e-42, 65519.0, 3.4e38, float("inf"), float("nan")])
     doubles = torch.cat([values.double(), torch.tensor([1e300], dtype=torch.float64)])
-    tensors = {"f": values, "d": doubles, "h": values.half(), "b": values.bfloat16(), "i": torch.arange(3)}
-    tensors |= {"f8": values.clamp(-400, 400).to(torch.float8_e4m3fn), "c": torch.ones(2, dtype=torch.complex64)}
+    tensors = {
+        "f": values,
+        "d": doubles,
+        "h": values.half(),
+        "b": values.bfloat16(),
+        "i": torch.arange(3),
+    }
+    tensors |= {
+        "f8": values.clamp(-400, 400).to(torch.float8_e4m3fn),
+        "c": torch.ones(2, dtype=torch.complex64),
+    }
     save_file(tensors, tmp_path / "x.safetensors")
     report = convert(tmp_path / "x.safetensors", tmp_path / "y.h5", dtype=dtype, verify=True)
-    wanted = {n: t.to(getattr(torch, dtype)) if t.is_floating_point() else t for n, t in tensors.items()}
+    wanted = {
+        n: t.to(getattr(torch, dtype)) if t.is_floating_point() else t for n, t in tensors.items()
+    }
     assert contents(tmp_path / "y.h5") == expected(wanted)
     assert sum(report.casts.values()) == 4
     assert any("become infinite" in note for note in report.notes) == (dtype != "float64")
@@ -144,7 +191,10 @@ def test_casts_are_torch_own(tmp_path, dtype):
 
 
 def test_names_are_changed_by_rule(tmp_path):
-    save_file({"model.a": torch.ones(1), "model.b.c": torch.ones(2), "head": torch.ones(3)}, tmp_path / "x.safetensors")
+    save_file(
+        {"model.a": torch.ones(1), "model.b.c": torch.ones(2), "head": torch.ones(3)},
+        tmp_path / "x.safetensors",
+    )
     (tmp_path / "map.txt").write_text("# old new\nmodel.* *\nmodel.a  first\n\nhead lm_head\n")
     convert(tmp_path / "x.safetensors", tmp_path / "y.pt", map=tmp_path / "map.txt")
     assert set(torch.load(tmp_path / "y.pt")) == {"first", "b.c", "lm_head"}
@@ -155,7 +205,12 @@ def test_names_are_changed_by_rule(tmp_path):
 
 @pytest.mark.parametrize(
     ("table", "message"),
-    [({"b": "a"}, "b and a -> a"), ({"a*": "x*"}, None), ({"none": "x"}, "none: to be renamed"), ({"q*": "*"}, r"q\*")],
+    [
+        ({"b": "a"}, "b and a -> a"),
+        ({"a*": "x*"}, None),
+        ({"none": "x"}, "none: to be renamed"),
+        ({"q*": "*"}, r"q\*"),
+    ],
 )
 def test_renaming_refuses_collisions_and_unknown_names(tmp_path, table, message):
     save_file({"a": torch.ones(1), "b": torch.ones(2)}, tmp_path / "x.safetensors")
@@ -168,7 +223,8 @@ def test_renaming_refuses_collisions_and_unknown_names(tmp_path, table, message)
 
 
 @pytest.mark.parametrize(
-    ("name", "target"), [("half \udc9b", "y.safetensors"), ("half \udc9b", "y.h5"), ("nul \0", "y.h5")]
+    ("name", "target"),
+    [("half \udc9b", "y.safetensors"), ("half \udc9b", "y.h5"), ("nul \0", "y.h5")],
 )
 def test_a_name_that_the_format_cannot_store_is_refused_until_it_is_renamed(tmp_path, name, target):
     weight = torch.ones(2)
@@ -181,7 +237,8 @@ def test_a_name_that_the_format_cannot_store_is_refused_until_it_is_renamed(tmp_
 
 
 @pytest.mark.parametrize(
-    "text", ["a b c\n", "a*  b\n", "a b\na c\n", '{"a": "b", "a": "c"}', '{"a": ', '{"a": {"b": "c"}}']
+    "text",
+    ["a b c\n", "a*  b\n", "a b\na c\n", '{"a": "b", "a": "c"}', '{"a": ', '{"a": {"b": "c"}}'],
 )
 def test_a_map_that_makes_no_sense_is_refused(tmp_path, text):
     (tmp_path / "map").write_text(text)
@@ -194,7 +251,10 @@ def test_a_map_of_other_things_than_names_is_refused():
         read_map({"a": None})  # type: ignore[dict-item]
 
 
-@given(st.dictionaries(st.text("ab.", min_size=1), st.text("ab.", min_size=1)), st.sets(st.text("ab.", min_size=1)))
+@given(
+    st.dictionaries(st.text("ab.", min_size=1), st.text("ab.", min_size=1)),
+    st.sets(st.text("ab.", min_size=1)),
+)
 def test_renaming_is_one_to_one_or_refused(table, names):
     try:
         new = rename_tensors(sorted(names), table)
@@ -228,7 +288,9 @@ def test_a_folder_stays_a_model(tmp_path, llama, kind, size):
     assert not (tmp_path / "out/optimizer.pt").exists()
     assert any("optimizer.pt" in note for note in report.notes)
     if kind != "torch":  # transformers reads pickles only after its own version check
-        loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "out", output_loading_info=True
+        )
         assert info["missing_keys"] == set()
         for name, tensor in model.state_dict().items():
             assert torch.equal(loaded.state_dict()[name], tensor), name
@@ -246,7 +308,13 @@ def test_the_config_says_the_new_type(tmp_path, llama):
 def test_a_checkpoint_of_ours_stays_one(tmp_path):
     model = models.build("policy_and_value")
     with CheckpointSaver() as saver:
-        saver.save(model, tmp_path / "ckpt", attribute=["policy", "value_head"], step=7, metrics={"loss": 0.5})
+        saver.save(
+            model,
+            tmp_path / "ckpt",
+            attribute=["policy", "value_head"],
+            step=7,
+            metrics={"loss": 0.5},
+        )
     convert(tmp_path / "ckpt", tmp_path / "half/", dtype="bfloat16", verify=True)
     convert(tmp_path / "half", tmp_path / "again/", verify=True)
     report = ft_ckpt.verify(tmp_path / "again")
@@ -313,7 +381,9 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
             convert(tmp_path / source, tmp_path / "y.pt")
 
 
-@pytest.mark.parametrize("config", [[], {"architectures": {"a": 1}}, {"architectures": "odd"}, {"architectures": []}])
+@pytest.mark.parametrize(
+    "config", [[], {"architectures": {"a": 1}}, {"architectures": "odd"}, {"architectures": []}]
+)
 def test_a_config_of_another_form_is_taken_along(tmp_path, config):
     (tmp_path / "odd").mkdir()
     save_file({"a": torch.ones(1)}, tmp_path / "odd" / "model.safetensors")
@@ -326,13 +396,17 @@ def test_a_config_of_another_form_is_taken_along(tmp_path, config):
 def test_a_base_of_another_form_is_not_recorded(tmp_path):
     (tmp_path / "odd").mkdir()
     save_file({"a": torch.ones(1)}, tmp_path / "odd" / "adapter_model.safetensors")
-    (tmp_path / "odd" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": ["odd"]}))
+    (tmp_path / "odd" / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": ["odd"]})
+    )
     convert(tmp_path / "odd", tmp_path / "new")
     assert ft_ckpt.verify(tmp_path / "new").ok
 
 
 def test_what_links_lead_to_stays_where_it_is(tmp_path, llama):
-    """A link out of the folder could lead to anybody's keys; the links of the Hub's cache lead to its own store."""
+    """A link out of the folder could lead to anybody's keys; the links of the Hub's cache lead to
+    its own store.
+    """
     (tmp_path / "secret").write_text("key")
     _, llama = llama
     (llama / "tokenizer.json").unlink(missing_ok=True)
@@ -385,14 +459,21 @@ def test_a_folder_is_not_converted_into_itself(tmp_path, llama):
 
 
 def test_no_checkpoint_is_lost_to_a_part_of_it(tmp_path):
-    """The base and the other adapters were replaced by one adapter; a weight file by another than its manifest's."""
+    """The base and the other adapters were replaced by one adapter; a weight file by another than
+    its manifest's.
+    """
     CheckpointSaver().save(models.build("lora"), tmp_path / "whole", adapter_only=False)
-    with pytest.raises(ConfigError, match="whole: the checkpoint that default is read from; choose a path outside"):
+    with pytest.raises(
+        ConfigError, match="whole: the checkpoint that default is read from; choose a path outside"
+    ):
         convert(tmp_path / "whole" / "adapters" / "default", tmp_path / "whole")
-    with pytest.raises(ConfigError, match=r"whole: the checkpoint that model\.safetensors is read from"):
+    with pytest.raises(
+        ConfigError, match=r"whole: the checkpoint that model\.safetensors is read from"
+    ):
         convert(tmp_path / "whole" / "model.safetensors", tmp_path / "whole", format="h5")
     with pytest.raises(
-        TargetError, match=r"model\.safetensors: a file of the checkpoint .*whole; choose a path outside"
+        TargetError,
+        match=r"model\.safetensors: a file of the checkpoint .*whole; choose a path outside",
     ):
         convert(tmp_path / "whole", tmp_path / "whole" / "model.safetensors", dtype="bfloat16")
     assert ft_ckpt.verify(tmp_path / "whole").ok
@@ -426,14 +507,22 @@ def test_the_command_says_what_it_did(tmp_path, command):
 
 def test_a_file_is_shown_as_a_tree_without_reading_it(tmp_path, capsys, monkeypatch):
     shared = torch.ones(5)
-    torch.save({"m": {"l.0": torch.ones(2, 3), "l.1": {"w": shared}}, "tied": shared, "n": 1}, tmp_path / "x.pt")
+    torch.save(
+        {"m": {"l.0": torch.ones(2, 3), "l.1": {"w": shared}}, "tied": shared, "n": 1},
+        tmp_path / "x.pt",
+    )
     monkeypatch.setattr("ft_ckpt.formats.torch_file.TorchFile.read", None)
     show_file(open_place(tmp_path / "x.pt"), as_json=False)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     head = next(place for place, line in enumerate(lines) if line[:1] == ["tensor"])
     assert ["2", "tensors,", "44", "B"] in lines[:head]
-    assert lines[head + 1 :] == [["m.l"], ["0", "2x3", "float32", "24", "B"], ["1.w", "5", "float32", "20", "B"],
-                         ["tied", "=", "m.l.1.w"], ["n:", "int"]]  # fmt: skip
+    assert lines[head + 1 :] == [
+        ["m.l"],
+        ["0", "2x3", "float32", "24", "B"],
+        ["1.w", "5", "float32", "20", "B"],
+        ["tied", "=", "m.l.1.w"],
+        ["n:", "int"],
+    ]
     show_file(open_place(tmp_path / "x.pt"), as_json=True)
     assert json.loads(capsys.readouterr().out)["ties"] == {"tied": "m.l.1.w"}
 
@@ -513,7 +602,8 @@ convert(sys.argv[1], sys.argv[1] + ".warm.pt", map={"big": "b"})  # what is impo
 before = peak()
 road = ("x.safetensors", "y.pt", None), ("y.pt", "z.h5", "float32"), ("z.h5", "w.safetensors", None)
 for source, target, dtype in road:
-    convert(sys.argv[2] + source, sys.argv[2] + target, dtype=dtype, verify=target == "w.safetensors")
+    verify = target == "w.safetensors"
+    convert(sys.argv[2] + source, sys.argv[2] + target, dtype=dtype, verify=verify)
 print(peak() - before)
 """
 
@@ -522,7 +612,10 @@ print(peak() - before)
 def test_memory_does_not_grow_with_the_model(tmp_path):
     """Out of memory where the whole state is put together."""
     save_file({"big": torch.ones(3)}, tmp_path / "small.safetensors")
-    tensors = {"embed": torch.zeros(75_000_000, dtype=torch.bfloat16), "head": torch.ones(75_000, 1000).bfloat16()}
+    tensors = {
+        "embed": torch.zeros(75_000_000, dtype=torch.bfloat16),
+        "head": torch.ones(75_000, 1000).bfloat16(),
+    }
     save_file(tensors, tmp_path / "x.safetensors")
     del tensors
     command = [sys.executable, "-c", MEMORY, str(tmp_path / "small.safetensors"), f"{tmp_path}/"]
@@ -534,8 +627,12 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
 @pytest.mark.parametrize("made", ["dual", "safetensors", "h5"])
 @pytest.mark.parametrize("wanted", ["dual", "safetensors", "h5"])
 def test_an_object_becomes_its_tensors(made, wanted, tmp_path):
-    """The tree of a nested object is not that of the flat dict made of it, in the file after that neither."""
-    ft_ckpt.save({"model": {"w": torch.ones(2)}, "rest": [torch.zeros(3), 7]}, tmp_path / "object", made)
+    """The tree of a nested object is not that of the flat dict made of it, in the file after that
+    neither.
+    """
+    ft_ckpt.save(
+        {"model": {"w": torch.ones(2)}, "rest": [torch.zeros(3), 7]}, tmp_path / "object", made
+    )
     flat = "flat.h5" if wanted == "h5" else "flat.safetensors"
     convert(tmp_path / "object", tmp_path / flat, format=wanted, progress=False)
     convert(tmp_path / flat, tmp_path / "last.safetensors", progress=False)

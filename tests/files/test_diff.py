@@ -1,4 +1,6 @@
-"""What changed between two checkpoints: the figures, and that anything can be opened, a slice at a time."""
+"""What changed between two checkpoints: the figures, and that anything can be opened, a slice at a
+time.
+"""
 
 import json
 import math
@@ -50,14 +52,20 @@ def diff(*arguments):
 
 
 def test_figures(tmp_path):
-    found = differ(tmp_path, torch.tensor([[3.0, 0.0], [0.0, 4.0]]), torch.tensor([[3.0, 0.0], [-1.0, 6.0]]))
+    found = differ(
+        tmp_path, torch.tensor([[3.0, 0.0], [0.0, 4.0]]), torch.tensor([[3.0, 0.0], [-1.0, 6.0]])
+    )
     assert (found.name, found.status, found.changed) == ("x", "changed", 1)
     assert (found.sums.largest, found.mean) == (2.0, 0.75)
     assert math.isclose(found.relative, math.sqrt(5) / 5)
 
 
 @settings(max_examples=examples(25), deadline=None)
-@given(st.integers(1, 70), st.integers(1, 9), st.sampled_from(["float32", "bfloat16", "int64", "complex64"]))
+@given(
+    st.integers(1, 70),
+    st.integers(1, 9),
+    st.sampled_from(["float32", "bfloat16", "int64", "complex64"]),
+)
 def test_figures_are_those_of_the_whole(tmp_path_factory, count, slice_size, dtype):
     """However the tensors are cut; NumPy's arithmetic on all of it is the judge."""
     kind = getattr(torch, dtype)
@@ -67,12 +75,17 @@ def test_figures_are_those_of_the_whole(tmp_path_factory, count, slice_size, dty
         patch.setattr(room, "_SLICE", slice_size)
         found = differ(tmp_path_factory.mktemp("whole"), one, other)
     wide = torch.complex128 if one.is_complex() else torch.float64
-    a, b = (torch.view_as_real(t.to(wide)).numpy() if t.is_complex() else t.to(wide).numpy() for t in (one, other))
+    a, b = (
+        torch.view_as_real(t.to(wide)).numpy() if t.is_complex() else t.to(wide).numpy()
+        for t in (one, other)
+    )
     change = abs(b - a)
     assert found.sums.largest == change.max()
     assert math.isclose(found.mean, change.mean(), rel_tol=1e-12)
     if a.any():
-        assert math.isclose(found.relative, math.sqrt((change**2).sum() / (a**2).sum()), rel_tol=1e-12)
+        assert math.isclose(
+            found.relative, math.sqrt((change**2).sum() / (a**2).sum()), rel_tol=1e-12
+        )
 
 
 @pytest.mark.parametrize("dtype", sorted(NAMES))
@@ -90,7 +103,12 @@ def test_no_numbers_and_infinities(tmp_path):
     one = torch.tensor([math.nan, math.inf, math.inf, 1.0, math.nan])
     assert differ(tmp_path, one, one.clone()).status == "equal"
     found = differ(tmp_path, one, torch.tensor([math.nan, math.inf, 2.0, 3.0, 0.0]))
-    assert (found.status, found.sums.unbounded, found.sums.largest, found.relative) == ("changed", 2, 2.0, math.inf)
+    assert (found.status, found.sums.unbounded, found.sums.largest, found.relative) == (
+        "changed",
+        2,
+        2.0,
+        math.inf,
+    )
 
 
 def test_signs_of_zero_are_bits(tmp_path):
@@ -108,9 +126,17 @@ def test_other_types_and_shapes(tmp_path):
 
 
 def test_order_and_layers(tmp_path):
-    names = ["model.embed.weight", *(f"model.layers.{n}.{p}.weight" for n in (0, 1, 10) for p in "ab"), "top"]
+    names = [
+        "model.embed.weight",
+        *(f"model.layers.{n}.{p}.weight" for n in (0, 1, 10) for p in "ab"),
+        "top",
+    ]
     one = {name: torch.ones(4) for name in names}
-    other = {**one, "model.layers.1.a.weight": torch.full((4,), 1.1), "model.layers.10.b.weight": torch.full((4,), 3.0)}
+    other = {
+        **one,
+        "model.layers.1.a.weight": torch.full((4,), 1.1),
+        "model.layers.10.b.weight": torch.full((4,), 3.0),
+    }
     other["new.0.bias"] = other.pop("top")
     save_file(one, tmp_path / "a.safetensors")
     save_file(other, tmp_path / "b.safetensors")
@@ -130,7 +156,12 @@ def test_order_and_layers(tmp_path):
 
 
 def test_layers_of_names():
-    names = {"model.layers.3.mlp.experts.7.w": "model.layers.3", "lm_head.weight": "lm_head", "x": "x", "0": "0"}
+    names = {
+        "model.layers.3.mlp.experts.7.w": "model.layers.3",
+        "lm_head.weight": "lm_head",
+        "x": "x",
+        "0": "0",
+    }
     assert {name: layer_of(name) for name in names} == names
     assert layer_of("conv1.weight") == "conv1"
 
@@ -148,7 +179,9 @@ def model(**change):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """The same model but for one layer: two checkpoints of ours, one of transformers, and single files."""
+    """The same model but for one layer: two checkpoints of ours, one of transformers, and single
+    files.
+    """
     root = tmp_path_factory.mktemp("diff")
     built = model()
     changed = model(model__layers__1__mlp__up_proj__weight=1.5)
@@ -170,14 +203,18 @@ def test_the_same_weights_however_they_are_kept(checkpoints, other):
 
 @pytest.mark.parametrize("other", ["ours", "theirs", "ours.h5", "state.pt"])
 def test_a_layer_that_changed(checkpoints, other):
-    found = [each for each in compared(checkpoints / other, checkpoints / "changed") if each.changed]
+    found = [
+        each for each in compared(checkpoints / other, checkpoints / "changed") if each.changed
+    ]
     assert [each.name for each in found] == ["model.layers.1.mlp.up_proj.weight"]
     assert math.isclose(found[0].relative, 0.5, rel_tol=1e-6)
 
 
 def test_adapters(tmp_path):
     """A fresh adapter's B is zero: it has changed without measure, and stands first."""
-    tuned = get_peft_model(model(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    tuned = get_peft_model(
+        model(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
     with CheckpointSaver() as saver:
         saver.save(tuned, tmp_path / "a", adapter_only=True)
         with torch.no_grad():
@@ -193,7 +230,9 @@ def test_adapters(tmp_path):
 def test_ties_are_found_by_any_name(tmp_path):
     tied = models.build("gpt2", seed=1)
     tied.save_pretrained(tmp_path / "folder")
-    torch.save({name: tensor.clone() for name, tensor in tied.state_dict().items()}, tmp_path / "copies.pt")
+    torch.save(
+        {name: tensor.clone() for name, tensor in tied.state_dict().items()}, tmp_path / "copies.pt"
+    )
     found = compared(tmp_path / "folder", tmp_path / "copies.pt")
     assert {each.status for each in found} <= {"equal", "only in B"}
     assert [each.name for each in found if each.changed] in ([], ["lm_head.weight"])
@@ -220,7 +259,9 @@ with closing(open_source(one)) as one, closing(open_source(other)) as other:
     for path in paths:
         torch.save({"x": big}, path)
         big[-1] += 1.0
-    process = subprocess.run([sys.executable, "-c", code, *map(str, paths)], capture_output=True, text=True, check=True)
+    process = subprocess.run(
+        [sys.executable, "-c", code, *map(str, paths)], capture_output=True, text=True, check=True
+    )
     assert int(process.stdout) < 100_000, "in KiB; each file has 240 MB"
 
 
@@ -230,7 +271,10 @@ with closing(open_source(one)) as one, closing(open_source(other)) as other:
 def test_the_command(checkpoints):
     lines = diff(checkpoints / "ours", checkpoints / "changed").splitlines()
     count = len(compared(checkpoints / "ours", checkpoints / "changed"))
-    assert lines[0] == f"{checkpoints / 'ours'} -> {checkpoints / 'changed'}: 1 changed, {count - 1} equal"
+    assert (
+        lines[0]
+        == f"{checkpoints / 'ours'} -> {checkpoints / 'changed'}: 1 changed, {count - 1} equal"
+    )
     assert lines[2].split() == ["layer", "tensors", "largest", "mean", "relative"]
     assert lines[3].split()[:4] == ["model.layers.1", "1", "of", "11"]
     assert lines[5].split() == ["tensor", "changed", "largest", "mean", "relative"]
@@ -250,9 +294,15 @@ def test_the_command_on_equal_and_on_foreign(checkpoints, tmp_path):
 
 
 def test_the_command_as_json(checkpoints):
-    found = json.loads(diff(checkpoints / "theirs", checkpoints / "changed", "--json", "--top", "2"))
+    found = json.loads(
+        diff(checkpoints / "theirs", checkpoints / "changed", "--json", "--top", "2")
+    )
     assert found["counts"]["changed"] == 1
     assert len(found["tensors"]) == len(found["layers"]) == 2
     assert found["tensors"][0]["a"] == {"shape": [36, 24], "dtype": "float32"}
     assert found["tensors"][0]["relative"] == pytest.approx(0.5)
-    assert found["layers"][0] == found["layers"][0] | {"name": "model.layers.1", "tensors": 11, "changed": 1}
+    assert found["layers"][0] == found["layers"][0] | {
+        "name": "model.layers.1",
+        "tensors": 11,
+        "changed": 1,
+    }

@@ -1,4 +1,6 @@
-"""Weights and objects that are written to buckets: what is there is what a disk would have, or nothing is."""
+"""Weights and objects that are written to buckets: what is there is what a disk would have, or
+nothing is.
+"""
 
 from contextlib import closing
 
@@ -26,18 +28,28 @@ def bucket():
 
 @pytest.fixture
 def saved(tmp_path):
-    CheckpointSaver(max_shard_size="2MB", tokenizer=models.tokenizer()).save(models.build("wide"), tmp_path / "saved")
+    CheckpointSaver(max_shard_size="2MB", tokenizer=models.tokenizer()).save(
+        models.build("wide"), tmp_path / "saved"
+    )
     return tmp_path / "saved"
 
 
 def contents(place):
     store = ft_ckpt.open_place(place).folder
-    return {each.name: store.read(each.name) for each in store.list() if each.name != "ft_ckpt.json"}
+    return {
+        each.name: store.read(each.name) for each in store.list() if each.name != "ft_ckpt.json"
+    }
 
 
 @pytest.mark.parametrize(
     ("name", "more"),
-    [("x.h5", {}), ("x.h5", {"compression": "gzip"}), ("x.safetensors", {}), ("x.pt", {}), ("x", {"format": "dual"})],
+    [
+        ("x.h5", {}),
+        ("x.h5", {"compression": "gzip"}),
+        ("x.safetensors", {}),
+        ("x.pt", {}),
+        ("x", {"format": "dual"}),
+    ],
     ids=str,
 )
 def test_an_object_is_saved_as_the_file_is(bucket, tmp_path, name, more):
@@ -62,7 +74,9 @@ def test_a_save_that_fails_leaves_the_object_that_was_there(bucket):
 
 @pytest.mark.parametrize("form", ["safetensors", "h5"])
 def test_a_folder_is_converted_into_a_bucket(bucket, saved, tmp_path, form):
-    far = ft_ckpt.convert(in_bucket(saved), f"{bucket}/out", format=form, verify=True, progress=False)
+    far = ft_ckpt.convert(
+        in_bucket(saved), f"{bucket}/out", format=form, verify=True, progress=False
+    )
     ft_ckpt.convert(saved, tmp_path / "out", format=form, verify=True, progress=False)
     assert (far.path, far.format) == (f"{bucket}/out", form)
     near, there = contents(tmp_path / "out"), contents(f"{bucket}/out")
@@ -71,7 +85,9 @@ def test_a_folder_is_converted_into_a_bucket(bucket, saved, tmp_path, form):
     assert read_manifest(f"{bucket}/out").notes == ("converted from saved",)
     with pytest.raises(NameTakenError, match="exists already, and a bucket cannot"):
         ft_ckpt.convert(saved, f"{bucket}/out", format=form, progress=False)
-    ft_ckpt.convert(saved, f"{bucket}/out", dtype="float16", format=form, overwrite=True, progress=False)
+    ft_ckpt.convert(
+        saved, f"{bucket}/out", dtype="float16", format=form, overwrite=True, progress=False
+    )
     assert ft_ckpt.verify(f"{bucket}/out").ok
 
 
@@ -103,7 +119,9 @@ def test_averages_of_a_run_in_its_bucket(bucket, tmp_path):
     run = in_bucket(tmp_path / "run")
     report = ft_ckpt.average([str(run)], f"{run}/averaged", last=2, progress=False)
     assert report.path == f"{run}/averaged"
-    assert ft_ckpt.load_model(report.path, into=torch.nn.Linear(2, 2)).weight.unique().tolist() == [2.0]
+    assert ft_ckpt.load_model(report.path, into=torch.nn.Linear(2, 2)).weight.unique().tolist() == [
+        2.0
+    ]
     assert ft_ckpt.latest(run) == f"{run}/checkpoint-2"
     assert read_manifest(report.path).made_from == ("checkpoint-1", "checkpoint-2")
 
@@ -114,7 +132,10 @@ def test_commands_write_to_buckets(bucket, saved, capsys):
     run_command(["average", str(source), str(source), f"{bucket}/mean"])
     said = capsys.readouterr().out
     assert f"{source} -> {bucket}/x.safetensors (safetensors): " in said
-    with closing(open_source(f"{bucket}/x.safetensors")) as one, closing(open_source(f"{bucket}/mean")) as other:
+    with (
+        closing(open_source(f"{bucket}/x.safetensors")) as one,
+        closing(open_source(f"{bucket}/mean")) as other,
+    ):
         assert one.specs.keys() == other.specs.keys()
 
 
@@ -123,10 +144,17 @@ def test_an_adapter_in_a_bucket_is_merged_into_a_base_in_one(bucket, tmp_path):
     CheckpointSaver().save(base, tmp_path / "base")
     adapted = models.trained(models.lora(models.build("llama")), 1)
     CheckpointSaver().save(adapted, tmp_path / "adapter", adapter_only=True)
-    near = ft_ckpt.merge(tmp_path / "adapter", tmp_path / "near", base=tmp_path / "base", progress=False)
+    near = ft_ckpt.merge(
+        tmp_path / "adapter", tmp_path / "near", base=tmp_path / "base", progress=False
+    )
     far = ft_ckpt.merge(
-        in_bucket(tmp_path / "adapter"), f"{bucket}/far", base=str(in_bucket(tmp_path / "base")), progress=False
+        in_bucket(tmp_path / "adapter"),
+        f"{bucket}/far",
+        base=str(in_bucket(tmp_path / "base")),
+        progress=False,
     )
     assert near.tensors == far.tensors
     one, other = ft_ckpt.load_model(tmp_path / "near"), ft_ckpt.load_model(far.path)
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+    assert all(
+        torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items()
+    )

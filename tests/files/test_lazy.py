@@ -1,4 +1,6 @@
-"""Lazy tensors: nothing is read before it is used, a used tensor is a tensor, and files that change are noticed."""
+"""Lazy tensors: nothing is read before it is used, a used tensor is a tensor, and files that change
+are noticed.
+"""
 
 import copy
 import os
@@ -19,14 +21,22 @@ from ft_ckpt.model.objects import load, save
 @pytest.fixture
 def path(tmp_path):
     path = tmp_path / "x.h5"
-    save({"big": torch.arange(100_000.0).view(1000, 100), "small": torch.arange(12).view(3, 4)}, path)
+    save(
+        {"big": torch.arange(100_000.0).view(1000, 100), "small": torch.arange(12).view(3, 4)}, path
+    )
     return path
 
 
 def test_nothing_is_read_before_it_is_used(path):
     found = load(path)
     big = found["big"]
-    assert (big.shape, big.dtype, big.device.type, big.ndim, len(big)) == ((1000, 100), torch.float32, "cpu", 2, 1000)
+    assert (big.shape, big.dtype, big.device.type, big.ndim, len(big)) == (
+        (1000, 100),
+        torch.float32,
+        "cpu",
+        2,
+        1000,
+    )
     assert "not loaded" in repr(found)
     assert big.size(1) == 100
     assert big.numel() == 100_000
@@ -40,16 +50,31 @@ def test_nothing_is_read_before_it_is_used(path):
 @pytest.mark.parametrize(
     "use",
     [
-        lambda x: x + 1, lambda x: 1 + x, lambda x: x[3:5, 1], lambda x: x.to(torch.float64),
+        lambda x: x + 1,
+        lambda x: 1 + x,
+        lambda x: x[3:5, 1],
+        lambda x: x.to(torch.float64),
         lambda x: x.t().contiguous(),
-        lambda x: torch.cat([x, x]), lambda x: torch.stack((x, x)), lambda x: x.view(-1), lambda x: x @ x.t(),
-        lambda x: torch.tensor(x.tolist()), lambda x: torch.from_numpy(x.numpy()), lambda x: copy.deepcopy(x),
-        lambda x: pickle.loads(pickle.dumps(x)), lambda x: x.clone(), lambda x: next(iter(x)), lambda x: x[-1],
-        lambda x: torch.empty(x.shape).copy_(x), lambda x: torch.zeros_like(x), lambda x: x.detach().add(1),
-        lambda x: torch.where(x > 3, x, 0), lambda x: torch.empty(1000, 100).index_copy_(0, torch.arange(1000), x),
-        lambda x: torch.nn.functional.linear(torch.ones(2, 100), x), lambda x: x.requires_grad_().mul(2).detach(),
+        lambda x: torch.cat([x, x]),
+        lambda x: torch.stack((x, x)),
+        lambda x: x.view(-1),
+        lambda x: x @ x.t(),
+        lambda x: torch.tensor(x.tolist()),
+        lambda x: torch.from_numpy(x.numpy()),
+        lambda x: copy.deepcopy(x),
+        lambda x: pickle.loads(pickle.dumps(x)),
+        lambda x: x.clone(),
+        lambda x: next(iter(x)),
+        lambda x: x[-1],
+        lambda x: torch.empty(x.shape).copy_(x),
+        lambda x: torch.zeros_like(x),
+        lambda x: x.detach().add(1),
+        lambda x: torch.where(x > 3, x, 0),
+        lambda x: torch.empty(1000, 100).index_copy_(0, torch.arange(1000), x),
+        lambda x: torch.nn.functional.linear(torch.ones(2, 100), x),
+        lambda x: x.requires_grad_().mul(2).detach(),
     ],
-)  # fmt: skip
+)
 def test_a_lazy_tensor_is_a_tensor(path, use):
     result = use(load(path)["big"])
     assert type(result) is torch.Tensor
@@ -118,7 +143,9 @@ def test_slices_read_only_their_bytes(path, monkeypatch):
     found = load(path, mapped=False)["big"]
     raw = found._held.file.raw
     original = raw.bytes
-    monkeypatch.setattr(raw, "bytes", lambda start, size: read.append(size) or original(start, size))
+    monkeypatch.setattr(
+        raw, "bytes", lambda start, size: read.append(size) or original(start, size)
+    )
     assert equal(found[10:12], torch.arange(1000.0, 1200).view(2, 100))
     assert equal(found[-1], torch.arange(99_900.0, 100_000))
     assert read == [800, 400]
@@ -170,5 +197,7 @@ from ft_ckpt.model.objects import load
 kept = load({str(path)!r})["big"].values()
 torch.kept = kept
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stderr == ""

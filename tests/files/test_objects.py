@@ -1,4 +1,6 @@
-"""`save` and `load`: every kind of object comes back as it was, or is refused by its place, in every format."""
+"""`save` and `load`: every kind of object comes back as it was, or is refused by its place, in
+every format.
+"""
 
 import collections
 import errno
@@ -31,7 +33,8 @@ from ft_ckpt.model.convert import convert
 from ft_ckpt.model.objects import load, save
 from ft_ckpt.storage import local_disk
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch, whenever it makes a complex32
+# torch, whenever it makes a complex32
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
 
 class TestHDF5(FormatContract):
@@ -64,29 +67,40 @@ def same(one, other):
     if isinstance(one, complex):
         return same(one.real, other.real) and same(one.imag, other.imag)
     if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+        return (
+            one.dtype == other.dtype
+            and one.shape == other.shape
+            and one.tobytes() == other.tobytes()
+        )
     if isinstance(one, np.generic):
         return one.dtype == other.dtype and one.tobytes() == other.tobytes()
     if isinstance(one, dict):
-        return same(list(one), list(other)) and all(same(one[k], other[m]) for k, m in zip(one, other, strict=True))
+        return same(list(one), list(other)) and all(
+            same(one[k], other[m]) for k, m in zip(one, other, strict=True)
+        )
     if isinstance(one, (list, tuple, collections.deque)):
         return len(one) == len(other) and all(map(same, one, other))
     return one == other
 
 
-NUMBERS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.complex_numbers(allow_nan=True))
+NUMBERS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.complex_numbers(allow_nan=True)
+)
 TEXTS = st.one_of(
-    st.text(st.characters(exclude_categories=())), st.sampled_from(["a", "a.b", "b", "", ".", "a/b", "0"])
+    st.text(st.characters(exclude_categories=())),
+    st.sampled_from(["a", "a.b", "b", "", ".", "a/b", "0"]),
 )
 KEYS = st.one_of(TEXTS, st.integers(), st.tuples(TEXTS, st.integers()))
 DTYPES = sorted(cerebras.DTYPES)
 ARRAYS = hnp.arrays(
     st.one_of(
-        hnp.scalar_dtypes(), hnp.unicode_string_dtypes(max_len=5), hnp.byte_string_dtypes(max_len=5),
+        hnp.scalar_dtypes(),
+        hnp.unicode_string_dtypes(max_len=5),
+        hnp.byte_string_dtypes(max_len=5),
         hnp.array_dtypes(subtype_strategy=hnp.scalar_dtypes()),
     ),
     hnp.array_shapes(min_dims=0, max_side=4),
-)  # fmt: skip
+)
 
 
 @st.composite
@@ -95,17 +109,38 @@ def tensors(draw):
     dtype = getattr(torch, draw(st.sampled_from(DTYPES)))
     shape = draw(hnp.array_shapes(min_dims=0, max_side=4))
     shape = (*shape, 0) if draw(st.integers(0, 9)) == 0 else shape
-    data = draw(st.binary(min_size=math.prod(shape) * dtype.itemsize, max_size=math.prod(shape) * dtype.itemsize))
+    data = draw(
+        st.binary(
+            min_size=math.prod(shape) * dtype.itemsize, max_size=math.prod(shape) * dtype.itemsize
+        )
+    )
     if dtype == torch.bool:
         data = bytes(byte & 1 for byte in data)
-    tensor = torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+    tensor = (
+        torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+        if data
+        else torch.empty(shape, dtype=dtype)
+    )
     return tensor.transpose(0, -1) if tensor.dim() > 1 and draw(st.booleans()) else tensor
 
 
 LEAVES = st.one_of(
-    NUMBERS, TEXTS, st.binary(), tensors(), ARRAYS, ARRAYS.map(lambda array: array.reshape(-1)[0] if array.size else 0),
-    st.sampled_from([torch.float8_e4m3fn, torch.device("cuda:1"), torch.Size([2, 3]), bytearray(b"x"), b"y" * 5000]),
-)  # fmt: skip
+    NUMBERS,
+    TEXTS,
+    st.binary(),
+    tensors(),
+    ARRAYS,
+    ARRAYS.map(lambda array: array.reshape(-1)[0] if array.size else 0),
+    st.sampled_from(
+        [
+            torch.float8_e4m3fn,
+            torch.device("cuda:1"),
+            torch.Size([2, 3]),
+            bytearray(b"x"),
+            b"y" * 5000,
+        ]
+    ),
+)
 OBJECTS = st.recursive(
     LEAVES,
     lambda inner: st.one_of(
@@ -121,7 +156,9 @@ OBJECTS = st.recursive(
 
 
 @settings(
-    max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=examples(150),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(obj=OBJECTS)
 def test_any_object_comes_back(obj, tmp_path_factory):
@@ -154,9 +191,12 @@ def test_a_whole_training_state(tmp_path):
     model(torch.randn(5, 3)).sum().backward()
     optimizer.step()
     state = {
-        "model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),
-        "rng": (torch.get_rng_state(), np.random.get_state(), __import__("random").getstate()), "step": 2**70,
-    }  # fmt: skip
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "rng": (torch.get_rng_state(), np.random.get_state(), __import__("random").getstate()),
+        "step": 2**70,
+    }
     save(state, tmp_path / "state.h5")
     found = load(tmp_path / "state.h5")
     assert same(found, state)
@@ -176,7 +216,13 @@ def test_names_that_collide_lose_nothing(tmp_path):
         ("x",): 7,
         "('x',)": 8,
     }
-    obj |= {"b": {"c": torch.ones(4)}, "b.c": torch.ones(5), "b\0": torch.ones(6), "b\u2400": torch.ones(7), "..": [9]}
+    obj |= {
+        "b": {"c": torch.ones(4)},
+        "b.c": torch.ones(5),
+        "b\0": torch.ones(6),
+        "b\u2400": torch.ones(7),
+        "..": [9],
+    }
     save(obj, tmp_path / "x.h5")
     assert same(load(tmp_path / "x.h5"), obj)
 
@@ -193,13 +239,23 @@ def test_refusals_name_their_places_before_anything_is_written(suffix, tmp_path)
         pass
 
     obj = {
-        "optimizer": {"foo": [0, 1, 2, lambda: 0]}, "odd": Odd(), "sparse": torch.eye(2).to_sparse(),
-        "meta": torch.ones(2, device="meta"), "objects": np.array([None]), "two": Point(1, {object(): 2}),
-    }  # fmt: skip
+        "optimizer": {"foo": [0, 1, 2, lambda: 0]},
+        "odd": Odd(),
+        "sparse": torch.eye(2).to_sparse(),
+        "meta": torch.ones(2, device="meta"),
+        "objects": np.array([None]),
+        "two": Point(1, {object(): 2}),
+    }
     with pytest.raises(SelectionError) as caught:
         save(obj, tmp_path / f"x{suffix}")
-    for place in ('state["optimizer"]["foo"][3]', 'state["odd"]', 'state["sparse"]', 'state["meta"]',
-                  'state["objects"]', 'state["two"][1][<object'):  # fmt: skip
+    for place in (
+        'state["optimizer"]["foo"][3]',
+        'state["odd"]',
+        'state["sparse"]',
+        'state["meta"]',
+        'state["objects"]',
+        'state["two"][1][<object',
+    ):
         assert place in str(caught.value)
     assert not list(tmp_path.iterdir())
 
@@ -231,14 +287,30 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path):
 
 def test_named_tuples_of_unknown_classes_keep_name_and_fields():
     node = pytree.Node(
-        "namedtuple", ("no.such.module", "Outer.Pair", ("left", "right")), (), (pytree.Node("value", 1),) * 2
+        "namedtuple",
+        ("no.such.module", "Outer.Pair", ("left", "right")),
+        (),
+        (pytree.Node("value", 1),) * 2,
     )
-    found = pytree.unflatten(pytree.decode_node(json.loads(json.dumps(pytree.encode_node(node)))), None, None)
+    found = pytree.unflatten(
+        pytree.decode_node(json.loads(json.dumps(pytree.encode_node(node)))), None, None
+    )
     assert (type(found).__name__, found.left, found._fields) == ("Pair", 1, ("left", "right"))
 
 
-@pytest.mark.parametrize("text", ['["what", 1]', '["tensor"]', '["array", 0]', '["scalar", "|O", ""]', '["int", "x"]',
-                                  '["dict", null, [[1]]]', '["dtype", "load"]', '["namedtuple", 5]'])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        '["what", 1]',
+        '["tensor"]',
+        '["array", 0]',
+        '["scalar", "|O", ""]',
+        '["int", "x"]',
+        '["dict", null, [[1]]]',
+        '["dtype", "load"]',
+        '["namedtuple", 5]',
+    ],
+)
 def test_damaged_trees_are_refused(text):
     with pytest.raises(CorruptError):
         pytree.unflatten(pytree.decode_node(json.loads(text)), None, None)
@@ -252,12 +324,22 @@ def test_a_file_for_the_owner_alone_stays_so(tmp_path):
         assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == mode
 
 
-@pytest.mark.parametrize("ending", [".safetensors", ".h5", ".dual.safetensors", ".pt", ".compressed.h5"])
+@pytest.mark.parametrize(
+    "ending", [".safetensors", ".h5", ".dual.safetensors", ".pt", ".compressed.h5"]
+)
 def test_a_file_is_synced_before_it_has_its_name(tmp_path, monkeypatch, ending):
     done, fsync, move = [], local_disk.fsync, local_disk.move
-    monkeypatch.setattr(local_disk, "fsync", lambda handle: (done.append(os.fstat(handle).st_ino), fsync(handle)))
+    monkeypatch.setattr(
+        local_disk, "fsync", lambda handle: (done.append(os.fstat(handle).st_ino), fsync(handle))
+    )
     monkeypatch.setattr(local_disk, "move", lambda one, two: (done.append(two), move(one, two)))
-    how = {"compression": "gzip"} if "compressed" in ending else {"format": "dual"} if "dual" in ending else {}
+    how = (
+        {"compression": "gzip"}
+        if "compressed" in ending
+        else {"format": "dual"}
+        if "dual" in ending
+        else {}
+    )
     save({"a": torch.ones(2)}, tmp_path / f"x{ending}", **how)
     file = tmp_path / f"x{ending}"
     assert file.stat().st_ino in done[: done.index(file)]
@@ -276,7 +358,9 @@ def test_a_name_as_long_as_names_may_be(tmp_path, ending):
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-@pytest.mark.parametrize("stem", ["back\\slash", "..\\up", "new\nline", ".hidden", "not utf-8 \udcff"])
+@pytest.mark.parametrize(
+    "stem", ["back\\slash", "..\\up", "new\nline", ".hidden", "not utf-8 \udcff"]
+)
 @pytest.mark.parametrize("ending", [".safetensors", ".h5", ".pt"])
 def test_any_name_that_a_file_can_have(tmp_path, stem, ending):
     save({"a": torch.ones(2)}, tmp_path / f"{stem}{ending}")
@@ -285,7 +369,9 @@ def test_any_name_that_a_file_can_have(tmp_path, stem, ending):
 
 
 class Disk:
-    """A file that takes `most` bytes at a time; after `calls` of them it raises `error`, or takes no more and lies."""
+    """A file that takes `most` bytes at a time; after `calls` of them it raises `error`, or takes
+    no more and lies.
+    """
 
     def __init__(self, stream, most=1 << 40, calls=10**9, error=None):
         self.stream, self.most, self.calls, self.error = stream, most, calls, error
@@ -310,10 +396,19 @@ def test_torch_files_are_whole_whatever_is_taken_at_a_time(monkeypatch, tmp_path
     assert equal(torch.load(tmp_path / "x.pt")["x"], torch.arange(5000.0))
 
 
-@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, NoSpaceError), (errno.EIO, TargetError),
-                                              (errno.ESTALE, TargetError), (None, TargetError)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOSPC, NoSpaceError),
+        (errno.EIO, TargetError),
+        (errno.ESTALE, TargetError),
+        (None, TargetError),
+    ],
+)
 @pytest.mark.parametrize("calls", [0, 3, 9])
-def test_a_disk_that_fails_under_torch_leaves_the_old_file(number, kind, calls, monkeypatch, tmp_path):
+def test_a_disk_that_fails_under_torch_leaves_the_old_file(
+    number, kind, calls, monkeypatch, tmp_path
+):
     """With None, what is written is lost without a word."""
     save({"old": 1}, tmp_path / "x.pt")
     on(monkeypatch, calls=calls, error=number)
@@ -346,7 +441,8 @@ def test_what_is_no_file_is_refused_at_once(suffix, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ['["tensor", -1]', '["tensor", Infinity]', '["tensor", true]', '["blob", 1e999, "bytes"]']
+    "text",
+    ['["tensor", -1]', '["tensor", Infinity]', '["tensor", true]', '["blob", 1e999, "bytes"]'],
 )
 def test_leaves_have_numbers_from_zero_on(text):
     with pytest.raises(CorruptError, match="expected the index"):

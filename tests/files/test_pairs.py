@@ -1,6 +1,8 @@
-"""Pairs of checkpoints with other ties, types, vocabularies or configs, through average, diff and merge.
+"""Pairs of checkpoints with other ties, types, vocabularies or configs, through average, diff and
+merge.
 
-The result is that of plain torch, or one of our errors; which of the two is known beforehand for every pair.
+The result is that of plain torch, or one of our errors; which of the two is known beforehand for
+every pair.
 """
 
 import itertools
@@ -28,10 +30,16 @@ from ft_ckpt.model.convert import open_source
 from ft_ckpt.model.diff import compare_files
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-SMALL = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 12, "num_key_value_heads": 2}
+SMALL = {
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_key_value_heads": 2,
+}
 UNTIED = {"tie_word_embeddings": False}
 ROPE = {"rope_theta": 9.0, "rope_type": "default"}
-FOLDERS = {  # name: settings of the model, its type, how it is written, the class of those that have an average
+# name: settings of the model, its type, how it is written, the class of those that have an average
+FOLDERS = {
     "tied": ({}, "float32", "ours", "plain"),
     "tied sharded": ({}, "float32", "shards", "plain"),
     "tied h5": ({}, "float32", "h5", "plain"),
@@ -48,12 +56,17 @@ FOLDERS = {  # name: settings of the model, its type, how it is written, the cla
     "untied hf": (UNTIED, "float32", "hf", "untied"),
     "untied float16": (UNTIED, "float16", "ours", "float16"),
     "untied float64": (UNTIED, "float64", "hf", "float64"),
-    "untied heads": ({**UNTIED, "num_attention_heads": 2, "num_key_value_heads": 1}, "float32", "hf", "heads"),
+    "untied heads": (
+        {**UNTIED, "num_attention_heads": 2, "num_key_value_heads": 1},
+        "float32",
+        "hf",
+        "heads",
+    ),
     "untied rope": ({**UNTIED, "rope_parameters": ROPE}, "float32", "ours", "rope"),
     "untied act": ({**UNTIED, "hidden_act": "gelu"}, "float32", "ours", "act"),
     "untied mistral": (UNTIED, "float32", "mistral", "mistral"),
     "untied fp8": (UNTIED, "float32", "quantised", "quantised"),
-}  # fmt: skip
+}
 FILES = {  # name: settings, type, how it is written
     "tied.pt": ({}, "float32", "aliases"),
     "tied other way.pt": ({}, "float32", "aliases2"),
@@ -65,15 +78,26 @@ FILES = {  # name: settings, type, how it is written
     "untied bfloat16.pt": (UNTIED, "bfloat16", "aliases"),
 }
 KNOWN = [  # these were averaged into something else, or died
-    *(("tied", "untied"), ("untied", "tied"), ("tied", "tied hf"), ("tied.pt", "tied copies.safetensors")),
-    *(("tied", "tied eps"), ("untied", "untied mistral"), ("untied float8.safetensors", "untied float8.safetensors")),
+    *(
+        ("tied", "untied"),
+        ("untied", "tied"),
+        ("tied", "tied hf"),
+        ("tied.pt", "tied copies.safetensors"),
+    ),
+    *(
+        ("tied", "tied eps"),
+        ("untied", "untied mistral"),
+        ("untied float8.safetensors", "untied float8.safetensors"),
+    ),
 ]
 PAIRS = list(itertools.product([*FOLDERS, *FILES], repeat=2))
 
 
 @dataclass
 class Made:
-    """A checkpoint, and the tensors that a model has that is read from it: tied names have one object."""
+    """A checkpoint, and the tensors that a model has that is read from it: tied names have one
+    object.
+    """
 
     path: Path
     state: dict[str, torch.Tensor]
@@ -129,8 +153,15 @@ def write_folder(path: Path, model: Any, how: str) -> None:
         model.save_pretrained(path)
         config = json.loads((path / "config.json").read_text())
         if how == "hf4":  # as transformers 4 wrote it
-            config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"], "rope_scaling": None}
-            config |= {"torch_dtype": config.pop("dtype"), "transformers_version": "4.40.0", "pretraining_tp": 1}
+            config |= {
+                "rope_theta": config.pop("rope_parameters")["rope_theta"],
+                "rope_scaling": None,
+            }
+            config |= {
+                "torch_dtype": config.pop("dtype"),
+                "transformers_version": "4.40.0",
+                "pretraining_tp": 1,
+            }
             del config["head_dim"]
         if how == "quantised":
             config["quantization_config"] = {"quant_method": "fp8"}
@@ -141,7 +172,9 @@ def write_folder(path: Path, model: Any, how: str) -> None:
         return
     tokenizer = models.tokenizer() if how.startswith("tokenizer") else None
     with CheckpointSaver(format="h5" if how == "h5" else "safetensors") as saver:
-        saver.save(model, path, tokenizer=tokenizer, max_shard_size=2000 if how == "shards" else None)
+        saver.save(
+            model, path, tokenizer=tokenizer, max_shard_size=2000 if how == "shards" else None
+        )
     if how == "tokenizer2":
         file = path / "tokenizer.json"
         edit(path, "tokenizer.json", file.read_text().replace('"w7"', '"other"'))
@@ -155,7 +188,11 @@ def write_file(path: Path, state: dict[str, torch.Tensor], how: str) -> None:
 
         ft_ckpt.save(state, path)
     else:
-        kept = {name: tensor.clone() for name, tensor in state.items() if how != "no head" or name != HEAD}
+        kept = {
+            name: tensor.clone()
+            for name, tensor in state.items()
+            if how != "no head" or name != HEAD
+        }
         save_file(kept, path, {"format": "pt"})
 
 
@@ -166,7 +203,8 @@ def have_average(one: Made, other: Made, names: tuple[str, str]) -> bool:
         alike = {one.of, other.of} in ({one.of}, {"plain", "tokens"})
         return alike and set(names) != {"tied tokens", "tied other tokens"}
     return one.stored == other.stored and all(
-        (one.state[n].shape, one.state[n].dtype) == (other.state[n].shape, other.state[n].dtype) for n in one.state
+        (one.state[n].shape, one.state[n].dtype) == (other.state[n].shape, other.state[n].dtype)
+        for n in one.state
     )
 
 
@@ -182,7 +220,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(bits(found[name]), bits(expected[name]))] == []
+    assert [
+        name for name in expected if not torch.equal(bits(found[name]), bits(expected[name]))
+    ] == []
 
 
 def judge_average(one: Made, other: Made, names: tuple[str, str], target: Path) -> None:
@@ -202,7 +242,9 @@ def judge_average(one: Made, other: Made, names: tuple[str, str], target: Path) 
     found = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
     assert_equal(dict(found.state_dict()), expected)
     for source in (one, other):  # whichever config it has, the average is a model of both
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source.path), dtype=found.dtype)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(source.path), dtype=found.dtype
+        )
         model.load_state_dict(expected)
         assert_agree(logits(model), logits(found))
 
@@ -216,13 +258,23 @@ def judge_diff(one: Made, other: Made) -> None:
         a, b = one.state[name], other.state[name]
         pair = (id(a), id(b))
         if name not in one.told or name not in other.told:
-            told = "equal" if pair in seen and name not in found else "only in B" if name in other.told else "only in A"
+            told = (
+                "equal"
+                if pair in seen and name not in found
+                else "only in B"
+                if name in other.told
+                else "only in A"
+            )
             assert name not in found or found[name].status == told
             continue
         assert pair in seen, name
-        status = next(each.status for each, known in zip(found.values(), seen, strict=True) if known == pair)
+        status = next(
+            each.status for each, known in zip(found.values(), seen, strict=True) if known == pair
+        )
         same = a.shape == b.shape and (
-            torch.equal(bits(a), bits(b)) if a.dtype == b.dtype else torch.equal(a.double(), b.double())
+            torch.equal(bits(a), bits(b))
+            if a.dtype == b.dtype
+            else torch.equal(a.double(), b.double())
         )
         assert status == ("shape" if a.shape != b.shape else "equal" if same else "changed"), name
 
@@ -235,7 +287,9 @@ def judge(made, names: tuple[str, str], target: Path) -> None:
 
 
 def test_some_pairs(made, tmp_path):
-    for index, names in enumerate([*KNOWN, *random.Random(f"{chosen_seed()} pairs").sample(PAIRS, 4)]):
+    for index, names in enumerate(
+        [*KNOWN, *random.Random(f"{chosen_seed()} pairs").sample(PAIRS, 4)]
+    ):
         judge(made, names, tmp_path / str(index))
 
 
@@ -250,7 +304,9 @@ def test_every_pair(made, tmp_path, names):
 
 @pytest.fixture(scope="module")
 def adapters(made, tmp_path_factory):
-    """One adapter trained on the model "tied": a folder of PEFT's, and a checkpoint of ours that knows its base."""
+    """One adapter trained on the model "tied": a folder of PEFT's, and a checkpoint of ours that
+    knows its base.
+    """
     root, base = tmp_path_factory.mktemp("adapters"), made("tied", 0)
     config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     tuned = models.trained(get_peft_model(AutoModelForCausalLM.from_pretrained(base.path), config))
@@ -275,8 +331,12 @@ def judge_merge(adapter: Path, base: Made, is_another: bool, target: Path) -> No
     is_half = base.state[HEAD].dtype.itemsize == 2
     for name, tensor in found.state_dict().items():
         assert tensor.dtype == base.state[name].dtype
-        torch.testing.assert_close(tensor, told[name].to(tensor.dtype), rtol=1e-2 if is_half else 1e-6, atol=1e-7)
-    torch.testing.assert_close(logits(found.float()), logits(expected), rtol=0, atol=0.1 if is_half else 1e-5)
+        torch.testing.assert_close(
+            tensor, told[name].to(tensor.dtype), rtol=1e-2 if is_half else 1e-6, atol=1e-7
+        )
+    torch.testing.assert_close(
+        logits(found.float()), logits(expected), rtol=0, atol=0.1 if is_half else 1e-5
+    )
 
 
 MERGES = [(kind, name, seed) for kind in ("ours", "theirs") for name in FOLDERS for seed in (0, 1)]
@@ -287,11 +347,20 @@ def is_another_base(kind: str, name: str, seed: int) -> bool:
 
 
 def test_some_merges(made, adapters, tmp_path):
-    for index, (kind, name, seed) in enumerate(random.Random(f"{chosen_seed()} merges").sample(MERGES, 3)):
-        judge_merge(adapters[kind], made(name, seed), is_another_base(kind, name, seed), tmp_path / str(index))
+    for index, (kind, name, seed) in enumerate(
+        random.Random(f"{chosen_seed()} merges").sample(MERGES, 3)
+    ):
+        judge_merge(
+            adapters[kind],
+            made(name, seed),
+            is_another_base(kind, name, seed),
+            tmp_path / str(index),
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name", "seed"), MERGES)
 def test_every_merge(made, adapters, tmp_path, kind, name, seed):
-    judge_merge(adapters[kind], made(name, seed), is_another_base(kind, name, seed), tmp_path / "out")
+    judge_merge(
+        adapters[kind], made(name, seed), is_another_base(kind, name, seed), tmp_path / "out"
+    )

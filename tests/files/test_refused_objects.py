@@ -1,4 +1,6 @@
-"""What a file of torch or of safetensors would not give back is refused by its place, before it replaces anything."""
+"""What a file of torch or of safetensors would not give back is refused by its place, before it
+replaces anything.
+"""
 
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 
@@ -19,10 +21,19 @@ def test_torch_files_are_refused_what_torch_would_not_read_back(tmp_path):
     loop = {"a": []}
     loop["a"].append(loop)
     obj = {
-        "rng": np.ones(3), "step": np.int64(3), "lr": np.float64(0.5), "point": Point(1, 2), "seen": [frozenset([1])],
-        "queue": deque([1]), "default": defaultdict(list), "odd": OrderedDict(a=range(3)), "carrying": carrying,
-        "codes": torch.empty_quantized([2], torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)),
-    }  # fmt: skip
+        "rng": np.ones(3),
+        "step": np.int64(3),
+        "lr": np.float64(0.5),
+        "point": Point(1, 2),
+        "seen": [frozenset([1])],
+        "queue": deque([1]),
+        "default": defaultdict(list),
+        "odd": OrderedDict(a=range(3)),
+        "carrying": carrying,
+        "codes": torch.empty_quantized(
+            [2], torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+        ),
+    }
     save({"kept": 1}, tmp_path / "x.pt")
     for key, value in [*obj.items(), ("keys", {frozenset([1]): 2}), ("loop", loop)]:
         with pytest.raises(SelectionError, match=rf'state\["{key}"\]'):
@@ -41,9 +52,13 @@ def test_what_a_torch_file_takes_comes_back(tmp_path):
     state._metadata = {"": {"version": 1}}
     shared = [1, 2]
     obj = {
-        "state": state, 1: [True, None, 2.5, 3j, "\ud800", b"x", bytearray(b"y")], (1, "a"): {1, (2, 3)},
-        "count": Counter("aab"), "types": [torch.float8_e5m2, torch.device("cuda:1")], "shared": [shared, shared],
-    }  # fmt: skip
+        "state": state,
+        1: [True, None, 2.5, 3j, "\ud800", b"x", bytearray(b"y")],
+        (1, "a"): {1, (2, 3)},
+        "count": Counter("aab"),
+        "types": [torch.float8_e5m2, torch.device("cuda:1")],
+        "shared": [shared, shared],
+    }
     save(obj, tmp_path / "x.pt")
     back = load(tmp_path / "x.pt")
     assert repr(back) == repr(obj)
@@ -59,11 +74,15 @@ def test_names_that_safetensors_keeps_for_itself_are_refused(tensor, name, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("container", [lambda it: {"a": it}, lambda it: Counter(a=it), lambda it: OrderedDict(a=[it])])
+@pytest.mark.parametrize(
+    "container", [lambda it: {"a": it}, lambda it: Counter(a=it), lambda it: OrderedDict(a=[it])]
+)
 def test_tensors_not_yet_read_are_written_to_a_torch_file(container, tmp_path):
     save({"w": torch.arange(5000.0)}, tmp_path / "x.h5")
     save(container(load(tmp_path / "x.h5")["w"]), tmp_path / "x.pt")
-    assert repr(torch.load(tmp_path / "x.pt", weights_only=True)) == repr(container(torch.arange(5000.0)))
+    assert repr(torch.load(tmp_path / "x.pt", weights_only=True)) == repr(
+        container(torch.arange(5000.0))
+    )
 
 
 @pytest.mark.parametrize("suffix", [".h5", ".safetensors", ".pt"])

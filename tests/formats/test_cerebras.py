@@ -1,4 +1,6 @@
-"""Cerebras checkpoints: ours are read by their rules, theirs are read by us, and nothing in a file is run."""
+"""Cerebras checkpoints: ours are read by their rules, theirs are read by us, and nothing in a file
+is run.
+"""
 
 import functools
 import io
@@ -42,11 +44,19 @@ class Maker:
     def leaf(self, name, kind, flag="__NONE__", /, **known):
         inner = {"__TYPE__": kind, flag: True, **known}
         outer = {"__spec__": tree(spec("builtins.dict", [name], [LEAF])), "__objects__": [name]}
-        self.file.attrs[f"{name}.__metadata__"] = json.dumps(outer | {f"{name}.__metadata__": inner})
+        self.file.attrs[f"{name}.__metadata__"] = json.dumps(
+            outer | {f"{name}.__metadata__": inner}
+        )
 
     def tensor(self, name, array, dtype, path=None, **known):
-        known = {"__TORCH__": True, "shapes": [list(array.shape)], "dtypes": [f"torch.{dtype}"]} | known
-        self.leaf(name, "TorchTensorSerializer", "__NUMPY__", **known, **({"key": path} if path else {}))
+        known = {
+            "__TORCH__": True,
+            "shapes": [list(array.shape)],
+            "dtypes": [f"torch.{dtype}"],
+        } | known
+        self.leaf(
+            name, "TorchTensorSerializer", "__NUMPY__", **known, **({"key": path} if path else {})
+        )
         options = self.dataset if array.shape else {}
         data = self.file.create_dataset(path or name, data=array, **options)
         data.attrs["__NUMPY__"], data.attrs["__TYPE__"] = True, "TorchTensorSerializer"
@@ -85,22 +95,39 @@ def every_leaf(path, **options):
     maker.leaf("list.1.0", "DeferredFullTensor", shape=[2, 2], dtype="torch.bfloat16", fill_value=3)
     maker.leaf("np", "NumpyArraySerializer", "__NUMPY__", is_bfloat16=False)
     maker.file.create_dataset("np", data=np.array([1, 2], ">i4"))
-    maker.pickled("bytes", pickle.dumps((b"x" * 5, 1j, frozenset({1}), np.float32(2), torch.float8_e5m2), 4))
+    maker.pickled(
+        "bytes", pickle.dumps((b"x" * 5, 1j, frozenset({1}), np.float32(2), torch.float8_e5m2), 4)
+    )
     maker.leaf("dd.<class 'list'>", "ScalarSerializer", scalar_value=1)
     maker.leaf("dd.['a', 'b']", "ScalarSerializer", scalar_value=2)
     names = ["w", "b", "flag", "i8", "c", "0d", "empty", "cast", "tied"]
-    factory = {"default_factory_module": "builtins", "default_factory_name": "list", "dict_context": ["a", "b"]}
-    maker.close(spec("builtins.dict", ["model", "s", "list", "np", "bytes", "dd", "set", 5], [
-        spec("collections.OrderedDict", names, [LEAF] * len(names)),
-        spec("builtins.dict", ["int", "nan", "yes", "text", "none"], [LEAF] * 5),
-        spec("builtins.list", None, [LEAF, spec("builtins.tuple", None, [LEAF])]),
-        LEAF, LEAF, spec("collections.defaultdict", factory, [LEAF] * 2),
-        spec("builtins.set", None, []), spec("collections.deque", None, []),
-    ]))  # fmt: skip
+    factory = {
+        "default_factory_module": "builtins",
+        "default_factory_name": "list",
+        "dict_context": ["a", "b"],
+    }
+    maker.close(
+        spec(
+            "builtins.dict",
+            ["model", "s", "list", "np", "bytes", "dd", "set", 5],
+            [
+                spec("collections.OrderedDict", names, [LEAF] * len(names)),
+                spec("builtins.dict", ["int", "nan", "yes", "text", "none"], [LEAF] * 5),
+                spec("builtins.list", None, [LEAF, spec("builtins.tuple", None, [LEAF])]),
+                LEAF,
+                LEAF,
+                spec("collections.defaultdict", factory, [LEAF] * 2),
+                spec("builtins.set", None, []),
+                spec("collections.deque", None, []),
+            ],
+        )
+    )
     return torch.from_numpy(bits).view(torch.bfloat16)
 
 
-@pytest.mark.parametrize("options", [{}, {"chunks": True}, {"compression": "gzip"}, {"libver": "earliest"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"chunks": True}, {"compression": "gzip"}, {"libver": "earliest"}]
+)
 def test_every_leaf_is_read(options, tmp_path):
     weight = every_leaf(tmp_path / "x.mdl", **options)
     found = load(tmp_path / "x.mdl")
@@ -155,7 +182,14 @@ def test_lz4_chunks_are_read(packed, tmp_path):
                 frame = struct.pack(">QII", 160, 160, len(block)) + block
             data.id.write_direct_chunk((row, column), frame)
     data.attrs["__NUMPY__"] = True
-    maker.leaf("w", "TorchTensorSerializer", "__NUMPY__", __TORCH__=True, shapes=[[35, 10]], dtypes=["torch.bfloat16"])
+    maker.leaf(
+        "w",
+        "TorchTensorSerializer",
+        "__NUMPY__",
+        __TORCH__=True,
+        shapes=[[35, 10]],
+        dtypes=["torch.bfloat16"],
+    )
     maker.close(spec("builtins.dict", ["w"], [LEAF]))
     found = load(tmp_path / "x.h5")["w"]
     assert equal(found[12:14], torch.from_numpy(values).view(torch.bfloat16)[12:14])
@@ -165,7 +199,9 @@ def test_lz4_chunks_are_read(packed, tmp_path):
 def test_names_that_need_a_path_of_their_own(tmp_path):
     maker, names = Maker(tmp_path / "x.h5"), ["a", "a/b", "", ".", "t/"]
     for number, name in enumerate(names):
-        maker.tensor(name, np.full(3, number, "i4"), "int32", f"grp/{urllib.parse.quote(name, safe='')}_")
+        maker.tensor(
+            name, np.full(3, number, "i4"), "int32", f"grp/{urllib.parse.quote(name, safe='')}_"
+        )
     maker.close(spec("builtins.dict", names, [LEAF] * 5))
     assert [int(value[0]) for value in load(tmp_path / "x.h5").values()] == [0, 1, 2, 3, 4]
 
@@ -211,7 +247,9 @@ def test_leaves_that_lead_elsewhere_or_nowhere_are_refused(kind, known, tmp_path
 
 def test_links_to_other_checkpoints_are_refused(tmp_path):
     maker = Maker(tmp_path / "x.h5")
-    maker.file.attrs["x.__metadata__"] = json.dumps({"__objects__": ["x.0", "x.1"], "x.0.__metadata__": {}})
+    maker.file.attrs["x.__metadata__"] = json.dumps(
+        {"__objects__": ["x.0", "x.1"], "x.0.__metadata__": {}}
+    )
     maker.close(spec("builtins.dict", ["x"], [LEAF]))
     with pytest.raises(CorruptError, match="a link to another checkpoint"):
         load(tmp_path / "x.h5")
@@ -253,7 +291,9 @@ def _spec(name, **known):
 
 def legacy_tree(monkeypatch, node):
     """The pickle of a tree as format 0.4 has it, in hexadecimal."""
-    modules = {name: types.ModuleType(name) for name in ("torch.utils._pytree", "dill", "dill._dill")}
+    modules = {
+        name: types.ModuleType(name) for name in ("torch.utils._pytree", "dill", "dill._dill")
+    }
     modules["dill._dill"]._load_type = _load_type
     monkeypatch.setattr(_load_type, "__module__", "dill._dill")
 
@@ -276,18 +316,25 @@ def legacy_tree(monkeypatch, node):
 def legacy(tmp_path, monkeypatch):
     leaf = _spec("LeafSpec", type=None, context=None, children_specs=[])
     node = functools.partial(_spec, "TreeSpec")
-    root = node(type=dict, context=["model", "l"], children_specs=[
-        node(type=dict, context=["a/b", "n"], children_specs=[leaf, leaf]),
-        node(type=list, context=None, children_specs=[leaf] * 4),
-    ])  # fmt: skip
+    root = node(
+        type=dict,
+        context=["model", "l"],
+        children_specs=[
+            node(type=dict, context=["a/b", "n"], children_specs=[leaf, leaf]),
+            node(type=list, context=None, children_specs=[leaf] * 4),
+        ],
+    )
     with h5py.File(tmp_path / "x.mdl", "w") as file:
         file.attrs["__version__"], file.attrs["__spec__"] = 0.4, legacy_tree(monkeypatch, root)
         weight = file.create_dataset("model.a%2Fb", data=np.int16([16320, 1]), chunks=True)
         weight.attrs["__H5_TYPE__"], weight.attrs["is_bfloat16"] = "TorchTensorH5Type", True
         file.create_dataset("model.n", data=np.arange(3)).attrs["__H5_TYPE__"] = "NumpyArrayH5Type"
         file.create_dataset("l.0", data=2.5).attrs["__H5_TYPE__"] = "ScalarH5Type"
-        for name, kind, known in (("l.1", "StringH5Type", ("string_value", "hi")), ("l.2", "NoneH5Type", ("x", 0)),
-                                  ("l.3", "ObjectH5Type", ("object_value", pickle.dumps(1j).hex()))):  # fmt: skip
+        for name, kind, known in (
+            ("l.1", "StringH5Type", ("string_value", "hi")),
+            ("l.2", "NoneH5Type", ("x", 0)),
+            ("l.3", "ObjectH5Type", ("object_value", pickle.dumps(1j).hex())),
+        ):
             data = file.create_dataset(name, dtype="f4")
             data.attrs["__H5_TYPE__"], data.attrs[known[0]] = kind, known[1]
 
@@ -295,13 +342,17 @@ def legacy(tmp_path, monkeypatch):
 def test_format_0_4_is_read(tmp_path, monkeypatch):
     legacy(tmp_path, monkeypatch)
     found = load(tmp_path / "x.mdl")
-    assert equal(found["model"]["a/b"], torch.tensor([16320, 1], dtype=torch.int16).view(torch.bfloat16))
+    assert equal(
+        found["model"]["a/b"], torch.tensor([16320, 1], dtype=torch.int16).view(torch.bfloat16)
+    )
     assert found["model"]["n"].tolist() == [0, 1, 2]
     assert found["l"] == [2.5, "hi", None, 1j]
 
 
 def read_by_their_rules(path):
-    """What their loader does with a file, from the description of the format; values by dotted name."""
+    """What their loader does with a file, from the description of the format; values by dotted
+    name.
+    """
     found = {}
     with h5py.File(path) as file:
         assert file.attrs["__version__"] == 0.5
@@ -313,14 +364,18 @@ def read_by_their_rules(path):
             if known["__TYPE__"] == "LinkedObject":
                 found[name] = found[known["key"]]
             elif known["__TYPE__"] == "ObjectSerializer":
-                found[name] = pickle.loads(file[known.get("key", name)].attrs["__BYTES__"].tobytes())
+                found[name] = pickle.loads(
+                    file[known.get("key", name)].attrs["__BYTES__"].tobytes()
+                )
             elif "__NUMPY__" in known:
                 data = file[known.get("key", name)]
                 assert data.attrs["__NUMPY__"]
                 found[name] = data[()]
                 if "__TORCH__" in known:
                     label = data.attrs["dtypes"][0].removeprefix("torch.")
-                    tensor = torch.from_numpy(np.array(found[name]).astype({"bfloat16": "i2"}.get(label, label)))
+                    tensor = torch.from_numpy(
+                        np.array(found[name]).astype({"bfloat16": "i2"}.get(label, label))
+                    )
                     found[name] = tensor.view(torch.bfloat16) if label == "bfloat16" else tensor
             else:
                 found[name] = known.get("scalar_value", known.get("string_value"))
@@ -332,7 +387,9 @@ def _leaf_names(node, path):
         return [".".join(path)]
     context = json.loads(node["context"])
     names = (
-        context if node["type"] in ("builtins.dict", "collections.OrderedDict") else range(len(node["children_spec"]))
+        context
+        if node["type"] in ("builtins.dict", "collections.OrderedDict")
+        else range(len(node["children_spec"]))
     )
     pairs = zip(names, node["children_spec"], strict=True)
     return [leaf for name, child in pairs for leaf in _leaf_names(child, (*path, str(name)))]
@@ -341,10 +398,18 @@ def _leaf_names(node, path):
 def test_ours_is_read_by_their_rules(tmp_path):
     weight = torch.randn(50, 60).to(torch.bfloat16)
     obj = {
-        "model": {"w": weight, "tied": weight, "a/b": torch.arange(3), "": torch.tensor(2.5), "e": torch.zeros(0, 2)},
-        "list": [1, 2.5, "x", None, True, b"raw", 1j, np.arange(3)], "f8": torch.ones(2).to(torch.float8_e4m3fn),
-        "a": {"b": 1}, "a.b": torch.ones(2),
-    }  # fmt: skip
+        "model": {
+            "w": weight,
+            "tied": weight,
+            "a/b": torch.arange(3),
+            "": torch.tensor(2.5),
+            "e": torch.zeros(0, 2),
+        },
+        "list": [1, 2.5, "x", None, True, b"raw", 1j, np.arange(3)],
+        "f8": torch.ones(2).to(torch.float8_e4m3fn),
+        "a": {"b": 1},
+        "a.b": torch.ones(2),
+    }
     save(obj, tmp_path / "x.h5")
     found = read_by_their_rules(tmp_path / "x.h5")
     assert equal(found["model.w"], weight)

@@ -1,4 +1,6 @@
-"""Compressed HDF5 files: what HDF5's own tools see in them, what comes back, and what happens to damaged ones."""
+"""Compressed HDF5 files: what HDF5's own tools see in them, what comes back, and what happens to
+damaged ones.
+"""
 
 import shutil
 import subprocess
@@ -21,7 +23,15 @@ from ft_ckpt.model.lazy_tensor import LazyTensor
 from ft_ckpt.model.objects import load, save
 
 hdf5plugin = pytest.importorskip("hdf5plugin")
-SHAPES = [(3_000_001,), (1, 1), (5, 1, 999_983), (3, 700, 777), (2, 3, 4, 5, 9000), (1, 524_289), (70_000, 17)]
+SHAPES = [
+    (3_000_001,),
+    (1, 1),
+    (5, 1, 999_983),
+    (3, 700, 777),
+    (2, 3, 4, 5, 9000),
+    (1, 524_289),
+    (70_000, 17),
+]
 FILTERS = {
     "gzip": {"compression": "gzip", "shuffle": True},
     "lzf": {"compression": "lzf", "fletcher32": True},
@@ -32,7 +42,8 @@ FILTERS = {
     "blosc": hdf5plugin.Blosc(),
     "blosc2": hdf5plugin.Blosc2(),
 }
-OLD = sorted((TESTS / "golden/compressed").glob("*.h5"))  # as ft_ckpt 0.3 wrote them, with any filter
+# as ft_ckpt 0.3 wrote them, with any filter
+OLD = sorted((TESTS / "golden/compressed").glob("*.h5"))
 
 
 def bits(dtype, *shape):
@@ -88,7 +99,12 @@ def test_small_scalar_and_empty_tensors_stay_as_they_are(tmp_path):
 
 def test_ties_arrays_and_other_leaves(tmp_path):
     shared = torch.randn(300, 400)
-    obj = {"a": shared, "b": [shared, (1, None, "x")], "array": np.arange(90_000.0).reshape(300, 300), ("k", 2): 1j}
+    obj = {
+        "a": shared,
+        "b": [shared, (1, None, "x")],
+        "array": np.arange(90_000.0).reshape(300, 300),
+        ("k", 2): 1j,
+    }
     save(obj, tmp_path / "x.h5", compression="gzip")
     found = load(tmp_path / "x.h5", map_location="cpu")
     assert found["a"] is found["b"][0]
@@ -133,7 +149,9 @@ def test_bfloat16_weights_shrink(tmp_path):
 @pytest.mark.skipif(shutil.which("h5dump") is None, reason="hdf5-tools are not installed")
 def test_h5dump_names_the_filter(tmp_path):
     save({"x": torch.ones(99, 99)}, tmp_path / "x.h5", compression="gzip")
-    shown = subprocess.run(["h5dump", "-pH", "-d", "x", tmp_path / "x.h5"], capture_output=True, text=True, check=True)
+    shown = subprocess.run(
+        ["h5dump", "-pH", "-d", "x", tmp_path / "x.h5"], capture_output=True, text=True, check=True
+    )
     assert "COMPRESSION DEFLATE" in shown.stdout
     assert "SHUFFLE" in shown.stdout
     assert "CHUNKED ( 99, 99 )" in shown.stdout
@@ -142,7 +160,10 @@ def test_h5dump_names_the_filter(tmp_path):
 def test_it_is_read_without_any_plugin(tmp_path):
     save({"x": torch.arange(99_999)}, tmp_path / "x.h5", compression="gzip")
     assert (tmp_path / "x.h5").stat().st_size < 99_999 * 4
-    code = "import sys, ft_ckpt; print(int(ft_ckpt.load(sys.argv[1])['x'].sum()), 'hdf5plugin' in sys.modules)"
+    code = (
+        "import sys, ft_ckpt; print(int(ft_ckpt.load(sys.argv[1])['x'].sum()), 'hdf5plugin' in "
+        "sys.modules)"
+    )
     done = run_python(code, tmp_path / "x.h5")
     assert done.stdout.split() == [str(99_999 * 99_998 // 2), "False"], done.stderr
 
@@ -184,7 +205,9 @@ def test_a_damaged_chunk_is_named(tmp_path):
 @pytest.mark.parametrize("path", OLD, ids=lambda path: path.stem)
 def test_compressed_files_of_earlier_versions_are_read(path):
     found = load(path, verify=True)
-    assert equal(found["w"].values(), (torch.arange(60 * 70.0) % 251).view(60, 70).to(torch.bfloat16))
+    assert equal(
+        found["w"].values(), (torch.arange(60 * 70.0) % 251).view(60, 70).to(torch.bfloat16)
+    )
     assert equal(found["rest"][0][2000:2500], torch.arange(2000, 2500).remainder(7))
     assert equal(found["rest"][1].values(), torch.ones(3))
     assert found["pair"] == (1, "x")
@@ -235,7 +258,11 @@ def test_a_full_disk_leaves_the_old_file(full_at, tmp_path):
     torch.manual_seed(0)
     save({"x": torch.randn(1 << 20)}, tmp_path / "x.h5", compression="gzip")
     size_bytes = (tmp_path / "x.h5").stat().st_size
-    limit = {"the first chunk": 20_000, "a chunk": size_bytes // 2, "the last metadata": size_bytes - 64}[full_at]
+    limit = {
+        "the first chunk": 20_000,
+        "a chunk": size_bytes // 2,
+        "the last metadata": size_bytes - 64,
+    }[full_at]
     save({"old": 1}, tmp_path / "x.h5")
     run = run_python(LIMITED, tmp_path / "x.h5", limit)
     assert run.returncode == 1, run.stderr
@@ -262,17 +289,27 @@ def test_other_compressions_are_refused(name, compression, words, tmp_path):
 
 @pytest.mark.parametrize("method", ["zstd", "lz4", "blosc2", "bitshuffle"])
 def test_a_saver_says_what_to_use_instead(method):
-    with pytest.raises(ConfigError, match=f"compression='{method}': expected 'gzip' with format='h5'"):
+    with pytest.raises(
+        ConfigError, match=f"compression='{method}': expected 'gzip' with format='h5'"
+    ):
         CheckpointSaver(format="h5", compression=method)
 
 
 def test_without_hdf5plugin(tmp_path):
-    """A process of its own: the filters of hdf5plugin stay with the HDF5 library once they are loaded."""
+    """A process of its own: the filters of hdf5plugin stay with the HDF5 library once they are
+    loaded.
+    """
     save({"x": torch.arange(9999), "small": torch.ones(3)}, tmp_path / "x.h5")
     rewritten(tmp_path / "x.h5", tmp_path / "y.h5", FILTERS["zstd"])
-    code = "import sys; sys.modules['hdf5plugin'] = None; import ft_ckpt; ft_ckpt.load(sys.argv[1])['x'].values()"
+    code = (
+        "import sys; sys.modules['hdf5plugin'] = None; import ft_ckpt; "
+        "ft_ckpt.load(sys.argv[1])['x'].values()"
+    )
     run = run_python(code, tmp_path / "y.h5")
-    assert f"{LoadError.__name__}: y.h5: x is compressed by a filter that is not installed" in run.stderr
+    assert (
+        f"{LoadError.__name__}: y.h5: x is compressed by a filter that is not installed"
+        in run.stderr
+    )
     assert "install the extra compression " in run.stderr
 
 

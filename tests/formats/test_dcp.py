@@ -1,4 +1,6 @@
-"""Folders of torch.distributed.checkpoint, written by torch under real sharding, read without running their pickles."""
+"""Folders of torch.distributed.checkpoint, written by torch under real sharding, read without
+running their pickles.
+"""
 
 import pickle
 import shutil
@@ -32,13 +34,21 @@ CASES = ("fsdp2", "tensor_parallel")
 def write_dcp(folder, wrapper):
     """`saved/` as torch writes it, and `truth.safetensors`."""
     live = WRAPPERS[wrapper](models.build("llama"))
-    # Tensor parallelism needs one batch: unsharded tensors would differ between the ranks otherwise.
+    # Tensor parallelism needs one batch: unsharded tensors would differ between the ranks
+    # otherwise.
     live.step(models.batch(seed=0 if wrapper == "tensor_parallel" else RANK))
     inner = live.model
     weights = get_model_state_dict(inner)
-    state = {"model": weights, "optimizer": get_optimizer_state_dict(inner, live.optimizer), "step": 7}
+    state = {
+        "model": weights,
+        "optimizer": get_optimizer_state_dict(inner, live.optimizer),
+        "step": 7,
+    }
     torch_dcp.save(state, checkpoint_id=folder / "saved")
-    whole = {f"model.{key}": one.full_tensor() if isinstance(one, DTensor) else one for key, one in weights.items()}
+    whole = {
+        f"model.{key}": one.full_tensor() if isinstance(one, DTensor) else one
+        for key, one in weights.items()
+    }
     write(whole, folder)
 
 
@@ -77,19 +87,33 @@ def test_any_slice_is_that_of_the_whole(written, case):
     file = dcp.open_dcp(open_place(written / case / "saved"))
     for name, spec in file.specs.items():
         whole = file.read(name)
-        for start, stop in [(0, 1), (1, 5), (spec.shape[-1] - 1 if spec.shape else 0, whole.numel()), (7, 7), (30, 75)]:
+        for start, stop in [
+            (0, 1),
+            (1, 5),
+            (spec.shape[-1] - 1 if spec.shape else 0, whole.numel()),
+            (7, 7),
+            (30, 75),
+        ]:
             stop = max(start, min(stop, whole.numel()))
             assert torch.equal(file.read(name, start, stop), whole[start:stop]), (name, start, stop)
 
 
-TYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "int64", "bool", "float8_e4m3fn", "complex64")}
+TYPES = {
+    name: getattr(torch, name)
+    for name in ("float32", "bfloat16", "int64", "bool", "float8_e4m3fn", "complex64")
+}
 
 
 @pytest.fixture
 def plain(tmp_path):
     """A checkpoint of one process, with every kind of tensor."""
     state = {name: torch.arange(6).view(2, 3).to(dtype) for name, dtype in TYPES.items()}
-    state |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), "é/x": torch.ones(2), "t": torch.randn(3, 4).t()}
+    state |= {
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "é/x": torch.ones(2),
+        "t": torch.randn(3, 4).t(),
+    }
     torch_dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
     return tmp_path / "saved", state
 
@@ -102,9 +126,11 @@ def test_every_type_and_shape(plain):
     }
     for name, tensor in state.items():
         found = file.read(name).view(tensor.shape)
-        assert torch.equal(found.view(torch.uint8), tensor.contiguous().view(torch.uint8)) if tensor.dim() else True, (
-            name
-        )
+        assert (
+            torch.equal(found.view(torch.uint8), tensor.contiguous().view(torch.uint8))
+            if tensor.dim()
+            else True
+        ), name
     assert file.read("scalar").tolist() == [2.5]
 
 
@@ -114,7 +140,11 @@ def test_the_way_back_is_torch_s_own(plain, tmp_path):
     report = convert(folder, tmp_path / "x.pt", verify=True, map={"float32": "model.w"})
     assert report.tensors == len(state)
     torch_save_to_dcp(tmp_path / "x.pt", tmp_path / "again")
-    into = {"model.w": torch.zeros(2, 3), "bfloat16": torch.zeros(2, 3).bfloat16(), "scalar": torch.tensor(0.0)}
+    into = {
+        "model.w": torch.zeros(2, 3),
+        "bfloat16": torch.zeros(2, 3).bfloat16(),
+        "scalar": torch.tensor(0.0),
+    }
     torch_dcp.load(into, checkpoint_id=tmp_path / "again", no_dist=True)
     assert torch.equal(into["model.w"], state["float32"])
     assert torch.equal(into["bfloat16"], state["bfloat16"])
@@ -122,7 +152,9 @@ def test_the_way_back_is_torch_s_own(plain, tmp_path):
 
 
 def test_writing_one_is_left_to_torch(plain, tmp_path):
-    with pytest.raises(ConfigError, match=r"format='dcp': folders of .* are read only: .*torch_save_to_dcp"):
+    with pytest.raises(
+        ConfigError, match=r"format='dcp': folders of .* are read only: .*torch_save_to_dcp"
+    ):
         convert(plain[0], tmp_path / "again", format="dcp")
     assert not (tmp_path / "again").exists()
 
@@ -168,7 +200,9 @@ def test_a_place_outside_the_folder_is_refused(plain):
         dcp.open_dcp(open_place(folder))
 
 
-@pytest.mark.parametrize("name", ["TensorStorageMetadata", "ChunkStorageMetadata", "offset", "fqn", "MetadataIndex"])
+@pytest.mark.parametrize(
+    "name", ["TensorStorageMetadata", "ChunkStorageMetadata", "offset", "fqn", "MetadataIndex"]
+)
 def test_a_flipped_letter_in_the_metadata_is_noticed(plain, tmp_path, name):
     folder, _ = plain
     data = (folder / ".metadata").read_bytes()
@@ -207,7 +241,8 @@ def test_damaged_metadata_give_an_error_or_whole_tensors(tmp_path_factory, data)
     name = data.draw(st.sampled_from([".metadata", "__0_0.distcp"]))
     content = bytearray((folder / name).read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, 1 << 20))  # not up to its length, which differs from save to save
+        # not up to its length, which differs from save to save
+        at = data.draw(st.integers(0, 1 << 20))
         content[at % len(content)] = data.draw(st.integers(0, 255))
     (folder / name).write_bytes(content)
     try:

@@ -11,7 +11,15 @@ from contract_format import equal, state
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_cerebras import read_by_their_rules
-from transformers import AutoModel, BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModel,
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2Model,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from ft_ckpt.errors import CorruptError, SelectionError
 from ft_ckpt.formats import dual
@@ -19,7 +27,13 @@ from ft_ckpt.formats.layout import Spec
 from ft_ckpt.formats.safetensors import HELPER
 from ft_ckpt.model.objects import load, save
 
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+}
 
 
 @pytest.fixture
@@ -40,14 +54,19 @@ def test_safetensors_reads_it(path):
 def test_hdf5_reads_it(path):
     with h5py.File(path) as file:
         assert file.userblock_size >= 512
-        assert (torch.from_numpy(file["model.layers.0.weight"][()]) == state()["model.layers.0.weight"]).all()
+        assert (
+            torch.from_numpy(file["model.layers.0.weight"][()]) == state()["model.layers.0.weight"]
+        ).all()
     found = read_by_their_rules(path)
     assert all(equal(found[name], value) for name, value in state().items())
 
 
 @pytest.mark.skipif(shutil.which("h5dump") is None, reason="hdf5-tools are not installed")
 def test_h5dump_reads_it(path):
-    assert "( 40, 50, 60 )" in subprocess.run(["h5dump", "-H", path], capture_output=True, text=True, check=True).stdout
+    assert (
+        "( 40, 50, 60 )"
+        in subprocess.run(["h5dump", "-H", path], capture_output=True, text=True, check=True).stdout
+    )
 
 
 def test_it_opens_under_either_name(path, tmp_path):
@@ -79,16 +98,21 @@ def test_tables_that_differ_are_refused(path):
 
 
 def test_there_is_no_way_without_a_helper():
-    """Why the helper: HDF5's signature has bytes that no JSON may have, so it cannot lie in safetensors' header."""
+    """Why the helper: HDF5's signature has bytes that no JSON may have, so it cannot lie in
+    safetensors' header.
+    """
     signature = b"\x89HDF\r\n\x1a\n"
     assert 0x1A in signature  # neither in a string nor between two of them
-    assert int.from_bytes(signature, "little") > 100_000_000  # nor at the front: the header would be too long
+    # nor at the front: the header would be too long
+    assert int.from_bytes(signature, "little") > 100_000_000
 
 
 @pytest.mark.sample("1", "40")
 @pytest.mark.parametrize("count", [1, 40, 3000])
 def test_the_superblock_is_where_hdf5_looks(count):
-    layout = dual.lay_out_dual([Spec(f"layer.{i}", (3, 5), "bfloat16") for i in range(count)], {"format": "pt"})
+    layout = dual.lay_out_dual(
+        [Spec(f"layer.{i}", (3, 5), "bfloat16") for i in range(count)], {"format": "pt"}
+    )
     place = int.from_bytes(layout.header[:8], "little") + 8
     assert place & place - 1 == 0
     assert layout.header[place : place + 4] == b"\x89HDF"
@@ -110,7 +134,9 @@ def test_types_that_safetensors_lacks_are_refused():
     ids=["rotary", "position ids", "neither"],
 )
 def test_from_pretrained(model, unexpected, tmp_path, caplog):
-    """Quiet where transformers has a rule for old buffers; elsewhere the helper is listed once, and ignored."""
+    """Quiet where transformers has a rule for old buffers; elsewhere the helper is listed once, and
+    ignored.
+    """
     model.save_pretrained(tmp_path)
     save(load(tmp_path / "model.safetensors"), tmp_path / "model.safetensors", "dual")
     with caplog.at_level(logging.WARNING, "transformers"):

@@ -55,17 +55,27 @@ def test_an_array_in_pieces_is_one():
 def test_load_gives_the_tree(options):
     found = ft_ckpt.load(GOLDEN / "flax.msgpack", **options)
     assert torch.equal(found["params"]["dense"]["kernel"], ARRAYS["params/dense/kernel"])
-    assert (found["rate"], found["name"], found["wave"], found["none"]) == (0.5, "net", 1 + 2j, None)
+    assert (found["rate"], found["name"], found["wave"], found["none"]) == (
+        0.5,
+        "net",
+        1 + 2j,
+        None,
+    )
 
 
 def test_a_folder_of_shards_is_converted(tmp_path):
-    names = {"flax_model-00001-of-00002.msgpack": "flax.msgpack", "flax_model-00002-of-00002.msgpack": "pieces.msgpack"}
+    names = {
+        "flax_model-00001-of-00002.msgpack": "flax.msgpack",
+        "flax_model-00002-of-00002.msgpack": "pieces.msgpack",
+    }
     for name, source in names.items():
         shutil.copy(GOLDEN / source, tmp_path / name)
     first, second = names
     places = {"weight_map": dict.fromkeys(ARRAYS, first) | dict.fromkeys(PIECES, second)}
     (tmp_path / "flax_model.msgpack.index.json").write_text(json.dumps(places))
-    report = ft_ckpt.convert(tmp_path, tmp_path.parent / "flax.safetensors", verify=True, progress=False)
+    report = ft_ckpt.convert(
+        tmp_path, tmp_path.parent / "flax.safetensors", verify=True, progress=False
+    )
     assert report.tensors == len(ARRAYS) + len(PIECES)
     (tmp_path / second).unlink()
     with pytest.raises(CorruptError, match=f"{second}: missing"):
@@ -85,16 +95,31 @@ def packed(value):
 
 
 leaves = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(allow_nan=False), st.text(max_size=40),
-    st.binary(max_size=40), st.complex_numbers(allow_nan=False),
-    st.builds(lambda shape, kind: np.ones(shape, kind), st.lists(st.integers(0, 4), max_size=3),
-              st.sampled_from(["int8", "float16", "complex64", "bool", "uint32"])),
-)  # fmt: skip
-keys = st.text(st.characters(blacklist_characters="/", blacklist_categories=("Cs",)), min_size=1, max_size=6)
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(allow_nan=False),
+    st.text(max_size=40),
+    st.binary(max_size=40),
+    st.complex_numbers(allow_nan=False),
+    st.builds(
+        lambda shape, kind: np.ones(shape, kind),
+        st.lists(st.integers(0, 4), max_size=3),
+        st.sampled_from(["int8", "float16", "complex64", "bool", "uint32"]),
+    ),
+)
+keys = st.text(
+    st.characters(blacklist_characters="/", blacklist_categories=("Cs",)), min_size=1, max_size=6
+)
 trees = st.dictionaries(
-    keys, st.recursive(leaves, lambda inner: st.dictionaries(keys, inner, max_size=20) | st.lists(inner, max_size=20)),
-    min_size=1, max_size=20,
-)  # fmt: skip
+    keys,
+    st.recursive(
+        leaves,
+        lambda inner: st.dictionaries(keys, inner, max_size=20) | st.lists(inner, max_size=20),
+    ),
+    min_size=1,
+    max_size=20,
+)
 
 
 def plain(value):
@@ -104,7 +129,11 @@ def plain(value):
     if isinstance(value, (list, tuple)):
         return [plain(one) for one in value]
     array = value.numpy() if isinstance(value, torch.Tensor) else value
-    return (array.shape, array.dtype.name, array.tobytes()) if isinstance(array, np.ndarray) else (type(value), value)
+    return (
+        (array.shape, array.dtype.name, array.tobytes())
+        if isinstance(array, np.ndarray)
+        else (type(value), value)
+    )
 
 
 @settings(max_examples=examples(25), deadline=None)
@@ -128,9 +157,13 @@ def test_any_tree_comes_back(tmp_path_factory, tree):
         (b"\x81\xa1a\xa9b", "ends at byte"),
         (b"\x81\xa1a\xc7\x0a\x01\x93\x91\x04\xa4int8\xc4\x01x", "1 bytes for 'int8'"),
         (b"\x81\xa1a\xc7\x0c\x01\x93\x91\x04\xa6object\xc4\x01x", "1 bytes for 'object'"),
-        pytest.param(b"\x81\xa1a\xdd\x00\x10\x00\x02" + bytes((1 << 20) + 2), "values", marks=pytest.mark.slow),
+        pytest.param(
+            b"\x81\xa1a\xdd\x00\x10\x00\x02" + bytes((1 << 20) + 2),
+            "values",
+            marks=pytest.mark.slow,
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_tree_of_arrays_is_refused(tmp_path, data, message):
     (tmp_path / "x.msgpack").write_bytes(data)
     with pytest.raises(CorruptError, match=message):

@@ -1,13 +1,15 @@
-"""Files of other libraries that are missing, cut, exchanged, or no files: refused, or read whole; nothing hangs.
+"""Files of other libraries that are missing, cut, exchanged, or no files: refused, or read whole;
+nothing hangs.
 
-What fails is named. `python tests/formats/test_foreign_faults.py READERS SEED EACH FOLDER` converts the sources of the
-READERS (names with commas between) with one fault each: EACH trials of every reader, chosen by SEED, or all there are
-if EACH is 0. A process of its own does it, which a trial may end.
+What fails is named. `python tests/formats/test_foreign_faults.py READERS SEED EACH FOLDER` converts
+the sources of the READERS (names with commas between) with one fault each: EACH trials of every
+reader, chosen by SEED, or all there are if EACH is 0. A process of its own does it, which a trial
+may end.
 
-It prints "begin READER FILE FAULT" before each trial and "end" with the outcome after it: "whole" (the result equals
-that of the source without a fault), "refused", "changed" (other values, or tensors missing), "indistinguishable"
-(changed, but the files cannot show it), or "foreign" with an error that is not ours. A trial that takes over
-LIMIT_SECONDS ends the process.
+It prints "begin READER FILE FAULT" before each trial and "end" with the outcome after it: "whole"
+(the result equals that of the source without a fault), "refused", "changed" (other values, or
+tensors missing), "indistinguishable" (changed, but the files cannot show it), or "foreign" with an
+error that is not ours. A trial that takes over LIMIT_SECONDS ends the process.
 """
 
 import importlib.util
@@ -88,7 +90,13 @@ def sharded(format_name, suffix):
 
     def make(folder):
         save(state(), folder / "whole.safetensors")
-        convert(folder / "whole.safetensors", folder / "run", format=format_name, max_shard_size=6000, progress=False)
+        convert(
+            folder / "whole.safetensors",
+            folder / "run",
+            format=format_name,
+            max_shard_size=6000,
+            progress=False,
+        )
         (folder / "whole.safetensors").unlink()
         (folder / "run/ft_ckpt.json").unlink()
         assert len(list(folder.glob(f"run/*{suffix}"))) > 2
@@ -135,7 +143,11 @@ def chunked_orbax(folder):
             "metadata": {"shape": list(tensor.shape), "chunks": [10, 20], "dtype": "<f4"},
         }
         tensorstore.open(spec, create=True).result().write(tensor.numpy()).result()
-    document = {"tree_metadata": tree, "use_zarr3": False, "store_array_data_equal_to_fill_value": True}
+    document = {
+        "tree_metadata": tree,
+        "use_zarr3": False,
+        "store_array_data_equal_to_fill_value": True,
+    }
     (folder / "run/_METADATA").write_text(json.dumps(document))
     return folder / "run"
 
@@ -147,7 +159,13 @@ def tensorflow(rules):
         if rules:
             (folder / "rules").write_text("a* first\n* second\n")
             options = {"shards": folder / "rules"}
-        convert(folder / "whole.safetensors", folder / "run", format="tensorflow", progress=False, **options)
+        convert(
+            folder / "whole.safetensors",
+            folder / "run",
+            format="tensorflow",
+            progress=False,
+            **options,
+        )
         for name in ("whole.safetensors", "rules", "run/ft_ckpt.json"):
             (folder / name).unlink(missing_ok=True)
         return folder / "run"
@@ -157,7 +175,9 @@ def tensorflow(rules):
 
 READERS = {
     "torch": file_of("x.pt", lambda path: torch.save(state(), path)),
-    "torch legacy": file_of("x.pt", lambda path: torch.save(state(), path, _use_new_zipfile_serialization=False)),
+    "torch legacy": file_of(
+        "x.pt", lambda path: torch.save(state(), path, _use_new_zipfile_serialization=False)
+    ),
     "lightning": file_of("x.ckpt", lightning_file),
     "safetensors": file_of("x.safetensors", lambda path: save(state(), path)),
     "dual": file_of("x.safetensors", lambda path: save(state(), path, "dual")),
@@ -180,13 +200,23 @@ READERS = {
     "tensorflow": tensorflow(False),
     "tensorflow shards": tensorflow(True),
 }
-NEEDED = {"orbax": "tensorstore", "tensorflow": "tensorflow"}  # libraries, by the first word of a reader
+# libraries, by the first word of a reader
+NEEDED = {"orbax": "tensorstore", "tensorflow": "tensorflow"}
 # These files do not identify themselves: one in the place of another cannot be detected.
 EXCHANGEABLE = ("dcp", "lightning folder", "orbax folders", "orbax chunks")
 # All relevant bytes of these are under checksums, except in files with the given ending.
-SUMMED = {"torch": "", "lightning": "", "sharded torch": ".json", "dcp": ".metadata", "lightning folder": ".metadata",
-          "keras": "", "tensorflow": "", "tensorflow shards": ".json"}  # fmt:skip
-IN_FOLDER_ONLY = ("dcp", "lightning folder", "orbax", "tensorflow")  # no links out of it are followed
+SUMMED = {
+    "torch": "",
+    "lightning": "",
+    "sharded torch": ".json",
+    "dcp": ".metadata",
+    "lightning folder": ".metadata",
+    "keras": "",
+    "tensorflow": "",
+    "tensorflow shards": ".json",
+}
+# no links out of it are followed
+IN_FOLDER_ONLY = ("dcp", "lightning folder", "orbax", "tensorflow")
 
 
 def usable(name):
@@ -238,7 +268,9 @@ def link(path, target):
 
 
 def link_out(path, _other):
-    outside = path.parents[len(path.parts) - len(Path(sys.argv[4]).absolute().parts) - 2] / "outside"
+    outside = (
+        path.parents[len(path.parts) - len(Path(sys.argv[4]).absolute().parts) - 2] / "outside"
+    )
     outside.write_bytes(path.read_bytes())
     link(path, outside)
 
@@ -268,12 +300,15 @@ FAULTS = {
     "socket": put_socket,
     "folder": lambda path, _: (path.unlink(), path.mkdir()),
     "link to another": lambda path, other: link(path, other),
-    "link to its copy": lambda path, _: (path.rename(path.with_name("copy")), path.symlink_to("copy")),
+    "link to its copy": lambda path, _: (
+        path.rename(path.with_name("copy")),
+        path.symlink_to("copy"),
+    ),
     "link out": link_out,
     "link to a device": lambda path, _: link(path, "/dev/zero"),
     "dangling link": lambda path, _: link(path, "nowhere"),
     "link to itself": lambda path, _: link(path, path.name),
-}  # fmt: skip
+}
 WITH_ANOTHER = ("exchanged", "another's", "link to another")  # of the same folder
 
 
@@ -289,7 +324,8 @@ def trials(name, folder, each, dice):
 
 def same(found, wanted):
     return found.keys() == wanted.keys() and all(
-        found[name].dtype == one.dtype and torch.equal(found[name], one) for name, one in wanted.items()
+        found[name].dtype == one.dtype and torch.equal(found[name], one)
+        for name, one in wanted.items()
     )
 
 
@@ -304,7 +340,12 @@ def converted(source, result):
 
 
 def judged(name, file, fault, outcome, is_needed):
-    if outcome == "whole" and fault == "link out" and name.startswith(IN_FOLDER_ONLY) and is_needed():
+    if (
+        outcome == "whole"
+        and fault == "link out"
+        and name.startswith(IN_FOLDER_ONLY)
+        and is_needed()
+    ):
         return "foreign: read out of the folder"
     if name == "lightning folder" and fault == "missing":
         return "whole"  # without its `meta.pt`, it is a folder of torch.distributed.checkpoint
@@ -327,7 +368,9 @@ def try_fault(name, source, folder, file, fault, truth, dice):
             (folder / file).unlink()
             return try_fault(name, source, folder, file, None, truth, dice) != "whole"
 
-        return judged(name, file, fault or "", "whole" if same(found, truth) else "changed", is_needed)
+        return judged(
+            name, file, fault or "", "whole" if same(found, truth) else "changed", is_needed
+        )
     except CheckpointError:
         return "refused"
     except Exception as error:
@@ -351,7 +394,9 @@ def main(readers, seed, each, room):
             shutil.rmtree(trial, ignore_errors=True)
             shutil.copytree(whole, trial)
             print(f"\nbegin {name} | {file} | {fault}", flush=True)
-            outcome = try_fault(name, trial / source.relative_to(whole), trial, file, fault, truth, dice)
+            outcome = try_fault(
+                name, trial / source.relative_to(whole), trial, file, fault, truth, dice
+            )
             print(f"\nend {outcome}".replace("\n", " ").replace(" ", "\n", 1), flush=True)
 
 
@@ -360,15 +405,30 @@ def main(readers, seed, each, room):
 
 def campaign(readers, each, folder):
     """The outcomes of the trials, counted, and those that are defects."""
-    command = [sys.executable, __file__, ",".join(readers), str(chosen_seed()), str(each), str(folder)]
+    command = [
+        sys.executable,
+        __file__,
+        ",".join(readers),
+        str(chosen_seed()),
+        str(each),
+        str(folder),
+    ]
     environment = {**os.environ, "PYTHONPATH": python_path()}
-    run = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, env=environment)
+    run = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", check=False, env=environment
+    )
     lines = [line for line in run.stdout.splitlines() if line.startswith(("begin ", "end "))]
     pairs = list(zip(lines[::2], lines[1::2], strict=False))
     counts = Counter(found.split()[1].rstrip(":") for _, found in pairs)
-    wrong = [f"{trial}: {found}" for trial, found in pairs if found.startswith(("end foreign", "end changed"))]
+    wrong = [
+        f"{trial}: {found}"
+        for trial, found in pairs
+        if found.startswith(("end foreign", "end changed"))
+    ]
     if run.returncode:
-        wrong.append(f"{lines[-1] if lines else readers}: ended with {run.returncode}\n{run.stderr[-2000:]}")
+        wrong.append(
+            f"{lines[-1] if lines else readers}: ended with {run.returncode}\n{run.stderr[-2000:]}"
+        )
     print(dict(counts))
     return counts, wrong
 

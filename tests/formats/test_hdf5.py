@@ -1,4 +1,6 @@
-"""Our HDF5 files: their bytes, what other programs see in them, and what becomes of damaged and foreign ones."""
+"""Our HDF5 files: their bytes, what other programs see in them, and what becomes of damaged and
+foreign ones.
+"""
 
 import shutil
 import subprocess
@@ -54,7 +56,11 @@ def assert_same(found, expected):
 
 def test_equal_objects_give_equal_bytes(tmp_path):
     """HDF5 would store the time of a save, in seconds."""
-    kinds = {"plain.h5": {}, "packed.h5": {"compression": "gzip"}, "dual.safetensors": {"format": "dual"}}
+    kinds = {
+        "plain.h5": {},
+        "packed.h5": {"compression": "gzip"},
+        "dual.safetensors": {"format": "dual"},
+    }
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         for name, options in kinds.items():
@@ -65,7 +71,11 @@ def test_equal_objects_give_equal_bytes(tmp_path):
 
 
 def test_large_tensors_lie_on_pages_and_small_ones_behind_them():
-    specs = [Spec("small", (3,), "float32"), Spec("large", (200, 200), "float32"), Spec("more", (200, 200), "bfloat16")]
+    specs = [
+        Spec("small", (3,), "float32"),
+        Spec("large", (200, 200), "float32"),
+        Spec("more", (200, 200), "bfloat16"),
+    ]
     layout = hdf5_layout.lay_out_hdf5(specs, {})
     assert [spec.name for spec in layout.specs] == ["large", "more", "small"]
     assert all(start % 4096 == 0 for start in layout.starts[:2])
@@ -99,7 +109,9 @@ def test_types_that_are_not_known_are_refused():
 @TOOLS
 def test_h5dump_and_h5ls_see_true_shapes_and_labels(tmp_path):
     save(state(), tmp_path / "x.h5")
-    assert "DATASPACE  SIMPLE { ( 40, 50, 60 ) / ( 40, 50, 60 ) }" in tool("h5dump", "-H", tmp_path / "x.h5")
+    assert "DATASPACE  SIMPLE { ( 40, 50, 60 ) / ( 40, 50, 60 ) }" in tool(
+        "h5dump", "-H", tmp_path / "x.h5"
+    )
     labels = tool("h5dump", "-a", "model.layers.0.bias/dtypes", tmp_path / "x.h5")
     assert "torch.bfloat16" in labels
     assert "Dataset {40/40, 50/50, 60/60}" in tool("h5ls", "-v", tmp_path / "x.h5")
@@ -110,7 +122,10 @@ def test_h5dump_and_h5ls_see_true_shapes_and_labels(tmp_path):
 @TOOLS
 def test_native_floats_show_their_values(tmp_path):
     values = [1.0, 57344.0, -2.0, 0.0]
-    obj = {"b": torch.tensor(values, dtype=torch.bfloat16), "e": torch.tensor(values).to(torch.float8_e5m2)}
+    obj = {
+        "b": torch.tensor(values, dtype=torch.bfloat16),
+        "e": torch.tensor(values).to(torch.float8_e5m2),
+    }
     save(obj, tmp_path / "x.h5", native_floats=True)
     for name, tensor in obj.items():
         assert "1, 57344, -2, 0" in tool("h5dump", "-d", name, tmp_path / "x.h5")
@@ -241,8 +256,16 @@ def test_files_that_lead_elsewhere_or_lie_are_refused(make, tmp_path):
         load(tmp_path / "x.h5")
 
 
-@pytest.mark.parametrize(("attribute", "value"), [("__version__", "x"), ("__version__", 0.2), ("__spec__", "[1"),
-                                                  ("__spec__", "[null, 3]"), ("w.__metadata__", "{}")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [
+        ("__version__", "x"),
+        ("__version__", 0.2),
+        ("__spec__", "[1"),
+        ("__spec__", "[null, 3]"),
+        ("w.__metadata__", "{}"),
+    ],
+)
 def test_wrong_attributes_are_refused(attribute, value, tmp_path):
     save({"w": torch.ones(3)}, tmp_path / "x.h5")
     with h5py.File(tmp_path / "x.h5", "r+") as file:
@@ -262,7 +285,9 @@ def test_a_file_of_others_that_is_cut_short(tmp_path):
 
 
 def test_a_file_of_others_that_is_overwritten_is_read_anew(tmp_path):
-    """The HDF5 library shares what it knows of a file that is still open, even when the file is another by now."""
+    """The HDF5 library shares what it knows of a file that is still open, even when the file is
+    another by now.
+    """
     kept = []
     for number in (1, 2):
         with h5py.File(tmp_path / f"{number}.h5", "w") as file:
@@ -283,33 +308,46 @@ from contract_format import equal
 
 source, target, seed, count, moved = *sys.argv[1:3], *map(int, sys.argv[3:])
 good, dice = open(source, "rb").read(), random.Random(seed)
-truth = {name: tensor.clone() for name, tensor in load(source).items() if isinstance(tensor, torch.Tensor)}
+
+def tensors(values):
+    return {key: each.clone() for key, each in values.items() if isinstance(each, torch.Tensor)}
+
+truth = tensors(load(source))
 outcomes = {"same": 0, "refused": 0}
 for _ in range(count):
     content = bytearray(good)
     for _ in range(dice.choice([1, 1, 2, 8])):
         place = dice.randrange(len(content))
-        content[place] = dice.choice([0, 255, dice.randrange(256), content[place] ^ 1 << dice.randrange(8)])
+        flipped = content[place] ^ 1 << dice.randrange(8)
+        content[place] = dice.choice([0, 255, dice.randrange(256), flipped])
     content = content[: dice.randrange(len(content))] if dice.random() < 0.1 else content
     with open(target, "wb") as file:
         file.write(content + b"x" * moved)
     try:
         found = load(target, verify=True, format="h5")
-        values = {name: tensor.clone() for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+        values = tensors(found)
     except CheckpointError:
         outcomes["refused"] += 1
         continue
-    assert found.keys() - {"odd"} == truth.keys() and all(equal(values[name], truth[name]) for name in truth)
+    assert found.keys() - {"odd"} == truth.keys()
+    assert all(equal(values[name], truth[name]) for name in truth)
     outcomes["same"] += 1
 print(outcomes)
 """
 
 
 @pytest.mark.sample("as saved")
-@pytest.mark.parametrize(("moved", "count"), [(0, examples(200)), (1, 25)], ids=["as saved", "moved"])
+@pytest.mark.parametrize(
+    ("moved", "count"), [(0, examples(200)), (1, 25)], ids=["as saved", "moved"]
+)
 def test_mutated_files_give_right_values_or_an_error(moved, count, tmp_path):
-    """`moved`: a byte more at the end, so the index is not trusted and the HDF5 library meets the damage."""
-    save({"w": torch.randn(30, 20), "b": torch.ones(3).to(torch.bfloat16), "odd": (1, "x", b"y")}, tmp_path / "x.h5")
+    """`moved`: a byte more at the end, so the index is not trusted and the HDF5 library meets the
+    damage.
+    """
+    save(
+        {"w": torch.randn(30, 20), "b": torch.ones(3).to(torch.bfloat16), "odd": (1, "x", b"y")},
+        tmp_path / "x.h5",
+    )
     result = run_python(FUZZ, tmp_path / "x.h5", tmp_path / "y.h5", chosen_seed(), count, moved)
     if moved and result.returncode < 0:
         return  # a damaged file may end the HDF5 library, and with it the process
@@ -338,7 +376,13 @@ def test_the_library_finds_every_name(count, tmp_path):
 
 def test_the_library_reads_every_type(tmp_path):
     datasets, end = [], 0
-    for name in sorted({cerebras.stored_type(dtype, native) for dtype in cerebras.DTYPES for native in (False, True)}):
+    for name in sorted(
+        {
+            cerebras.stored_type(dtype, native)
+            for dtype in cerebras.DTYPES
+            for native in (False, True)
+        }
+    ):
         datasets.append(Dataset((name,), name, (2,), {}, end))
         end += dataset_bytes(datasets[-1])
     (tmp_path / "x.h5").write_bytes(hdf5_header(datasets, {}) + bytes(end))

@@ -1,4 +1,6 @@
-"""Models of Keras, as Keras wrote them: names that people know, exact values, and a refusal for what is damaged."""
+"""Models of Keras, as Keras wrote them: names that people know, exact values, and a refusal for
+what is damaged.
+"""
 
 import io
 import json
@@ -28,16 +30,28 @@ NAMED = {
     "last/bias": numbered(8, 1),
 }
 ORDER = {"kernel": 0, "bias": 1, "gamma": 0, "beta": 1, "moving_mean": 2, "moving_variance": 3}
-NUMBERED = {f"{name.rpartition('/')[0]}/{ORDER[name.rpartition('/')[2]]}": one for name, one in NAMED.items()}
+NUMBERED = {
+    f"{name.rpartition('/')[0]}/{ORDER[name.rpartition('/')[2]]}": one
+    for name, one in NAMED.items()
+}
 HALF = [numbered(0, 3, 2, dtype=torch.bfloat16), numbered(1, 2, dtype=torch.bfloat16)]
-KERAS_2 = ["dense/kernel", "dense/bias", "norm/gamma", "norm/beta", "norm/moving_mean", "norm/moving_variance"]
+KERAS_2 = [
+    "dense/kernel",
+    "dense/bias",
+    "norm/gamma",
+    "norm/beta",
+    "norm/moving_mean",
+    "norm/moving_variance",
+]
 FILES = {
     "keras.h5": NAMED,
     "keras.weights.h5": NUMBERED,
     "keras.keras": NUMBERED,
     "bfloat16.h5": dict(zip(("net/half/kernel", "net/half/bias"), HALF, strict=True)),
     "bfloat16.keras": dict(zip(("half/0", "half/1"), HALF, strict=True)),
-    "keras2.h5": {name: numbered(i, *((3, 2) if i == 0 else (2,))) for i, name in enumerate(KERAS_2)},
+    "keras2.h5": {
+        name: numbered(i, *((3, 2) if i == 0 else (2,))) for i, name in enumerate(KERAS_2)
+    },
 }
 
 
@@ -101,7 +115,9 @@ def test_load_gives_an_archive_by_name_and_an_hdf5_file_as_it_is():
 
 def test_names_come_from_the_config_where_the_weights_have_none(tmp_path):
     check_tensors(tensors(changed(tmp_path / "x.keras", without_names)), NUMBERED)
-    lost = changed(tmp_path / "y.keras", lambda records: (without_names(records), records.pop("config.json")))
+    lost = changed(
+        tmp_path / "y.keras", lambda records: (without_names(records), records.pop("config.json"))
+    )
     assert set(tensors(lost)) >= {"dense/0", "sequential/batch_normalization/3"}
 
 
@@ -118,7 +134,10 @@ def test_two_layers_of_one_name_keep_their_places(tmp_path):
         for group in ("layers/dense", "layers/dense_1"):
             file[f"{group}/vars/0"] = np.ones(2, "f4")
             file[f"{group}/vars"].attrs["name"] = "same"
-    assert set(tensors(tmp_path / "x.weights.h5")) == {"layers/dense/vars/0", "layers/dense_1/vars/0"}
+    assert set(tensors(tmp_path / "x.weights.h5")) == {
+        "layers/dense/vars/0",
+        "layers/dense_1/vars/0",
+    }
 
 
 def test_a_type_that_the_file_does_not_name_is_said(tmp_path):
@@ -133,11 +152,36 @@ def test_a_type_that_the_file_does_not_name_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("change", "options", "error", "message"),
     [
-        (lambda records: records.pop("model.weights.h5"), {}, LoadError, r"no model\.weights\.h5 in it, but nothing"),
-        (lambda _: None, {"compression": zipfile.ZIP_DEFLATED}, CorruptError, "compressed, expected one that is st"),
-        (lambda records: records.update({"config.json": b"{"}), {}, CorruptError, "archive of Keras"),
-        (lambda records: records.update({"model.weights.h5": b"x" * 99}), {}, CorruptError, "not whole"),
-        (lambda records: records.update({"config.json": b'{"config": {"layers": [7]}}'}), {}, CorruptError, "archive"),
+        (
+            lambda records: records.pop("model.weights.h5"),
+            {},
+            LoadError,
+            r"no model\.weights\.h5 in it, but nothing",
+        ),
+        (
+            lambda _: None,
+            {"compression": zipfile.ZIP_DEFLATED},
+            CorruptError,
+            "compressed, expected one that is st",
+        ),
+        (
+            lambda records: records.update({"config.json": b"{"}),
+            {},
+            CorruptError,
+            "archive of Keras",
+        ),
+        (
+            lambda records: records.update({"model.weights.h5": b"x" * 99}),
+            {},
+            CorruptError,
+            "not whole",
+        ),
+        (
+            lambda records: records.update({"config.json": b'{"config": {"layers": [7]}}'}),
+            {},
+            CorruptError,
+            "archive",
+        ),
     ],
 )
 def test_odd_archives_are_refused(tmp_path, change, options, error, message):
@@ -150,7 +194,9 @@ def test_a_list_of_weights_that_are_not_there_is_refused(tmp_path):
     (tmp_path / "x.h5").write_bytes((GOLDEN / "keras2.h5").read_bytes())
     with h5py.File(tmp_path / "x.h5", "r+") as file:
         del file["dense/dense/kernel:0"]
-    with pytest.raises(CorruptError, match="dense/dense/kernel:0: listed as weights, but not in the file"):
+    with pytest.raises(
+        CorruptError, match="dense/dense/kernel:0: listed as weights, but not in the file"
+    ):
         tensors(tmp_path / "x.h5")
 
 

@@ -1,4 +1,6 @@
-"""Checkpoints of Lightning: their weights by name, everything else said, and nothing of them run."""
+"""Checkpoints of Lightning: their weights by name, everything else said, and nothing of them
+run.
+"""
 
 import contextlib
 
@@ -37,32 +39,48 @@ def check_weights(found, wanted):
 
 
 def lightning_like(path, settings, weights=None):
-    torch.save({"epoch": 1, "pytorch-lightning_version": "2.6.0", "state_dict": weights or {"w": torch.ones(2)},
-                "hyper_parameters": settings}, path)  # fmt: skip
+    torch.save(
+        {
+            "epoch": 1,
+            "pytorch-lightning_version": "2.6.0",
+            "state_dict": weights or {"w": torch.ones(2)},
+            "hyper_parameters": settings,
+        },
+        path,
+    )
     return path
 
 
 @pytest.mark.parametrize("where", [open_place, in_bucket])
 def test_its_tensors_are_the_weights(where):
     file = open_source(where(GOLDEN))
-    check_weights({name: file.read(name).view(spec.shape) for name, spec in file.specs.items()}, WEIGHTS)
+    check_weights(
+        {name: file.read(name).view(spec.shape) for name, spec in file.specs.items()}, WEIGHTS
+    )
     assert file.ties == {"tied.weight": "model.0.weight", "tied.bias": "model.0.bias"}
 
 
 def test_what_is_left_out_is_said_by_name(tmp_path):
     report = ft_ckpt.convert(GOLDEN, tmp_path / "x.pt", progress=False)
-    assert {"hyper_parameters.config: __main__.Config", "hyper_parameters.where: pathlib.PosixPath"} < {*report.skipped}
+    assert {
+        "hyper_parameters.config: __main__.Config",
+        "hyper_parameters.where: pathlib.PosixPath",
+    } < {*report.skipped}
     assert "optimizer_states: 4 tensors and 14 values" in report.skipped
 
 
 def test_convert_strips_the_prefix_of_the_module(tmp_path):
-    ft_ckpt.convert(GOLDEN, tmp_path / "x.safetensors", map={"model.*": "*"}, verify=True, progress=False)
+    ft_ckpt.convert(
+        GOLDEN, tmp_path / "x.safetensors", map={"model.*": "*"}, verify=True, progress=False
+    )
     found = ft_ckpt.load(tmp_path / "x.safetensors", "cpu")
     assert torch.equal(found["0.weight"], WEIGHTS["model.0.weight"])
     assert {"0.weight", "1.running_var", "half.weight"} < set(found)
 
 
-@pytest.mark.parametrize("options", [{}, {"map_location": "cpu"}, {"mapped": False}, {"verify": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"map_location": "cpu"}, {"mapped": False}, {"verify": True}]
+)
 def test_load_gives_all_of_it_and_names_what_it_did_not_make(options):
     found = ft_ckpt.load(GOLDEN, **options)
     tied = {name: WEIGHTS[name.replace("tied", "model.0")] for name in ("tied.weight", "tied.bias")}
@@ -77,7 +95,12 @@ def test_load_gives_all_of_it_and_names_what_it_did_not_make(options):
 
 
 def test_values_come_as_they_are(tmp_path):
-    settings = {"dtype": torch.bfloat16, "size": torch.Size([2]), "device": torch.device("cpu"), "odd": ({1}, 1j, None)}
+    settings = {
+        "dtype": torch.bfloat16,
+        "size": torch.Size([2]),
+        "device": torch.device("cpu"),
+        "odd": ({1}, 1j, None),
+    }
     found = ft_ckpt.load(lightning_like(tmp_path / "x.ckpt", settings))["hyper_parameters"]
     assert found == settings
     assert type(found["size"]) is torch.Size
@@ -101,7 +124,8 @@ def test_settings_that_contain_themselves_beside_an_object_are_refused(tmp_path)
 def test_nothing_in_its_settings_runs(tmp_path, name):
     mark = tmp_path / "mark"
     path = lightning_like(tmp_path / "x.ckpt", pickles.evil(mark)[name])
-    if name in ("system", "nested"):  # torch refuses the modules os and sys, whatever takes their place
+    # torch refuses the modules os and sys, whatever takes their place
+    if name in ("system", "nested"):
         for read in (open_source, ft_ckpt.load):
             with pytest.raises(LoadError, match=r"x\.ckpt: .*posix"):
                 read(path)
@@ -114,7 +138,9 @@ def test_nothing_in_its_settings_runs(tmp_path, name):
 @pytest.mark.parametrize("name", sorted(pickles.TAMPER))
 def test_nothing_in_its_settings_changes_the_reader(tmp_path, name):
     whole = lightning_like(tmp_path / "x.ckpt", {}).read_bytes()
-    (tmp_path / "y.ckpt").write_bytes(pickles.archive(pickles.TAMPER[name] + b"pytorch-lightning_version"))
+    (tmp_path / "y.ckpt").write_bytes(
+        pickles.archive(pickles.TAMPER[name] + b"pytorch-lightning_version")
+    )
     with contextlib.suppress(CheckpointError):
         open_source(tmp_path / "y.ckpt")
     assert (tmp_path / "x.ckpt").read_bytes() == whole
@@ -122,7 +148,9 @@ def test_nothing_in_its_settings_changes_the_reader(tmp_path, name):
 
 
 def test_unknown_classes_among_the_weights_are_refused(tmp_path):
-    path = lightning_like(tmp_path / "x.ckpt", {}, {"w": torch.ones(2), "q": {"packed": pickles.Runs(print, "x")}})
+    path = lightning_like(
+        tmp_path / "x.ckpt", {}, {"w": torch.ones(2), "q": {"packed": pickles.Runs(print, "x")}}
+    )
     for read in (open_source, ft_ckpt.load):
         with pytest.raises(LoadError, match=r"builtins\.print"):
             read(path)
@@ -157,12 +185,20 @@ def test_convert_compares_checksums(tmp_path):
 
 @pytest.mark.parametrize("key", ["state_dict", "model"])
 def test_sharded_checkpoints_are_read_as_weights(tmp_path, key):
-    tensors = {f"{key}.model.0.weight": torch.randn(4, 3), "optimizer_0.state.model.0.weight.step": torch.ones(())}
+    tensors = {
+        f"{key}.model.0.weight": torch.randn(4, 3),
+        "optimizer_0.state.model.0.weight.step": torch.ones(()),
+    }
     torch_dcp.save(tensors, checkpoint_id=tmp_path / "x.ckpt", no_dist=True)
     torch.save({"epoch": 1, "pytorch-lightning_version": "2.6.0"}, tmp_path / "x.ckpt/meta.pt")
-    report = ft_ckpt.convert(tmp_path / "x.ckpt", tmp_path / "y.safetensors", verify=True, progress=False)
+    report = ft_ckpt.convert(
+        tmp_path / "x.ckpt", tmp_path / "y.safetensors", verify=True, progress=False
+    )
     assert report.skipped == ("optimizer_0: 1 tensors", "meta.pt: the state of the training")
-    check_weights(ft_ckpt.load(tmp_path / "y.safetensors", "cpu"), {"model.0.weight": tensors[f"{key}.model.0.weight"]})
+    check_weights(
+        ft_ckpt.load(tmp_path / "y.safetensors", "cpu"),
+        {"model.0.weight": tensors[f"{key}.model.0.weight"]},
+    )
 
 
 @pytest.mark.slow
@@ -172,5 +208,7 @@ def test_what_lightning_writes_now_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(maker, "HERE", tmp_path)
     maker.lightning()
     file = open_source(tmp_path / "lightning.ckpt")
-    check_weights({name: file.read(name).view(spec.shape) for name, spec in file.specs.items()}, WEIGHTS)
+    check_weights(
+        {name: file.read(name).view(spec.shape) for name, spec in file.specs.items()}, WEIGHTS
+    )
     assert "hyper_parameters.config: make_library_files.Config" in file.skipped

@@ -1,10 +1,12 @@
-"""Damaged inputs of every kind, by the hundred: the process lives, within bounded time and memory, and errors are ours.
+"""Damaged inputs of every kind, by the hundred: the process lives, within bounded time and memory,
+and errors are ours.
 
-Run by hand: `FT_CKPT_SEED=5 pytest tests/formats/test_mutations.py`; what fails is named with its number, and
-`python tests/formats/test_mutations.py GROUP SEED N N+1 FOLDER` is that one alone: a process of its own, which an input
-may end. It prints "begin GROUP/N" before each input, then "end" with its outcome and seconds: "whole", "refused",
-"memory" (refused for lack of it), or "foreign" with the error, or with the time it took. An input that ends the
-process, or takes over STEP_SECONDS of CPU time, is the last that began.
+Run by hand: `FT_CKPT_SEED=5 pytest tests/formats/test_mutations.py`; what fails is named with its
+number, and `python tests/formats/test_mutations.py GROUP SEED N N+1 FOLDER` is that one alone: a
+process of its own, which an input may end. It prints "begin GROUP/N" before each input, then "end"
+with its outcome and seconds: "whole", "refused", "memory" (refused for lack of it), or "foreign"
+with the error, or with the time it took. An input that ends the process, or takes over STEP_SECONDS
+of CPU time, is the last that began.
 """
 
 import json
@@ -79,8 +81,12 @@ def mutated(content, dice):
         if way == 0:
             data[at] ^= 1 << dice.randrange(8)
         elif way == 1:
-            number = dice.choice([0, 1, 0xFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 40, (1 << 63) - 1, (1 << 64) - 1])
-            data[at : at + 8] = struct.pack(dice.choice("<>") + "Q", number)[: len(data[at : at + 8])]
+            number = dice.choice(
+                [0, 1, 0xFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 40, (1 << 63) - 1, (1 << 64) - 1]
+            )
+            data[at : at + 8] = struct.pack(dice.choice("<>") + "Q", number)[
+                : len(data[at : at + 8])
+            ]
         elif way == 2:
             size, source = dice.randrange(1, 64), dice.randrange(len(data))
             data[at : at + size] = data[source : source + size]
@@ -106,7 +112,9 @@ def odd(document, dice):
         else:
             other, name = dice.choice(places) if places else ({"": 0}, "")
             holder[key] = json.loads(
-                json.dumps(dice.choice([*ODD, other.get(name) if isinstance(other, dict) else other[name]]))
+                json.dumps(
+                    dice.choice([*ODD, other.get(name) if isinstance(other, dict) else other[name]])
+                )
             )
     return document
 
@@ -126,7 +134,11 @@ def use(found):
 def both(path):
     """Read as an object, and as the source of a conversion."""
     with ExitStack() as stack:  # all are tried, and the last error is raised
-        for read in (lambda: use(load(path)), lambda: use(load(path, map_location="cpu")), lambda: tensors(path)):
+        for read in (
+            lambda: use(load(path)),
+            lambda: use(load(path, map_location="cpu")),
+            lambda: tensors(path),
+        ):
             stack.callback(read)
 
 
@@ -203,7 +215,9 @@ def crafted_header(folder):
     def attempt(dice):
         text = json.dumps(odd(head, dice)).encode()
         (folder / "x.safetensors").unlink()
-        (folder / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+        (folder / "x.safetensors").write_bytes(
+            len(text).to_bytes(8, "little") + text + content[8 + size :]
+        )
         both(folder / "x.safetensors")
 
     return attempt
@@ -245,17 +259,31 @@ def legacy_hdf5(path):
     """Format 0.4 of Cerebras, of one list."""
     names = ("torch.utils._pytree", "TreeSpec"), ("torch.utils._pytree", "LeafSpec")
     new = lambda module, name: b"c" + module.encode() + b"\n" + name.encode() + b"\n)\x81"  # noqa: E731
-    leaf = new(*names[1]) + b"}(X\x04\x00\x00\x00typeNX\x07\x00\x00\x00contextNX\x0e\x00\x00\x00children_specs]ub"
+    leaf = (
+        new(*names[1])
+        + b"}(X\x04\x00\x00\x00typeNX\x07\x00\x00\x00contextNX\x0e\x00\x00\x00children_specs]ub"
+    )
     kind = b"cdill._dill\n_load_type\nX\x04\x00\x00\x00list\x85R"
-    spec = b"\x80\x02" + new(*names[0]) + b"}(X\x04\x00\x00\x00type" + kind + b"X\x07\x00\x00\x00contextN"
+    spec = (
+        b"\x80\x02"
+        + new(*names[0])
+        + b"}(X\x04\x00\x00\x00type"
+        + kind
+        + b"X\x07\x00\x00\x00contextN"
+    )
     spec += b"X\x0e\x00\x00\x00children_specs](" + leaf * 3 + b"eub."
     with h5py.File(path, "w") as file:
         file.attrs["__version__"], file.attrs["__spec__"] = 0.4, spec.hex()
-        weight = file.create_dataset("0", data=np.arange(500, dtype="i2"), chunks=(100,), compression="gzip")
+        weight = file.create_dataset(
+            "0", data=np.arange(500, dtype="i2"), chunks=(100,), compression="gzip"
+        )
         weight.attrs["__H5_TYPE__"], weight.attrs["is_bfloat16"] = "TorchTensorH5Type", True
         file.create_dataset("1", data=2.5).attrs["__H5_TYPE__"] = "ScalarH5Type"
         last = file.create_dataset("2", dtype="f4")
-        last.attrs["__H5_TYPE__"], last.attrs["object_value"] = "ObjectH5Type", pickle.dumps(1j).hex()
+        last.attrs["__H5_TYPE__"], last.attrs["object_value"] = (
+            "ObjectH5Type",
+            pickle.dumps(1j).hex(),
+        )
     use(load(path))
 
 
@@ -267,13 +295,28 @@ def document(folder):
     """The document of a run's state."""
     tree = {"tree": ["list", {"a": ["tensor", 0]}, ["array", 1, "<f4", [2, 2]]], "tensors": 2}
     whole = {
-        "version": 1, "items": {"scheduler": tree}, "ranks": [{"rng": tree}], "weights": {"w": ["", "w"]},
-        "run_id": "abc", "progress": {"step": 4, "epoch": 1, "batch": 0, "samples": 0}, "fingerprint": {},
+        "version": 1,
+        "items": {"scheduler": tree},
+        "ranks": [{"rng": tree}],
+        "weights": {"w": ["", "w"]},
+        "run_id": "abc",
+        "progress": {"step": 4, "epoch": 1, "batch": 0, "samples": 0},
+        "fingerprint": {},
         "history": History().to_json(),
-    }  # fmt: skip
-    names = {"": ["w"], FOLDER: [f"{item}/{number}" for item in ("scheduler", "rank-0/rng") for number in range(2)]}
+    }
+    names = {
+        "": ["w"],
+        FOLDER: [f"{item}/{number}" for item in ("scheduler", "rank-0/rng") for number in range(2)],
+    }
     parts = [
-        PartRecord("", path, "state", "", "", tuple(TensorRecord(name, (2, 2), "float32", "f", 0, 0) for name in some))
+        PartRecord(
+            "",
+            path,
+            "state",
+            "",
+            "",
+            tuple(TensorRecord(name, (2, 2), "float32", "f", 0, 0) for name in some),
+        )
         for path, some in names.items()
     ]
     manifest = Manifest(tuple(parts), (), "state", "", 4, run_id="abc")
@@ -306,7 +349,14 @@ def trees(folder):
 
 
 def pickles(folder):
-    values = [{"a": [1, (2,)]}, torch.float16, np.float32(2.5), frozenset({1, "a"}), [{"x": ("y",) * 3}] * 4, 2**100]
+    values = [
+        {"a": [1, (2,)]},
+        torch.float16,
+        np.float32(2.5),
+        frozenset({1, "a"}),
+        [{"x": ("y",) * 3}] * 4,
+        2**100,
+    ]
     data = [pickle.dumps(value, protocol) for value in values for protocol in (0, 2, 4)]
 
     def attempt(dice):
@@ -327,9 +377,14 @@ GROUPS = {
     "cerebras 0.5": on_file(cerebras, "x.h5"),
     "cerebras 0.4": on_file(legacy_hdf5, "x.h5"),
     "torch": on_file(
-        lambda path: torch.save(nested()["model"] | {"n": [1, (2, {})], "t": torch.ones(6, 4).t()}, path), "x.pt"
+        lambda path: torch.save(
+            nested()["model"] | {"n": [1, (2, {})], "t": torch.ones(6, 4).t()}, path
+        ),
+        "x.pt",
     ),
-    "torch legacy": on_file(lambda path: torch.save(flat(), path, _use_new_zipfile_serialization=False), "x.pt"),
+    "torch legacy": on_file(
+        lambda path: torch.save(flat(), path, _use_new_zipfile_serialization=False), "x.pt"
+    ),
     "keras": golden("keras.keras"),
     "keras hdf5": golden("bfloat16.h5"),
     "flax": golden("flax.msgpack"),
@@ -387,21 +442,35 @@ def run(group, attempt, seed, numbers):
 # The tests
 
 
-# The HDF5 library reads the damage, which may end the process, or take time or memory: docs/limits.md.
+# The HDF5 library reads the damage, which may end the process, or take time or memory:
+# docs/limits.md.
 LIBRARY = [
     group
     for group in GROUPS
-    if group.startswith(("cerebras", "keras")) or group in ("hdf5 moved", "hdf5 foreign", "hdf5 compressed")
+    if group.startswith(("cerebras", "keras"))
+    or group in ("hdf5 moved", "hdf5 foreign", "hdf5 compressed")
 ]
 OURS = [group for group in GROUPS if group not in LIBRARY]
 ENDS = 3  # of processes, at which a group is given up
 
 
 def campaign(groups, first, end, folder):
-    """What came of each input, counted by group; and those that ended the process, or whose errors were not ours."""
-    command = [sys.executable, __file__, ",".join(groups), str(chosen_seed()), str(first), str(end), str(folder)]
+    """What came of each input, counted by group; and those that ended the process, or whose errors
+    were not ours.
+    """
+    command = [
+        sys.executable,
+        __file__,
+        ",".join(groups),
+        str(chosen_seed()),
+        str(first),
+        str(end),
+        str(folder),
+    ]
     environment = {**os.environ, "PYTHONPATH": python_path()}
-    run = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, env=environment)
+    run = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", check=False, env=environment
+    )
     lines = [line for line in run.stdout.splitlines() if line.startswith(("begin ", "end "))]
     pairs = [(lines[at][6:], lines[at + 1][4:]) for at in range(0, len(lines) - 1, 2)]
     told = Counter((name.partition("/")[0], found.partition(" ")[0]) for name, found in pairs)
@@ -409,7 +478,9 @@ def campaign(groups, first, end, folder):
     last = int(lines[-1 if len(lines) % 2 else -2].rpartition("/")[2]) if lines else end
     ended = lines[-1].partition("/")[0].removeprefix("begin ") if lines else groups[0]
     if run.returncode and not (run.returncode < 0 and ended in LIBRARY):
-        wrong.append(f"{lines[-1] if lines else groups}: ended with {run.returncode}\n{run.stderr[-2000:]}")
+        wrong.append(
+            f"{lines[-1] if lines else groups}: ended with {run.returncode}\n{run.stderr[-2000:]}"
+        )
     return told, wrong, last
 
 

@@ -16,7 +16,10 @@ from ft_ckpt.model.convert import open_source
 from ft_ckpt.storage.place import open_place
 
 GOLDEN = library_files.FOLDER
-DENSE = {"params.dense.kernel": numbered(0, 3, 4), "params.dense.bias": numbered(1, 4, dtype=torch.bfloat16)}
+DENSE = {
+    "params.dense.kernel": numbered(0, 3, 4),
+    "params.dense.bias": numbered(1, 4, dtype=torch.bfloat16),
+}
 WHOLE = DENSE | {"list.0": torch.tensor(200, dtype=torch.int32)}
 
 
@@ -36,7 +39,9 @@ def check_folder(path, wanted):
     return file
 
 
-@pytest.mark.parametrize(("name", "wanted"), [("orbax", WHOLE), ("orbax_folders", WHOLE), ("orbax_run/3", DENSE)])
+@pytest.mark.parametrize(
+    ("name", "wanted"), [("orbax", WHOLE), ("orbax_folders", WHOLE), ("orbax_run/3", DENSE)]
+)
 def test_arrays_are_read(tensorstore, name, wanted):
     file = check_folder(GOLDEN / name, wanted)
     assert ("rate: scalar" in file.skipped) == (wanted is WHOLE)
@@ -49,7 +54,11 @@ def test_convert(tensorstore, tmp_path):
 
 def test_damage_is_noticed(tensorstore, tmp_path):
     for path in sorted((GOLDEN / "orbax").rglob("*")):
-        if path.is_file() and path.stat().st_size > 100 and path.name not in ("_sharding", "_CHECKPOINT_METADATA"):
+        if (
+            path.is_file()
+            and path.stat().st_size > 100
+            and path.name not in ("_sharding", "_CHECKPOINT_METADATA")
+        ):
             shutil.copytree(GOLDEN / "orbax", tmp_path / "x", dirs_exist_ok=True)
             inside = tmp_path / "x" / path.relative_to(GOLDEN / "orbax")
             inside.write_bytes(inside.read_bytes()[:60])
@@ -62,7 +71,9 @@ def test_damage_is_noticed(tensorstore, tmp_path):
 
 @pytest.fixture
 def folders(tensorstore, tmp_path):
-    """A copy of the checkpoint with a folder for each array; `chunk` is the only one of the kernel."""
+    """A copy of the checkpoint with a folder for each array; `chunk` is the only one of the
+    kernel.
+    """
     shutil.copytree(GOLDEN / "orbax_folders", tmp_path / "x")
     return tmp_path / "x"
 
@@ -93,7 +104,9 @@ def test_a_renamed_chunk_of_an_old_writer_is_no_zeros(folders, name):
     del document["store_array_data_equal_to_fill_value"]
     (folders / "_METADATA").write_text(json.dumps(document))
     (folders / CHUNK).rename((folders / CHUNK).with_name(name))
-    with pytest.raises(CorruptError, match=r"params\.dense\.kernel: 1 files that are none of its 1 chunks"):
+    with pytest.raises(
+        CorruptError, match=r"params\.dense\.kernel: 1 files that are none of its 1 chunks"
+    ):
         check_folder(folders, WHOLE)
 
 
@@ -109,7 +122,11 @@ def test_only_regular_files_inside_the_folder_are_read(folders, way):
         shutil.rmtree(chunk.parent)
         chunk.parent.symlink_to(outside)
     else:
-        chunk.symlink_to({"device": "/dev/zero", "out": outside / "0.0", "dangling": "none", "itself": "0.0"}[way])
+        chunk.symlink_to(
+            {"device": "/dev/zero", "out": outside / "0.0", "dangling": "none", "itself": "0.0"}[
+                way
+            ]
+        )
     with pytest.raises(CorruptError, match=r"params\.dense\.kernel.*regular file"):
         open_source(open_place(folders))
 

@@ -25,29 +25,46 @@ MAGIC = b"tiny"
 
 
 def lay_out_tiny(specs, metadata, ties):
-    """Four letters, the length of a table of the tensors, that table, and the tensors one after the other."""
+    """Four letters, the length of a table of the tensors, that table, and the tensors one after the
+    other.
+    """
     starts, at = [], 0
     for spec in specs:
         starts.append(at)
         at += spec.size_bytes
-    table = [[spec.name, spec.dtype, spec.shape, start] for spec, start in zip(specs, starts, strict=True)]
+    table = [
+        [spec.name, spec.dtype, spec.shape, start]
+        for spec, start in zip(specs, starts, strict=True)
+    ]
     text = json.dumps(table).encode()
     header = MAGIC + len(text).to_bytes(8, "little") + text
-    return Layout(header, tuple(specs), tuple(len(header) + start for start in starts), len(header) + at)
+    return Layout(
+        header, tuple(specs), tuple(len(header) + start for start in starts), len(header) + at
+    )
 
 
 def open_tiny(raw, verify=False):
     size = int.from_bytes(raw.bytes(4, 8), "little")
     table = json.loads(raw.bytes(12, size))
-    rows = {name: [dtype, shape, start, "", leaf] for leaf, (name, dtype, shape, start) in enumerate(table)}
+    rows = {
+        name: [dtype, shape, start, "", leaf]
+        for leaf, (name, dtype, shape, start) in enumerate(table)
+    }
     return IndexedFile(raw, TensorIndex(rows, None, {}, 12 + size), verify)
 
 
 @pytest.fixture
 def tiny(monkeypatch):
     monkeypatch.setattr(registry, "_FORMATS", dict(registry._FORMATS))
-    register_format(TensorFormat(name="tiny", suffixes=(".tiny",), lay_out=lay_out_tiny, open_indexed=open_tiny,
-                                 recognise=lambda file: file.bytes(0, 4) == MAGIC))  # fmt: skip
+    register_format(
+        TensorFormat(
+            name="tiny",
+            suffixes=(".tiny",),
+            lay_out=lay_out_tiny,
+            open_indexed=open_tiny,
+            recognise=lambda file: file.bytes(0, 4) == MAGIC,
+        )
+    )
 
 
 def logits(model):
@@ -58,14 +75,18 @@ def logits(model):
 @pytest.mark.parametrize(("name", "shard"), [("llama", "50GB"), ("gpt2", 30_000), ("lora", "50GB")])
 def test_a_new_format_saves_and_loads_models(tiny, tmp_path, name, shard):
     model = models.build(name)
-    report = CheckpointSaver(format="tiny", max_shard_size=shard).save(model, tmp_path / "out", adapter_only=False)
+    report = CheckpointSaver(format="tiny", max_shard_size=shard).save(
+        model, tmp_path / "out", adapter_only=False
+    )
     manifest = read_manifest(report.path)
     assert {part.format for part in manifest.parts} == {"tiny"}
     files = {tensor.file for tensor in manifest.parts[0].tensors}
     assert (len(files) > 1) == (shard != "50GB")
     assert {detect_format(raw_file(report.path / file)).name for file in files} == {"tiny"}
     assert ft_ckpt.verify(report.path).ok
-    torch.testing.assert_close(logits(ft_ckpt.load_model(report.path)), logits(model), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        logits(ft_ckpt.load_model(report.path)), logits(model), rtol=0, atol=1e-6
+    )
 
 
 def test_a_new_format_is_converted_from_and_to(tiny, tmp_path):
@@ -80,16 +101,23 @@ def test_a_new_format_is_converted_from_and_to(tiny, tmp_path):
 def test_a_format_that_is_not_registered_is_refused():
     with pytest.raises(ConfigError, match="'tiny': expected one of safetensors, h5, dual"):
         CheckpointSaver(format="tiny")
-    with pytest.raises(ConfigError, match="format 'tiny': expected one of safetensors, h5, dual, torch"):
+    with pytest.raises(
+        ConfigError, match="format 'tiny': expected one of safetensors, h5, dual, torch"
+    ):
         ft_ckpt.save({}, "x", "tiny")
-    with pytest.raises(ConfigError, match="format='tiny': expected one of safetensors, h5, dual, torch, tensor"):
+    with pytest.raises(
+        ConfigError, match="format='tiny': expected one of safetensors, h5, dual, torch, tensor"
+    ):
         ft_ckpt.convert("x", "y", format="tiny")
     with pytest.raises(ConfigError, match="format 'torch': its files have no index"):
         format_named("torch").open_file("x.pt")
 
 
 def test_asking_the_records_needs_no_torch():
-    code = "import sys, ft_ckpt.formats.registry, ft_ckpt.config; ft_ckpt.config.SaverConfig(format='h5'); "
+    code = (
+        "import sys, ft_ckpt.formats.registry, ft_ckpt.config; "
+        "ft_ckpt.config.SaverConfig(format='h5'); "
+    )
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -111,5 +139,10 @@ def test_nothing_compares_names_of_formats():
         named = any(f'"{name}"' in text for name in names)  # most modules need not be parsed
         for node in ast.walk(ast.parse(text)) if named else ():
             parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
-            constants = {one.value for part in parts for one in ast.walk(part) if isinstance(one, ast.Constant)}
+            constants = {
+                one.value
+                for part in parts
+                for one in ast.walk(part)
+                if isinstance(one, ast.Constant)
+            }
             assert not names & constants, f"{path}:{node.lineno}"

@@ -1,4 +1,6 @@
-"""TensorFlow checkpoints: what TensorFlow's own reader says of what is written, and the way back."""
+"""TensorFlow checkpoints: what TensorFlow's own reader says of what is written, and the way
+back.
+"""
 
 import shutil
 
@@ -36,8 +38,13 @@ def filled(dtype, *shape):
 
 def write(folder, tensors, shard_bytes=700):
     folder.mkdir(exist_ok=True)
-    specs = [Spec(name, tuple(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in tensors.items()]
-    tensorflow.write_tensorflow(folder, specs, lambda name, low, high: tensors[name].reshape(-1)[low:high], shard_bytes)
+    specs = [
+        Spec(name, tuple(one.shape), str(one.dtype).removeprefix("torch."))
+        for name, one in tensors.items()
+    ]
+    tensorflow.write_tensorflow(
+        folder, specs, lambda name, low, high: tensors[name].reshape(-1)[low:high], shard_bytes
+    )
 
 
 def bits(array):
@@ -56,23 +63,33 @@ def test_every_type_is_read_by_tensorflow_and_by_us(tf, tmp_path):
     reader = tf.train.load_checkpoint(str(tmp_path))
     shapes = {name: tuple(shape) for name, shape in reader.get_variable_to_shape_map().items()}
     assert shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    assert {name: bits(reader.get_tensor(name)) for name in tensors} == {n: raw(t) for n, t in tensors.items()}
+    assert {name: bits(reader.get_tensor(name)) for name in tensors} == {
+        n: raw(t) for n, t in tensors.items()
+    }
     file = tensorflow.open_tensorflow(open_place(tmp_path))
     for name, tensor in tensors.items():
-        assert file.specs[name] == Spec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        assert file.specs[name] == Spec(
+            name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        )
         assert raw(file.read(name)) == raw(tensor), name
         assert raw(file.read(name, 1, 7)) == raw(tensor.reshape(-1)[1:7]), name
 
 
 @settings(max_examples=examples(15), deadline=None)
-@given(shape=st.lists(st.integers(0, 9), max_size=3).map(tuple), shard=st.integers(1, 2000), data=st.data())
+@given(
+    shape=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    shard=st.integers(1, 2000),
+    data=st.data(),
+)
 def test_any_shards_hold_the_same(tf, tmp_path_factory, shape, shard, data):
     tensor = filled("float32", *shape)
     folder = tmp_path_factory.mktemp("tf")
     write(folder, {"a": tensor, "b": filled("int64", 5)}, shard)
     low = data.draw(st.integers(0, tensor.numel()))
     high = data.draw(st.integers(low, tensor.numel()))
-    assert raw(tensorflow.open_tensorflow(open_place(folder)).read("a", low, high)) == raw(tensor.reshape(-1)[low:high])
+    assert raw(tensorflow.open_tensorflow(open_place(folder)).read("a", low, high)) == raw(
+        tensor.reshape(-1)[low:high]
+    )
 
 
 def test_a_bucket_is_read_through_a_copy_that_goes_with_the_file(tf, tmp_path, monkeypatch):
@@ -98,9 +115,15 @@ def test_variables_of_keras_are_read(tf, tmp_path):
 def test_there_and_back(tf, tmp_path):
     shared = torch.randn(40, 6).bfloat16()
     torch.save({"a": shared, "b": shared, "n": {"c": torch.arange(5)}}, tmp_path / "x.pt")
-    report = convert(tmp_path / "x.pt", tmp_path / "tf", format="tensorflow", verify=True, map={"n.*": "m.*"})
+    report = convert(
+        tmp_path / "x.pt", tmp_path / "tf", format="tensorflow", verify=True, map={"n.*": "m.*"}
+    )
     assert report.notes == ("1 tied names stored as tensors of their own",)
-    assert set(tf.train.load_checkpoint(str(tmp_path / "tf")).get_variable_to_dtype_map()) == {"a", "b", "m.c"}
+    assert set(tf.train.load_checkpoint(str(tmp_path / "tf")).get_variable_to_dtype_map()) == {
+        "a",
+        "b",
+        "m.c",
+    }
     convert(tmp_path / "tf", tmp_path / "y.pt", verify=True, dtype="float32")
     loaded = torch.load(tmp_path / "y.pt")
     assert torch.equal(loaded["b"], shared.float())
@@ -121,19 +144,37 @@ def test_damage_is_noticed(tf, tmp_path):
 
 
 def test_shards_are_checkpoints_of_their_own(tf, tmp_path):
-    tensors = {"embed.w": torch.randn(30, 4), "layers.0.w": torch.randn(4, 4), "layers.1.w": torch.arange(7)}
+    tensors = {
+        "embed.w": torch.randn(30, 4),
+        "layers.0.w": torch.randn(4, 4),
+        "layers.1.w": torch.arange(7),
+    }
     torch.save(tensors, tmp_path / "x.pt")
-    (tmp_path / "rules").write_text("# by name\nembed* table\nlayers.[0] lower\nlayers.0.* lower\n* rest\n")
+    (tmp_path / "rules").write_text(
+        "# by name\nembed* table\nlayers.[0] lower\nlayers.0.* lower\n* rest\n"
+    )
     with pytest.raises(SelectionError, match=r"layers\.\[0\] lower: a rule for no tensor"):
         convert(tmp_path / "x.pt", tmp_path / "tf", format="tensorflow", shards=tmp_path / "rules")
     (tmp_path / "rules").write_text("embed* table\nlayers.0.* lower\n* rest\n")
-    convert(tmp_path / "x.pt", tmp_path / "tf", format="tensorflow", shards=tmp_path / "rules", verify=True)
-    for prefix, names in {"table": ["embed.w"], "lower": ["layers.0.w"], "rest": ["layers.1.w"]}.items():
+    convert(
+        tmp_path / "x.pt",
+        tmp_path / "tf",
+        format="tensorflow",
+        shards=tmp_path / "rules",
+        verify=True,
+    )
+    for prefix, names in {
+        "table": ["embed.w"],
+        "lower": ["layers.0.w"],
+        "rest": ["layers.1.w"],
+    }.items():
         reader = tf.train.load_checkpoint(str(tmp_path / "tf" / f"{prefix}.ckpt"))
         assert list(reader.get_variable_to_shape_map()) == names
         assert bits(reader.get_tensor(names[0])) == raw(tensors[names[0]])
     convert(tmp_path / "tf", tmp_path / "y.pt", verify=True)
-    assert all(torch.equal(one, tensors[name]) for name, one in torch.load(tmp_path / "y.pt").items())
+    assert all(
+        torch.equal(one, tensors[name]) for name, one in torch.load(tmp_path / "y.pt").items()
+    )
     next((tmp_path / "tf").glob("lower.ckpt.index")).unlink()
     with pytest.raises(CheckpointError):
         tensorflow.open_tensorflow(open_place(tmp_path / "tf"))
@@ -143,8 +184,9 @@ def test_h5_and_back_by_commands_of_their_own(tf, tmp_path, monkeypatch):
     ft_ckpt.save({"a.w": torch.randn(3, 2), "b": torch.arange(4)}, tmp_path / "x.h5")
     (tmp_path / "rules").write_text("a.* first\n* second\n")
     for command, words in [
-        (cli.h5_to_tensorflow, ["x.h5", "tf", "--shards", "rules"]), (cli.tensorflow_to_h5, ["tf", "y.h5", "--verify"]),
-    ]:  # fmt: skip
+        (cli.h5_to_tensorflow, ["x.h5", "tf", "--shards", "rules"]),
+        (cli.tensorflow_to_h5, ["tf", "y.h5", "--verify"]),
+    ]:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("sys.argv", ["command", *words])
         with pytest.raises(SystemExit) as ended:
@@ -167,8 +209,13 @@ def test_odd_rules_are_refused(tmp_path, rules):
 def test_each_tensor_goes_by_the_first_rule_that_its_name_fits():
     specs = [Spec(name, (), "float32") for name in ("a.w", "b.w", "b.v")]
     found = assign_shards(specs, [("a.*", "x"), ("*.w", "y"), ("*", "x")])
-    assert {shard: [spec.name for spec in some] for shard, some in found.items()} == {"x": ["a.w", "b.v"], "y": ["b.w"]}
-    with pytest.raises(SelectionError, match=r"b\.v: in no shard; c lost: a rule for no tensor; end the rules with"):
+    assert {shard: [spec.name for spec in some] for shard, some in found.items()} == {
+        "x": ["a.w", "b.v"],
+        "y": ["b.w"],
+    }
+    with pytest.raises(
+        SelectionError, match=r"b\.v: in no shard; c lost: a rule for no tensor; end the rules with"
+    ):
         assign_shards(specs, [("a.*", "x"), ("*.w", "y"), ("c", "lost")])
 
 

@@ -1,4 +1,6 @@
-"""Torch files: everything torch writes is read without running it, and torch reads what is written here."""
+"""Torch files: everything torch writes is read without running it, and torch reads what is written
+here.
+"""
 
 import argparse
 import ctypes
@@ -34,7 +36,9 @@ def spec_of(name, tensor) -> Spec:
 
 
 def write(path, tensors, ties=None, slice_bytes=7) -> torch_file.TorchArchive:
-    archive = torch_file.lay_out_torch([spec_of(name, tensor) for name, tensor in tensors.items()], {}, ties)
+    archive = torch_file.lay_out_torch(
+        [spec_of(name, tensor) for name, tensor in tensors.items()], {}, ties
+    )
     held = [tensors[spec.name].contiguous() for spec in archive.specs]
 
     def chunks():
@@ -43,7 +47,9 @@ def write(path, tensors, ties=None, slice_bytes=7) -> torch_file.TorchArchive:
                 yield tensor.data_ptr() + low, min(slice_bytes, tensor.nbytes - low)
 
     parts = archive.weave_bytes(chunks())
-    path.write_bytes(b"".join(part if isinstance(part, bytes) else ctypes.string_at(*part) for part in parts))
+    path.write_bytes(
+        b"".join(part if isinstance(part, bytes) else ctypes.string_at(*part) for part in parts)
+    )
     return archive
 
 
@@ -58,7 +64,12 @@ views = {
 
 
 @settings(max_examples=examples(80), deadline=None)
-@given(dtype=st.sampled_from(DTYPES), shape=shapes, view=st.sampled_from(sorted(views)), cut=st.integers(0, 40))
+@given(
+    dtype=st.sampled_from(DTYPES),
+    shape=shapes,
+    view=st.sampled_from(sorted(views)),
+    cut=st.integers(0, 40),
+)
 def test_every_tensor_torch_saves_is_read(tmp_path_factory, dtype, shape, view, cut):
     path = tmp_path_factory.mktemp("read") / "x.pt"
     tensor = views[view](filled(shape, dtype))
@@ -66,7 +77,9 @@ def test_every_tensor_torch_saves_is_read(tmp_path_factory, dtype, shape, view, 
     file = torch_file.open_torch_file(raw_file(path))
     assert file.specs == {"a.é/b.c": spec_of("a.é/b.c", tensor)}
     assert bytes_of(file.read("a.é/b.c")) == bytes_of(tensor)
-    assert bytes_of(file.read("a.é/b.c", cut // 2, cut)) == bytes_of(tensor.reshape(-1)[cut // 2 : cut])
+    assert bytes_of(file.read("a.é/b.c", cut // 2, cut)) == bytes_of(
+        tensor.reshape(-1)[cut // 2 : cut]
+    )
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -83,31 +96,43 @@ def test_torch_and_zip_tools_read_what_is_written(tmp_path_factory, kinds):
 
 
 def test_the_bytes_are_those_torch_writes(tmp_path):
-    tensors = {"b": filled((3, 5), "bfloat16"), "u": filled((4,), "uint16"), "s": filled((), "float64")}
+    tensors = {
+        "b": filled((3, 5), "bfloat16"),
+        "u": filled((4,), "uint16"),
+        "s": filled((), "float64"),
+    }
     tensors |= {"e": filled((2, 0, 3), "float32"), "f8": filled((9, 2), "float8_e4m3fn")}
     write(tmp_path / "ours.pt", tensors, {"tied": "b"})
     theirs = io.BytesIO()
     torch.save({**tensors, "tied": tensors["b"]}, theirs)
-    end = zipfile.ZipFile(theirs).getinfo("archive/.data/serialization_id").header_offset  # a hash of no use to readers
+    # a hash of no use to readers
+    end = zipfile.ZipFile(theirs).getinfo("archive/.data/serialization_id").header_offset
     assert (tmp_path / "ours.pt").read_bytes()[:end] == theirs.getvalue()[:end]
 
 
 def test_beyond_4_gib_every_place_is_where_torch_has_it(tmp_path):
     sizes = [5, 5 << 30, 100, 7, 0, 64]
-    tensors = {f"t{i}": torch.empty(size, dtype=torch.uint8) for i, size in enumerate(sizes)}  # pages never touched
+    # pages never touched
+    tensors = {f"t{i}": torch.empty(size, dtype=torch.uint8) for i, size in enumerate(sizes)}
     with torch.serialization.skip_data():
         torch.save(tensors, tmp_path / "sparse.pt")
     file = raw_file(tmp_path / "sparse.pt")
     with zipfile.ZipFile(tmp_path / "sparse.pt") as theirs:
-        spans = [record_span(file, theirs.getinfo(f"sparse/data/{index}")) for index in range(len(sizes))]
-    archive = torch_file.lay_out_torch([spec_of(name, tensor) for name, tensor in tensors.items()], {})
+        spans = [
+            record_span(file, theirs.getinfo(f"sparse/data/{index}")) for index in range(len(sizes))
+        ]
+    archive = torch_file.lay_out_torch(
+        [spec_of(name, tensor) for name, tensor in tensors.items()], {}
+    )
     assert [stop - start for start, stop in spans] == sizes
     assert list(archive.starts) == [start for start, _ in spans]
 
 
 def test_tied_tensors_are_found_and_written_once(tmp_path):
     shared = torch.randn(4, 4)
-    torch.save({"one": shared, "view": shared[1:], "two": shared, "other": shared.t()}, tmp_path / "x.pt")
+    torch.save(
+        {"one": shared, "view": shared[1:], "two": shared, "other": shared.t()}, tmp_path / "x.pt"
+    )
     file = torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
     assert (list(file.specs), file.ties) == (["one", "view", "other"], {"two": "one"})
     write(tmp_path / "y.pt", {"one": shared}, {"two": "one"})
@@ -116,7 +141,13 @@ def test_tied_tensors_are_found_and_written_once(tmp_path):
 
 
 def test_what_is_no_tensor_is_named(tmp_path):
-    state = {"w": torch.ones(1), "step": 7, "lr": [0.1, None], "names": ("a", b"b", b""), "size": torch.Size([2])}
+    state = {
+        "w": torch.ones(1),
+        "step": 7,
+        "lr": [0.1, None],
+        "names": ("a", b"b", b""),
+        "size": torch.Size([2]),
+    }
     torch.save(state, tmp_path / "x.pt")
     file = torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
     assert list(file.specs) == ["w"]
@@ -161,7 +192,9 @@ def test_a_file_from_before_torch_1_6_is_read(tmp_path):
 
 
 def test_a_program_is_no_state_dict(tmp_path):
-    (tmp_path / "x.pt").write_bytes(pickles.archive(pickles.dump({}), {"constants.pkl": pickles.dump(())}))
+    (tmp_path / "x.pt").write_bytes(
+        pickles.archive(pickles.dump({}), {"constants.pkl": pickles.dump(())})
+    )
     with pytest.raises(LoadError, match="a TorchScript program"):
         torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
 
@@ -170,7 +203,9 @@ def test_a_program_is_no_state_dict(tmp_path):
 
 
 def test_a_storage_that_is_larger_than_its_file_is_refused(tmp_path):
-    torch.save({"w": torch.zeros(700, 100)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save(
+        {"w": torch.zeros(700, 100)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False
+    )
     content = (tmp_path / "old.pt").read_bytes()
     told, larger = (b"J" + number.to_bytes(4, "little") for number in (70_000, 1 << 30))
     assert content.count(told) == 1
@@ -204,7 +239,9 @@ def test_a_pickle_cannot_change_its_reader(tmp_path, way):
 
 
 def test_every_foreign_name_is_in_the_error(tmp_path):
-    (tmp_path / "x.pt").write_bytes(pickles.archive(pickles.dump([pickles.Runs(os.getpid), pickles.Runs(os.getcwd)])))
+    (tmp_path / "x.pt").write_bytes(
+        pickles.archive(pickles.dump([pickles.Runs(os.getpid), pickles.Runs(os.getcwd)]))
+    )
     with pytest.raises(LoadError, match=r"posix\.getcwd, posix\.getpid"):
         torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
 
@@ -225,7 +262,9 @@ def test_a_damaged_file_gives_an_error_or_whole_tensors(tmp_path_factory, data):
     content = bytearray((folder / "x.pt").read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    (folder / "x.pt").write_bytes(content[: data.draw(st.integers(0, len(content)) | st.just(len(content)))])
+    (folder / "x.pt").write_bytes(
+        content[: data.draw(st.integers(0, len(content)) | st.just(len(content)))]
+    )
     try:
         file = torch_file.open_torch_file(raw_file(folder / "x.pt"))
         for spec in file.specs.values():
@@ -240,7 +279,8 @@ def test_small_records_are_as_long_as_they_say(tmp_path, name):
     path = tmp_path / "x.pt"
     torch.save({"w": torch.ones(10)}, path)
     content = path.read_bytes()
-    at = content.rindex(f"x/{name}".encode()) - 46  # of its entry in the directory; the two sizes are 20 bytes on
+    # of its entry in the directory; the two sizes are 20 bytes on
+    at = content.rindex(f"x/{name}".encode()) - 46
     assert content[at : at + 4] == b"PK\1\2"
     path.write_bytes(content[: at + 20] + b"\xff\xff\xff\x7f" * 2 + content[at + 28 :])
     for read in (lambda path: torch_file.open_torch_file(raw_file(path)), load):
@@ -269,9 +309,13 @@ SUMMED = {
 @pytest.mark.parametrize("element", [5, 2500])
 @pytest.mark.parametrize("options", [{}, {"dtype": "float64"}], ids=["copied", "cast"])
 def test_a_flipped_bit_of_a_storage_is_noticed(tmp_path, kind, element, options):
-    """Wherever it is in the storage, whichever part of that the tensors are, and however they are read."""
+    """Wherever it is in the storage, whichever part of that the tensors are, and however they are
+    read.
+    """
     torch.save(SUMMED[kind], tmp_path / "x.pt")
-    convert(tmp_path / "x.pt", tmp_path / "whole.safetensors", verify=True, progress=False, **options)
+    convert(
+        tmp_path / "x.pt", tmp_path / "whole.safetensors", verify=True, progress=False, **options
+    )
     flip(tmp_path / "x.pt", VIEWS[element : element + 4].numpy().tobytes())
     with pytest.raises(CorruptError, match=r"x\.pt: data/0 is damaged"):
         convert(tmp_path / "x.pt", tmp_path / "y.safetensors", progress=False, **options)
@@ -294,7 +338,9 @@ def test_a_file_without_checksums_is_read(tmp_path):
         torch.save({"w": torch.arange(9.0)}, tmp_path / "x.pt")
     finally:
         torch.serialization.set_crc32_options(True)
-    assert torch_file.open_torch_file(raw_file(tmp_path / "x.pt")).read("w").tolist() == list(range(9))
+    assert torch_file.open_torch_file(raw_file(tmp_path / "x.pt")).read("w").tolist() == list(
+        range(9)
+    )
     with pytest.raises(ConfigError, match="no checksums"):
         load(tmp_path / "x.pt", verify=True)
 
@@ -306,8 +352,9 @@ def test_a_file_without_checksums_is_read(tmp_path):
         "inside": {"w": torch.ones(2), "layer": torch.nn.Linear(2, 2)},
         "unknown function": b"",
         "call": pickles.Runs(torch.fx.immutable_collections.immutable_list, [torch.ones(2)]),
-    }.items(), ids=lambda item: item[0],
-)  # fmt: skip
+    }.items(),
+    ids=lambda item: item[0],
+)
 def test_tensors_inside_of_unknown_objects_are_not_left_out(tmp_path, value):
     """What is left out is named in the report; weights are none of that."""
     if isinstance(value[1], bytes):
@@ -326,7 +373,10 @@ def test_tensors_inside_of_unknown_objects_are_not_left_out(tmp_path, value):
 
 @pytest.mark.parametrize(
     ("value", "reason"),
-    [({"step": 7, "args": argparse.Namespace()}, "only step: int"), ({}, "give a file or folder that has some")],
+    [
+        ({"step": 7, "args": argparse.Namespace()}, "only step: int"),
+        ({}, "give a file or folder that has some"),
+    ],
 )
 def test_a_conversion_of_no_tensor_is_refused(tmp_path, value, reason):
     torch.save(value, tmp_path / "x.pt")
@@ -442,7 +492,9 @@ def test_an_old_file_is_not_believed_how_large_its_tensors_are(tmp_path):
     torch.save({"x": torch.ones(64)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
     content = (tmp_path / "x.pt").read_bytes()
     at = content.rindex((64).to_bytes(8, "little"), 0, len(content) - 256)
-    (tmp_path / "x.pt").write_bytes(content[:at] + (1 << 40).to_bytes(8, "little") + content[at + 8 :])
+    (tmp_path / "x.pt").write_bytes(
+        content[:at] + (1 << 40).to_bytes(8, "little") + content[at + 8 :]
+    )
     for read in (lambda path: torch_file.open_torch_file(raw_file(path)), load):
         with pytest.raises(CorruptError, match=r"x\.pt"):
             read(tmp_path / "x.pt")

@@ -13,10 +13,27 @@ from ft_ckpt.formats.pickles import MAX_BYTES, stand_in, unpickle
 @pytest.mark.parametrize("protocol", [2, 3, 4])
 @pytest.mark.parametrize(
     "value",
-    [b"raw", b"", bytearray(), 1j, frozenset({1, "a"}), {1, 2}, bytearray(b"x"), torch.float8_e5m2,
-     torch.device("cuda:1"), {"a": [1, (2,)]}, torch.Size([1, 2]), np.float32(2.5), np.int64(-1), np.bool_(True),
-     np.complex64(1j), 2**100, float("inf"), None],
-)  # fmt: skip
+    [
+        b"raw",
+        b"",
+        bytearray(),
+        1j,
+        frozenset({1, "a"}),
+        {1, 2},
+        bytearray(b"x"),
+        torch.float8_e5m2,
+        torch.device("cuda:1"),
+        {"a": [1, (2,)]},
+        torch.Size([1, 2]),
+        np.float32(2.5),
+        np.int64(-1),
+        np.bool_(True),
+        np.complex64(1j),
+        2**100,
+        float("inf"),
+        None,
+    ],
+)
 def test_values_are_read(value, protocol):
     found = unpickle(pickle.dumps(value, protocol), "x")
     assert type(found) is type(value)
@@ -26,13 +43,21 @@ def test_values_are_read(value, protocol):
 @pytest.mark.parametrize(
     "data",
     [
-        pickle.dumps(print, 4), pickle.dumps(pytest.raises, 4), b"", b"\x80\x04", b"r\xff\xff\xff\x7f.",
+        pickle.dumps(print, 4),
+        pickle.dumps(pytest.raises, 4),
+        b"",
+        b"\x80\x04",
+        b"r\xff\xff\xff\x7f.",
         b"Nr\xff\xff\xff\x7f.",
-        b"cos\nsystem\n.", b"\x80\x02X\x01\x00\x00\x00aQ.",
-        b"\x80\x05\x96\x00\x00\x00\x00\x00\x01\x00\x00.", b"(S'x'\nibuiltins\neval\n.", b"\x82\x01.",
-        pickle.dumps(np.zeros(2), 4), pickle.dumps(np.array([None])[()], 4)[:-3],
+        b"cos\nsystem\n.",
+        b"\x80\x02X\x01\x00\x00\x00aQ.",
+        b"\x80\x05\x96\x00\x00\x00\x00\x00\x01\x00\x00.",
+        b"(S'x'\nibuiltins\neval\n.",
+        b"\x82\x01.",
+        pickle.dumps(np.zeros(2), 4),
+        pickle.dumps(np.array([None])[()], 4)[:-3],
     ],
-)  # fmt: skip
+)
 def test_pickles_of_more_than_values_are_refused(data):
     with pytest.raises((CorruptError, LoadError), match="x: "):
         unpickle(data, "x")
@@ -64,5 +89,8 @@ def test_a_pickle_above_the_limit_is_refused():
 
 def test_what_is_shared_is_read():
     shared = tuple(range(100))
-    value = {"groups": [{"betas": shared, "keys": {shared: 1}} for _ in range(50)], "nested": ((1, 2), shared)}
+    value = {
+        "groups": [{"betas": shared, "keys": {shared: 1}} for _ in range(50)],
+        "nested": ((1, 2), shared),
+    }
     assert unpickle(pickle.dumps(value, 4), "x") == value

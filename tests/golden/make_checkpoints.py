@@ -1,11 +1,12 @@
-"""Writes the golden checkpoints of the installed version of ft_ckpt, to be read by every later version.
+"""Writes the golden checkpoints of the installed version of ft_ckpt, to be read by every later
+version.
 
     python tests/golden/make_checkpoints.py OUT weights full sharded ...
     python tests/golden/make_checkpoints.py OUT runs writers deltas signed
     torchrun --nproc-per-node 2 tests/golden/make_checkpoints.py OUT ranked ddp fsdp2 zero2 zero3
 
-Without names, all of them. Everything is deterministic, so that `tests/checkpoint/test_goldens.py` makes the same
-models and runs and compares.
+Without names, all of them. Everything is deterministic, so that `tests/checkpoint/test_goldens.py`
+makes the same models and runs and compares.
 """
 
 import os
@@ -20,7 +21,12 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
 from peft import LoraConfig, TaskType, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -34,9 +40,18 @@ BATCH = 4
 
 def llama_config(**options: Any) -> LlamaConfig:
     return LlamaConfig(
-        vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, pad_token_id=2, **options,
-    )  # fmt: skip
+        vocab_size=24,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+        **options,
+    )
 
 
 def llama() -> LlamaForCausalLM:
@@ -46,7 +61,11 @@ def llama() -> LlamaForCausalLM:
 
 def lora() -> nn.Module:
     """The same model with an adapter that changes what it computes."""
-    return fill(get_peft_model(llama(), LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj"], use_rslora=True)))
+    return fill(
+        get_peft_model(
+            llama(), LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj"], use_rslora=True)
+        )
+    )
 
 
 def classifier_base() -> nn.Module:
@@ -100,7 +119,9 @@ class Network(nn.Module):
 
 def batches() -> list[torch.Tensor]:
     """The batches of a run, the same on every rank, so that the number of ranks does not matter."""
-    return [torch.linspace(-1, 1, BATCH * 5).view(BATCH, 5) * (step + 1) for step in range(STEPS + 1)]
+    return [
+        torch.linspace(-1, 1, BATCH * 5).view(BATCH, 5) * (step + 1) for step in range(STEPS + 1)
+    ]
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -184,7 +205,9 @@ def save_writers(out: Path) -> None:
 
 
 def changed_llama(step: int) -> LlamaForCausalLM:
-    """The llama as it is at a step of the run behind `deltas`: single elements differ from the step before."""
+    """The llama as it is at a step of the run behind `deltas`: single elements differ from the step
+    before.
+    """
     model = llama()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -216,7 +239,11 @@ def save_signed(out: Path) -> None:
 
 
 RANKED = ["ddp", "fsdp2", "zero2", "zero3"]
-SINGLE: dict[str, Callable[[Path], None]] = {"writers": save_writers, "deltas": save_deltas, "signed": save_signed}
+SINGLE: dict[str, Callable[[Path], None]] = {
+    "writers": save_writers,
+    "deltas": save_deltas,
+    "signed": save_signed,
+}
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
-"""Files that other libraries write, made anew by those libraries: `python make_library_files.py lightning keras ...`.
+"""Files that other libraries write, made anew by those libraries: `python make_library_files.py
+lightning keras ...`.
 
-Each library is imported by its own function, in an environment that has it. The tensor number i of a model, in the
-order of its library, is i * 100 + 0, 0.5, 1, ...: the tests know them by that.
+Each library is imported by its own function, in an environment that has it. The tensor number i of
+a model, in the order of its library, is i * 100 + 0, 0.5, 1, ...: the tests know them by that.
 """
 
 import enum
@@ -18,7 +19,9 @@ HERE = Path(__file__).parent / "libraries"
 
 
 def values(number, shape):
-    return (np.arange(int(np.prod(shape)), dtype="float64") / 2 + 100 * number).reshape(tuple(shape))
+    return (np.arange(int(np.prod(shape)), dtype="float64") / 2 + 100 * number).reshape(
+        tuple(shape)
+    )
 
 
 @dataclass
@@ -35,7 +38,9 @@ class Kind(enum.Enum):
 
 
 def lightning():
-    """`lightning.ckpt`: a module with tied weights, three types, and settings of classes of its own."""
+    """`lightning.ckpt`: a module with tied weights, three types, and settings of classes of its
+    own.
+    """
     import torch
     from lightning.pytorch import LightningModule, Trainer
 
@@ -55,8 +60,15 @@ def lightning():
 
     net = Net(Config(), where=Path("/x"), kind=Kind.PLAIN, act=torch.relu)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False,
-                          enable_model_summary=False, enable_checkpointing=False, default_root_dir=folder)  # fmt: skip
+        trainer = Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            default_root_dir=folder,
+        )
         data = torch.utils.data.TensorDataset(torch.ones(4, 3))
         trainer.fit(net, torch.utils.data.DataLoader(data, batch_size=2))
     for number, tensor in enumerate(net.state_dict().values()):
@@ -65,17 +77,25 @@ def lightning():
 
 
 def keras():
-    """`keras.keras`, `keras.h5`, `keras.weights.h5`: a model in a model; `bfloat16.*`: one layer in that type."""
+    """`keras.keras`, `keras.h5`, `keras.weights.h5`: a model in a model; `bfloat16.*`: one layer in
+    that type.
+    """
     import keras
 
     inputs = keras.Input((3,), name="inputs")
-    inner = keras.Sequential([keras.layers.Dense(2, use_bias=False), keras.layers.BatchNormalization(name="norm")],
-                             name="inner")  # fmt: skip
-    outputs = keras.layers.Dense(1, name="last")(inner(keras.layers.Dense(4, name="hidden")(inputs)))
+    inner = keras.Sequential(
+        [keras.layers.Dense(2, use_bias=False), keras.layers.BatchNormalization(name="norm")],
+        name="inner",
+    )
+    outputs = keras.layers.Dense(1, name="last")(
+        inner(keras.layers.Dense(4, name="hidden")(inputs))
+    )
     model = keras.Model(inputs, outputs, name="net")
     model.compile("sgd", "mse")
     model.fit(np.zeros((2, 3)), np.zeros((2, 1)), verbose=0)
-    half = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, dtype="bfloat16", name="half")], name="net")
+    half = keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(2, dtype="bfloat16", name="half")], name="net"
+    )
     for made, stem in ((model, "keras"), (half, "bfloat16")):
         for number, weight in enumerate(made.weights):
             weight.assign(values(number, weight.shape))
@@ -85,10 +105,15 @@ def keras():
 
 
 def keras2():
-    """`keras2.h5`: the weights of a model of Keras 2, as transformers wrote them into its tf_model.h5."""
+    """`keras2.h5`: the weights of a model of Keras 2, as transformers wrote them into its
+    tf_model.h5.
+    """
     import tf_keras
 
-    layers = [tf_keras.layers.Dense(2, name="dense"), tf_keras.layers.BatchNormalization(name="norm")]
+    layers = [
+        tf_keras.layers.Dense(2, name="dense"),
+        tf_keras.layers.BatchNormalization(name="norm"),
+    ]
     model = tf_keras.Sequential(layers, name="net")
     model.build((None, 3))
     for number, weight in enumerate(model.weights):
@@ -97,31 +122,50 @@ def keras2():
 
 
 def flax():
-    """`flax.msgpack`: a tree of arrays of several types; `pieces.msgpack`: one array in pieces, as those above 1 GB."""
+    """`flax.msgpack`: a tree of arrays of several types; `pieces.msgpack`: one array in pieces, as
+    those above 1 GB.
+    """
     import jax.numpy as jnp
     from flax import serialization
 
-    dense = {"kernel": values(0, (3, 4)).astype("float32"), "bias": jnp.asarray(values(1, (4,)), "bfloat16")}
+    dense = {
+        "kernel": values(0, (3, 4)).astype("float32"),
+        "bias": jnp.asarray(values(1, (4,)), "bfloat16"),
+    }
     tree = {
         "params": {"dense": dense},
         "steps": [values(2, ()).astype("int32"), values(3, (0, 2)).astype("float16")],
-        "rate": 0.5, "name": "net", "wave": 1 + 2j, "scale": np.float64(400.0), "none": None,
-    }  # fmt: skip
+        "rate": 0.5,
+        "name": "net",
+        "wave": 1 + 2j,
+        "scale": np.float64(400.0),
+        "none": None,
+    }
     (HERE / "flax.msgpack").write_bytes(serialization.to_bytes(tree))
     serialization.MAX_CHUNK_SIZE = 64
-    (HERE / "pieces.msgpack").write_bytes(serialization.to_bytes({"w": values(0, (5, 7)), "b": values(1, (2,))}))
+    (HERE / "pieces.msgpack").write_bytes(
+        serialization.to_bytes({"w": values(0, (5, 7)), "b": values(1, (2,))})
+    )
 
 
 def orbax():
-    """`orbax/`: a tree of arrays; `orbax_run/3`: a step of a manager; `orbax_folders/`: a folder for each array."""
+    """`orbax/`: a tree of arrays; `orbax_run/3`: a step of a manager; `orbax_folders/`: a folder
+    for each array.
+    """
     import jax.numpy as jnp
     from orbax import checkpoint
 
     tree = {
-        "params": {"dense": {"kernel": jnp.asarray(values(0, (3, 4)), "float32"),
-                             "bias": jnp.asarray(values(1, (4,)), "bfloat16")}},
-        "list": [values(2, ()).astype("int32")], "rate": 0.5, "none": None,
-    }  # fmt: skip
+        "params": {
+            "dense": {
+                "kernel": jnp.asarray(values(0, (3, 4)), "float32"),
+                "bias": jnp.asarray(values(1, (4,)), "bfloat16"),
+            }
+        },
+        "list": [values(2, ()).astype("int32")],
+        "rate": 0.5,
+        "none": None,
+    }
     checkpoint.PyTreeCheckpointer().save(HERE / "orbax", tree, force=True)
     checkpoint.PyTreeCheckpointer(use_ocdbt=False).save(HERE / "orbax_folders", tree, force=True)
     with checkpoint.CheckpointManager(HERE / "orbax_run") as manager:

@@ -1,4 +1,6 @@
-"""Change one setting of an adapter's config at a time: PEFT's outputs for the same folder, or one of our errors."""
+"""Change one setting of an adapter's config at a time: PEFT's outputs for the same folder, or one
+of our errors.
+"""
 
 import copy
 import json
@@ -23,7 +25,26 @@ from ft_ckpt import CheckpointSaver, errors
 LINEAR = ["q_proj", "v_proj", "down_proj"]
 GONE = object()  # the setting is left out
 VALUES: list[Any] = [
-    *(GONE, None, True, False, 0, -1, 2, 5, 0.5, 1e300, "x", "(", "", [], ["x"], [0], [3, 5], [[0, 1]]),
+    *(
+        GONE,
+        None,
+        True,
+        False,
+        0,
+        -1,
+        2,
+        5,
+        0.5,
+        1e300,
+        "x",
+        "(",
+        "",
+        [],
+        ["x"],
+        [0],
+        [3, 5],
+        [[0, 1]],
+    ),
     *({}, {"x": 1}, {"(": 2}, {"q_proj": 2}, ["q_proj"], ["lm_head"], "all-linear", ".*v_proj"),
 ]
 SHARED = {
@@ -39,7 +60,9 @@ Numbers = Callable[[], Any]
 
 
 class FieldTrials:
-    """A trained adapter of `method` in PEFT's folder and in our checkpoint, and variants of its config."""
+    """A trained adapter of `method` in PEFT's folder and in our checkpoint, and variants of its
+    config.
+    """
 
     def __init__(self, method: str, folder: Path) -> None:
         self.folder, self.out = folder, folder / "out"
@@ -48,7 +71,9 @@ class FieldTrials:
         made.save_pretrained(self.base)
         self.plain: Any = AutoModelForCausalLM.from_pretrained(self.base)
         self.method, self.shapes_of_base = method, {one.shape for one in self.plain.parameters()}
-        self.model: Any = with_adapter(self.fresh_base(), {**METHODS, **UNMERGEABLE}[method](LINEAR))
+        self.model: Any = with_adapter(
+            self.fresh_base(), {**METHODS, **UNMERGEABLE}[method](LINEAR)
+        )
         self.model.save_pretrained(self.theirs)
         CheckpointSaver().save(self.model, self.ours, adapter_only=True)
         self.config = json.loads((self.theirs / "adapter_config.json").read_text())
@@ -59,11 +84,16 @@ class FieldTrials:
         return copy.deepcopy(self.plain)
 
     def all_changes(self) -> list[tuple[str, Any]]:
-        """Each field with each value that differs from its own; fields shared by all methods only for LoRA."""
+        """Each field with each value that differs from its own; fields shared by all methods only
+        for LoRA.
+        """
         fields = [name for name in self.config if name not in SHARED or self.method == "lora"]
-        fields = [name for name in fields if name != "sample_at_inference"]  # draws numbers each time it computes
+        # draws numbers each time it computes
+        fields = [name for name in fields if name != "sample_at_inference"]
         endless = [("shadow_num_hidden_layers", 1e300)]  # PEFT builds so many
-        numbers = {name: [v + 1, v * 2] for name, v in self.config.items() if type(v) in (int, float)}
+        numbers = {
+            name: [v + 1, v * 2] for name, v in self.config.items() if type(v) in (int, float)
+        }
         return [
             (name, value)
             for name in fields
@@ -73,7 +103,9 @@ class FieldTrials:
         ]
 
     def finds(self, field: str, value: Any) -> Iterator[str]:
-        """Problems of merge, load_model, average, save and resume of the adapter with that change."""
+        """Problems of merge, load_model, average, save and resume of the adapter with that
+        change.
+        """
         changed = {**self.config, field: value}
         if value is GONE:
             del changed[field]
@@ -84,22 +116,35 @@ class FieldTrials:
             warnings.simplefilter("ignore")
             for name, wanted, found in self._pairs():
                 if wrong := _compared(wanted, found):
-                    yield f"{self.method}: {field}={'gone' if value is GONE else value!r}: {name}: {wrong}"
+                    yield (
+                        f"{self.method}: {field}={'gone' if value is GONE else value!r}: "
+                        f"{name}: {wrong}"
+                    )
 
     def _pairs(self) -> Iterator[tuple[str, Numbers, Numbers]]:
         wanted = _once_more(lambda: logits(self._loaded_by_peft()))
         yield "merge", _once_more(self._merged_by_peft), self._merged
-        yield "load_model", wanted, lambda: logits(ft_ckpt.load_model(self.ours, base=self.fresh_base()))
+        yield (
+            "load_model",
+            wanted,
+            lambda: logits(ft_ckpt.load_model(self.ours, base=self.fresh_base())),
+        )
         try:
             live = self._loaded_by_peft()
             numbers = logits(live)
         except Exception:
             return
-        yield "average", wanted, self._averaged  # reads files only: a config that PEFT refuses stays refused
+        # reads files only: a config that PEFT refuses stays refused
+        yield "average", wanted, self._averaged
         yield "save", lambda: numbers, lambda: self._saved(live)
         yield "resume", lambda: numbers, lambda: self._resumed(live, live)
-        if self.method != "cpt":  # its outputs differ in inference mode, which `live` is in: the resume warns of that
-            yield "resume of the unchanged", lambda: logits(self.model), lambda: self._resumed(self.model, live)
+        # its outputs differ in inference mode, which `live` is in: the resume warns of that
+        if self.method != "cpt":
+            yield (
+                "resume of the unchanged",
+                lambda: logits(self.model),
+                lambda: self._resumed(self.model, live),
+            )
 
     def _loaded_by_peft(self) -> Any:
         return PeftModel.from_pretrained(self.fresh_base(), self.theirs)
@@ -107,7 +152,8 @@ class FieldTrials:
     def _merged_by_peft(self) -> Any:
         live = self._loaded_by_peft()
         has_own_head = isinstance(live.get_base_model().get_output_embeddings(), BaseTunerLayer)
-        # PEFT merges into the tied embeddings, too, and the outputs are others than before: ours stores both
+        # PEFT merges into the tied embeddings, too, and the outputs are others than before: ours
+        # stores both
         return logits(live if has_own_head else live.merge_and_unload())
 
     def _merged(self) -> Any:
@@ -123,14 +169,25 @@ class FieldTrials:
         return logits(ft_ckpt.load_model(self.out, base=self.fresh_base()))
 
     def _resumed(self, live: Any, other: Any) -> Any:
-        """Outputs after resuming the state of `live` into a copy of `other` with changed adapter weights."""
+        """Outputs after resuming the state of `live` into a copy of `other` with changed adapter
+        weights.
+        """
         CheckpointSaver().save_state(live, self._empty("out"))
         again = copy.deepcopy(other)
-        base = {id(one) for one in again.get_base_model().parameters() if one.shape in self.shapes_of_base}
+        base = {
+            id(one)
+            for one in again.get_base_model().parameters()
+            if one.shape in self.shapes_of_base
+        }
         with torch.no_grad():
             for name, parameter in again.named_parameters():
-                # AdaLoRA's `ranknum` is not a weight: PEFT derives it from the config and does not store it.
-                if id(parameter) not in base and parameter.is_floating_point() and "ranknum" not in name:
+                # AdaLoRA's `ranknum` is not a weight: PEFT derives it from the config and does not
+                # store it.
+                if (
+                    id(parameter) not in base
+                    and parameter.is_floating_point()
+                    and "ranknum" not in name
+                ):
                     parameter.mul_(1.5)
         CheckpointSaver().resume(self.out, model=again)
         return logits(again)
@@ -175,4 +232,8 @@ def _compared(wanted: Numbers, found: Numbers) -> str:
         return f"done, though PEFT raises {type(error).__name__}: {str(error)[:200]}"
     if theirs is None:
         return "done, though PEFT draws other numbers each time"
-    return "" if _are_near(ours, theirs) else f"other numbers than PEFT's, by {(ours - theirs).abs().max():.1e}"
+    return (
+        ""
+        if _are_near(ours, theirs)
+        else f"other numbers than PEFT's, by {(ours - theirs).abs().max():.1e}"
+    )

@@ -29,11 +29,23 @@ VISION = {
     "image_size": 16,
     "patch_size": 8,
 }
-SEQ2SEQ = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+SEQ2SEQ = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+}
 GEMMA3 = {**TEXT, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
 ROUTED = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
 
 
 @dataclass(frozen=True)
@@ -68,17 +80,30 @@ ARCHITECTURES = {
     "stablelm": causal("StableLm"),
     "falcon": causal("Falcon", new_decoder_architecture=True, num_kv_heads=2),
     "neox": causal("GPTNeoX", tie_word_embeddings=False),
-    "gpt2": Architecture("GPT2LMHeadModel", "GPT2Config", {"vocab_size": 101, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "gpt2": Architecture(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"vocab_size": 101, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    ),
     "opt": causal("OPT", ffn_dim=48, word_embed_proj_dim=16),
     "mixtral": causal("Mixtral", num_local_experts=4, num_experts_per_tok=2),
     "olmoe": causal("Olmoe", num_experts=4, num_experts_per_tok=2),
     "qwen3-moe": causal("Qwen3Moe", **{**MOE, "num_experts": 4, "head_dim": 8}),
     "deepseek-v3": causal(
         "DeepseekV3",
-        **{**MOE, **LATENT, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+        **{
+            **MOE,
+            **LATENT,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
     ),
     "mamba": causal("Mamba", state_size=4, conv_kernel=4),
-    "mamba2": causal("Mamba2", state_size=4, num_heads=8, head_dim=8, n_groups=2, expand=2, chunk_size=4),
+    "mamba2": causal(
+        "Mamba2", state_size=4, num_heads=8, head_dim=8, n_groups=2, expand=2, chunk_size=4
+    ),
     "bert": Architecture("BertForMaskedLM", "BertConfig"),
     "roberta": Architecture("RobertaForSequenceClassification", "RobertaConfig"),
     "modernbert": Architecture(
@@ -91,16 +116,28 @@ ARCHITECTURES = {
         "seq2seq",
     ),
     "bart": Architecture(
-        "BartForConditionalGeneration", "BartConfig", {"vocab_size": 101, **SEQ2SEQ, **HEADS}, "seq2seq"
+        "BartForConditionalGeneration",
+        "BartConfig",
+        {"vocab_size": 101, **SEQ2SEQ, **HEADS},
+        "seq2seq",
     ),
     "whisper": Architecture(
         "WhisperForConditionalGeneration",
         "WhisperConfig",
-        {"vocab_size": 101, **SEQ2SEQ, **HEADS, "num_mel_bins": 8, "max_source_positions": 10, "pad_token_id": 2},
+        {
+            "vocab_size": 101,
+            **SEQ2SEQ,
+            **HEADS,
+            "num_mel_bins": 8,
+            "max_source_positions": 10,
+            "pad_token_id": 2,
+        },
         "speech",
     ),
     "vit": Architecture("ViTForImageClassification", "ViTConfig", VISION, "image"),
-    "clip": Architecture("CLIPModel", "CLIPConfig", {"text_config": TEXT, "vision_config": VISION}, "image_text"),
+    "clip": Architecture(
+        "CLIPModel", "CLIPConfig", {"text_config": TEXT, "vision_config": VISION}, "image_text"
+    ),
     "llava": Architecture(
         "LlavaForConditionalGeneration",
         "LlavaConfig",
@@ -115,7 +152,13 @@ ARCHITECTURES = {
         "Qwen2VLConfig",
         {
             "text_config": {**TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}},
-            "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 8},
+            "vision_config": {
+                "depth": 1,
+                "embed_dim": 32,
+                "hidden_size": 32,
+                "num_heads": 4,
+                "patch_size": 8,
+            },
         },
     ),
 }
@@ -136,7 +179,10 @@ def inputs(kind: str) -> dict[str, torch.Tensor]:
     return {
         "text": {"input_ids": ids},
         "seq2seq": {"input_ids": ids, "decoder_input_ids": ids},
-        "speech": {"input_features": torch.linspace(-1, 1, 2 * 8 * 20).view(2, 8, 20), "decoder_input_ids": ids},
+        "speech": {
+            "input_features": torch.linspace(-1, 1, 2 * 8 * 20).view(2, 8, 20),
+            "decoder_input_ids": ids,
+        },
         "image": {"pixel_values": image},
         "image_text": {"pixel_values": image, "input_ids": ids},
     }[kind]

@@ -1,4 +1,6 @@
-"""Failing requests to object stores: count the client's calls, and break one of them or all from that one on."""
+"""Failing requests to object stores: count the client's calls, and break one of them or all from
+that one on.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -11,7 +13,9 @@ REQUESTS = ("put", "get", "head", "list", "list_with_delimiter", "copy", "delete
 
 
 class BrokenLine:
-    """Counts requests; the `at`-th fails, with `for_good` all later ones too; `acts_first` loses only the response."""
+    """Counts requests; the `at`-th fails, with `for_good` all later ones too; `acts_first` loses
+    only the response.
+    """
 
     def __init__(self, at: int, *, for_good: bool = False, acts_first: bool = False) -> None:
         self.at, self.for_good, self.acts_first, self.count = at, for_good, acts_first, 0
@@ -30,8 +34,12 @@ class BrokenLine:
 
 
 @contextmanager
-def broken_line(at: int, *, for_good: bool = False, acts_first: bool = False) -> Iterator[BrokenLine]:
-    """The `at`-th request (1 is the first) of any client in this process fails while the block runs."""
+def broken_line(
+    at: int, *, for_good: bool = False, acts_first: bool = False
+) -> Iterator[BrokenLine]:
+    """The `at`-th request (1 is the first) of any client in this process fails while the block
+    runs.
+    """
     import obstore
 
     line = BrokenLine(at, for_good=for_good, acts_first=acts_first)

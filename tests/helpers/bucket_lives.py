@@ -1,4 +1,6 @@
-"""Training runs that save to a bucket on loopback, in processes that end or are killed at a chosen request."""
+"""Training runs that save to a bucket on loopback, in processes that end or are killed at a chosen
+request.
+"""
 
 import json
 from dataclasses import dataclass, field
@@ -26,10 +28,13 @@ class Life:
     losses: dict[int, str] = field(default_factory=dict)
 
 
-def live(s3: S3, steps: int, world: World | None = None, fault: Fault | None = None, **settings: Any) -> Life:
+def live(
+    s3: S3, steps: int, world: World | None = None, fault: Fault | None = None, **settings: Any
+) -> Life:
     """Train up to `steps`, saving at every step, from the state of the run in the bucket.
 
-    A world can kill the process. `fault` meets the requests after its start. `settings` go to the saver.
+    A world can kill the process. `fault` meets the requests after its start. `settings` go to the
+    saver.
     """
 
     def begun(process: int) -> None:
@@ -41,8 +46,13 @@ def live(s3: S3, steps: int, world: World | None = None, fault: Fault | None = N
     done = run_python(TRAIN, steps, json.dumps(settings, default=str), begun=begun)
     if fault is not None:
         s3.faults = []
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.endswith("]")]  # a kill may cut the last
-    return Life(done.returncode, "".join(said for step, said in told if not step), {n: said for n, said in told if n})
+    # a kill may cut the last
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.endswith("]")]
+    return Life(
+        done.returncode,
+        "".join(said for step, said in told if not step),
+        {n: said for n, said in told if n},
+    )
 
 
 def committed(s3: S3) -> set[int]:

@@ -28,11 +28,21 @@ def write_llama_factory_data(folder: Path) -> Path:
     """The data sets `rows` (instructions) and `pairs` (preferences) in `folder/data`."""
     data = folder / "data"
     data.mkdir()
-    rows = [{"instruction": sentence(i), "input": "", "output": sentence(i + 1)} for i in range(ROWS)]
-    pairs = [{**row, "chosen": sentence(i + 2), "rejected": sentence(i + 3)} for i, row in enumerate(rows)]
+    rows = [
+        {"instruction": sentence(i), "input": "", "output": sentence(i + 1)} for i in range(ROWS)
+    ]
+    pairs = [
+        {**row, "chosen": sentence(i + 2), "rejected": sentence(i + 3)}
+        for i, row in enumerate(rows)
+    ]
     (data / "rows.json").write_text(json.dumps(rows))
     (data / "pairs.json").write_text(json.dumps(pairs))
-    columns = {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"}
+    columns = {
+        "prompt": "instruction",
+        "query": "input",
+        "chosen": "chosen",
+        "rejected": "rejected",
+    }
     info: dict[str, Any] = {"rows": {"file_name": "rows.json"}}
     info["pairs"] = {"file_name": "pairs.json", "ranking": True, "columns": columns}
     (data / "dataset_info.json").write_text(json.dumps(info))
@@ -43,7 +53,10 @@ def write_swift_data(folder: Path) -> Path:
     """Conversations in `folder/data.jsonl`."""
     lines = []
     for i in range(ROWS):
-        turns = [{"role": "user", "content": sentence(i)}, {"role": "assistant", "content": sentence(i + 1)}]
+        turns = [
+            {"role": "user", "content": sentence(i)},
+            {"role": "assistant", "content": sentence(i + 1)},
+        ]
         lines.append(json.dumps({"messages": turns}))
     (folder / "data.jsonl").write_text("\n".join(lines))
     return folder / "data.jsonl"

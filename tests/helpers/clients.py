@@ -17,9 +17,13 @@ KILLED = -signal.SIGKILL
 def needs(*packages: str) -> pytest.MarkDecorator:
     """Skip a test unless the environment has these distributions."""
     folders = [str(path) for path in ENVIRONMENT.glob("lib/python3*/site-packages")]
-    installed = {found.metadata["Name"].replace("_", "-").lower() for found in distributions(path=folders)}
+    installed = {
+        found.metadata["Name"].replace("_", "-").lower() for found in distributions(path=folders)
+    }
     missing = sorted({*packages} - installed)
-    return pytest.mark.skipif(bool(missing), reason=f"no {', '.join(missing)}: run scripts/clients_environment")
+    return pytest.mark.skipif(
+        bool(missing), reason=f"no {', '.join(missing)}: run scripts/clients_environment"
+    )
 
 
 def run_client(
@@ -31,7 +35,9 @@ def run_client(
         python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {
         **os.environ,
-        "PATH": os.pathsep.join([str(ENVIRONMENT / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PATH": os.pathsep.join(
+            [str(ENVIRONMENT / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+        ),
         "PYTHONPATH": python_path(),
         "PYTHONWARNINGS": "ignore",
         "DISABLE_VERSION_CHECK": "1",  # LLaMA-Factory's, which knows older libraries
@@ -39,7 +45,9 @@ def run_client(
         "WANDB_DISABLED": "true",
     }
     command = [*python, str(WORKERS / f"{worker}.py"), *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
 
 
 def log_of(done: subprocess.CompletedProcess[str]) -> str:

@@ -1,7 +1,8 @@
-"""Commands that are killed at a call that changes the disk, or at a request to a bucket, and run again.
+"""Commands that are killed at a call that changes the disk, or at a request to a bucket, and run
+again.
 
-At each kill, readers see the old or the new checkpoint, whole, while the process is stopped and after its end. The
-next call of the same command completes the work and leaves nothing behind.
+At each kill, readers see the old or the new checkpoint, whole, while the process is stopped and
+after its end. The next call of the same command completes the work and leaves nothing behind.
 """
 
 import os
@@ -57,7 +58,9 @@ class CommandTrials:
         self.after: Files = {}
 
     def trial(self, world: World) -> None:
-        """Kill the command in one world, with a reader beside it; the old or the new is whole, the next call works."""
+        """Kill the command in one world, with a reader beside it; the old or the new is whole, the
+        next call works.
+        """
         with self._fresh_folder() as root:
             wrong: list[str] = []
             if world.fault != "killed before":
@@ -72,7 +75,8 @@ class CommandTrials:
 
     def _disturbed(self, world: World, root: Path) -> Ended:
         action: Callable[..., Ended] = partial(world.run, self.act)
-        if isinstance(world.calls, Server):  # the fake kills the process, and not the preloaded layer
+        # the fake kills the process, and not the preloaded layer
+        if isinstance(world.calls, Server):
             action = partial(world.run, partial(self.preloaded.run, self.act, begun=world.begin))
         return action(root, *self._arguments(root))
 
@@ -80,7 +84,9 @@ class CommandTrials:
 
     @contextmanager
     def _fresh_folder(self) -> Iterator[Path]:
-        """The folder of a trial; folder and bucket are reset to their content before the command."""
+        """The folder of a trial; folder and bucket are reset to their content before the
+        command.
+        """
         root = self.folder / "trial"
         shutil.copytree(self._template, root, symlinks=True)
         self._set_bucket(self._objects)
@@ -111,9 +117,16 @@ class CommandTrials:
                 wrong.append(f"the next call: {error}")
         found = self._files(root)
         come_by_later(root)
-        for unit in {name.rpartition("/")[0] for name in found if name.startswith(IN_BUCKET) and f"/{LEASE}" in name}:
-            recover_all(str(self._location(unit, root)).rpartition("/")[0])  # as the next save or sweep there does
-        wrong += [f"left or lost: {name}" for name in sorted(self._files(root).keys() ^ self.after.keys())]
+        for unit in {
+            name.rpartition("/")[0]
+            for name in found
+            if name.startswith(IN_BUCKET) and f"/{LEASE}" in name
+        }:
+            # as the next save or sweep there does
+            recover_all(str(self._location(unit, root)).rpartition("/")[0])
+        wrong += [
+            f"left or lost: {name}" for name in sorted(self._files(root).keys() ^ self.after.keys())
+        ]
         wrong += [f"not the new: {name}" for name in sorted(self._differing(found, self.after))]
         return wrong + [f"afterwards {each}" for each in self._damaged(root)]
 
@@ -123,14 +136,18 @@ class CommandTrials:
         return self.to_bucket and is_new and "overwrite" not in self.command
 
     def _half_done(self, root: Path) -> list[str]:
-        """Problems after a kill: checkpoints that are damaged, or neither old nor new, and lost foreign files."""
+        """Problems after a kill: checkpoints that are damaged, or neither old nor new, and lost
+        foreign files.
+        """
         found = self._files(root)
         wrong = [f"at the death {each}" for each in self._damaged(root)]
         for unit in sorted({*checkpoints_in(self.before), *checkpoints_in(self.after)}):
             versions = [self._checkpoint(files, unit) for files in (found, self.before, self.after)]
             if versions[0] not in versions[1:] and not self._may_be_absent(unit, versions):
                 wrong.append(f"at the death neither the old nor the new: {unit}")
-        wrong += [f"at the death lost: {name}" for name in self._foreign() if not _is_kept(found, name)]
+        wrong += [
+            f"at the death lost: {name}" for name in self._foreign() if not _is_kept(found, name)
+        ]
         return wrong
 
     def _may_be_absent(self, unit: str, versions: list[Files | None]) -> bool:
@@ -138,11 +155,17 @@ class CommandTrials:
         return unit.startswith(IN_BUCKET) and versions[0] is None
 
     def _foreign(self) -> list[str]:
-        return [name for name in self.before if name.rpartition("/")[2] in ("notes.txt", "mine.txt")]
+        return [
+            name for name in self.before if name.rpartition("/")[2] in ("notes.txt", "mine.txt")
+        ]
 
     def _damaged(self, root: Path) -> list[str]:
-        found = {unit: verify(self._location(unit, root)) for unit in checkpoints_in(self._files(root))}
-        return [f"damaged: {unit}: {report.problems}" for unit, report in found.items() if not report.ok]
+        found = {
+            unit: verify(self._location(unit, root)) for unit in checkpoints_in(self._files(root))
+        }
+        return [
+            f"damaged: {unit}: {report.problems}" for unit, report in found.items() if not report.ok
+        ]
 
     def _read_beside(self, root: Path) -> list[str]:
         """Problems that a reader sees while the process is stopped."""
@@ -156,40 +179,58 @@ class CommandTrials:
                     patch.object(guards, "_PATIENCE_SECONDS", 0.0),
                     open_checkpoint(self._location(unit, root)) as held,
                 ):
-                    seen: Files | None = {file.path: held.store.read(file.path) for file in held.manifest.files}
+                    seen: Files | None = {
+                        file.path: held.store.read(file.path) for file in held.manifest.files
+                    }
             except NotACheckpointError:
                 seen = None
             except CheckpointError as error:
                 if "being deleted" not in str(error):
                     wrong.append(f"a reader of {unit}: {error}")
                 continue
-            if not any(_agree(self.command, seen, each) for each in (old, new)) and not self._may_be_absent(
-                unit, [seen]
-            ):
+            if not any(
+                _agree(self.command, seen, each) for each in (old, new)
+            ) and not self._may_be_absent(unit, [seen]):
                 wrong.append(f"a reader sees neither the old nor the new: {unit}")
         return wrong
 
     # Contents
 
     def _files(self, root: Path) -> dict[str, bytes]:
-        """All files, objects and empty folders, hidden ones too, but not the folder of temporary files itself."""
+        """All files, objects and empty folders, hidden ones too, but not the folder of temporary
+        files itself.
+        """
         found = {name: content for name, content in contents(root).items() if name != "tmp"}
         found = {
-            name: content for name, content in found.items() if not (root / name).is_dir() or _is_empty(root / name)
+            name: content
+            for name, content in found.items()
+            if not (root / name).is_dir() or _is_empty(root / name)
         }
         objects = self.s3.buckets[BUCKET].items()
         return found | {f"{IN_BUCKET}{name}": each.content for name, each in objects}
 
     def _location(self, unit: str, root: Path) -> str | Path:
-        return f"s3://{BUCKET}/{unit.removeprefix(IN_BUCKET)}" if unit.startswith(IN_BUCKET) else root / unit
+        return (
+            f"s3://{BUCKET}/{unit.removeprefix(IN_BUCKET)}"
+            if unit.startswith(IN_BUCKET)
+            else root / unit
+        )
 
     def _checkpoint(self, files: Files, unit: str) -> Files | None:
-        """The files of a checkpoint without manifest, `.ft_ckpt-*` and foreign files; None if it has no manifest."""
+        """The files of a checkpoint without manifest, `.ft_ckpt-*` and foreign files; None if it
+        has no manifest.
+        """
         if f"{unit}/{MANIFEST_NAME}" not in files:
             return None
-        inside = {name.removeprefix(f"{unit}/"): files[name] for name in files if name.startswith(f"{unit}/")}
+        inside = {
+            name.removeprefix(f"{unit}/"): files[name]
+            for name in files
+            if name.startswith(f"{unit}/")
+        }
         names = [
-            name for name in inside if not name.startswith((".ft_ckpt-", "notes.txt", MANIFEST_NAME)) and inside[name]
+            name
+            for name in inside
+            if not name.startswith((".ft_ckpt-", "notes.txt", MANIFEST_NAME)) and inside[name]
         ]
         return {name: b"" if self._varies else inside[name] for name in names}
 
@@ -199,7 +240,9 @@ class CommandTrials:
         return "library" in self.command
 
     def _differing(self, files: Files, expected: Files) -> set[str]:
-        """Names of files whose bytes differ from the expected ones, except files that contain times."""
+        """Names of files whose bytes differ from the expected ones, except files that contain
+        times.
+        """
         names = (name for name in files.keys() & expected.keys() if files[name] != expected[name])
         names = (name for name in names if not name.endswith((MANIFEST_NAME, "README.md")))
         return {name for name in names if not (self._varies and "/out/" in name)}
@@ -207,12 +250,20 @@ class CommandTrials:
 
 def checkpoints_in(files: Files) -> list[str]:
     """The folders of committed checkpoints that are not hidden."""
-    found = [name.removesuffix(f"/{MANIFEST_NAME}") for name in files if name.endswith(f"/{MANIFEST_NAME}")]
-    return [name for name in found if not any(step.startswith((".", "tmp")) for step in name.split("/"))]
+    found = [
+        name.removesuffix(f"/{MANIFEST_NAME}")
+        for name in files
+        if name.endswith(f"/{MANIFEST_NAME}")
+    ]
+    return [
+        name for name in found if not any(step.startswith((".", "tmp")) for step in name.split("/"))
+    ]
 
 
 def come_by_later(root: Path) -> None:
-    """Have the next reader remove leases and temporary folders of killed processes, as after ten minutes."""
+    """Have the next reader remove leases and temporary folders of killed processes, as after ten
+    minutes.
+    """
     for lease in root.rglob(f"{LEASE}*"):
         os.utime(lease, (0, 0))
         with hold_lease(lease.parent):

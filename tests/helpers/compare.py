@@ -1,4 +1,6 @@
-"""Read the tensors of a folder with safetensors alone, and rebuild the model that should have been saved there."""
+"""Read the tensors of a folder with safetensors alone, and rebuild the model that should have been
+saved there.
+"""
 
 import json
 from pathlib import Path
@@ -34,15 +36,21 @@ def assert_same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.T
 
 
 def assert_close_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    """The same names and dtypes, and values that differ only by rounding; shapes need only be broadcastable."""
+    """The same names and dtypes, and values that differ only by rounding; shapes need only be
+    broadcastable.
+    """
     assert theirs
     assert set(ours) == set(theirs), f"names in one only: {sorted(set(ours) ^ set(theirs))}"
     for name, tensor in theirs.items():
-        assert torch.allclose(ours[name], tensor, rtol=1e-6, atol=1e-7), f"{name}: {ours[name]} is not {tensor}"
+        assert torch.allclose(ours[name], tensor, rtol=1e-6, atol=1e-7), (
+            f"{name}: {ours[name]} is not {tensor}"
+        )
 
 
 def assert_agree(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Outputs of equal weights: equal but for rounding, which depends on where in memory the weights lie."""
+    """Outputs of equal weights: equal but for rounding, which depends on where in memory the
+    weights lie.
+    """
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
@@ -54,7 +62,10 @@ def true_model(model: str, folder: Path) -> nn.Module:
     """The bare model of that name with the parameters the wrapped one had when it was saved."""
     built = models.build(model, seed=99)  # other values than the worker started from
     truth = load_file(folder / "truth.safetensors")
-    tensors = {**dict(built.named_parameters(remove_duplicate=False)), **dict(built.named_buffers())}
+    tensors = {
+        **dict(built.named_parameters(remove_duplicate=False)),
+        **dict(built.named_buffers()),
+    }
     wanted = {name for name in tensors if "rotary_emb" not in name}
     assert set(truth) == wanted
     with torch.no_grad():
@@ -67,7 +78,10 @@ def true_model(model: str, folder: Path) -> nn.Module:
 def base_of(state: dict[str, torch.Tensor]) -> nn.Module:
     """The bare qwen3 below a PEFT model, from that model's tensors."""
     plain = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
-    own = {name.replace(".base_layer.", ".").replace(".original_module.", "."): t for name, t in plain.items()}
+    own = {
+        name.replace(".base_layer.", ".").replace(".original_module.", "."): t
+        for name, t in plain.items()
+    }
     base = models.build("qwen3", seed=98)
     base.load_state_dict({name: own[name] for name in base.state_dict()})
     return base
@@ -87,7 +101,9 @@ def logits(model: nn.Module, seed: int = 5) -> torch.Tensor:
 def adapter_config(folder: Path) -> dict[str, Any]:
     """The adapter's configuration; PEFT writes sets, whose order differs between processes."""
     config = json.loads((folder / "adapter_config.json").read_text())
-    return {key: sorted(value) if isinstance(value, list) else value for key, value in config.items()}
+    return {
+        key: sorted(value) if isinstance(value, list) else value for key, value in config.items()
+    }
 
 
 def files(folder: Path) -> set[str]:

@@ -1,4 +1,6 @@
-"""Contract tests of every format of `save` and `load`; a format's test class inherits them and names its format."""
+"""Contract tests of every format of `save` and `load`; a format's test class inherits them and
+names its format.
+"""
 
 import os
 import signal
@@ -41,7 +43,9 @@ except OSError as error:
 
 
 def state() -> dict[str, torch.Tensor]:
-    """A flat state dict that every format keeps: usual types, no elements, no dimensions, gaps between elements."""
+    """A flat state dict that every format keeps: usual types, no elements, no dimensions, gaps
+    between elements.
+    """
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(40, 50, 60, generator=generator)
     return {
@@ -64,7 +68,9 @@ def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor."""
-    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    return (
+        tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    )
 
 
 class FormatContract:
@@ -92,7 +98,10 @@ class FormatContract:
         for options in ({}, {"mapped": False}, {"map_location": "cpu"}):
             found = load(place, **options)
             assert all(equal(found[name], value) for name, value in state().items())
-            assert equal(load(place, **options)["model.layers.0.weight"][7:9], state()["model.layers.0.weight"][7:9])
+            assert equal(
+                load(place, **options)["model.layers.0.weight"][7:9],
+                state()["model.layers.0.weight"][7:9],
+            )
         with closing(open_source(place)) as file:
             for name, value in state().items():
                 assert equal(file.read(name), value.reshape(-1))
@@ -129,7 +138,10 @@ class FormatContract:
         deleted, replaced = load(path), load(path)
         save({"number": torch.tensor(8)}, path, self.kind)
         path.unlink()
-        assert all(equal(deleted[name], value) and equal(replaced[name], value) for name, value in state().items())
+        assert all(
+            equal(deleted[name], value) and equal(replaced[name], value)
+            for name, value in state().items()
+        )
 
     def test_cut_short_while_open(self, path: Path) -> None:
         if not self.lazy:

@@ -1,7 +1,8 @@
-"""The contract of every inference server: inherit `ServerContract` and name the requests of its engine.
+"""The contract of every inference server: inherit `ServerContract` and name the requests of its
+engine.
 
-What is published is what the files hold, on all servers or on none; a server that refuses, lies, restarts or is lost is
-named, and gets back what it held.
+What is published is what the files hold, on all servers or on none; a server that refuses, lies,
+restarts or is lost is named, and gets back what it held.
 """
 
 import multiprocessing
@@ -40,7 +41,9 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 def publish_to(checkpoint: Path, *engines: Engine, **options: Any) -> PublishReport:
     """Publish to these servers."""
-    return publish(checkpoint, [engine.url for engine in engines], **{"timeout_seconds": 20, **options})
+    return publish(
+        checkpoint, [engine.url for engine in engines], **{"timeout_seconds": 20, **options}
+    )
 
 
 def send(checkpoint: Path, *engines: Engine, **options: Any) -> PublishReport:
@@ -65,7 +68,8 @@ def holding(files: EngineFiles, kind: str, count: int = 1) -> Iterator[list[Engi
     """Servers that hold the first version of the weights and of an adapter."""
     with ExitStack() as stack:
         engines = [
-            stack.enter_context(engine_server.serving(files.base, kind, traits={"sha256"})) for _ in range(count)
+            stack.enter_context(engine_server.serving(files.base, kind, traits={"sha256"}))
+            for _ in range(count)
         ]
         send(files.weights[0], *engines)
         send(files.adapters[0], *engines)
@@ -78,7 +82,8 @@ def is_true(report: PublishReport, engine: Engine) -> bool:
         name = report.name.rpartition(":")[2]
         return name in engine.adapters and engine.adapters[name].path == str(report.path)
     is_whole = engine.checksums() == engine.sums_of(str(report.path))
-    return is_whole and engine.weight_version == report.version  # another publisher may have paused it just now
+    # another publisher may have paused it just now
+    return is_whole and engine.weight_version == report.version
 
 
 def check_label(engine: Engine, files: EngineFiles) -> None:
@@ -102,8 +107,12 @@ def damaged(checkpoint: Path, folder: Path) -> Path:
     return target
 
 
-def check_all_or_none(files: EngineFiles, one: Engine, two: Engine, spoil: Callable[[], object]) -> None:
-    """Two servers get the same; when one fails, by `spoil` or with an adapter, both hold what they held."""
+def check_all_or_none(
+    files: EngineFiles, one: Engine, two: Engine, spoil: Callable[[], object]
+) -> None:
+    """Two servers get the same; when one fails, by `spoil` or with an adapter, both hold what they
+    held.
+    """
     for path in (files.weights[0], files.adapters[0]):
         report = send(path, one, two)
         assert [server.url for server in report.servers] == [one.url, two.url]
@@ -115,7 +124,11 @@ def check_all_or_none(files: EngineFiles, one: Engine, two: Engine, spoil: Calla
     two.fail("/load_lora_adapter", 500)
     failed(files.adapters[1], one, two)
     for engine in (one, two):
-        assert (engine.checksums(), engine.weight_version, engine.adapters) == (sums, version, adapters)
+        assert (engine.checksums(), engine.weight_version, engine.adapters) == (
+            sums,
+            version,
+            adapters,
+        )
     two.faults.clear()
     send(files.weights[1], one, two)
     send(files.adapters[1], one, two)
@@ -151,8 +164,11 @@ EVENTS: dict[str, Callable[[Engine, EngineFiles], None]] = {
 }
 
 
-def check_event(files: EngineFiles, engines: list[Engine], new: Path, event: str, number: int) -> None:
-    """Something happens just after a request to the last server: a report is true, and a version that of the weights.
+def check_event(
+    files: EngineFiles, engines: list[Engine], new: Path, event: str, number: int
+) -> None:
+    """Something happens just after a request to the last server: a report is true, and a version
+    that of the weights.
 
     The next publish works.
     """
@@ -175,8 +191,12 @@ def check_event(files: EngineFiles, engines: list[Engine], new: Path, event: str
 # A fault of a request
 
 
-def check_fault(files: EngineFiles, engines: list[Engine], old: State, what: str, world: World) -> None:
-    """A fault of a request to the last server: all servers hold the old version or the new one; the next one works."""
+def check_fault(
+    files: EngineFiles, engines: list[Engine], old: State, what: str, world: World
+) -> None:
+    """A fault of a request to the last server: all servers hold the old version or the new one; the
+    next one works.
+    """
     new = files.versions(what)[1]
     for engine in engines:
         engine.put_back(old)
@@ -196,14 +216,22 @@ def check_fault(files: EngineFiles, engines: list[Engine], old: State, what: str
         assert len(engine.adapters) == (1 if what == "weights" else 2)
 
 
-def check_whole(engines: list[Engine], old: State, new: Path, what: str, text: str, version: str) -> None:
+def check_whole(
+    engines: list[Engine], old: State, new: Path, what: str, text: str, version: str
+) -> None:
     """All servers hold the old version or all the new one, as the error says."""
     for engine in engines:
         assert not engine.is_paused, text
         if what == "weights":
             is_new = not text or "all servers hold run/checkpoint-2" in text
-            says_old = any(said in text for said in ("hold what they held before", f"holds {old.version} again"))
-            begun = any(each.requests_to("/pause") or each.requests_to("/pause_generation") for each in engines)
+            says_old = any(
+                said in text
+                for said in ("hold what they held before", f"holds {old.version} again")
+            )
+            begun = any(
+                each.requests_to("/pause") or each.requests_to("/pause_generation")
+                for each in engines
+            )
             assert not begun or is_new != says_old, text
             assert engine.held == (str(new) if is_new else old.weights), text
             assert engine.checksums() == engine.sums_of(engine.held)
@@ -227,7 +255,9 @@ def publish_in_a_process(world: World, path: Path, url: str) -> int | None:
 
 
 def check_kill(files: EngineFiles, engine: Engine, old: State, what: str, world: World) -> None:
-    """After a publisher that a request has killed, the server holds the old version or the new; the next one works."""
+    """After a publisher that a request has killed, the server holds the old version or the new; the
+    next one works.
+    """
     other, new = files.versions(what)[0], files.versions(what)[1]
     if what == "adapter":
         other = files.adapters[2]
@@ -261,9 +291,13 @@ class ServerContract:
         ensure_running()
 
     @contextmanager
-    def serving(self, base: Path, traits: set[str] | None = None, **settings: Any) -> Iterator[Engine]:
+    def serving(
+        self, base: Path, traits: set[str] | None = None, **settings: Any
+    ) -> Iterator[Engine]:
         """A server of this engine, whose digests are those of the files."""
-        with engine_server.serving(base, self.kind, traits={"sha256", *(traits or ())}, **settings) as engine:
+        with engine_server.serving(
+            base, self.kind, traits={"sha256", *(traits or ())}, **settings
+        ) as engine:
             yield engine
 
     def holding(self, files: EngineFiles, count: int = 1) -> Any:
@@ -273,16 +307,26 @@ class ServerContract:
     def test_each_version_has_a_name(self, files: EngineFiles) -> None:
         with self.serving(files.base) as engine:
             reports = [send(path, engine, name="policy", keep=2) for path in files.adapters]
-            assert [report.name.partition("-")[0] for report in reports] == ["policy@100", "policy@200", "policy@1000"]
+            assert [report.name.partition("-")[0] for report in reports] == [
+                "policy@100",
+                "policy@200",
+                "policy@1000",
+            ]
             assert list(engine.adapters) == [report.name for report in reports]
-            assert all(report.servers[0].is_new and "differ from the base's" in report.servers[0].checked
-                       for report in reports)  # fmt: skip
+            assert all(
+                report.servers[0].is_new and "differ from the base's" in report.servers[0].checked
+                for report in reports
+            )
             again = send(files.adapters[2], engine, name="policy", keep=3)
             assert not again.servers[0].is_new
             assert not again.servers[0].unloaded  # three are fewer than three and this
-            assert send(files.adapters[2], engine, name="policy", keep=1).servers[0].unloaded == (reports[0].name,)
+            assert send(files.adapters[2], engine, name="policy", keep=1).servers[0].unloaded == (
+                reports[0].name,
+            )
             assert send(files.adapters[1], engine, name="other", keep=0).servers[0].unloaded == ()
-            assert send(files.adapters[2], engine, name="policy", keep=0).servers[0].unloaded == (reports[1].name,)
+            assert send(files.adapters[2], engine, name="policy", keep=0).servers[0].unloaded == (
+                reports[1].name,
+            )
             assert len(engine.requests_to(self.load_adapter)) == 4
 
     def test_the_same_adapter_again_changes_nothing(self, files: EngineFiles) -> None:
@@ -295,9 +339,14 @@ class ServerContract:
 
     @pytest.mark.parametrize(
         ("trait", "expected"),
-        [("ignores adapters", "answers as the base does"), ("unlisted", "not in its list of models")],
+        [
+            ("ignores adapters", "answers as the base does"),
+            ("unlisted", "not in its list of models"),
+        ],
     )
-    def test_an_adapter_that_is_not_applied_is_unloaded(self, trait: str, expected: str, files: EngineFiles) -> None:
+    def test_an_adapter_that_is_not_applied_is_unloaded(
+        self, trait: str, expected: str, files: EngineFiles
+    ) -> None:
         with self.serving(files.base) as engine:
             send(files.adapters[0], engine)
             engine.traits.add(trait)
@@ -318,7 +367,9 @@ class ServerContract:
 
     def test_a_rank_that_the_server_refuses(self, files: EngineFiles) -> None:
         with self.serving(files.base) as large, self.serving(files.base, most_rank=4) as small:
-            assert "LoRA rank 8 is greater than max_lora_rank 4" in failed(files.adapters[0], large, small)
+            assert "LoRA rank 8 is greater than max_lora_rank 4" in failed(
+                files.adapters[0], large, small
+            )
             assert not large.adapters
             assert not small.adapters
 
@@ -343,7 +394,9 @@ class ServerContract:
 
     def test_versions_of_weights(self, files: EngineFiles) -> None:
         with self.serving(files.base) as engine:
-            for path, before in zip(files.weights[:2], ("default", "run/checkpoint-1#"), strict=True):
+            for path, before in zip(
+                files.weights[:2], ("default", "run/checkpoint-1#"), strict=True
+            ):
                 report = send(path, engine)
                 assert engine.held == str(path)
                 assert engine.weight_version == report.version
@@ -360,8 +413,14 @@ class ServerContract:
     @pytest.mark.sample(4)
     @pytest.mark.parametrize("start", ["the base", "a checkpoint"])
     @pytest.mark.parametrize("trait", ["cached weights", "half update", "silent half", "own head"])
-    def test_weights_that_were_not_replaced(self, trait: str, start: str, files: EngineFiles) -> None:
-        base, new = (files.base, files.weights[1]) if trait != "own head" else (files.qwen, files.qwen_weights)
+    def test_weights_that_were_not_replaced(
+        self, trait: str, start: str, files: EngineFiles
+    ) -> None:
+        base, new = (
+            (files.base, files.weights[1])
+            if trait != "own head"
+            else (files.qwen, files.qwen_weights)
+        )
         with self.serving(base, traits={trait} & {"own head"}) as engine:
             if start == "a checkpoint":
                 send(files.weights[0] if trait != "own head" else files.qwen, engine)
@@ -371,7 +430,11 @@ class ServerContract:
             assert engine.checksums() == sums
             assert engine.weight_version == before
             assert f"holds {before} again" in text
-            assert ("out of memory" if trait == "half update" else "its SHA-256 is not that of the files") in text
+            assert (
+                "out of memory"
+                if trait == "half update"
+                else "its SHA-256 is not that of the files"
+            ) in text
             engine.traits -= {"cached weights", "half update", "silent half"}
             send(new, engine)
             assert engine.held == str(new)
@@ -395,7 +458,9 @@ class ServerContract:
             send(files.weights[0], engine)
             assert len(engine.requests_to(self.resume)) == 2
 
-    def test_what_is_damaged_or_foreign_changes_nothing(self, files: EngineFiles, tmp_path: Path) -> None:
+    def test_what_is_damaged_or_foreign_changes_nothing(
+        self, files: EngineFiles, tmp_path: Path
+    ) -> None:
         with self.serving(files.base) as engine:
             for path in (files.adapters[0], files.weights[0]):
                 with pytest.raises(CorruptError):
@@ -404,7 +469,9 @@ class ServerContract:
             (tmp_path / "cut/config.json").write_text("{}")
             with pytest.raises(CheckpointError):
                 publish(tmp_path / "cut", engine.url)
-            with pytest.raises(EngineError, match=r"architectures .*Qwen2.* start a server with this model"):
+            with pytest.raises(
+                EngineError, match=r"architectures .*Qwen2.* start a server with this model"
+            ):
                 publish(files.qwen_weights, engine.url)
             with pytest.raises(LoadError, match="no parts to publish as adapter"):
                 publish(files.weights[0], engine.url, kind="adapter")
@@ -414,7 +481,10 @@ class ServerContract:
         with self.serving(files.base) as engine:
             send(files.weights[0], engine)
             text = failed(files.weights[1], engine, visible_at={str(files.root): "/not/mounted"})
-            assert f"{files.weights[1]}, for the server /not/mounted" in text or "/not/mounted/run/checkpoint-2" in text
+            assert (
+                f"{files.weights[1]}, for the server /not/mounted" in text
+                or "/not/mounted/run/checkpoint-2" in text
+            )
             assert engine.held == str(files.weights[0])  # a refused path has replaced nothing
 
     def test_all_servers_or_none(self, files: EngineFiles) -> None:
@@ -432,8 +502,11 @@ class ServerContract:
             assert not one.adapters
 
     @pytest.mark.parametrize("request_name", ["pause", "load_weights", "digests"])
-    def test_control_c_puts_the_version_before_back(self, request_name: str, files: EngineFiles) -> None:
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    def test_control_c_puts_the_version_before_back(
+        self, request_name: str, files: EngineFiles
+    ) -> None:
+        # a shell's background jobs ignore it
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         with self.serving(files.base) as engine:
             send(files.weights[0], engine)
             version = engine.weight_version
@@ -445,14 +518,20 @@ class ServerContract:
             engine.fail(getattr(self, request_name), cuts="after", then=interrupt)
             with pytest.raises(KeyboardInterrupt):
                 publish(files.weights[1], engine.url)
-            assert (engine.held, engine.weight_version, engine.is_paused) == (str(files.weights[0]), version, False)
+            assert (engine.held, engine.weight_version, engine.is_paused) == (
+                str(files.weights[0]),
+                version,
+                False,
+            )
         signal.signal(signal.SIGINT, before)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("count", [1, 2])
     @pytest.mark.parametrize("how", FAULTS)
     @pytest.mark.parametrize("what", WHATS)
-    def test_a_fault_at_every_request(self, what: str, how: str, count: int, files: EngineFiles) -> None:
+    def test_a_fault_at_every_request(
+        self, what: str, how: str, count: int, files: EngineFiles
+    ) -> None:
         with self.holding(files, count) as engines:
             trial = partial(check_fault, files, engines, engines[-1].state(), what)
             assert try_worlds(trial, Server(engines[-1], {how: FAULTS[how]})).calls > 10
@@ -461,7 +540,9 @@ class ServerContract:
         ("what", "how", "number"),
         [("adapter", "close after", 6), ("weights", "close", 7), ("weights", "close after", 12)],
     )
-    def test_a_fault_at_a_request(self, what: str, how: str, number: int, files: EngineFiles) -> None:
+    def test_a_fault_at_a_request(
+        self, what: str, how: str, number: int, files: EngineFiles
+    ) -> None:
         with self.holding(files) as engines:
             world = World(Server(engines[-1], FAULTS), how, number)
             check_fault(files, engines, engines[-1].state(), what, world)
@@ -480,8 +561,11 @@ class ServerContract:
     @pytest.mark.parametrize("what", WHATS)
     @pytest.mark.parametrize("event", EVENTS)
     @pytest.mark.parametrize("count", [1, 2])
-    def test_an_event_after_any_request(self, count: int, event: str, what: str, files: EngineFiles) -> None:
-        """After the last request, which reads what the report says, nothing that happens is in the report.
+    def test_an_event_after_any_request(
+        self, count: int, event: str, what: str, files: EngineFiles
+    ) -> None:
+        """After the last request, which reads what the report says, nothing that happens is in the
+        report.
 
         For somebody who does not tell the version, that request is the last one for digests.
         """
@@ -501,7 +585,9 @@ class ServerContract:
                     engine.put_back(old)
                 check_event(files, engines, new, event, number)
 
-    def test_a_restart_is_named_and_all_servers_get_back_what_they_held(self, files: EngineFiles) -> None:
+    def test_a_restart_is_named_and_all_servers_get_back_what_they_held(
+        self, files: EngineFiles
+    ) -> None:
         with self.holding(files, 2) as engines:
             one, other = engines
             before = one.weight_version
@@ -521,7 +607,9 @@ class ServerContract:
             with pytest.raises(EngineError, match="not in its list of models after it was loaded"):
                 send(files.adapters[0], engine)
 
-    def test_a_version_of_the_caller_is_loaded_once(self, files: EngineFiles, tmp_path: Path) -> None:
+    def test_a_version_of_the_caller_is_loaded_once(
+        self, files: EngineFiles, tmp_path: Path
+    ) -> None:
         path = tmp_path / "adapter"
         save(with_adapter(base_model("llama"), 1), path, adapter_only=True)
         with self.serving(files.base) as engine:
@@ -529,14 +617,17 @@ class ServerContract:
             digest = engine.adapters["policy@prod"].digest
             save(with_adapter(base_model("llama"), 2), path, adapter_only=True, overwrite=True)
             with pytest.raises(
-                EngineError, match="loaded already, and whether from these files is not known; give another"
+                EngineError,
+                match="loaded already, and whether from these files is not known; give another",
             ):
                 send(path, engine, name="policy", version="prod")
             assert engine.adapters["policy@prod"].digest == digest
             send(path, engine, name="policy")
             assert len(engine.adapters) == 2
 
-    def test_layers_in_another_layout_are_compared_with_those_before(self, files: EngineFiles) -> None:
+    def test_layers_in_another_layout_are_compared_with_those_before(
+        self, files: EngineFiles
+    ) -> None:
         with self.serving(files.base, traits={"packed"}) as engine:
             for checkpoint in (*files.weights[:2], files.base, files.base):
                 before = engine.held

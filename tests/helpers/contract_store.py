@@ -8,7 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, IncompleteError, MissingError, NameTakenError
+from ft_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptError,
+    IncompleteError,
+    MissingError,
+    NameTakenError,
+)
 from ft_ckpt.storage.store import Store
 
 ODD_NAMES = ["sp ace.txt", "ünïcode/ß.bin", "per%20cent", "plus+and&more=1", ".hidden", "[x]*?"]
@@ -56,7 +63,12 @@ class StoreContract:
             memory = bytearray(50_000)
             with ThreadPoolExecutor(4) as pool:
                 offsets = range(0, 50_000, 5_000)
-                list(pool.map(lambda at: file.read_into(memoryview(memory)[at : at + 5_000], 20_000 + at), offsets))
+                list(
+                    pool.map(
+                        lambda at: file.read_into(memoryview(memory)[at : at + 5_000], 20_000 + at),
+                        offsets,
+                    )
+                )
             assert memory == data[20_000:70_000]
             mapped = file.map()
             assert (mapped is not None) == file.can_map
@@ -88,7 +100,9 @@ class StoreContract:
         offsets = list(range(0, len(data), 100_000))
         offsets = offsets[1::2] + offsets[::2]
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda at: writing.write(at, memoryview(data)[at : at + 100_000]), offsets))
+            list(
+                pool.map(lambda at: writing.write(at, memoryview(data)[at : at + 100_000]), offsets)
+            )
         stored = writing.finish()
         assert (stored.name, stored.size_bytes) == ("a/large", len(data))
         assert store.stat("a/large") == stored
@@ -161,7 +175,12 @@ class StoreContract:
         assert [each.name for each in top.objects] == ["top"]
         assert top.folders[0].identity == store.within("run").identity
         absent = store.list_folder("absent")
-        assert (absent.exists, absent.folders, absent.objects, names(store, "absent")) == (False, (), (), [])
+        assert (absent.exists, absent.folders, absent.objects, names(store, "absent")) == (
+            False,
+            (),
+            (),
+            [],
+        )
 
     def test_within(self, store: Store) -> None:
         store.write("run/checkpoint-1/a", b"x")
@@ -169,7 +188,11 @@ class StoreContract:
         below.write("sub/b", b"y")
         put(below, "c", b"large")
         assert names(below) == ["a", "c", "sub/b"]
-        assert names(store) == ["run/checkpoint-1/a", "run/checkpoint-1/c", "run/checkpoint-1/sub/b"]
+        assert names(store) == [
+            "run/checkpoint-1/a",
+            "run/checkpoint-1/c",
+            "run/checkpoint-1/sub/b",
+        ]
         assert below.copy("a", "d") in (True, False)
         below.delete(["a", "c", "d", "sub/b"])
         assert names(store) == []
@@ -240,11 +263,21 @@ class StoreContract:
                 call()
 
     def test_errors_are_ours(self, store: Store) -> None:
-        """An object name used as a folder, or a folder as an object: a call succeeds or raises a CheckpointError."""
+        """An object name used as a folder, or a folder as an object: a call succeeds or raises a
+        CheckpointError.
+        """
         store.write("a/b", b"x")
         calls: list[Callable[[], object]] = [lambda: store.read("a"), lambda: store.write("a", b"")]
-        calls += [lambda: store.write("a/b/c", b""), lambda: store.stat("a/b/c"), lambda: store.read("a/b/c")]
-        calls += [lambda: store.list("a/b"), lambda: store.create("a/b/d", 0).finish(), lambda: store.copy("a", "e")]
+        calls += [
+            lambda: store.write("a/b/c", b""),
+            lambda: store.stat("a/b/c"),
+            lambda: store.read("a/b/c"),
+        ]
+        calls += [
+            lambda: store.list("a/b"),
+            lambda: store.create("a/b/d", 0).finish(),
+            lambda: store.copy("a", "e"),
+        ]
         for call in calls:
             with contextlib.suppress(CheckpointError):
                 call()

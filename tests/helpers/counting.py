@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_leaves
 class CollectiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has not annotated it
     """Counts the bytes of every collective and point-to-point operation this thread starts.
 
-    Each of them passes the dispatcher as an operator of `c10d` or `_c10d_functional`; the largest of its arguments
-    (the output of a gather, the tensor of a send) is what it moved, to within a factor of the world size.
+    Each of them passes the dispatcher as an operator of `c10d` or `_c10d_functional`; the largest
+    of its arguments (the output of a gather, the tensor of a send) is what it moved, to within a
+    factor of the world size.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,11 @@ class CollectiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
 
 
 def _size(argument: Any) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor))
+    return sum(
+        leaf.numel() * leaf.element_size()
+        for leaf in tree_leaves(argument)
+        if isinstance(leaf, torch.Tensor)
+    )
 
 
 def peak_memory(action: Callable[[], Any]) -> int:

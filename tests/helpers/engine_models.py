@@ -1,4 +1,6 @@
-"""Small models that an inference server loads: a Llama, and a Qwen with grouped heads and a tied head."""
+"""Small models that an inference server loads: a Llama, and a Qwen with grouped heads and a tied
+head.
+"""
 
 import json
 from pathlib import Path
@@ -45,7 +47,9 @@ def base_model(kind: str, seed: int = 0, **settings: Any) -> Any:
 def with_adapter(base: Any, seed: int, **settings: Any) -> Any:
     """A LoRA adapter on all linear layers, with trained values."""
     torch.manual_seed(seed)
-    config = LoraConfig(**{"r": 8, "lora_alpha": 16, "target_modules": LAYERS, "task_type": "CAUSAL_LM", **settings})
+    config = LoraConfig(
+        **{"r": 8, "lora_alpha": 16, "target_modules": LAYERS, "task_type": "CAUSAL_LM", **settings}
+    )
     model = get_peft_model(base, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -60,4 +64,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<unk>", "<s>", "</s>"])
     made.train([str(path) for path in sorted(Path(json.__file__).parent.glob("*.py"))], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )

@@ -1,7 +1,8 @@
 """Servers on loopback that behave as vLLM and SGLang do, with faults.
 
-Weights and adapters are read from the requested paths. Parameters are fused and sharded as in vLLM, and their digests
-are real. Answers are derived from these digests, so that they change with the weights and with the adapter.
+Weights and adapters are read from the requested paths. Parameters are fused and sharded as in vLLM,
+and their digests are real. Answers are derived from these digests, so that they change with the
+weights and with the adapter.
 """
 
 import hashlib
@@ -50,14 +51,16 @@ class State:
 class Engine(FakeServer):
     """The state of a server, and how it misbehaves.
 
-    `traits`: "stale names" (an adapter loaded under a used name answers as its first), "cached weights" (a reload keeps
-    the old ones), "half update" (a reload fails in the middle), "silent half" (it stops there without an error),
-    "ignores adapters" (answers of the base), "own head" (a tied head is separate, as in a pipeline), "old head" (a
-    reload keeps the head), "wrong digests", "no digests", "fewer digests" (none of the fourth layer),
-    "no digests while paused", "unlisted" (a loaded adapter is not listed), "redirects" (to `elsewhere`), "no dev mode",
-    "sha256" (SGLang: the digests of versions that use SHA-256), "packed" (linear layers are kept in another layout, and
-    so are their digests), "packed once" (this layout is not made again when weights are replaced), "packed away" (the
-    digests of linear layers are those of no bytes), "once" (traits of a reload end with the first one).
+    `traits`: "stale names" (an adapter loaded under a used name answers as its first), "cached
+    weights" (a reload keeps the old ones), "half update" (a reload fails in the middle), "silent
+    half" (it stops there without an error), "ignores adapters" (answers of the base), "own head" (a
+    tied head is separate, as in a pipeline), "old head" (a reload keeps the head), "wrong digests",
+    "no digests", "fewer digests" (none of the fourth layer), "no digests while paused", "unlisted"
+    (a loaded adapter is not listed), "redirects" (to `elsewhere`), "no dev mode", "sha256" (SGLang:
+    the digests of versions that use SHA-256), "packed" (linear layers are kept in another layout,
+    and so are their digests), "packed once" (this layout is not made again when weights are
+    replaced), "packed away" (the digests of linear layers are those of no bytes), "once" (traits of
+    a reload end with the first one).
     """
 
     base: Path
@@ -74,12 +77,14 @@ class Engine(FakeServer):
     adapters: dict[str, Loaded] = field(default_factory=dict)
     shards: dict[str, Tensor] = field(default_factory=dict)
     first_digests: dict[str, str] = field(default_factory=dict)
-    packed: dict[str, str] = field(default_factory=dict)  # digests of layers in the layout that was made first
+    # digests of layers in the layout that was made first
+    packed: dict[str, str] = field(default_factory=dict)
     held: str = ""  # the folder that the weights came from; "" after half an update
     summed: tuple[tuple[int, ...], str] | None = None
     patience_seconds: float = 30.0  # how long a completion waits for the end of a pause
     during_pause: list[str] = field(default_factory=list)  # completions requested while paused
-    gate: Callable[[Request], Any] = lambda _: None  # called before a request is received; may block
+    # called before a request is received; may block
+    gate: Callable[[Request], Any] = lambda _: None
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -130,7 +135,11 @@ class Engine(FakeServer):
     def changes(self) -> list[str]:
         """The paths of the requests that may change something."""
         harmless = {"/v1/completions", "/weight_checker", "/weights_checker"}
-        return [each.path for each in self.requests if each.method == "POST" and each.path not in harmless]
+        return [
+            each.path
+            for each in self.requests
+            if each.method == "POST" and each.path not in harmless
+        ]
 
     def checksums(self) -> dict[str, str]:
         """SHA-256 by rank and name."""
@@ -161,7 +170,11 @@ class Engine(FakeServer):
         if self.dtype is not None:
             stored = {name: tensor.to(self.dtype) for name, tensor in stored.items()}
         ranks = range(self.ranks)
-        return {f"tp{rank}:{name}": each for rank in ranks for name, each in _shard(self, stored, config, rank)}
+        return {
+            f"tp{rank}:{name}": each
+            for rank in ranks
+            for name, each in _shard(self, stored, config, rank)
+        }
 
     def load_weights(self, path: str) -> None:
         """Load in place, tensor by tensor, as `reload_weights` does."""
@@ -183,20 +196,34 @@ class Engine(FakeServer):
         """Read an adapter."""
         if name in self.adapters:
             advice = "If you want to load the adapter in place, set 'load_inplace' to True."
-            raise _Refusal(400, f"The lora adapter '{name}' has already been loaded. {advice}", "InvalidUserInput")
+            raise _Refusal(
+                400,
+                f"The lora adapter '{name}' has already been loaded. {advice}",
+                "InvalidUserInput",
+            )
         try:
             settings = json.loads((Path(path) / "adapter_config.json").read_text())
             tensors = load_file(Path(path) / "adapter_model.safetensors")
         except OSError:
-            raise _Refusal(404, f"Loading lora {name} failed: No adapter found for {path}", "NotFoundError") from None
+            raise _Refusal(
+                404, f"Loading lora {name} failed: No adapter found for {path}", "NotFoundError"
+            ) from None
         if settings["r"] > self.most_rank:
             raise _Refusal(
-                500, f"Call to add_lora method failed: LoRA rank {settings['r']} is greater than max_lora_rank "
-                f"{self.most_rank}."
-            )  # fmt: skip
-        known = {key: each for key, each in tensors.items() if any(f".{layer}." in key for layer in _LAYERS)}
+                500,
+                f"Call to add_lora method failed: LoRA rank {settings['r']} is greater than "
+                "max_lora_rank "
+                f"{self.most_rank}.",
+            )
+        known = {
+            key: each
+            for key, each in tensors.items()
+            if any(f".{layer}." in key for layer in _LAYERS)
+        }
         moving = any(bool(each.any()) for key, each in known.items() if "lora_B" in key)
-        digest = hashlib.sha256(b"".join(_sha256(known[key]).encode() for key in sorted(known))).hexdigest()
+        digest = hashlib.sha256(
+            b"".join(_sha256(known[key]).encode() for key in sorted(known))
+        ).hexdigest()
         self.adapters[name] = Loaded(path, digest if moving else "")
         self.first_digests.setdefault(name, self.adapters[name].digest)
 
@@ -231,13 +258,21 @@ def _shard(
         layer = head.rpartition(".")[2]
         if layer == "q_proj":
             around = head.removesuffix("q_proj")
-            keys = min(key_heads, engine.ranks)  # fewer heads than ranks: several ranks have the same head
-            pieces = [cut(tensor, 0), *(cut(stored[f"{around}{each}_proj.{tail}"], 0, keys) for each in "kv")]
+            # fewer heads than ranks: several ranks have the same head
+            keys = min(key_heads, engine.ranks)
+            pieces = [
+                cut(tensor, 0),
+                *(cut(stored[f"{around}{each}_proj.{tail}"], 0, keys) for each in "kv"),
+            ]
             yield f"{around}qkv_proj{middle}{tail}", torch.cat(pieces)
         elif layer == "gate_proj":
             around = head.removesuffix("gate_proj")
-            yield f"{around}gate_up_proj{middle}{tail}", torch.cat([cut(stored[f"{around}{each}_proj.{tail}"], 0)
-                                                                    for each in ("gate", "up")])  # fmt: skip
+            yield (
+                f"{around}gate_up_proj{middle}{tail}",
+                torch.cat(
+                    [cut(stored[f"{around}{each}_proj.{tail}"], 0) for each in ("gate", "up")]
+                ),
+            )
         elif layer in ("o_proj", "down_proj") and tail == "weight":
             yield f"{head}{middle}{tail}", cut(tensor, 1)
         elif layer in ("embed_tokens", "lm_head"):
@@ -249,7 +284,9 @@ def _shard(
 
 
 def _sha256(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
 
 
 class _Refusal(Exception):  # noqa: N818 - how an action ends early
@@ -283,21 +320,38 @@ class _Handler(FakeHandler):
             return self._guarded(_completion, engine, request)
         with engine.lock:
             action = _ROUTES[engine.kind].get((request.method, request.path))
-            if action is None or ("no dev mode" in engine.traits and not request.path.startswith(("/v1", "/version"))):
+            if action is None or (
+                "no dev mode" in engine.traits and not request.path.startswith(("/v1", "/version"))
+            ):
                 return 404, {"detail": "Not Found"}
             return self._guarded(action, engine, request)
 
-    def _guarded(self, action: Callable[[Engine, Request], Any], engine: Engine, request: Request) -> tuple[int, Any]:
+    def _guarded(
+        self, action: Callable[[Engine, Request], Any], engine: Engine, request: Request
+    ) -> tuple[int, Any]:
         try:
             return 200, action(engine, request)
         except _Refusal as refusal:
             if engine.kind == "sglang":
-                return 400, {"success": False, "message": refusal.message, "error_message": refusal.message}
-            error = {"message": refusal.message, "type": refusal.kind, "param": None, "code": refusal.status}
+                return 400, {
+                    "success": False,
+                    "message": refusal.message,
+                    "error_message": refusal.message,
+                }
+            error = {
+                "message": refusal.message,
+                "type": refusal.kind,
+                "param": None,
+                "code": refusal.status,
+            }
             return refusal.status, {"error": error}
         except KeyError as error:
             return 400, {
-                "error": {"message": f"1 validation error: missing {error}", "type": "Bad Request", "code": 400}
+                "error": {
+                    "message": f"1 validation error: missing {error}",
+                    "type": "Bad Request",
+                    "code": 400,
+                }
             }
 
 
@@ -306,14 +360,27 @@ def _error_text(kind: str, status: int) -> dict[str, Any]:
     if status == 404:
         return {"detail": "Not Found"}
     if kind == "sglang":
-        return {"success": False, "message": {400: "Failed to update weights", 409: "The server is busy"}.get(
-            status, "Internal Server Error")}  # fmt: skip
+        return {
+            "success": False,
+            "message": {400: "Failed to update weights", 409: "The server is busy"}.get(
+                status, "Internal Server Error"
+            ),
+        }
     message = {
-        400: "1 validation error:\n  {'type': 'missing', 'loc': 'body.action', 'msg': 'Field required'}",
+        400: (
+            "1 validation error:\n  {'type': 'missing', 'loc': 'body.action', 'msg': 'Field "
+            "required'}"
+        ),
         409: "Cannot compute checksums while the engine is paused",
     }.get(status, "EngineCore encountered an issue. See stack trace (above) for the root cause.")
     kinds = {400: "Bad Request", 409: "Conflict"}
-    return {"error": {"message": message, "type": kinds.get(status, "InternalServerError"), "code": status}}
+    return {
+        "error": {
+            "message": message,
+            "type": kinds.get(status, "InternalServerError"),
+            "code": status,
+        }
+    }
 
 
 # Requests of both engines
@@ -321,9 +388,14 @@ def _error_text(kind: str, status: int) -> dict[str, Any]:
 
 def _models(engine: Engine, _: Request) -> Any:
     owner = {"object": "model", "created": int(time.time()), "owned_by": engine.kind}
-    found = [{"id": "base", "root": str(engine.base), "parent": None, "max_model_len": 256, **owner}]
+    found = [
+        {"id": "base", "root": str(engine.base), "parent": None, "max_model_len": 256, **owner}
+    ]
     if "unlisted" not in engine.traits:
-        found += [{"id": name, "root": each.path, "parent": "base", **owner} for name, each in engine.adapters.items()]
+        found += [
+            {"id": name, "root": each.path, "parent": "base", **owner}
+            for name, each in engine.adapters.items()
+        ]
     return {"object": "list", "data": found}
 
 
@@ -337,12 +409,17 @@ def _completion(engine: Engine, request: Request) -> Any:
         if engine.kind == "sglang":  # a name without the base's is taken for the base
             adapter = model.partition(":")[2] or None
         if model not in ("base", adapter) and engine.kind == "vllm":
-            raise _Refusal(404, f"The model `{model}` does not exist. Valid aliases: base.", "NotFoundError")
+            raise _Refusal(
+                404, f"The model `{model}` does not exist. Valid aliases: base.", "NotFoundError"
+            )
         if adapter is not None and adapter not in engine.adapters:
             raise _Refusal(400, f"The following requested LoRA adapters are not loaded: {adapter}")
         found = engine.log_probabilities(adapter, request.body["prompt"])
-    logprobs = {"tokens": ["t0"], "token_logprobs": [found[0]],
-                "top_logprobs": [{f"t{place}": each for place, each in enumerate(found)}]}  # fmt: skip
+    logprobs = {
+        "tokens": ["t0"],
+        "token_logprobs": [found[0]],
+        "top_logprobs": [{f"t{place}": each for place, each in enumerate(found)}],
+    }
     choice = {"index": 0, "text": "t0", "logprobs": logprobs, "finish_reason": "length"}
     return {"id": "cmpl-1", "object": "text_completion", "model": model, "choices": [choice]}
 
@@ -354,8 +431,17 @@ def _set_version(engine: Engine, request: Request) -> Any:
 
 def _pause(engine: Engine, request: Request) -> Any:
     mode = request.query.get("mode", "abort") if engine.kind == "vllm" else request.body["mode"]
-    if mode not in {"vllm": ("wait", "keep", "abort"), "sglang": ("abort", "retract", "in_place")}[engine.kind]:
-        raise _Refusal(400, "1 validation error:\n  {'type': 'literal_error', 'loc': 'query.mode'}", "Bad Request")
+    if (
+        mode
+        not in {"vllm": ("wait", "keep", "abort"), "sglang": ("abort", "retract", "in_place")}[
+            engine.kind
+        ]
+    ):
+        raise _Refusal(
+            400,
+            "1 validation error:\n  {'type': 'literal_error', 'loc': 'query.mode'}",
+            "Bad Request",
+        )
     engine.running.clear()
     return {"status": "paused"}
 
@@ -372,12 +458,22 @@ def _sums(engine: Engine) -> dict[str, str]:
     if "fewer digests" in engine.traits:
         found = {name: digest for name, digest in found.items() if ".layers.3." not in name}
     if {"packed", "packed once", "packed away"} & engine.traits:
-        linear = [name for name in found if name.endswith(tuple(f"{layer}.weight" for layer in _PACKED))]
+        linear = [
+            name for name in found if name.endswith(tuple(f"{layer}.weight" for layer in _PACKED))
+        ]
         for name in linear:
-            values = engine.packed.setdefault(name, found[name]) if "packed once" in engine.traits else found[name]
-            found[name] = hashlib.sha256(b"" if "packed away" in engine.traits else values.encode()).hexdigest()
+            values = (
+                engine.packed.setdefault(name, found[name])
+                if "packed once" in engine.traits
+                else found[name]
+            )
+            found[name] = hashlib.sha256(
+                b"" if "packed away" in engine.traits else values.encode()
+            ).hexdigest()
     if "wrong digests" in engine.traits:
-        found = {name: hashlib.sha256(digest.encode()).hexdigest() for name, digest in found.items()}
+        found = {
+            name: hashlib.sha256(digest.encode()).hexdigest() for name, digest in found.items()
+        }
     return found
 
 
@@ -450,11 +546,24 @@ def _weights_checker(engine: Engine, request: Request) -> Any:
         raise _Refusal(400, "Unsupported action='checksum'")
     ranks = []
     for rank in range(engine.ranks):
-        mine = {name.partition(":")[2]: each for name, each in _sums(engine).items() if name.startswith(f"tp{rank}:")}
+        mine = {
+            name.partition(":")[2]: each
+            for name, each in _sums(engine).items()
+            if name.startswith(f"tp{rank}:")
+        }
         if "sha256" not in engine.traits:  # 64 bits of another hash
-            mine = {name: hashlib.md5(each.encode()).hexdigest()[:16] for name, each in mine.items()}
+            mine = {
+                name: hashlib.md5(each.encode()).hexdigest()[:16] for name, each in mine.items()
+            }
         whole = hashlib.sha256("".join(mine.values()).encode()).hexdigest()
-        place = {"tp_rank": rank, "tp_size": engine.ranks, "dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1}
+        place = {
+            "tp_rank": rank,
+            "tp_size": engine.ranks,
+            "dp_rank": 0,
+            "dp_size": 1,
+            "pp_rank": 0,
+            "pp_size": 1,
+        }
         ranks.append({"checksums": mine, "per_gpu_checksum": whole, "parallelism_info": place})
     return {**_done(), "ranks": ranks}
 

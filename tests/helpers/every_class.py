@@ -1,7 +1,9 @@
-"""The model classes of transformers that can be made small: a config with small numbers, found by trying.
+"""The model classes of transformers that can be made small: a config with small numbers, found by
+trying.
 
-transformers does not ship the tiny configs of its own tests. So the numbers of each default config are replaced by
-small ones, by the names of the fields, from the smallest choice on until the class makes a model of few parameters.
+transformers does not ship the tiny configs of its own tests. So the numbers of each default config
+are replaced by small ones, by the names of the fields, from the smallest choice on until the class
+makes a model of few parameters.
 """
 
 from collections.abc import Iterator
@@ -16,26 +18,59 @@ from transformers.models.auto import modeling_auto
 MAX_PARAMETERS = 3_000_000
 # Numbers that several fields of most configs agree with: 4 heads of 8 make the width of 32.
 _SIZES = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "projection_dim", "hidden_dim"), 32),
-    **dict.fromkeys(("embedding_size", "word_embed_proj_dim", "decoder_hidden_size", "output_size", "width"), 32),
-    **dict.fromkeys(("mask_feature_size", "feature_size", "fpn_feature_size", "conv_dim", "out_hidden_size"), 32),
-    **dict.fromkeys(("encoder_hidden_dim", "decoder_hidden_dim", "attention_hidden_size", "expert_hidden_size"), 32),
-    **dict.fromkeys(("intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner"), 48),
-    **dict.fromkeys(("dim_feedforward", "decoder_intermediate_size", "ffn_hidden_size", "intermediate_dim"), 48),
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "projection_dim", "hidden_dim"), 32
+    ),
+    **dict.fromkeys(
+        ("embedding_size", "word_embed_proj_dim", "decoder_hidden_size", "output_size", "width"), 32
+    ),
+    **dict.fromkeys(
+        ("mask_feature_size", "feature_size", "fpn_feature_size", "conv_dim", "out_hidden_size"), 32
+    ),
+    **dict.fromkeys(
+        ("encoder_hidden_dim", "decoder_hidden_dim", "attention_hidden_size", "expert_hidden_size"),
+        32,
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner"),
+        48,
+    ),
+    **dict.fromkeys(
+        ("dim_feedforward", "decoder_intermediate_size", "ffn_hidden_size", "intermediate_dim"), 48
+    ),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
-    **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads", "num_key_value_heads", "n_head_kv"), 4),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "decoder_num_attention_heads"), 4),
+    **dict.fromkeys(
+        (
+            "num_attention_heads",
+            "num_heads",
+            "n_head",
+            "n_heads",
+            "num_key_value_heads",
+            "n_head_kv",
+        ),
+        4,
+    ),
+    **dict.fromkeys(
+        ("encoder_attention_heads", "decoder_attention_heads", "decoder_num_attention_heads"), 4
+    ),
     **dict.fromkeys(("head_dim", "d_kv", "attention_head_size"), 8),
     **dict.fromkeys(("q_lora_rank",), 16),
-    **dict.fromkeys(("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "qk_head_dim"), 8),
+    **dict.fromkeys(
+        ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "qk_head_dim"), 8
+    ),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "n_group", "n_shared_experts"), 2),
     **dict.fromkeys(("topk_group", "first_k_dense_replace"), 1),
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth"), 2),
-    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers", "num_encoder_layers"), 2),
+    **dict.fromkeys(
+        ("encoder_layers", "decoder_layers", "num_decoder_layers", "num_encoder_layers"), 2
+    ),
     **dict.fromkeys(("decoder_num_hidden_layers", "encoder_num_hidden_layers", "text_layers"), 2),
     **dict.fromkeys(("vocab_size", "text_vocab_size", "audio_vocab_size", "codebook_size"), 101),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"), 64),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"),
+        64,
+    ),
     **dict.fromkeys(("image_size",), 32),
     **dict.fromkeys(("patch_size",), 8),
 }
@@ -43,7 +78,9 @@ _LAYERS = ("layers", "layer", "depth")
 
 
 def class_names() -> list[str]:
-    """The names of the model classes in the tables of transformers' Auto classes; none of them is imported."""
+    """The names of the model classes in the tables of transformers' Auto classes; none of them is
+    imported.
+    """
     names: set[str] = set()
     for table_name, table in vars(modeling_auto).items():
         if table_name.startswith("MODEL_") and table_name.endswith("_MAPPING_NAMES"):
@@ -54,7 +91,9 @@ def class_names() -> list[str]:
 
 @cache
 def small_config(name: str) -> Any:
-    """A config of which the class makes a model of at most MAX_PARAMETERS; None if none was found."""
+    """A config of which the class makes a model of at most MAX_PARAMETERS; None if none was
+    found.
+    """
     cls: Any = getattr(transformers, name, None)  # None: it needs a library that is not installed
     for sizes in _choices() if isinstance(cls, type) else ():
         try:
@@ -85,7 +124,9 @@ def _choices() -> Iterator[dict[str, int]]:
     yield {**_SIZES, "num_key_value_heads": 2}
     yield {name: value for name, value in _SIZES.items() if not name.startswith("head_dim")}
     yield {**_SIZES, "num_hidden_layers": 4, "num_layers": 4}
-    layers = {name: value for name, value in _SIZES.items() if any(word in name for word in _LAYERS)}
+    layers = {
+        name: value for name, value in _SIZES.items() if any(word in name for word in _LAYERS)
+    }
     yield {**layers, "vocab_size": 101}
     yield layers
     yield {}

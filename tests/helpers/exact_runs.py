@@ -1,4 +1,6 @@
-"""Runs that are saved and resumed to the bit: by the same ranks, or by others under another wrapper."""
+"""Runs that are saved and resumed to the bit: by the same ranks, or by others under another
+wrapper.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,8 @@ def saver_of(live: Live, folder: Path | str, **settings: Any) -> CheckpointSaver
 
 def train(live: Live, saver: CheckpointSaver[Any], first: int, count: int) -> list[float]:
     """Losses of steps on data that differs by step and rank, each plus a random number."""
-    rank = 0 if hasattr(next(live.model.parameters()), "placements") else RANK  # tensor parallel: one input
+    # tensor parallel: one input
+    rank = 0 if hasattr(next(live.model.parameters()), "placements") else RANK
     losses = []
     for step in range(first, first + count):
         losses.append(live.step(models.batch(seed=97 * step + rank)) + float(torch.rand(())))
@@ -49,7 +52,8 @@ def exact(wrapper: str, model: str, run: Path | str, **settings: Any) -> None:
         before = truth(live)
         expected = train(live, saver, 2, 2)
         after = truth(live)
-    fresh = live_model(wrapper, model, seed=0 if model == "lora" else 1)  # a base is not part of an adapter's run
+    # a base is not part of an adapter's run
+    fresh = live_model(wrapper, model, seed=0 if model == "lora" else 1)
     torch.manual_seed(1234)
     with saver_of(fresh, run, **settings) as saver:
         progress = saver.resume("must")
@@ -67,7 +71,10 @@ def leave(wrapper: str, model: str, folder: Path) -> None:
         saver.save_state()
     tensors, moments = truth(live), optimizer_state(live)
     if RANK == 0:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "truth.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            folder / "truth.safetensors",
+        )
         save_file(moments, folder / "moments.safetensors")
 
 
@@ -77,7 +84,9 @@ def take(wrapper: str, model: str, left: Path) -> None:
     with saver_of(live, left / "run") as saver:
         progress = saver.resume("must")
         assert (progress.step, progress.report.problems) == (2, ()), progress
-        assert not [line for line in progress.report.differences if "requires_grad" in line], progress
+        assert not [line for line in progress.report.differences if "requires_grad" in line], (
+            progress
+        )
         same(load_file(left / "truth.safetensors"), truth(live))
         moments = optimizer_state(live)
         if RANK == 0:
@@ -94,7 +103,9 @@ def optimizer_state(live: Live) -> dict[str, torch.Tensor]:
     local = training.local_state(items, found, {})
     facts, trees = training.exchange_facts(local, items, ranks, found)
     state = training.assemble_state(local, facts, trees, items, found, ranks.rank)
-    return gather_tensors([entry.source for entry in state.entries if entry.source is not None], ranks)
+    return gather_tensors(
+        [entry.source for entry in state.entries if entry.source is not None], ranks
+    )
 
 
 def same(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:

@@ -1,8 +1,9 @@
-"""Compile C++ extensions once before the tests, in the environment's own folder, and delete stale locks.
+"""Compile C++ extensions once before the tests, in the environment's own folder, and delete stale
+locks.
 
-These are DeepSpeed's CPU operators and the device of `sealed_device`. torch's compiler uses a file as a lock and waits
-as long as that file exists, so the lock of a killed process would hang every later start of DeepSpeed. Run as a script,
-this module compiles them.
+These are DeepSpeed's CPU operators and the device of `sealed_device`. torch's compiler uses a file
+as a lock and waits as long as that file exists, so the lock of a killed process would hang every
+later start of DeepSpeed. Run as a script, this module compiles them.
 """
 
 import os
@@ -16,7 +17,9 @@ LOCK = "lock"  # the name torch.utils.cpp_extension gives it
 
 
 def settle_folder() -> None:
-    """Set the folder of extensions inside the environment, unless it is set or read-only, and delete stale locks."""
+    """Set the folder of extensions inside the environment, unless it is set or read-only, and
+    delete stale locks.
+    """
     if os.access(sys.prefix, os.W_OK):
         os.environ.setdefault(FOLDER, str(Path(sys.prefix, "torch_extensions")))
     drop_stale_locks()
@@ -39,7 +42,9 @@ def drop_stale_locks() -> list[Path]:
 
 
 def compile_operators() -> None:
-    """Compile what DeepSpeed would compile when its first process group is made; nothing without DeepSpeed."""
+    """Compile what DeepSpeed would compile when its first process group is made; nothing without
+    DeepSpeed.
+    """
     try:
         from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
     except ImportError:
@@ -50,7 +55,9 @@ def compile_operators() -> None:
 
 
 def _open_files() -> set[str]:
-    """Files open in any process that may be inspected; a lock's holder has it open until it is done."""
+    """Files open in any process that may be inspected; a lock's holder has it open until it is
+    done.
+    """
     return {_target(handle) for handle in Path("/proc").glob("[0-9]*/fd/*")}
 
 

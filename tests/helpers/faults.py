@@ -1,5 +1,5 @@
-"""One disturbed run after another: a fault, a kill or a delay at each call of the disk, of the system, of a store, of a
-server.
+"""One disturbed run after another: a fault, a kill or a delay at each call of the disk, of the
+system, of a store, of a server.
 
     def trial(world):
         folder = prepared(tmp_path / world.name)
@@ -10,12 +10,14 @@ server.
 
     assert try_worlds(trial, Disk("killed")).calls > 10
 
-`try_worlds` calls the trial in an undisturbed world first, which counts the calls, and then in a world for each call
-and fault. If trials fail, its error names their worlds, and what to set to try one of them alone: FT_CKPT_WORLD.
+`try_worlds` calls the trial in an undisturbed world first, which counts the calls, and then in a
+world for each call and fault. If trials fail, its error names their worlds, and what to set to try
+one of them alone: FT_CKPT_WORLD.
 
-`Disk` (calls of ft_ckpt), `Requests` (of a store) and `Server` (requests to an HTTP fake) are in this module; `System`
-(all calls of the C library, by a preloaded layer) is in preloaded.py. Beside that one, `Disk` stays: it forks the
-process of the test itself, takes no compiler, and can raise Ctrl-C at a call.
+`Disk` (calls of ft_ckpt), `Requests` (of a store) and `Server` (requests to an HTTP fake) are in
+this module; `System` (all calls of the C library, by a preloaded layer) is in preloaded.py. Beside
+that one, `Disk` stays: it forks the process of the test itself, takes no compiler, and can raise
+Ctrl-C at a call.
 """
 
 import errno
@@ -39,9 +41,11 @@ from seeds import chosen_seed
 from ft_ckpt.errors import TargetError
 from ft_ckpt.storage import local_disk
 
-KILLS = {"killed before": {"cuts": "before"}, "killed after": {"cuts": "after"}}  # a request is executed
+# a request is executed
+KILLS = {"killed before": {"cuts": "before"}, "killed after": {"cuts": "after"}}
 _MAX_SHOWN = 10
-_DISK_CALLS = ("mkdir", "move", "exchange_folders", "unlink", "chmod", "fsync", "rmtree")  # all that change the disk
+# all that change the disk
+_DISK_CALLS = ("mkdir", "move", "exchange_folders", "unlink", "chmod", "fsync", "rmtree")
 _RAISED = {"Ctrl-C": KeyboardInterrupt(), "EIO": OSError(errno.EIO, "I/O error")}
 
 
@@ -51,7 +55,9 @@ class Calls:
     faults: Sequence[str] = ()
 
     def run(self, world: "World", action: Callable[..., Any], *arguments: Any) -> Any:
-        """Do `action` in that world; write down there how many calls it made, and whether the fault came."""
+        """Do `action` in that world; write down there how many calls it made, and whether the fault
+        came.
+        """
         raise NotImplementedError
 
 
@@ -72,10 +78,15 @@ class World:
     @property
     def name(self) -> str:
         """A name for the files of this world."""
-        return f"{type(self.calls).__name__.lower()}-{self.fault.replace(' ', '-') or 'undisturbed'}-{self.number}"
+        kind = type(self.calls).__name__.lower()
+        fault = self.fault.replace(" ", "-") or "undisturbed"
+        return f"{kind}-{fault}-{self.number}"
 
     def run(self, action: Callable[..., Any], *arguments: Any) -> Any:
-        """Do `action` in this world. A kill and an error of ft_ckpt are part of it; any other error is raised."""
+        """Do `action` in this world.
+
+        A kill and an error of ft_ckpt are part of it; any other error is raised.
+        """
         return self.calls.run(self, action, *arguments)
 
     def begin(self, process: int) -> None:
@@ -92,17 +103,23 @@ class World:
 
 @dataclass
 class Report:
-    """What was tried: the number of calls that can be met, and how many worlds came to their call or ended before."""
+    """What was tried: the number of calls that can be met, and how many worlds came to their call
+    or ended before.
+    """
 
     calls: int
     met: int = 0
     missed: int = 0
 
 
-def try_worlds(trial: Callable[[World], object], *calls: Calls, every: int = 1, max_worlds: int = 0) -> Report:
-    """Call `trial` in an undisturbed world of each of `calls`, and then in one for each call and fault.
+def try_worlds(
+    trial: Callable[[World], object], *calls: Calls, every: int = 1, max_worlds: int = 0
+) -> Report:
+    """Call `trial` in an undisturbed world of each of `calls`, and then in one for each call and
+    fault.
 
-    With the seed 0 it interferes at each `every`th call. With `max_worlds`, so many worlds are drawn.
+    With the seed 0 it interferes at each `every`th call. With `max_worlds`, so many worlds are
+    drawn.
     """
     worlds, count = [], 0
     for kind in calls:
@@ -130,7 +147,9 @@ def _tried(trial: Callable[[World], object], worlds: Sequence[World], report: Re
         report.missed += not world.is_met
     print(report)
     if failed:
-        lines = [f"{world.name}: {type(error).__name__}: {error}" for world, error in failed[:_MAX_SHOWN]]
+        lines = [
+            f"{world.name}: {type(error).__name__}: {error}" for world, error in failed[:_MAX_SHOWN]
+        ]
         test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
         again = f"to repeat the first: FT_CKPT_WORLD={failed[0][0].name} python -m pytest '{test}'"
         text = "\n".join([f"{len(failed)} of {len(worlds)} worlds failed", *lines, again])
@@ -139,10 +158,12 @@ def _tried(trial: Callable[[World], object], worlds: Sequence[World], report: Re
 
 
 class Disk(Calls):
-    """The calls of ft_ckpt that change the disk, in this process. Nothing is really synced: no power is cut.
+    """The calls of ft_ckpt that change the disk, in this process.
 
-    "killed": the action is done in a fork, which is killed just before the call, or half way in the removal of a
-    folder. "Ctrl-C" and "EIO" are raised at the call.
+    Nothing is really synced: no power is cut.
+
+    "killed": the action is done in a fork, which is killed just before the call, or half way in the
+    removal of a folder. "Ctrl-C" and "EIO" are raised at the call.
     """
 
     def __init__(self, fault: str) -> None:
@@ -195,7 +216,9 @@ def _remove_half(folder: Path) -> None:
 
 
 def _in_this_process(world: World, action: Callable[[], Any]) -> Any:
-    """The result of `action`; None if the fault came out of it, as itself or as an error of ft_ckpt."""
+    """The result of `action`; None if the fault came out of it, as itself or as an error of
+    ft_ckpt.
+    """
     try:
         return action()
     except (KeyboardInterrupt, TargetError):
@@ -211,7 +234,9 @@ def _in_a_fork(world: World, action: Callable[[], Any]) -> None:
 
 
 def in_child(action: Callable[[], object]) -> str:
-    """Run `action` in a forked process; "" if it returned, else the type and text of its exception."""
+    """Run `action` in a forked process; "" if it returned, else the type and text of its
+    exception.
+    """
     return _forked(action)[1]
 
 
@@ -232,7 +257,8 @@ def _forked(action: Callable[[], object]) -> tuple[int, str]:
 
 
 class Requests(Calls):
-    """The requests to the stores of `world.watch`: "stopped" ends the action as a kill would, "refused" is an error.
+    """The requests to the stores of `world.watch`: "stopped" ends the action as a kill would,
+    "refused" is an error.
 
     A stopped process makes no more requests: those in its `finally` are stopped as well.
     """
@@ -259,9 +285,11 @@ class Requests(Calls):
 
 
 class Server(Calls):
-    """The requests to an HTTP fake; each fault has a name and the fields of a `Fault` (http_server.py).
+    """The requests to an HTTP fake; each fault has a name and the fields of a `Fault`
+    (http_server.py).
 
-    A fault whose name begins with "killed" kills the process `world.process`, before the request is answered.
+    A fault whose name begins with "killed" kills the process `world.process`, before the request is
+    answered.
     """
 
     def __init__(self, server: FakeServer, faults: Mapping[str, Mapping[str, Any]]) -> None:
@@ -285,7 +313,9 @@ class Server(Calls):
 
 @contextmanager
 def writes(before: Callable[[], Any] = lambda: None) -> Iterator[list[int]]:
-    """Sizes of the blocks written to files while the block runs; `before` runs before each write, and may raise."""
+    """Sizes of the blocks written to files while the block runs; `before` runs before each write,
+    and may raise.
+    """
     real, written = os.pwrite, []
 
     def pwrite(descriptor: int, data: Any, offset: int) -> int:

@@ -1,4 +1,5 @@
-"""Wrappers of a working store: a watch with a hook at each request, to count, refuse, stop or order them; damage; time.
+"""Wrappers of a working store: a watch with a hook at each request, to count, refuse, stop or order
+them; damage; time.
 
 They are passed in, instead of patching calls.
 """
@@ -35,12 +36,15 @@ class Stopped(BaseException):
 
 
 class Watch:
-    """The hook for the requests of its stores, the names of these requests, and the simulated age of their objects."""
+    """The hook for the requests of its stores, the names of these requests, and the simulated age
+    of their objects.
+    """
 
     def __init__(self, hook: Hook = lambda call, where: None) -> None:
         self.hook = hook
         self.calls: list[str] = []
-        self.older: dict[tuple[str, str, float], float] = {}  # an object as it was listed -> seconds
+        # an object as it was listed -> seconds
+        self.older: dict[tuple[str, str, float], float] = {}
 
     def store(self, inner: Store) -> "WatchedStore":
         return WatchedStore(inner, self)
@@ -115,18 +119,25 @@ class _WatchedFile:
 
 
 def refusing(calls: Iterable[str], part: str = "") -> Hook:
-    """A hook that refuses those calls for URLs with that part, as a store without permission does."""
+    """A hook that refuses those calls for URLs with that part, as a store without permission
+    does.
+    """
 
     def hook(call: str, where: str) -> None:
         if call in calls and part in where:
             kind = TargetError if call in WRITES else UnreadableError
-            raise kind(f"{where}: refused (permission denied); check credentials and network, or choose another place")
+            raise kind(
+                f"{where}: refused (permission denied); check credentials and network, or choose "
+                "another place"
+            )
 
     return hook
 
 
 class TornStore(Wrapped):
-    """Objects with a prefix are cut short: `read` returns half of a range, an open file raises CorruptError."""
+    """Objects with a prefix are cut short: `read` returns half of a range, an open file raises
+    CorruptError.
+    """
 
     def __init__(self, inner: Store, prefix: str = "") -> None:
         super().__init__(inner)
@@ -138,7 +149,11 @@ class TornStore(Wrapped):
 
     def open(self, name: str) -> Readable:
         found = self.inner.open(name)
-        return _TornFile(found, name, found.size_bytes, found.version) if name.startswith(self.prefix) else found
+        return (
+            _TornFile(found, name, found.size_bytes, found.version)
+            if name.startswith(self.prefix)
+            else found
+        )
 
 
 @dataclass
@@ -156,7 +171,9 @@ class _TornFile:
 
     def read_into(self, memory: memoryview, start: int = 0) -> None:
         self.asked.append(len(memory))
-        raise CorruptError(f"{self.name}: {len(memory) // 2} bytes came, expected {len(memory)}; it was cut short")
+        raise CorruptError(
+            f"{self.name}: {len(memory) // 2} bytes came, expected {len(memory)}; it was cut short"
+        )
 
     def map(self) -> None:
         return None
@@ -170,7 +187,9 @@ class _TornFile:
 
 @contextmanager
 def unseen_files(prefix: str) -> Iterator[None]:
-    """Hide objects with a prefix from reads of local stores in this process, as on a disk that is not shared."""
+    """Hide objects with a prefix from reads of local stores in this process, as on a disk that is
+    not shared.
+    """
     real = LocalStore.read
 
     def read(store: LocalStore, name: str, *part: int) -> bytes:
@@ -183,11 +202,14 @@ def unseen_files(prefix: str) -> Iterator[None]:
         yield
 
 
-def all_interleavings(actors: Callable[[], "list[Callable[[Hook], object]]"], check: Callable[[], object]) -> int:
-    """Run `actors` in threads, one request at a time, in every order, and `check` after each; the number of orders.
+def all_interleavings(
+    actors: Callable[[], "list[Callable[[Hook], object]]"], check: Callable[[], object]
+) -> int:
+    """Run `actors` in threads, one request at a time, in every order, and `check` after each; the
+    number of orders.
 
-    `actors` creates them and their data for each order. An actor that repeats a listing directly waits for the
-    others.
+    `actors` creates them and their data for each order. An actor that repeats a listing directly
+    waits for the others.
     """
     runs, prefixes = 0, list[tuple[int, ...]]([()])
     while prefixes:
@@ -200,7 +222,9 @@ def all_interleavings(actors: Callable[[], "list[Callable[[Hook], object]]"], ch
 
 
 class _Order:
-    """One order of requests: the actors in `prefix`, by number, then always the first that is ready."""
+    """One order of requests: the actors in `prefix`, by number, then always the first that is
+    ready.
+    """
 
     def __init__(self, prefix: tuple[int, ...]) -> None:
         self.prefix, self.taken, self.could = prefix, list[int](), list[list[int]]()
@@ -211,7 +235,10 @@ class _Order:
 
     def run(self, actors: list[Callable[[Hook], object]]) -> None:
         self.alive = set(range(len(actors)))
-        threads = [threading.Thread(target=self._play, args=(number, each)) for number, each in enumerate(actors)]
+        threads = [
+            threading.Thread(target=self._play, args=(number, each))
+            for number, each in enumerate(actors)
+        ]
         for thread in threads:
             thread.start()
         self._lead()
@@ -252,7 +279,9 @@ class _Order:
                 self.change.wait_for(lambda: self.turn == -1 and self.waiting.keys() >= self.alive)
                 if not self.alive:
                     return
-                could = [each for each in sorted(self.alive) if not self._polls(each)] or sorted(self.alive)
+                could = [each for each in sorted(self.alive) if not self._polls(each)] or sorted(
+                    self.alive
+                )
                 at = len(self.taken)
                 self.turn = self.prefix[at] if at < len(self.prefix) else could[0]
                 self.could.append(could)

@@ -1,4 +1,6 @@
-"""Data, and a training loop over it that draws random numbers at every step, to be interrupted and resumed."""
+"""Data, and a training loop over it that draws random numbers at every step, to be interrupted and
+resumed.
+"""
 
 import hashlib
 import random
@@ -18,7 +20,9 @@ SAMPLES, EPOCHS = 11, 3
 
 
 class Numbers(Dataset[torch.Tensor]):
-    """0, 1, 2 …; `noise` adds random augmentation from all three global generators, or from one of its own."""
+    """0, 1, 2 …; `noise` adds random augmentation from all three global generators, or from one of
+    its own.
+    """
 
     def __init__(self, noise: str = "", count: int = SAMPLES) -> None:
         self.noise, self.count = noise, count
@@ -53,7 +57,8 @@ class Counted(Stream):
 
     def __init__(self, hands_out: Callable[[Any], Any] = dict, **settings: Any) -> None:
         super().__init__(**settings)
-        self.hands_out = hands_out  # `lambda where: where`: the live object, which the caller has to copy
+        # `lambda where: where`: the live object, which the caller has to copy
+        self.hands_out = hands_out
         self.where = {"next": 0}
         self.read = 0
 
@@ -74,7 +79,9 @@ class Counted(Stream):
 
 @dataclass(frozen=True)
 class Step:
-    """Record of a step: position, batch, whether it was the last of its pass, and all random state after it."""
+    """Record of a step: position, batch, whether it was the last of its pass, and all random state
+    after it.
+    """
 
     place: tuple[int, int, int]
     batch: Any
@@ -90,7 +97,11 @@ def scramble(seed: int) -> None:
 
 def fingerprint() -> str:
     state = rng.capture_generators()
-    parts = [state["python"]["words"].tobytes(), state["numpy"]["state"]["key"].tobytes(), state["torch"].numpy()]
+    parts = [
+        state["python"]["words"].tobytes(),
+        state["numpy"]["state"]["key"].tobytes(),
+        state["torch"].numpy(),
+    ]
     numbers = (state["python"]["gauss"], state["numpy"]["state"]["pos"], state["numpy"]["gauss"])
     return hashlib.sha256(b"".join(map(bytes, parts)) + repr(numbers).encode()).hexdigest()[:12]
 
@@ -137,7 +148,9 @@ def resumed(feed: DataPosition, state: dict[str, Any]) -> DataPosition:
     return feed
 
 
-def uninterrupted(make: Make, rank: int = 0, **settings: Any) -> tuple[list[Step], list[dict[str, Any]]]:
+def uninterrupted(
+    make: Make, rank: int = 0, **settings: Any
+) -> tuple[list[Step], list[dict[str, Any]]]:
     """All steps of a run, and the state after each of them (0: before the first)."""
     scramble(1)
     loader = make()
@@ -149,7 +162,15 @@ def uninterrupted(make: Make, rank: int = 0, **settings: Any) -> tuple[list[Step
 
 
 def differing(
-    make: Make, steps: list[Step], states: list[dict[str, Any]], stops: Iterable[int], **settings: Any
+    make: Make,
+    steps: list[Step],
+    states: list[dict[str, Any]],
+    stops: Iterable[int],
+    **settings: Any,
 ) -> list[int]:
     """The stops after which a resumed run differs from the uninterrupted one."""
-    return [stop for stop in stops if train(resumed(DataPosition(make(), **settings), states[stop])) != steps[stop:]]
+    return [
+        stop
+        for stop in stops
+        if train(resumed(DataPosition(make(), **settings), states[stop])) != steps[stop:]
+    ]

@@ -10,7 +10,10 @@ from ft_ckpt.distributed.tensors import ModelTensors
 
 
 def full_state_dict(model: nn.Module, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Copies by canonical names, on the host of rank 0; `{}` on other ranks. Collective. `names` limits it."""
+    """Copies by canonical names, on the host of rank 0; `{}` on other ranks.
+
+    Collective. `names` limits it.
+    """
     found = ModelTensors(model).sources()
     chosen = [found[name] for name in (names if names is not None else found)]
     return gather_tensors(chosen, current_ranks())

@@ -1,4 +1,6 @@
-"""The objects in the golden files, which ft_ckpt 0.2 and 0.3 wrote and every later version reads."""
+"""The objects in the golden files, which ft_ckpt 0.2 and 0.3 wrote and every later version
+reads.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -27,9 +29,14 @@ def nested() -> dict[object, object]:
     weight = torch.arange(6.0).view(2, 3)
     return {
         "model": OrderedDict([("w", weight), ("tied", weight), ("a/b", torch.arange(3))]),
-        "step": 7, "rate": 1e-4, "odd": [float("nan"), 1j, b"raw", None, True, "é"], ("a", 1): np.arange(3),
-        "f8": torch.arange(4.0).to(torch.float8_e4m3fn), "a": {"b": 1}, "a.b": 2,
-    }  # fmt: skip
+        "step": 7,
+        "rate": 1e-4,
+        "odd": [float("nan"), 1j, b"raw", None, True, "é"],
+        ("a", 1): np.arange(3),
+        "f8": torch.arange(4.0).to(torch.float8_e4m3fn),
+        "a": {"b": 1},
+        "a.b": 2,
+    }
 
 
 FILES: dict[str, Callable[[], Any]] = {

@@ -7,7 +7,13 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.sharding import FlatSharding, Mesh, MeshSharding, ReplicatedSharding, Sharding
+from ft_ckpt.distributed.sharding import (
+    FlatSharding,
+    Mesh,
+    MeshSharding,
+    ReplicatedSharding,
+    Sharding,
+)
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving.files import PartPlan, plan_part
@@ -24,7 +30,9 @@ def planned(
     dtype: torch.dtype | None = None,
     shard: int = 1 << 60,
 ) -> PartPlan:
-    """The files of a model with these parameters as `rank` of `world` plans them; stored as `dtype`."""
+    """The files of a model with these parameters as `rank` of `world` plans them; stored as
+    `dtype`.
+    """
     held = (
         flat(values, world, rank)
         if way == "fsdp1"
@@ -40,7 +48,9 @@ def flat(values: Mapping[str, Tensor], world: int, rank: int) -> dict[str, Held]
     buffer = _shard(torch.cat([value.reshape(-1) for value in values.values()]), shard, rank)
     found, first = {}, 0
     for name, value in values.items():
-        found[name] = _run(buffer, FlatSharding(value.numel(), first, shard, tuple(range(world))), rank)
+        found[name] = _run(
+            buffer, FlatSharding(value.numel(), first, shard, tuple(range(world))), rank
+        )
         first += value.numel()
     return found
 
@@ -51,7 +61,11 @@ def _held(value: Tensor, way: str, world: int, rank: int) -> Held:
         return ReplicatedSharding(shape), value
     if way == "zero3":  # each parameter by itself, flattened and padded
         shard = -(-value.numel() // world)
-        return _run(_shard(value.reshape(-1), shard, rank), FlatSharding(value.numel(), 0, shard, ranks), rank)
+        return _run(
+            _shard(value.reshape(-1), shard, rank),
+            FlatSharding(value.numel(), 0, shard, ranks),
+            rank,
+        )
     sharding = MeshSharding(shape, _line_of(world), (0,))
     for mine in sharding.local_boxes(rank):
         return sharding, value[mine.offsets[0] : mine.offsets[0] + mine.sizes[0]]
@@ -70,12 +84,16 @@ def _run(buffer: Tensor, sharding: FlatSharding, rank: int) -> Held:
 
 def _shard(value: Tensor, shard: int, rank: int) -> Tensor:
     part = value[rank * shard : (rank + 1) * shard]
-    return part if part.numel() == shard else torch.cat([part, part.new_zeros(shard - part.numel())])
+    return (
+        part if part.numel() == shard else torch.cat([part, part.new_zeros(shard - part.numel())])
+    )
 
 
 def _entry(name: str, value: Tensor, held: Held, dtype: torch.dtype | None) -> Entry:
     live = nn.Parameter(value, requires_grad=False)
-    source = Source(id(live), name, name, tuple(value.shape), value.dtype, True, True, "plain", held[0])
+    source = Source(
+        id(live), name, name, tuple(value.shape), value.dtype, True, True, "plain", held[0]
+    )
     source = replace(source, live=live).holding(held[1])
     return Entry(name, source.shape, dtype or value.dtype, value.dtype, source)
 
@@ -83,7 +101,10 @@ def _entry(name: str, value: Tensor, held: Held, dtype: torch.dtype | None) -> E
 def llama_1b() -> dict[str, Tensor]:
     """The parameters of Llama-3.2-1B on the meta device."""
     hidden, inner, kv = 2048, 8192, 512
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (128256, hidden), "model.norm.weight": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (128256, hidden),
+        "model.norm.weight": (hidden,),
+    }
     for layer in range(16):
         shapes |= {
             f"model.layers.{layer}.{name}.weight": shape
@@ -99,4 +120,7 @@ def llama_1b() -> dict[str, Tensor]:
                 "post_attention_layernorm": (hidden,),
             }.items()
         }
-    return {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
+    return {
+        name: torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for name, shape in shapes.items()
+    }

@@ -1,11 +1,16 @@
 """The base of all HTTP fakes on loopback: a log of their requests, and faults of chosen ones.
 
-    server.faults.append(Fault("PUT .*ft_ckpt.json", 503, times=2))  # the next two requests that match
-    server.faults.append(Fault(at=server.asked + 7, cuts="after"))  # the 7th from now: it is done, the answer is lost
-    server.faults.append(Fault(lambda request: request.size_bytes > 1000, 403, code="ExpiredToken", times=99))
+    # the next two requests that match
+    server.faults.append(Fault("PUT .*ft_ckpt.json", 503, times=2))
+    # the 7th from now: it is done, the answer is lost
+    server.faults.append(Fault(at=server.asked + 7, cuts="after"))
+    # every large one
+    is_large = lambda request: request.size_bytes > 1000
+    server.faults.append(Fault(is_large, 403, code="ExpiredToken", times=99))
     assert len(server.seen("GET")) == 3
 
-A request is matched as "METHOD /path?query". A fake is a `FakeServer` with its state, and a `FakeHandler` that answers.
+A request is matched as "METHOD /path?query". A fake is a `FakeServer` with its state, and a
+`FakeHandler` that answers.
 """
 
 import json
@@ -50,7 +55,8 @@ class Request:
 class Fault:
     """A fault of the next `times` requests that match, or of those from the number `at` on.
 
-    With neither a status nor a cut, `seconds`, `then` and `keeps_bytes` befall a request that is executed.
+    With neither a status nor a cut, `seconds`, `then` and `keeps_bytes` befall a request that is
+    executed.
     """
 
     matches: str | Callable[[Request], object] = ""
@@ -60,18 +66,25 @@ class Fault:
     times: int = 1
     code: str = "InternalError"  # of the error response, where the protocol has one
     says: str = "a fault"  # likewise
-    headers: dict[str, str] = field(default_factory=dict)  # of the error response: {"Retry-After": "1"}
+    # of the error response: {"Retry-After": "1"}
+    headers: dict[str, str] = field(default_factory=dict)
     acts_first: bool = False  # with a status: execute the request all the same
-    cuts: str = ""  # the connection "before" the work, "during" it (half is read or answered) or "after" it
+    # the connection "before" the work, "during" it (half is read or answered) or "after" it
+    cuts: str = ""
     seconds: float = 0.0  # delay before everything else
-    keeps_bytes: int | None = None  # body bytes to send; Content-Length stays that of the whole body
+    # body bytes to send; Content-Length stays that of the whole body
+    keeps_bytes: int | None = None
     lies: bool = False  # with keeps_bytes: Content-Length is that of the bytes sent
     then: Callable[[], object] | None = None  # called just before the response or the cut
     matched: int = 0  # requests that matched so far
 
     def befalls(self, request: Request) -> bool:
         """Whether this request is affected."""
-        is_match = self.matches(request) if callable(self.matches) else re.search(self.matches, request.line)
+        is_match = (
+            self.matches(request)
+            if callable(self.matches)
+            else re.search(self.matches, request.line)
+        )
         if not is_match or request.number < self.at:
             return False
         self.matched += 1
@@ -81,7 +94,9 @@ class Fault:
 class Answer(Exception):  # noqa: N818 - how a handler ends early
     """A response. A body that is neither bytes nor text is sent as JSON."""
 
-    def __init__(self, status: int, body: Any = None, headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, status: int, body: Any = None, headers: dict[str, str] | None = None
+    ) -> None:
         super().__init__(status)
         self.status, self.headers = status, dict(headers or {})
         if isinstance(body, bytes):
@@ -215,7 +230,9 @@ class FakeHandler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(fake: FakeServer, handler: type[FakeHandler], port: int = 0, host: str = "127.0.0.1") -> Iterator[None]:
+def serving(
+    fake: FakeServer, handler: type[FakeHandler], port: int = 0, host: str = "127.0.0.1"
+) -> Iterator[None]:
     """Have `handler` answer for that fake while the block runs."""
     with answering(type("Handler", (handler,), {"fake": fake}), port, host) as fake.url:
         try:

@@ -1,7 +1,8 @@
 """A Hub on loopback with storage buckets: the endpoints that huggingface_hub uses for them.
 
-hf_xet chunks and hashes the content as for the real Hub, but the responses point it to a content store on this disk
-(local://). The content of a batch is read back from there and compared with its hash.
+hf_xet chunks and hashes the content as for the real Hub, but the responses point it to a content
+store on this disk (local://). The content of a batch is read back from there and compared with its
+hash.
 """
 
 import json
@@ -57,7 +58,10 @@ class BucketHub(Hub):
 
     def bytes_of(self, bucket: str) -> dict[str, bytes]:
         """The files of a bucket."""
-        return {path: self.contents[file.hash] for path, file in sorted(self.buckets[bucket].files.items())}
+        return {
+            path: self.contents[file.hash]
+            for path, file in sorted(self.buckets[bucket].files.items())
+        }
 
     def put_file(self, bucket: str, path: str, content: bytes) -> None:
         """Upload a file as another client would."""
@@ -69,7 +73,9 @@ class BucketHub(Hub):
         self.buckets[bucket].files[path] = StoredFile(name)
 
     def new_place(self) -> Path:
-        """A folder that a client uploads to: each has its own, because hf_xet locks it against other processes."""
+        """A folder that a client uploads to: each has its own, because hf_xet locks it against
+        other processes.
+        """
         self.places.append(Path(tempfile.mkdtemp(dir=self.folder)))
         return self.places[-1]
 
@@ -100,7 +106,11 @@ class BucketHub(Hub):
 
 
 def _client_of(place: str | Path) -> dict[str, Any]:
-    return {"endpoint": f"local://{place}", "token": "xet", "token_expiry_unix_secs": int(time.time()) + 3600}
+    return {
+        "endpoint": f"local://{place}",
+        "token": "xet",
+        "token_expiry_unix_secs": int(time.time()) + 3600,
+    }
 
 
 class _BucketHandler(HubHandler):
@@ -114,9 +124,13 @@ class _BucketHandler(HubHandler):
         if name in self.hub.buckets:
             return Answer(409, url)
         if name.startswith("others/"):
-            return Answer(403, {"error": "You don't have the rights to create a bucket under this namespace"})
+            return Answer(
+                403, {"error": "You don't have the rights to create a bucket under this namespace"}
+            )
         asked = json.loads(body)
-        self.hub.buckets[name] = Bucket(private=asked.get("visibility") == "private" or bool(asked.get("private")))
+        self.hub.buckets[name] = Bucket(
+            private=asked.get("visibility") == "private" or bool(asked.get("private"))
+        )
         return Answer(200, url)
 
     def bucket_info(self, name: str, _: bytes) -> Answer:
@@ -126,19 +140,27 @@ class _BucketHandler(HubHandler):
 
     def bucket_tree(self, name: str, prefix: str, _: bytes) -> Answer:
         bucket, query = self._bucket(name), parse_qs(urlsplit(self.path).query)
-        files = {path: file for path, file in sorted(bucket.files.items()) if path.startswith(prefix)}
+        files = {
+            path: file for path, file in sorted(bucket.files.items()) if path.startswith(prefix)
+        }
         found = [self._file(path, file) for path, file in files.items()]
         if query.get("recursive", ["false"])[0].lower() != "true":
-            found = list({entry["path"]: entry for entry in (_top(each, prefix) for each in found)}.values())
+            found = list(
+                {entry["path"]: entry for entry in (_top(each, prefix) for each in found)}.values()
+            )
         start = int(query.get("cursor", ["0"])[0])
         page, rest = found[start : start + self.hub.page], found[start + self.hub.page :]
-        here = f"{self.hub.url}{urlsplit(self.path).path}?recursive={query.get('recursive', ['false'])[0]}"
-        link = {"Link": f'<{here}&cursor={start + self.hub.page}>; rel="next"'} if rest else {}
+        recursive = query.get("recursive", ["false"])[0]
+        url = f"{self.hub.url}{urlsplit(self.path).path}?recursive={recursive}"
+        link = {"Link": f'<{url}&cursor={start + self.hub.page}>; rel="next"'} if rest else {}
         return Answer(200, page, link)
 
     def bucket_paths(self, name: str, body: bytes) -> Answer:
         files = self._bucket(name).files
-        return Answer(200, [self._file(path, files[path]) for path in json.loads(body)["paths"] if path in files])
+        return Answer(
+            200,
+            [self._file(path, files[path]) for path in json.loads(body)["paths"] if path in files],
+        )
 
     def bucket_batch(self, name: str, body: bytes) -> Answer:
         """Apply each operation independently; the response names those that failed."""
@@ -146,7 +168,9 @@ class _BucketHandler(HubHandler):
         whys = [(line["path"], self._operation(bucket, line)) for line in lines]
         failed = [{"path": path, "error": why} for path, why in whys if why]
         done = len(lines) - len(failed)
-        return Answer(200 if done else 422, {"success": not failed, "processed": done, "failed": failed})
+        return Answer(
+            200 if done else 422, {"success": not failed, "processed": done, "failed": failed}
+        )
 
     def _operation(self, bucket: Bucket, line: dict[str, Any]) -> str:
         path = line["path"]
@@ -155,7 +179,11 @@ class _BucketHandler(HubHandler):
             return "" if bucket.files.pop(path, None) is not None else "no such file"
         name = line["xetHash"]
         if line["type"] == "copyFile":
-            source = self.hub.buckets.get(line["sourceRepoId"]) if line["sourceRepoType"] == "bucket" else None
+            source = (
+                self.hub.buckets.get(line["sourceRepoId"])
+                if line["sourceRepoType"] == "bucket"
+                else None
+            )
             if source is None or name not in {file.hash for file in source.files.values()}:
                 return "the source has no such content"
         elif self.hub.content(name) is None:
@@ -168,14 +196,18 @@ class _BucketHandler(HubHandler):
         if kind == "write" and self.headers.get("Authorization") is None:
             return Answer(401, {"error": "Invalid username or password."})
         place = self.hub.new_place() if kind == "write" else self.hub.place_of_all()
-        return Answer(200, {"accessToken": "xet", "exp": int(time.time()) + 3600, "casUrl": f"local://{place}"})
+        return Answer(
+            200,
+            {"accessToken": "xet", "exp": int(time.time()) + 3600, "casUrl": f"local://{place}"},
+        )
 
     def bucket_file(self, name: str, path: str, _: bytes) -> Answer:
         file = self._bucket(name).files.get(path)
         if file is None:
             raise absent("EntryNotFound")
         headers = {
-            "Location": self.hub.url.replace("127.0.0.1", "localhost") + f"/cdn/{file.hash}",  # another host
+            # another host
+            "Location": self.hub.url.replace("127.0.0.1", "localhost") + f"/cdn/{file.hash}",
             "X-Xet-Hash": file.hash,
             "X-Linked-Size": str(len(self.hub.contents[file.hash])),
             "X-Xet-Refresh-Route": f"{self.hub.url}/api/buckets/{quote(name)}/xet-read-token",
@@ -193,12 +225,19 @@ class _BucketHandler(HubHandler):
 
     def _bucket(self, name: str) -> Bucket:
         found = self.hub.buckets.get(name)
-        if found is None or (found.private and self.headers.get("Authorization") != f"Bearer {TOKEN}"):
+        if found is None or (
+            found.private and self.headers.get("Authorization") != f"Bearer {TOKEN}"
+        ):
             raise absent("RepoNotFound")
         return found
 
     def _file(self, path: str, file: StoredFile) -> dict[str, Any]:
-        facts = {"type": "file", "path": path, "size": len(self.hub.contents[file.hash]), "xetHash": file.hash}
+        facts = {
+            "type": "file",
+            "path": path,
+            "size": len(self.hub.contents[file.hash]),
+            "xetHash": file.hash,
+        }
         return {**facts, "mtime": _stamp(file.time), "uploadedAt": _stamp(file.time)}
 
 
@@ -207,11 +246,19 @@ def _top(entry: dict[str, Any], prefix: str) -> dict[str, Any]:
     path: str = entry["path"]
     begin = f"{prefix}/" if prefix and path.startswith(f"{prefix}/") else ""
     step, _, deeper = path[len(begin) :].partition("/")
-    return {"type": "directory", "path": begin + step, "uploadedAt": entry["uploadedAt"]} if deeper else entry
+    return (
+        {"type": "directory", "path": begin + step, "uploadedAt": entry["uploadedAt"]}
+        if deeper
+        else entry
+    )
 
 
 def _stamp(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return (
+        datetime.fromtimestamp(seconds, timezone.utc)
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )
 
 
 _BUCKET = "/api/buckets/([^/]+/[^/]+)"

@@ -1,7 +1,9 @@
-"""A Hub on loopback: the endpoints that huggingface_hub uses to commit to model repositories and to read them.
+"""A Hub on loopback: the endpoints that huggingface_hub uses to commit to model repositories and to
+read them.
 
-Repositories, branches, commits and large files are kept in memory. Large files come by the LFS protocol, in parts where
-they are larger than `part_bytes`; xet is not offered. `Fault`s make chosen requests fail as real ones do.
+Repositories, branches, commits and large files are kept in memory. Large files come by the LFS
+protocol, in parts where they are larger than `part_bytes`; xet is not offered. `Fault`s make chosen
+requests fail as real ones do.
 """
 
 import base64
@@ -41,7 +43,9 @@ class Blob:
 
 @dataclass
 class Repository:
-    """One repository: the commit of each branch, the files of each commit, and the commit messages."""
+    """One repository: the commit of each branch, the files of each commit, and the commit
+    messages.
+    """
 
     private: bool
     branches: dict[str, str] = field(default_factory=dict)
@@ -77,7 +81,13 @@ class Hub(FakeServer):
         found = self.repositories[repository]
         return {path: blob.content for path, blob in found.commits[found.branches[branch]].items()}
 
-    def put(self, repository: str, files: dict[str, bytes], branch: str = "main", message: str = "by hand") -> None:
+    def put(
+        self,
+        repository: str,
+        files: dict[str, bytes],
+        branch: str = "main",
+        message: str = "by hand",
+    ) -> None:
         """Commit `files` as another client would."""
         with self.lock:
             found = self.repositories.setdefault(repository, Repository(private=False))
@@ -91,7 +101,9 @@ def _blob_of(path: str, content: bytes) -> Blob:
 
 
 def _is_large(path: str, size_bytes: int) -> bool:
-    return path.endswith((".safetensors", ".h5", ".bin")) or (size_bytes >= LARGE_BYTES and not path.endswith(".md"))
+    return path.endswith((".safetensors", ".h5", ".bin")) or (
+        size_bytes >= LARGE_BYTES and not path.endswith(".md")
+    )
 
 
 def absent(code: str) -> Answer:
@@ -125,7 +137,9 @@ class HubHandler(FakeHandler):
             match = re.fullmatch(pattern, path)
             if match is not None and request.method in method.split():
                 with self.hub.lock:
-                    return action(self, *map(unquote, match.groups()), request.content) or Answer(200)
+                    return action(self, *map(unquote, match.groups()), request.content) or Answer(
+                        200
+                    )
         return Answer(404, {"error": f"no such place: {path}"})
 
     # Request handlers
@@ -137,10 +151,15 @@ class HubHandler(FakeHandler):
         asked = json.loads(body)
         name = f"{asked.get('organization') or 'user'}/{asked['name']}"
         if name in self.hub.repositories:
-            return Answer(409, {"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"})
+            return Answer(
+                409,
+                {"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"},
+            )
         private = asked.get("visibility") == "private" or bool(asked.get("private"))
         found = self.hub.repositories[name] = Repository(private=private)
-        found.add_commit("main", {".gitattributes": Blob(b"*.safetensors filter=lfs\n", False)}, "initial commit")
+        found.add_commit(
+            "main", {".gitattributes": Blob(b"*.safetensors filter=lfs\n", False)}, "initial commit"
+        )
         return Answer(200, {"url": f"{self.hub.url}/{name}", "name": name})
 
     def validate(self, _: bytes) -> Answer:
@@ -152,7 +171,14 @@ class HubHandler(FakeHandler):
         siblings = [{"rfilename": path} for path in files]
         return Answer(
             200,
-            {"id": name, "modelId": name, "sha": oid, "private": repository.private, "tags": [], "siblings": siblings},
+            {
+                "id": name,
+                "modelId": name,
+                "sha": oid,
+                "private": repository.private,
+                "tags": [],
+                "siblings": siblings,
+            },
         )
 
     def branch(self, name: str, branch: str, _: bytes) -> Answer:
@@ -180,7 +206,11 @@ class HubHandler(FakeHandler):
 
     def batch(self, _name: str, body: bytes) -> Answer:
         return Answer(
-            200, {"transfer": "basic", "objects": [self._object(**one) for one in json.loads(body)["objects"]]}
+            200,
+            {
+                "transfer": "basic",
+                "objects": [self._object(**one) for one in json.loads(body)["objects"]],
+            },
         )
 
     def _object(self, oid: str, size: int) -> dict[str, Any]:
@@ -189,7 +219,10 @@ class HubHandler(FakeHandler):
         action: dict[str, Any] = {"href": f"{self.hub.url}/lfs/whole/{oid}"}
         if size > self.hub.part_bytes:
             count = -(-size // self.hub.part_bytes)
-            urls = {f"{number:05d}": f"{self.hub.url}/lfs/part/{oid}/{number}" for number in range(1, count + 1)}
+            urls = {
+                f"{number:05d}": f"{self.hub.url}/lfs/part/{oid}/{number}"
+                for number in range(1, count + 1)
+            }
             action = {
                 "href": f"{self.hub.url}/lfs/complete/{oid}",
                 "header": {"chunk_size": str(self.hub.part_bytes), **urls},
@@ -206,7 +239,9 @@ class HubHandler(FakeHandler):
 
     def complete(self, oid: str, body: bytes) -> None:
         parts = json.loads(body)["parts"]
-        self._keep_large(oid, b"".join([self.hub.parts.pop((oid, one["partNumber"])) for one in parts]))
+        self._keep_large(
+            oid, b"".join([self.hub.parts.pop((oid, one["partNumber"])) for one in parts])
+        )
 
     def verify(self, body: bytes) -> Answer:
         return Answer(200 if json.loads(body)["oid"] in self.hub.large else 404)
@@ -227,7 +262,14 @@ class HubHandler(FakeHandler):
         for line in lines[1:]:
             self._change(files, line["key"], line["value"])
         made = repository.add_commit(revision, files, header["summary"])
-        return Answer(200, {"commitUrl": f"{self.hub.url}/{name}/commit/{made}", "commitOid": made, "success": True})
+        return Answer(
+            200,
+            {
+                "commitUrl": f"{self.hub.url}/{name}/commit/{made}",
+                "commitOid": made,
+                "success": True,
+            },
+        )
 
     def _change(self, files: dict[str, Blob], key: str, value: dict[str, Any]) -> None:
         path = value["path"]
@@ -238,7 +280,11 @@ class HubHandler(FakeHandler):
                 raise Answer(400, {"error": f"{path}: its content was not uploaded"})
             files[path] = Blob(self.hub.large[value["oid"]], True)
         elif path not in files:
-            raise Answer(404, {"error": "A file with this name doesn't exist"}, {"X-Error-Code": "EntryNotFound"})
+            raise Answer(
+                404,
+                {"error": "A file with this name doesn't exist"},
+                {"X-Error-Code": "EntryNotFound"},
+            )
         else:
             del files[path]
 
@@ -256,7 +302,11 @@ class HubHandler(FakeHandler):
         if path not in files:
             raise absent("EntryNotFound")
         blob = files[path]
-        headers = {"X-Repo-Commit": oid, "ETag": f'"{blob.oid}"', "Content-Type": "application/octet-stream"}
+        headers = {
+            "X-Repo-Commit": oid,
+            "ETag": f'"{blob.oid}"',
+            "Content-Type": "application/octet-stream",
+        }
         return Answer(200, blob.content, headers)
 
     def _repository(self, name: str) -> Repository:
@@ -312,8 +362,14 @@ def serving_hub(part_bytes: int = 1 << 20) -> Iterator[Hub]:
 
 @contextmanager
 def using_hub(hub: Hub) -> Iterator[Hub]:
-    """Make this process use `hub` as the Hub, by patches: huggingface_hub read its settings when it was imported."""
-    settings: dict[str, Any] = {"ENDPOINT": hub.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+    """Make this process use `hub` as the Hub, by patches: huggingface_hub read its settings when it
+    was imported.
+    """
+    settings: dict[str, Any] = {
+        "ENDPOINT": hub.url,
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_DISABLE_XET": True,
+    }
     settings["HUGGINGFACE_CO_URL_TEMPLATE"] = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
     close_session()
     with ExitStack() as stack:
@@ -326,9 +382,17 @@ def using_hub(hub: Hub) -> Iterator[Hub]:
 
 
 def main() -> None:
-    """Serve until the input ends. The one line of output is JSON: the environment of client programs."""
+    """Serve until the input ends.
+
+    The one line of output is JSON: the environment of client programs.
+    """
     with serving_hub() as hub:
-        settings = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        settings = {
+            "HF_ENDPOINT": hub.url,
+            "HF_TOKEN": TOKEN,
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+        }
         print(json.dumps(settings), flush=True)
         sys.stdin.read()
 

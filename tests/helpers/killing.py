@@ -21,7 +21,9 @@ MOST = 5  # two kept, one new, one being dropped, one stage
 
 
 def lives(folder: Path, ranks: int, chances: random.Random, most_seconds: float, kills: int) -> int:
-    """Start and kill the run in `folder` up to `kills` times, then let it finish; return the number of kills."""
+    """Start and kill the run in `folder` up to `kills` times, then let it finish; return the number
+    of kills.
+    """
     spared = 0  # consecutive kills between a commit and the deletion after it
     for killed in range(kills):
         if _life(folder, ranks, killed, chances.uniform(0, most_seconds)):
@@ -32,9 +34,11 @@ def lives(folder: Path, ranks: int, chances: random.Random, most_seconds: float,
 
 
 def look(folder: Path, spared: int = 0) -> int:
-    """Check what must hold at any moment: each committed checkpoint is valid, and leftovers do not accumulate.
+    """Check what must hold at any moment: each committed checkpoint is valid, and leftovers do not
+    accumulate.
 
-    Each of `spared` kills may leave one more folder until the next deletion. Returns the number of names in `folder`.
+    Each of `spared` kills may leave one more folder until the next deletion. Returns the number of
+    names in `folder`.
     """
     from ft_ckpt import verify
 
@@ -77,7 +81,9 @@ def _fork(folder: Path, rank: int, ranks: int, number: int) -> int:
             }
             os.environ |= {name: str(value) for name, value in names.items()}
             store = dist.FileStore(f"{folder}.store-{number}", ranks)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+            )
         _train(folder, rank)
         code = 0
     except BaseException:

@@ -1,6 +1,8 @@
-"""Run a worker on several ranks and collect the outcome of each case on each rank; or run one program.
+"""Run a worker on several ranks and collect the outcome of each case on each rank; or run one
+program.
 
-Processes are forked from one that has loaded the libraries: a fresh interpreter takes seconds to load them.
+Processes are forked from one that has loaded the libraries: a fresh interpreter takes seconds to
+load them.
 """
 
 import atexit
@@ -27,7 +29,8 @@ from places import HELPERS, WORKERS, python_path
 
 NURSERY = "FT_CKPT_TEST_NURSERY"  # the variable that names the socket of tests/helpers/nursery.py
 TIMED_OUT = -1
-MAX_LAUNCHES = 4  # a case that kills its process costs one launch; more such cases are not worth waiting for
+# a case that kills its process costs one launch; more such cases are not worth waiting for
+MAX_LAUNCHES = 4
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,9 @@ def launch(
     timeout: float = 120,
     env: Mapping[str, str] | None = None,
 ) -> Result:
-    """Run `tests/workers/{worker}.py` on `ranks` processes for at most `timeout` seconds; leaves no process behind."""
+    """Run `tests/workers/{worker}.py` on `ranks` processes for at most `timeout` seconds; leaves no
+    process behind.
+    """
     # The worker prints every rank's stack shortly before it would be killed.
     environment = {"STACKS_AFTER": str(max(timeout - 15, timeout / 2)), **(env or {})}
     with tempfile.NamedTemporaryFile("w+", errors="replace") as log:
@@ -67,8 +72,9 @@ def run_cases(
 ) -> dict[str, str]:
     """The error of each case, over all ranks ("" if there was none).
 
-    A case that kills its process gets the log as its error, and the cases after it are launched again, so that one
-    crash does not hide the others. A launch that does not end after its last case is an error of that case.
+    A case that kills its process gets the log as its error, and the cases after it are launched
+    again, so that one crash does not hide the others. A launch that does not end after its last
+    case is an error of that case.
     """
     errors: dict[str, str] = {}
     for attempt in range(MAX_LAUNCHES):
@@ -83,16 +89,26 @@ def run_cases(
         if crashed is None and result.returncode == TIMED_OUT:
             crashed = remaining[-1]
         if crashed is not None:
-            errors[crashed] = f"the process ended with status {result.returncode}\n{result.log[-6000:]}"
+            errors[crashed] = (
+                f"the process ended with status {result.returncode}\n{result.log[-6000:]}"
+            )
     return {case: errors.get(case, "not run: too many cases before it crashed") for case in cases}
 
 
 def selected(request: pytest.FixtureRequest, cases: Sequence[str]) -> list[str]:
-    """The cases that the selected tests of a fixture have as parameters: its launch runs no other."""
-    tests = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    """The cases that the selected tests of a fixture have as parameters: its launch runs no
+    other.
+    """
+    tests = [
+        item
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    ]
     tests = [test for test in tests if test.module is request.module]
     mine = [test.callspec.params for test in tests if request.fixturename in test.fixturenames]
-    values = {value for parameters in mine for value in parameters.values() if isinstance(value, str)}
+    values = {
+        value for parameters in mine for value in parameters.values() if isinstance(value, str)
+    }
     return [case for case in cases if case in values]
 
 
@@ -112,13 +128,17 @@ def run_python(
         with _begun(script, args, 0, env or {}, output, errors, cwd) as process:
             begun(process)
             returncode = _nursery().end(process, timeout)
-        return subprocess.CompletedProcess([code, *map(str, args)], returncode, output.read_text(), errors.read_text())
+        return subprocess.CompletedProcess(
+            [code, *map(str, args)], returncode, output.read_text(), errors.read_text()
+        )
 
 
 def run_and_signal(
     code: str, *args: object, until: Callable[[TextIO], object], number: int = signal.SIGKILL
 ) -> "subprocess.CompletedProcess[str]":
-    """Like `run_python`, with a signal as soon as `until` has read the output it needs; returns the rest of it."""
+    """Like `run_python`, with a signal as soon as `until` has read the output it needs; returns the
+    rest of it.
+    """
     with _program(code) as (script, output, errors):
         output.unlink()
         os.mkfifo(output)
@@ -128,7 +148,9 @@ def run_and_signal(
                 os.kill(process, number)
                 rest = said.read()
             returncode = _nursery().end(process, 60)
-        return subprocess.CompletedProcess([code, *map(str, args)], returncode, rest, errors.read_text())
+        return subprocess.CompletedProcess(
+            [code, *map(str, args)], returncode, rest, errors.read_text()
+        )
 
 
 @contextmanager
@@ -151,8 +173,13 @@ def share_nursery() -> None:
     """Start the server that forks launches, for this process and its children."""
     folder = tempfile.mkdtemp(prefix="nursery-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    # pyarrow, which older libraries load, starts an allocator thread, but the server may fork with one thread only
-    single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+    # pyarrow, which older libraries load, starts an allocator thread, but the server may fork with
+    # one thread only
+    single = {
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    }
     path = str(Path(folder, "socket"))
     with socket.socket(socket.AF_UNIX) as waiting:
         waiting.bind(path)
@@ -180,7 +207,10 @@ class Nursery:
         assert self.answer() == "ready", "tests/helpers/nursery.py did not start"
 
     def answer(self) -> str:
-        """One line of the server. A buffered read may take two at once, and `select` never sees the second."""
+        """One line of the server.
+
+        A buffered read may take two at once, and `select` never sees the second.
+        """
         line = b""
         while not line.endswith(b"\n"):
             byte = self.socket.recv(1)
@@ -202,7 +232,15 @@ class Nursery:
         """The id of a process that the server forks; `env` is added to this process's variables."""
         arguments = [str(argument) for argument in args]
         folder = str(cwd or Path.cwd())
-        request = [str(script), arguments, ranks, _environment(env), folder, str(output), str(errors)]
+        request = [
+            str(script),
+            arguments,
+            ranks,
+            _environment(env),
+            folder,
+            str(output),
+            str(errors),
+        ]
         self.socket.sendall(json.dumps(request).encode() + b"\n")
         return int(self.answer())
 
@@ -233,8 +271,8 @@ def _begun(
 ) -> Iterator[int]:
     """The id of a process that the server forks, and that the block ends.
 
-    If the block raises, as at a test's timeout, the process is killed and the connection closed: the next launch would
-    read the answer that was left in it.
+    If the block raises, as at a test's timeout, the process is killed and the connection closed:
+    the next launch would read the answer that was left in it.
     """
     server = _nursery()
     process = server.begin(script, args, ranks, env, output, errors, cwd)
@@ -264,7 +302,9 @@ def _finished(outcomes: Path, ranks: int) -> dict[str, str]:
             row = json.loads(line)
             rows.setdefault(row["case"], {})[rank] = row["error"]
     return {
-        case: "\n".join(f"[rank {rank}] {error}" for rank, error in sorted(by_rank.items()) if error)
+        case: "\n".join(
+            f"[rank {rank}] {error}" for rank, error in sorted(by_rank.items()) if error
+        )
         for case, by_rank in rows.items()
         if len(by_rank) == ranks
     }

@@ -1,4 +1,6 @@
-"""The golden files that other libraries wrote, see `golden/make_library_files.py`, and the values in them."""
+"""The golden files that other libraries wrote, see `golden/make_library_files.py`, and the values
+in them.
+"""
 
 import importlib.util
 import sys
@@ -12,14 +14,21 @@ FOLDER = TESTS / "golden" / "libraries"
 
 def numbered(number: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The values of tensor `number` of a file."""
-    return (torch.arange(torch.Size(shape).numel(), dtype=torch.float64) / 2 + 100 * number).view(shape).to(dtype)
+    return (
+        (torch.arange(torch.Size(shape).numel(), dtype=torch.float64) / 2 + 100 * number)
+        .view(shape)
+        .to(dtype)
+    )
 
 
 def file_maker() -> ModuleType:
     """The script that writes them, with the installed libraries."""
-    spec = importlib.util.spec_from_file_location("make_library_files", TESTS / "golden/make_library_files.py")
+    spec = importlib.util.spec_from_file_location(
+        "make_library_files", TESTS / "golden/make_library_files.py"
+    )
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # its classes are looked up there
+    # its classes are looked up there
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -30,12 +30,16 @@ class Killed(BaseException):
 
 
 class Kill(lightning.Callback):
-    """Stops the run at the start of a batch once `after` steps are done, those before a resume included."""
+    """Stops the run at the start of a batch once `after` steps are done, those before a resume
+    included.
+    """
 
     def __init__(self, after: int) -> None:
         self.after = after
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         if trainer.global_step == self.after:
             raise Killed
 
@@ -67,9 +71,16 @@ class Tuned(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
         if self.plateau:
-            schedule: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=9.0)
+            schedule: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                optimizer, factor=0.5, patience=0, threshold=9.0
+            )
             return [optimizer], [
-                {"scheduler": schedule, "monitor": "val_loss", "interval": self.plateau, "strict": False}
+                {
+                    "scheduler": schedule,
+                    "monitor": "val_loss",
+                    "interval": self.plateau,
+                    "strict": False,
+                }
             ]
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
@@ -110,7 +121,13 @@ def module(seed: int = 0, **settings: Any) -> Tuned:
 def trainer(callbacks: Any = (), **settings: Any) -> Any:
     """2 epochs of 7 batches, without checkpoints unless a callback makes them."""
     return lightning.Trainer(
-        **{**QUIET, "max_epochs": 2, "enable_checkpointing": False, "callbacks": list(callbacks), **settings}
+        **{
+            **QUIET,
+            "max_epochs": 2,
+            "enable_checkpointing": False,
+            "callbacks": list(callbacks),
+            **settings,
+        }
     )
 
 
@@ -126,10 +143,25 @@ def run(made: Any, of: Tuned, data: Any, checked: Any = None) -> list[Any]:
     lightning.seed_everything(5, verbose=False)
     with suppress(Killed), warnings.catch_warnings():
         warnings.filterwarnings(
-            "ignore", message=".*(does not have many workers|lower value for log_every|eval mode|metric val_loss).*"
+            "ignore",
+            message=(
+                ".*(does not have many workers|lower value for log_every|eval mode|metric "
+                "val_loss).*"
+            ),
         )
         made.fit(of, data, checked)
     return list(of.seen)
 
 
-__all__ = ["Counted", "Kill", "Killed", "Stream", "Tuned", "loader", "module", "ours", "run", "trainer"]
+__all__ = [
+    "Counted",
+    "Kill",
+    "Killed",
+    "Stream",
+    "Tuned",
+    "loader",
+    "module",
+    "ours",
+    "run",
+    "trainer",
+]

@@ -19,8 +19,12 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def answering(handler: type[BaseHTTPRequestHandler], port: int = 0, host: str = "127.0.0.1") -> Iterator[str]:
-    """The URL of a server that answers with `handler`, each connection in a thread; port 0: any free port."""
+def answering(
+    handler: type[BaseHTTPRequestHandler], port: int = 0, host: str = "127.0.0.1"
+) -> Iterator[str]:
+    """The URL of a server that answers with `handler`, each connection in a thread; port 0: any
+    free port.
+    """
     server = _Server((host, port), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()

@@ -1,4 +1,6 @@
-"""PEFT's methods, those that can be merged and others, each as a function from target modules to a configuration."""
+"""PEFT's methods, those that can be merged and others, each as a function from target modules to a
+configuration.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +28,9 @@ METHODS: dict[str, Callable[[Any], Any]] = {
     "rslora": lambda targets: low_rank(targets, use_rslora=True),
     "dora": lambda targets: low_rank(targets, use_dora=True),
     "bias": lambda targets: low_rank(targets, bias="all"),
-    "ranks": lambda targets: low_rank(targets, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 5}),
+    "ranks": lambda targets: low_rank(
+        targets, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 5}
+    ),
     "loha": of_class("LoHaConfig", r=3),
     "lokr": of_class("LoKrConfig", r=3),
     "adalora": of_class("AdaLoraConfig", init_r=5, target_r=3, total_step=10),
@@ -63,7 +67,9 @@ METHODS: dict[str, Callable[[Any], Any]] = {
     "mica": lambda targets: low_rank(targets, init_lora_weights="mica"),
     "orthogonal": lambda targets: low_rank(targets, r=4, init_lora_weights="orthogonal"),
     "velora": lambda targets: low_rank(targets, velora_config=tuners_config("Velora")()),
-    "monteclora": lambda targets: low_rank(targets, monteclora_config=tuners_config("Monteclora")()),
+    "monteclora": lambda targets: low_rank(
+        targets, monteclora_config=tuners_config("Monteclora")()
+    ),
     "peanut": of_class("PeanutConfig"),
     "psoft": of_class("PsoftConfig", r=4),
     "frod": of_class("FrodConfig"),
@@ -86,7 +92,9 @@ UNMERGEABLE: dict[str, Callable[[Any], Any]] = {
     "prefix": of_task("PrefixTuningConfig", num_virtual_tokens=3),
     "p-tuning": of_task("PromptEncoderConfig", num_virtual_tokens=3, encoder_hidden_size=7),
     "multitask": of_task("MultitaskPromptTuningConfig", num_virtual_tokens=3, num_tasks=2),
-    "cpt": of_task("CPTConfig", cpt_token_ids=[1, 2, 3], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[1, 2, 3]),
+    "cpt": of_task(
+        "CPTConfig", cpt_token_ids=[1, 2, 3], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[1, 2, 3]
+    ),
     "cartridge": of_task("CartridgeConfig", num_virtual_tokens=3),
 }
 
@@ -98,5 +106,7 @@ def with_adapter(base: nn.Module, config: Any, seed: int = 3) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_floating_point():
-                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter) * 0.05)
+                parameter.add_(
+                    torch.randn(parameter.shape, generator=generator).to(parameter) * 0.05
+                )
     return model.eval()

@@ -1,7 +1,8 @@
 """Tiny dropout-free models whose every parameter is a function of its name and a seed.
 
-So any process can rebuild the model that another one trained, and compare bit for bit. Sizes are uneven on purpose:
-101 rows of embeddings, 63 positions, 5 rows and 1 of the value head do not divide by 2 or 4 ranks.
+So any process can rebuild the model that another one trained, and compare bit for bit. Sizes are
+uneven on purpose: 101 rows of embeddings, 63 positions, 5 rows and 1 of the value head do not
+divide by 2 or 4 ranks.
 """
 
 import zlib
@@ -99,7 +100,9 @@ def llama(**overrides: Any) -> nn.Module:
 
 
 def qwen3(**overrides: Any) -> nn.Module:
-    return Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "head_dim": 6, "tie_word_embeddings": False, **overrides}))
+    return Qwen3ForCausalLM(
+        Qwen3Config(**{**SIZES, "head_dim": 6, "tie_word_embeddings": False, **overrides})
+    )
 
 
 def olmo2(**overrides: Any) -> nn.Module:
@@ -108,13 +111,21 @@ def olmo2(**overrides: Any) -> nn.Module:
 
 def gpt2(**overrides: Any) -> nn.Module:
     sizes = {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 63}
-    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 1}
+    dropouts = {
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
     return GPT2LMHeadModel(GPT2Config(**{**sizes, **dropouts, **overrides}))
 
 
 def mixtral(**overrides: Any) -> nn.Module:
     """Holds fused experts in memory that are one tensor per expert on disk."""
-    return MixtralForCausalLM(MixtralConfig(**{**SIZES, "num_local_experts": 3, "num_experts_per_tok": 2, **overrides}))
+    return MixtralForCausalLM(
+        MixtralConfig(**{**SIZES, "num_local_experts": 3, "num_experts_per_tok": 2, **overrides})
+    )
 
 
 def experts() -> nn.Module:
@@ -125,8 +136,12 @@ def experts() -> nn.Module:
 
 def lora(base: nn.Module | None = None) -> PeftModel:
     """Two adapters of different shape, the first with a fully trained head; the first is active."""
-    first = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
-    second = LoraConfig(r=3, target_modules=["k_proj", "up_proj"], use_rslora=True, task_type="CAUSAL_LM")
+    first = LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"
+    )
+    second = LoraConfig(
+        r=3, target_modules=["k_proj", "up_proj"], use_rslora=True, task_type="CAUSAL_LM"
+    )
     model = get_peft_model(base or qwen3(), first)
     model.add_adapter("second", second)
     model.set_adapter("default")
@@ -136,7 +151,9 @@ def lora(base: nn.Module | None = None) -> PeftModel:
 def lora_experts() -> PeftModel:
     """An adapter on attention and on fused experts."""
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=experts, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=2, target_modules=["q_proj"], target_parameters=experts, task_type="CAUSAL_LM"
+    )
     return get_peft_model(mixtral(), config)
 
 
@@ -151,7 +168,9 @@ def large_vocabulary() -> nn.Module:
 
 
 def lora_wide() -> PeftModel:
-    """An adapter of some 8 KB on a base of some 7 MB: the number of bytes sent shows which one was sent."""
+    """An adapter of some 8 KB on a base of some 7 MB: the number of bytes sent shows which one was
+    sent.
+    """
     return get_peft_model(wide(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
 
 
@@ -176,7 +195,12 @@ def partly_frozen() -> nn.Module:
 
 def big() -> nn.Module:
     """Some 120 MB in float32, no tensor above 4 MB."""
-    sizes = {"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    sizes = {
+        "vocab_size": 1024,
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 8,
+    }
     return qwen3(**sizes, head_dim=64)
 
 

@@ -1,4 +1,6 @@
-"""Folders that are mounted through FUSE: a folder of this machine, or clients of a network file system."""
+"""Folders that are mounted through FUSE: a folder of this machine, or clients of a network file
+system.
+"""
 
 import os
 import shutil
@@ -14,7 +16,9 @@ import pytest
 from store_servers import free_port
 
 _MAY_MOUNT = os.geteuid() == 0 and Path("/dev/fuse").exists()
-needs_fuse = pytest.mark.skipif(not (_MAY_MOUNT and shutil.which("bindfs")), reason="bindfs and the right to mount")
+needs_fuse = pytest.mark.skipif(
+    not (_MAY_MOUNT and shutil.which("bindfs")), reason="bindfs and the right to mount"
+)
 needs_gluster = pytest.mark.skipif(
     not (_MAY_MOUNT and shutil.which("glusterfsd")), reason="GlusterFS and the right to mount"
 )
@@ -61,10 +65,14 @@ end-volume
 
 @contextmanager
 def mounted(real: Path, mount: Path, *options: str) -> Iterator[Path]:
-    """`real`, mounted at `mount` with these options of bindfs; skips the test where that is refused."""
+    """`real`, mounted at `mount` with these options of bindfs; skips the test where that is
+    refused.
+    """
     real.mkdir()
     mount.mkdir()
-    done = subprocess.run(["bindfs", *options, real, mount], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bindfs", *options, real, mount], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
     try:
@@ -77,7 +85,8 @@ def mounted(real: Path, mount: Path, *options: str) -> Iterator[Path]:
 def gluster_clients(folder: Path, count: int, cache_seconds: int = 1) -> Iterator[list[Path]]:
     """The mount points of `count` clients of one GlusterFS volume below `folder`.
 
-    A client may show attributes and entries that are `cache_seconds` old; GlusterFS's own default is 1.
+    A client may show attributes and entries that are `cache_seconds` old; GlusterFS's own default
+    is 1.
     """
     brick = folder / "brick"
     brick.mkdir()
@@ -88,7 +97,8 @@ def gluster_clients(folder: Path, count: int, cache_seconds: int = 1) -> Iterato
     caches = [f"--{kind}-timeout={cache_seconds}" for kind in ("attribute", "entry", "negative")]
     with ExitStack() as stack:
         stack.enter_context(_running(folder, "server", "glusterfsd"))
-        _wait(partial(_is_listening, port))  # a client that cannot connect tries again after seconds only
+        # a client that cannot connect tries again after seconds only
+        _wait(partial(_is_listening, port))
         clients = []
         for number in range(count):
             mount = folder / f"client-{number}"
@@ -103,8 +113,15 @@ def gluster_clients(folder: Path, count: int, cache_seconds: int = 1) -> Iterato
 @contextmanager
 def _running(folder: Path, volume: str, program: str, *arguments: str) -> Iterator[None]:
     """A process of GlusterFS in the foreground, ended by its id."""
-    command = [program, "--no-daemon", f"--volfile={folder / volume}.vol", f"--log-file={folder / volume}.log"]
-    process = subprocess.Popen([*command, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [
+        program,
+        "--no-daemon",
+        f"--volfile={folder / volume}.vol",
+        f"--log-file={folder / volume}.log",
+    ]
+    process = subprocess.Popen(
+        [*command, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         yield
     finally:

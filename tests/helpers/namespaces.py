@@ -21,7 +21,9 @@ def can_mount() -> bool:
 
 
 def take_disk(place: Path, kept: Path | None = None) -> None:
-    """Give this process, which must have one thread, a private disk at `place`: a tmpfs, or `kept` by a bind mount."""
+    """Give this process, which must have one thread, a private disk at `place`: a tmpfs, or `kept`
+    by a bind mount.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     place.mkdir(parents=True, exist_ok=True)
     _check(libc.unshare(_NEW_MOUNTS))
@@ -34,7 +36,9 @@ def take_disk(place: Path, kept: Path | None = None) -> None:
 
 
 def take_machine_id(identity: Path) -> None:
-    """Show the boot id in the file `identity` to this process, which has mounts of its own: as on another machine."""
+    """Show the boot id in the file `identity` to this process, which has mounts of its own: as on
+    another machine.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     _check(libc.mount(os.fsencode(identity), _BOOT_ID, None, _BIND, None))
 

@@ -1,4 +1,7 @@
-"""Nodes of a cluster: a network and a mount namespace for each, on one switch. Needs root or a user namespace."""
+"""Nodes of a cluster: a network and a mount namespace for each, on one switch.
+
+Needs root or a user namespace.
+"""
 
 import ctypes
 import os
@@ -19,7 +22,9 @@ _ALONE = (("-n", "-m"), ("-U", "-r", "-n", "-m"))  # as root, and as anybody
 
 @dataclass(frozen=True)
 class Cluster:
-    """Processes that keep the namespaces alive: of the switch that connects all nodes, and of each node."""
+    """Processes that keep the namespaces alive: of the switch that connects all nodes, and of each
+    node.
+    """
 
     switch: int
     nodes: tuple[int, ...]
@@ -42,10 +47,15 @@ def why_no_cluster() -> str:
 
 @contextmanager
 def running_cluster(size: int, disk: Path, kept: Path | None = None) -> Iterator[Cluster]:
-    """Run `size` nodes, each with a private tmpfs at `disk`; the first has `kept` there instead, if given."""
+    """Run `size` nodes, each with a private tmpfs at `disk`; the first has `kept` there instead, if
+    given.
+    """
     with ExitStack() as stack:
         switch = stack.enter_context(_keeper(["unshare", *_rights()]))
-        _run_in(switch, f"ip link set lo up && ip link add sw type bridge && ip addr add {SWITCH}/24 dev sw")
+        _run_in(
+            switch,
+            f"ip link set lo up && ip link add sw type bridge && ip addr add {SWITCH}/24 dev sw",
+        )
         _run_in(switch, "ip link set sw up")
         nodes = []
         for number in range(size):
@@ -56,7 +66,14 @@ def running_cluster(size: int, disk: Path, kept: Path | None = None) -> Iterator
             _run_in(node, f"ip link set {LINK} up")
             bound = kept is not None and not number
             _run_in(
-                node, shlex.join(["mount", *(["--bind", str(kept)] if bound else ["-t", "tmpfs", "none"]), str(disk)])
+                node,
+                shlex.join(
+                    [
+                        "mount",
+                        *(["--bind", str(kept)] if bound else ["-t", "tmpfs", "none"]),
+                        str(disk),
+                    ]
+                ),
             )
             nodes.append(node)
         yield Cluster(switch, tuple(nodes))
@@ -68,7 +85,8 @@ def join_node(keeper: int) -> None:
     for kind in _KINDS:
         place = f"/proc/{keeper}/ns/{kind}"
         if Path(place).readlink() != Path(f"/proc/self/ns/{kind}").readlink():
-            files.append(os.open(place, os.O_RDONLY))  # open all of them first: a path may be unreachable after a join
+            # open all of them first: a path may be unreachable after a join
+            files.append(os.open(place, os.O_RDONLY))
     for file in files:
         _join(file, 0)
         os.close(file)
@@ -77,7 +95,10 @@ def join_node(keeper: int) -> None:
 
 @contextmanager
 def in_network_of(keeper: int) -> Iterator[None]:
-    """Create this thread's sockets in the network of the process `keeper` while the block runs. Needs root."""
+    """Create this thread's sockets in the network of the process `keeper` while the block runs.
+
+    Needs root.
+    """
     own, other = (os.open(f"/proc/{name}/ns/net", os.O_RDONLY) for name in ("thread-self", keeper))
     _join(other, _NEW_NETWORK)
     try:
@@ -106,7 +127,12 @@ def _join(file: int, kind: int) -> None:
 def _rights() -> tuple[str, ...]:
     """The options of `unshare` that work for this user."""
     for rights in _ALONE:
-        if subprocess.run(["unshare", *rights, "true"], capture_output=True, check=False).returncode == 0:
+        if (
+            subprocess.run(
+                ["unshare", *rights, "true"], capture_output=True, check=False
+            ).returncode
+            == 0
+        ):
             return rights
     raise OSError("unshare is not permitted")
 
@@ -115,7 +141,9 @@ def _rights() -> tuple[str, ...]:
 def _keeper(command: Sequence[str]) -> Iterator[int]:
     """An idle process in the namespaces that `command` creates; it ends with this one."""
     told = [*command, "sh", "-c", "echo here; exec cat"]
-    with subprocess.Popen(told, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        told, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         if process.stdout.readline() != b"here\n":
@@ -128,7 +156,14 @@ def _keeper(command: Sequence[str]) -> Iterator[int]:
 
 def _entering(keeper: int) -> list[str]:
     is_own = Path(f"/proc/{keeper}/ns/user").readlink() == Path("/proc/self/ns/user").readlink()
-    return ["nsenter", "-t", str(keeper), *(() if is_own else ("-U", "--preserve-credentials")), "-n", "-m"]
+    return [
+        "nsenter",
+        "-t",
+        str(keeper),
+        *(() if is_own else ("-U", "--preserve-credentials")),
+        "-n",
+        "-m",
+    ]
 
 
 def _run_in(keeper: int, script: str) -> None:

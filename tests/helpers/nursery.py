@@ -1,11 +1,12 @@
 """A server that loads the libraries once and forks the ranks of each launch.
 
-Loading torch, transformers, accelerate and peft takes a rank seconds, most of the time of a launched test. The server
-reads one request per line, `[script, arguments, ranks, environment, folder, output, errors]` as JSON, and answers
-twice: with the process id of the launch and, when it is over, with its exit status. Each connection has its own
-process, so that the workers of one test run share the libraries; a connection that passes file descriptors becomes
-such a worker. Ranks get what torchrun would give them: the same variables, and a store that outlives any of them. A
-launch of no ranks is the script alone, as Python would run it.
+Loading torch, transformers, accelerate and peft takes a rank seconds, most of the time of a
+launched test. The server reads one request per line, `[script, arguments, ranks, environment,
+folder, output, errors]` as JSON, and answers twice: with the process id of the launch and, when it
+is over, with its exit status. Each connection has its own process, so that the workers of one test
+run share the libraries; a connection that passes file descriptors becomes such a worker. Ranks get
+what torchrun would give them: the same variables, and a store that outlives any of them. A launch
+of no ranks is the script alone, as Python would run it.
 """
 
 import atexit
@@ -49,12 +50,16 @@ GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL to the other ranks, once one 
 
 
 def load_libraries() -> None:
-    """Import the libraries of nearly every worker, but none that starts a thread or chooses a device."""
+    """Import the libraries of nearly every worker, but none that starts a thread or chooses a
+    device.
+    """
     for name in LIBRARIES:
         importlib.import_module(name)
     threads = os.listdir("/proc/self/task")  # noqa: PTH208 - of the process, not a folder
     if len(threads) > 1:
-        raise SystemExit(f"{len(threads)} threads after loading the libraries: a fork would copy one of them")
+        raise SystemExit(
+            f"{len(threads)} threads after loading the libraries: a fork would copy one of them"
+        )
 
 
 def serve(waiting: socket.socket) -> None:
@@ -72,7 +77,9 @@ def serve(waiting: socket.socket) -> None:
 
 
 def _answer(connection: socket.socket) -> None:
-    """Run the requests of a connection one after the other until it is closed; or become a worker."""
+    """Run the requests of a connection one after the other until it is closed; or become a
+    worker.
+    """
     handles = socket.recv_fds(connection, 1, 3)[1]
     with connection, connection.makefile("rw") as lines:
         if handles:
@@ -89,7 +96,13 @@ def _answer(connection: socket.socket) -> None:
 
 
 def _begun(
-    script: str, arguments: list[str], ranks: int, environment: dict[str, str], folder: str, output: str, errors: str
+    script: str,
+    arguments: list[str],
+    ranks: int,
+    environment: dict[str, str],
+    folder: str,
+    output: str,
+    errors: str,
 ) -> int:
     """Become the requested launch, with its stdout and stderr in those files."""
     os.setsid()
@@ -109,7 +122,8 @@ def _launched(script: str, arguments: list[str], ranks: int, environment: dict[s
         pid = os.fork()
         if not pid:
             os.close(ready)
-            port = os.read(waiting, PORT_BYTES).decode()  # the store starts threads, so it is made after the last fork
+            # the store starts threads, so it is made after the last fork
+            port = os.read(waiting, PORT_BYTES).decode()
             _end(_be_script, script, arguments, environment | _variables(rank, ranks, port))
         children.append(pid)
     from torch.distributed import TCPStore
@@ -124,8 +138,19 @@ def _variables(rank: int, ranks: int, port: str) -> dict[str, str]:
     own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
     sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(ranks))
     groups = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port.strip(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    return {**own, **sizes, **groups, **store, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "none"}
+    store = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port.strip(),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    return {
+        **own,
+        **sizes,
+        **groups,
+        **store,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "none",
+    }
 
 
 def _be_script(script: str, arguments: list[str], environment: dict[str, str]) -> int:
@@ -180,7 +205,8 @@ def _signal(pids: set[int], number: int) -> None:
 
 
 def _end(action: Any, *arguments: Any) -> NoReturn:
-    """Run `action` and end this process with the status it gives, or as an interpreter would end on what it raises.
+    """Run `action` and end this process with the status it gives, or as an interpreter would end on
+    what it raises.
 
     The interpreter is not finalised: freeing the loaded modules would copy all of their pages.
     """

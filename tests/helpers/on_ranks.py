@@ -1,11 +1,13 @@
 """Run functions of a test's own file on several ranks: `@on_ranks(2)`.
 
-Called by pytest, a decorated function runs on every rank of a launch, with the arguments it was called with; the test
-fails with the tracebacks of all ranks. Called on a rank, it is an ordinary function. Arguments are pickled: paths,
-parameters and functions of the file are fine. Environment variables are those of pytest at that moment.
+Called by pytest, a decorated function runs on every rank of a launch, with the arguments it was
+called with; the test fails with the tracebacks of all ranks. Called on a rank, it is an ordinary
+function. Arguments are pickled: paths, parameters and functions of the file are fine. Environment
+variables are those of pytest at that moment.
 
-The functions of one file with the same ranks, environment and name of a launch share processes and process group, and
-run in them one after another. A launch in which a function failed, hung or ended its process takes no other.
+The functions of one file with the same ranks, environment and name of a launch share processes and
+process group, and run in them one after another. A launch in which a function failed, hung or ended
+its process takes no other.
 """
 
 import os
@@ -64,12 +66,14 @@ def on_ranks(
     group_seconds: float | None = 60,
     timeout: float = 120,
 ) -> Callable[[Callable[PARAMETERS, object]], Callable[PARAMETERS, Any]]:
-    """Run the decorated function on `ranks` processes. Its values, if it has any, are a list, one of each rank.
+    """Run the decorated function on `ranks` processes.
 
-    `env` are further variables of the processes; `launch` separates them from launches of other names, and a function
-    that is `alone` has one of its own: it leaves the ranks out of step, or changes the libraries, for example.
-    `group_seconds` is the timeout of their gloo group, or None if the function makes the group. `timeout` is in
-    seconds, for one call.
+    Its values, if it has any, are a list, one of each rank.
+
+    `env` are further variables of the processes; `launch` separates them from launches of other
+    names, and a function that is `alone` has one of its own: it leaves the ranks out of step, or
+    changes the libraries, for example. `group_seconds` is the timeout of their gloo group, or None
+    if the function makes the group. `timeout` is in seconds, for one call.
     """
     where = Where(ranks, launch, alone, group_seconds, tuple(sorted((env or {}).items())))
 
@@ -88,7 +92,9 @@ def on_ranks(
 def call_on_ranks(
     ranks: int, function: Callable[..., object], *args: object, timeout: float = 120, **options: Any
 ) -> Any:
-    """Call a function of the test's file on `ranks` processes; `options` are those of `on_ranks`."""
+    """Call a function of the test's file on `ranks` processes; `options` are those of
+    `on_ranks`.
+    """
     where = Where(
         ranks,
         options.pop("launch", ""),
@@ -112,7 +118,9 @@ class _Launch:
     status: int | None = None
 
     def call(self, request: tuple[Any, ...], timeout: float) -> list[Answer]:
-        """The answer of each rank; fails if a rank ends, or does not answer within `timeout` seconds."""
+        """The answer of each rank; fails if a rank ends, or does not answer within `timeout`
+        seconds.
+        """
         variables = {name: os.environ.get(name) for name in self.env.keys() | os.environ.keys()}
         changed = {name: value for name, value in variables.items() if value != self.env.get(name)}
         for connection in self.ranks.values():
@@ -143,7 +151,9 @@ class _Launch:
         return self.log.read_text(errors="replace")[-6000:]
 
     def end(self, timeout: float) -> int:
-        """Wait for the processes, and kill what is left of them after `timeout` seconds; their exit status."""
+        """Wait for the processes, and kill what is left of them after `timeout` seconds; their exit
+        status.
+        """
         if self.status is None:
             self.status = self.nursery.end(self.process, timeout)
             self.nursery.socket.close()
@@ -187,7 +197,9 @@ class _File:
             listening.listen(where.ranks)
             arguments = [self.path, "" if where.group_seconds is None else where.group_seconds]
             environment = {**dict(where.env), CALLS: str(address)}
-            process = nursery.begin(HELPERS / "rank_worker.py", arguments, where.ranks, environment, log, log)
+            process = nursery.begin(
+                HELPERS / "rank_worker.py", arguments, where.ranks, environment, log, log
+            )
             launch = _Launch(log, nursery, process, {**os.environ})
             with _killing(launch):
                 while len(launch.ranks) < where.ranks:
@@ -199,7 +211,10 @@ class _File:
 
     def make_room(self, ranks: int) -> None:
         """End the launches that were not used for longest."""
-        while self.launches and ranks + sum(len(launch.ranks) for launch in self.launches.values()) > MAX_RANKS:
+        while (
+            self.launches
+            and ranks + sum(len(launch.ranks) for launch in self.launches.values()) > MAX_RANKS
+        ):
             oldest = next(iter(self.launches))
             _end([self.launches.pop(oldest)])
 
@@ -210,7 +225,9 @@ def _end(launches: Sequence[_Launch]) -> None:
         for connection in launch.ranks.values():
             connection.close()
     failed = [launch for launch in launches if launch.end(END_SECONDS)]
-    outputs = [f"the ranks ended with status {launch.status}\n{launch.output()}" for launch in failed]
+    outputs = [
+        f"the ranks ended with status {launch.status}\n{launch.output()}" for launch in failed
+    ]
     assert not outputs, "\n".join(outputs)
 
 
@@ -225,7 +242,9 @@ def _killing(launch: _Launch) -> Iterator[None]:
 
 
 def _joined(answers: Mapping[int, Answer]) -> str:
-    errors = [f"[rank {rank}] {answers[rank].error}" for rank in sorted(answers) if answers[rank].error]
+    errors = [
+        f"[rank {rank}] {answers[rank].error}" for rank in sorted(answers) if answers[rank].error
+    ]
     return "\n".join(errors)
 
 
@@ -247,5 +266,6 @@ def launches_of(path: Path) -> Iterator[None]:
         stack.callback(_FILES.remove, file)
         yield
         if file.count:
-            stack.callback(extensions.drop_stale_locks)  # a rank may have been killed while it held one
+            # a rank may have been killed while it held one
+            stack.callback(extensions.drop_stale_locks)
         _end([*file.launches.values()])

@@ -54,8 +54,12 @@ class Preconditioned(Small):
         state = self.state[parameter]
         if not state:
             state["steps"] = 0
-            state["sides"] = [torch.eye(size) for size in gradient.shape] if gradient.dim() == 2 else [None]
-            state["bases"] = [] if gradient.dim() == 1 else [torch.eye(size) for size in gradient.shape]
+            state["sides"] = (
+                [torch.eye(size) for size in gradient.shape] if gradient.dim() == 2 else [None]
+            )
+            state["bases"] = (
+                [] if gradient.dim() == 1 else [torch.eye(size) for size in gradient.shape]
+            )
         state["steps"] += 1
         if gradient.dim() != 2:
             return gradient.div(state["steps"])
@@ -69,7 +73,9 @@ class Preconditioned(Small):
 
 
 class Nested(Small):
-    """Dicts, tuples and queues with tensors like the parameter, tensors of one element, and plain values."""
+    """Dicts, tuples and queues with tensors like the parameter, tensors of one element, and plain
+    values.
+    """
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
         state = self.state[parameter]
@@ -77,7 +83,10 @@ class Nested(Small):
             state["moments"] = {"fast": torch.zeros_like(parameter), "slow": {"exact": None}}
             state["recent"] = deque(maxlen=2)
             state["flags"] = (torch.tensor([False]), torch.tensor(True), "signed")
-            state["numbers"] = {"scale": torch.zeros(1, 1, dtype=torch.float64), 0.5: [1, (2.5, None)]}
+            state["numbers"] = {
+                "scale": torch.zeros(1, 1, dtype=torch.float64),
+                0.5: [1, (2.5, None)],
+            }
         moments = state["moments"]
         moments["fast"].lerp_(gradient, 0.3)
         if moments["slow"]["exact"] is None:
@@ -89,12 +98,16 @@ class Nested(Small):
         state["numbers"][0.5][0] += 1
         sign = -0.1 if state["flags"][0] else 1.0
         scale = float(state["numbers"]["scale"]) * state["numbers"][0.5][0]
-        change: Tensor = moments["fast"] * sign + moments["slow"]["exact"] * scale + sum(state["recent"])
+        change: Tensor = (
+            moments["fast"] * sign + moments["slow"]["exact"] * scale + sum(state["recent"])
+        )
         return change
 
 
 class Settings(Small):
-    """Tensors of several shapes, numbers of numpy, members of an enum and lists of tensors among a group's settings."""
+    """Tensors of several shapes, numbers of numpy, members of an enum and lists of tensors among a
+    group's settings.
+    """
 
     def make_settings(self) -> dict[str, Any]:
         return {
@@ -115,17 +128,27 @@ class Settings(Small):
         group["table"].mul_(1.01)
         group["first"].fill_(False)
         group["sums"][0].add_(1)
-        group["total"] = torch.zeros(1) if group["total"] is None else group["total"].add_(group["d"])
+        group["total"] = (
+            torch.zeros(1) if group["total"] is None else group["total"].add_(group["d"])
+        )
         group["largest"] = torch.zeros(1, dtype=torch.float64).fill_(float(group["largest"]) + 0.5)
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
-        numbers = [*group["d"], *group["count"].view(-1), group["table"].sum(), group["sums"][0], *group["total"]]
+        numbers = [
+            *group["d"],
+            *group["count"].view(-1),
+            group["table"].sum(),
+            group["sums"][0],
+            *group["total"],
+        ]
         factor = sum(map(float, numbers)) + float(group["largest"]) + float(group["decay"])
         return gradient * (factor if not group["first"] else 0.0)
 
 
 class Turned(Small):
-    """A matrix whose elements lie in memory by columns, which decides on the last bits of products."""
+    """A matrix whose elements lie in memory by columns, which decides on the last bits of
+    products.
+    """
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
         state = self.state[parameter]
@@ -146,7 +169,9 @@ class Beside(Small):
         beside: dict[Any, Any] = self.state
         calls = beside.get("calls", 0) + 1
         mean = beside["scale"]["mean"].add_(1.0) if "scale" in beside else torch.arange(3.0)
-        beside.update({"calls": calls, "scale": {"now": calls / 2, "seen": [1, calls], "mean": mean}})
+        beside.update(
+            {"calls": calls, "scale": {"now": calls / 2, "seen": [1, calls], "mean": mean}}
+        )
         beside["a", 1] = None
 
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
@@ -199,7 +224,9 @@ def network() -> nn.Module:
 
 def matrices() -> nn.Module:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Flatten(), nn.Linear(16, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(16, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False)
+    )
 
 
 def of_torch(name: str, **options: Any) -> Callable[[Parameters], Any]:
@@ -232,7 +259,19 @@ SMALL: dict[str, Callable[[Parameters], Any]] = {
     "turned": Turned,
     "beside": Beside,
 }
-_NAMES = ["ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop"]
+_NAMES = [
+    "ASGD",
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Muon",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+]
 KINDS: dict[str, Callable[[Parameters], Any]] = {
     **SMALL,
     **{name: of_torch(name) for name in [*_NAMES, "Rprop", "SGD"]},

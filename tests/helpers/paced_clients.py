@@ -1,4 +1,6 @@
-"""Clients of one bucket whose requests a test lets through one by one, and that it can end between any two."""
+"""Clients of one bucket whose requests a test lets through one by one, and that it can end between
+any two.
+"""
 
 import threading
 from collections.abc import Callable
@@ -10,7 +12,9 @@ from ft_ckpt.storage.store import Store
 
 
 class PacedClient(Watch):
-    """One client: it does one action at a time, in a thread that waits before each request until it may go on."""
+    """One client: it does one action at a time, in a thread that waits before each request until it
+    may go on.
+    """
 
     def __init__(self, told: Callable[["PacedClient", str, str], object]) -> None:
         super().__init__()
@@ -103,6 +107,8 @@ class PacedStore(WatchedStore):
             return method
 
         def paced(*args: Any, **more: Any) -> Any:
-            return self.watch.request(name, self._told_name(args), lambda: self._as_of_now(method(*args, **more)))
+            return self.watch.request(
+                name, self._told_name(args), lambda: self._as_of_now(method(*args, **more))
+            )
 
         return paced

@@ -1,4 +1,6 @@
-"""Runs the blocks of a page in the current folder, and compares what they print with what the page shows."""
+"""Runs the blocks of a page in the current folder, and compares what they print with what the page
+shows.
+"""
 
 import io
 import os
@@ -16,11 +18,14 @@ from pages import Block, commands_of, dialogue_of, is_shown
 from ft_ckpt.cli import main as ft_ckpt_command
 from ft_ckpt.errors import CheckpointError
 
-ANSWERS_NO = {"diff": 1}  # the exit code of commands whose answer is shown in a block without outputs
+# the exit code of commands whose answer is shown in a block without outputs
+ANSWERS_NO = {"diff": 1}
 
 
 def run_script(blocks: list[Block], assumed: dict[str, Any]) -> int:
-    """Run blocks that share a namespace, which begins with the `assumed` names; a block with a title becomes a file."""
+    """Run blocks that share a namespace, which begins with the `assumed` names; a block with a
+    title becomes a file.
+    """
     names = {"__name__": "__main__", **assumed}
     for block in blocks:
         if block.title:
@@ -56,7 +61,9 @@ def run_command(block: Block, line: str, *, shown: bool = False) -> str:
     if words[0] == "ft-ckpt":
         code, output = in_child(lambda: run_ft_ckpt(words))
     else:
-        done = subprocess.run(["bash", "-c", line], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = subprocess.run(
+            ["bash", "-c", line], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         code, output = done.returncode, done.stdout
     wanted = {0, ANSWERS_NO.get(words[1] if words[1:] else "", 0)}
     if code not in wanted and not shown:
@@ -76,14 +83,18 @@ def compare(block: Block, told: str, answer: str | None, output: str) -> None:
 
 
 def in_child(action: Any) -> tuple[int, str]:
-    """The exit code and output of `action` in a process of its own, which begins where this one is."""
+    """The exit code and output of `action` in a process of its own, which begins where this one
+    is.
+    """
     with tempfile.TemporaryFile("w+") as log:
         sys.stdout.flush()
         pid = os.fork()
         if not pid:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-            sys.stdout, sys.stderr = (io.TextIOWrapper(os.fdopen(handle, "wb", closefd=False)) for handle in (1, 2))
+            sys.stdout, sys.stderr = (
+                io.TextIOWrapper(os.fdopen(handle, "wb", closefd=False)) for handle in (1, 2)
+            )
             os._exit(exit_code_of(action))
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         log.seek(0)

@@ -1,4 +1,7 @@
-"""The types of the names that `tests/workers/given.py` gives to the blocks of pages. Nothing runs this file."""
+"""The types of the names that `tests/workers/given.py` gives to the blocks of pages.
+
+Nothing runs this file.
+"""
 
 from collections.abc import Callable
 from typing import Any

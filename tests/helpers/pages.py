@@ -1,10 +1,11 @@
-"""The code blocks of a page in order, with the output that the page shows for each, and the cells of a notebook.
+"""The code blocks of a page in order, with the output that the page shows for each, and the cells
+of a notebook.
 
 A comment on the line above a fence changes how its block is run; readers do not see it:
 
     <!-- not run: REASON -->      the block cannot run in a test
-    <!-- new script -->           from here on the names of the blocks before are undefined, as in another file
-    <!-- run by tests/clients --> the block needs LLaMA-Factory, ms-swift or diffusers: tests/clients runs it
+    <!-- new script -->           the names of the blocks before are undefined from here on
+    <!-- run by tests/clients --> the block needs programs that only tests/clients has
 
 A `diff` block shows a change of a Python script: the lines after the change are run.
 """
@@ -18,9 +19,12 @@ from pathlib import Path
 RUN = {"python", "sh", "console"}
 PARSED = {"yaml", "json"}
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)(?: +(?P<rest>.*))?$")
-_COMMENT = re.compile(r"<!-- (?P<word>not run|new script|run by tests/clients)(?:: (?P<reason>.+))? -->")
+_COMMENT = re.compile(
+    r"<!-- (?P<word>not run|new script|run by tests/clients)(?:: (?P<reason>.+))? -->"
+)
 _TITLE = re.compile(r'title="([^"]+)"')
-_CHANGING = (  # parts of an output that differ from run to run, and their placeholders in both texts
+# parts of an output that differ from run to run, and their placeholders in both texts
+_CHANGING = (
     (re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d)?( UTC|Z)?"), "<date>"),
     (re.compile(r"\b[0-9a-f]{8,}\b"), "<id>"),
     (re.compile(r"\bby \w+:"), "by <user>:"),
@@ -32,7 +36,9 @@ _CHANGING = (  # parts of an output that differ from run to run, and their place
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: `line` is its first line of code, `answer` the output that the page shows below it."""
+    """One fenced block: `line` is its first line of code, `answer` the output that the page shows
+    below it.
+    """
 
     page: str
     line: int
@@ -49,7 +55,9 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """The blocks of a page in order; a `text` block right below one that is run is that one's answer."""
+    """The blocks of a page in order; a `text` block right below one that is run is that one's
+    answer.
+    """
     found: list[Block] = []
     end = -1  # line after the last block, with empty lines behind it
     for block, last, above in _fences(page):
@@ -111,7 +119,9 @@ def scripts_of(blocks: Iterable[Block]) -> dict[int, list[Block]]:
 
 
 def cells_of(notebook: Path) -> list[Block]:
-    """The code cells of a notebook as blocks of one script; commands of the shell in them are comments here."""
+    """The code cells of a notebook as blocks of one script; commands of the shell in them are
+    comments here.
+    """
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     blocks = []
     for number, cell in enumerate(cells):
@@ -126,7 +136,9 @@ def cells_of(notebook: Path) -> list[Block]:
 
 
 def commands_of(code: str) -> list[str]:
-    """The command lines of a shell block: continuations joined, comments and empty lines dropped."""
+    """The command lines of a shell block: continuations joined, comments and empty lines
+    dropped.
+    """
     joined = code.replace("\\\n", " ").splitlines()
     return [line.strip() for line in joined if line.strip() and not line.strip().startswith("#")]
 
@@ -139,7 +151,9 @@ def dialogue_of(code: str) -> list[tuple[str, str]]:
 
 
 def is_shown(expected: str, actual: str) -> bool:
-    """True if an output matches the page: `...` matches any lines or words, a time or size any other."""
+    """True if an output matches the page: `...` matches any lines or words, a time or size any
+    other.
+    """
     wanted, lines = _comparable(expected), _comparable(actual)
     pattern = "".join("(?:.*\n)*" if line == "..." else _any_words(line) for line in wanted)
     return re.fullmatch(pattern, "".join(f"{line}\n" for line in lines)) is not None

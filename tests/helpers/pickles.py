@@ -47,7 +47,8 @@ def dump(value: object) -> bytes:
     return pickle.dumps(value, protocol=2)
 
 
-# Pickles that no pickler writes: each tries to modify an object of the reader, so that later files would be misread.
+# Pickles that no pickler writes: each tries to modify an object of the reader, so that later files
+# would be misread.
 TAMPER = {
     "function": b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}X\x04\x00\x00\x00_runNsb.",
     "function_slots": b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nN}X\x04\x00\x00\x00_runNs\x86b.",

@@ -1,8 +1,8 @@
 """Functions of a test's module, each done in a fork of a process that has faulty.c preloaded.
 
-The process loads the module once. Each line of its input is a run as JSON. The responses are lines, too: "ready" at
-first; then, for a run, the process id, "stopped" each time the process stops, which it does before it begins, and how
-it ended as JSON.
+The process loads the module once. Each line of its input is a run as JSON. The responses are lines,
+too: "ready" at first; then, for a run, the process id, "stopped" each time the process stops, which
+it does before it begins, and how it ended as JSON.
 """
 
 import ctypes
@@ -36,7 +36,9 @@ _LASTING = " and on"
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended: its exit status (-9: killed), and what its function returned, or its error."""
+    """How a run ended: its exit status (-9: killed), and what its function returned, or its
+    error.
+    """
 
     status: int
     said: str
@@ -50,7 +52,9 @@ class Ended:
 
 
 class Preloaded:
-    """The process that forks one for each run, with the functions of the module in `file`, and of further `modules`."""
+    """The process that forks one for each run, with the functions of the module in `file`, and of
+    further `modules`.
+    """
 
     def __init__(self, shim: Path, file: str, *modules: str) -> None:
         path = os.pathsep.join([str(Path(file).parent), python_path()])
@@ -75,9 +79,12 @@ class Preloaded:
         begun: Callable[[int], object] = lambda process: None,
         stopped: Callable[[], object] = lambda: None,
     ) -> Ended:
-        """Do `function(folder, ...)`; the fault meets the `number`-th call below the folder. Arguments go as JSON.
+        """Do `function(folder, ...)`; the fault meets the `number`-th call below the folder.
 
-        `begun` is called with the process id, and `stopped` while the process that is to be killed stands still.
+        Arguments go as JSON.
+
+        `begun` is called with the process id, and `stopped` while the process that is to be killed
+        stands still.
         """
         lasts = fault.endswith(_LASTING)
         name = fault.removesuffix(_LASTING)
@@ -125,12 +132,15 @@ class Preloaded:
 
 
 class System(Calls):
-    """All calls of the C library that change files below a folder, and with `reads` those that read them, too.
+    """All calls of the C library that change files below a folder, and with `reads` those that read
+    them, too.
 
-    Faults are names of errno, with " and on" for all calls from this one on; and "short": half of a write is done.
+    Faults are names of errno, with " and on" for all calls from this one on; and "short": half of a
+    write is done.
 
-    Or the fault is "killed": the process stops at the call, `world.meanwhile` is called, and the process is killed.
-    Other calls count for it: those that change nothing do not, and a write is two, so that it can end half way.
+    Or the fault is "killed": the process stops at the call, `world.meanwhile` is called, and the
+    process is killed. Other calls count for it: those that change nothing do not, and a write is
+    two, so that it can end half way.
     """
 
     def __init__(self, preloaded: Preloaded, *faults: str, reads: bool = False) -> None:
@@ -161,18 +171,33 @@ def _serve(functions: Any, shim: Any, answers: TextIO) -> None:
         end, start = os.pipe()
         pid = os.fork()
         if not pid:
-            os._exit(_act(shim, start, getattr(functions, request["function"]), request["arguments"], request["shim"]))
+            os._exit(
+                _act(
+                    shim,
+                    start,
+                    getattr(functions, request["function"]),
+                    request["arguments"],
+                    request["shim"],
+                )
+            )
         os.close(start)
         print(pid, file=answers, flush=True)
         while os.WIFSTOPPED(status := os.waitpid(pid, os.WUNTRACED)[1]):
             print("stopped", file=answers, flush=True)
         with os.fdopen(end, errors="replace") as pipe:
             said = pipe.read()
-        ended = Ended(os.waitstatus_to_exitcode(status), said, shim.faulty_count(), shim.faulty_failed().decode())
+        ended = Ended(
+            os.waitstatus_to_exitcode(status),
+            said,
+            shim.faulty_count(),
+            shim.faulty_failed().decode(),
+        )
         print(json.dumps(vars(ended)), file=answers, flush=True)
 
 
-def _act(shim: Any, tell: int, function: Callable[..., Any], arguments: list[Any], fault: Sequence[int]) -> int:
+def _act(
+    shim: Any, tell: int, function: Callable[..., Any], arguments: list[Any], fault: Sequence[int]
+) -> int:
     """Do one run; return the exit status."""
     number, code, lasts, reads = fault
     shim.faulty_arm(b"", ctypes.c_long(0), 0, 0)  # disarms the shim of the last process

@@ -1,4 +1,6 @@
-"""Linear layers whose weight is a tensor subclass, as quantisers make them: it multiplies, and refuses all else."""
+"""Linear layers whose weight is a tensor subclass, as quantisers make them: it multiplies, and
+refuses all else.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +24,11 @@ class PackedWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares more parameters than it passes
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             weight = args[0]

@@ -1,4 +1,5 @@
-"""A rank of tests/helpers/on_ranks.py: calls functions of a test file, one after another, as pytest asks.
+"""A rank of tests/helpers/on_ranks.py: calls functions of a test file, one after another, as pytest
+asks.
 
 Arguments: the test file, and the seconds of the process group's timeout, or nothing for no group.
 """
@@ -38,7 +39,9 @@ def import_file(path: Path) -> None:
     exec(compile(tree, str(path), "exec", dont_inherit=True), module.__dict__)
 
 
-def answered(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, Any]) -> Answer:
+def answered(
+    function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, Any]
+) -> Answer:
     """Call the function."""
     try:
         return Answer(value=function(*args, **kwargs))

@@ -1,8 +1,10 @@
-"""A small training run on any number of ranks, and the same run without ft_ckpt: its state after each step.
+"""A small training run on any number of ranks, and the same run without ft_ckpt: its state after
+each step.
 
-The samples of a step are the same on 1, 2 and 3 ranks, and so is what they do to the model: all ranks learn from all of
-them, with random numbers of rank 0. So the state after a step depends on the run's salt and on the number of the step
-alone, however often the run was stopped, and on whatever ranks it went on.
+The samples of a step are the same on 1, 2 and 3 ranks, and so is what they do to the model: all
+ranks learn from all of them, with random numbers of rank 0. So the state after a step depends on
+the run's salt and on the number of the step alone, however often the run was stopped, and on
+whatever ranks it went on.
 """
 
 import random
@@ -77,7 +79,9 @@ class Moment:
 
 
 class Program:
-    """What a training script makes: a model, its optimizer and schedule, and a loader for one of several ranks."""
+    """What a training script makes: a model, its optimizer and schedule, and a loader for one of
+    several ranks.
+    """
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         self.rank, self.ranks = rank, ranks
@@ -114,8 +118,12 @@ class Program:
         self.network.get_buffer("label").fill_(number)
 
     def learn(self, numbers: Tensor, rows: Tensor) -> list[int]:
-        """Make a step on all ranks together; the numbers of its samples on all of them, in order."""
-        numbers, rows, draw = self._shared(numbers, rows, torch.rand(()) + random.random() + np.random.rand())
+        """Make a step on all ranks together; the numbers of its samples on all of them, in
+        order.
+        """
+        numbers, rows, draw = self._shared(
+            numbers, rows, torch.rand(()) + random.random() + np.random.rand()
+        )
         order = numbers.argsort()
         loss = (self.network(rows[order]) * draw.float()).square().mean()
         loss.backward()
@@ -146,15 +154,26 @@ class Program:
 
     def moment(self, step: int, epoch: int, batch: int) -> Moment:
         """The present state, as a copy."""
-        weights = {name: tensor.clone() for name, tensor in self.network.state_dict().items() if name != "label"}
+        weights = {
+            name: tensor.clone()
+            for name, tensor in self.network.state_dict().items()
+            if name != "label"
+        }
         state = self.optimizer.state_dict()
         copied = {
-            key: {name: value.clone() for name, value in values.items()} for key, values in state["state"].items()
+            key: {name: value.clone() for name, value in values.items()}
+            for key, values in state["state"].items()
         }
         draws = torch.get_rng_state(), random.getstate(), np.random.get_state()
         groups = [{**group, "params": list(group["params"])} for group in state["param_groups"]]
         return Moment(
-            step, epoch, batch, weights, {"state": copied, "groups": groups}, self.scheduler.state_dict().copy(), draws
+            step,
+            epoch,
+            batch,
+            weights,
+            {"state": copied, "groups": groups},
+            self.scheduler.state_dict().copy(),
+            draws,
         )
 
 
@@ -212,9 +231,17 @@ def set_draws(draws: tuple[Any, ...]) -> None:
 
 def differences(found: Moment, expected: Moment, *, with_draws: bool = True) -> list[str]:
     """The names of what differs between two states."""
-    names = [name for name in ("step", "scheduler") if not same(getattr(found, name), getattr(expected, name))]
-    if (found.epoch * STEPS_OF_EPOCH + found.batch) != (expected.epoch * STEPS_OF_EPOCH + expected.batch):
-        names.append(f"epoch {found.epoch} batch {found.batch} in place of {expected.epoch} {expected.batch}")
+    names = [
+        name
+        for name in ("step", "scheduler")
+        if not same(getattr(found, name), getattr(expected, name))
+    ]
+    if (found.epoch * STEPS_OF_EPOCH + found.batch) != (
+        expected.epoch * STEPS_OF_EPOCH + expected.batch
+    ):
+        names.append(
+            f"epoch {found.epoch} batch {found.batch} in place of {expected.epoch} {expected.batch}"
+        )
     for name, tensor in expected.weights.items():
         if not same(found.weights.get(name), tensor):
             names.append(name)
@@ -228,13 +255,21 @@ def differences(found: Moment, expected: Moment, *, with_draws: bool = True) -> 
 def same(found: Any, expected: Any) -> bool:
     """Equality of nested values, of tensors and arrays bit for bit."""
     if isinstance(expected, Tensor):
-        return isinstance(found, Tensor) and found.dtype == expected.dtype and torch.equal(found, expected)
+        return (
+            isinstance(found, Tensor)
+            and found.dtype == expected.dtype
+            and torch.equal(found, expected)
+        )
     if isinstance(expected, np.ndarray):
         return bool(np.array_equal(found, expected))
     if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(same(found[name], value) for name, value in expected.items())
+        return found.keys() == expected.keys() and all(
+            same(found[name], value) for name, value in expected.items()
+        )
     if isinstance(expected, (list, tuple)):
-        return len(found) == len(expected) and all(same(*pair) for pair in zip(found, expected, strict=True))
+        return len(found) == len(expected) and all(
+            same(*pair) for pair in zip(found, expected, strict=True)
+        )
     return bool(found == expected)
 
 

@@ -1,21 +1,24 @@
 """An S3 server on loopback, as strict as the real ones, with a clock and faults that a test sets.
 
-How to use it: the fixture `s3` (tests/conftest.py) is a running `S3` whose address and keys are in the environment, so
-`s3://bucket/runs/sft` is on it, here and in every process that is started from here:
+How to use it: the fixture `s3` (tests/conftest.py) is a running `S3` whose address and keys are in
+the environment, so `s3://bucket/runs/sft` is on it, here and in every process that is started from
+here:
 
     def test_something(s3):
         save(..., "s3://bucket/runs/sft")
-        assert "runs/sft/checkpoint-1/ft_ckpt.json" in s3.names()  # of all objects; `s3.content(name)` is one's bytes
+        # names of all objects; `s3.content(name)` is the bytes of one
+        assert "runs/sft/checkpoint-1/ft_ckpt.json" in s3.names()
         s3.faults.append(Fault("PUT .*ft_ckpt.json", status=503, times=2))  # see http_server.py
         s3.advance(86_400)  # its clock
         s3.ignores_conditions = True  # a store that overwrites all the same
         assert len(s3.seen("GET")) == 3  # in the log of requests, `s3.requests`
 
-`running_s3()` is the same without pytest; for processes that are
-not started from here, `python tests/helpers/s3_server.py --port 9000` serves until it is ended. A process that was
-forked must not have used obstore before the fork (its threads are not forked; it says so): fork first, or start anew.
-Signatures are not checked, but keys have to be KEY. The client retries by itself, for minutes if every request fails:
-`store_options={"retry_config": {"max_retries": 1}}`, or `FAST` as options, limits that.
+`running_s3()` is the same without pytest; for processes that are not started from here, `python
+tests/helpers/s3_server.py --port 9000` serves until it is ended. A process that was forked must not
+have used obstore before the fork (its threads are not forked; it says so): fork first, or start
+anew. Signatures are not checked, but keys have to be KEY. The client retries by itself, for minutes
+if every request fails: `store_options={"retry_config": {"max_retries": 1}}`, or `FAST` as options,
+limits that.
 """
 
 import argparse
@@ -41,7 +44,11 @@ BUCKET, KEY = "bucket", "AKTEST"
 FAST: dict[str, Any] = {
     "retry_config": {
         "max_retries": 3,
-        "backoff": {"init_backoff": timedelta(milliseconds=5), "max_backoff": timedelta(milliseconds=20), "base": 2},
+        "backoff": {
+            "init_backoff": timedelta(milliseconds=5),
+            "max_backoff": timedelta(milliseconds=20),
+            "base": 2,
+        },
     }
 }
 _LEAST_PART_BYTES = 5 << 20
@@ -61,7 +68,8 @@ class S3(FakeServer):
     def __init__(self) -> None:
         super().__init__()
         self.buckets: dict[str, dict[str, _Object]] = {BUCKET: {}}
-        self.uploads: dict[str, tuple[str, str, dict[int, bytes]]] = {}  # bucket, key and parts of unfinished uploads
+        # bucket, key and parts of unfinished uploads
+        self.uploads: dict[str, tuple[str, str, dict[int, bytes]]] = {}
         self.ignores_conditions = False
         self.hides_versions = False  # no ETag after a multipart upload, as with Ceph's gateway
         self.listed_at_once = _MOST_LISTED
@@ -92,7 +100,12 @@ class S3(FakeServer):
 
     def environment(self) -> dict[str, str]:
         """The environment variables that point a client to this server."""
-        names = {"ENDPOINT_URL": self.url, "ALLOW_HTTP": "true", "ACCESS_KEY_ID": KEY, "SECRET_ACCESS_KEY": "SKTEST"}
+        names = {
+            "ENDPOINT_URL": self.url,
+            "ALLOW_HTTP": "true",
+            "ACCESS_KEY_ID": KEY,
+            "SECRET_ACCESS_KEY": "SKTEST",
+        }
         return {f"AWS_{name}": value for name, value in {**names, "REGION": "us-east-1"}.items()}
 
     def refusal(self, fault: Fault) -> Answer:
@@ -107,7 +120,11 @@ def _refusal(status: int, code: str, headers: dict[str, str] | None = None) -> A
 
 def _document(name: str, *inside: str) -> Answer:
     body = f'<{name} xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{"".join(inside)}</{name}>'
-    return Answer(200, f'<?xml version="1.0" encoding="UTF-8"?>{body}'.encode(), {"Content-Type": "application/xml"})
+    return Answer(
+        200,
+        f'<?xml version="1.0" encoding="UTF-8"?>{body}'.encode(),
+        {"Content-Type": "application/xml"},
+    )
 
 
 def _field(name: str, value: object) -> str:
@@ -133,7 +150,9 @@ class _Handler(FakeHandler):
 
     def _action(self, asked: Request) -> Any:
         for method, needs, action in _ROUTES:
-            if method == asked.method and (not needs or needs in asked.query or needs in asked.headers):
+            if method == asked.method and (
+                not needs or needs in asked.query or needs in asked.headers
+            ):
                 return action
         raise _refusal(405, "MethodNotAllowed")
 
@@ -141,7 +160,10 @@ class _Handler(FakeHandler):
 
     def get(self, bucket: str, key: str, asked: Request, _: bytes) -> Answer:
         found, headers = self._found(bucket, key), asked.headers
-        if not self.s3.ignores_conditions and headers.get("if-match", found.etag) not in (found.etag, "*"):
+        if not self.s3.ignores_conditions and headers.get("if-match", found.etag) not in (
+            found.etag,
+            "*",
+        ):
             raise _refusal(412, "PreconditionFailed")
         described = {"ETag": found.etag, "Last-Modified": formatdate(found.modified, usegmt=True)}
         described |= {"Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
@@ -163,33 +185,51 @@ class _Handler(FakeHandler):
         if source not in self.s3.buckets:
             raise _refusal(404, "NoSuchBucket")
         etag = self.s3.put(key, self._found(source, name).content, bucket)
-        return _document("CopyObjectResult", _field("ETag", etag), _field("LastModified", self._now()))
+        return _document(
+            "CopyObjectResult", _field("ETag", etag), _field("LastModified", self._now())
+        )
 
     def delete(self, bucket: str, key: str, _asked: Request, _: bytes) -> Answer:
         self.s3.buckets[bucket].pop(key, None)
         return Answer(204, b"")
 
     def delete_many(self, bucket: str, _key: str, asked: Request, body: bytes) -> Answer:
-        if "content-md5" not in asked.headers and not any(name.startswith("x-amz-checksum") for name in asked.headers):
+        if "content-md5" not in asked.headers and not any(
+            name.startswith("x-amz-checksum") for name in asked.headers
+        ):
             raise _refusal(400, "InvalidRequest")  # as the real one does
-        keys = [each.text or "" for each in ElementTree.fromstring(body).iter() if each.tag.endswith("Key")]
+        keys = [
+            each.text or ""
+            for each in ElementTree.fromstring(body).iter()
+            if each.tag.endswith("Key")
+        ]
         if len(keys) > _MOST_DELETED:
             raise _refusal(400, "MalformedXML")
         for doomed in keys:
             self.s3.buckets[bucket].pop(doomed, None)
-        return _document("DeleteResult", *(f"<Deleted>{_field('Key', doomed)}</Deleted>" for doomed in keys))
+        return _document(
+            "DeleteResult", *(f"<Deleted>{_field('Key', doomed)}</Deleted>" for doomed in keys)
+        )
 
     def list(self, bucket: str, _key: str, asked: Request, _: bytes) -> Answer:
         prefix, delimiter = asked.query.get("prefix", ""), asked.query.get("delimiter", "")
         after = asked.query.get("continuation-token", asked.query.get("start-after", ""))
         limit = min(int(asked.query.get("max-keys", _MOST_LISTED)), self.s3.listed_at_once)
-        entries = sorted({_entry(key, prefix, delimiter) for key in self.s3.buckets[bucket] if key.startswith(prefix)})
+        entries = sorted(
+            {
+                _entry(key, prefix, delimiter)
+                for key in self.s3.buckets[bucket]
+                if key.startswith(prefix)
+            }
+        )
         left = [entry for entry in entries if entry > after]
         shown = left[:limit]
         more = [_field("NextContinuationToken", shown[-1])] if len(left) > limit else []
         facts = [_field("Name", bucket), _field("Prefix", prefix), _field("KeyCount", len(shown))]
         facts += [_field("MaxKeys", limit), _field("IsTruncated", str(bool(more)).lower()), *more]
-        return _document("ListBucketResult", *facts, *(self._listed(bucket, entry, delimiter) for entry in shown))
+        return _document(
+            "ListBucketResult", *facts, *(self._listed(bucket, entry, delimiter) for entry in shown)
+        )
 
     def begin(self, bucket: str, key: str, _asked: Request, _: bytes) -> Answer:
         upload = uuid.uuid4().hex
@@ -206,7 +246,11 @@ class _Handler(FakeHandler):
 
     def complete(self, bucket: str, key: str, asked: Request, body: bytes) -> Answer:
         parts = self._upload(bucket, key, asked)
-        numbers = [int(each.text or 0) for each in ElementTree.fromstring(body).iter() if each.tag.endswith("Number")]
+        numbers = [
+            int(each.text or 0)
+            for each in ElementTree.fromstring(body).iter()
+            if each.tag.endswith("Number")
+        ]
         if not numbers or numbers != sorted(numbers) or not set(numbers) <= parts.keys():
             raise _refusal(400, "InvalidPart")
         if any(len(parts[number]) < _LEAST_PART_BYTES for number in numbers[:-1]):
@@ -225,9 +269,14 @@ class _Handler(FakeHandler):
         return Answer(204, b"")
 
     def list_uploads(self, bucket: str, _key: str, asked: Request, _: bytes) -> Answer:
-        found = [(name, key) for name, (place, key, _) in self.s3.uploads.items() if place == bucket]
+        found = [
+            (name, key) for name, (place, key, _) in self.s3.uploads.items() if place == bucket
+        ]
         found = [each for each in found if each[1].startswith(asked.query.get("prefix", ""))]
-        entries = [f"<Upload>{_field('Key', key)}{_field('UploadId', name)}</Upload>" for name, key in found]
+        entries = [
+            f"<Upload>{_field('Key', key)}{_field('UploadId', name)}</Upload>"
+            for name, key in found
+        ]
         return _document("ListMultipartUploadsResult", *entries, "<IsTruncated>false</IsTruncated>")
 
     def _upload(self, bucket: str, key: str, asked: Request) -> dict[int, bytes]:
@@ -255,11 +304,17 @@ class _Handler(FakeHandler):
         if delimiter and entry.endswith(delimiter):
             return f"<CommonPrefixes>{_field('Prefix', entry)}</CommonPrefixes>"
         found = self.s3.buckets[bucket][entry]
-        facts = _field("Key", entry) + _field("LastModified", self._now(found.modified)) + _field("ETag", found.etag)
+        facts = (
+            _field("Key", entry)
+            + _field("LastModified", self._now(found.modified))
+            + _field("ETag", found.etag)
+        )
         return f"<Contents>{facts}{_field('Size', len(found.content))}</Contents>"
 
     def _now(self, moment: float | None = None) -> str:
-        given = datetime.fromtimestamp(self.s3.clock() if moment is None else moment, tz=timezone.utc)
+        given = datetime.fromtimestamp(
+            self.s3.clock() if moment is None else moment, tz=timezone.utc
+        )
         return given.strftime("%Y-%m-%dT%H:%M:%S.000Z")
 
 
@@ -310,7 +365,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--port", type=int, default=9000)
     with running_s3(parser.parse_args().port) as s3:
-        print(*(f"export {name}={value}" for name, value in s3.environment().items()), sep="\n", flush=True)
+        print(
+            *(f"export {name}={value}" for name, value in s3.environment().items()),
+            sep="\n",
+            flush=True,
+        )
         threading.Event().wait()
 
 

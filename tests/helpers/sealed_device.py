@@ -1,6 +1,8 @@
-"""A device, "sealed:0", whose memory the host cannot read and whose work is done late; see sealed_device.cpp.
+"""A device, "sealed:0", whose memory the host cannot read and whose work is done late; see
+sealed_device.cpp.
 
-It becomes the accelerator of the process for good, so only processes of their own may call `become_accelerator`.
+It becomes the accelerator of the process for good, so only processes of their own may call
+`become_accelerator`.
 """
 
 import hashlib
@@ -25,7 +27,9 @@ def why_missing() -> str:
     if _library().exists():
         return ""
     missing = [name for name in ("c++", "ninja") if shutil.which(name) is None]
-    return f"{' and '.join(missing)} not found, which the device is compiled with" if missing else ""
+    return (
+        f"{' and '.join(missing)} not found, which the device is compiled with" if missing else ""
+    )
 
 
 def compile_device() -> None:
@@ -36,7 +40,13 @@ def compile_device() -> None:
 
     folder = _library().parent
     folder.mkdir(parents=True, exist_ok=True)
-    cpp_extension.load(_NAME, [str(_SOURCE)], extra_cflags=["-O0"], build_directory=str(folder), is_python_module=False)
+    cpp_extension.load(
+        _NAME,
+        [str(_SOURCE)],
+        extra_cflags=["-O0"],
+        build_directory=str(folder),
+        is_python_module=False,
+    )
 
 
 def become_accelerator() -> torch.device:
@@ -46,12 +56,15 @@ def become_accelerator() -> torch.device:
         native = _loaded_library()
         torch.utils.rename_privateuse1_backend(KIND)  # type: ignore[attr-defined]
         torch._register_device_module(KIND, _DeviceModule(native))  # type: ignore[no-untyped-call]
-        torch.empty(1, pin_memory=True)  # from here on torch takes the device for one that is in use
+        # from here on torch takes the device for one that is in use
+        torch.empty(1, pin_memory=True)
     return torch.device(KIND, 0)
 
 
 def count_late_copies() -> int:
-    """Number of copies from or to pinned memory so far that were done after the call that asked for them."""
+    """Number of copies from or to pinned memory so far that were done after the call that asked for
+    them.
+    """
     return int(torch.get_device_module(KIND).native.late_copies())
 
 

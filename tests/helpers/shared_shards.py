@@ -12,7 +12,9 @@ from wrappers import Live, adam
 
 
 class Layers(nn.Module):
-    """Two layers whose parameters have distinct shapes, one of them with fewer rows than there are ranks."""
+    """Two layers whose parameters have distinct shapes, one of them with fewer rows than there are
+    ranks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,8 +26,14 @@ def grid() -> Any:
 
 
 def hybrid(model: nn.Module) -> nn.Module:
-    settings: dict[str, Any] = {"device_mesh": grid(), "use_orig_params": True, "device_id": torch.device("cpu")}
-    return FullyShardedDataParallel(model, sharding_strategy=ShardingStrategy.HYBRID_SHARD, **settings)
+    settings: dict[str, Any] = {
+        "device_mesh": grid(),
+        "use_orig_params": True,
+        "device_id": torch.device("cpu"),
+    }
+    return FullyShardedDataParallel(
+        model, sharding_strategy=ShardingStrategy.HYBRID_SHARD, **settings
+    )
 
 
 def placed(model: nn.Module) -> nn.Module:
@@ -52,7 +60,9 @@ PARTS: dict[str, Callable[[Any], Any]] = {
 
 
 def layers(way: str, seed: int = 0) -> Live:
-    """A model whose shards are on two or more ranks each, after two steps that are the same on all."""
+    """A model whose shards are on two or more ranks each, after two steps that are the same on
+    all.
+    """
     torch.manual_seed(seed)
     model = PARTS[way](Layers())
     live = Live(model, adam(model))
@@ -73,5 +83,7 @@ def parts_held(live: Live) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, parameter in live.model.named_parameters():
         tensors[name] = local(parameter.detach()).clone()
-        tensors |= {f"{name}/{k}": local(v).clone() for k, v in live.optimizer.state[parameter].items()}
+        tensors |= {
+            f"{name}/{k}": local(v).clone() for k, v in live.optimizer.state[parameter].items()
+        }
     return tensors

@@ -4,5 +4,7 @@ import signal
 
 
 def hear_interrupts() -> None:
-    """Reset SIGINT, which background jobs of a shell and their children ignore, to its default; called in the child."""
+    """Reset SIGINT, which background jobs of a shell and their children ignore, to its default;
+    called in the child.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -23,9 +23,16 @@ Folder = str | os.PathLike[str]
 
 
 def make_checkpoint(
-    folder: Folder, *, step: int = 1, shards: int = 1, kind: str = "model", parts: Sequence[str] = ("",)
+    folder: Folder,
+    *,
+    step: int = 1,
+    shards: int = 1,
+    kind: str = "model",
+    parts: Sequence[str] = ("",),
 ) -> Manifest:
-    """Fill `folder` with a checkpoint of small `parts`, but not its manifest; each byte of its weights is `step`."""
+    """Fill `folder` with a checkpoint of small `parts`, but not its manifest; each byte of its
+    weights is `step`.
+    """
     records = [_make_part(Path(folder), part, step, shards, kind) for part in parts]
     return manifest_of(folder, records, step)
 
@@ -37,8 +44,14 @@ def _make_part(folder: Path, part: str, step: int, shards: int, kind: str) -> Pa
     records: list[TensorRecord] = []
     where: dict[str, str] = {}
     for shard in range(shards):
-        file = f"{stem}.safetensors" if shards == 1 else f"{stem}-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        records += write_safetensors(folder / part / file, names[shard::shards], step, (Path(part) / file).as_posix())
+        file = (
+            f"{stem}.safetensors"
+            if shards == 1
+            else f"{stem}-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        )
+        records += write_safetensors(
+            folder / part / file, names[shard::shards], step, (Path(part) / file).as_posix()
+        )
         where |= dict.fromkeys(names[shard::shards], file)
     if shards > 1:
         index = {"metadata": {}, "weight_map": where}
@@ -50,8 +63,11 @@ def _make_part(folder: Path, part: str, step: int, shards: int, kind: str) -> Pa
 
 def manifest_of(folder: Folder, parts: Iterable[PartRecord], step: int) -> Manifest:
     paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-    files = [read_record(LocalStore(Path(folder)), path.relative_to(folder).as_posix()) for path in paths]
-    created = datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=step)  # the same save, the same bytes
+    files = [
+        read_record(LocalStore(Path(folder)), path.relative_to(folder).as_posix()) for path in paths
+    ]
+    # the same save, the same bytes
+    created = datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=step)
     return Manifest(tuple(parts), tuple(files), "full", created.isoformat(), step=step)
 
 
@@ -63,11 +79,19 @@ def digest_like(path: Path, record: FileRecord) -> str:
 
 def write_safetensors(path: Path, names: Sequence[str], fill: int, file: str) -> list[TensorRecord]:
     """A float32 [2, 3] tensor for each name, as the format has it: length, JSON header, bytes."""
-    entries = {n: {"dtype": "F32", "shape": [2, 3], "data_offsets": [24 * i, 24 * i + 24]} for i, n in enumerate(names)}
+    entries = {
+        n: {"dtype": "F32", "shape": [2, 3], "data_offsets": [24 * i, 24 * i + 24]}
+        for i, n in enumerate(names)
+    }
     header = json.dumps(entries).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes([fill % 256]) * 24 * len(names))
+    path.write_bytes(
+        len(header).to_bytes(8, "little") + header + bytes([fill % 256]) * 24 * len(names)
+    )
     first = 8 + len(header)
-    return [TensorRecord(n, (2, 3), "float32", file, first + 24 * i, first + 24 * i + 24) for i, n in enumerate(names)]
+    return [
+        TensorRecord(n, (2, 3), "float32", file, first + 24 * i, first + 24 * i + 24)
+        for i, n in enumerate(names)
+    ]
 
 
 def save(target: Folder, **what: Any) -> Manifest:
@@ -94,7 +118,9 @@ def signed(text: str) -> str:
 
 
 def contents(folder: Folder) -> dict[str, bytes]:
-    """Everything below `folder`, hidden or not: relative path to bytes; to the target for a symbolic link."""
+    """Everything below `folder`, hidden or not: relative path to bytes; to the target for a
+    symbolic link.
+    """
     return {path.relative_to(folder).as_posix(): _content(path) for path in Path(folder).rglob("*")}
 
 
@@ -105,7 +131,9 @@ def _content(path: Path) -> bytes:
 
 
 def save_with_state(target: Folder, step: int, *, world: int = 2, **facts: Any) -> None:
-    """A checkpoint with a training state: a file for each rank, all with the same names, and a JSON file."""
+    """A checkpoint with a training state: a file for each rank, all with the same names, and a JSON
+    file.
+    """
     stage = open_stage(Path(target))
     parts = list(make_checkpoint(stage, step=step).parts)
     (stage / "state").mkdir()

@@ -1,7 +1,7 @@
 """Third-party object stores, started on loopback by their commands: real servers and emulators.
 
-Each yields the URL of an empty bucket; the environment points clients to it while the block runs. If a command is not
-installed, `Absent` says what to install.
+Each yields the URL of an empty bucket; the environment points clients to it while the block runs.
+If a command is not installed, `Absent` says what to install.
 """
 
 import base64
@@ -23,7 +23,9 @@ from unittest.mock import patch
 
 BUCKET, KEY, SECRET = "bucket", "AKTEST", "SKTEST"
 AZURE_ACCOUNT = "devstoreaccount1"  # known to everybody, with its key
-AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+AZURE_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
 _START_SECONDS = 60.0
 
 
@@ -42,7 +44,9 @@ def free_port() -> int:
 def _running(command: list[Any], log: Path) -> Iterator[None]:
     """Run a process until the block ends."""
     with log.open("wb") as output:
-        process = subprocess.Popen([str(each) for each in command], stdout=output, stderr=output, cwd=log.parent)
+        process = subprocess.Popen(
+            [str(each) for each in command], stdout=output, stderr=output, cwd=log.parent
+        )
     try:
         yield
     finally:
@@ -136,11 +140,24 @@ def running_azurite(folder: Path) -> Iterator[str]:
     """azurite, Microsoft's emulator of Azure's blobs."""
     _need("npm install -g azurite", "azurite-blob")
     port = free_port()
-    command = ["azurite-blob", "-l", folder / "azurite", "--blobHost", "127.0.0.1", "--blobPort", port, "--silent"]
+    command = [
+        "azurite-blob",
+        "-l",
+        folder / "azurite",
+        "--blobHost",
+        "127.0.0.1",
+        "--blobPort",
+        port,
+        "--silent",
+    ]
     with _running([*command, "--skipApiVersionCheck"], folder / "azurite.log"):
         _wait_for(lambda: _listens(port), "azurite-blob")
         endpoint = f"http://127.0.0.1:{port}/{AZURE_ACCOUNT}"
-        names = {"storage_account_name": AZURE_ACCOUNT, "storage_account_key": AZURE_KEY, "storage_endpoint": endpoint}
+        names = {
+            "storage_account_name": AZURE_ACCOUNT,
+            "storage_account_key": AZURE_KEY,
+            "storage_endpoint": endpoint,
+        }
         with _told("AZURE", allow_http="true", **names):
             _make_container(endpoint)
             yield f"az://{BUCKET}"
@@ -156,7 +173,9 @@ def _make_container(endpoint: str) -> None:
     mac = hmac.new(base64.b64decode(AZURE_KEY), text.encode(), hashlib.sha256).digest()
     headers["Content-Type"] = kind
     headers["Authorization"] = f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(mac).decode()}"
-    asked = urllib.request.Request(f"{endpoint}/{BUCKET}?restype=container", method="PUT", headers=headers, data=b"")
+    asked = urllib.request.Request(
+        f"{endpoint}/{BUCKET}?restype=container", method="PUT", headers=headers, data=b""
+    )
     urllib.request.urlopen(asked, timeout=60).close()
 
 
@@ -212,19 +231,43 @@ def running_ceph(folder: Path, memory_bytes: int = 12 << 30) -> Iterator[str]:
     (folder / "mon").mkdir(parents=True)
     (folder / "osd").mkdir()
     port, mon_port, fsid = free_port(), free_port(), str(uuid.uuid4())
-    facts = {"folder": folder, "port": port, "mon_port": mon_port, "fsid": fsid, "memory_bytes": memory_bytes}
+    facts = {
+        "folder": folder,
+        "port": port,
+        "mon_port": mon_port,
+        "fsid": fsid,
+        "memory_bytes": memory_bytes,
+    }
     (folder / "ceph.conf").write_text(_CEPH.format(**facts))
     with ExitStack() as stack:
         _start_ceph(folder, fsid, mon_port, stack)
         _wait_for(lambda: _listens(port), "radosgw")
-        user = ["user", "create", "--uid=t", "--display-name=t", f"--access-key={KEY}", f"--secret-key={SECRET}"]
+        user = [
+            "user",
+            "create",
+            "--uid=t",
+            "--display-name=t",
+            f"--access-key={KEY}",
+            f"--secret-key={SECRET}",
+        ]
         _ceph(folder, "radosgw-admin", "-n", "client.rgw", *user)
         yield stack.enter_context(_s3_at(port))
 
 
 def _start_ceph(folder: Path, fsid: str, mon_port: int, stack: ExitStack) -> None:
     address = f"[v2:127.0.0.1:{mon_port}]"
-    _ceph(folder, "monmaptool", "--create", "--clobber", "--fsid", fsid, "--addv", "a", address, folder / "monmap")
+    _ceph(
+        folder,
+        "monmaptool",
+        "--create",
+        "--clobber",
+        "--fsid",
+        fsid,
+        "--addv",
+        "a",
+        address,
+        folder / "monmap",
+    )
     owner = ["--setuser", "root", "--setgroup", "root"]
     _ceph(folder, "ceph-mon", "--mkfs", "-i", "a", "--monmap", folder / "monmap", *owner)
     _begin_ceph(folder, stack, "ceph-mon", "-i", "a", *owner)
@@ -238,7 +281,9 @@ def _start_ceph(folder: Path, fsid: str, mon_port: int, stack: ExitStack) -> Non
 def _ceph(folder: Path, command: str, *arguments: Any) -> None:
     """Run one of Ceph's commands to its end."""
     line = [command, "-c", folder / "ceph.conf", *arguments]
-    done = subprocess.run([str(each) for each in line], capture_output=True, text=True, timeout=_START_SECONDS)
+    done = subprocess.run(
+        [str(each) for each in line], capture_output=True, text=True, timeout=_START_SECONDS
+    )
     if done.returncode:
         raise RuntimeError(f"{command}: {done.stderr[-2000:]}")
 

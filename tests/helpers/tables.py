@@ -1,4 +1,6 @@
-"""The classes of transformers whose tensors are renamed or converted between memory and file, and adapters on them."""
+"""The classes of transformers whose tensors are renamed or converted between memory and file, and
+adapters on them.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +17,9 @@ _UNLOADABLE = {"JevForDecision"}
 
 
 def classes_with_tables() -> list[str]:
-    """Names of the model classes that have a conversion table, or contain a model of a class that has one."""
+    """Names of the model classes that have a conversion table, or contain a model of a class that
+    has one.
+    """
     table = set(_build_checkpoint_conversion_mapping()) - {"legacy"}
     names = {name for name in table if hasattr(transformers, name)}
     names.update(class_names())
@@ -39,14 +43,20 @@ def nested_configs(config: Any) -> Iterator[Any]:
 
 
 def adapter_config(model: PreTrainedModel, kind: str) -> LoraConfig:
-    """LoRA on all linear layers and fused experts; or on some layers, with all biases, a norm and a router."""
+    """LoRA on all linear layers and fused experts; or on some layers, with all biases, a norm and a
+    router.
+    """
     head = model.get_output_embeddings()
     modules = dict(model.named_modules())
     layers = {path for path, module in modules.items() if type(module) is nn.Linear}
     if any(path.endswith(".conv1d") for path in modules):  # PEFT refuses these of Mamba's layers
         layers -= {path for path in layers if path.endswith(".out_proj")}
     linear = sorted(path for path in layers if modules[path] is not head)
-    experts = [name for name, parameter in model.named_parameters() if parameter.ndim == 3 and "expert" in name]
+    experts = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 3 and "expert" in name
+    ]
     if kind == "layers":
         return LoraConfig(r=2, target_modules=linear, target_parameters=experts or None)
     ends = [path for path in modules if path.rpartition(".")[2] in ("gate", "router", "norm")]

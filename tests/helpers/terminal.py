@@ -15,14 +15,21 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
 def shown_in_terminal(script: str, folder: Path) -> str:
-    """The raw output of the Python `script`, whose streams are a terminal; it runs in `folder` and must succeed."""
+    """The raw output of the Python `script`, whose streams are a terminal; it runs in `folder` and
+    must succeed.
+    """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))  # rows and columns
     path = folder / "script.py"
     path.write_text(textwrap.dedent(script))
     environment = {**os.environ, "TERM": "xterm"}
     process = subprocess.Popen(
-        [sys.executable, path], stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, env=environment
+        [sys.executable, path],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=folder,
+        env=environment,
     )
     os.close(theirs)
     blocks = []
@@ -52,6 +59,8 @@ def screen_after(output: str) -> list[str]:
         elif re.fullmatch(r"\x1b\[2?K", token):
             lines[row] = "" if token == "\x1b[2K" else lines[row][:column]
         elif not _CONTROL.fullmatch(token):
-            lines[row] = lines[row].ljust(column)[:column] + token + lines[row][column + len(token) :]
+            lines[row] = (
+                lines[row].ljust(column)[:column] + token + lines[row][column + len(token) :]
+            )
             column += len(token)
     return [line.rstrip() for line in lines if line.strip()]

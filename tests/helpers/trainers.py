@@ -12,7 +12,13 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from ft_ckpt.integrations.trainer import FtCkptCallback
 
 SAMPLES = 14
-SILENT = {"report_to": [], "disable_tqdm": True, "logging_steps": 1, "log_level": "error", "use_cpu": True}
+SILENT = {
+    "report_to": [],
+    "disable_tqdm": True,
+    "logging_steps": 1,
+    "log_level": "error",
+    "use_cpu": True,
+}
 
 
 class Sentences(Dataset[dict[str, torch.Tensor]]):
@@ -74,20 +80,38 @@ def model(kind: Any = "llama", seed: int = 0) -> Any:
 
 
 def even_llama() -> Any:
-    """A Llama whose rows divide by four ranks: otherwise FSDP2 computes with two copies of tied embeddings."""
+    """A Llama whose rows divide by four ranks: otherwise FSDP2 computes with two copies of tied
+    embeddings.
+    """
     return models.llama(attention_dropout=0.2, vocab_size=104)
 
 
 def trainer(
-    folder: Path, callbacks: Any = (), kind: Any = "llama", seed: int = 0, cls: type = Recorded, **settings: Any
+    folder: Path,
+    callbacks: Any = (),
+    kind: Any = "llama",
+    seed: int = 0,
+    cls: type = Recorded,
+    **settings: Any,
 ) -> Any:
     """A trainer of 2 samples a batch for 2 epochs of 7 batches, saving at every step by default."""
     names = ("train_dataset", "eval_dataset", "stop_after", "compute_metrics", "processing_class")
     own = {name: settings.pop(name) for name in names if name in settings}
-    defaults = {"per_device_train_batch_size": 2, "num_train_epochs": 2, "save_steps": 1, "save_strategy": "steps"}
-    args = TrainingArguments(str(folder), **{**SILENT, "learning_rate": 0.01, **defaults, **settings})
+    defaults = {
+        "per_device_train_batch_size": 2,
+        "num_train_epochs": 2,
+        "save_steps": 1,
+        "save_strategy": "steps",
+    }
+    args = TrainingArguments(
+        str(folder), **{**SILENT, "learning_rate": 0.01, **defaults, **settings}
+    )
     return cls(
-        model(kind, seed), args, train_dataset=own.pop("train_dataset", Sentences()), callbacks=list(callbacks), **own
+        model(kind, seed),
+        args,
+        train_dataset=own.pop("train_dataset", Sentences()),
+        callbacks=list(callbacks),
+        **own,
     )
 
 

@@ -23,7 +23,10 @@ class Stream(IterableDataset[torch.Tensor]):
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         info = torch.utils.data.get_worker_info()
-        yield from (rows()[index] for index in range(info.id if info else 0, SAMPLES, info.num_workers if info else 1))
+        yield from (
+            rows()[index]
+            for index in range(info.id if info else 0, SAMPLES, info.num_workers if info else 1)
+        )
 
 
 class Noisy(Dataset[torch.Tensor]):
@@ -63,7 +66,8 @@ def prepared(
     """A fresh run, as in a new process; the global generators are left in an arbitrary state."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
-    accelerator.gradient_state._set_sync_gradients(True)  # one object for all accelerators of a process
+    # one object for all accelerators of a process
+    accelerator.gradient_state._set_sync_gradients(True)
     model = wrap(network())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
@@ -78,14 +82,20 @@ def prepared(
     return made
 
 
-def train(run: Trained, saver: CheckpointSaver, batches: int | None = None, first_seed: int | None = 5) -> list[Any]:
-    """Losses, with the first number of each batch, until `batches` of them are done or all epochs are."""
+def train(
+    run: Trained, saver: CheckpointSaver, batches: int | None = None, first_seed: int | None = 5
+) -> list[Any]:
+    """Losses, with the first number of each batch, until `batches` of them are done or all epochs
+    are.
+    """
     done: list[Any] = []
     progress = saver.progress
     if first_seed is not None and progress.resumed_from is None:
         torch.manual_seed(first_seed)
     for epoch in range(progress.epoch, EPOCHS):
-        for batch in saver.remaining(run.loader, replay=isinstance(run.loader.dataset, Noisy) or None):
+        for batch in saver.remaining(
+            run.loader, replay=isinstance(run.loader.dataset, Noisy) or None
+        ):
             done.append(learn(run, batch[0] if isinstance(batch, (list, tuple)) else batch))
             saver.step({"loss": done[-1][1]})
             if len(done) == batches:

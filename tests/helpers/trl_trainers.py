@@ -1,4 +1,6 @@
-"""Trainers of TRL on a tiny model, with each option that holds a second model, a buffer or a moving state."""
+"""Trainers of TRL on a tiny model, with each option that holds a second model, a buffer or a moving
+state.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,9 +17,14 @@ WORDS = [f"w{number} w{number + 1} w{(3 * number) % 40}" for number in range(12)
 PAIRS = [{"prompt": text, "chosen": f"{text} w5", "rejected": f"{text} w9 w3"} for text in WORDS]
 PROMPTS = [{"prompt": text} for text in WORDS]
 TEXTS = [{"text": text} for text in WORDS]
-LABELLED = [{"prompt": text, "completion": " w5 w7", "label": n % 2 == 0} for n, text in enumerate(WORDS)]
+LABELLED = [
+    {"prompt": text, "completion": " w5 w7", "label": n % 2 == 0} for n, text in enumerate(WORDS)
+]
 COMPLETED = [{"prompt": text, "completion": " w5 w7"} for text in WORDS]
-CHATS = [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "w5 w7"}]} for text in WORDS]
+CHATS = [
+    {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "w5 w7"}]}
+    for text in WORDS
+]
 PRIVILEGED = [{"prompt": text, "privileged_context": "w8 w9"} for text in WORDS]
 GENERATES: dict[str, Any] = {"num_generations": 2, "max_completion_length": 4, "temperature": 1.0}
 
@@ -60,7 +67,11 @@ def _averaged_reference() -> list[Any]:
     return [BEMACallback(update_freq=1, update_ref_model=True, ref_model_update_freq=1)]
 
 
-_SYNC: dict[str, Any] = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+_SYNC: dict[str, Any] = {
+    "sync_ref_model": True,
+    "ref_model_sync_steps": 1,
+    "ref_model_mixup_alpha": 0.5,
+}
 _GRPO: dict[str, Any] = {"arguments": lambda _: {"reward_funcs": letters}}
 CASES = {
     "sft": TrlCase("SFTTrainer", "SFTConfig", TEXTS),
@@ -69,26 +80,42 @@ CASES = {
     "dpo": TrlCase("DPOTrainer", "DPOConfig", PAIRS),
     "dpo lora": TrlCase("DPOTrainer", "DPOConfig", PAIRS, is_lora=True),
     "dpo synced": TrlCase("DPOTrainer", "DPOConfig", PAIRS, _SYNC),
-    "dpo synced late": TrlCase("DPOTrainer", "DPOConfig", PAIRS, {**_SYNC, "ref_model_sync_steps": 4}),
+    "dpo synced late": TrlCase(
+        "DPOTrainer", "DPOConfig", PAIRS, {**_SYNC, "ref_model_sync_steps": 4}
+    ),
     "dpo given reference": TrlCase(
         "DPOTrainer", "DPOConfig", PAIRS, _SYNC, arguments=lambda path: {"ref_model": _model(path)}
     ),
-    "dpo precomputed": TrlCase("DPOTrainer", "DPOConfig", PAIRS, {"precompute_ref_log_probs": True}),
+    "dpo precomputed": TrlCase(
+        "DPOTrainer", "DPOConfig", PAIRS, {"precompute_ref_log_probs": True}
+    ),
     "dpo averaged reference": TrlCase(
-        "DPOTrainer", "DPOConfig", PAIRS, module="trl.experimental.bema_for_ref_model", callbacks=_averaged_reference
+        "DPOTrainer",
+        "DPOConfig",
+        PAIRS,
+        module="trl.experimental.bema_for_ref_model",
+        callbacks=_averaged_reference,
     ),
     "kto": TrlCase("KTOTrainer", "KTOConfig", LABELLED, {"per_device_train_batch_size": 4}),
     "reward": TrlCase("RewardTrainer", "RewardConfig", PAIRS, is_classifier=True),
     "grpo": TrlCase("GRPOTrainer", "GRPOConfig", PROMPTS, GENERATES, **_GRPO),
-    "grpo reference": TrlCase("GRPOTrainer", "GRPOConfig", PROMPTS, {**GENERATES, "beta": 0.1}, **_GRPO),
-    "grpo synced": TrlCase("GRPOTrainer", "GRPOConfig", PROMPTS, {**GENERATES, "beta": 0.1, **_SYNC}, **_GRPO),
-    "grpo iterations": TrlCase("GRPOTrainer", "GRPOConfig", PROMPTS, {**GENERATES, "num_iterations": 2}, **_GRPO),
+    "grpo reference": TrlCase(
+        "GRPOTrainer", "GRPOConfig", PROMPTS, {**GENERATES, "beta": 0.1}, **_GRPO
+    ),
+    "grpo synced": TrlCase(
+        "GRPOTrainer", "GRPOConfig", PROMPTS, {**GENERATES, "beta": 0.1, **_SYNC}, **_GRPO
+    ),
+    "grpo iterations": TrlCase(
+        "GRPOTrainer", "GRPOConfig", PROMPTS, {**GENERATES, "num_iterations": 2}, **_GRPO
+    ),
     "grpo generates ahead": TrlCase(
         "GRPOTrainer", "GRPOConfig", PROMPTS, {**GENERATES, "steps_per_generation": 4}, **_GRPO
     ),
     "rloo": TrlCase("RLOOTrainer", "RLOOConfig", PROMPTS, GENERATES, **_GRPO),
     "rloo synced": TrlCase("RLOOTrainer", "RLOOConfig", PROMPTS, {**GENERATES, **_SYNC}, **_GRPO),
-    "rloo iterations": TrlCase("RLOOTrainer", "RLOOConfig", PROMPTS, {**GENERATES, "num_iterations": 2}, **_GRPO),
+    "rloo iterations": TrlCase(
+        "RLOOTrainer", "RLOOConfig", PROMPTS, {**GENERATES, "num_iterations": 2}, **_GRPO
+    ),
     "distillation": TrlCase(
         "DistillationTrainer",
         "DistillationConfig",
@@ -133,7 +160,9 @@ CASES = {
 
 
 def make_base(folder: Path) -> None:
-    """The folder of a tiny model with its tokenizer, which trainers load again for their references."""
+    """The folder of a tiny model with its tokenizer, which trainers load again for their
+    references.
+    """
     torch.manual_seed(0)
     model: Any = models.llama()
     model.save_pretrained(folder)
@@ -147,7 +176,13 @@ def make_trl(case: TrlCase, base: Path, folder: Path, callbacks: list[Any], **se
     library = import_module(case.module)
     trl = import_module("trl")
     config = getattr(library, case.config, None) or getattr(trl, case.config)
-    defaults = {"per_device_train_batch_size": 2, "max_steps": 6, "save_steps": 1, "bf16": False, "learning_rate": 0.01}
+    defaults = {
+        "per_device_train_batch_size": 2,
+        "max_steps": 6,
+        "save_steps": 1,
+        "bf16": False,
+        "learning_rate": 0.01,
+    }
     args = config(str(folder), **{**trainers.SILENT, **defaults, **case.settings, **settings})
     torch.manual_seed(0)
     model = _model(str(base))

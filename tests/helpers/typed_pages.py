@@ -1,8 +1,9 @@
-"""The Python blocks of pages and the cells of notebooks as modules, and what mypy and pyright answer to them.
+"""The Python blocks of pages and the cells of notebooks as modules, and what mypy and pyright
+answer to them.
 
-Each script of a page is a module, and so is each block that is a file of its own. The first line of a module binds the
-names that its page assumes, with the types in `page_names.py`. mypy has its settings from pyproject.toml, pyright its
-standard ones.
+Each script of a page is a module, and so is each block that is a file of its own. The first line of
+a module binds the names that its page assumes, with the types in `page_names.py`. mypy has its
+settings from pyproject.toml, pyright its standard ones.
 """
 
 import builtins
@@ -50,8 +51,12 @@ def modules_of(page: Path) -> list[Module]:
     return modules
 
 
-def complaints_about(modules: Mapping[Path, Sequence[Module]], folder: Path) -> dict[Path, list[str]]:
-    """The errors of both type checkers by page; each checker is run once over all `modules`, which go into `folder`."""
+def complaints_about(
+    modules: Mapping[Path, Sequence[Module]], folder: Path
+) -> dict[Path, list[str]]:
+    """The errors of both type checkers by page; each checker is run once over all `modules`, which
+    go into `folder`.
+    """
     places: dict[str, tuple[Path, Module]] = {}
     for page, of_page in modules.items():
         for module in of_page:
@@ -62,7 +67,9 @@ def complaints_about(modules: Mapping[Path, Sequence[Module]], folder: Path) -> 
     for checker, run in {"mypy": _run_mypy, "pyright": _run_pyright}.items():
         for file_name, line, message in run(folder):
             page, module = places[file_name]
-            complaints[page].append(f"{module.places[line - 1]}: {checker}: {message.splitlines()[0]}")
+            complaints[page].append(
+                f"{module.places[line - 1]}: {checker}: {message.splitlines()[0]}"
+            )
     return complaints
 
 
@@ -77,7 +84,9 @@ def _make_module(name: str, page: Path, blocks: Iterable[Block]) -> Module:
             places.append(f"{prefix}{number}")
     assumed = sorted(_assumed_names("\n".join(lines)) & GIVEN)
     if assumed:
-        lines[0] = "; ".join(["import page_names", *(f"{name} = page_names.{name}" for name in assumed)])
+        lines[0] = "; ".join(
+            ["import page_names", *(f"{name} = page_names.{name}" for name in assumed)]
+        )
     return Module(name, tuple(lines), tuple(places))
 
 
@@ -100,7 +109,9 @@ def _globals_of_functions(code: CodeType) -> set[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             loaded = (instruction for instruction in dis.get_instructions(constant))
-            names |= {instruction.argval for instruction in loaded if instruction.opname == "LOAD_GLOBAL"}
+            names |= {
+                instruction.argval for instruction in loaded if instruction.opname == "LOAD_GLOBAL"
+            }
             names |= _globals_of_functions(constant)
     return names
 
@@ -109,7 +120,12 @@ def _run_mypy(folder: Path) -> list[tuple[str, int, str]]:
     files = [str(path) for path in sorted(folder.glob("*.py"))]
     command = [sys.executable, "-m", "mypy", "--output=json", "--hide-error-context", *files]
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"MYPYPATH": str(folder)}, capture_output=True, text=True, check=False
+        command,
+        cwd=ROOT,
+        env=os.environ | {"MYPYPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode in (0, 1), done.stdout + done.stderr
     errors = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -122,11 +138,29 @@ def _run_pyright(folder: Path) -> list[tuple[str, int, str]]:
         "pythonVersion": "3.10",
         "extraPaths": [str(ROOT), str(HELPERS)],
         "reportMissingImports": False,  # libraries of pages that run in environments of their own
-        "reportPrivateImportUsage": False,  # torch does not mark the names that its own documents import
+        # torch does not mark the names that its own documents import
+        "reportPrivateImportUsage": False,
     }
     (folder / "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")
-    command = [sys.executable, "-m", "basedpyright", "--project", str(folder), "--pythonpath", sys.executable]
-    done = subprocess.run([*command, "--outputjson"], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "basedpyright",
+        "--project",
+        str(folder),
+        "--pythonpath",
+        sys.executable,
+    ]
+    done = subprocess.run(
+        [*command, "--outputjson"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode in (0, 1), done.stdout + done.stderr
-    errors = [each for each in json.loads(done.stdout)["generalDiagnostics"] if each["severity"] == "error"]
-    return [(Path(error["file"]).name, error["range"]["start"]["line"] + 1, error["message"]) for error in errors]
+    errors = [
+        each
+        for each in json.loads(done.stdout)["generalDiagnostics"]
+        if each["severity"] == "error"
+    ]
+    return [
+        (Path(error["file"]).name, error["range"]["start"]["line"] + 1, error["message"])
+        for error in errors
+    ]

@@ -9,7 +9,16 @@ import torch
 from transformers import Trainer
 from typing_extensions import assert_type
 
-from ft_ckpt import CheckpointSaver, Every, Keep, LoadReport, PendingSave, SaverConfig, SaveReport, load_model
+from ft_ckpt import (
+    CheckpointSaver,
+    Every,
+    Keep,
+    LoadReport,
+    PendingSave,
+    SaverConfig,
+    SaveReport,
+    load_model,
+)
 from ft_ckpt.integrations.trainer import checkpointed
 
 

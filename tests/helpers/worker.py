@@ -1,6 +1,7 @@
 """A worker of pytest-xdist that is forked from the nursery: `python worker.py -u -c CODE`.
 
-It has the libraries loaded. This process passes on its stdin, stdout and stderr, and ends with the worker.
+It has the libraries loaded. This process passes on its stdin, stdout and stderr, and ends with the
+worker.
 """
 
 import json

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -26,8 +28,15 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-ACCELERATE_CPU = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}  # variables of a launch
-BLOCKS = ("LlamaDecoderLayer", "Qwen3DecoderLayer", "Olmo2DecoderLayer", "MixtralDecoderLayer", "GPT2Block")
+# variables of a launch
+ACCELERATE_CPU = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}
+BLOCKS = (
+    "LlamaDecoderLayer",
+    "Qwen3DecoderLayer",
+    "Olmo2DecoderLayer",
+    "MixtralDecoderLayer",
+    "GPT2Block",
+)
 COLUMNWISE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROWWISE = ("o_proj", "down_proj")
 PREFIXES = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -77,13 +86,22 @@ def truth(live: Live) -> dict[str, torch.Tensor]:
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The tensors this rank holds, under the bare model's names; a tied one once for each of its names."""
+    """The tensors this rank holds, under the bare model's names; a tied one once for each of its
+    names.
+    """
     inner = getattr(model, "module", None)
     while isinstance(inner, nn.Module):
         model, inner = inner, getattr(inner, "module", None)
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    tensors = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
     bare = {PREFIXES.sub("", name).removeprefix("module."): tensor for name, tensor in tensors}
-    return [(name, tensor) for name, tensor in bare.items() if "rotary_emb" not in name and "inv_freq" not in name]
+    return [
+        (name, tensor)
+        for name, tensor in bare.items()
+        if "rotary_emb" not in name and "inv_freq" not in name
+    ]
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -183,8 +201,12 @@ def fsdp2_tensor_parallel(model: nn.Module) -> nn.Module:
 
 
 def tensor_parallel_replicas(model: nn.Module) -> nn.Module:
-    """Replicated groups of two tensor-parallel ranks: all but the first group contribute nothing."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
+    """Replicated groups of two tensor-parallel ranks: all but the first group contribute
+    nothing.
+    """
+    mesh = init_device_mesh(
+        "cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor")
+    )
     return tensor_parallel(model, mesh["tensor"])
 
 
@@ -225,7 +247,9 @@ def direct(*wraps: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], Li
     return wrap
 
 
-def accelerated(make: Callable[[nn.Module], Any], *wraps: Callable[[nn.Module], nn.Module]) -> Callable[..., Live]:
+def accelerated(
+    make: Callable[[nn.Module], Any], *wraps: Callable[[nn.Module], nn.Module]
+) -> Callable[..., Live]:
     """A model prepared by the Accelerator that `make(model)` gives, after `wraps`."""
 
     def wrap(model: nn.Module) -> Live:
@@ -241,7 +265,9 @@ def accelerated(make: Callable[[nn.Module], Any], *wraps: Callable[[nn.Module], 
 def cpu_accelerator(model: nn.Module) -> Any:
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
-    return Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    return Accelerator(
+        cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]
+    )
 
 
 def fsdp_accelerator(version: int) -> Callable[[nn.Module], Any]:
@@ -252,7 +278,8 @@ def fsdp_accelerator(version: int) -> Callable[[nn.Module], Any]:
 
         AcceleratorState._reset_state()
         PartialState(cpu=True)
-        # Accelerate turns FSDP on from MULTI_GPU only; without this the plugin is dropped without a word.
+        # Accelerate turns FSDP on from MULTI_GPU only; without this the plugin is dropped without a
+        # word.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=version,
@@ -278,7 +305,10 @@ def deepspeed_accelerator(stage: int) -> Callable[[nn.Module], Any]:
         zero: dict[str, Any] = {"stage": stage}
         if stage == 3:
             # Tiny tensors are left whole unless the threshold is zero, and then nothing is tested.
-            zero |= {"stage3_gather_16bit_weights_on_model_save": True, "stage3_param_persistence_threshold": 0}
+            zero |= {
+                "stage3_gather_16bit_weights_on_model_save": True,
+                "stage3_param_persistence_threshold": 0,
+            }
         config = {
             "zero_optimization": zero,
             "train_micro_batch_size_per_gpu": 2,
@@ -288,9 +318,13 @@ def deepspeed_accelerator(stage: int) -> Callable[[nn.Module], Any]:
         }
         plugin = DeepSpeedPlugin(hf_ds_config=config)
         accelerator = Accelerator(
-            deepspeed_plugin=plugin, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], cpu=False
+            deepspeed_plugin=plugin,
+            kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
+            cpu=False,
         )
-        assert accelerator.distributed_type == DistributedType.DEEPSPEED, accelerator.distributed_type
+        assert accelerator.distributed_type == DistributedType.DEEPSPEED, (
+            accelerator.distributed_type
+        )
         assert accelerator.num_processes == 2, accelerator.num_processes
         return accelerator
 

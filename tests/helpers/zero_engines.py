@@ -7,7 +7,9 @@ from torch import nn
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
-    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 2}},
+    "fp16": {
+        "fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 2}
+    },
     "gradients32": {"data_types": {"grad_accum_dtype": "fp32"}},
     "robin": {"zero_optimization": {"round_robin_gradients": True}},
     "aligned": {"zero_optimization": {"parameter_alignment": True}},
@@ -21,12 +23,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Model(nn.Module):
-    """Odd sizes, so that shards are uneven, padded or empty; a tied pair, a frozen layer, a vector of one element."""
+    """Odd sizes, so that shards are uneven, padded or empty; a tied pair, a frozen layer, a vector
+    of one element.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(13, 5)
-        self.inner = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 5, bias=False))
+        self.inner = nn.Sequential(
+            nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 5, bias=False)
+        )
         self.inner[2].requires_grad_(False)
         self.scale = nn.Parameter(torch.ones(1))
         self.head = nn.Linear(5, 13)
@@ -44,7 +50,10 @@ def build() -> Model:
 
 def adam(model: nn.Module, lr: float = 0.02, frozen: bool = True) -> torch.optim.Optimizer:
     parameters = [p for p in model.parameters() if frozen or p.requires_grad]
-    matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() == 1]
+    matrices, vectors = (
+        [p for p in parameters if p.dim() > 1],
+        [p for p in parameters if p.dim() == 1],
+    )
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": lr / 2}]
     return torch.optim.AdamW(groups, lr=lr, eps=1e-3, foreach=False)
 
@@ -65,4 +74,6 @@ def engine(name: str, lr: float = 0.02, accumulation: int = 1, optimizer: Any = 
         config |= setting
     model = build()
     optimizer = adam(model, lr) if optimizer is None else optimizer(model.parameters(), {"lr": lr})
-    return deepspeed.initialize(model=model, optimizer=optimizer, config={**config, "zero_optimization": zero})[0]
+    return deepspeed.initialize(
+        model=model, optimizer=optimizer, config={**config, "zero_optimization": zero}
+    )[0]

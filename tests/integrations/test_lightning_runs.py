@@ -6,7 +6,11 @@ import signal
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightnings import Counted, Kill, Stream, loader, module, ours, run, trainer
 from on_ranks import WORLD, on_ranks
 from peft import PeftModel
@@ -20,7 +24,8 @@ from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.errors import ConfigError, LoadError, SelectionError
 from ft_ckpt.integrations.lightning import LightningCheckpoint
 
-SHAPES = {  # settings of the trainer, of the module, of the data; steps after which a run is resumed
+# settings of the trainer, of the module, of the data; steps after which a run is resumed
+SHAPES = {
     "shuffled": ({}, {}, {}, (1, 7, 8)),
     "accumulating": ({"accumulate_grad_batches": 3}, {}, {}, (2, 3)),
     "limited": ({"limit_train_batches": 4}, {}, {}, (3, 4)),
@@ -35,14 +40,18 @@ SHAPES = {  # settings of the trainer, of the module, of the data; steps after w
 @pytest.mark.sample("by steps")
 @pytest.mark.parametrize("name", SHAPES)
 def test_resumed_after_any_step(tmp_path, name):
-    """Other batches, random numbers and losses after a resume; a validation that is left out, or done twice."""
+    """Other batches, random numbers and losses after a resume; a validation that is left out, or
+    done twice.
+    """
     settings, of, data, stops = SHAPES[name]
     checked = loader(shuffle=False) if "plateau" in of else None
     expected = run(trainer(**settings), module(**of), loader(**data), checked)
     made, whole = ours(tmp_path, **settings), module(**of)
     assert run(made, whole, loader(**data), checked) == expected
     steps = made.global_step
-    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{n}" for n in range(1, steps + 1)}
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {
+        f"checkpoint-{n}" for n in range(1, steps + 1)
+    }
     for stop in stops:
         own = {
             "replay": name == "workers" or None,
@@ -55,7 +64,11 @@ def test_resumed_after_any_step(tmp_path, name):
         resumed = ours(tmp_path, own=own, **settings)
         seen = run(resumed, again, loader(**data), checked)
         assert seen == expected[-len(seen) :], stop
-        assert len(seen) == len(expected) - 7 * (stop // 3) - stop % 3 * 3 if name == "accumulating" else steps - stop
+        assert (
+            len(seen) == len(expected) - 7 * (stop // 3) - stop % 3 * 3
+            if name == "accumulating"
+            else steps - stop
+        )
         assert resumed.global_step == steps
         live, other = whole.state_dict(), again.state_dict()
         assert all(torch.equal(live[key], other[key]) for key in live)
@@ -63,13 +76,17 @@ def test_resumed_after_any_step(tmp_path, name):
 
 @pytest.mark.slow
 def test_killed_and_started_again(tmp_path):
-    """What a script does: callbacks, the data module and hooks of the checkpoint have their state again."""
+    """What a script does: callbacks, the data module and hooks of the checkpoint have their state
+    again.
+    """
     whole = Counted()
     expected = run(trainer([whole]), module(), Data())
     first = run(ours(tmp_path, [Counted(), Kill(9)]), module(), Data())
     counted, data = Counted(), Data()
     assert first + run(ours(tmp_path, [counted]), module(1), data) == expected
-    assert (counted.batches, counted.put, data.epochs) == (whole.batches, whole.put, 2) == (14, 14, 2)
+    assert (
+        (counted.batches, counted.put, data.epochs) == (whole.batches, whole.put, 2) == (14, 14, 2)
+    )
     assert run(ours(tmp_path), module(1), Data()) == []  # the run is finished
 
 
@@ -129,13 +146,18 @@ def test_the_folder_is_the_model_inside(tmp_path, kind):
 
 def test_another_base_is_refused(tmp_path):
     run(ours(tmp_path, max_steps=1), module(kind="lora"), loader())
-    with pytest.raises(LoadError, match="base: failed: not the base that the adapters were trained on"):
+    with pytest.raises(
+        LoadError, match="base: failed: not the base that the adapters were trained on"
+    ):
         run(ours(tmp_path), module(1, kind="lora"), loader())
 
 
 def test_metrics_decide(tmp_path):
     """`best` and `keep` by what the module has logged; Lightning adds no callback that saves."""
-    own = {"every": Every(best=("val_loss", "min"), epochs=1), "keep": Keep(last=1, best=("val_loss", "min"))}
+    own = {
+        "every": Every(best=("val_loss", "min"), epochs=1),
+        "keep": Keep(last=1, best=("val_loss", "min")),
+    }
     made = ours(tmp_path, own=own, val_check_interval=3, max_epochs=1)
     run(made, module(), loader(), loader(shuffle=False))
     assert [type(one) for one in made.checkpoint_callbacks] == [LightningCheckpoint]
@@ -179,7 +201,9 @@ class Counter(nn.Module):
 
 @pytest.mark.parametrize("kind", [list, torch.tensor])
 def test_extra_state_of_a_module(tmp_path, kind):
-    """No save was made: a list has no data_ptr, and a tensor was taken for one that a hook had put there."""
+    """No save was made: a list has no data_ptr, and a tensor was taken for one that a hook had put
+    there.
+    """
     first = module()
     first.counter = Counter(kind)
     first.counter.count = 7
@@ -207,7 +231,9 @@ AVERAGES = {
 @pytest.mark.sample("moving")
 @pytest.mark.parametrize("kind", AVERAGES)
 def test_averages_of_the_weights(tmp_path, kind):
-    """Both weights come back: those of training, and the average, by which validation measures and which stays."""
+    """Both weights come back: those of training, and the average, by which validation measures and
+    which stays.
+    """
     checked = loader(shuffle=False)
     whole, callback = module(), AVERAGES[kind]()
     expected = run(trainer([callback]), whole, loader(), checked)
@@ -228,22 +254,32 @@ def test_averages_of_the_weights(tmp_path, kind):
 
 
 def test_an_averaged_run_that_goes_on_for_longer(tmp_path):
-    """The end of training puts the average into the model, and is not what a longer run goes on from."""
+    """The end of training puts the average into the model, and is not what a longer run goes on
+    from.
+    """
     expected = run(trainer([WeightAveraging()], max_epochs=3), module(), loader())
     own = {"every": Every(steps=1000)}
     first = run(ours(tmp_path, [WeightAveraging()], own=own), module(), loader())
-    assert first + run(ours(tmp_path, [WeightAveraging()], own=own, max_epochs=3), module(1), loader()) == expected
+    assert (
+        first + run(ours(tmp_path, [WeightAveraging()], own=own, max_epochs=3), module(1), loader())
+        == expected
+    )
 
 
 class Averaging(Callback):
     def on_save_checkpoint(self, trainer, pl_module, checkpoint):
-        checkpoint["state_dict"] = {name: tensor.clone() for name, tensor in checkpoint["state_dict"].items()}
+        checkpoint["state_dict"] = {
+            name: tensor.clone() for name, tensor in checkpoint["state_dict"].items()
+        }
 
 
 def test_what_cannot_be_kept_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"Stream: has no length.*limit_train_batches=N"):
         run(ours(tmp_path), module(), loader(Stream(), shuffle=False))
-    with pytest.raises(SelectionError, match=r"net\..*: put into the checkpoint's state_dict by an on_save_checkpoint"):
+    with pytest.raises(
+        SelectionError,
+        match=r"net\..*: put into the checkpoint's state_dict by an on_save_checkpoint",
+    ):
         run(ours(tmp_path, [Averaging()]), module(), loader())
     with pytest.raises(ConfigError, match="StochasticWeightAveraging: replaces the scheduler"):
         run(ours(tmp_path, [StochasticWeightAveraging(0.01)]), module(), loader())

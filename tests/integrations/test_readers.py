@@ -1,7 +1,7 @@
 """Other people's tools read what is merged, averaged and pulled.
 
-Converters are installed, each in a folder of its own, without what they depend on, so that none of their pins touches
-the environment of the tests; what cannot be installed is skipped by name.
+Converters are installed, each in a folder of its own, without what they depend on, so that none of
+their pins touches the environment of the tests; what cannot be installed is skipped by name.
 """
 
 import json
@@ -32,7 +32,9 @@ TRAIN_TOKENIZER = """
 import sys
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 text, prefix = sys.argv[1:]
-SentencePieceTrainer.train(input=text, model_prefix=prefix, vocab_size=400, model_type="bpe", byte_fallback=True)
+SentencePieceTrainer.train(
+    input=text, model_prefix=prefix, vocab_size=400, model_type="bpe", byte_fallback=True
+)
 print(SentencePieceProcessor(model_file=prefix + ".model").get_piece_size())
 """
 READ_GGUF = """
@@ -83,7 +85,9 @@ def installed(folder, *packages):
 
 
 def run(script, *words, path):
-    """Run a script, or the code of one, in a process that finds the packages in the folders of `path` first."""
+    """Run a script, or the code of one, in a process that finds the packages in the folders of
+    `path` first.
+    """
     told = [str(script)] if isinstance(script, Path) else ["-c", script]
     found = os.pathsep.join(map(str, [*path, ROOT]))
     done = subprocess.run(
@@ -100,10 +104,22 @@ def run(script, *words, path):
 def trained(words, seed):
     """A small Llama with adapters."""
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64}
-    heads = {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "bos_token_id": 1, "eos_token_id": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 64,
+    }
+    heads = {
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     base = LlamaForCausalLM(LlamaConfig(vocab_size=words, **sizes, **heads))
-    return models.trained(get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")))
+    return models.trained(
+        get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    )
 
 
 def merged(folder, words, seed, **settings):
@@ -112,7 +128,10 @@ def merged(folder, words, seed, **settings):
 
 
 def averaged(folder, words, **settings):
-    sources = [merged(folder.with_name(f"{folder.name}-{seed}"), words, seed, **settings) for seed in (0, 1)]
+    sources = [
+        merged(folder.with_name(f"{folder.name}-{seed}"), words, seed, **settings)
+        for seed in (0, 1)
+    ]
     ft_ckpt.average(sources, folder, progress=False)
     return folder
 
@@ -127,7 +146,11 @@ def pulled(folder, words, **settings):
 
 def shipped(way, folder, words=models.VOCABULARY, **settings):
     """A model as people get it, in a folder."""
-    ways = {"merged": lambda *given, **more: merged(*given, 0, **more), "averaged": averaged, "pulled": pulled}
+    ways = {
+        "merged": lambda *given, **more: merged(*given, 0, **more),
+        "averaged": averaged,
+        "pulled": pulled,
+    }
     return ways[way](folder, words, **settings)
 
 
@@ -141,7 +164,9 @@ def read_by_accelerate(folder):
         model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
     places = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu"}
     places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-    return load_checkpoint_and_dispatch(model, folder, places, offload_folder=folder.with_name("offload"))
+    return load_checkpoint_and_dispatch(
+        model, folder, places, offload_folder=folder.with_name("offload")
+    )
 
 
 @pytest.mark.sample(
@@ -171,7 +196,9 @@ def test_a_shipped_adapter(tmp_path, way):
         with serving_hub() as hub, using_hub(hub):
             ft_ckpt.push(tmp_path / "saved", "user/adapter")
             ft_ckpt.pull("hf://user/adapter", tmp_path / way)
-    found = PeftModel.from_pretrained(trained(models.VOCABULARY, 0).get_base_model(), tmp_path / way)
+    found = PeftModel.from_pretrained(
+        trained(models.VOCABULARY, 0).get_base_model(), tmp_path / way
+    )
     assert torch.equal(found(ids).logits, model(ids).logits)
 
 
@@ -179,31 +206,68 @@ def test_a_shipped_adapter(tmp_path, way):
 @pytest.mark.timeout(1800)  # pip may have much to fetch
 @pytest.mark.parametrize("way", WAYS)
 def test_llama_cpp(tmp_path, way):
-    """Its converter gives the tensors of the model, with the rows of queries and keys in its own order."""
-    pip("download", "--no-deps", "--no-binary", "llama-cpp-python", "-d", tmp_path, "llama-cpp-python")
+    """Its converter gives the tensors of the model, with the rows of queries and keys in its own
+    order.
+    """
+    pip(
+        "download",
+        "--no-deps",
+        "--no-binary",
+        "llama-cpp-python",
+        "-d",
+        tmp_path,
+        "llama-cpp-python",
+    )
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         archive.extractall(tmp_path / "source", filter="data")
     converter = next((tmp_path / "source").glob("*/vendor/llama.cpp/convert_hf_to_gguf.py"))
     path = [converter.parent / "gguf-py", installed(tmp_path, "sentencepiece")]
-    words = int(run(TRAIN_TOKENIZER, ROOT / "README.md", tmp_path / "tokenizer", path=path).split()[-1])
-    kind = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    files = {"tokenizer.model": (tmp_path / "tokenizer.model").read_bytes(), "tokenizer_config.json": json.dumps(kind)}
+    words = int(
+        run(TRAIN_TOKENIZER, ROOT / "README.md", tmp_path / "tokenizer", path=path).split()[-1]
+    )
+    kind = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
+    files = {
+        "tokenizer.model": (tmp_path / "tokenizer.model").read_bytes(),
+        "tokenizer_config.json": json.dumps(kind),
+    }
     folder = shipped(way, tmp_path / "model", words, extra_files=files)
     run(converter, folder, "--outfile", tmp_path / "model.gguf", "--outtype", "f32", path=path)
     run(READ_GGUF, tmp_path / "model.gguf", tmp_path / "tensors.npz", path=path)
     found, expected = dict(np.load(tmp_path / "tensors.npz")), stored(folder)
-    names = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
-    names |= {"attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+    names = {
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+    }
+    names |= {
+        "attn_output": "self_attn.o_proj",
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+    }
     names |= {f"ffn_{kind}": f"mlp.{kind}_proj" for kind in ("gate", "up", "down")}
-    pairs = {f"blk.{n}.{a}.weight": f"model.layers.{n}.{b}.weight" for n in range(2) for a, b in names.items()}
-    pairs |= {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+    pairs = {
+        f"blk.{n}.{a}.weight": f"model.layers.{n}.{b}.weight"
+        for n in range(2)
+        for a, b in names.items()
+    }
+    pairs |= {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+    }
     pairs |= {"output.weight": "lm_head.weight"}
     assert pairs.keys() == found.keys()
     for theirs, ours in pairs.items():
         tensor = expected[ours]
         heads = {"attn_q": HEADS, "attn_k": GROUPS}.get(theirs.split(".")[-2])
         if heads:
-            tensor = tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+            tensor = (
+                tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+            )
         assert np.array_equal(found[theirs], tensor.numpy()), theirs
 
 
@@ -215,7 +279,9 @@ def test_ctranslate2(tmp_path, way):
     folder, ids = shipped(way, tmp_path / "model", tokenizer=models.tokenizer()), [1, 5, 9, 20, 7]
     run(RUN_CTRANSLATE2, folder, tmp_path / "converted", json.dumps(ids), path=path)
     found = np.load(tmp_path / "converted" / "logits.npz")["logits"]
-    expected = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([ids])).logits.detach().numpy()
+    expected = (
+        AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([ids])).logits.detach().numpy()
+    )
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
 
 
@@ -236,13 +302,17 @@ def test_mergekit(tmp_path, way):
 @pytest.mark.timeout(1800)  # pip may have much to fetch
 @pytest.mark.parametrize("way", WAYS)
 def test_litgpt(tmp_path, way):
-    path = [installed(tmp_path, "litgpt", "jsonargparse==4.41.0", "docstring_parser", "typeshed_client")]
+    path = [
+        installed(tmp_path, "litgpt", "jsonargparse==4.41.0", "docstring_parser", "typeshed_client")
+    ]
     folder = shipped(way, tmp_path / "model")
     run(CONVERT_WITH_LITGPT, folder, path=path)
     found, expected = torch.load(folder / "lit_model.pth", weights_only=True), stored(folder)
     place = "model.layers.1.self_attn"
     whole = torch.cat([expected[f"{place}.{kind}_proj.weight"] for kind in "qkv"])
     assert torch.equal(found["transformer.h.1.attn.qkv.weight"], whole)
-    assert torch.equal(found["transformer.h.0.mlp.fc_2.weight"], expected["model.layers.0.mlp.up_proj.weight"])
+    assert torch.equal(
+        found["transformer.h.0.mlp.fc_2.weight"], expected["model.layers.0.mlp.up_proj.weight"]
+    )
     assert torch.equal(found["lm_head.weight"], expected["lm_head.weight"])
     assert len(found) == len(expected) - 4  # queries, keys and values are one in each of two layers

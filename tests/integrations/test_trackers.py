@@ -14,7 +14,12 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep
 from ft_ckpt.checkpoint.guards import lease_reasons
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.integrations.trackers import log_to_accelerate, log_to_mlflow, log_to_trackio, log_to_wandb
+from ft_ckpt.integrations.trackers import (
+    log_to_accelerate,
+    log_to_mlflow,
+    log_to_trackio,
+    log_to_wandb,
+)
 
 
 def run(folder, losses, on_saved, **settings):
@@ -30,7 +35,9 @@ def run(folder, losses, on_saved, **settings):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_functions_are_called_once_a_save_is_committed_and_older_ones_are_gone(tmp_path, background):
+def test_functions_are_called_once_a_save_is_committed_and_older_ones_are_gone(
+    tmp_path, background
+):
     seen, threads = [], set()
 
     def look(report):
@@ -49,7 +56,9 @@ def test_a_function_that_fails_is_warned_of_and_the_next_is_called(tmp_path):
     def broken(report):
         raise KeyError(report.step)
 
-    with pytest.warns(UserWarning, match="checkpoint-1: saved, but broken of on_saved failed: KeyError: 1"):
+    with pytest.warns(
+        UserWarning, match="checkpoint-1: saved, but broken of on_saved failed: KeyError: 1"
+    ):
         run(tmp_path, [1.0], [broken, seen.append])
     assert [report.path.name for report in seen] == ["checkpoint-1"]
     with CheckpointSaver(on_saved=seen.append) as saver:  # of weights alone, too
@@ -84,7 +93,10 @@ def test_the_trackers_of_accelerate_draw_each_save(tmp_path):
     run(tmp_path, [2.0, 1.0, 3.0], log_to_accelerate(accelerator))
     assert [step for step, _ in rows.rows] == [1, 2, 3]
     assert [values["checkpoint/is_best"] for _, values in rows.rows] == [1.0, 1.0, 0.0]
-    assert all(values["checkpoint/bytes"] > 0 and values["checkpoint/seconds"] > 0 for _, values in rows.rows)
+    assert all(
+        values["checkpoint/bytes"] > 0 and values["checkpoint/seconds"] > 0
+        for _, values in rows.rows
+    )
 
 
 class Artifact:
@@ -100,9 +112,23 @@ class Artifact:
         use_as=None,
         storage_region=None,
     ):
-        self.name, self.type, self.metadata, self.files, self.references = name, type, metadata, {}, []
+        self.name, self.type, self.metadata, self.files, self.references = (
+            name,
+            type,
+            metadata,
+            {},
+            [],
+        )
 
-    def add_file(self, local_path, name=None, is_tmp=False, skip_cache=False, policy="mutable", overwrite=False):
+    def add_file(
+        self,
+        local_path,
+        name=None,
+        is_tmp=False,
+        skip_cache=False,
+        policy="mutable",
+        overwrite=False,
+    ):
         self.files[name] = Path(local_path).read_bytes()
 
     def add_reference(self, uri, name=None, checksum=True, max_objects=None):
@@ -140,8 +166,13 @@ def test_wandb_gets_a_version_of_an_artifact_for_each_save(tmp_path, monkeypatch
 def test_damaged_files_are_not_sent(tmp_path, monkeypatch):
     sent = []
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(Artifact=Artifact))
-    functions = {"log_metrics": lambda *_, **__: None, "log_artifact": lambda path, **_: sent.append(path)}
-    monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace(active_run=lambda: None, **functions))
+    functions = {
+        "log_metrics": lambda *_, **__: None,
+        "log_artifact": lambda path, **_: sent.append(path),
+    }
+    monkeypatch.setitem(
+        sys.modules, "mlflow", types.SimpleNamespace(active_run=lambda: None, **functions)
+    )
     run(tmp_path, [1.0], ())
     weights = tmp_path / "checkpoint-1" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
@@ -155,14 +186,26 @@ def test_damaged_files_are_not_sent(tmp_path, monkeypatch):
 def test_mlflow_and_trackio_get_values_and_files(tmp_path, monkeypatch):
     told = []
 
-    def log_metrics(metrics, step=None, synchronous=None, run_id=None, timestamp=None, model_id=None, dataset=None):
+    def log_metrics(
+        metrics,
+        step=None,
+        synchronous=None,
+        run_id=None,
+        timestamp=None,
+        model_id=None,
+        dataset=None,
+    ):
         told.append(("metrics", sorted(metrics), step, run_id))
 
     def log_artifact(local_path, artifact_path=None, run_id=None):
         told.append((artifact_path, local_path.rpartition("/")[2], run_id))
 
     active = types.SimpleNamespace(info=types.SimpleNamespace(run_id="r1"))
-    functions = {"active_run": lambda: active, "log_metrics": log_metrics, "log_artifact": log_artifact}
+    functions = {
+        "active_run": lambda: active,
+        "log_metrics": log_metrics,
+        "log_artifact": log_artifact,
+    }
     monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace(**functions))
     run(tmp_path, [1.0], log_to_mlflow(state=True))
     names = ["checkpoint_bytes", "checkpoint_is_best", "checkpoint_seconds", "checkpoint_tensors"]
@@ -170,7 +213,9 @@ def test_mlflow_and_trackio_get_values_and_files(tmp_path, monkeypatch):
     assert ("checkpoints/checkpoint-1", "model.safetensors", "r1") in told
     assert ("checkpoints/checkpoint-1/state", "training.json", "r1") in told
     rows = []
-    trackio = types.SimpleNamespace(log=lambda metrics, step=None: rows.append((step, metrics["checkpoint/tensors"])))
+    trackio = types.SimpleNamespace(
+        log=lambda metrics, step=None: rows.append((step, metrics["checkpoint/tensors"]))
+    )
     monkeypatch.setitem(sys.modules, "trackio", trackio)
     log_to_trackio()(report_of(tmp_path / "checkpoint-1"))
     assert rows == [(1, 20)]

@@ -24,7 +24,13 @@ import ft_ckpt
 from ft_ckpt import Every, Keep, verify
 from ft_ckpt.checkpoint import checks
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, NotACheckpointError, SelectionError
+from ft_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptError,
+    NotACheckpointError,
+    SelectionError,
+)
 from ft_ckpt.integrations import trainer_files
 from ft_ckpt.integrations.trainer import FtCkptCallback, checkpointed
 from ft_ckpt.saver import open_savers
@@ -59,10 +65,22 @@ def test_resumed_after_any_step(tmp_path, shape):
     assert run(whole) == expected
     steps, accumulate = whole.state.global_step, shape.get("gradient_accumulation_steps", 1)
     by_epoch = shape.get("save_strategy") == "epoch"
-    assert names(tmp_path / "run") == sorted(f"checkpoint-{n}" for n in ((7, 14) if by_epoch else range(1, steps + 1)))
-    for stop in (7,) if by_epoch else (1, 3, 4) if accumulate == 3 else (1, 7, 8) if len(shape) < 2 else (3, 8):
+    assert names(tmp_path / "run") == sorted(
+        f"checkpoint-{n}" for n in ((7, 14) if by_epoch else range(1, steps + 1))
+    )
+    for stop in (
+        (7,)
+        if by_epoch
+        else (1, 3, 4)
+        if accumulate == 3
+        else (1, 7, 8)
+        if len(shape) < 2
+        else (3, 8)
+    ):
         given = 7 * (stop // 3) + stop % 3 * 3 if accumulate == 3 else stop
-        again = ours(tmp_path / "again", seed=0 if "kind" in shape else 1, **{**shape, "save_strategy": "no"})
+        again = ours(
+            tmp_path / "again", seed=0 if "kind" in shape else 1, **{**shape, "save_strategy": "no"}
+        )
         assert run(again, tmp_path / "run" / f"checkpoint-{stop}") == expected[given:], stop
         assert losses(again) == losses(whole)
 
@@ -106,7 +124,9 @@ class Reordered(IterableDataset):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_later_passes_over_a_stream_keep_their_order(tmp_path, accumulate):
     shape = {"max_steps": 13, "gradient_accumulation_steps": accumulate}
-    expected = run(trainer(tmp_path / "plain", train_dataset=Reordered(), save_strategy="no", **shape))
+    expected = run(
+        trainer(tmp_path / "plain", train_dataset=Reordered(), save_strategy="no", **shape)
+    )
     shape["save_steps"] = 3
     first = ours(tmp_path / "run", train_dataset=Reordered(), stop_after=6, **shape)
     second = ours(tmp_path / "run", train_dataset=Reordered(), stop_after=12, **shape)
@@ -163,7 +183,9 @@ def rot(file):
 
 
 def test_what_is_verified_is_what_is_read(tmp_path, monkeypatch):
-    """A checkpoint that is damaged after it was chosen, and the best one, damaged before it is loaded."""
+    """A checkpoint that is damaged after it was chosen, and the best one, damaged before it is
+    loaded.
+    """
     run(ours(tmp_path / "run", stop_after=2))
     monkeypatch.setattr(checks, "SMALL_BYTES", 0)  # as if the weights were large
     sought = trainer_files._wanted_checkpoint
@@ -188,15 +210,22 @@ def test_what_is_verified_is_what_is_read(tmp_path, monkeypatch):
 @pytest.mark.sample("auto")
 @pytest.mark.parametrize("wanted", [True, "True", "auto", "latest"])
 def test_the_first_start_and_the_second_are_one_line(tmp_path, caplog, wanted):
-    """A script that is killed is started again as it was: the first time there is nothing to resume from."""
+    """A script that is killed is started again as it was: the first time there is nothing to resume
+    from.
+    """
     caplog.set_level(logging.INFO, "ft_ckpt")
     made = ours(tmp_path / "run", stop_after=1)
     run(made, wanted)
-    assert (len(made.seen), caplog.messages[0]) == (1, f"a fresh start: no whole checkpoint in {tmp_path / 'run'}")
+    assert (len(made.seen), caplog.messages[0]) == (
+        1,
+        f"a fresh start: no whole checkpoint in {tmp_path / 'run'}",
+    )
     again = ours(tmp_path / "run", stop_after=2)
     assert len(run(again, wanted)) == 1
     told = [
-        line for line in caplog.messages if line.startswith("resumed checkpoint-1 at step 1, epoch 0, batch 1, saved ")
+        line
+        for line in caplog.messages
+        if line.startswith("resumed checkpoint-1 at step 1, epoch 0, batch 1, saved ")
     ]
     assert len(told) == 1
 
@@ -210,8 +239,12 @@ def test_nothing_to_resume_from(tmp_path):
 @pytest.mark.sample("llama")
 @pytest.mark.parametrize("kind", ["llama", "lora"])
 def test_the_final_model_is_ours(tmp_path, kind):
-    """`trainer.save_model`, as every script ends: committed with a manifest, and no pickle beside it."""
-    made = ours(tmp_path / "run", kind=kind, max_steps=2, processing_class=trainers.models.tokenizer())
+    """`trainer.save_model`, as every script ends: committed with a manifest, and no pickle beside
+    it.
+    """
+    made = ours(
+        tmp_path / "run", kind=kind, max_steps=2, processing_class=trainers.models.tokenizer()
+    )
     made.save_model(str(tmp_path / "before"))
     made.train()
     made.save_model(str(tmp_path / "final"))
@@ -264,7 +297,9 @@ def test_what_a_subclass_adds_is_committed_with_the_checkpoint(tmp_path):
     made = ours(tmp_path / "run", cls=Projecting, stop_after=2)
     run(made)
     assert (tmp_path / "run/checkpoint-2/projector.txt").read_text() == "projector of step 2"
-    assert "projector.txt" in {file.path for file in read_manifest(tmp_path / "run/checkpoint-2").files}
+    assert "projector.txt" in {
+        file.path for file in read_manifest(tmp_path / "run/checkpoint-2").files
+    }
     made.save_model(str(tmp_path / "final"))
     assert "projector.txt" in {file.path for file in read_manifest(tmp_path / "final").files}
     again = ours(tmp_path / "run", cls=Projecting, stop_after=3)
@@ -281,10 +316,14 @@ def test_a_subclass_with_its_own_save_model(tmp_path):
 
 def test_a_subclass_that_saves_by_itself_is_refused_by_name(tmp_path):
     made = ours(tmp_path, cls=ByItself, max_steps=1)
-    with pytest.raises(SelectionError, match=r"pytorch_model\.bin: written by ByItself\._save itself"):
+    with pytest.raises(
+        SelectionError, match=r"pytorch_model\.bin: written by ByItself\._save itself"
+    ):
         made.train()
     assert made.seen == []
-    with pytest.warns(UserWarning, match=r"Elsewhere\._save_checkpoint does not call Trainer's own"):
+    with pytest.warns(
+        UserWarning, match=r"Elsewhere\._save_checkpoint does not call Trainer's own"
+    ):
         ours(tmp_path, cls=Elsewhere)
 
 
@@ -307,10 +346,19 @@ def test_a_checkpoint_holds_no_pickle(tmp_path):
     report = ft_ckpt.verify(folder)
     assert report.ok, report.problems
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert {"model.safetensors", "config.json", "tokenizer.json", "trainer_state.json", "state/training.json"} <= files
+    assert {
+        "model.safetensors",
+        "config.json",
+        "tokenizer.json",
+        "trainer_state.json",
+        "state/training.json",
+    } <= files
     assert {path.rsplit(".", 1)[-1] for path in files} <= {"json", "safetensors", "jinja"}
     state = json.loads((folder / "trainer_state.json").read_text())
-    assert (state["global_step"], losses(made)) == (2, [row["loss"] for row in state["log_history"]])
+    assert (state["global_step"], losses(made)) == (
+        2,
+        [row["loss"] for row in state["log_history"]],
+    )
     assert ft_ckpt.load_model(folder).num_parameters() == made.model.num_parameters()
 
 
@@ -325,8 +373,18 @@ def test_the_limit_and_the_best(tmp_path):
     foreign = tmp_path / "checkpoint-99"
     foreign.mkdir()
     metrics = iter([0.5, 0.1, *[0.7] * 20])
-    shape = {**EVALUATED, "save_total_limit": 2, "load_best_model_at_end": True, "metric_for_best_model": "figure"}
-    made = ours(tmp_path, greater_is_better=False, compute_metrics=lambda _: {"figure": next(metrics)}, **shape)
+    shape = {
+        **EVALUATED,
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "figure",
+    }
+    made = ours(
+        tmp_path,
+        greater_is_better=False,
+        compute_metrics=lambda _: {"figure": next(metrics)},
+        **shape,
+    )
     made.train()
     assert names(tmp_path) == ["checkpoint-14", "checkpoint-2", "checkpoint-99"]
     assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
@@ -337,8 +395,18 @@ def test_the_limit_and_the_best(tmp_path):
 
 def test_the_last_stays_with_a_limit_of_one(tmp_path):
     metrics = iter([0.1, *[0.7] * 20])
-    shape = {**EVALUATED, "save_total_limit": 1, "load_best_model_at_end": True, "metric_for_best_model": "figure"}
-    made = ours(tmp_path, greater_is_better=False, compute_metrics=lambda _: {"figure": next(metrics)}, **shape)
+    shape = {
+        **EVALUATED,
+        "save_total_limit": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "figure",
+    }
+    made = ours(
+        tmp_path,
+        greater_is_better=False,
+        compute_metrics=lambda _: {"figure": next(metrics)},
+        **shape,
+    )
     made.train()
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-14"]
     assert made.args.save_total_limit == 1
@@ -348,17 +416,23 @@ def test_the_last_stays_with_a_limit_of_one(tmp_path):
 def test_keep_by_what_the_trainer_logged(tmp_path):
     keep = Keep(last=1, best=("figure", "max"), state=Keep(last=1))
     metrics = iter([0.2, 0.3, 0.9, *[0.1] * 20])
-    ours(tmp_path, keep=keep, compute_metrics=lambda _: {"eval_figure": next(metrics)}, **EVALUATED).train()
+    ours(
+        tmp_path, keep=keep, compute_metrics=lambda _: {"eval_figure": next(metrics)}, **EVALUATED
+    ).train()
     assert names(tmp_path) == ["checkpoint-14"]  # no metric of that name
     keep = Keep(last=1, best=("eval_figure", "max"), state=Keep(last=1))
     metrics = iter([0.2, 0.3, 0.9, *[0.1] * 20])
-    ours(tmp_path / "b", keep=keep, compute_metrics=lambda _: {"figure": next(metrics)}, **EVALUATED).train()
+    ours(
+        tmp_path / "b", keep=keep, compute_metrics=lambda _: {"figure": next(metrics)}, **EVALUATED
+    ).train()
     assert names(tmp_path / "b") == ["checkpoint-14", "checkpoint-3"]
     assert not (tmp_path / "b" / "checkpoint-3" / "state").exists()
 
 
 def test_a_checkpoint_of_the_trainers_own(tmp_path):
-    """It is resumed the Trainer's way, also in the middle of an epoch; what is saved after it is resumed ours."""
+    """It is resumed the Trainer's way, also in the middle of an epoch; what is saved after it is
+    resumed ours.
+    """
     data = {"train_dataset": Sentences(noise=False)}  # with noise the Trainer's way is not exact
     run(trainer(tmp_path / "theirs", stop_after=4, save_steps=3, **data))
     path = tmp_path / "theirs" / "checkpoint-3"
@@ -382,7 +456,9 @@ def test_weights_alone(tmp_path):
 
 def test_the_state_of_a_run_where_the_trainer_would_keep_weights_alone(tmp_path):
     run(ours(tmp_path, stop_after=2, save_only_model=True, state=True))
-    assert len(run(ours(tmp_path, stop_after=3, seed=1, save_only_model=True, state=True), True)) == 1
+    assert (
+        len(run(ours(tmp_path, stop_after=3, seed=1, save_only_model=True, state=True), True)) == 1
+    )
 
 
 def test_callbacks_keep_their_state(tmp_path):
@@ -475,7 +551,9 @@ def test_writers_are_invited_before_the_first_step(tmp_path):
 
     resumed = []
     for steps in (1, 2):
-        made = ours(tmp_path / "run", max_steps=steps, on_resumed=lambda saver: saver.invite("replay"))
+        made = ours(
+            tmp_path / "run", max_steps=steps, on_resumed=lambda saver: saver.invite("replay")
+        )
         replay = threading.Thread(target=hand_in, args=(resumed,))
         replay.start()
         run(made, steps == 2)
@@ -502,10 +580,15 @@ MESHES = {
 
 
 def shape_of(kind):
-    """Settings of a Trainer whose model is under DDP, "fsdp2", or on a mesh over which transformers cuts it."""
+    """Settings of a Trainer whose model is under DDP, "fsdp2", or on a mesh over which transformers
+    cuts it.
+    """
     own = SHARDED if kind == "fsdp2" else {"kind": kind}
     if kind in MESHES:  # the Trainer accepts such a model only with this setting
-        own = {"kind": lambda: cut_over_ranks(even_llama(), **MESHES[kind]), "save_only_model": True}
+        own = {
+            "kind": lambda: cut_over_ranks(even_llama(), **MESHES[kind]),
+            "save_only_model": True,
+        }
     return {"train_dataset": Sentences(noise=False), **own}
 
 
@@ -527,7 +610,9 @@ def exact(folder, kind):
 
 
 def far(folder, kind):
-    """A disk for each rank: only rank 0 has the checkpoints, and all resume, and load the best model."""
+    """A disk for each rank: only rank 0 has the checkpoints, and all resume, and load the best
+    model.
+    """
     private = folder / f"disk-{RANK}"
     private.mkdir()
     home = Path.cwd()
@@ -541,7 +626,9 @@ def far(folder, kind):
 
 
 def final(folder, kind):
-    """`save_model` as the Trainer has it: of a sharded model on all ranks, else the main process alone may call it."""
+    """`save_model` as the Trainer has it: of a sharded model on all ranks, else the main process
+    alone may call it.
+    """
     made = ours(folder / "run", **shape_of(kind), max_steps=2, save_strategy="no")
     run(made)
     if kind == "fsdp2" or made.is_world_process_zero():
@@ -551,7 +638,9 @@ def final(folder, kind):
     for name in ("final", "again"):
         assert verify(folder / name).ok
     saved, live = load_file(folder / "final" / "model.safetensors"), made.model.state_dict()
-    whole = {name: getattr(live[name], "full_tensor", lambda name=name: live[name])() for name in saved}
+    whole = {
+        name: getattr(live[name], "full_tensor", lambda name=name: live[name])() for name in saved
+    }
     assert all(torch.equal(whole[name], tensor) for name, tensor in saved.items())
 
 
@@ -572,9 +661,14 @@ def best(folder, kind):
     made.train()
     assert made.state.best_global_step == 2
     folder = of_rank_0(folder)
-    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-8"]
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == [
+        "checkpoint-2",
+        "checkpoint-8",
+    ]
     saved, live = load_file(folder / "checkpoint-2" / "model.safetensors"), made.model.state_dict()
-    whole = {name: getattr(live[name], "full_tensor", lambda name=name: live[name])() for name in saved}
+    whole = {
+        name: getattr(live[name], "full_tensor", lambda name=name: live[name])() for name in saved
+    }
     assert all(torch.equal(whole[name], tensor) for name, tensor in saved.items())
 
 
@@ -603,7 +697,11 @@ def test_two_ranks_in_other_ways(tmp_path, way, kind):
 def test_two_ranks(tmp_path):
     call_on_ranks(2, exact, tmp_path, "llama", group_seconds=None, timeout=280)
     # One rank goes on with the samples that the two had not seen.
-    shape = {"train_dataset": Sentences(noise=False), "per_device_train_batch_size": 4, "save_strategy": "no"}
+    shape = {
+        "train_dataset": Sentences(noise=False),
+        "per_device_train_batch_size": 4,
+        "save_strategy": "no",
+    }
     expected = run(trainer(tmp_path / "alone", **shape))
     found = run(ours(tmp_path / "one", **shape), tmp_path / "run" / "checkpoint-3")
     assert [batch for batch, _ in found] == [batch for batch, _ in expected[3:]]
@@ -646,11 +744,20 @@ def test_sft_trainer(tmp_path):
     rows = datasets.Dataset.from_list([{"text": f"w{i} w{i + 1} w{3 * i} w2"} for i in range(8)])
 
     def made(folder, callbacks=(), **settings):
-        defaults = {"per_device_train_batch_size": 2, "num_train_epochs": 2, "save_steps": 1, "max_length": 16}
+        defaults = {
+            "per_device_train_batch_size": 2,
+            "num_train_epochs": 2,
+            "save_steps": 1,
+            "max_length": 16,
+        }
         args = trl.SFTConfig(str(folder), **{**trainers.SILENT, **defaults, **settings}, bf16=False)
         tokenizer = trainers.models.tokenizer()
         return trl.SFTTrainer(
-            trainers.model(), args, train_dataset=rows, processing_class=tokenizer, callbacks=list(callbacks)
+            trainers.model(),
+            args,
+            train_dataset=rows,
+            processing_class=tokenizer,
+            callbacks=list(callbacks),
         )
 
     plain = made(tmp_path / "plain", save_strategy="no")

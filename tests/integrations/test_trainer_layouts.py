@@ -1,4 +1,6 @@
-"""Trainers that write files themselves, and models whose layout decides at the first step what is saved at the end."""
+"""Trainers that write files themselves, and models whose layout decides at the first step what is
+saved at the end.
+"""
 
 import copy
 import json
@@ -87,7 +89,9 @@ def test_files_of_a_mixin_that_are_copied_from_beside_the_target(tmp_path):
     (tmp_path / "run" / "args.json").write_text(json.dumps({"model_type": "tiny"}))
     made = ours(tmp_path / "run", cls=FromMixin, stop_after=2)
     run(made)
-    assert json.loads((tmp_path / "run/checkpoint-2/args.json").read_text()) == {"model_type": "tiny"}
+    assert json.loads((tmp_path / "run/checkpoint-2/args.json").read_text()) == {
+        "model_type": "tiny"
+    }
     assert "args.json" in files_of(tmp_path / "run/checkpoint-2")
     (tmp_path / "args.json").write_text("{}")
     made.save_model(str(tmp_path / "final"))
@@ -110,28 +114,41 @@ def test_weights_in_the_plain_layout_are_written_once(tmp_path, cls):
 
 def test_weights_of_other_values_are_refused_before_the_first_step(tmp_path):
     made = ours(tmp_path / "run", cls=SavesHalf)
-    with pytest.raises(SelectionError, match=r"model\.safetensors: written by SavesHalf\._save itself"):
+    with pytest.raises(
+        SelectionError, match=r"model\.safetensors: written by SavesHalf\._save itself"
+    ):
         made.train()
     assert made.seen == []
 
 
 def test_a_save_that_does_not_reach_the_trainers_is_named(tmp_path):
-    with pytest.warns(UserWarning, match=r"SavesOnBranch\._save_checkpoint: step 2 was saved without"):
+    with pytest.warns(
+        UserWarning, match=r"SavesOnBranch\._save_checkpoint: step 2 was saved without"
+    ):
         run(ours(tmp_path / "run", cls=SavesOnBranch, stop_after=3))
-    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-3"]
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == [
+        "checkpoint-1",
+        "checkpoint-3",
+    ]
 
 
 def test_a_model_with_a_layout_of_its_own_is_refused_before_the_first_step(tmp_path):
     made = ours(tmp_path / "run", kind=lambda: WithLayout(models.llama()))
-    with pytest.raises(SelectionError, match=r"WithLayout: has a layout of its own.*attribute='pretrained_model'"):
+    with pytest.raises(
+        SelectionError, match=r"WithLayout: has a layout of its own.*attribute='pretrained_model'"
+    ):
         made.train()
     assert made.seen == []
 
 
 def test_what_is_inside_a_model_with_a_layout_of_its_own(tmp_path):
-    """The advice of the refusal, followed: the head is in the state, and the folder is that of the model inside."""
+    """The advice of the refusal, followed: the head is in the state, and the folder is that of the
+    model inside.
+    """
     shape = {"kind": lambda: WithLayout(models.llama()), "attribute": "pretrained_model"}
-    expected = run(trainers.trainer(tmp_path / "plain", kind=shape["kind"], save_strategy="no", max_steps=4))
+    expected = run(
+        trainers.trainer(tmp_path / "plain", kind=shape["kind"], save_strategy="no", max_steps=4)
+    )
     first = ours(tmp_path / "run", stop_after=2, max_steps=4, **shape)
     seen = run(first)
     first.save_model(str(tmp_path / "final"))
@@ -142,7 +159,9 @@ def test_what_is_inside_a_model_with_a_layout_of_its_own(tmp_path):
 @pytest.mark.sample("weights alone")
 @pytest.mark.parametrize("weights_only", [False, True], ids=["with state", "weights alone"])
 def test_adapters_whose_base_cannot_be_made_again(tmp_path, weights_only):
-    """PiSSA by a random decomposition: the base that it changed is saved with the adapters, at the end too."""
+    """PiSSA by a random decomposition: the base that it changed is saved with the adapters, at the
+    end too.
+    """
 
     def adapted():
         config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa_niter_4")
@@ -168,7 +187,9 @@ class Deleting(TrainerCallback):
 def test_a_file_that_is_deleted_after_the_commit_is_named_at_the_next_save(tmp_path):
     made = ours(tmp_path / "run", stop_after=2)
     made.add_callback(Deleting())
-    with pytest.warns(UserWarning, match=r"checkpoint-1: model\.safetensors: deleted after the save"):
+    with pytest.warns(
+        UserWarning, match=r"checkpoint-1: model\.safetensors: deleted after the save"
+    ):
         run(made)
 
 
@@ -183,7 +204,12 @@ def encoder(kind, bert, folder, steps, stop_after=None):
     callbacks = [FtCkptCallback(on_difference="raise")]
     callbacks += [] if stop_after is None else [trainers.Stop(stop_after)]
     rows = [{"sentence1": f"w{n} w{n + 1}", "sentence2": f"w{2 * n} w{n + 3}"} for n in range(8)]
-    settings = {**trainers.SILENT, "per_device_train_batch_size": 2, "max_steps": steps, "save_steps": 1}
+    settings = {
+        **trainers.SILENT,
+        "per_device_train_batch_size": 2,
+        "max_steps": steps,
+        "save_steps": 1,
+    }
     if kind == "sentence":
         from sentence_transformers.sentence_transformer.losses import SoftmaxLoss
         from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
@@ -193,7 +219,9 @@ def encoder(kind, bert, folder, steps, stop_after=None):
         loss = SoftmaxLoss(model, 8, num_labels=3)
         args = library.SentenceTransformerTrainingArguments(str(folder), **settings)
         data = Dataset.from_list([{**row, "label": n % 3} for n, row in enumerate(rows)])
-        return library.SentenceTransformerTrainer(model, args, train_dataset=data, loss=loss, callbacks=callbacks)
+        return library.SentenceTransformerTrainer(
+            model, args, train_dataset=data, loss=loss, callbacks=callbacks
+        )
     if kind == "cross":
         from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
 
@@ -201,15 +229,24 @@ def encoder(kind, bert, folder, steps, stop_after=None):
         args = library.CrossEncoderTrainingArguments(str(folder), **settings)
         data = Dataset.from_list([{**row, "label": float(n % 2)} for n, row in enumerate(rows)])
         loss = BinaryCrossEntropyLoss(model)
-        return library.CrossEncoderTrainer(model, args, train_dataset=data, loss=loss, callbacks=callbacks)
-    from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
+        return library.CrossEncoderTrainer(
+            model, args, train_dataset=data, loss=loss, callbacks=callbacks
+        )
+    from sentence_transformers.sparse_encoder.losses import (
+        SparseMultipleNegativesRankingLoss,
+        SpladeLoss,
+    )
 
     model = library.SparseEncoder(str(bert))
     ranking = SparseMultipleNegativesRankingLoss(model)
-    loss = SpladeLoss(model, loss=ranking, query_regularizer_weight=5e-5, document_regularizer_weight=3e-5)
+    loss = SpladeLoss(
+        model, loss=ranking, query_regularizer_weight=5e-5, document_regularizer_weight=3e-5
+    )
     args = library.SparseEncoderTrainingArguments(str(folder), **settings)
     data = Dataset.from_list(rows)
-    return library.SparseEncoderTrainer(model, args, train_dataset=data, loss=loss, callbacks=callbacks)
+    return library.SparseEncoderTrainer(
+        model, args, train_dataset=data, loss=loss, callbacks=callbacks
+    )
 
 
 def make_bert(folder):
@@ -219,9 +256,16 @@ def make_bert(folder):
     folder.mkdir()
     (folder / "vocab.txt").write_text("\n".join(words))
     BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     torch.manual_seed(0)
-    BertForMaskedLM(BertConfig(vocab_size=32, max_position_embeddings=32, **sizes)).save_pretrained(folder)
+    BertForMaskedLM(BertConfig(vocab_size=32, max_position_embeddings=32, **sizes)).save_pretrained(
+        folder
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""State that a Trainer or a callback holds beside the trained model: resumed as in the run nobody stopped, or named."""
+"""State that a Trainer or a callback holds beside the trained model: resumed as in the run nobody
+stopped, or named.
+"""
 
 import copy
 import json
@@ -19,7 +21,9 @@ STEPS = 5
 
 
 class Moving(TrainerCallback):
-    """Moves a model towards the trained one, through `.data`, as TRL's reference models are moved."""
+    """Moves a model towards the trained one, through `.data`, as TRL's reference models are
+    moved.
+    """
 
     def __init__(self, target, first_step=1):
         self.target, self.first_step = target, first_step
@@ -158,7 +162,9 @@ class Generating(Recorded):
 
     def training_step(self, model, inputs, *rest):
         if self._step % 3 == 0:
-            self._buffered_inputs = [{"ids": torch.randint(101, (2, 8)), "note": None} for _ in range(3)]
+            self._buffered_inputs = [
+                {"ids": torch.randint(101, (2, 8)), "note": None} for _ in range(3)
+            ]
         rows = self._buffered_inputs[self._step % 3]["ids"]
         self._step += 1
         return super().training_step(model, {"input_ids": rows, "labels": rows.clone()}, *rest)
@@ -194,7 +200,10 @@ def stored_items(folder):
 
 def test_a_model_that_does_not_move_is_not_stored(tmp_path):
     run(ours(tmp_path / "late", cls=LateReference, stop_after=4))
-    assert ["trainer.reference" in stored_items(tmp_path / "late" / f"checkpoint-{step}") for step in (1, 2, 3, 4)] == [
+    assert [
+        "trainer.reference" in stored_items(tmp_path / "late" / f"checkpoint-{step}")
+        for step in (1, 2, 3, 4)
+    ] == [
         False,
         False,
         True,
@@ -204,7 +213,9 @@ def test_a_model_that_does_not_move_is_not_stored(tmp_path):
     run(ours(tmp_path / "without", stop_after=1))
     sizes = [
         sum(
-            file.size_bytes for file in read_manifest(tmp_path / name / "checkpoint-1").files if "json" not in file.path
+            file.size_bytes
+            for file in read_manifest(tmp_path / name / "checkpoint-1").files
+            if "json" not in file.path
         )
         for name in ("frozen", "without")
     ]
@@ -222,7 +233,14 @@ def test_another_model_than_in_the_saved_run_is_named(tmp_path):
     run(ours(tmp_path / "run", cls=FrozenReference, stop_after=1))
     saved, reports = tmp_path / "run" / "checkpoint-1", []
     shape = {"cls": OtherReference, "stop_after": 2}
-    run(ours(tmp_path / "other", **shape, on_resumed=lambda saver: reports.append(saver.progress.report)), saved)
+    run(
+        ours(
+            tmp_path / "other",
+            **shape,
+            on_resumed=lambda saver: reports.append(saver.progress.report),
+        ),
+        saved,
+    )
     assert [line for line in reports[0].differences if "trainer.reference" in line]
     strict = [trainers.FtCkptCallback(on_difference="raise")]
     with pytest.raises(LoadError, match=r"trainer\.reference: has other values"):
@@ -246,8 +264,17 @@ def test_state_that_cannot_be_restored_is_named(tmp_path):
     with pytest.warns(UserWarning, match=r"Averaging\.averages: changes during the training"):
         run(made)
     reports = []
-    run(ours(tmp_path / "run", stop_after=2, on_resumed=lambda saver: reports.append(saver.progress.report)), True)
-    assert reports[0].notes == ("Averaging.averages: not in the checkpoint, begins as the script makes it",)
+    run(
+        ours(
+            tmp_path / "run",
+            stop_after=2,
+            on_resumed=lambda saver: reports.append(saver.progress.report),
+        ),
+        True,
+    )
+    assert reports[0].notes == (
+        "Averaging.averages: not in the checkpoint, begins as the script makes it",
+    )
 
 
 def test_a_checkpoint_without_an_object_of_this_run(tmp_path):
@@ -255,17 +282,46 @@ def test_a_checkpoint_without_an_object_of_this_run(tmp_path):
     run(ours(tmp_path / "run", stop_after=1))
     reports = []
     made = ours(
-        tmp_path / "run", cls=WithObject, stop_after=2, on_resumed=lambda saver: reports.append(saver.progress.report)
+        tmp_path / "run",
+        cls=WithObject,
+        stop_after=2,
+        on_resumed=lambda saver: reports.append(saver.progress.report),
     )
     assert len(run(made, True)) == 1
-    assert reports[0].notes == ("trainer.weighting: not in the checkpoint, begins as the script makes it",)
+    assert reports[0].notes == (
+        "trainer.weighting: not in the checkpoint, begins as the script makes it",
+    )
     assert "trainer.weighting" in stored_items(tmp_path / "run" / "checkpoint-2")
 
 
 TRL_CASES = [
-    *("sft", "sft packed", "sft averaged", "dpo", "dpo lora", "dpo synced", "dpo synced late", "dpo given reference"),
-    *("dpo precomputed", "dpo averaged reference", "kto", "reward", "grpo", "grpo reference", "grpo synced"),
-    *("grpo iterations", "grpo generates ahead", "rloo", "rloo synced", "rloo iterations", "distillation"),
+    *(
+        "sft",
+        "sft packed",
+        "sft averaged",
+        "dpo",
+        "dpo lora",
+        "dpo synced",
+        "dpo synced late",
+        "dpo given reference",
+    ),
+    *(
+        "dpo precomputed",
+        "dpo averaged reference",
+        "kto",
+        "reward",
+        "grpo",
+        "grpo reference",
+        "grpo synced",
+    ),
+    *(
+        "grpo iterations",
+        "grpo generates ahead",
+        "rloo",
+        "rloo synced",
+        "rloo iterations",
+        "distillation",
+    ),
     *("sdpo teacher", "sdft teacher", "cpo", "orpo", "gkd", "online dpo"),
 ]
 
@@ -273,7 +329,9 @@ TRL_CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRL_CASES)
 def test_trainers_of_trl(tmp_path, name):
-    """Each option that holds a second model, a buffer or a moving state: the same losses and weights, or named."""
+    """Each option that holds a second model, a buffer or a moving state: the same losses and
+    weights, or named.
+    """
     pytest.importorskip("trl")
     from trl_trainers import CASES, make_base, make_trl
 
@@ -285,7 +343,11 @@ def test_trainers_of_trl(tmp_path, name):
     with warnings.catch_warnings(record=True) as caught, suppress(trainers.Stop.Killed):
         warnings.simplefilter("always")
         first.train()
-    named = [str(warning.message) for warning in caught if "is not in the checkpoints" in str(warning.message)]
+    named = [
+        str(warning.message)
+        for warning in caught
+        if "is not in the checkpoints" in str(warning.message)
+    ]
     reports = []
     callback = trainers.FtCkptCallback(
         on_difference="ignore", on_resumed=lambda saver: reports.append(saver.progress.report)
@@ -293,7 +355,9 @@ def test_trainers_of_trl(tmp_path, name):
     again = make_trl(case, base, tmp_path / "run", [callback])
     again.train(resume_from_checkpoint=True)
     live, expected = again.model.state_dict(), whole.model.state_dict()
-    is_same = losses(again) == losses(whole) and all(torch.equal(live[key], expected[key]) for key in expected)
+    is_same = losses(again) == losses(whole) and all(
+        torch.equal(live[key], expected[key]) for key in expected
+    )
     notes = [note for note in reports[0].notes if "not in the checkpoint" in note]
     assert bool(named) is bool(notes)
     assert is_same or notes

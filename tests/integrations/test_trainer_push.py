@@ -1,4 +1,6 @@
-"""A Trainer with the callback pushes what ft_ckpt has committed, as the Trainer's own settings say."""
+"""A Trainer with the callback pushes what ft_ckpt has committed, as the Trainer's own settings
+say.
+"""
 
 import models
 import pytest
@@ -27,15 +29,22 @@ def messages(hub, name="user/run"):
 def test_every_save_is_pushed_while_older_checkpoints_go(hub, tmp_path):
     hub.faults.append(Fault("POST .*/preupload/", seconds=0.5))
     made = ours(
-        tmp_path, **{**PUSHING, "save_total_limit": 1}, hub_always_push=True, processing_class=models.tokenizer()
+        tmp_path,
+        **{**PUSHING, "save_total_limit": 1},
+        hub_always_push=True,
+        processing_class=models.tokenizer(),
     )
     run(made)
     assert messages(hub) == [f"Training in progress, step {step}" for step in (1, 2, 3)]
     files = hub.files("user/run")
     assert {"model.safetensors", "tokenizer.json", "README.md", "ft_ckpt.json"} <= set(files)
     assert not [name for name in files if "state" in name or name.endswith((".bin", ".pt"))]
-    assert files["model.safetensors"] == (tmp_path / "checkpoint-3" / "model.safetensors").read_bytes()
-    for commit, step in zip(list(hub.repositories["user/run"].commits.values())[1:], (1, 2, 3), strict=True):
+    assert (
+        files["model.safetensors"] == (tmp_path / "checkpoint-3" / "model.safetensors").read_bytes()
+    )
+    for commit, step in zip(
+        list(hub.repositories["user/run"].commits.values())[1:], (1, 2, 3), strict=True
+    ):
         assert f'"step": {step},'.encode() in commit["ft_ckpt.json"].content
 
 
@@ -63,7 +72,9 @@ def test_whole_checkpoints_are_pushed_to_be_resumed_from(hub, tmp_path, strategy
     step = read_manifest(pulled).step
     assert step == (3 if strategy == "checkpoint" else 2)
     if step == 2:
-        assert run(ours(tmp_path / "again", max_steps=3, save_strategy="no"), pulled) == expected[2:]
+        assert (
+            run(ours(tmp_path / "again", max_steps=3, save_strategy="no"), pulled) == expected[2:]
+        )
 
 
 def test_at_the_end_the_model_is_pushed_with_the_trainers_card(hub, tmp_path):

@@ -37,10 +37,14 @@ def test_an_adapter_that_is_drawn_anew_at_each_load_is_refused(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ALL)
 def test_many_fields(tmp_path, method):
-    """25 of some 500 changes of each method, others with each seed: all of them take seven hours."""
+    """25 of some 500 changes of each method, others with each seed: all of them take seven
+    hours.
+    """
     trials = FieldTrials(method, tmp_path)
     changes = trials.all_changes()
-    some = random.Random(f"{os.environ['FT_CKPT_SEED']}/{method}").sample(changes, min(25, len(changes)))
+    some = random.Random(f"{os.environ['FT_CKPT_SEED']}/{method}").sample(
+        changes, min(25, len(changes))
+    )
     assert not [wrong for field, value in some for wrong in trials.finds(field, value)]
 
 
@@ -50,7 +54,12 @@ def adapted(tmp_path_factory):
     base = make(ARCHITECTURES["llama-tied"])
 
     def with_settings(**settings):
-        config = {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+        config = {
+            "r": 2,
+            "lora_alpha": 6,
+            "target_modules": ["q_proj", "v_proj"],
+            "init_lora_weights": False,
+        }
         return get_peft_model(copy.deepcopy(base), LoraConfig(**{**config, **settings}))
 
     saved, path = with_settings(), tmp_path_factory.mktemp("run") / "saved"
@@ -73,7 +82,10 @@ def test_a_resume_onto_other_settings_is_refused(adapted, field, value):
     _, path, with_settings = adapted
     model = with_settings(**{field: value})
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(errors.LoadError, match=rf"adapter settings: failed: default: {field}.*nothing was overwritten"):
+    with pytest.raises(
+        errors.LoadError,
+        match=rf"adapter settings: failed: default: {field}.*nothing was overwritten",
+    ):
         CheckpointSaver().resume(path, model=model)
     assert _same_tensors(model, before)
 
@@ -85,9 +97,15 @@ class ConfigWithFileBeside(LoraConfig):
     embedding_rate: float = 0.5
 
     def save_pretrained(self, save_directory, **settings):
-        fields = {name: value for name, value in vars(self).items() if name in LoraConfig.__dataclass_fields__}
+        fields = {
+            name: value
+            for name, value in vars(self).items()
+            if name in LoraConfig.__dataclass_fields__
+        }
         LoraConfig(**fields).save_pretrained(save_directory, **settings)
-        Path(save_directory, "additional_config.json").write_text(json.dumps({"embedding_rate": self.embedding_rate}))
+        Path(save_directory, "additional_config.json").write_text(
+            json.dumps({"embedding_rate": self.embedding_rate})
+        )
 
 
 def test_a_config_that_keeps_fields_in_a_file_of_its_own(tmp_path):
@@ -97,8 +115,14 @@ def test_a_config_that_keeps_fields_in_a_file_of_its_own(tmp_path):
     CheckpointSaver().save_state(saved, tmp_path / "saved")
     assert (tmp_path / "saved" / "additional_config.json").exists()
     again = get_peft_model(copy.deepcopy(base), ConfigWithFileBeside(**settings))
-    assert not CheckpointSaver(on_difference="ignore").resume(tmp_path / "saved", model=again).report.problems
-    other = get_peft_model(copy.deepcopy(base), ConfigWithFileBeside(**{**settings, "lora_alpha": 7}))
+    assert (
+        not CheckpointSaver(on_difference="ignore")
+        .resume(tmp_path / "saved", model=again)
+        .report.problems
+    )
+    other = get_peft_model(
+        copy.deepcopy(base), ConfigWithFileBeside(**{**settings, "lora_alpha": 7})
+    )
     with pytest.raises(errors.LoadError, match="lora_alpha is 7, 6 in the checkpoint"):
         CheckpointSaver().resume(tmp_path / "saved", model=other)
 
@@ -114,7 +138,11 @@ def test_other_settings_that_are_allowed(adapted):
 @pytest.mark.parametrize(
     "settings",
     [
-        *({"lora_dropout": 0.5}, {"init_lora_weights": "gaussian"}, {"base_model_name_or_path": "another"}),
+        *(
+            {"lora_dropout": 0.5},
+            {"init_lora_weights": "gaussian"},
+            {"base_model_name_or_path": "another"},
+        ),
         *({"target_modules": ["v_proj", "q_proj"]}, {"inference_mode": True}, {"revision": "main"}),
     ],
 )

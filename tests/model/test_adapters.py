@@ -1,4 +1,6 @@
-"""Every PEFT method: the adapter PEFT itself would have written, where PEFT is right, and all of it where it is not."""
+"""Every PEFT method: the adapter PEFT itself would have written, where PEFT is right, and all of it
+where it is not.
+"""
 
 import json
 from collections.abc import Callable
@@ -45,9 +47,14 @@ METHODS: dict[str, tuple[str, Callable[[], Any]]] = {
     "lora-conv1d": ("gpt2", lambda: low_rank(target_modules=["c_attn"], fan_in_fan_out=True)),
     "ia3": (
         "qwen3",
-        lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        lambda: peft.IA3Config(
+            target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+        ),
     ),
-    "adalora": ("qwen3", lambda: attention(peft.AdaLoraConfig, init_r=4, target_r=2, total_step=10)),
+    "adalora": (
+        "qwen3",
+        lambda: attention(peft.AdaLoraConfig, init_r=4, target_r=2, total_step=10),
+    ),
     "loha": ("qwen3", lambda: attention(peft.LoHaConfig, r=3)),
     "lokr": ("qwen3", lambda: attention(peft.LoKrConfig, r=3)),
     "oft": ("qwen3", lambda: attention(peft.OFTConfig, r=0, oft_block_size=4)),
@@ -56,16 +63,30 @@ METHODS: dict[str, tuple[str, Callable[[], Any]]] = {
     "prefix": ("qwen3", lambda: virtual_tokens(peft.PrefixTuningConfig)),
     "prefix-projected": (
         "qwen3",
-        lambda: virtual_tokens(peft.PrefixTuningConfig, prefix_projection=True, encoder_hidden_size=7),
+        lambda: virtual_tokens(
+            peft.PrefixTuningConfig, prefix_projection=True, encoder_hidden_size=7
+        ),
     ),
     "p-tuning": ("qwen3", lambda: virtual_tokens(peft.PromptEncoderConfig, encoder_hidden_size=7)),
-    "trainable-tokens": ("qwen3", lambda: peft.TrainableTokensConfig(token_indices=[34, 46], task_type="CAUSAL_LM")),
+    "trainable-tokens": (
+        "qwen3",
+        lambda: peft.TrainableTokensConfig(token_indices=[34, 46], task_type="CAUSAL_LM"),
+    ),
     "lora-trainable-tokens": ("qwen3", lambda: low_rank(trainable_token_indices=[34, 46])),
     "lora-trainable-tokens-tied": ("llama", lambda: low_rank(trainable_token_indices=[34, 46])),
-    "target-parameters": ("mixtral", lambda: low_rank(target_modules=[], target_parameters=["experts.gate_up_proj"])),
+    "target-parameters": (
+        "mixtral",
+        lambda: low_rank(target_modules=[], target_parameters=["experts.gate_up_proj"]),
+    ),
     "modules-to-save": ("qwen3", lambda: low_rank(modules_to_save=["lm_head", "embed_tokens"])),
-    "bias-all": ("gpt2", lambda: low_rank(target_modules=["c_attn"], fan_in_fan_out=True, bias="all")),
-    "bias-lora-only": ("gpt2", lambda: low_rank(target_modules=["c_attn"], fan_in_fan_out=True, bias="lora_only")),
+    "bias-all": (
+        "gpt2",
+        lambda: low_rank(target_modules=["c_attn"], fan_in_fan_out=True, bias="all"),
+    ),
+    "bias-lora-only": (
+        "gpt2",
+        lambda: low_rank(target_modules=["c_attn"], fan_in_fan_out=True, bias="lora_only"),
+    ),
     "embeddings-targeted": ("qwen3", lambda: low_rank(target_modules=["embed_tokens", "q_proj"])),
 }
 
@@ -80,7 +101,9 @@ def save_adapter(model: Any, folder: Any, **settings: Any) -> Any:
 
 
 def has_lora_only_biases() -> bool:
-    """Whether this PEFT saves the biases it trains with bias="lora_only"; 0.18 left them out, which ours never does."""
+    """Whether this PEFT saves the biases it trains with bias="lora_only"; 0.18 left them out, which
+    ours never does.
+    """
     return tuple(map(int, peft.__version__.split(".")[:2])) > (0, 18)
 
 
@@ -93,9 +116,14 @@ def test_adapter_is_the_one_peft_writes(method, tmp_path):
     model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
     kept = stored(tmp_path / "ours")
     if method == "bias-lora-only" and not has_lora_only_biases():
-        kept = {name: tensor for name, tensor in kept.items() if not name.endswith("base_layer.bias")}
+        kept = {
+            name: tensor for name, tensor in kept.items() if not name.endswith("base_layer.bias")
+        }
     assert_same_tensors(kept, stored(tmp_path / "theirs"))
-    ours, theirs = (json.loads((tmp_path / side / "adapter_config.json").read_text()) for side in ("ours", "theirs"))
+    ours, theirs = (
+        json.loads((tmp_path / side / "adapter_config.json").read_text())
+        for side in ("ours", "theirs")
+    )
     assert ours == theirs
 
 
@@ -115,10 +143,17 @@ def test_the_first_pattern_that_matches_decides_after_a_load(settings, tmp_path)
     CheckpointSaver().save(model, tmp_path / "merged", merged=True)
     ours = ft_ckpt.load_model(tmp_path / "alone", base=models.build("qwen3"))
     theirs = PeftModel.from_pretrained(models.build("qwen3"), tmp_path / "alone")
-    for loaded in (ours, theirs, ft_ckpt.load_model(tmp_path / "whole"), ft_ckpt.load_model(tmp_path / "merged")):
+    for loaded in (
+        ours,
+        theirs,
+        ft_ckpt.load_model(tmp_path / "whole"),
+        ft_ckpt.load_model(tmp_path / "merged"),
+    ):
         assert_agree(logits(loaded), logits(model))
     (name, patterns), *_ = settings.items()
-    other = trained(get_peft_model(models.build("qwen3"), low_rank(**{name: dict(sorted(patterns.items()))})))
+    other = trained(
+        get_peft_model(models.build("qwen3"), low_rank(**{name: dict(sorted(patterns.items()))}))
+    )
     if name == "alpha_pattern":
         with pytest.raises(errors.LoadError, match=f"order of {name}"):
             _resume_from_saved(model, other, tmp_path / "run")
@@ -155,10 +190,14 @@ def test_pruned_adalora_keeps_its_rank_pattern(tmp_path):
     written = {f"{name}.default": kept for name, kept in masks.items()}
     model.peft_config["default"].rank_pattern = dict(written)
     save_adapter(model, tmp_path / "ours")
-    assert model.peft_config["default"].rank_pattern == written  # PEFT shortens the names in the live config
+    # PEFT shortens the names in the live config
+    assert model.peft_config["default"].rank_pattern == written
     model.save_pretrained(tmp_path / "theirs")
     assert_same_tensors(stored(tmp_path / "ours"), stored(tmp_path / "theirs"))
-    ours, theirs = (json.loads((tmp_path / side / "adapter_config.json").read_text()) for side in ("ours", "theirs"))
+    ours, theirs = (
+        json.loads((tmp_path / side / "adapter_config.json").read_text())
+        for side in ("ours", "theirs")
+    )
     assert ours["rank_pattern"] == theirs["rank_pattern"] == masks
     loaded = ft_ckpt.load_model(tmp_path / "ours", base=models.build("qwen3"))
     assert_agree(logits(loaded), logits(model))
@@ -192,16 +231,19 @@ def attach(base: nn.Module, config: LoraConfig, how: str) -> nn.Module:
     if how == "inject":
         return peft.inject_adapter_in_model(config, base)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0")  # 5.24 asks for an unreleased one
+        # 5.24 asks for an unreleased one
+        patch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0")
         base.add_adapter(config)
     return base
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
 def test_adapters_that_transformers_loaded_are_saved(name, tmp_path, monkeypatch):
-    """transformers 5.24 loads an adapter's folder, and then each of its methods for adapters asks for PEFT 0.22.
+    """transformers 5.24 loads an adapter's folder, and then each of its methods for adapters asks
+    for PEFT 0.22.
 
-    The model has the conversions of the adapter's file, by which merged models and bases got names of an adapter.
+    The model has the conversions of the adapter's file, by which merged models and bases got names
+    of an adapter.
     """
     models.build(name).save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
@@ -234,9 +276,14 @@ def test_hand_trained_embeddings_are_saved(tmp_path):
 
 
 def test_what_is_trained_in_float32_on_a_base_in_bfloat16_is_not_rounded(tmp_path):
-    """As trainers keep norms and heads: PEFT makes a head in the base's type, and loading rounded both."""
+    """As trainers keep norms and heads: PEFT makes a head in the base's type, and loading rounded
+    both.
+    """
     model = get_peft_model(models.build("qwen3").bfloat16(), low_rank(modules_to_save=["lm_head"]))
-    norm, head = model.base_model.model.model.norm.weight, model.base_model.model.lm_head.modules_to_save.default.weight
+    norm, head = (
+        model.base_model.model.model.norm.weight,
+        model.base_model.model.lm_head.modules_to_save.default.weight,
+    )
     for parameter in (norm, head):
         parameter.requires_grad_(True)
         parameter.data = parameter.data.float() + 1e-6
@@ -249,7 +296,9 @@ def test_what_is_trained_in_float32_on_a_base_in_bfloat16_is_not_rounded(tmp_pat
 
 @pytest.mark.parametrize("name", ["0", "layers", "q_proj", "lora_A", "a/b"])
 def test_adapters_may_have_any_name(name, tmp_path):
-    """PEFT leaves out what has another adapter's name anywhere in its own: with "0" beside it, all of layer 0."""
+    """PEFT leaves out what has another adapter's name anywhere in its own: with "0" beside it, all
+    of layer 0.
+    """
     model = get_peft_model(models.build("qwen3"), low_rank())
     trained(model)
     model.add_adapter(name, low_rank(r=2))
@@ -266,7 +315,9 @@ def test_models_of_peft_that_it_cannot_read_are_refused(how, tmp_path):
     model = get_peft_model(models.build("qwen3"), low_rank(), mixed=how == "mixed")
     if how != "mixed":
         model = get_peft_model(model, low_rank(target_modules=["k_proj"]), adapter_name="outer")
-    with pytest.raises(errors.SelectionError, match=r"Peft\w+: adapters of several methods.*add_adapter"):
+    with pytest.raises(
+        errors.SelectionError, match=r"Peft\w+: adapters of several methods.*add_adapter"
+    ):
         save_adapter(model, tmp_path / "out")
     want = {name: raw(tensor) for name, tensor in trained(model).state_dict().items()}
     CheckpointSaver().save_state(model, tmp_path / "run")
@@ -277,7 +328,9 @@ def test_models_of_peft_that_it_cannot_read_are_refused(how, tmp_path):
 
 def test_replaced_embeddings_that_stay_tied_come_back(tmp_path):
     """PEFT keeps one tensor under two names that are no place for it in the modules."""
-    model = get_peft_model(models.build("llama"), low_rank(modules_to_save=["embed_tokens"], ensure_weight_tying=True))
+    model = get_peft_model(
+        models.build("llama"), low_rank(modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    )
     trained(model)
     save_adapter(model, tmp_path)
     loaded = ft_ckpt.load_model(tmp_path, base=models.build("llama"))
@@ -289,7 +342,9 @@ def test_replaced_embeddings_that_stay_tied_come_back(tmp_path):
 def test_resized_embeddings_are_saved(target, with_path, tmp_path):
     """New rows dropped when the base has no path, or when the target is spelled with its path."""
     models.build("qwen3").save_pretrained(tmp_path / "base")
-    model = get_peft_model(resized(tmp_path, with_path, seed=1), low_rank(target_modules=["q_proj", target]))
+    model = get_peft_model(
+        resized(tmp_path, with_path, seed=1), low_rank(target_modules=["q_proj", target])
+    )
     trained(model)
     save_adapter(model, tmp_path / "ours")
     theirs = PeftModel.from_pretrained(resized(tmp_path, with_path, seed=2), tmp_path / "ours")
@@ -298,21 +353,31 @@ def test_resized_embeddings_are_saved(target, with_path, tmp_path):
     assert_agree(logits(ours), logits(model))
 
 
-@pytest.mark.sample("safetensors-[34, 103]", "safetensors-{'embed_tokens': [103], 'lm_head': [3]}", "h5-[34, 46]")
-@pytest.mark.parametrize("tokens", [[34, 46], [34, 103], {"embed_tokens": [103], "lm_head": [3]}], ids=str)
+@pytest.mark.sample(
+    "safetensors-[34, 103]", "safetensors-{'embed_tokens': [103], 'lm_head': [3]}", "h5-[34, 46]"
+)
+@pytest.mark.parametrize(
+    "tokens", [[34, 46], [34, 103], {"embed_tokens": [103], "lm_head": [3]}], ids=str
+)
 @pytest.mark.parametrize("file_format", ["safetensors", "h5"])
 def test_tokens_trained_in_resized_embeddings_are_loaded(tokens, file_format, tmp_path):
     """The rows lie in a layer within a layer: they were stored, and not found again."""
     models.build("qwen3").save_pretrained(tmp_path / "base")
-    model = trained(get_peft_model(resized(tmp_path, True, seed=1), low_rank(trainable_token_indices=tokens)))
+    model = trained(
+        get_peft_model(resized(tmp_path, True, seed=1), low_rank(trainable_token_indices=tokens))
+    )
     save_adapter(model, tmp_path / "ours", format=file_format)
     text = torch.tensor([[34, 46, 103, 3]])
     live = model.eval()(input_ids=text).logits
     assert_agree(ft_ckpt.load_model(tmp_path / "ours")(input_ids=text).logits, live)
     ft_ckpt.merge(tmp_path / "ours", tmp_path / "merged", progress=False)
-    assert_agree(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(input_ids=text).logits, live)
+    assert_agree(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(input_ids=text).logits, live
+    )
     CheckpointSaver().save_state(model, tmp_path / "run")
-    again = get_peft_model(resized(tmp_path, True, seed=2), low_rank(trainable_token_indices=tokens))
+    again = get_peft_model(
+        resized(tmp_path, True, seed=2), low_rank(trainable_token_indices=tokens)
+    )
     CheckpointSaver().resume(tmp_path / "run", model=again)
     assert_agree(again.eval()(input_ids=text).logits, live)
 
@@ -326,21 +391,37 @@ def molmo2() -> nn.Module:
         "num_key_value_heads": 4,
         "head_dim": 8,
     }
-    text = {**heads, "num_hidden_layers": 1, "vocab_size": 101, "additional_vocab_size": 8, "rope_scaling_layers": [0]}
-    vision = {**heads, "num_hidden_layers": 2, "image_size": [16, 16], "patch_size": 8, "num_position_embeddings": 4}
+    text = {
+        **heads,
+        "num_hidden_layers": 1,
+        "vocab_size": 101,
+        "additional_vocab_size": 8,
+        "rope_scaling_layers": [0],
+    }
+    vision = {
+        **heads,
+        "num_hidden_layers": 2,
+        "image_size": [16, 16],
+        "patch_size": 8,
+        "num_position_embeddings": 4,
+    }
     joint = {**heads, "vision_feature_layer": [1, 0], "text_hidden_size": 32}
     config = transformers.Molmo2Config(text_config=text, vision_config=vision, adapter_config=joint)
     return transformers.Molmo2ForConditionalGeneration(config)
 
 
-@pytest.mark.skipif(not hasattr(transformers, "Molmo2Config"), reason="a transformers without Molmo2")
+@pytest.mark.skipif(
+    not hasattr(transformers, "Molmo2Config"), reason="a transformers without Molmo2"
+)
 def test_rows_beside_the_vocabulary_are_not_taken_for_resized(tmp_path):
     model, resized = molmo2(), molmo2()
     resized.resize_token_embeddings(120)
     settings = LoraConfig(r=2, target_modules=["down_proj"])
     with CheckpointSaver() as saver:
         plain = saver.save(get_peft_model(model, settings), tmp_path / "plain", adapter_only=True)
-        changed = saver.save(get_peft_model(resized, settings), tmp_path / "changed", adapter_only=True)
+        changed = saver.save(
+            get_peft_model(resized, settings), tmp_path / "changed", adapter_only=True
+        )
     assert plain.notes == ()
     assert [note.partition(":")[0].rpartition("model.")[2] for note in changed.notes] == [
         "embed_tokens.weight",
@@ -363,7 +444,9 @@ def test_an_adapter_that_peft_cannot_save_is_refused(tmp_path):
     model = get_peft_model(models.build("qwen3"), low_rank(trainable_token_indices=[34]))
     model.add_adapter("second", low_rank())
     for save in (save_adapter, CheckpointSaver().save_state):
-        with pytest.raises(errors.SelectionError, match="adapter 'second': PEFT cannot select its tensors"):
+        with pytest.raises(
+            errors.SelectionError, match="adapter 'second': PEFT cannot select its tensors"
+        ):
             save(model, tmp_path / "out")
 
 
@@ -382,7 +465,9 @@ class Headless(PreTrainedModel):
 
 
 def test_an_adapter_of_a_model_that_names_no_embeddings(tmp_path):
-    model = trained(get_peft_model(Headless(LlamaConfig()), LoraConfig(r=4, target_modules=["first"])))
+    model = trained(
+        get_peft_model(Headless(LlamaConfig()), LoraConfig(r=4, target_modules=["first"]))
+    )
     save_adapter(model, tmp_path)
     base = Headless(LlamaConfig())
     base.first.load_state_dict(model.get_base_model().first.base_layer.state_dict())
@@ -393,7 +478,11 @@ def test_an_adapter_of_a_model_that_names_no_embeddings(tmp_path):
 
 def resized(folder: Any, with_path: bool, seed: int) -> Any:
     """The base with four more rows of embeddings, which differ by seed."""
-    base = AutoModelForCausalLM.from_pretrained(folder / "base") if with_path else models.build("qwen3")
+    base = (
+        AutoModelForCausalLM.from_pretrained(folder / "base")
+        if with_path
+        else models.build("qwen3")
+    )
     base.resize_token_embeddings(105)
     with torch.no_grad():
         for layer in (base.get_input_embeddings(), base.get_output_embeddings()):
@@ -417,7 +506,9 @@ def test_full_save_of_a_peft_model_has_base_and_adapters(tmp_path):
     model = models.build("lora").eval()
     CheckpointSaver().save(model, tmp_path, adapter_only=False)
     assert {"model.safetensors", "config.json"} <= files(tmp_path)
-    assert {f"adapters/{name}/adapter_config.json" for name in ("default", "second")} <= files(tmp_path)
+    assert {f"adapters/{name}/adapter_config.json" for name in ("default", "second")} <= files(
+        tmp_path
+    )
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     with model.disable_adapter():
         assert_agree(logits(plain), logits(model))
@@ -430,7 +521,10 @@ def test_another_base_is_refused(tmp_path):
     save_adapter(tuned("lora"), tmp_path)
     with pytest.raises(errors.BaseMismatchError, match="base"):
         ft_ckpt.load_model(tmp_path, base=models.build("qwen3", seed=1))
-    assert isinstance(ft_ckpt.load_model(tmp_path, base=models.build("qwen3", seed=1), check_base=False), PeftModel)
+    assert isinstance(
+        ft_ckpt.load_model(tmp_path, base=models.build("qwen3", seed=1), check_base=False),
+        PeftModel,
+    )
 
 
 def test_base_is_found_by_its_recorded_path(tmp_path):
@@ -449,7 +543,9 @@ def test_a_renamed_key_is_refused(tmp_path):
     """Keys that do not match are ignored, and the adapter does nothing."""
     save_adapter(tuned("lora"), tmp_path)
     path = tmp_path / "adapter_model.safetensors"
-    tensors = {name.replace("layers.0", "layerz.0"): tensor for name, tensor in load_file(path).items()}
+    tensors = {
+        name.replace("layers.0", "layerz.0"): tensor for name, tensor in load_file(path).items()
+    }
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(errors.CheckpointError, match=r"layer[sz]\.0"):
         ft_ckpt.load_model(tmp_path, base=models.build("qwen3"))
@@ -470,7 +566,9 @@ def four_bit(folder: Any) -> Any:
 
 def test_adapter_on_a_quantised_base(tmp_path):
     """Quantised bases crash the save, or leave their state in the adapter."""
-    models.qwen3(hidden_size=64, intermediate_size=64, head_dim=16).save_pretrained(tmp_path / "base")
+    models.qwen3(hidden_size=64, intermediate_size=64, head_dim=16).save_pretrained(
+        tmp_path / "base"
+    )
     model = trained(get_peft_model(four_bit(tmp_path), low_rank()))
     save_adapter(model, tmp_path / "ours")
     model.save_pretrained(tmp_path / "theirs")
@@ -481,7 +579,9 @@ def test_adapter_on_a_quantised_base(tmp_path):
 
 def test_full_save_of_a_quantised_model(tmp_path):
     """The quantisation state lives outside the parameters."""
-    models.qwen3(hidden_size=64, intermediate_size=64, head_dim=16).save_pretrained(tmp_path / "base")
+    models.qwen3(hidden_size=64, intermediate_size=64, head_dim=16).save_pretrained(
+        tmp_path / "base"
+    )
     model = four_bit(tmp_path)
     CheckpointSaver().save(model, tmp_path / "ours")
     model.save_pretrained(tmp_path / "theirs")
@@ -497,10 +597,14 @@ def test_adapters_on_a_plain_module_are_loaded_with_it(tmp_path, merged, injecte
 
     base = network()
     config = LoraConfig(target_modules=["0"], modules_to_save=["2"], init_lora_weights=False)
-    model: Any = peft.inject_adapter_in_model(config, base) if injected else get_peft_model(base, config)
+    model: Any = (
+        peft.inject_adapter_in_model(config, base) if injected else get_peft_model(base, config)
+    )
     batch = torch.randn(3, 4)
     CheckpointSaver().save(
-        model.eval(), tmp_path / "whole", **({"merged": True} if merged else {"adapter_only": False})
+        model.eval(),
+        tmp_path / "whole",
+        **({"merged": True} if merged else {"adapter_only": False}),
     )
     loaded = ft_ckpt.load_model(tmp_path / "whole", into=network().eval())
     assert isinstance(loaded, nn.Sequential if merged else PeftModel)

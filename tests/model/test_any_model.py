@@ -1,4 +1,6 @@
-"""Models drawn from a grammar: all that their state dict lists is back bit for bit, or was refused by its name."""
+"""Models drawn from a grammar: all that their state dict lists is back bit for bit, or was refused
+by its name.
+"""
 
 import tempfile
 from pathlib import Path
@@ -17,18 +19,42 @@ from ft_ckpt.messages import printable
 
 SEED = chosen_seed()
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
-DTYPES = [*FLOATS, torch.int8, torch.bool, torch.int64, torch.uint16, torch.float8_e4m3fn, torch.complex128]
+DTYPES = [
+    *FLOATS,
+    torch.int8,
+    torch.bool,
+    torch.int64,
+    torch.uint16,
+    torch.float8_e4m3fn,
+    torch.complex128,
+]
 TAKEN = frozenset(dir(nn.Module())) | {"state"}
-SPECIAL = ["task:en", "a/b", "_orig_mod", "weights", "rank-0", "model", "_extra", "__metadata__", "module", "0"]
+SPECIAL = [
+    "task:en",
+    "a/b",
+    "_orig_mod",
+    "weights",
+    "rank-0",
+    "model",
+    "_extra",
+    "__metadata__",
+    "module",
+    "0",
+]
 names = st.one_of(
-    st.sampled_from(SPECIAL), st.text(st.characters(exclude_characters=".", exclude_categories=["Cs"]), min_size=1)
+    st.sampled_from(SPECIAL),
+    st.text(st.characters(exclude_characters=".", exclude_categories=["Cs"]), min_size=1),
 ).filter(lambda name: name not in TAKEN and len(name) < 12)
-tensors = st.tuples(st.sampled_from(DTYPES), st.sampled_from([(), (0,), (3,), (2, 3)]), st.booleans())
+tensors = st.tuples(
+    st.sampled_from(DTYPES), st.sampled_from([(), (0,), (3,), (2, 3)]), st.booleans()
+)
 
 
 @st.composite
 def modules(draw, depth: int = 2):
-    """(parameters, buffers, what it lists beside them, whether its first parameter has a second name, children)."""
+    """(parameters, buffers, what it lists beside them, whether its first parameter has a second
+    name, children).
+    """
     own = draw(st.lists(names, unique=True, max_size=6))
     children = draw(st.integers(0, 2)) if depth else 0
     parts = [own[0::3], own[1::3], own[2::3][:children]]
@@ -49,7 +75,9 @@ class Made(nn.Module):
         parameters, buffers, self.lists, tied, children = plan
         for name, (dtype, shape, trained) in parameters.items():
             value = values(dtype, shape, generator)
-            self.register_parameter(name, nn.Parameter(value, requires_grad=trained and dtype in FLOATS))
+            self.register_parameter(
+                name, nn.Parameter(value, requires_grad=trained and dtype in FLOATS)
+            )
         for name, (dtype, shape, persistent) in buffers.items():
             self.register_buffer(name, values(dtype, shape, generator), persistent=persistent)
         for name, child in children.items():
@@ -78,7 +106,11 @@ class Extra(Made):
     """One with extra state, a tensor or a tree."""
 
     def get_extra_state(self):
-        return self.state if self.lists == "tensor" else {"amax": [self.state, None], "é": (1, b"\x00")}
+        return (
+            self.state
+            if self.lists == "tensor"
+            else {"amax": [self.state, None], "é": (1, b"\x00")}
+        )
 
     def set_extra_state(self, state) -> None:
         self.take(state if self.lists == "tensor" else state["amax"][0])
@@ -118,7 +150,9 @@ def kept(save, model) -> bool:
     else:
         return True
     names = [*model.state_dict(), "no tensors"]
-    assert any(name in said or repr(name) in said or printable(name) in said for name in names), said
+    assert any(name in said or repr(name) in said or printable(name) in said for name in names), (
+        said
+    )
     return False
 
 
@@ -141,7 +175,9 @@ CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_to
 
 def run(examples: int) -> None:
     print(f"FT_CKPT_SEED={SEED}")
-    how = settings(max_examples=examples, deadline=None, database=None, suppress_health_check=CHECKS)
+    how = settings(
+        max_examples=examples, deadline=None, database=None, suppress_health_check=CHECKS
+    )
     seed(SEED)(how(given(modules())(check)))()
 
 

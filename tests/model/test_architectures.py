@@ -1,4 +1,6 @@
-"""Across architectures, our folder and `save_pretrained`'s hold the same tensors, and ours loads to the same model."""
+"""Across architectures, our folder and `save_pretrained`'s hold the same tensors, and ours loads to
+the same model.
+"""
 
 import json
 
@@ -30,7 +32,9 @@ def test_folder_is_the_one_save_pretrained_writes(name, tmp_path):
     CheckpointSaver().save(model, tmp_path / "ours")
     assert {key: raw(tensor) for key, tensor in model.state_dict().items()} == before
     assert_same_tensors(stored(tmp_path / "ours"), reference(model, tmp_path / "theirs"))
-    ours, theirs = (json.loads((tmp_path / side / "config.json").read_text()) for side in ("ours", "theirs"))
+    ours, theirs = (
+        json.loads((tmp_path / side / "config.json").read_text()) for side in ("ours", "theirs")
+    )
     assert ours == theirs
     loaded = getattr(transformers, architecture.model).from_pretrained(tmp_path / "ours")
     assert_agree(outputs(loaded, architecture.inputs), outputs(model, architecture.inputs))
@@ -52,7 +56,9 @@ def test_load_model_gives_the_same_model(name, tmp_path):
 @pytest.mark.parametrize("layout", ["safetensors", "h5"])
 @pytest.mark.parametrize("name", ["mixtral", "llava"])
 def test_a_converted_model_goes_into_one_that_is_there(name, layout, tmp_path):
-    """Experts that are stored one by one and fused in memory, other names: in memory of its own, in its own types."""
+    """Experts that are stored one by one and fused in memory, other names: in memory of its own, in
+    its own types.
+    """
     architecture = ARCHITECTURES[name]
     model, into = make(architecture), make(architecture)
     with torch.no_grad():
@@ -74,9 +80,16 @@ def test_a_converted_model_goes_into_one_that_is_there(name, layout, tmp_path):
 
 
 def test_what_the_class_makes_anew_is_not_missing(tmp_path):
-    """Tables of sines that transformers leaves out of the file: there after a load, into a module of ours too."""
+    """Tables of sines that transformers leaves out of the file: there after a load, into a module
+    of ours too.
+    """
     config = transformers.MarianConfig(
-        vocab_size=31, d_model=16, encoder_layers=1, decoder_layers=1, pad_token_id=2, max_position_embeddings=8
+        vocab_size=31,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        pad_token_id=2,
+        max_position_embeddings=8,
     )
     model = transformers.MarianMTModel(config)
     want = {name: raw(tensor) for name, tensor in model.state_dict().items()}
@@ -90,7 +103,9 @@ def test_what_the_class_makes_anew_is_not_missing(tmp_path):
 @pytest.mark.parametrize("layout", ["safetensors", "h5"])
 @pytest.mark.parametrize("name", ["llama", "mixtral", "llava"])
 def test_types_that_are_mixed_come_back(name, layout, tmp_path):
-    """A model that transformers converts is made in one type, and norms in float32 were rounded to it."""
+    """A model that transformers converts is made in one type, and norms in float32 were rounded to
+    it.
+    """
     model = make(ARCHITECTURES[name])
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16() if parameter.ndim > 1 else parameter.data + 1e-6

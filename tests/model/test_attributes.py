@@ -27,10 +27,14 @@ def pair():
 
 def test_policy_alone_is_a_hugging_face_folder(pair, tmp_path):
     """The composite saved instead of its policy."""
-    report = CheckpointSaver().save(pair, tmp_path / "ours", attribute="policy", tokenizer=models.tokenizer())
+    report = CheckpointSaver().save(
+        pair, tmp_path / "ours", attribute="policy", tokenizer=models.tokenizer()
+    )
     assert report.kind == "attribute"
     assert_same_tensors(stored(tmp_path / "ours"), reference(pair.policy, tmp_path / "theirs"))
-    assert_agree(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "ours")), logits(pair.policy))
+    assert_agree(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "ours")), logits(pair.policy)
+    )
 
 
 def test_value_head_loads_into_a_module_of_the_caller(pair, tmp_path):
@@ -48,12 +52,18 @@ def test_value_head_loads_into_a_module_of_the_caller(pair, tmp_path):
 def test_a_plain_module_needs_one_of_the_caller(pair, tmp_path):
     """Nothing of the checkpoint names code to run, an old description of modules included."""
     CheckpointSaver().save(pair, tmp_path / "one", attribute="value_head")
-    with pytest.raises(errors.LoadError, match=r"one: a module of the class ValueHead; .* into=ValueHead\(\.\.\.\)"):
+    with pytest.raises(
+        errors.LoadError, match=r"one: a module of the class ValueHead; .* into=ValueHead\(\.\.\.\)"
+    ):
         ft_ckpt.load_model(tmp_path / "one")
     CheckpointSaver().save(pair, tmp_path / "two", attribute=["policy", "value_head"])
-    with pytest.raises(errors.LoadError, match=r"part 'value_head': .*into=\{'value_head': ValueHead.*with part="):
+    with pytest.raises(
+        errors.LoadError, match=r"part 'value_head': .*into=\{'value_head': ValueHead.*with part="
+    ):
         ft_ckpt.load_model(tmp_path / "two")
-    with pytest.raises(errors.LoadError, match=r"two: part 'value_head': a module of .*into=ValueHead"):
+    with pytest.raises(
+        errors.LoadError, match=r"two: part 'value_head': a module of .*into=ValueHead"
+    ):
         ft_ckpt.load_model(tmp_path / "two", part="value_head")
 
 
@@ -68,9 +78,13 @@ def test_modules_are_given_by_part(pair, tmp_path):
     assert_agree(logits(parts["policy"]), logits(pair.policy))
     alone = ft_ckpt.load_model(tmp_path, part="value_head", into={"value_head": models.ValueHead()})
     assert_same_tensors(alone["value_head"].state_dict(), head.state_dict())
-    with pytest.raises(errors.LoadError, match=r"into=: critic: not in .*, which has policy, value_head"):
+    with pytest.raises(
+        errors.LoadError, match=r"into=: critic: not in .*, which has policy, value_head"
+    ):
         ft_ckpt.load_model(tmp_path, into={"critic": head})
-    with pytest.raises(errors.LoadError, match=r"has the parts policy, value_head.*into=\{'policy': module\}"):
+    with pytest.raises(
+        errors.LoadError, match=r"has the parts policy, value_head.*into=\{'policy': module\}"
+    ):
         ft_ckpt.load_model(tmp_path, into=head)
     with pytest.raises(errors.LoadError, match=r"expected a torch\.nn\.Module, or a mapping"):
         ft_ckpt.load_model(tmp_path, into={"value_head": head.state_dict()})
@@ -83,7 +97,9 @@ def test_a_module_of_another_shape_is_refused(pair, tmp_path):
     head.score = nn.Linear(5, 2)
     head.extra = nn.Linear(2, 2)
     before = head.hidden.weight.clone()
-    with pytest.raises(errors.LoadError, match=r"(?s)score\.weight.*extra\.weight|extra\.weight.*score\.weight"):
+    with pytest.raises(
+        errors.LoadError, match=r"(?s)score\.weight.*extra\.weight|extra\.weight.*score\.weight"
+    ):
         ft_ckpt.load_model(tmp_path, into=head)
     assert torch.equal(head.hidden.weight, before)
 
@@ -100,7 +116,9 @@ def test_nested_attribute(pair, tmp_path):
 
 def test_parts_load_one_by_one(pair, tmp_path):
     CheckpointSaver().save(pair, tmp_path, attribute=["policy", "value_head"])
-    assert not [name for name in files(tmp_path) if name.endswith(".safetensors") and "/" not in name]
+    assert not [
+        name for name in files(tmp_path) if name.endswith(".safetensors") and "/" not in name
+    ]
     assert_agree(logits(ft_ckpt.load_model(tmp_path, part="policy")), logits(pair.policy))
     head = models.ValueHead()
     assert ft_ckpt.load_model(tmp_path, part="value_head", into=head) is head
@@ -128,7 +146,9 @@ def test_shared_trunk_is_recorded_and_shared_again(tmp_path):
     parts = ft_ckpt.load_model(tmp_path, into={"value_model": value_model})
     trunk = dict(parts["policy"].model.named_parameters())
     assert all(trunk[name] is tensor for name, tensor in value_model.trunk.named_parameters())
-    assert all(before[name] is tensor for name, tensor in value_model.named_parameters()), "an optimizer may hold them"
+    assert all(before[name] is tensor for name, tensor in value_model.named_parameters()), (
+        "an optimizer may hold them"
+    )
     ids = models.batch(5)["input_ids"]
     assert_agree(value_model(ids), model.value_model(ids))
     two = {"policy": models.build("qwen3"), "value_model": models.build("shared_trunk").value_model}
@@ -137,15 +157,28 @@ def test_shared_trunk_is_recorded_and_shared_again(tmp_path):
 
 
 def test_what_parts_share_has_the_new_names_of_a_conversion(tmp_path):
-    CheckpointSaver().save(models.build("shared_trunk"), tmp_path / "old", attribute=["policy", "value_model"])
-    ft_ckpt.convert(tmp_path / "old", tmp_path / "new", map={"value_model.trunk.*": "value_model.body.*"})
+    CheckpointSaver().save(
+        models.build("shared_trunk"), tmp_path / "old", attribute=["policy", "value_model"]
+    )
+    ft_ckpt.convert(
+        tmp_path / "old", tmp_path / "new", map={"value_model.trunk.*": "value_model.body.*"}
+    )
     assert set(stored(tmp_path / "new/policy")) == set(stored(tmp_path / "old/policy"))
     expected = {name.replace("trunk.", "body.") for name in stored(tmp_path / "old/value_model")}
     assert set(stored(tmp_path / "new/value_model")) == expected
     before, after = (read_manifest(tmp_path / name).shared for name in ("old", "new"))
-    assert after == tuple(tuple(name.replace(":trunk.", ":body.") for name in group) for group in before) != before
-    with pytest.raises(errors.SelectionError, match=r"policy\.lm_head\.weight -> head\.weight: out of the part policy"):
-        ft_ckpt.convert(tmp_path / "old", tmp_path / "third", map={"policy.lm_head.weight": "head.weight"})
+    assert (
+        after
+        == tuple(tuple(name.replace(":trunk.", ":body.") for name in group) for group in before)
+        != before
+    )
+    with pytest.raises(
+        errors.SelectionError,
+        match=r"policy\.lm_head\.weight -> head\.weight: out of the part policy",
+    ):
+        ft_ckpt.convert(
+            tmp_path / "old", tmp_path / "third", map={"policy.lm_head.weight": "head.weight"}
+        )
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "mixtral", "llava"])
@@ -160,7 +193,9 @@ def test_what_is_stored_under_other_names_is_shared_again(name, tmp_path):
     for path in ("policy", "value", "trunk"):
         for found, tensor in model.get_submodule(path).named_parameters(remove_duplicate=False):
             same = next(name for name, one in model.policy.named_parameters() if one is tensor)
-            assert parts[path].get_parameter(found) is parts["policy"].get_parameter(same), f"{path}.{found}"
+            assert parts[path].get_parameter(found) is parts["policy"].get_parameter(same), (
+                f"{path}.{found}"
+            )
 
 
 def test_lora_policy_inside_a_composite(tmp_path):
@@ -182,7 +217,9 @@ def test_whole_composite_is_one_module(pair, tmp_path):
 
 
 class WithHead(nn.Module):
-    """As TRL's models with a value head: its own layout, and all that a model of transformers shows."""
+    """As TRL's models with a value head: its own layout, and all that a model of transformers
+    shows.
+    """
 
     _keys_to_ignore_on_save = None
 
@@ -203,19 +240,29 @@ class WithHead(nn.Module):
 def sentences(folder):
     library = pytest.importorskip("sentence_transformers")
     modules = pytest.importorskip("sentence_transformers.models")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     BertModel(BertConfig(vocab_size=101, **sizes)).save_pretrained(folder)
     models.tokenizer().save_pretrained(folder)
-    return library.SentenceTransformer(modules=[modules.Transformer(str(folder)), modules.Pooling(16)])
+    return library.SentenceTransformer(
+        modules=[modules.Transformer(str(folder)), modules.Pooling(16)]
+    )
 
 
 @pytest.mark.parametrize(
-    ("make", "inside"), [(lambda _: WithHead(), "inner"), pytest.param(sentences, "0.model", marks=pytest.mark.slow)]
+    ("make", "inside"),
+    [(lambda _: WithHead(), "inner"), pytest.param(sentences, "0.model", marks=pytest.mark.slow)],
 )
 def test_what_has_a_layout_of_its_own_is_not_saved_in_another(make, inside, tmp_path):
     model = make(tmp_path / "bare")
     with CheckpointSaver(None, tmp_path / "run") as saver:
-        with pytest.raises(errors.SelectionError, match=rf"save_pretrained.*attribute='{inside}'.*save_state"):
+        with pytest.raises(
+            errors.SelectionError, match=rf"save_pretrained.*attribute='{inside}'.*save_state"
+        ):
             saver.save(model, tmp_path / "full")
         assert not (tmp_path / "full").exists()
         saver.save(model, tmp_path / "inside", attribute=inside)
@@ -232,7 +279,9 @@ def test_what_has_a_layout_of_its_own_is_not_saved_in_another(make, inside, tmp_
 
 @pytest.mark.parametrize("kind", ["policy_and_value", "lora_policy_and_value"])
 def test_a_run_whose_folder_is_the_policy(kind, tmp_path):
-    """The policy, or its adapter, where every tool looks for it; the head, and what is frozen, with the state."""
+    """The policy, or its adapter, where every tool looks for it; the head, and what is frozen, with
+    the state.
+    """
 
     def composite():
         pair = models.build(kind)
@@ -258,5 +307,7 @@ def test_a_run_whose_folder_is_the_policy(kind, tmp_path):
     if kind == "lora_policy_and_value":
         with torch.no_grad():
             again.policy.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight.add_(1)
-        with pytest.raises(errors.LoadError, match="base: failed: not the base that the adapters were trained on"):
+        with pytest.raises(
+            errors.LoadError, match="base: failed: not the base that the adapters were trained on"
+        ):
             saver().resume("must", model=again, optimizer=optimizer)

@@ -20,13 +20,18 @@ from ft_ckpt.errors import BaseMismatchError, LoadError, SelectionError
 def adapted(init=True, seed=0, **settings):
     if init == "kasa":
         init, settings = True, {"kasa_config": peft.tuners.lora.config.KasaConfig(), **settings}
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=init, **settings)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=init, **settings
+    )
     return trained(peft.get_peft_model(models.build("qwen3", seed=seed), config))
 
 
 def saver_of(model, folder):
     saver = CheckpointSaver(directory=folder, on_difference="ignore")
-    saver.register(model=model, optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    saver.register(
+        model=model,
+        optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+    )
     return saver
 
 
@@ -56,7 +61,9 @@ def test_a_merged_model_asks_for_nothing(tmp_path):
 
 @pytest.mark.parametrize("only", [True, False])
 def test_layers_with_a_merged_adapter_are_refused(tmp_path, only):
-    """The base of a merged layer is no base: looked for at each save, whatever is known of the model."""
+    """The base of a merged layer is no base: looked for at each save, whatever is known of the
+    model.
+    """
     model = adapted()
     with saver_of(model, tmp_path) as saver:
         saver.save_state(path=tmp_path / "state")
@@ -67,7 +74,9 @@ def test_layers_with_a_merged_adapter_are_refused(tmp_path, only):
             lambda: saver.save(model, tmp_path / "out", adapter_only=only),
             lambda: saver.save_state(path=tmp_path / "out", adapter_only=only),
         ):
-            with pytest.raises(SelectionError, match=r"layers\.0\.self_attn\.q_proj.*unmerge_adapter"):
+            with pytest.raises(
+                SelectionError, match=r"layers\.0\.self_attn\.q_proj.*unmerge_adapter"
+            ):
                 call()
         model.unmerge_adapter()
         saver.save(model, tmp_path / "three", adapter_only=only)
@@ -75,7 +84,9 @@ def test_layers_with_a_merged_adapter_are_refused(tmp_path, only):
 
 
 def test_an_adapter_that_was_merged_and_taken_out_again_leaves_the_base(tmp_path):
-    """As it was, but for what adding and taking away rounds: more, the larger the adapter is beside the base."""
+    """As it was, but for what adding and taking away rounds: more, the larger the adapter is beside
+    the base.
+    """
     for seed in range(12):
         torch.manual_seed(seed)
         model = adapted()
@@ -87,12 +98,17 @@ def test_an_adapter_that_was_merged_and_taken_out_again_leaves_the_base(tmp_path
 
 @pytest.mark.parametrize("init", [True, "gaussian", "pissa", "olora", "pissa_niter_2", "kasa"])
 def test_base_and_adapters_come_back_as_they_were(tmp_path, init):
-    """The base that the making of an adapter left is stored, and not decomposed once more by whoever loads it."""
+    """The base that the making of an adapter left is stored, and not decomposed once more by
+    whoever loads it.
+    """
     model = adapted(init)
     CheckpointSaver().save(model, tmp_path, adapter_only=False)
     assert_agree(logits(ft_ckpt.load_model(tmp_path)), logits(model))
     base = Qwen3ForCausalLM.from_pretrained(tmp_path)
-    assert_agree(logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapters" / "default")), logits(model))
+    assert_agree(
+        logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapters" / "default")),
+        logits(model),
+    )
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
@@ -109,7 +125,9 @@ def test_folders_whose_adapter_says_how_it_began(tmp_path, init):
 
 @pytest.mark.parametrize("init", ["pissa", "olora", "kasa"])
 def test_an_adapter_that_changes_its_base(tmp_path, init):
-    """The base is compared as it is with the adapter on it: the right one is taken, another refused."""
+    """The base is compared as it is with the adapter on it: the right one is taken, another
+    refused.
+    """
     model = adapted(init)
     CheckpointSaver().save(model, tmp_path, adapter_only=True)
     assert_agree(logits(ft_ckpt.load_model(tmp_path, base=models.build("qwen3"))), logits(model))
@@ -160,7 +178,9 @@ def test_resumed_on_another_base(tmp_path, make):
     saver_of(model, tmp_path).save_state(path=tmp_path / "state")
     with pytest.raises(LoadError, match="base: failed: not the base"):
         saver_of(make(), tmp_path).resume("must")
-    report = saver_of(make(), tmp_path).resume("must", allow=make is another_dtype or ["base"]).report
+    report = (
+        saver_of(make(), tmp_path).resume("must", allow=make is another_dtype or ["base"]).report
+    )
     assert any(line.startswith("base: failed") for line in report.problems)
 
 
@@ -176,7 +196,9 @@ def merged_for_good(model):
 
 
 def test_a_base_that_changed_is_saved(tmp_path):
-    """The adapter is merged into the base and reset: the base is in the checkpoint from then on, and comes back."""
+    """The adapter is merged into the base and reset: the base is in the checkpoint from then on,
+    and comes back.
+    """
     model = adapted()
     saver = saver_of(model, tmp_path)
     assert saver.save_state(path=tmp_path / "before").kind == "adapter"
@@ -204,14 +226,18 @@ def packed(seed=0):
 
 
 def test_a_base_whose_elements_cannot_be_read_is_known_by_the_others(tmp_path):
-    """Quantisers give weights a class that implements what a layer needs, and no access to an element."""
+    """Quantisers give weights a class that implements what a layer needs, and no access to an
+    element.
+    """
     model = trained(packed())
     expected = logits(model)
     CheckpointSaver().save(model, tmp_path / "adapter", adapter_only=True)
     again = pack_linear_layers(models.build("qwen3"))
     assert_agree(logits(ft_ckpt.load_model(tmp_path / "adapter", base=again)), expected)
     with pytest.raises(BaseMismatchError, match="sampled tensors"):
-        ft_ckpt.load_model(tmp_path / "adapter", base=pack_linear_layers(models.build("qwen3", seed=1)))
+        ft_ckpt.load_model(
+            tmp_path / "adapter", base=pack_linear_layers(models.build("qwen3", seed=1))
+        )
 
 
 def test_a_run_on_a_base_whose_elements_cannot_be_read(tmp_path):
@@ -222,12 +248,16 @@ def test_a_run_on_a_base_whose_elements_cannot_be_read(tmp_path):
     with saver_of(again, tmp_path) as saver:
         saver.resume()
     assert_agree(logits(again), logits(model))
-    with saver_of(packed(seed=1), tmp_path) as saver, pytest.raises(LoadError, match="not the base"):
+    with (
+        saver_of(packed(seed=1), tmp_path) as saver,
+        pytest.raises(LoadError, match="not the base"),
+    ):
         saver.resume()
 
 
 @pytest.mark.parametrize(
-    "kind", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "Float8WeightOnlyConfig"]
+    "kind",
+    ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "Float8WeightOnlyConfig"],
 )
 def test_a_base_that_torchao_quantised(tmp_path, kind):
     quantization = pytest.importorskip("torchao.quantization")

@@ -1,4 +1,6 @@
-"""The files beside the weights are those `save_pretrained` writes, and what is live stays as it was."""
+"""The files beside the weights are those `save_pretrained` writes, and what is live stays as it
+was.
+"""
 
 import copy
 import json
@@ -37,30 +39,50 @@ from transformers import (
 from ft_ckpt import CheckpointSaver, load_model
 from ft_ckpt.checkpoint.manifest import BaseRecord
 from ft_ckpt.errors import CompanionError
-from ft_ckpt.model.companions import check_tokenizer, generation_config, write_adapter, write_model, write_tokenizer
+from ft_ckpt.model.companions import (
+    check_tokenizer,
+    generation_config,
+    write_adapter,
+    write_model,
+    write_tokenizer,
+)
 
 BASE = BaseRecord(id="org/base", revision="abc", dtype="float32", config_hash="", fingerprint={})
 NO_BASE = BaseRecord(id=None, revision=None, dtype="float32", config_hash="", fingerprint={})
 
 
 def t5() -> nn.Module:
-    return T5ForConditionalGeneration(T5Config(vocab_size=101, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=2))
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=101, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=2)
+    )
 
 
 def bert() -> nn.Module:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     return BertForSequenceClassification(BertConfig(vocab_size=101, num_labels=3, **sizes))
 
 
 def clip() -> nn.Module:
     text = {"vocab_size": 101, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 8, "patch_size": 4}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "image_size": 8,
+        "patch_size": 4,
+    }
     heads = {"num_attention_heads": 2}
     return CLIPModel(CLIPConfig(text_config={**text, **heads}, vision_config={**vision, **heads}))
 
 
 MODELS = {
-    f.__name__: f for f in (models.llama, models.olmo2, models.gpt2, models.qwen3, models.mixtral, t5, bert, clip)
+    f.__name__: f
+    for f in (models.llama, models.olmo2, models.gpt2, models.qwen3, models.mixtral, t5, bert, clip)
 }
 
 
@@ -68,11 +90,16 @@ def live(model: nn.Module) -> dict[str, object]:
     """Every field of every live object that a careless saver would set."""
     found = {"config": model.config, "generation": getattr(model, "generation_config", None)}
     found |= getattr(model, "peft_config", {})
-    return copy.deepcopy({name: deep(vars(value)) for name, value in found.items() if value is not None})
+    return copy.deepcopy(
+        {name: deep(vars(value)) for name, value in found.items() if value is not None}
+    )
 
 
 def deep(fields: dict[str, object]) -> dict[str, object]:
-    return {k: deep(vars(v)) if hasattr(v, "to_dict") and hasattr(v, "__dict__") else v for k, v in fields.items()}
+    return {
+        k: deep(vars(v)) if hasattr(v, "to_dict") and hasattr(v, "__dict__") else v
+        for k, v in fields.items()
+    }
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -82,7 +109,11 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def written(
-    folder: Path, model: nn.Module, dtype: str = "float32", tokenizer: object = None, **options: object
+    folder: Path,
+    model: nn.Module,
+    dtype: str = "float32",
+    tokenizer: object = None,
+    **options: object,
 ) -> Path:
     """A folder with everything but the weights, the live objects checked on the way."""
     folder.mkdir(exist_ok=True)
@@ -98,7 +129,9 @@ def written(
 def as_fsdp2(model: nn.Module) -> nn.Module:
     """The class that fully_shard would give the model, made where torch makes it."""
     cls = type(model)
-    model.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": FSDPModule.__module__})
+    model.__class__ = type(
+        f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": FSDPModule.__module__}
+    )
     return model
 
 
@@ -242,17 +275,23 @@ def tokenizer_without(token: str) -> object:
     """The tokenizer of the tests as it would be without one of its special tokens."""
     tokenizer = models.tokenizer()
     document = json.loads(tokenizer.backend_tokenizer.to_str())
-    document["added_tokens"] = [added for added in document["added_tokens"] if added["content"] != token]
+    document["added_tokens"] = [
+        added for added in document["added_tokens"] if added["content"] != token
+    ]
     del document["model"]["vocab"][token]
     core = type(tokenizer.backend_tokenizer).from_str(json.dumps(document))
-    return type(tokenizer)(tokenizer_object=core, eos_token="</s>", bos_token="<s>", unk_token="<unk>")
+    return type(tokenizer)(
+        tokenizer_object=core, eos_token="</s>", bos_token="<s>", unk_token="<unk>"
+    )
 
 
 def test_stop_token_past_the_embeddings() -> None:
     tokenizer = models.tokenizer()
     tokenizer.add_tokens([f"new{i}" for i in range(40)])
     tokenizer.add_special_tokens({"eos_token": "<|last|>"})
-    with pytest.raises(CompanionError, match=r"'<\|last\|>' has id \d+, the model has 101 embedding rows"):
+    with pytest.raises(
+        CompanionError, match=r"'<\|last\|>' has id \d+, the model has 101 embedding rows"
+    ):
         generation_config(models.llama(), tokenizer, "tulu")
 
 
@@ -292,7 +331,13 @@ def test_edited_generation_config_is_repaired(name: str, tmp_path: Path) -> None
 
 def test_valid_settings_are_kept() -> None:
     model = models.llama()
-    edits = {"max_new_tokens": -1, "temperature": 0.7, "length_penalty": 2.0, "do_sample": True, "num_beams": 2}
+    edits = {
+        "max_new_tokens": -1,
+        "temperature": 0.7,
+        "length_penalty": 2.0,
+        "do_sample": True,
+        "num_beams": 2,
+    }
     vars(model.generation_config).update(edits)
     saved = generation_config(model, None, None)
     assert (saved.temperature, saved.do_sample, saved.length_penalty) == (0.7, True, 2.0)
@@ -303,7 +348,9 @@ def test_published_generation_config_is_kept_as_it_is(tmp_path: Path) -> None:
     """Well-known models ship a temperature without do_sample; nobody edited it."""
     model = models.llama()
     model.save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "eos_token_id": 1}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.6, "eos_token_id": 1})
+    )
     loaded = LlamaForCausalLM.from_pretrained(tmp_path)
     assert generation_config(loaded, None, None).temperature == 0.6
     assert b"0.6" in files(written(tmp_path / "ours", loaded))["generation_config.json"]
@@ -316,25 +363,36 @@ def test_chat_template_gives_equal_text_after_reload(tmp_path: Path) -> None:
     """The trained tokenizer and its template are part of the checkpoint."""
     tokenizer = models.tokenizer()
     before = copy.deepcopy(vars(tokenizer)["init_kwargs"])
-    reloaded = AutoTokenizer.from_pretrained(written(tmp_path / "ours", models.llama(), tokenizer=tokenizer))
+    reloaded = AutoTokenizer.from_pretrained(
+        written(tmp_path / "ours", models.llama(), tokenizer=tokenizer)
+    )
     chat = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]
-    assert reloaded.apply_chat_template(chat, tokenize=False) == tokenizer.apply_chat_template(chat, tokenize=False)
+    assert reloaded.apply_chat_template(chat, tokenize=False) == tokenizer.apply_chat_template(
+        chat, tokenize=False
+    )
     assert (
-        reloaded("<|im_start|> w1 w79 <|im_end|>")["input_ids"] == tokenizer("<|im_start|> w1 w79 <|im_end|>").input_ids
+        reloaded("<|im_start|> w1 w79 <|im_end|>")["input_ids"]
+        == tokenizer("<|im_start|> w1 w79 <|im_end|>").input_ids
     )
     assert tokenizer.init_kwargs == before
 
 
 @pytest.mark.parametrize("build", [models.llama, models.gpt2, t5, bert, clip])
 def test_more_tokens_than_embedding_rows(build) -> None:
-    """Tokens that no text needs are named; one that ends, starts or pads texts would fail in the model."""
+    """Tokens that no text needs are named; one that ends, starts or pads texts would fail in the
+    model.
+    """
     model, tokenizer = build(), models.tokenizer()
     assert check_tokenizer(model, tokenizer) == ()
     tokenizer.add_tokens([f"new{i}" for i in range(40)])
     (note,) = check_tokenizer(model, tokenizer)
-    assert re.search(r"'new14', .* 26 token\(s\) without a row among the model's 101 embedding rows", note)
+    assert re.search(
+        r"'new14', .* 26 token\(s\) without a row among the model's 101 embedding rows", note
+    )
     tokenizer.add_special_tokens({"pad_token": "<|padding|>"})
-    with pytest.raises(CompanionError, match=r"the pad_token has id 127, the model has 101 embedding rows"):
+    with pytest.raises(
+        CompanionError, match=r"the pad_token has id 127, the model has 101 embedding rows"
+    ):
         check_tokenizer(model, tokenizer)
 
 
@@ -349,14 +407,18 @@ def tokenizer_beyond(*tokens: str) -> object:
 def test_a_special_token_behind_the_last_row_is_refused() -> None:
     tokenizer = tokenizer_beyond("<|end|>")
     tokenizer.eos_token = "<|end|>"
-    with pytest.raises(CompanionError, match="the eos_token has id 101, the model has 101 embedding rows"):
+    with pytest.raises(
+        CompanionError, match="the eos_token has id 101, the model has 101 embedding rows"
+    ):
         check_tokenizer(models.llama(), tokenizer)
 
 
 def test_a_token_of_the_chat_template_needs_a_row() -> None:
     tokenizer = tokenizer_beyond("<|tool|>", "<|image|>")
     tokenizer.chat_template = models.CHAT_TEMPLATE + "<|tool|>"
-    with pytest.raises(CompanionError, match=r"'<\|tool\|>' of the chat template has id 101, the model has 101"):
+    with pytest.raises(
+        CompanionError, match=r"'<\|tool\|>' of the chat template has id 101, the model has 101"
+    ):
         check_tokenizer(models.llama(), tokenizer)
     tokenizer.chat_template = {"default": models.CHAT_TEMPLATE, "tool_use": "<|tool|>"}
     with pytest.raises(CompanionError, match=r"'<\|tool\|>' of the chat template"):
@@ -379,7 +441,9 @@ def test_embedding_rows_are_seen_through_adapters() -> None:
     tokenizer = models.tokenizer()
     tokenizer.add_tokens([f"new{i}" for i in range(40)])
     for options in ({"target_modules": ["embed_tokens"]}, {"modules_to_save": ["embed_tokens"]}):
-        model = get_peft_model(models.qwen3(), LoraConfig(**{"target_modules": ["q_proj"], **options}))
+        model = get_peft_model(
+            models.qwen3(), LoraConfig(**{"target_modules": ["q_proj"], **options})
+        )
         assert check_tokenizer(model, models.tokenizer()) == ()
         assert "101 embedding rows" in check_tokenizer(model, tokenizer)[0]
 
@@ -412,8 +476,12 @@ def llava_processor(processor_class: type, tokenizer: object) -> LlavaProcessor:
     return processor_class(image_processor=CLIPImageProcessor(), tokenizer=tokenizer, patch_size=8)
 
 
-@pytest.mark.parametrize("cls", [ScriptProcessor, type("_Patched_LlavaProcessor", (LlavaProcessor,), {})])
-def test_a_processor_of_another_class_comes_back_as_transformers_own(cls: type, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "cls", [ScriptProcessor, type("_Patched_LlavaProcessor", (LlavaProcessor,), {})]
+)
+def test_a_processor_of_another_class_comes_back_as_transformers_own(
+    cls: type, tmp_path: Path
+) -> None:
     """AutoProcessor does not find the class and would load a bare tokenizer."""
     processor = llava_processor(cls, models.tokenizer())
     with CheckpointSaver(tokenizer=processor) as saver:
@@ -422,7 +490,11 @@ def test_a_processor_of_another_class_comes_back_as_transformers_own(cls: type, 
     assert type(loaded) is LlavaProcessor
     assert (loaded.patch_size, type(loaded.image_processor)) == (8, type(processor.image_processor))
     assert type(processor) is cls
-    assert [note for note in report.notes if note.startswith(f"{cls.__name__}: ") and "its LlavaProcessor" in note]
+    assert [
+        note
+        for note in report.notes
+        if note.startswith(f"{cls.__name__}: ") and "its LlavaProcessor" in note
+    ]
 
 
 def test_a_tokenizer_of_another_class_comes_back_as_transformers_own(tmp_path: Path) -> None:
@@ -511,7 +583,9 @@ def custom(tmp_path: Path, modules_cache: str, monkeypatch: pytest.MonkeyPatch) 
     config = {"model_type": "tiny_custom", "auto_map": AUTO_MAP, "width": 4}
     (source / "config.json").write_text(json.dumps(config))
     save_file(
-        {"layer.weight": torch.eye(4), "layer.bias": torch.ones(4)}, source / "model.safetensors", {"format": "pt"}
+        {"layer.weight": torch.eye(4), "layer.bias": torch.ones(4)},
+        source / "model.safetensors",
+        {"format": "pt"},
     )
     model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
     shutil.rmtree(source)
@@ -551,7 +625,10 @@ def test_custom_code_of_a_sharded_class(custom: nn.Module, tmp_path: Path) -> No
 
 
 def test_code_that_is_not_here_is_not_claimed(custom: nn.Module, tmp_path: Path) -> None:
-    custom.config.auto_map = {**AUTO_MAP, "AutoTokenizer": ["org/repo--tokenization_tiny.TinyTokenizer", None]}
+    custom.config.auto_map = {
+        **AUTO_MAP,
+        "AutoTokenizer": ["org/repo--tokenization_tiny.TinyTokenizer", None],
+    }
     ours = written(tmp_path / "ours", custom)
     entry = json.loads((ours / "config.json").read_text())["auto_map"]["AutoTokenizer"]
     assert entry == ["org/repo--tokenization_tiny.TinyTokenizer", None]
@@ -559,7 +636,9 @@ def test_code_that_is_not_here_is_not_claimed(custom: nn.Module, tmp_path: Path)
 
 def test_code_typed_into_a_session_is_warned_about(tmp_path: Path, monkeypatch) -> None:
     model = models.llama()
-    model.__class__ = type("Typed", (LlamaForCausalLM,), {"__module__": "__main__", "_auto_class": "AutoModel"})
+    model.__class__ = type(
+        "Typed", (LlamaForCausalLM,), {"__module__": "__main__", "_auto_class": "AutoModel"}
+    )
     with pytest.warns(UserWarning, match="Typed: its code is in __main__"):
         ours = written(tmp_path / "ours", model)
     assert not list(ours.glob("*.py"))
@@ -569,15 +648,25 @@ def test_code_typed_into_a_session_is_warned_about(tmp_path: Path, monkeypatch) 
 
 
 def adapter(build=models.qwen3, name: str = "default", **options: object) -> PeftModel:
-    return get_peft_model(build(), LoraConfig(**{"target_modules": ["q_proj", "v_proj"], **options}), adapter_name=name)
+    return get_peft_model(
+        build(),
+        LoraConfig(**{"target_modules": ["q_proj", "v_proj"], **options}),
+        adapter_name=name,
+    )
 
 
 ADAPTERS = {
     "causal": lambda: adapter(task_type="CAUSAL_LM"),
     "auto_mapping": adapter,
-    "patterns": lambda: adapter(rank_pattern={"q_proj": 3}, use_dora=True, modules_to_save=["lm_head"]),
-    "prompt": lambda: get_peft_model(models.llama(), PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")),
-    "named_base": lambda: adapter(lambda: renamed(models.llama(), "org/model"), task_type="CAUSAL_LM"),
+    "patterns": lambda: adapter(
+        rank_pattern={"q_proj": 3}, use_dora=True, modules_to_save=["lm_head"]
+    ),
+    "prompt": lambda: get_peft_model(
+        models.llama(), PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    ),
+    "named_base": lambda: adapter(
+        lambda: renamed(models.llama(), "org/model"), task_type="CAUSAL_LM"
+    ),
 }
 
 
@@ -635,7 +724,9 @@ def test_base_is_recorded(tmp_path: Path) -> None:
 
 def test_injected_adapter_loads_as_a_peft_model(tmp_path: Path) -> None:
     base = models.qwen3()
-    model = inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), copy.deepcopy(base), "default")
+    model = inject_adapter_in_model(
+        LoraConfig(target_modules=["q_proj"]), copy.deepcopy(base), "default"
+    )
     before = live(model)
     write_adapter(tmp_path, model, "default", base=BASE)
     assert live(model) == before
@@ -645,8 +736,14 @@ def test_injected_adapter_loads_as_a_peft_model(tmp_path: Path) -> None:
         "parent_library": "transformers.models.qwen3.modeling_qwen3",
     }
     assert "base_model:adapter:org/base" in (tmp_path / "README.md").read_text()
-    weights = {f"base_model.model.{n}".replace(".default", ""): p for n, p in model.named_parameters() if "lora_" in n}
-    save_file({n: p.detach().clone() for n, p in weights.items()}, tmp_path / "adapter_model.safetensors")
+    weights = {
+        f"base_model.model.{n}".replace(".default", ""): p
+        for n, p in model.named_parameters()
+        if "lora_" in n
+    }
+    save_file(
+        {n: p.detach().clone() for n, p in weights.items()}, tmp_path / "adapter_model.safetensors"
+    )
     loaded = PeftModel.from_pretrained(base, tmp_path)
     assert torch.equal(loaded(**models.batch(1)).logits, model.eval()(**models.batch(1)).logits)
 
@@ -654,11 +751,16 @@ def test_injected_adapter_loads_as_a_peft_model(tmp_path: Path) -> None:
 def test_injected_card_is_yaml_for_any_base(tmp_path: Path) -> None:
     from huggingface_hub import ModelCard
 
-    model = inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), models.qwen3(), "default")
-    odd = BaseRecord(id='C:\\models\\"a": b', revision=None, dtype="float32", config_hash="", fingerprint={})
+    model = inject_adapter_in_model(
+        LoraConfig(target_modules=["q_proj"]), models.qwen3(), "default"
+    )
+    odd = BaseRecord(
+        id='C:\\models\\"a": b', revision=None, dtype="float32", config_hash="", fingerprint={}
+    )
     for base in (odd, NO_BASE):
         write_adapter(tmp_path, model, "default", base=base)
-        assert ModelCard.load(tmp_path / "README.md").data.base_model is None  # a path, which the Hub refuses
+        # a path, which the Hub refuses
+        assert ModelCard.load(tmp_path / "README.md").data.base_model is None
 
 
 @pytest.mark.parametrize("how", ["peft", "injected"])
@@ -667,11 +769,16 @@ def test_card_names_no_path(how: str, tmp_path: Path) -> None:
     from huggingface_hub import ModelCard
 
     models.qwen3().save_pretrained(tmp_path / "base")
-    base, config = AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(target_modules=["q_proj"])
+    base, config = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"),
+        LoraConfig(target_modules=["q_proj"]),
+    )
     model = get_peft_model(base, config) if how == "peft" else inject_adapter_in_model(config, base)
     for base_id in (None, "org/base"):
         with CheckpointSaver(base_id=base_id) as saver:
-            path = saver.save(model, tmp_path / str(base_id).replace("/", "-"), adapter_only=True).path
+            path = saver.save(
+                model, tmp_path / str(base_id).replace("/", "-"), adapter_only=True
+            ).path
         assert str(tmp_path) not in (path / "README.md").read_text()
         card = ModelCard.load(path / "README.md")
         assert card.data.base_model == base_id

@@ -1,4 +1,6 @@
-"""A checkpoint is complete or refused: what differs from the live model is named, and nothing is committed."""
+"""A checkpoint is complete or refused: what differs from the live model is named, and nothing is
+committed.
+"""
 
 from types import SimpleNamespace
 
@@ -27,7 +29,9 @@ def spoiled(model, how):
     }[how]
 
 
-@pytest.mark.parametrize("how", ["empty dict", "zero size", "slice", "missing", "extra", "prefixed", "other dtype"])
+@pytest.mark.parametrize(
+    "how", ["empty dict", "zero size", "slice", "missing", "extra", "prefixed", "other dtype"]
+)
 def test_a_spoiled_state_dict_is_refused(how, tmp_path):
     """A KB-sized model, a slice, or prefixed names that load to random weights."""
     model = models.build("qwen3")
@@ -38,7 +42,9 @@ def test_a_spoiled_state_dict_is_refused(how, tmp_path):
 
 
 def test_a_true_state_dict_is_taken(tmp_path):
-    """As scripts pass what `accelerator.get_state_dict` gathered: clones, so that a tied pair is two tensors."""
+    """As scripts pass what `accelerator.get_state_dict` gathered: clones, so that a tied pair is
+    two tensors.
+    """
     model = models.build("llama")
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     CheckpointSaver().save(model, tmp_path / "ours", state_dict=state)
@@ -68,7 +74,9 @@ def test_views_of_one_buffer_are_separate_tensors(tmp_path):
         parameter.data = flat[position : position + parameter.numel()].view(parameter.shape)
         position += parameter.numel()
     CheckpointSaver().save(model, tmp_path / "ours")
-    assert_same_tensors(stored(tmp_path / "ours"), reference(models.build("llama"), tmp_path / "theirs"))
+    assert_same_tensors(
+        stored(tmp_path / "ours"), reference(models.build("llama"), tmp_path / "theirs")
+    )
     assert (tmp_path / "ours" / "model.safetensors").stat().st_size < flat.nbytes + 8192
 
 
@@ -90,8 +98,12 @@ def test_dtype_policy(dtype, tmp_path):
     report = CheckpointSaver(dtype=dtype).save(model, tmp_path)
     expected = torch.bfloat16 if dtype in ("config", "bfloat16") else torch.float32
     assert {tensor.dtype for tensor in stored(tmp_path).values()} == {expected}
-    assert str(expected) == f"torch.{ft_ckpt.load_model(tmp_path).config.dtype}".replace("torch.torch", "torch")
-    assert dict(report.casts) == ({"float32->bfloat16": report.tensors} if expected is torch.bfloat16 else {})
+    assert str(expected) == f"torch.{ft_ckpt.load_model(tmp_path).config.dtype}".replace(
+        "torch.torch", "torch"
+    )
+    assert dict(report.casts) == (
+        {"float32->bfloat16": report.tensors} if expected is torch.bfloat16 else {}
+    )
 
 
 def test_a_tensor_that_is_cast_piece_by_piece_is_whole(tmp_path):

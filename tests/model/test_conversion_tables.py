@@ -1,4 +1,6 @@
-"""Adapters of classes that transformers renames or converts: after each load and merge they are the trained ones."""
+"""Adapters of classes that transformers renames or converts: after each load and merge they are the
+trained ones.
+"""
 
 import copy
 import re
@@ -29,13 +31,16 @@ def differing(actual: State, expected: State, tolerance: float = 0.0) -> list[st
     """Names of expected tensors that are missing, or have other values."""
     wrong = []
     for name, tensor in expected.items():
-        if name not in actual or not torch.allclose(actual[name], tensor, rtol=0, atol=tolerance, equal_nan=True):
+        if name not in actual or not torch.allclose(
+            actual[name], tensor, rtol=0, atol=tolerance, equal_nan=True
+        ):
             wrong.append(name)
     return wrong
 
 
 def differences(name: str, kind: str, folder: Path) -> dict[str, str]:
-    """How an adapter on a model of that class, saved in each way, differs from the live one once it is loaded.
+    """How an adapter on a model of that class, saved in each way, differs from the live one once it
+    is loaded.
 
     A way that is refused by name is one, too: it begins with "refused".
     """
@@ -44,7 +49,9 @@ def differences(name: str, kind: str, folder: Path) -> dict[str, str]:
         return {}
     cls: Any = type(base)
     base.save_pretrained(folder / "base")
-    model = trained(get_peft_model(cls.from_pretrained(folder / "base"), adapter_config(base, kind)))
+    model = trained(
+        get_peft_model(cls.from_pretrained(folder / "base"), adapter_config(base, kind))
+    )
     adapted = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     merged = copy.deepcopy(model).merge_and_unload().state_dict()
     saver = CheckpointSaver()
@@ -90,8 +97,10 @@ def differences(name: str, kind: str, folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("LagunaForCausalLM", "layers"),  # names of today that PEFT renames as names of an older layout
-        ("Qwen3VLMoeForConditionalGeneration", "layers"),  # experts whose shapes transformers asks the model for
+        # names of today that PEFT renames as names of an older layout
+        ("LagunaForCausalLM", "layers"),
+        # experts whose shapes transformers asks the model for
+        ("Qwen3VLMoeForConditionalGeneration", "layers"),
         ("Kimi_K25ForConditionalGeneration", "biases"),  # stored fused, several tensors in memory
         ("AfmoeForCausalLM", "biases"),  # a router that is replaced, whose name PEFT renames
     ],
@@ -125,7 +134,9 @@ def test_adapters_on_every_class_with_a_table(share, tmp_path):
 
 def rename_stored(folder: Path, pattern: str, replacement: str) -> None:
     file = folder / "adapter_model.safetensors"
-    renamed = {re.sub(pattern, replacement, name): tensor for name, tensor in load_file(file).items()}
+    renamed = {
+        re.sub(pattern, replacement, name): tensor for name, tensor in load_file(file).items()
+    }
     save_file(renamed, file, metadata={"format": "pt"})
 
 
@@ -138,7 +149,9 @@ def test_an_adapter_with_the_names_of_transformers_4(tmp_path):
     config = LoraConfig(r=2, target_modules=r".*language_model.*(q_proj|down_proj)")
     model = trained(get_peft_model(cls.from_pretrained(tmp_path / "base"), config))
     model.save_pretrained(tmp_path / "adapter")
-    rename_stored(tmp_path / "adapter", r"model\.language_model\.layers", "language_model.model.layers")
+    rename_stored(
+        tmp_path / "adapter", r"model\.language_model\.layers", "language_model.model.layers"
+    )
     ft_ckpt.convert(tmp_path / "adapter", tmp_path / "checkpoint", progress=False)
     ft_ckpt.merge(tmp_path / "adapter", tmp_path / "merged", progress=False)
     loaded = ft_ckpt.load_model(tmp_path / "checkpoint")
@@ -148,7 +161,9 @@ def test_an_adapter_with_the_names_of_transformers_4(tmp_path):
 
 
 def test_an_adapter_of_single_experts(tmp_path):
-    """transformers 4 had a linear layer for each matrix of each expert; now they are fused, and so is the adapter."""
+    """transformers 4 had a linear layer for each matrix of each expert; now they are fused, and so
+    is the adapter.
+    """
     pytest.importorskip("peft.utils.transformers_weight_conversion")
     base = make_small("MixtralForCausalLM")
     cls: Any = type(base)
@@ -160,10 +175,16 @@ def test_an_adapter_of_single_experts(tmp_path):
             rows, columns = tensor.shape
             tensors[f"{path}.lora_A.weight"] = torch.randn(2, columns)
             tensors[f"{path}.lora_B.weight"] = torch.randn(rows, 2)
-    config = LoraConfig(r=2, target_modules=["w1", "w2", "w3"], base_model_name_or_path=str(tmp_path / "base"))
+    config = LoraConfig(
+        r=2, target_modules=["w1", "w2", "w3"], base_model_name_or_path=str(tmp_path / "base")
+    )
     config.save_pretrained(tmp_path / "adapter")
-    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
-    by_peft = PeftModel.from_pretrained(cls.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    save_file(
+        tensors, tmp_path / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"}
+    )
+    by_peft = PeftModel.from_pretrained(
+        cls.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
+    )
     ft_ckpt.convert(tmp_path / "adapter", tmp_path / "checkpoint", progress=False)
     ft_ckpt.merge(tmp_path / "adapter", tmp_path / "merged", progress=False)
     loaded = ft_ckpt.load_model(tmp_path / "checkpoint")
@@ -174,9 +195,13 @@ def test_an_adapter_of_single_experts(tmp_path):
 
 def test_what_peft_does_not_load_is_named(tmp_path, monkeypatch):
     """The embeddings of a prompt encoder are computed at the save, so PEFT loads them."""
-    config = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=7)
+    config = peft.PromptEncoderConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=7
+    )
     model = trained(get_peft_model(models.build("qwen3"), config))
     CheckpointSaver().save(model, tmp_path, adapter_only=True)
     monkeypatch.setattr(peft, "set_peft_model_state_dict", lambda *_, **__: None)
-    with pytest.raises(errors.LoadError, match=r"prompt_embeddings: other values in adapter 'default'"):
+    with pytest.raises(
+        errors.LoadError, match=r"prompt_embeddings: other values in adapter 'default'"
+    ):
         ft_ckpt.load_model(tmp_path, base=models.build("qwen3"))

@@ -1,4 +1,5 @@
-"""Every model class of transformers: what is committed loads in plain transformers, or was refused, or noted.
+"""Every model class of transformers: what is committed loads in plain transformers, or was refused,
+or noted.
 
 Each class is saved as it is, and after each edit that a training script makes by hand.
 """
@@ -33,22 +34,30 @@ def replace_linear(model: nn.Module, path: str, module: nn.Module) -> None:
 
 def another_head(model: nn.Module) -> None:
     path, head = linears(model)[-1]
-    replace_linear(model, path, nn.Linear(head.in_features, head.out_features + 3, bias=head.bias is not None))
+    replace_linear(
+        model, path, nn.Linear(head.in_features, head.out_features + 3, bias=head.bias is not None)
+    )
 
 
 def deeper_head(model: nn.Module) -> None:
     path, head = linears(model)[-1]
-    deeper = nn.Sequential(nn.Linear(head.in_features, 4), nn.ReLU(), nn.Linear(4, head.out_features))
+    deeper = nn.Sequential(
+        nn.Linear(head.in_features, 4), nn.ReLU(), nn.Linear(4, head.out_features)
+    )
     replace_linear(model, path, deeper)
 
 
 def another_bias(model: nn.Module) -> None:
     path, first = linears(model)[0]
-    replace_linear(model, path, nn.Linear(first.in_features, first.out_features, bias=first.bias is None))
+    replace_linear(
+        model, path, nn.Linear(first.in_features, first.out_features, bias=first.bias is None)
+    )
 
 
 def layer_lists(model: nn.Module) -> list[nn.ModuleList]:
-    lists = [module for module in model.modules() if type(module) is nn.ModuleList and len(module) > 1]
+    lists = [
+        module for module in model.modules() if type(module) is nn.ModuleList and len(module) > 1
+    ]
     return [layers for layers in lists if any(True for _ in layers[-1].parameters())]
 
 

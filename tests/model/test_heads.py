@@ -1,7 +1,9 @@
-"""Adapters on another class than the one that the base's files name: classifiers, reward models, question answering.
+"""Adapters on another class than the one that the base's files name: classifiers, reward models,
+question answering.
 
-The head is in the base's files, in the adapter, or drawn at random at each start and in neither. In each case the
-adapter alone, loaded, merged from files or resumed on a base of another start, computes what the live model computed.
+The head is in the base's files, in the adapter, or drawn at random at each start and in neither. In
+each case the adapter alone, loaded, merged from files or resumed on a base of another start,
+computes what the live model computed.
 """
 
 from dataclasses import dataclass, replace
@@ -22,8 +24,22 @@ from ft_ckpt.errors import LoadError, SelectionError
 
 LABELS = {0: "low", 1: "middle", 2: "high"}
 _BERT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
-_T5 = {"d_model": 24, "d_kv": 6, "d_ff": 36, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0, "vocab_size": 101}
-_VIT = {"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 4, **_BERT}
+_T5 = {
+    "d_model": 24,
+    "d_kv": 6,
+    "d_ff": 36,
+    "num_layers": 1,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "vocab_size": 101,
+}
+_VIT = {
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    **_BERT,
+}
 
 # What the base's files are: name -> (class, fields of its config).
 BASES = {
@@ -52,11 +68,19 @@ TASKS = {
 }
 TRAINED = {
     "llama": ("SequenceClassification", "TokenClassification", "QuestionAnswering", "CausalLM", ""),
-    "bert": ("SequenceClassification", "TokenClassification", "QuestionAnswering", "MultipleChoice", "MaskedLM", ""),
+    "bert": (
+        "SequenceClassification",
+        "TokenClassification",
+        "QuestionAnswering",
+        "MultipleChoice",
+        "MaskedLM",
+        "",
+    ),
     "t5": ("Seq2SeqLM", "SequenceClassification", "TokenClassification", "QuestionAnswering", ""),
     "vit": ("ImageClassification", ""),
 }
-# What PEFT trains: name -> settings of LoRA. A task of PEFT trains the heads that it knows, no task trains none.
+# What PEFT trains: name -> settings of LoRA. A task of PEFT trains the heads that it knows, no task
+# trains none.
 SETTINGS = {
     "task": {},
     "no task": {"task_type": None},
@@ -80,7 +104,9 @@ class Case:
 
     @property
     def is_mergeable(self):
-        """Inside a classifier of T5, PEFT trains tokens of one of the tied embeddings, and the class stores one."""
+        """Inside a classifier of T5, PEFT trains tokens of one of the tied embeddings, and the
+        class stores one.
+        """
         return (self.family, self.settings) != ("t5", "tokens") or "Classification" not in self.head
 
     def start(self, folder, seed):
@@ -92,33 +118,48 @@ class Case:
             labels = {"id2label": LABELS, "label2id": {name: n for n, name in LABELS.items()}}
             options |= {"num_labels": len(LABELS), **labels}
         if self.head == "QuestionAnswering":
-            options |= {"num_labels": 2, "id2label": {0: "start", 1: "end"}, "label2id": {"start": 0, "end": 1}}
+            options |= {
+                "num_labels": 2,
+                "id2label": {0: "start", 1: "end"},
+                "label2id": {"start": 0, "end": 1},
+            }
         if self.head == "SequenceClassification":
             options["problem_type"] = "multi_label_classification"
         return auto.from_pretrained(folder, **options)
 
     def adapt(self, base):
-        settings = {"task_type": TASKS[self.head], "target_modules": TARGETS[self.family], **SETTINGS[self.settings]}
+        settings = {
+            "task_type": TASKS[self.head],
+            "target_modules": TARGETS[self.family],
+            **SETTINGS[self.settings],
+        }
         return peft.get_peft_model(base, peft.LoraConfig(r=2, **settings))
 
     def batch(self):
-        """Inputs for which every token id counts, in the rows of the embeddings that are trained."""
+        """Inputs for which every token id counts, in the rows of the embeddings that are
+        trained.
+        """
         if self.family == "vit":
             return {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)}
         ids = torch.arange(3, 19).view(2, 8)
         if self.family == "t5" and self.head in ("Seq2SeqLM", ""):
             return {"input_ids": ids, "decoder_input_ids": ids}
         if self.family == "t5":
-            return {"input_ids": torch.cat([ids, torch.ones(2, 1, dtype=ids.dtype)], dim=1)}  # ends in EOS
+            # ends in EOS
+            return {"input_ids": torch.cat([ids, torch.ones(2, 1, dtype=ids.dtype)], dim=1)}
         return {"input_ids": ids[None] if self.head == "MultipleChoice" else ids}
 
     def outputs(self, model):
         with torch.no_grad():
-            return torch.cat([value.flatten() for value in _tensors_in(model.eval()(**self.batch()))])
+            return torch.cat(
+                [value.flatten() for value in _tensors_in(model.eval()(**self.batch()))]
+            )
 
 
 def _tensors_in(output):
-    return [value for key, value in output.items() if isinstance(value, torch.Tensor) and key != "loss"]
+    return [
+        value for key, value in output.items() if isinstance(value, torch.Tensor) and key != "loss"
+    ]
 
 
 def _cases():
@@ -126,13 +167,17 @@ def _cases():
         for head in TRAINED[base.split()[0]]:
             for settings in SETTINGS:
                 is_image = base == "vit"
-                # transformers does not find the body of a causal model in its class for question answering.
+                # transformers does not find the body of a causal model in its class for question
+                # answering.
                 is_unknown = head == "QuestionAnswering" and base.startswith("llama c")
                 if not (is_image and settings == "tokens") and not is_unknown:
                     yield Case(base, head, settings)
 
 
-CASES = {"-".join((case.base, case.head or "body", case.settings)).replace(" ", "_"): case for case in _cases()}
+CASES = {
+    "-".join((case.base, case.head or "body", case.settings)).replace(" ", "_"): case
+    for case in _cases()
+}
 SAMPLE = (
     "llama_causal-SequenceClassification-task",
     "bert_masked-SequenceClassification-no_task",
@@ -169,7 +214,10 @@ def trained(model):
 
 def saver_of(model, folder):
     saver = CheckpointSaver(directory=folder)
-    saver.register(model=model, optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    saver.register(
+        model=model,
+        optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+    )
     return saver
 
 
@@ -238,7 +286,9 @@ def test_a_padding_token_that_was_added_is_kept(tmp_path, bases):
 
 
 def test_an_adapter_of_peft_names_its_task_and_has_its_labels(tmp_path, classifier):
-    """Without a manifest, the class is that of the task, and the number of labels that of the stored head."""
+    """Without a manifest, the class is that of the task, and the number of labels that of the
+    stored head.
+    """
     case, model = classifier
     model.save_pretrained(tmp_path / "adapter")
     ft_ckpt.merge(tmp_path / "adapter", tmp_path / "merged", progress=False)
@@ -248,19 +298,27 @@ def test_an_adapter_of_peft_names_its_task_and_has_its_labels(tmp_path, classifi
 
 
 def test_a_checkpoint_of_an_earlier_version_loads(tmp_path, classifier):
-    """It recorded neither class nor config, and sampled the random head that the adapter replaces."""
+    """It recorded neither class nor config, and sampled the random head that the adapter
+    replaces.
+    """
     case, model = classifier
     path = CheckpointSaver().save(model, tmp_path, adapter_only=True).path
     manifest = read_manifest(path)
     base = manifest.parts[0].base
     samples = {**base.fingerprint, "score.weight": {"0": 5.0}}
-    parts = (replace(manifest.parts[0], base=replace(base, fingerprint=samples, class_name="", config={})),)
+    parts = (
+        replace(
+            manifest.parts[0], base=replace(base, fingerprint=samples, class_name="", config={})
+        ),
+    )
     (path / "ft_ckpt.json").write_text(manifest_to_json(replace(manifest, parts=parts)))
     assert_agree(case.outputs(ft_ckpt.load_model(path)), case.outputs(model))
 
 
 def test_a_head_that_nobody_has_is_refused(tmp_path, bases):
-    """PEFT's own folder lacks an untrained head: merged with another random one, it would answer otherwise."""
+    """PEFT's own folder lacks an untrained head: merged with another random one, it would answer
+    otherwise.
+    """
     case = Case("bert masked", "SequenceClassification", "no task")
     model = trained(case.adapt(case.start(bases("bert masked"), seed=1)))
     model.save_pretrained(tmp_path / "adapter")
@@ -271,7 +329,12 @@ def test_a_head_that_nobody_has_is_refused(tmp_path, bases):
     manifest = read_manifest(path)
     assert manifest.notes == tuple(
         f"base_model.model.{name}: saved with the adapter because the base's files lack it"
-        for name in ("bert.pooler.dense.bias", "bert.pooler.dense.weight", "classifier.bias", "classifier.weight")
+        for name in (
+            "bert.pooler.dense.bias",
+            "bert.pooler.dense.weight",
+            "classifier.bias",
+            "classifier.weight",
+        )
     )
 
 
@@ -283,7 +346,9 @@ def test_a_base_without_any_tensor_of_the_model_is_named(tmp_path, bases):
     expected = case.outputs(model)
     report = CheckpointSaver().save(model, tmp_path, adapter_only=True)
     assert any("none of its parameters is in the files" in note for note in report.notes)
-    with pytest.raises(LoadError, match=r"neither in the files of the base .* pass the model .* with base="):
+    with pytest.raises(
+        LoadError, match=r"neither in the files of the base .* pass the model .* with base="
+    ):
         ft_ckpt.load_model(tmp_path)
     again = case.start(bases("llama causal"), seed=1)
     assert_agree(case.outputs(ft_ckpt.load_model(tmp_path, base=again)), expected)

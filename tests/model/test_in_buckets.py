@@ -1,4 +1,6 @@
-"""Whole checkpoints in a bucket: opened at one moment, verified, loaded as models, converted, averaged."""
+"""Whole checkpoints in a bucket: opened at one moment, verified, loaded as models, converted,
+averaged.
+"""
 
 import gc
 import json
@@ -20,7 +22,14 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint.catalog import verify
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
-from ft_ckpt.errors import BaseMismatchError, ConfigError, CorruptError, LoadError, NotACheckpointError, TargetError
+from ft_ckpt.errors import (
+    BaseMismatchError,
+    ConfigError,
+    CorruptError,
+    LoadError,
+    NotACheckpointError,
+    TargetError,
+)
 from ft_ckpt.model.convert import open_source
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.object_store import RemoteObject
@@ -55,7 +64,9 @@ def read_bytes(monkeypatch):
 
 def same(one, other):
     tensors, others = one.state_dict(), other.state_dict()
-    return tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)
+    return tensors.keys() == others.keys() and all(
+        torch.equal(tensors[name], others[name]) for name in tensors
+    )
 
 
 def test_a_model_is_loaded_and_says_where_it_is_from(base, sharded, tmp_path, monkeypatch):
@@ -72,7 +83,9 @@ def test_a_model_is_loaded_and_says_where_it_is_from(base, sharded, tmp_path, mo
 def test_only_small_files_are_copied_for_libraries(sharded, read_bytes):
     ft_ckpt.load_model(in_bucket(sharded))
     sizes = [file.stat().st_size for file in sharded.iterdir()]
-    assert sum(read_bytes) < 2.5 * sum(sizes), "and weights once, after the digests that are always compared"
+    assert sum(read_bytes) < 2.5 * sum(sizes), (
+        "and weights once, after the digests that are always compared"
+    )
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3"])
@@ -88,7 +101,9 @@ def test_adapters_on_the_right_base(base, tmp_path, form):
     adapted = models.trained(models.lora(models.build("llama")), 1).eval()
     CheckpointSaver(format=form).save(adapted, tmp_path / "out", adapter_only=True)
     place = in_bucket(tmp_path / "out")
-    assert torch.equal(logits(ft_ckpt.load_model(place, base=models.build("llama"))), logits(adapted))
+    assert torch.equal(
+        logits(ft_ckpt.load_model(place, base=models.build("llama"))), logits(adapted)
+    )
     with pytest.raises(BaseMismatchError):
         ft_ckpt.load_model(place, base=models.build("llama", 7))
 
@@ -105,7 +120,9 @@ def test_parts_by_name_and_by_place(tmp_path):
         assert same(head, model.value_head)
     with pytest.raises(LoadError, match=r"part 'none': not in memory://\w+/team/runs/out"):
         ft_ckpt.load_model(place, part="none")
-    with pytest.raises(NotACheckpointError, match=r"memory://\w+/team/runs: the folder of a run, which holds out"):
+    with pytest.raises(
+        NotACheckpointError, match=r"memory://\w+/team/runs: the folder of a run, which holds out"
+    ):
         ft_ckpt.load_model(Place(place.store))
 
 
@@ -114,7 +131,9 @@ def test_damage_is_found(sharded):
     assert verify(place).ok
     with open_checkpoint(place) as held:
         assert held.find_problems(deep=True) == ()
-        with pytest.raises(TargetError, match=r"x: cannot be written, the store is open for reading"):
+        with pytest.raises(
+            TargetError, match=r"x: cannot be written, the store is open for reading"
+        ):
             held.store.write("x", b"")
         with pytest.raises(ConfigError, match="not on this machine's disks"):
             held.path  # noqa: B018
@@ -156,9 +175,13 @@ def test_opening_is_few_requests(sharded):
 
 @pytest.mark.parametrize("form", ["safetensors", "h5", "torch"])
 def test_converted_from_a_bucket(base, sharded, tmp_path, form):
-    report = ft_ckpt.convert(in_bucket(sharded), tmp_path / "new", format=form, verify=True, progress=False)
+    report = ft_ckpt.convert(
+        in_bucket(sharded), tmp_path / "new", format=form, verify=True, progress=False
+    )
     assert report.notes == ()
-    assert (tmp_path / "new" / "tokenizer.json").read_bytes() == (sharded / "tokenizer.json").read_bytes()
+    assert (tmp_path / "new" / "tokenizer.json").read_bytes() == (
+        sharded / "tokenizer.json"
+    ).read_bytes()
     assert verify(tmp_path / "new").ok
     if form != "torch":
         assert same(ft_ckpt.load_model(tmp_path / "new"), base)
@@ -184,7 +207,10 @@ def test_averages_of_a_bucket(tmp_path):
 
 
 def test_a_row_of_a_tensor_is_read_by_its_bytes(tmp_path, read_bytes):
-    ft_ckpt.save({"w": torch.arange(1_000_000.0).view(1000, 1000), "b": torch.ones(10)}, tmp_path / "x.safetensors")
+    ft_ckpt.save(
+        {"w": torch.arange(1_000_000.0).view(1000, 1000), "b": torch.ones(10)},
+        tmp_path / "x.safetensors",
+    )
     found = ft_ckpt.load(in_bucket(tmp_path / "x.safetensors"))
     read_bytes.clear()
     assert found["w"][407].tolist() == list(range(407_000, 408_000))
@@ -195,7 +221,9 @@ def test_a_row_of_a_tensor_is_read_by_its_bytes(tmp_path, read_bytes):
 
 def test_the_table_of_a_torch_file_is_few_requests(tmp_path, read_bytes):
     """A file of many small records, each with a head of its own."""
-    torch.save({f"layer.{number}": torch.full((100,), number) for number in range(500)}, tmp_path / "x.pt")
+    torch.save(
+        {f"layer.{number}": torch.full((100,), number) for number in range(500)}, tmp_path / "x.pt"
+    )
     with closing(open_source(in_bucket(tmp_path / "x.pt"))) as file:
         assert file.read("layer.7").tolist() == [7] * 100
         assert len(file.specs) == 500
@@ -205,7 +233,10 @@ def test_the_table_of_a_torch_file_is_few_requests(tmp_path, read_bytes):
 @pytest.mark.parametrize("golden", ["native.h5", "nested.h5", "flat.h5"])
 def test_files_of_ours_of_any_age(golden):
     place = in_bucket(ROOT / "tests" / "golden" / golden)
-    near, far = ft_ckpt.load(ROOT / "tests" / "golden" / golden, "cpu"), ft_ckpt.load(place, "cpu", verify=True)
+    near, far = (
+        ft_ckpt.load(ROOT / "tests" / "golden" / golden, "cpu"),
+        ft_ckpt.load(place, "cpu", verify=True),
+    )
     assert repr(near) == repr(far)
 
 
@@ -238,13 +269,21 @@ def test_a_file_is_compared_with_the_manifest_beside_it(sharded):
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-def test_each_object_is_downloaded_once_to_be_compared_and_read(tmp_path, s3, monkeypatch, has_room):
-    """Without room for it in the temporary folder it is compared, and downloaded again if it is large."""
+def test_each_object_is_downloaded_once_to_be_compared_and_read(
+    tmp_path, s3, monkeypatch, has_room
+):
+    """Without room for it in the temporary folder it is compared, and downloaded again if it is
+    large.
+    """
     CheckpointSaver().save(models.build("llama"), tmp_path / "out")
     ft_ckpt.copy(tmp_path / "out", "s3://bucket/out")
     real = LocalStore.free_bytes
     if not has_room:
-        monkeypatch.setattr(LocalStore, "free_bytes", lambda store: 0 if "ft_ckpt-copy-" in store.url else real(store))
+        monkeypatch.setattr(
+            LocalStore,
+            "free_bytes",
+            lambda store: 0 if "ft_ckpt-copy-" in store.url else real(store),
+        )
     before = len(s3.seen("GET .*model.safetensors"))
     ft_ckpt.convert("s3://bucket/out", tmp_path / "new.h5", progress=False)
     after = len(s3.seen("GET .*model.safetensors"))

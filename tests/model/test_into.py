@@ -25,11 +25,14 @@ def memory(what): return int(open("/proc/self/status").read().split(what)[1].spl
 ft_ckpt.load_model(sys.argv[1], into=nn.Linear(1, 1))  # what is imported on the way
 width, layers, kind = int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
 dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
-into = None if kind == "new" else nn.Sequential(*(nn.Linear(width, width, False, dtype=dtype) for _ in range(layers)))
+into = None
+if kind != "new":
+    into = nn.Sequential(*(nn.Linear(width, width, False, dtype=dtype) for _ in range(layers)))
 before = memory("VmRSS:")
 open("/proc/self/clear_refs", "w").write("5")  # the peak is that of from here on
 model = ft_ckpt.load_model(sys.argv[2], into=into)
-assert all(torch.equal(layer.weight, torch.full_like(layer.weight, n)) for n, layer in enumerate(model))
+for number, layer in enumerate(model):
+    assert torch.equal(layer.weight, torch.full_like(layer.weight, number))
 print(memory("VmHWM:") - before)
 """
 
@@ -53,8 +56,12 @@ def network(seed):
 
 
 def same(one, other):
-    tensors, others = ({name: each.cpu() for name, each in model.state_dict().items()} for model in (one, other))
-    return tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)
+    tensors, others = (
+        {name: each.cpu() for name, each in model.state_dict().items()} for model in (one, other)
+    )
+    return tensors.keys() == others.keys() and all(
+        torch.equal(tensors[name], others[name]) for name in tensors
+    )
 
 
 @pytest.fixture
@@ -118,11 +125,17 @@ def test_modules_that_load_in_a_way_of_their_own_are_asked_to(saved):
 
 def test_tensors_stay_where_they_are_and_what_they_are(saved):
     model = network(2).double()
-    model[0].weight = nn.Parameter(model[0].weight.detach().t().contiguous().t(), requires_grad=False)
+    model[0].weight = nn.Parameter(
+        model[0].weight.detach().t().contiguous().t(), requires_grad=False
+    )
     model[3].weight = nn.Parameter(torch.zeros((), dtype=torch.float64).expand(1))
-    places = {name: (id(one), one.data_ptr(), one.stride()) for name, one in model.named_parameters()}
+    places = {
+        name: (id(one), one.data_ptr(), one.stride()) for name, one in model.named_parameters()
+    }
     ft_ckpt.load_model(saved, into=model)
-    assert {name: (id(one), one.data_ptr(), one.stride()) for name, one in model.named_parameters()} == places
+    assert {
+        name: (id(one), one.data_ptr(), one.stride()) for name, one in model.named_parameters()
+    } == places
     assert same(model, network(1).double())
     assert not model[0].weight.requires_grad
     assert model[2].weight.requires_grad

@@ -1,4 +1,6 @@
-"""Models of diffusers, by a class with the members of theirs that a save uses; tests/clients has the real ones."""
+"""Models of diffusers, by a class with the members of theirs that a save uses; tests/clients has
+the real ones.
+"""
 
 import json
 
@@ -23,7 +25,13 @@ class ConfigMixin:
     __module__ = "diffusers.configuration_utils"
 
     def to_json_string(self) -> str:
-        return json.dumps({**self._internal_dict, "_class_name": type(self).__name__, "_diffusers_version": "0.42.1"})
+        return json.dumps(
+            {
+                **self._internal_dict,
+                "_class_name": type(self).__name__,
+                "_diffusers_version": "0.42.1",
+            }
+        )
 
     @classmethod
     def from_config(cls, config):
@@ -64,10 +72,14 @@ def test_a_model_is_saved_under_the_names_of_its_library(unet, tmp_path):
         *(f"diffusion_pytorch_model-0000{number}-of-00002.safetensors" for number in (1, 2)),
     }
     config = json.loads((tmp_path / "out/config.json").read_text())
-    assert config == {"width": 4, "_class_name": "TinyUNet", "_diffusers_version": "0.42.1"}  # without the local path
+    # without the local path
+    assert config == {"width": 4, "_class_name": "TinyUNet", "_diffusers_version": "0.42.1"}
     assert unet.config["_name_or_path"] == "/some/folder"
     loaded = ft_ckpt.load_model(tmp_path / "out", into=TinyUNet())
-    assert all(torch.equal(one, two) for one, two in zip(unet.parameters(), loaded.parameters(), strict=True))
+    assert all(
+        torch.equal(one, two)
+        for one, two in zip(unet.parameters(), loaded.parameters(), strict=True)
+    )
 
 
 def test_without_the_library_a_load_says_what_to_do(unet, tmp_path):
@@ -78,7 +90,9 @@ def test_without_the_library_a_load_says_what_to_do(unet, tmp_path):
 
 def test_a_config_of_another_model_is_refused(unet, tmp_path):
     unet.to_q = nn.Linear(8, 4, bias=False)
-    with pytest.raises(CompanionError, match=r"to_q.weight: \(4, 8\), and \(4, 4\).*register_to_config"):
+    with pytest.raises(
+        CompanionError, match=r"to_q.weight: \(4, 8\), and \(4, 4\).*register_to_config"
+    ):
         ft_ckpt.CheckpointSaver(None).save(unet, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -88,17 +102,26 @@ def test_converted_files_keep_the_names(unet, tmp_path):
     ft_ckpt.convert(tmp_path / "out", tmp_path / "h5", format="h5", progress=False)
     ft_ckpt.convert(tmp_path / "h5", tmp_path / "back", format="safetensors", progress=False)
     assert (tmp_path / "h5/diffusion_pytorch_model.h5").exists()
-    files = [folder / "diffusion_pytorch_model.safetensors" for folder in (tmp_path / "out", tmp_path / "back")]
+    files = [
+        folder / "diffusion_pytorch_model.safetensors"
+        for folder in (tmp_path / "out", tmp_path / "back")
+    ]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_lora_is_saved_as_pipelines_read_it(unet, tmp_path):
-    report = ft_ckpt.CheckpointSaver(None).save(adapted(unet, lora_alpha=6), tmp_path / "out", adapter_only=True)
+    report = ft_ckpt.CheckpointSaver(None).save(
+        adapted(unet, lora_alpha=6), tmp_path / "out", adapter_only=True
+    )
     assert report.notes == ()
     with safe_open(tmp_path / "out/pytorch_lora_weights.safetensors", "pt") as file:
         assert set(file.keys()) == {"unet.to_q.lora_A.weight", "unet.to_q.lora_B.weight"}
         settings = json.loads(file.metadata()["lora_adapter_metadata"])
-    assert (settings["unet.r"], settings["unet.lora_alpha"], settings["unet.target_modules"]) == (2, 6, ["to_q"])
+    assert (settings["unet.r"], settings["unet.lora_alpha"], settings["unet.target_modules"]) == (
+        2,
+        6,
+        ["to_q"],
+    )
     assert "library_name: diffusers" in (tmp_path / "out/README.md").read_text()
     loaded = ft_ckpt.load_model(tmp_path / "out", base=TinyUNet(), check_base=False)
     stored = {name: tensor for name, tensor in loaded.state_dict().items() if "lora" in name}
@@ -111,13 +134,17 @@ def test_lora_is_saved_as_pipelines_read_it(unet, tmp_path):
 
 @pytest.mark.parametrize("settings", [{"bias": "all"}, {"init_lora_weights": "pissa"}], ids=str)
 def test_what_pipelines_cannot_read_keeps_the_layout_of_peft(unet, settings, tmp_path):
-    report = ft_ckpt.CheckpointSaver(None).save(adapted(unet, **settings), tmp_path / "out", adapter_only=True)
+    report = ft_ckpt.CheckpointSaver(None).save(
+        adapted(unet, **settings), tmp_path / "out", adapter_only=True
+    )
     assert (tmp_path / "out/adapter_model.safetensors").exists()
     assert "load_lora_weights cannot read" in " ".join(report.notes)
 
 
 class Several(ModelMixin):
-    """Without a config, as MultiControlNetModel: its save_pretrained writes a folder for each model."""
+    """Without a config, as MultiControlNetModel: its save_pretrained writes a folder for each
+    model.
+    """
 
     __module__ = "diffusers.models.controlnets"
 
@@ -127,7 +154,9 @@ class Several(ModelMixin):
 
 
 def test_several_models_in_one_are_refused_with_their_places(unet, tmp_path):
-    with pytest.raises(SelectionError, match=r"Several: has a layout of its own.*'nets\.0', 'nets\.1'"):
+    with pytest.raises(
+        SelectionError, match=r"Several: has a layout of its own.*'nets\.0', 'nets\.1'"
+    ):
         ft_ckpt.CheckpointSaver(None).save(Several(unet, TinyUNet()), tmp_path / "out")
 
 

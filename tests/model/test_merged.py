@@ -1,4 +1,6 @@
-"""Merged models: what PEFT merges, to the last rounding, and what the live model computes where PEFT is wrong."""
+"""Merged models: what PEFT merges, to the last rounding, and what the live model computes where
+PEFT is wrong.
+"""
 
 import json
 from typing import Any
@@ -61,7 +63,8 @@ def merges_as_peft(architecture: str, method: str, folder: Any) -> None:
     try:
         model = with_adapter(base, METHODS[method](TARGETS[architecture]))
         live = outputs(model, kind)
-    except (TypeError, ValueError, RuntimeError) as error:  # what PEFT does not make, or makes so that it cannot run
+    except (TypeError, ValueError, RuntimeError) as error:
+        # what PEFT does not make, or makes so that it cannot run
         pytest.skip(f"PEFT: {error}")
     report = saved(model, folder / "ours")
     assert not any("lora" in name or "base_layer" in name for name in stored(folder / "ours"))
@@ -72,12 +75,16 @@ def merges_as_peft(architecture: str, method: str, folder: Any) -> None:
     assert not (folder / "ours" / "adapter_config.json").exists()
 
 
-@pytest.mark.parametrize("method", ["bias", "dora", "loha", "adalora", "ia3", "oft", "vera-anew", "shira", "pissa"])
+@pytest.mark.parametrize(
+    "method", ["bias", "dora", "loha", "adalora", "ia3", "oft", "vera-anew", "shira", "pissa"]
+)
 def test_as_peft_merges_it(method, tmp_path):
     merges_as_peft("llama-tied", method, tmp_path)
 
 
-@pytest.mark.parametrize(("architecture", "method"), [("gpt2", "dora"), ("t5", "lokr"), ("mixtral", "rslora")])
+@pytest.mark.parametrize(
+    ("architecture", "method"), [("gpt2", "dora"), ("t5", "lokr"), ("mixtral", "rslora")]
+)
 def test_architectures_of_their_own_kind(architecture, method, tmp_path):
     merges_as_peft(architecture, method, tmp_path)
 
@@ -95,13 +102,17 @@ def test_every_method_on_every_architecture(architecture, method, tmp_path):
 @pytest.mark.parametrize("architecture", EMBEDDING)
 def test_an_adapted_embedding_is_untied_from_the_head(architecture, tmp_path):
     """PEFT's own merge changes the head with it, which the live model does not have."""
-    model = with_adapter(make(ARCHITECTURES[architecture]), low_rank([EMBEDDING[architecture]], lora_alpha=60))
+    model = with_adapter(
+        make(ARCHITECTURES[architecture]), low_rank([EMBEDDING[architecture]], lora_alpha=60)
+    )
     kind = ARCHITECTURES[architecture].inputs
     live = outputs(model, kind)
     report = saved(model, tmp_path / "out")
     again = loaded(tmp_path / "out")
     torch.testing.assert_close(outputs(again, kind), live, rtol=1e-4, atol=1e-4)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    )
     assert model.get_base_model().config.tie_word_embeddings
     assert any("tied, merged differently in each place" in note for note in report.notes)
     head = stored(tmp_path / "out")["lm_head.weight"]
@@ -125,14 +136,18 @@ def test_embeddings_trained_in_both_places_stay_tied(settings, tmp_path):
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
 def test_fused_experts(name, tmp_path):
-    """Adapters on parameters that are one tensor for all experts in memory, and one for each on disk."""
+    """Adapters on parameters that are one tensor for all experts in memory, and one for each on
+    disk.
+    """
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     config = low_rank(["q_proj"], target_parameters=experts, modules_to_save=["lm_head"])
     model = with_adapter(make(ARCHITECTURES[name]), config)
     live = outputs(model)
     saved(model, tmp_path / "ours")
     torch.testing.assert_close(outputs(loaded(tmp_path / "ours")), live, rtol=1e-4, atol=1e-4)
-    assert_close_tensors(stored(tmp_path / "ours"), reference(model.merge_and_unload(), tmp_path / "theirs"))
+    assert_close_tensors(
+        stored(tmp_path / "ours"), reference(model.merge_and_unload(), tmp_path / "theirs")
+    )
 
 
 def test_injected_adapters_and_convolutions(tmp_path):
@@ -148,7 +163,9 @@ def test_injected_adapters_and_convolutions(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounded_once(dtype, tmp_path):
-    """The merge of a bfloat16 model is the exact one, rounded: half a unit in the last place, and not more."""
+    """The merge of a bfloat16 model is the exact one, rounded: half a unit in the last place, and
+    not more.
+    """
     model = with_adapter(make(ARCHITECTURES["llama"]).bfloat16(), low_rank(LINEAR))
     for name, parameter in model.named_parameters():
         if "lora" in name:
@@ -158,7 +175,8 @@ def test_rounded_once(dtype, tmp_path):
     for name, tensor in stored(tmp_path).items():
         assert tensor.dtype == torch.bfloat16
         off = (tensor.double() - exact[name]).abs()
-        assert (off <= exact[name].abs() * 2**-8 * 1.001 + 1e-7).all(), name  # the sum is of float32
+        # the sum is of float32
+        assert (off <= exact[name].abs() * 2**-8 * 1.001 + 1e-7).all(), name
 
 
 # Which adapters
@@ -178,12 +196,18 @@ def test_adapters_by_name_and_by_weight(tmp_path):
     saved(model, tmp_path / "both", merged=["default", "other"])
     saved(model, tmp_path / "weighted", merged={"default": 0.25, "other": -1.5})
     saved(model, tmp_path / "other", merged="other")
-    base, first, second = (model.get_base_model().state_dict(), stored(tmp_path / "active"), stored(tmp_path / "other"))
+    base, first, second = (
+        model.get_base_model().state_dict(),
+        stored(tmp_path / "active"),
+        stored(tmp_path / "other"),
+    )
     for name, both in stored(tmp_path / "both").items():
         own = base.get(name, base.get(name.replace(".weight", ".base_layer.weight")))
         torch.testing.assert_close(both, first[name] + second[name] - own, rtol=1e-5, atol=1e-6)
         expected = own + 0.25 * (first[name] - own) - 1.5 * (second[name] - own)
-        torch.testing.assert_close(stored(tmp_path / "weighted")[name], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            stored(tmp_path / "weighted")[name], expected, rtol=1e-5, atol=1e-6
+        )
     model.base_model.set_adapter(["default", "other"])
     saved(model, tmp_path / "set")
     assert_close_tensors(stored(tmp_path / "set"), stored(tmp_path / "both"))
@@ -210,10 +234,21 @@ def test_what_cannot_be_merged_is_named(tmp_path):
     assert "adapter_only=True" in lily
     assert "the base layer has no bias" in refused(llama(low_rank(LINEAR, lora_bias=True)), out)
     model = two_adapters()
-    assert "adapter none: not on the model, which has default, other" in refused(model, out, merged=["none"])
+    assert "adapter none: not on the model, which has default, other" in refused(
+        model, out, merged=["none"]
+    )
     assert "adapter_only" in refused(model, out, adapter_only=True)
     assert "attribute" in refused(model, out, attribute="base_model")
-    for wrong in ({"other": None}, {"other": "a"}, {"other": 10**400}, {"other": float("nan")}, {1: 1}, [1], [], 1.0):
+    for wrong in (
+        {"other": None},
+        {"other": "a"},
+        {"other": 10**400},
+        {"other": float("nan")},
+        {1: 1},
+        [1],
+        [],
+        1.0,
+    ):
         assert "a weight for each name" in refused(model, out, merged=wrong)
     assert "each once" in refused(model, out, merged=["other", "other"])
     assert "no PEFT adapter" in refused(make(ARCHITECTURES["llama"]), out)
@@ -224,7 +259,9 @@ def test_what_cannot_be_merged_is_named(tmp_path):
 
 
 def test_modules_replaced_by_two_adapters_need_weights(tmp_path):
-    model = with_adapter(make(ARCHITECTURES["llama"]), low_rank(["q_proj"], modules_to_save=["lm_head"]))
+    model = with_adapter(
+        make(ARCHITECTURES["llama"]), low_rank(["q_proj"], modules_to_save=["lm_head"])
+    )
     model.add_adapter("other", low_rank(["q_proj"], modules_to_save=["lm_head"]))
     models.trained(model)
     assert "lm_head: trained by several adapters (default, other)" in refused(
@@ -239,7 +276,9 @@ def test_modules_replaced_by_two_adapters_need_weights(tmp_path):
 def test_a_broken_adapter_is_refused(tmp_path):
     model = with_adapter(make(ARCHITECTURES["llama"]), low_rank(["q_proj"]))
     with torch.no_grad():
-        model.get_base_model().model.layers[1].self_attn.q_proj.lora_B["default"].weight[0, 0] = float("nan")
+        model.get_base_model().model.layers[1].self_attn.q_proj.lora_B["default"].weight[0, 0] = (
+            float("nan")
+        )
     assert "layers.1.self_attn.q_proj.weight: merging gives NaN" in refused(model, tmp_path / "out")
 
 
@@ -272,7 +311,9 @@ def test_compared_by_what_it_computes(tmp_path, monkeypatch):
         return {name: tensor * 1.01 for name, tensor in right(layer, tensors).items()}
 
     monkeypatch.setattr(merge, "merge_layer", wrong)
-    assert "the merged model is not the live one" in refused(model, tmp_path / "wrong", check="logits")
+    assert "the merged model is not the live one" in refused(
+        model, tmp_path / "wrong", check="logits"
+    )
 
 
 def test_in_the_background_and_within_a_run(tmp_path):

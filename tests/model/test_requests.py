@@ -1,4 +1,6 @@
-"""How much is asked of a bucket, and nothing of a local disk: a request is what time and money go by there."""
+"""How much is asked of a bucket, and nothing of a local disk: a request is what time and money go
+by there.
+"""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -33,7 +35,9 @@ def asked(s3):
     def counting():
         found, before = Counter(), len(s3.requests)
         yield found
-        found.update("LIST" if "list-type" in each.query else each.method for each in s3.requests[before:])
+        found.update(
+            "LIST" if "list-type" in each.query else each.method for each in s3.requests[before:]
+        )
 
     return counting
 
@@ -45,7 +49,9 @@ def there():
 
 
 def test_a_model_is_a_listing_and_a_request_for_each_file(s3, asked, there, tmp_path):
-    CheckpointSaver(tokenizer=models.tokenizer(), max_shard_size="2MB").save(models.build("wide"), tmp_path / "out")
+    CheckpointSaver(tokenizer=models.tokenizer(), max_shard_size="2MB").save(
+        models.build("wide"), tmp_path / "out"
+    )
     place = there(tmp_path / "out")
     shards = list((tmp_path / "out").glob("*.safetensors"))
     with asked() as found:
@@ -53,13 +59,19 @@ def test_a_model_is_a_listing_and_a_request_for_each_file(s3, asked, there, tmp_
     index = int(len(shards) > 1)
     small = 1 + index + len(SMALL_FILES)
     assert (found["LIST"], found["HEAD"] <= 3) == (1, True), "HEADs are of the manifest alone"
-    assert found["GET"] <= small + 2 * len(shards), "the table of a weight file comes with its opening"
-    assert (found["PUT"], found["POST"], found.total() - found["GET"]) == (1, 1, 6), "a lease, and its end"
+    assert found["GET"] <= small + 2 * len(shards), (
+        "the table of a weight file comes with its opening"
+    )
+    assert (found["PUT"], found["POST"], found.total() - found["GET"]) == (1, 1, 6), (
+        "a lease, and its end"
+    )
 
 
 def test_weights_come_in_large_ranges_and_touch_no_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(read_ahead, "_FAR_BLOCK_BYTES", 1 << 20)  # 16 MB as a rule
-    model, again = (torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(20))) for _ in range(2))
+    model, again = (
+        torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(20))) for _ in range(2)
+    )
     CheckpointSaver().save(model, tmp_path / "out")
     place, sizes, real = in_bucket(tmp_path / "out"), [], object_store.obstore.get
 
@@ -91,7 +103,9 @@ def test_the_latest_of_a_hundred_is_one_listing_and_their_manifests(asked, tmp_p
         run.write(f"checkpoint-100/{each.name}", each.read_bytes())
     with asked() as found:
         assert ft_ckpt.latest("s3://bucket/runs/sft") == "s3://bucket/runs/sft/checkpoint-100"
-    assert found == {"LIST": 2, "HEAD": 1, "GET": 1 + 100 + 3}, "the newest is verified: manifest, weights, config"
+    assert found == {"LIST": 2, "HEAD": 1, "GET": 1 + 100 + 3}, (
+        "the newest is verified: manifest, weights, config"
+    )
 
 
 def test_verifying_reads_each_file_once(asked, there, tmp_path):
@@ -104,7 +118,10 @@ def test_verifying_reads_each_file_once(asked, there, tmp_path):
 
 
 def test_a_lazy_file_is_a_request_and_each_large_tensor_one_more(asked, there, tmp_path):
-    ft_ckpt.save({"w": torch.arange(500_000.0), "v": torch.ones(200_000), "b": torch.ones(4)}, tmp_path / "x.h5")
+    ft_ckpt.save(
+        {"w": torch.arange(500_000.0), "v": torch.ones(200_000), "b": torch.ones(4)},
+        tmp_path / "x.h5",
+    )
     place = there(tmp_path / "x.h5")
     with asked() as found:
         lazy = ft_ckpt.load(place)

@@ -19,16 +19,35 @@ def refused(folder, model, error, words, **asked):
 
 def test_unknown_attribute_names_what_exists(tmp_path):
     model = policy_and_value()
-    refused(tmp_path, model, UnknownAttributeError, "has no 'polcy'; did you mean policy", attribute="polcy")
+    refused(
+        tmp_path,
+        model,
+        UnknownAttributeError,
+        "has no 'polcy'; did you mean policy",
+        attribute="polcy",
+    )
     refused(tmp_path, model, AttributeError, "LlamaForCausalLM has no 'x'", attribute="policy.x")
 
 
 def test_attribute_that_is_no_module(tmp_path):
     model = policy_and_value()
-    refused(tmp_path, model, SelectionError, "'dtype' is a dtype, expected a module", attribute="policy.dtype")
+    refused(
+        tmp_path,
+        model,
+        SelectionError,
+        "'dtype' is a dtype, expected a module",
+        attribute="policy.dtype",
+    )
     for wrong in (["policy", "policy"], [], 5, b"policy", ["policy", 5], {"policy": 1}):
         refused(tmp_path, model, SelectionError, "attribute=.*each once", attribute=wrong)
-        refused(tmp_path, model, SelectionError, "attribute=.*each once", attribute=wrong, adapter_only=False)
+        refused(
+            tmp_path,
+            model,
+            SelectionError,
+            "attribute=.*each once",
+            attribute=wrong,
+            adapter_only=False,
+        )
 
 
 def test_attribute_without_tensors(tmp_path):
@@ -39,12 +58,20 @@ def test_attribute_without_tensors(tmp_path):
 
 
 def test_adapter_of_a_model_without(tmp_path):
-    refused(tmp_path, llama(), NotAnAdapterError, "LlamaForCausalLM has no PEFT adapter", adapter_only=True)
+    refused(
+        tmp_path,
+        llama(),
+        NotAnAdapterError,
+        "LlamaForCausalLM has no PEFT adapter",
+        adapter_only=True,
+    )
     refused(tmp_path, llama(), TypeError, "adapter_only=False", adapter_only=True)
 
 
 def test_quantised_in_a_form_of_its_own(tmp_path):
-    """A quantiser whose weights are no plain tensors is refused by name, before anything is written."""
+    """A quantiser whose weights are no plain tensors is refused by name, before anything is
+    written.
+    """
 
     class HfQuantizer:
         def get_state_dict_and_metadata(self, model):
@@ -63,7 +90,9 @@ def test_quantised_in_a_form_of_its_own(tmp_path):
 
 
 def test_declared_tie_that_diverged_is_refused(tmp_path):
-    """A tied pair that is two tensors in memory; equal ones are stored once, others are an error."""
+    """A tied pair that is two tensors in memory; equal ones are stored once, others are an
+    error.
+    """
     model = llama()
     model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.detach().clone())
     CheckpointSaver().save(model, tmp_path / "equal")
@@ -72,7 +101,8 @@ def test_declared_tie_that_diverged_is_refused(tmp_path):
     with torch.no_grad():
         model.lm_head.weight[0, 0] += 1
     with pytest.raises(
-        IncompleteError, match=r"lm_head\.weight and model\.embed_tokens\.weight: the model's config ties"
+        IncompleteError,
+        match=r"lm_head\.weight and model\.embed_tokens\.weight: the model's config ties",
     ):
         CheckpointSaver().save(model, tmp_path / "diverged")
     assert not (tmp_path / "diverged").exists()
@@ -80,17 +110,23 @@ def test_declared_tie_that_diverged_is_refused(tmp_path):
 
 @pytest.mark.parametrize("how", ["shared", "equal", "different"])
 def test_weights_that_the_config_does_not_tie_are_in_the_file(how, tmp_path):
-    """Transformers ties nothing there, and would fill a head that is in no file with random numbers."""
+    """Transformers ties nothing there, and would fill a head that is in no file with random
+    numbers.
+    """
     model = llama(tie_word_embeddings=how != "shared")
     weight = model.model.embed_tokens.weight
-    model.lm_head.weight = weight if how == "shared" else nn.Parameter(weight.detach() + (how == "different"))
+    model.lm_head.weight = (
+        weight if how == "shared" else nn.Parameter(weight.detach() + (how == "different"))
+    )
     model.config.tie_word_embeddings = False
     report = CheckpointSaver().save(model, tmp_path / "out")
     read = type(model).from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(tensor, read[name]) for name, tensor in model.state_dict().items())
     again = ft_ckpt.load_model(tmp_path / "out")
     assert (again.lm_head.weight is again.model.embed_tokens.weight) == (how == "shared")
-    assert any("lm_head.weight" in note and "config" in note for note in report.notes) == (how == "shared")
+    assert any("lm_head.weight" in note and "config" in note for note in report.notes) == (
+        how == "shared"
+    )
 
 
 def test_nonfinite_values_by_policy(tmp_path):
@@ -111,7 +147,9 @@ def test_nonfinite_values_by_policy(tmp_path):
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "complex64"])
 def test_nonfinite_values_of_dtypes_that_torch_checks_otherwise(tmp_path, dtype):
     values = torch.tensor([1.0, float("nan")])
-    model = nn.ParameterDict({"whole": nn.Parameter(values[:1].to(getattr(torch, dtype)), requires_grad=False)})
+    model = nn.ParameterDict(
+        {"whole": nn.Parameter(values[:1].to(getattr(torch, dtype)), requires_grad=False)}
+    )
     CheckpointSaver(nonfinite="raise").save(model, tmp_path / "whole")
     model["broken"] = nn.Parameter(values.to(getattr(torch, dtype)), requires_grad=False)
     with pytest.raises(IncompleteError, match=r"broken: NaN or infinity in 1 tensor\(s\)"):
@@ -128,7 +166,9 @@ def test_casts_are_counted_and_config_agrees(tmp_path):
     assert again.dtype == again.config.dtype == torch.bfloat16
     kept = CheckpointSaver().save(model, tmp_path / "as_is")
     assert kept.casts == {}
-    assert ft_ckpt.load_model(kept.path).config.dtype == torch.float32, "what the file holds, not what was configured"
+    assert ft_ckpt.load_model(kept.path).config.dtype == torch.float32, (
+        "what the file holds, not what was configured"
+    )
     assert model.config.dtype == torch.bfloat16, "the live config is not touched"
 
 

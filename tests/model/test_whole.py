@@ -1,4 +1,6 @@
-"""The model itself is the measure: all that torch's state dict lists is kept and comes back, or is refused by name."""
+"""The model itself is the measure: all that torch's state dict lists is kept and comes back, or is
+refused by name.
+"""
 
 import io
 
@@ -21,7 +23,9 @@ from ft_ckpt.training import state as training
 
 
 class Scaled(nn.Linear):
-    """A layer with extra state, as those of TransformerEngine have it: a tensor, or any simple tree."""
+    """A layer with extra state, as those of TransformerEngine have it: a tensor, or any simple
+    tree.
+    """
 
     def __init__(self, state, size: int = 4) -> None:
         super().__init__(size, size)
@@ -92,7 +96,9 @@ def test_what_modules_and_hooks_add_is_loaded(kind, background, tmp_path):
         saver.wait()
     again = ft_ckpt.load_model(tmp_path / "out", into=stack(kind, False))
     assert listed(again) == listed(model)
-    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    tensors = {
+        name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)
+    }
     assert_same_tensors(stored(tmp_path / "out"), tensors)
 
 
@@ -128,14 +134,20 @@ def test_an_extra_state_that_is_a_tensor_is_saved_as_transformers_does(making, t
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
 @pytest.mark.parametrize("kind", MAKERS)
-def test_models_that_transformers_converts_get_it_back(kind, name, adapted, layout, making, tmp_path):
+def test_models_that_transformers_converts_get_it_back(
+    kind, name, adapted, layout, making, tmp_path
+):
     """Of mixtral it places the tensors itself; beside an adapter the base has it."""
     model = models.build(name)
     model.model.layers[1].more = MAKERS[kind](True)
     making(lambda: MAKERS[kind](True))
     if adapted:
-        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    CheckpointSaver(format=layout).save(model, tmp_path / "out", adapter_only=False if adapted else None)
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        )
+    CheckpointSaver(format=layout).save(
+        model, tmp_path / "out", adapter_only=False if adapted else None
+    )
     making(lambda: MAKERS[kind](False))
     again = ft_ckpt.load_model(tmp_path / "out")
     assert listed(again) == listed(model)
@@ -163,7 +175,10 @@ def test_extra_state_of_a_quantised_model_is_refused(making, tmp_path):
     packed = type("Linear4bit", (nn.Linear,), {})(24, 36, bias=False)  # it is told by its layers
     model.model.layers[0].mlp.up_proj = packed
     CheckpointSaver().save(model, tmp_path / "out")
-    with pytest.raises(errors.LoadError, match=r"layers\.1\.more\._extra_state: non-tensor state of a quantised model"):
+    with pytest.raises(
+        errors.LoadError,
+        match=r"layers\.1\.more\._extra_state: non-tensor state of a quantised model",
+    ):
         ft_ckpt.load_model(tmp_path / "out")
 
 
@@ -171,7 +186,9 @@ def test_adapters_of_a_base_with_single_numbers_are_saved(tmp_path):
     """As BatchNorm counts its batches."""
     model = models.build("qwen3")
     model.model.norms = nn.BatchNorm1d(3)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
     CheckpointSaver().save(model, tmp_path / "ours", adapter_only=True)
     assert_same_tensors(stored(tmp_path / "ours"), reference(model, tmp_path / "theirs"))
 
@@ -180,18 +197,27 @@ def test_extra_state_of_a_base_is_named_where_its_adapter_is_saved(tmp_path):
     model = models.build("qwen3")
     model.model.layers[1].more = MAKERS["tree"](True)
     model.model.layers[1].more.requires_grad_(False)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
     report = CheckpointSaver().save(model, tmp_path / "out", adapter_only=True)
     (note,) = report.notes
-    assert note == "model.layers.1.more._extra_state: state of the base that is no tensor, not in an adapter's file"
+    assert note == (
+        "model.layers.1.more._extra_state: state of the base that is no tensor, not in an "
+        "adapter's file"
+    )
 
 
 def test_extra_state_of_an_adapter_equal_to_that_of_its_base_is_refused(tmp_path):
     model = models.build("qwen3")
     model.model.layers[1].more = Scaled(None)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
     model.base_model.model.model.layers[0].self_attn.q_proj.lora_A["default"] = Scaled(None)
-    with pytest.raises(errors.SelectionError, match=r"lora_A\.default\._extra_state: state of an adapter"):
+    with pytest.raises(
+        errors.SelectionError, match=r"lora_A\.default\._extra_state: state of an adapter"
+    ):
         CheckpointSaver().save(model, tmp_path / "out", adapter_only=True)
 
 
@@ -205,14 +231,22 @@ def test_extra_state_that_cannot_be_kept_is_refused(state, tmp_path):
 
 
 def test_what_a_hook_adds_is_refused_by_name(tmp_path):
-    """A hook that lists the model's own tensors under another name, as quantisers do, adds nothing."""
+    """A hook that lists the model's own tensors under another name, as quantisers do, adds
+    nothing.
+    """
     model = nn.Sequential(nn.Linear(2, 2))
     weight = model[0].weight
-    model[0].register_state_dict_post_hook(lambda module, state, prefix, _: state.update({f"{prefix}again": weight}))
+    model[0].register_state_dict_post_hook(
+        lambda module, state, prefix, _: state.update({f"{prefix}again": weight})
+    )
     CheckpointSaver().save(model, tmp_path / "whole")
-    model[0].register_state_dict_post_hook(lambda module, state, prefix, _: state.update({f"{prefix}count": 1}))
+    model[0].register_state_dict_post_hook(
+        lambda module, state, prefix, _: state.update({f"{prefix}count": 1})
+    )
     for save in (CheckpointSaver().save, CheckpointSaver().save_state):
-        with pytest.raises(errors.SelectionError, match=r"0\.count \(Linear\): added by a hook of state_dict\(\)"):
+        with pytest.raises(
+            errors.SelectionError, match=r"0\.count \(Linear\): added by a hook of state_dict\(\)"
+        ):
             save(model, tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
@@ -251,7 +285,9 @@ def test_what_the_checkpoint_lacks_fails_the_resume(what, tmp_path):
 def test_a_further_model_that_differs_fails_the_resume(tmp_path):
     CheckpointSaver().save_state(nn.Linear(2, 2), tmp_path / "out", ema=nn.Linear(2, 2))
     with pytest.raises(errors.LoadError, match="bias: in the checkpoint, not in the model"):
-        CheckpointSaver().resume(tmp_path / "out", model=nn.Linear(2, 2), ema=nn.Linear(2, 2, bias=False))
+        CheckpointSaver().resume(
+            tmp_path / "out", model=nn.Linear(2, 2), ema=nn.Linear(2, 2, bias=False)
+        )
 
 
 @pytest.mark.parametrize("name", ["llama", "partly_frozen"])
@@ -267,7 +303,9 @@ def test_a_further_model_with_ties_is_resumed(name, tmp_path):
 def test_a_further_model_stored_under_its_last_tied_name_is_resumed(tmp_path, monkeypatch):
     """As version 0.1.0 stored it."""
     monkeypatch.setattr(
-        training, "tied_names", lambda found, old=training.tied_names: [group[::-1] for group in old(found)]
+        training,
+        "tied_names",
+        lambda found, old=training.tied_names: [group[::-1] for group in old(found)],
     )
     average = models.build("llama", seed=1)
     CheckpointSaver().save_state(models.build("llama"), tmp_path / "out", ema=average)
@@ -330,7 +368,9 @@ class ScaledByRank(nn.Linear):
 
 
 class Unusual(nn.Module):
-    """Layers with unusual names, a tie, a buffer, and a name that the model lists in its own way."""
+    """Layers with unusual names, a tie, a buffer, and a name that the model lists in its own
+    way.
+    """
 
     def __init__(self, value):
         super().__init__()
@@ -375,7 +415,9 @@ def inside(model):
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "fsdp1", "zero3"])
 @on_ranks(2)
 def test_every_entry_is_saved_and_resumed_under_wrappers(tmp_path, wrapper):
-    """Files have every entry of the bare model's state dict; a resume gives each rank its own values."""
+    """Files have every entry of the bare model's state dict; a resume gives each rank its own
+    values.
+    """
     model, again = wrapped(wrapper, 3), wrapped(wrapper, 8)
     CheckpointSaver(**QUIET).save(model, tmp_path / "full")
     files = load_file(tmp_path / "full" / "model.safetensors")
@@ -402,11 +444,15 @@ def truth_of(model):
 def test_tensors_of_one_rank_alone_are_refused(tmp_path, save):
     """As under pipeline parallelism: tensors of one rank alone are refused by name."""
     model = nn.ModuleDict({"both": nn.Linear(2, 2), f"layer {RANK}": nn.Linear(2, 2)})
-    with pytest.raises(RanksDisagreeError, match=r"layer 1.weight, layer 1.bias on rank\(s\) 1 alone"):
+    with pytest.raises(
+        RanksDisagreeError, match=r"layer 1.weight, layer 1.bias on rank\(s\) 1 alone"
+    ):
         getattr(CheckpointSaver(**QUIET), save)(model, tmp_path / "out")
 
 
 @pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
 def test_a_report_says_whether_the_files_are_mapped(tmp_path, device):
     CheckpointSaver().save(models.build("llama"), tmp_path / "out")
-    assert ft_ckpt.load_model(tmp_path / "out", device=device, mapped=True, with_report=True)[1].zero_copy
+    assert ft_ckpt.load_model(tmp_path / "out", device=device, mapped=True, with_report=True)[
+        1
+    ].zero_copy

@@ -1,4 +1,6 @@
-"""The bench runs, and what it says holds together: as a process, on tiny sizes, with the peers that are installed."""
+"""The bench runs, and what it says holds together: as a process, on tiny sizes, with the peers that
+are installed.
+"""
 
 import json
 import os
@@ -13,13 +15,33 @@ from places import ROOT
 ONE_PROCESS = ("save", "stall", "cold", "warm", "first", "many", "convert", "frozen")
 LAUNCHED = ("memory", "planning", "writers")
 ALWAYS_THERE = {  # ways that need nothing but what the package itself depends on
-    "save": {"limit: O_DIRECT write", "limit: memory copy", "ours", "ours, h5", "ours, dual", "safetensors", "h5py"},
+    "save": {
+        "limit: O_DIRECT write",
+        "limit: memory copy",
+        "ours",
+        "ours, h5",
+        "ours, dual",
+        "safetensors",
+        "h5py",
+    },
     "stall": {"limit: memory copy", "ours", "torch DCP async"},
-    "cold": {"limit: O_DIRECT read", "ours", "safetensors", "torch.load", "from_pretrained", "torch DCP"},
+    "cold": {
+        "limit: O_DIRECT read",
+        "ours",
+        "safetensors",
+        "torch.load",
+        "from_pretrained",
+        "torch DCP",
+    },
     "memory": {"ours", "ours, h5", "ours, dual", "safetensors", "torch.save"},
     "planning": {"ours, llama, rank 0", "ours, many, rank 0"},
     "writers": {"ours, 0 writers", "ours, 100 writers"},
-    "ranks": {"ours", "ours, gather", "get_state_dict + save_pretrained", "torch DCP + consolidation"},
+    "ranks": {
+        "ours",
+        "ours, gather",
+        "get_state_dict + save_pretrained",
+        "torch DCP + consolidation",
+    },
 }
 KEEPS_ALL = {"save", "memory", "ranks"}  # whose files hold every tensor
 
@@ -64,7 +86,12 @@ def test_figures_are_possible(measured):
 @pytest.mark.slow
 def test_a_save_that_reuses_frozen_weights_writes_less_than_it_holds(measured):
     row = rows_of(measured[0], "frozen")["ours"]
-    assert row["trainable_bytes"] <= row["new_bytes"] < row["trainable_bytes"] + 100_000 < row["disk_bytes"]
+    assert (
+        row["trainable_bytes"]
+        <= row["new_bytes"]
+        < row["trainable_bytes"] + 100_000
+        < row["disk_bytes"]
+    )
 
 
 @pytest.mark.slow
@@ -84,8 +111,13 @@ def test_the_chart_has_ours_the_limit_and_the_best_peer(measured):
     rows = rows_of(figures, "cold")
     for theme in ("light", "dark"):
         words = words_of(folder / "chart" / f"figures-{theme}.svg")
-        at = words.index("Load from the disk") + 2  # names and figures in turns: the limit, ours, and the best peer
-        expected = [rows["limit: O_DIRECT read"], rows["ours"], min(filter(is_peer, rows.values()), key=seconds_of)]
+        # names and figures in turns: the limit, ours, and the best peer
+        at = words.index("Load from the disk") + 2
+        expected = [
+            rows["limit: O_DIRECT read"],
+            rows["ours"],
+            min(filter(is_peer, rows.values()), key=seconds_of),
+        ]
         shown = [float(words[at + 2 * number + 1].removesuffix(" s")) for number in range(3)]
         assert words[at : at + 4 : 2] == ["the disk itself", "ft_ckpt"]
         assert max(map(len, words[at : at + 10 : 2])) <= 22  # names have so much room
@@ -98,11 +130,20 @@ def test_the_pages_and_their_chart_are_those_of_the_stored_figures(tmp_path):
     pages = ["README.md", "docs/figures.md"]
     for page in pages:
         text = (ROOT / page).read_text(encoding="utf-8")
-        (tmp_path / page).write_text(re.sub(r"(<!-- figures: \w+ -->\n)(?:.+\n)+", r"\1", text), encoding="utf-8")
+        (tmp_path / page).write_text(
+            re.sub(r"(<!-- figures: \w+ -->\n)(?:.+\n)+", r"\1", text), encoding="utf-8"
+        )
     shutil.copy(ROOT / "docs" / "figures.json", tmp_path / "docs")
     run_bench("--docs", tmp_path, "--only")
-    for made in (*pages, "docs/figures.json", "docs/images/figures-light.svg", "docs/images/figures-dark.svg"):
-        assert (tmp_path / made).read_text(encoding="utf-8") == (ROOT / made).read_text(encoding="utf-8"), made
+    for made in (
+        *pages,
+        "docs/figures.json",
+        "docs/images/figures-light.svg",
+        "docs/images/figures-dark.svg",
+    ):
+        assert (tmp_path / made).read_text(encoding="utf-8") == (ROOT / made).read_text(
+            encoding="utf-8"
+        ), made
 
 
 def test_figures_of_two_machines_are_not_mixed(tmp_path):
@@ -159,11 +200,15 @@ def rows_of(figures, measure):
 
 
 def check_possible(figures):
-    """Times are times, and files that hold every tensor are no smaller than these, unless they are compressed."""
+    """Times are times, and files that hold every tensor are no smaller than these, unless they are
+    compressed.
+    """
     for row in figures["rows"]:
         if "error" in row:
             continue
-        assert all(row[name] > 0 for name in ("seconds", "tensor_bytes", "disk_bytes") if name in row), row
+        assert all(
+            row[name] > 0 for name in ("seconds", "tensor_bytes", "disk_bytes") if name in row
+        ), row
         assert row.get("return_seconds", 0) <= row.get("seconds", 0)
         if row["measure"] in KEEPS_ALL and "disk_bytes" in row and row["way"] != "orbax":
             assert row["disk_bytes"] >= row["tensor_bytes"], row

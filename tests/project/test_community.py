@@ -1,4 +1,6 @@
-"""The files for contributors and their programs: commands that exist, fields that agree with their sources."""
+"""The files for contributors and their programs: commands that exist, fields that agree with their
+sources.
+"""
 
 import os
 import re
@@ -10,7 +12,11 @@ from places import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
-FORMS = [path for path in sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")) if path.stem != "config"]
+FORMS = [
+    path
+    for path in sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
+    if path.stem != "config"
+]
 
 
 def read(path):
@@ -18,14 +24,21 @@ def read(path):
 
 
 def test_the_hooks_are_the_static_checks_of_the_project():
-    """A hook that does less than scripts/test gives commits that fail there; one that does more stops good ones."""
+    """A hook that does less than scripts/test gives commits that fail there; one that does more
+    stops good ones.
+    """
     entries = [
-        hook["entry"].split() for repository in read(".pre-commit-config.yaml")["repos"] for hook in repository["hooks"]
+        hook["entry"].split()
+        for repository in read(".pre-commit-config.yaml")["repos"]
+        for hook in repository["hooks"]
     ]
     assert all(program.startswith(".venv/bin/") for program, *_ in entries)
     hooks = {" ".join([program.rpartition("/")[2], *words[:1]]) for program, *words in entries}
     checks = set(
-        re.findall(r"\bstep (ruff \w+|mypy|lint-imports)", (ROOT / "scripts/test").read_text(encoding="utf-8"))
+        re.findall(
+            r"\bstep (ruff \w+|mypy|lint-imports)",
+            (ROOT / "scripts/test").read_text(encoding="utf-8"),
+        )
     )
     assert hooks == checks
 
@@ -40,7 +53,11 @@ def test_workflows_call_what_is_here(path):
         commands = [step["run"].split()[0] for step in job["steps"] if "run" in step]
         scripts = [command for command in commands if command.startswith("scripts/")]
         assert [script for script in scripts if not os.access(ROOT / script, os.X_OK)] == []
-        assert [step["uses"] for step in job["steps"] if not re.search(r"@v?\w+$", step.get("uses", "@v0"))] == []
+        assert [
+            step["uses"]
+            for step in job["steps"]
+            if not re.search(r"@v?\w+$", step.get("uses", "@v0"))
+        ] == []
 
 
 def test_the_pythons_of_the_matrix_that_must_pass_are_those_of_a_default_run():
@@ -65,7 +82,9 @@ def test_forms_of_issues_have_what_their_host_requires(path):
 def test_one_sentence_says_what_it_is_everywhere():
     sentence = PROJECT["description"]
     assert read("CITATION.cff")["abstract"] == sentence
-    assert " ".join((ROOT / "README.md").read_text(encoding="utf-8").split()).startswith(f"# ft_ckpt {sentence} ")
+    assert " ".join((ROOT / "README.md").read_text(encoding="utf-8").split()).startswith(
+        f"# ft_ckpt {sentence} "
+    )
 
 
 def test_the_citation_agrees_with_the_package():
@@ -74,6 +93,8 @@ def test_the_citation_agrees_with_the_package():
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()
     assert "version" not in citation
     assert citation["license"] == PROJECT["license"]
-    assert [author["name"] for author in citation["authors"]] == [author["name"] for author in PROJECT["authors"]]
+    assert [author["name"] for author in citation["authors"]] == [
+        author["name"] for author in PROJECT["authors"]
+    ]
     assert set(citation["keywords"]) <= set(PROJECT["keywords"])
     assert citation["title"].startswith(PROJECT["name"])

@@ -1,4 +1,6 @@
-"""The documents say what is so: every code block of README and docs is run, and answers what the page shows."""
+"""The documents say what is so: every code block of README and docs is run, and answers what the
+page shows.
+"""
 
 import json
 import os
@@ -28,14 +30,17 @@ PAGES_SECONDS = 900  # for all pages: some start programs, and wait for signals
 QUICK = ("settings", "on-disk")
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 quick_pages = pytest.mark.parametrize(
-    "page", [page if page.stem in QUICK else pytest.param(page, marks=pytest.mark.slow) for page in PAGES],
+    "page",
+    [page if page.stem in QUICK else pytest.param(page, marks=pytest.mark.slow) for page in PAGES],
     ids=[page.stem for page in PAGES],
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
 def done(request, tmp_path_factory):
-    """The folder where the pages asked for were done, and what went wrong on each: one process has the libraries."""
+    """The folder where the pages asked for were done, and what went wrong on each: one process has
+    the libraries.
+    """
     folder = tmp_path_factory.mktemp("pages")
     tests = [item for item in request.session.items if "done" in getattr(item, "fixturenames", ())]
     asked = {item.callspec.params.get("page") for item in tests if hasattr(item, "callspec")}
@@ -51,7 +56,9 @@ def done(request, tmp_path_factory):
 @pytest.mark.timeout(PAGES_SECONDS + 60)
 @quick_pages
 def test_a_page_does_what_it_says(page, done):
-    """Its blocks in order, in an empty folder: what a reader would do who copies them one after the other."""
+    """Its blocks in order, in an empty folder: what a reader would do who copies them one after the
+    other.
+    """
     check(done, name_of(page))
 
 
@@ -59,14 +66,18 @@ def test_a_page_does_what_it_says(page, done):
 def test_what_is_not_run_is_of_a_known_kind_or_has_a_reason(page):
     blocks = blocks_of(page)
     assert [str(block) for block in blocks if block.language not in RUN | PARSED | {"text"}] == []
-    assert [str(block) for block in blocks if block.not_run is not None and len(block.not_run) < 20] == []
+    assert [
+        str(block) for block in blocks if block.not_run is not None and len(block.not_run) < 20
+    ] == []
     for block in blocks:
         if block.language in PARSED:
             PARSERS[block.language](block.code)
 
 
 def test_few_blocks_are_not_run():
-    assert len([block for page in PAGES for block in blocks_of(page) if block.not_run]) <= MOST_NOT_RUN
+    assert (
+        len([block for page in PAGES for block in blocks_of(page) if block.not_run]) <= MOST_NOT_RUN
+    )
 
 
 def test_the_loop_lines_do_nothing_once_they_are_done(done):
@@ -78,26 +89,39 @@ def test_the_loop_lines_do_nothing_once_they_are_done(done):
 
 def test_the_trainer_lines_do_nothing_once_they_are_done(done):
     runs = check(done, "trainer") / "runs"
-    assert {path.name for path in runs.glob("trainer/checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    assert {path.name for path in runs.glob("trainer/checkpoint-*")} == {
+        "checkpoint-2",
+        "checkpoint-4",
+    }
     assert ft_ckpt.verify(runs / "final").ok
 
 
 def test_every_setting_is_listed_with_its_default():
-    """A setting that is new, gone or changed makes the page untrue: `python scripts/settings.py` writes it again."""
+    """A setting that is new, gone or changed makes the page untrue: `python scripts/settings.py`
+    writes it again.
+    """
     script = runpy.run_path(str(ROOT / "scripts" / "settings.py"))
     page = script["PAGE"].read_text(encoding="utf-8")
     assert page == script["page"]()
     named = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", page, re.MULTILINE)
     expected = [field for kind in (ft_ckpt.SaverConfig, ft_ckpt.Every) for field in fields(kind)]
-    assert [(name, eval(default)) for name, default in named] == [(field.name, field.default) for field in expected]
+    assert [(name, eval(default)) for name, default in named] == [
+        (field.name, field.default) for field in expected
+    ]
 
 
 def test_nothing_public_is_left_out():
-    """Every public name is on the page of the API, every command on its page, every error in its table."""
-    api, cli, errors = ((ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("api", "cli", "errors"))
+    """Every public name is on the page of the API, every command on its page, every error in its
+    table.
+    """
+    api, cli, errors = (
+        (ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("api", "cli", "errors")
+    )
     described = set(re.findall(r"^::: ft_ckpt\.(\w+)", api, re.MULTILINE))
     assert {name for name in ft_ckpt.__all__ if name not in described} == set()
-    assert {name for name in cli_commands() if not re.search(rf"^\| .*`{name}\b", cli, re.MULTILINE)} == set()
+    assert {
+        name for name in cli_commands() if not re.search(rf"^\| .*`{name}\b", cli, re.MULTILINE)
+    } == set()
     assert ERRORS - {"CheckpointError"} == set(re.findall(r"^\| `(\w+)`", errors, re.MULTILINE))
 
 
@@ -124,22 +148,33 @@ def test_every_link_of_the_site_leads_to_a_page_and_a_heading(site):
     assert {"api/index.html", "index.html", "notebooks/adapter_to_hub/index.html"} <= pages.keys()
     links = [(page, link) for page, found in pages.items() for link in found.links]
     assert len(links) > 2000
-    assert [(page, link) for page, link in links if not leads_somewhere(site, pages, page, link)] == []
+    assert [
+        (page, link) for page, link in links if not leads_somewhere(site, pages, page, link)
+    ] == []
 
 
 @pytest.mark.slow
 def test_every_link_between_the_sources_beside_the_site_leads_to_one(site):
     """Those that language models follow, from llms.txt on."""
-    texts = {path: path.read_text(encoding="utf-8") for path in [site / "llms.txt", *site.rglob("*.md")]}
-    plain = {path: re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE) for path, text in texts.items()}
-    links = [(path, link) for path, text in plain.items() for link in re.findall(r"\]\(([^)#\s]+)", text)]
+    texts = {
+        path: path.read_text(encoding="utf-8") for path in [site / "llms.txt", *site.rglob("*.md")]
+    }
+    plain = {
+        path: re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+        for path, text in texts.items()
+    }
+    links = [
+        (path, link) for path, text in plain.items() for link in re.findall(r"\]\(([^)#\s]+)", text)
+    ]
     assert len(links) > 150
     local = [(path, link) for path, link in links if "://" not in link]
     assert [(path.name, link) for path, link in local if not (path.parent / link).exists()] == []
 
 
 def test_descriptions_of_parameters_become_rows():
-    """In the order of the docstring, each to the next one or the end of its paragraph; other names stay in the text."""
+    """In the order of the docstring, each to the next one or the end of its paragraph; other names
+    stay in the text.
+    """
     split = runpy.run_path(str(ROOT / "scripts" / "api_tables.py"))["split_descriptions"]
     docstring = """Load it.
 
@@ -149,18 +184,25 @@ def test_descriptions_of_parameters_become_rows():
     `other`: no parameter. Raises LoadError."""
     text, rows = split(docstring.replace("    ", ""), ["path", "base", "with_report"])
     assert text == "Load it.\n\n`path` is a folder.\n\n`other`: no parameter. Raises LoadError."
-    assert rows == {"base": "the model, or its folder. It is compared.", "with_report": "see `base`."}
+    assert rows == {
+        "base": "the model, or its folder. It is compared.",
+        "with_report": "see `base`.",
+    }
 
 
 def test_every_page_is_listed_for_language_models():
     """Once, with the first sentence of its text."""
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    listed = runpy.run_path(str(ROOT / "scripts" / "site_pages.py"))["list_pages"](config, ROOT / "docs")
+    listed = runpy.run_path(str(ROOT / "scripts" / "site_pages.py"))["list_pages"](
+        config, ROOT / "docs"
+    )
     lines = re.findall(r"^- \[[^]]+\]\(([^)]+)\): (.+)$", listed, re.MULTILINE)
     pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
     pages += [f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("*.ipynb")]
     assert sorted(link.replace("api/", "api.md") for link, _ in lines) == sorted(pages)
-    assert [link for link, sentence in lines if not 20 < len(sentence) < 300 or "](" in sentence] == []
+    assert [
+        link for link, sentence in lines if not 20 < len(sentence) < 300 or "](" in sentence
+    ] == []
 
 
 # How links are followed
@@ -181,7 +223,9 @@ class Page(HTMLParser):
 
 
 def leads_somewhere(site, pages, page, link):
-    """Whether a link on a page leads to a file of the site and, in a page, to an anchor, or elsewhere."""
+    """Whether a link on a page leads to a file of the site and, in a page, to an anchor, or
+    elsewhere.
+    """
     target = urlsplit(urljoin(f"http://here/{page}", link))
     if target.netloc != "here":
         return True
@@ -189,7 +233,8 @@ def leads_somewhere(site, pages, page, link):
     path = f"{path}index.html" if path == "" or path.endswith("/") else path
     if target.fragment and path in pages:
         return unquote(target.fragment) in pages[path].anchors
-    return (site / path).is_file()  # the fragment of an image tells the theme by what light to show it
+    # the fragment of an image tells the theme by what light to show it
+    return (site / path).is_file()
 
 
 # How a page is done
@@ -210,9 +255,15 @@ def check(done, name):
 def loop_lines():
     """A page of the README's loop, started twice, which says each time whether it has trained."""
     lines = block_with("saver.remaining(loader, epochs=3)")
-    logged = "import logging, sys\nlogging.basicConfig(level=logging.INFO, stream=sys.stdout, format='%(message)s')\n"
+    logged = (
+        "import logging, sys\nlogging.basicConfig(level=logging.INFO, stream=sys.stdout, "
+        "format='%(message)s')\n"
+    )
     code = f"{logged}{lines}print('trained:', 'loss' in globals())\n"
-    begun = "a fresh start: nothing was resumed from runs/sft\n...\nsaved final: 7 KB in 7 s\ntrained: True\n"
+    begun = (
+        "a fresh start: nothing was resumed from runs/sft\n...\nsaved final: 7 KB in 7 "
+        "s\ntrained: True\n"
+    )
     return script(code, begun) + script(code, "...\ntrained: False\n")
 
 
@@ -224,7 +275,9 @@ def trainer_lines():
 
 def block_with(words):
     """The one Python block of the README that has these words."""
-    (found,) = [block for block in blocks_of(README) if block.language == "python" and words in block.code]
+    (found,) = [
+        block for block in blocks_of(README) if block.language == "python" and words in block.code
+    ]
     return found.code
 
 

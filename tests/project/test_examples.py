@@ -1,4 +1,6 @@
-"""The example scripts, run as a reader would run them, and their results opened with the usual libraries."""
+"""The example scripts, run as a reader would run them, and their results opened with the usual
+libraries.
+"""
 
 import argparse
 import inspect
@@ -21,7 +23,9 @@ TINY = ("--batch-size", "8", "--sequence-length", "64")
 
 
 def forked(script, *arguments, engine="ddp"):
-    """What a script prints on two processes, forked from one that has the libraries: scripts/demo launches them."""
+    """What a script prints on two processes, forked from one that has the libraries: scripts/demo
+    launches them.
+    """
     environment = {"DS_ACCELERATOR": "cpu"} if engine == "zero3" else ACCELERATE_CPU
     result = launch("example", 2, (engine, ROOT / "scripts" / script, *arguments), 300, environment)
     assert result.returncode == 0, result.log
@@ -47,7 +51,17 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def full(tmp_path_factory, text):
     folder = tmp_path_factory.mktemp("full")
-    options = ("--dataset", text, "--steps", "40", "--save-every", "20", "--chat-template", "olmo", *TINY)
+    options = (
+        "--dataset",
+        text,
+        "--steps",
+        "40",
+        "--save-every",
+        "20",
+        "--chat-template",
+        "olmo",
+        *TINY,
+    )
     return folder, forked("finetune.py", "--output-dir", folder, *options)
 
 
@@ -70,7 +84,9 @@ def test_full_run_is_what_transformers_loads(full, text):
     folder, output = full
     model = AutoModelForCausalLM.from_pretrained(folder / "final")
     tokenizer = AutoTokenizer.from_pretrained(folder / "final")
-    stream = torch.tensor([*tokenizer(text.read_text(), verbose=False)["input_ids"], tokenizer.eos_token_id])
+    stream = torch.tensor(
+        [*tokenizer(text.read_text(), verbose=False)["input_ids"], tokenizer.eos_token_id]
+    )
     held_out = stream[: len(stream) // 64 * 64].view(-1, 64)[19::20]
     with torch.no_grad():
         loss = model(input_ids=held_out, labels=held_out).loss.item()
@@ -92,11 +108,25 @@ def test_full_run_leaves_valid_checkpoints(full):
 def test_lora_on_the_full_run_is_what_peft_loads(full, text, tmp_path):
     base = full[0] / "final"
     output = forked(
-        *("finetune.py", "--output-dir", tmp_path, "--model", base, "--lora", "--dataset", text, "--steps", "4"), *TINY
+        *(
+            "finetune.py",
+            "--output-dir",
+            tmp_path,
+            "--model",
+            base,
+            "--lora",
+            "--dataset",
+            text,
+            "--steps",
+            "4",
+        ),
+        *TINY,
     )
     assert len(numbers("held-out loss", output)) == 1
     assert not list((tmp_path / "final").glob("model*"))
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "final")
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), tmp_path / "final"
+    )
     trained = [parameter for name, parameter in model.named_parameters() if "lora_B" in name]
     assert trained, "no LoRA weights"
     assert all(parameter.abs().sum() > 0 for parameter in trained), "LoRA weights as they were made"
@@ -111,7 +141,18 @@ def test_ppo_earns_more(ppo):
 
 @pytest.mark.slow
 def test_ppo_goes_on_where_it_was(ppo, text, tmp_path):
-    options = ("--output-dir", tmp_path, "--dataset", text, "--new-tokens", "8", "--epochs", "4", "--save-every", "2")
+    options = (
+        "--output-dir",
+        tmp_path,
+        "--dataset",
+        text,
+        "--new-tokens",
+        "8",
+        "--epochs",
+        "4",
+        "--save-every",
+        "2",
+    )
     forked("ppo.py", *options, "--iterations", "2")
     rest = numbers("mean reward", forked("ppo.py", *options, "--iterations", "6"))
     assert rest == numbers("mean reward", ppo[1])[2:]
@@ -125,7 +166,9 @@ def test_ppo_saves_both_parts_and_the_policy_alone(ppo):
     assert set(parts) == {"policy", "value_head"}
     assert parts["value_head"] is value_head
     alone = parameters(AutoModelForCausalLM.from_pretrained(folder / "policy"))
-    assert all(torch.equal(weight, alone[name]) for name, weight in parameters(parts["policy"]).items())
+    assert all(
+        torch.equal(weight, alone[name]) for name, weight in parameters(parts["policy"]).items()
+    )
 
 
 @pytest.mark.slow
@@ -147,4 +190,6 @@ def test_finetune_runs_unchanged_when_sharded(engine, text, tmp_path):
     arguments = ("--output-dir", tmp_path, "--dataset", text, "--steps", "4", *TINY)
     assert len(numbers("held-out loss", forked("finetune.py", *arguments, engine=engine))) == 1
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
-    assert all(parameter.isfinite().all() and parameter.abs().sum() > 0 for parameter in model.parameters())
+    assert all(
+        parameter.isfinite().all() and parameter.abs().sum() > 0 for parameter in model.parameters()
+    )

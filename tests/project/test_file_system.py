@@ -1,7 +1,7 @@
 """Which modules know the file system; all others ask a store, or hand a path on to one of these.
 
-A module knows it when it imports what only files need, calls what of `os` is about files, calls `open`, or calls what
-only paths have (`is_file`, `iterdir`, `read_text`, ...).
+A module knows it when it imports what only files need, calls what of `os` is about files, calls
+`open`, or calls what only paths have (`is_file`, `iterdir`, `read_text`, ...).
 """
 
 import ast
@@ -12,7 +12,17 @@ ROOT = Path(__file__).resolve().parents[2] / "ft_ckpt"
 IMPORTS = {"fcntl", "glob", "mmap", "shutil", "tempfile", "ft_ckpt.storage.local_disk"}
 HARMLESS = {
     *("PathLike", "fspath", "fsencode", "fsdecode", "pathsep", "sep"),  # names of files
-    *("environ", "getenv", "getpid", "getppid", "getuid", "kill", "register_at_fork", "urandom", "strerror"),
+    *(
+        "environ",
+        "getenv",
+        "getpid",
+        "getppid",
+        "getuid",
+        "kill",
+        "register_at_fork",
+        "urandom",
+        "strerror",
+    ),
     *("PRIO_PROCESS", "cpu_count", "getpriority", "sched_getaffinity", "setpriority"),
     *("_exit", "killpg", "sysconf", "SEEK_END"),
 }
@@ -23,13 +33,23 @@ OF_PATHS = {
 }
 
 # The floor: what a store and the fast road beside it are made of.
-STORAGE = {"direct_io", "libc", "local_disk", "local_file", "local_store", "locks", "mounts", "read_ahead"}
+STORAGE = {
+    "direct_io",
+    "libc",
+    "local_disk",
+    "local_file",
+    "local_store",
+    "locks",
+    "mounts",
+    "read_ahead",
+}
 STORAGE |= {
     "place",
     "scratch",
     "trials",
 }  # paths as places; files for libraries that want paths; trials of a file system
-# The commit protocol of folders, its recovery and its opposite, locks of readers and runs, and open files kept open.
+# The commit protocol of folders, its recovery and its opposite, locks of readers and runs, and open
+# files kept open.
 CHECKPOINT = {"commit", "delete", "guards", "open_checkpoint", "open_folder", "run_lease"}
 # A folder for a trainer class that writes files, with links to the neighbours of the checkpoint.
 TRAINERS = {"integrations/trainer_layout"}
@@ -39,7 +59,8 @@ SIGNATURES = {"checkpoint/sign", "checkpoint/signature", "transfer/signatures"}
 HUB = {"transfer/hub", "transfer/hub_buckets"}
 # Standard output.
 STREAMS = {"cli/options"}
-# Accelerate reads its folders itself, and nodes that see no checkpoint get one in their temporary folder.
+# Accelerate reads its folders itself, and nodes that see no checkpoint get one in their temporary
+# folder.
 TRAINING = {"training/accelerate_folder", "training/node_copies"}
 # Whether a word that is no command is the name of a file.
 WORDS = {"cli/__init__"}
@@ -51,10 +72,17 @@ def signs(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names if each.name in IMPORTS)
         elif isinstance(node, ast.ImportFrom):
-            harmless = {"local_path", "PREFIX", "ABANDONED_SECONDS"}  # a check of text, and two constants
-            names = {f"{node.module}.{each.name}" for each in node.names if each.name not in harmless}
+            # a check of text, and two constants
+            harmless = {"local_path", "PREFIX", "ABANDONED_SECONDS"}
+            names = {
+                f"{node.module}.{each.name}" for each in node.names if each.name not in harmless
+            }
             yield from {node.module, *names} & IMPORTS if names else ()
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "os"
+        ):
             yield from {node.attr} - HARMLESS
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             yield from {node.func.attr} & OF_PATHS
@@ -64,14 +92,21 @@ def signs(tree: ast.Module) -> Iterator[str]:
 
 def test_who_knows_the_file_system():
     found = {
-        path.relative_to(ROOT).with_suffix("").as_posix(): sorted(set(signs(ast.parse(path.read_text()))))
+        path.relative_to(ROOT).with_suffix("").as_posix(): sorted(
+            set(signs(ast.parse(path.read_text())))
+        )
         for path in ROOT.rglob("*.py")
     }
     known = {name: why for name, why in found.items() if why}
     allowed = (
-        {f"storage/{name}" for name in STORAGE} | {f"checkpoint/{name}" for name in CHECKPOINT} | SIGNATURES | TRAINERS
+        {f"storage/{name}" for name in STORAGE}
+        | {f"checkpoint/{name}" for name in CHECKPOINT}
+        | SIGNATURES
+        | TRAINERS
     )
-    assert {name: why for name, why in known.items() if name not in allowed | STREAMS | WORDS | TRAINING | HUB} == {}, (
-        "ask a store"
-    )
+    assert {
+        name: why
+        for name, why in known.items()
+        if name not in allowed | STREAMS | WORDS | TRAINING | HUB
+    } == {}, "ask a store"
     assert allowed - known.keys() == set(), "no longer: take them off the list"

@@ -23,8 +23,17 @@ sealed = pytest.mark.skipif(bool(sealed_device.why_missing()), reason=sealed_dev
 
 def run_gpu(folder, *arguments):
     (folder / "sitecustomize.py").write_text(START)
-    own = {name: value for name, value in os.environ.items() if name != NURSERY}  # that of these tests has no device
-    command = [sys.executable, ROOT / "scripts/gpu", "--dry", "--json", folder / "gpu.json", "--folder", folder]
+    # that of these tests has no device
+    own = {name: value for name, value in os.environ.items() if name != NURSERY}
+    command = [
+        sys.executable,
+        ROOT / "scripts/gpu",
+        "--dry",
+        "--json",
+        folder / "gpu.json",
+        "--folder",
+        folder,
+    ]
     done = subprocess.run(
         [*map(str, command), *arguments],
         cwd=folder,
@@ -38,7 +47,9 @@ def run_gpu(folder, *arguments):
 
 
 def ways(figures, measure):
-    return {row["way"] for row in figures["rows"] if row["measure"] == measure and "error" not in row}
+    return {
+        row["way"] for row in figures["rows"] if row["measure"] == measure and "error" not in row
+    }
 
 
 @pytest.mark.slow
@@ -57,7 +68,9 @@ def test_loads_onto_the_device_are_measured(tmp_path):
 def test_what_has_no_time_left_is_left_out(tmp_path):
     done, figures = run_gpu(tmp_path, "--minutes", "0")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert figures["parts"] == dict.fromkeys(("tests", "stall", "load", "peaks"), "left out, no time left")
+    assert figures["parts"] == dict.fromkeys(
+        ("tests", "stall", "load", "peaks"), "left out, no time left"
+    )
 
 
 @sealed
@@ -73,6 +86,16 @@ def test_all_of_it(tmp_path):
     done, figures = run_gpu(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(how.startswith("done in") for how in figures["parts"].values()), figures["parts"]
-    assert ways(figures, "stall") >= {"limit: memory copy", "ours", "torch DCP async", "torch DCP async, staged"}
-    assert ways(figures, "peaks") >= {"save: ours", "save: torch DCP async", "load: ours", "load: from_pretrained"}
+    assert ways(figures, "stall") >= {
+        "limit: memory copy",
+        "ours",
+        "torch DCP async",
+        "torch DCP async, staged",
+    }
+    assert ways(figures, "peaks") >= {
+        "save: ours",
+        "save: torch DCP async",
+        "load: ours",
+        "load: from_pretrained",
+    }
     assert "passed" in done.stdout

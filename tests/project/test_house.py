@@ -19,16 +19,28 @@ import ft_ckpt
 from ft_ckpt import errors
 
 PACKAGE = sorted((ROOT / "ft_ckpt").rglob("*.py"))
-PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "ft_ckpt/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ERRORS = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    ROOT / "ft_ckpt/README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+ERRORS = {
+    name
+    for name, value in vars(errors).items()
+    if isinstance(value, type) and issubclass(value, Exception)
+}
 FOREIGN_ERRORS = {
     "__init__.py": {"ImportError"},  # of the import on Windows
     "cli/options.py": {"ArgumentTypeError"},  # argparse's error for the type of an argument
     "saving/run_saves.py": {"SystemExit"},  # after the save that a signal asked for
-    "storage/object_store.py": {"InterruptedError"},  # it ends the iterator of an upload, whose client aborts it then
-    "storage/local_disk.py": {"OSError", "FileNotFoundError"},  # it stands for system calls and fails as they do
-    "storage/direct_io.py": {"OSError"},  # likewise; `explained` makes it one of ours before it leaves the module
-    "engines/client.py": {"IncompleteRead", "TimeoutError"},  # the same function makes it one of ours
+    # it ends the iterator of an upload, whose client aborts it then
+    "storage/object_store.py": {"InterruptedError"},
+    # it stands for system calls and fails as they do
+    "storage/local_disk.py": {"OSError", "FileNotFoundError"},
+    # likewise; `explained` makes it one of ours before it leaves the module
+    "storage/direct_io.py": {"OSError"},
+    # the same function makes it one of ours
+    "engines/client.py": {"IncompleteRead", "TimeoutError"},
     "storage/libc.py": {"OSError"},  # it stands for system calls
     # it names the field; the caller, which knows the file, converts it
     "schema.py": {"FieldError"},
@@ -40,9 +52,18 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def test_every_package_says_what_lives_there_what_must_not_and_where_to_begin():
-    packages = [path for path in PACKAGE if path.name == "__init__.py" and path.parent.name != "ft_ckpt"]
-    said = {str(path.relative_to(ROOT)): " ".join((ast.get_docstring(parse(path)) or "").split()) for path in packages}
-    assert [name for name, doc in said.items() if "ft_ckpt/cli" not in name and "Nothing here" not in doc] == []
+    packages = [
+        path for path in PACKAGE if path.name == "__init__.py" and path.parent.name != "ft_ckpt"
+    ]
+    said = {
+        str(path.relative_to(ROOT)): " ".join((ast.get_docstring(parse(path)) or "").split())
+        for path in packages
+    }
+    assert [
+        name
+        for name, doc in said.items()
+        if "ft_ckpt/cli" not in name and "Nothing here" not in doc
+    ] == []
     assert [name for name, doc in said.items() if "Begin at" not in doc] == []
 
 
@@ -127,7 +148,11 @@ def test_a_run_without_adapters_brings_no_peft(tmp_path):
 def test_every_error_is_a_checkpoint_error_and_a_builtin_one():
     builtins = (ValueError, AttributeError, TypeError, OSError, RuntimeError)
     children = [getattr(errors, name) for name in ERRORS - {"CheckpointError"}]
-    assert [e for e in children if not (issubclass(e, errors.CheckpointError) and issubclass(e, builtins))] == []
+    assert [
+        e
+        for e in children
+        if not (issubclass(e, errors.CheckpointError) and issubclass(e, builtins))
+    ] == []
 
 
 # The code
@@ -140,16 +165,34 @@ def test_what_is_raised_comes_from_our_own_tree():
     makers = {node.name for node in nodes if isinstance(node, FUNCTIONS) and returns_error(node)}
     for path, tree in trees.items():
         name = str(path.relative_to(ROOT / "ft_ckpt"))
-        kinds = {node.name for node in tree.body if isinstance(node, ast.ClassDef) and is_error(node)}
+        kinds = {
+            node.name for node in tree.body if isinstance(node, ast.ClassDef) and is_error(node)
+        }
         kinds.add("kind")  # a variable that is one of our classes
         allowed = {"AssertionError"} | ERRORS | makers | kinds | FOREIGN_ERRORS.get(name, set())
-        foreign += [f"{name}:{line}: {error}" for line, error in raised(tree) if error not in allowed]
+        foreign += [
+            f"{name}:{line}: {error}" for line, error in raised(tree) if error not in allowed
+        ]
     assert foreign == []
 
 
 def test_no_tensor_is_made_on_the_default_device_of_a_script():
-    """`torch.set_default_device` is the script's: host memory that files are written from is on the CPU."""
-    kinds = ("empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "eye", "rand", "randn", "randint")
+    """`torch.set_default_device` is the script's: host memory that files are written from is on the
+    CPU.
+    """
+    kinds = (
+        "empty",
+        "zeros",
+        "ones",
+        "full",
+        "tensor",
+        "as_tensor",
+        "arange",
+        "eye",
+        "rand",
+        "randn",
+        "randint",
+    )
     makers = {f"torch.{kind}" for kind in kinds}
     calls = [
         (path.name, node)
@@ -159,7 +202,9 @@ def test_no_tensor_is_made_on_the_default_device_of_a_script():
     ]
     assert calls
     assert [
-        f"{name}:{call.lineno}" for name, call in calls if "device" not in {each.arg for each in call.keywords}
+        f"{name}:{call.lineno}"
+        for name, call in calls
+        if "device" not in {each.arg for each in call.keywords}
     ] == []
 
 
@@ -170,10 +215,17 @@ def test_text_leaves_the_package_in_one_place():
         **dict.fromkeys(("logging.getLogger", "sys.stderr.write", "warnings.warn"), "messages.py"),
     }
     named = {f"{path.relative_to(ROOT / 'ft_ckpt')}": parse(path) for path in PACKAGE}
-    calls = [(name, node) for name, tree in named.items() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [
+        (name, node)
+        for name, tree in named.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+    ]
     ways = "print|.*(stdout|stderr).write|warnings.warn.*|logging.[a-z].*|traceback.print.*"
     found = [(name, node.lineno, ast.unparse(node.func)) for name, node in calls]
-    assert [each for each in found if re.fullmatch(ways, each[2]) and allowed.get(each[2]) != each[0]] == []
+    assert [
+        each for each in found if re.fullmatch(ways, each[2]) and allowed.get(each[2]) != each[0]
+    ] == []
 
 
 # The pages
@@ -201,7 +253,9 @@ def test_the_house_plan_names_rooms_that_are_there():
     plan = (ROOT / "ft_ckpt/README.md").read_text()
     rooms = set(re.findall(r"`([a-z_]+(?:/[a-z_0-9]+)*(?:/|\.py))`", plan))
     assert [
-        room for room in sorted(rooms) if not (ROOT / "ft_ckpt" / room).exists() and not (ROOT / room).exists()
+        room
+        for room in sorted(rooms)
+        if not (ROOT / "ft_ckpt" / room).exists() and not (ROOT / room).exists()
     ] == []
     there = {path.name for path in (ROOT / "ft_ckpt").iterdir() if path.name[0] not in "_."}
     named = {room.split("/")[0] for room in rooms}
@@ -209,15 +263,27 @@ def test_the_house_plan_names_rooms_that_are_there():
 
 
 def test_links_on_a_page_lead_somewhere():
-    targets = [(page, target) for page in PAGES for target in re.findall(r"\]\(([^)#\s]+)", page.read_text())]
-    assert [target for page, target in targets if "://" not in target and not (page.parent / target).exists()] == []
+    targets = [
+        (page, target)
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text())
+    ]
+    assert [
+        target
+        for page, target in targets
+        if "://" not in target and not (page.parent / target).exists()
+    ] == []
 
 
 def test_changelog_begins_with_this_version():
     """A version in development (.dev0) is unreleased there, and a released one has a date."""
-    version, state = re.search(r"^## (\S+) - (.+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE).groups()
+    version, state = re.search(
+        r"^## (\S+) - (.+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    ).groups()
     assert version == ft_ckpt.__version__.removesuffix(".dev0")
-    assert re.fullmatch(r"unreleased" if ".dev" in ft_ckpt.__version__ else r"\d{4}-\d\d-\d\d", state)
+    assert re.fullmatch(
+        r"unreleased" if ".dev" in ft_ckpt.__version__ else r"\d{4}-\d\d-\d\d", state
+    )
 
 
 # The scripts and the command
@@ -226,18 +292,32 @@ def test_changelog_begins_with_this_version():
 def test_what_conftest_spreads_over_the_workers_is_there(request):
     conftest = request.config.pluginmanager.getplugin(str(ROOT / "tests/conftest.py"))
     files = sorted((ROOT / "tests").rglob("test_*.py"))
-    tests = {node.name for path in files for node in parse(path).body if isinstance(node, FUNCTIONS)}
+    tests = {
+        node.name for path in files for node in parse(path).body if isinstance(node, FUNCTIONS)
+    }
     assert sorted(conftest.CAMPAIGNS - tests) == []
     assert sorted({*conftest.LONGEST_FILES} - {path.stem for path in files}) == []
 
 
 def test_scripts_can_be_run_or_say_what_they_are():
-    files = [path for path in (ROOT / "scripts").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    files = [
+        path
+        for path in (ROOT / "scripts").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
     assert [str(path) for path in files if not (is_program(path) or is_documented(path))] == []
 
 
 @pytest.mark.parametrize(
-    "script", ["scripts/environment", "scripts/test", "scripts/planted", "scripts/demo", "scripts/release", ".ci/run"]
+    "script",
+    [
+        "scripts/environment",
+        "scripts/test",
+        "scripts/planted",
+        "scripts/demo",
+        "scripts/release",
+        ".ci/run",
+    ],
 )
 def test_shell_scripts_parse(script):
     assert os.access(ROOT / script, os.X_OK)
@@ -253,7 +333,9 @@ def test_every_command_has_help(capsys):
         assert " ".join(["usage: ft-ckpt", *command]) in capsys.readouterr().out
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only git knows which files belong to the project")
+@pytest.mark.skipif(
+    not (ROOT / ".git").exists(), reason="only git knows which files belong to the project"
+)
 def test_no_text_depends_on_one_machine():
     """An absolute path of a developer's machine works nowhere else."""
     machine = re.compile(r"(?<![\w./])/(?:work|home|root|Users)/\w+")
@@ -277,8 +359,13 @@ def parse(path: Path) -> ast.Module:
 
 
 def returns_error(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a function makes one of our errors, or hands back the system's own where ours does not apply."""
-    return function.returns is not None and ast.unparse(function.returns).split(".")[-1] in {*ERRORS, "OSError"}
+    """Whether a function makes one of our errors, or hands back the system's own where ours does
+    not apply.
+    """
+    return function.returns is not None and ast.unparse(function.returns).split(".")[-1] in {
+        *ERRORS,
+        "OSError",
+    }
 
 
 def is_error(kind: ast.ClassDef) -> bool:
@@ -287,8 +374,15 @@ def is_error(kind: ast.ClassDef) -> bool:
 
 
 def raised(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and name of what each `raise` makes; passing on an error that exists already makes nothing."""
-    protocol = {id(n) for f in ast.walk(tree) if getattr(f, "name", "") == "__getattr__" for n in ast.walk(f)}
+    """Line and name of what each `raise` makes; passing on an error that exists already makes
+    nothing.
+    """
+    protocol = {
+        id(n)
+        for f in ast.walk(tree)
+        if getattr(f, "name", "") == "__getattr__"
+        for n in ast.walk(f)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and node.exc is not None and id(node) not in protocol:
             made = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
@@ -299,13 +393,26 @@ def raised(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def is_runnable(line: str) -> bool:
-    """Whether a command is ours and there, or a program of the readers; `ft-ckpt` must know the subcommand."""
+    """Whether a command is ours and there, or a program of the readers; `ft-ckpt` must know the
+    subcommand.
+    """
     name, *rest = shlex.split(line, comments=True)
     if name == "ft-ckpt":
         return rest[0].startswith("--") or rest[0] in cli_commands()
     if "/" in name:
         return os.access(ROOT / name, os.X_OK)
-    return name in {"accelerate", "export", "h5repack", "hf", "mv", "pip", "printf", "python", "swift", "timeout"}
+    return name in {
+        "accelerate",
+        "export",
+        "h5repack",
+        "hf",
+        "mv",
+        "pip",
+        "printf",
+        "python",
+        "swift",
+        "timeout",
+    }
 
 
 def cli_commands() -> list[str]:
@@ -319,12 +426,15 @@ def is_program(path: Path) -> bool:
 
 
 def is_documented(path: Path) -> bool:
-    return path.suffix == ".md" or (path.suffix == ".py" and ast.get_docstring(parse(path)) is not None)
+    return path.suffix == ".md" or (
+        path.suffix == ".py" and ast.get_docstring(parse(path)) is not None
+    )
 
 
 def tracked() -> list[Path]:
     """The files of a checkout that git does not ignore."""
-    # A checkout that belongs to another user (a container's volume) is as good as ours for listing files.
+    # A checkout that belongs to another user (a container's volume) is as good as ours for listing
+    # files.
     listed = run("git", "-c", "safe.directory=*", "ls-files", "-co", "--exclude-standard")
     return [path for path in map(ROOT.joinpath, listed.splitlines()) if path.is_file()]
 

@@ -21,7 +21,10 @@ def life(steps, killed=True):
 
 def test_equal_runs_are_said_to_be_equal(capsys):
     SCRIPT["compare"](WHOLE, [life(range(1, 6)), life(range(4, 9), killed=False)])
-    assert capsys.readouterr().out == "8 steps, killed 1 times, 2 steps made twice: all losses equal, bit for bit\n"
+    assert (
+        capsys.readouterr().out
+        == "8 steps, killed 1 times, 2 steps made twice: all losses equal, bit for bit\n"
+    )
 
 
 def test_one_bit_is_a_difference():
@@ -53,7 +56,11 @@ def test_a_line_that_a_kill_has_cut_is_no_step(tmp_path):
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_picture_has_both_curves_and_each_kill(theme):
     svg = SCRIPT["picture"](WHOLE, [life(range(1, 6)), life(range(4, 9), killed=False)], theme)
-    points = [len(line.get("points").split()) for line in ElementTree.fromstring(svg).iter() if line.get("points")]
+    points = [
+        len(line.get("points").split())
+        for line in ElementTree.fromstring(svg).iter()
+        if line.get("points")
+    ]
     assert points == [8, 5, 5]
     assert svg.count("✕") == 1
     stored = (ROOT / f"docs/images/killed-{theme}.svg").read_text(encoding="utf-8")
@@ -63,9 +70,23 @@ def test_the_picture_has_both_curves_and_each_kill(theme):
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(tmp_path):
-    command = [sys.executable, "-m", "scripts.killed_run", str(tmp_path), "--kills", "2", "--epochs", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.killed_run",
+        str(tmp_path),
+        "--kills",
+        "2",
+        "--epochs",
+        "2",
+    ]
     environment = {**os.environ, "PYTHONPATH": python_path()}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "64 steps, killed 2 times" in done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["killed-dark.svg", "killed-light.svg"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "killed-dark.svg",
+        "killed-light.svg",
+    ]

@@ -12,7 +12,9 @@ from on_ranks import RANK, WORLD, call_on_ranks, on_ranks
 
 
 def test_a_launch_that_is_left_by_an_exception_is_killed_and_its_answer_dropped():
-    """As by a test's timeout: each later launch of the worker got the answer of the one before it."""
+    """As by a test's timeout: each later launch of the worker got the answer of the one before
+    it.
+    """
     processes = []
 
     def interrupt(process):
@@ -72,12 +74,17 @@ def test_functions_share_a_launch_until_one_fails():
     assert len({*first}) == 2
     assert process() == call_on_ranks(2, process) == first
     assert {*call_on_ranks(1, process)}.isdisjoint(first)
-    with pytest.raises(pytest.fail.Exception, match=r"^\[rank 1\] Traceback[^$]*AssertionError: assert \(7 \+ 1\) < 8"):
+    with pytest.raises(
+        pytest.fail.Exception,
+        match=r"^\[rank 1\] Traceback[^$]*AssertionError: assert \(7 \+ 1\) < 8",
+    ):
         difference(8)
     assert are_gone(first)
 
 
-@pytest.mark.parametrize(("function", "said"), [(death, "^rank 1 ended"), (endless, "^no answer within 2 s")])
+@pytest.mark.parametrize(
+    ("function", "said"), [(death, "^rank 1 ended"), (endless, "^no answer within 2 s")]
+)
 def test_what_ends_or_hangs_on_one_rank_fails_the_test_and_leaves_no_process(function, said):
     processes = process()
     with pytest.raises(pytest.fail.Exception, match=said) as failure:

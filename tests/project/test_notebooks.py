@@ -59,7 +59,9 @@ def test_a_notebook_prints_what_it_shows(path, tmp_path):
     made = runpy.run_path(str(ROOT / "scripts/notebooks.py"))["run_notebook"](path, tmp_path)
     shown, text = printed(nbformat.read(path, as_version=4)), printed(made)
     assert [words for words in KEY_RESULTS[path.stem] if words not in text] == []
-    assert is_shown(settled(shown), settled(text)), f"{path.name} shows\n{shown}\n-- it prints\n{text}"
+    assert is_shown(settled(shown), settled(text)), (
+        f"{path.name} shows\n{shown}\n-- it prints\n{text}"
+    )
 
 
 @notebooks
@@ -69,7 +71,11 @@ def test_a_notebook_is_kept_small_and_was_run_from_top_to_bottom(path):
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
-    assert [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"] == []
+    assert [
+        output
+        for output in outputs
+        if output.output_type == "error" or output.get("name") == "stderr"
+    ] == []
 
 
 def test_every_notebook_is_linked():

@@ -1,4 +1,6 @@
-"""The package as its users install it: extras, versions, distributions; each table of a page equals its source."""
+"""The package as its users install it: extras, versions, distributions; each table of a page equals
+its source.
+"""
 
 import re
 import subprocess
@@ -16,8 +18,12 @@ NAME = re.compile(r"[\w.-]+")
 
 def test_every_extra_is_on_the_page_with_its_packages():
     table = {cells[0]: cells[1] for cells in rows("docs/install.md", "extra")}
-    expected = {extra: [name for each in needed for name in named(each)] for extra, needed in EXTRAS.items()}
-    assert {extra: re.findall(r"`([^`]+)`", packages) for extra, packages in table.items()} == expected
+    expected = {
+        extra: [name for each in needed for name in named(each)] for extra, needed in EXTRAS.items()
+    }
+    assert {
+        extra: re.findall(r"`([^`]+)`", packages) for extra, packages in table.items()
+    } == expected
 
 
 def test_the_import_on_windows_names_the_page():
@@ -31,7 +37,9 @@ def test_the_import_on_windows_names_the_page():
 def test_extras_that_are_named_exist():
     """In an error or on a page: pip only warns of an extra that it does not know."""
     files = [*(ROOT / "ft_ckpt").rglob("*.py"), ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    installed = re.compile(r"""(?:\.whl|['"]\.)\[([\w,]+)\]['"`)]|(?:install_extra\(['"]|the extra \[?`)(\w+)['"`]""")
+    installed = re.compile(
+        r"""(?:\.whl|['"]\.)\[([\w,]+)\]['"`)]|(?:install_extra\(['"]|the extra \[?`)(\w+)['"`]"""
+    )
     found = {
         (file.name, extra)
         for file in files
@@ -54,19 +62,26 @@ def test_the_tests_of_each_promise_exist(page):
     """At least one for each row of the page's tables."""
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text(ROOT / page))
     assert len(named) > 35
-    tests = {file: set(re.findall(r"^ *def (test_\w+)", text(ROOT / file), re.MULTILINE)) for file, _ in named}
+    tests = {
+        file: set(re.findall(r"^ *def (test_\w+)", text(ROOT / file), re.MULTILINE))
+        for file, _ in named
+    }
     assert [f"{file}::{name}" for file, name in named if name not in tests[file]] == []
     assert [promise for promise, cells in rows(page, "what") if "::" not in cells] == []
 
 
 def test_the_table_of_versions_is_that_of_what_is_required_and_tested():
     oldest, newest = (
-        dict(re.findall(PIN, text(ROOT / name))) for name in ("constraints-oldest.txt", "constraints.txt")
+        dict(re.findall(PIN, text(ROOT / name)))
+        for name in ("constraints-oldest.txt", "constraints.txt")
     )
     users = [extra for extra in EXTRAS if extra not in {"bench", "dev", "docs", "test"}]
     run = sorted(pythons_of_runs(), key=by_number)
     expected = {"Python": [PROJECT["requires-python"].removeprefix(">="), run[0], run[-1]]}
-    for requirement in [*PROJECT["dependencies"], *(each for extra in users for each in EXTRAS[extra])]:
+    for requirement in [
+        *PROJECT["dependencies"],
+        *(each for extra in users for each in EXTRAS[extra]),
+    ]:
         name, lowest = re.match(r"([\w.-]+)>=([\d.]+)", requirement).groups()
         expected[name] = [lowest, oldest.get(name, "-"), newest.get(name, "-")]
     assert {name: cells for name, *cells in rows("docs/compatibility.md", "library")} == expected
@@ -75,7 +90,11 @@ def test_the_table_of_versions_is_that_of_what_is_required_and_tested():
 def test_the_oldest_tested_versions_are_the_oldest_accepted_ones():
     """But torch, as constraints-oldest.txt says; of others a patch release may be newer."""
     for name, accepted, oldest, _ in rows("docs/compatibility.md", "library"):
-        assert oldest == "-" or name in {"Python", "torch"} or (oldest + ".").startswith(accepted + "."), name
+        assert (
+            oldest == "-"
+            or name in {"Python", "torch"}
+            or (oldest + ".").startswith(accepted + ".")
+        ), name
 
 
 def test_the_classifiers_name_the_pythons_of_the_runs():
@@ -87,12 +106,19 @@ def test_checkpoints_of_every_release_are_read_by_tests():
     """Every dated version of the changelog is on the page, and has golden checkpoints."""
     released = re.findall(r"^## (\S+) - \d", text(ROOT / "CHANGELOG.md"), re.MULTILINE)
     goldens = {path.name for path in (ROOT / "tests/golden/checkpoints").iterdir()}
-    assert {version for version, _ in rows("docs/compatibility.md", "written by")} == set(released) == goldens
+    assert (
+        {version for version, _ in rows("docs/compatibility.md", "written by")}
+        == set(released)
+        == goldens
+    )
 
 
 def pythons_of_runs():
     """The versions of Python, such as 3.11, in the page's table of runs."""
-    return {".".join(version.split(".")[:2]) for version, *_ in rows("docs/compatibility.md", "run on Python")}
+    return {
+        ".".join(version.split(".")[:2])
+        for version, *_ in rows("docs/compatibility.md", "run on Python")
+    }
 
 
 def by_number(version):
@@ -100,8 +126,12 @@ def by_number(version):
 
 
 def rows(page, first):
-    """The rows of the tables of a page whose first heading is `first`, as cells; code marks of the first cell go."""
-    tables = re.findall(rf"^\| {first} \|.*\n\|[-|]+\n((?:\|.*\n)+)", text(ROOT / page), re.MULTILINE)
+    """The rows of the tables of a page whose first heading is `first`, as cells; code marks of the
+    first cell go.
+    """
+    tables = re.findall(
+        rf"^\| {first} \|.*\n\|[-|]+\n((?:\|.*\n)+)", text(ROOT / page), re.MULTILINE
+    )
     assert tables, f"{page} has no table of {first}"
     for line in "".join(tables).splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]

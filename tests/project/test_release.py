@@ -1,4 +1,6 @@
-"""scripts/release: the same files from every build of a commit, and a description that stands alone."""
+"""scripts/release: the same files from every build of a commit, and a description that stands
+alone.
+"""
 
 import gzip
 import hashlib
@@ -45,7 +47,10 @@ def test_builds_at_other_times_by_other_users_become_equal(tmp_path, monkeypatch
     archives = []
     for time, owner, names in ((1, "one", "ab"), (2, "other", "ba")):
         archives.append(tmp_path / f"{owner}.tar.gz")
-        with gzip.GzipFile(archives[-1], "wb", mtime=time) as packed, tarfile.open(fileobj=packed, mode="w") as archive:
+        with (
+            gzip.GzipFile(archives[-1], "wb", mtime=time) as packed,
+            tarfile.open(fileobj=packed, mode="w") as archive,
+        ):
             for name in names:
                 (tmp_path / name).write_text(name)
                 member = archive.gettarinfo(tmp_path / name, name)
@@ -55,7 +60,10 @@ def test_builds_at_other_times_by_other_users_become_equal(tmp_path, monkeypatch
         RELEASE["make_equal"](archives[-1])
     assert archives[0].read_bytes() == archives[1].read_bytes()
     with tarfile.open(archives[0]) as archive:
-        assert [(each.name, archive.extractfile(each).read()) for each in archive] == [("a", b"a"), ("b", b"b")]
+        assert [(each.name, archive.extractfile(each).read()) for each in archive] == [
+            ("a", b"a"),
+            ("b", b"b"),
+        ]
 
 
 def test_with_an_address_every_link_of_the_description_leads_to_a_file_of_the_tag():
@@ -91,11 +99,18 @@ def test_addresses_are_stated_if_there_is_one():
     assert all((ROOT / url.split("/v1/")[1]).exists() for url in urls.values() if "/v1/" in url)
 
 
-@pytest.mark.parametrize("change", [{"ft_ckpt/model.py": "left behind"}, {"tests/test_it.py": ""}, None])
+@pytest.mark.parametrize(
+    "change", [{"ft_ckpt/model.py": "left behind"}, {"tests/test_it.py": ""}, None]
+)
 def test_a_wheel_with_other_files_than_the_package_is_refused(tmp_path, change):
     (tmp_path / "ft_ckpt").mkdir()
     (tmp_path / "ft_ckpt" / "saver.py").touch()
-    files = {"ft_ckpt/saver.py": "", "ft_ckpt/py.typed": "", "ft_ckpt-1.dist-info/METADATA": "", **(change or {})}
+    files = {
+        "ft_ckpt/saver.py": "",
+        "ft_ckpt/py.typed": "",
+        "ft_ckpt-1.dist-info/METADATA": "",
+        **(change or {}),
+    }
     if change is None:
         del files["ft_ckpt/saver.py"]
     with zipfile.ZipFile(tmp_path / "ft_ckpt.whl", "w") as wheel:
@@ -117,7 +132,9 @@ def test_a_version_in_development_is_not_uploaded(tmp_path, version, words):
 def release(folder):
     """Every file that a run has written, by name."""
     command = [sys.executable, "scripts/release.py", "--out", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "installed alone" in done.stdout
     return {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -19,7 +19,10 @@ NUMBER = re.compile(r"\b\d\.\d+\b")
 
 def text_of(picture):
     """The lines of a terminal in an SVG, without their ends."""
-    places = re.findall(r'<text class="[^"]*-r\d+" x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)</text>', picture.read_text())
+    places = re.findall(
+        r'<text class="[^"]*-r\d+" x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)</text>',
+        picture.read_text(),
+    )
     lines = {}
     for _, line, words in sorted(places, key=lambda place: (float(place[1]), float(place[0]))):
         lines[line] = f"{lines.get(line, '')} {html.unescape(words)}"
@@ -30,7 +33,9 @@ def test_pictures_are_small_and_fetch_nothing():
     found = {path.name: path.read_bytes() for path in IMAGES.iterdir()}
     assert {"ls.svg", "show.svg", "report-light.webp", "report-dark.webp"} <= found.keys()
     assert {name: len(data) for name, data in found.items() if len(data) > MOST_BYTES} == {}
-    assert [name for name, data in found.items() if re.search(rb"(url\(|href=)[\"']?http", data)] == []
+    assert [
+        name for name, data in found.items() if re.search(rb"(url\(|href=)[\"']?http", data)
+    ] == []
 
 
 def test_pictures_are_on_a_page():
@@ -40,10 +45,17 @@ def test_pictures_are_on_a_page():
 
 
 def test_badges_are_those_of_the_metadata():
-    """License and Python versions of pyproject.toml; `python scripts/badges.py` draws them again."""
+    """License and Python versions of pyproject.toml; `python scripts/badges.py` draws them
+    again.
+    """
     script = runpy.run_path(str(ROOT / "scripts/badges.py"))
-    drawn = {f"badge-{name}.svg": script["badge"](name, value) for name, value in script["badges"]().items()}
-    assert {path.name: path.read_text(encoding="utf-8") for path in IMAGES.glob("badge-*.svg")} == drawn
+    drawn = {
+        f"badge-{name}.svg": script["badge"](name, value)
+        for name, value in script["badges"]().items()
+    }
+    assert {
+        path.name: path.read_text(encoding="utf-8") for path in IMAGES.glob("badge-*.svg")
+    } == drawn
     assert "3.10 | 3.11" in drawn["badge-python.svg"]
     assert (ROOT / "ft_ckpt/py.typed").exists()
 

@@ -14,7 +14,9 @@ def test_the_bench_has_help():
 
 
 def test_stale_compiler_locks_are_dropped_and_held_ones_kept(tmp_path, monkeypatch):
-    """A process killed while it compiled leaves its lock, for which every later one would wait without an end."""
+    """A process killed while it compiled leaves its lock, for which every later one would wait
+    without an end.
+    """
     monkeypatch.setenv(extensions.FOLDER, str(tmp_path))
     stale, held = (tmp_path / "py3_cpu" / name / extensions.LOCK for name in ("stale", "held"))
     for lock in (stale, held):

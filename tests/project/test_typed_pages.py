@@ -1,11 +1,18 @@
-"""Every Python block of the README, the docs and the notebooks passes `mypy --strict` and pyright as it stands."""
+"""Every Python block of the README, the docs and the notebooks passes `mypy --strict` and pyright
+as it stands.
+"""
 
 import pytest
 from places import ROOT
 from typed_pages import complaints_about, modules_of
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "notebooks").glob("*.ipynb"))]
-PAGES.remove(ROOT / "docs/contributing.md")  # its blocks are parts of the project's tests, which have no types
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "notebooks").glob("*.ipynb")),
+]
+# its blocks are parts of the project's tests, which have no types
+PAGES.remove(ROOT / "docs/contributing.md")
 WRONG = """# A page
 
 ```python
@@ -17,7 +24,9 @@ saver.save(model).tensor
 """
 # Both take a minute of a processor's time, most of it for the types of torch and transformers.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-pages = pytest.mark.parametrize("page", [page for page in PAGES if modules_of(page)], ids=lambda path: path.stem)
+pages = pytest.mark.parametrize(
+    "page", [page for page in PAGES if modules_of(page)], ids=lambda path: path.stem
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +38,12 @@ def wrong_page(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def complaints(request, tmp_path_factory, wrong_page):
-    """The errors by page, of the pages that are tested: each checker runs once, and loads the libraries once."""
-    tests = [item for item in request.session.items if "complaints" in getattr(item, "fixturenames", ())]
+    """The errors by page, of the pages that are tested: each checker runs once, and loads the
+    libraries once.
+    """
+    tests = [
+        item for item in request.session.items if "complaints" in getattr(item, "fixturenames", ())
+    ]
     asked = {item.callspec.params["page"] for item in tests if hasattr(item, "callspec")}
     modules = {page: modules_of(page) for page in [*sorted(asked), wrong_page]}
     return complaints_about(modules, tmp_path_factory.mktemp("modules"))
@@ -43,4 +56,6 @@ def test_type_checkers_accept_the_blocks_of_a_page(page, complaints):
 
 def test_an_error_is_reported_by_both_with_its_line(wrong_page, complaints):
     places = {tuple(complaint.split(": ")[:2]) for complaint in complaints[wrong_page]}
-    assert places == {(f"wrong.md:{line}", checker) for line in (6, 7) for checker in ("mypy", "pyright")}
+    assert places == {
+        (f"wrong.md:{line}", checker) for line in (6, 7) for checker in ("mypy", "pyright")
+    }

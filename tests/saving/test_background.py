@@ -1,4 +1,6 @@
-"""Saves in the background: one moment on the disk, errors that are told, one in flight, nothing left behind."""
+"""Saves in the background: one moment on the disk, errors that are told, one in flight, nothing
+left behind.
+"""
 
 import json
 import os
@@ -32,7 +34,10 @@ class Stamp(torch.optim.Optimizer):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), {"lr": 1.0})
         for parameter in model.parameters():
-            self.state[parameter] = {"moment": torch.zeros_like(parameter), "count": torch.zeros(())}
+            self.state[parameter] = {
+                "moment": torch.zeros_like(parameter),
+                "count": torch.zeros(()),
+            }
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -69,13 +74,17 @@ def step(model, optimizer) -> None:
 
 def values(folder: Path) -> set[float]:
     """Every number in the checkpoint's tensors of the run."""
-    files = [load_file(folder / "model.safetensors"), load_file(folder / "state" / "training.safetensors")]
+    files = [
+        load_file(folder / "model.safetensors"),
+        load_file(folder / "state" / "training.safetensors"),
+    ]
     tensors = [tensor for file in files for name, tensor in file.items() if "rank-" not in name]
     assert len(tensors) == 22
     return {value for tensor in tensors for value in (float(tensor.min()), float(tensor.max()))}
 
 
-def torn_free(folder: Path, saves: int, slack_bytes: int) -> None:  # a leak would be 3.4 MB with each save
+# a leak would be 3.4 MB with each save
+def torn_free(folder: Path, saves: int, slack_bytes: int) -> None:
     """Step-1 moments with step-2 weights. Every save takes more memory."""
     model, optimizer, saver = stamped(folder)
     process, memory = psutil.Process(), []
@@ -127,16 +136,22 @@ def test_a_save_without_a_snapshot_takes_no_wait_of_an_earlier_one(tmp_path):
         step(model, optimizer)
         saver.step()
         saver.save_state(path=tmp_path / "third").result(60)
-    _, second, _ = json.loads((tmp_path / "third/state/training.json").read_text())["history"]["saves"]
+    _, second, _ = json.loads((tmp_path / "third/state/training.json").read_text())["history"][
+        "saves"
+    ]
     assert second["stall_seconds"] < 100
 
 
 def test_the_default_device_of_a_script_is_not_that_of_copies(tmp_path):
-    """Memory that files are written from was allocated on torch.set_default_device's: the process crashed."""
+    """Memory that files are written from was allocated on torch.set_default_device's: the process
+    crashed.
+    """
 
     def begun() -> tuple[nn.Module, CheckpointSaver]:
         model = models.lora(models.build("llama"))
-        optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+        optimizer = torch.optim.AdamW(
+            [parameter for parameter in model.parameters() if parameter.requires_grad]
+        )
         saver = CheckpointSaver(directory=tmp_path / "run", background=True)
         saver.register(model=model, optimizer=optimizer)
         return model, saver
@@ -145,7 +160,8 @@ def test_the_default_device_of_a_script_is_not_that_of_copies(tmp_path):
     with torch.no_grad():
         for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
             parameter.add_(1)
-    with torch.device("meta"), saver, resuming:  # another accelerator than the model's gives errors, not crashes
+    # another accelerator than the model's gives errors, not crashes
+    with torch.device("meta"), saver, resuming:
         saver.step(step=1)
         saver.save_state()
         saver.save(model, tmp_path / "merged", merged=True)
@@ -203,7 +219,9 @@ def test_what_no_known_optimizer_changes_is_copied_at_once(tmp_path, held):
                 tensor.fill_(7)
         held.set()
         handle.result(30)
-    assert {float(tensor.max()) for tensor in load_file(tmp_path / "one" / "model.safetensors").values()} == {0.0}
+    assert {
+        float(tensor.max()) for tensor in load_file(tmp_path / "one" / "model.safetensors").values()
+    } == {0.0}
 
 
 def test_optimizers_are_given_back(tmp_path):
@@ -244,7 +262,9 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_failure_is_raised_by_the_next_call_and_changes_nothing(tmp_path, failing, call):
-    """`latest` moved, or the old checkpoint deleted, before the new one is durable; nobody is told."""
+    """`latest` moved, or the old checkpoint deleted, before the new one is durable; nobody is
+    told.
+    """
     model, _optimizer, saver = stamped(tmp_path, keep=Keep(last=1))
     saver.step(step=1)
     saver.save_state().result(30)
@@ -349,14 +369,19 @@ def test_a_program_that_ends_has_saved_or_says_that_it_has_not(tmp_path, what):
 
 def test_killed_while_a_save_is_in_flight(tmp_path):
     said = []
-    ended = run_and_signal(PROGRAM, tmp_path, "hang", until=lambda output: said.append(output.readline()))
+    ended = run_and_signal(
+        PROGRAM, tmp_path, "hang", until=lambda output: said.append(output.readline())
+    )
     assert (said, ended.returncode) == (["hanging\n"], -signal.SIGKILL), ended.stderr
     assert latest(tmp_path) == tmp_path / "checkpoint-1"
     assert verify(latest(tmp_path)).ok
     with CheckpointSaver(None, tmp_path, background=True) as saver:
         saver.save(nn.Linear(300, 300), step=2)
     assert latest(tmp_path) == tmp_path / "checkpoint-2"
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
+        "checkpoint-1",
+        "checkpoint-2",
+    ]
 
 
 # What a checkpoint is
@@ -376,7 +401,13 @@ def test_resumed_from_a_background_checkpoint_the_run_is_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"format": "h5"}, {"format": "dual"}, {"format": "h5", "compression": "gzip"}, {"dtype": "bfloat16"}]
+    "settings",
+    [
+        {"format": "h5"},
+        {"format": "dual"},
+        {"format": "h5", "compression": "gzip"},
+        {"dtype": "bfloat16"},
+    ],
 )
 def test_other_formats(tmp_path, settings):
     model, optimizer, saver = stamped(tmp_path, **settings)
@@ -386,7 +417,9 @@ def test_other_formats(tmp_path, settings):
         saver.save(model, tmp_path / "later")
         step(model, optimizer)
     assert verify(tmp_path / "later").ok
-    weights = [path.name for path in (tmp_path / "now").iterdir() if path.suffix in (".h5", ".safetensors")]
+    weights = [
+        path.name for path in (tmp_path / "now").iterdir() if path.suffix in (".h5", ".safetensors")
+    ]
     assert weights
     for name in weights:
         assert (tmp_path / "now" / name).read_bytes() == (tmp_path / "later" / name).read_bytes()

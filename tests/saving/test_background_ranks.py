@@ -1,4 +1,6 @@
-"""Background saves on several ranks: the same files as a save at that moment, and errors raised on all ranks."""
+"""Background saves on several ranks: the same files as a save at that moment, and errors raised on
+all ranks.
+"""
 
 import importlib.util
 import json
@@ -23,7 +25,12 @@ from ft_ckpt.saving.background import PendingSave
 from ft_ckpt.saving.snapshot import Snapshot
 from ft_ckpt.storage.direct_io import LocalWriting
 
-SHORT = {"enter_timeout_seconds": 60, "on_difference": "ignore", "io_threads": 2, "background": True}
+SHORT = {
+    "enter_timeout_seconds": 60,
+    "on_difference": "ignore",
+    "io_threads": 2,
+    "background": True,
+}
 
 
 class Engine(Live):
@@ -52,7 +59,8 @@ def begun(wrapper, folder, **settings):
 
 @contextmanager
 def as_late_as_can_be(moved):
-    """Delay copies in threads until a step waits for them, which sets `moved`: a step that does not wait comes first.
+    """Delay copies in threads until a step waits for them, which sets `moved`: a step that does not
+    wait comes first.
 
     Yields the bytes of floating-point tensors that are copied (True: in a thread).
     """
@@ -60,7 +68,9 @@ def as_late_as_can_be(moved):
 
     def late(room, live, ready):
         in_thread = threading.current_thread() is not threading.main_thread()
-        copied[in_thread] += sum(tensor.nbytes for tensor in live.values() if tensor.is_floating_point())
+        copied[in_thread] += sum(
+            tensor.nbytes for tensor in live.values() if tensor.is_floating_point()
+        )
         if in_thread:
             assert moved.wait(30)
             time.sleep(0.2)
@@ -84,7 +94,9 @@ def same_moment(folder, wrapper):
         live, saver = begun(wrapper, folder)
         with saver:
             for number in "12":
-                saver.save_state(path=folder / f"now-{number}", adapter_only=False, background=False)
+                saver.save_state(
+                    path=folder / f"now-{number}", adapter_only=False, background=False
+                )
                 moved.clear()
                 handle = saver.save_state(path=folder / f"later-{number}", adapter_only=False)
                 for seed in (5, 6):
@@ -163,7 +175,9 @@ def inner_optimizer(live):
 
 
 def same_after_changes(folder, wrapper):
-    """A save in the background writes the bytes of one in the foreground, whatever has changed before it."""
+    """A save in the background writes the bytes of one in the foreground, whatever has changed
+    before it.
+    """
     live, saver = begun(wrapper, folder)
     with saver:
         for change in CHANGES:
@@ -179,25 +193,48 @@ def same_after_changes(folder, wrapper):
                 except CheckpointError as error:
                     errors.append(type(error))
             dist.barrier()
-            is_lost = wrapper != "ddp" and change in (more_state_of_one_rank, less_state_of_one_rank)
+            is_lost = wrapper != "ddp" and change in (
+                more_state_of_one_rank,
+                less_state_of_one_rank,
+            )
             assert len(errors) == (2 if is_lost else 0), (change, errors)
             if RANK == 0 and written:
                 expected, *others = map(saved_bytes, written)
                 for other in others:
-                    assert [name for name in {*expected, *other} if expected.get(name) != other.get(name)] == [], change
+                    assert [
+                        name
+                        for name in {*expected, *other}
+                        if expected.get(name) != other.get(name)
+                    ] == [], change
 
 
 def saved_bytes(folder):
     """Every file of a checkpoint, but its times."""
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    found = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
     manifest = json.loads(found.pop("ft_ckpt.json"))
     training = found["state/training.json"]
-    return found | {"parts": manifest["parts"], "state/training.json": training[: training.index(b'"history"')]}
+    return found | {
+        "parts": manifest["parts"],
+        "state/training.json": training[: training.index(b'"history"')],
+    }
 
 
 WRAPPED = ("ddp", "fsdp2", "fsdp1", "fsdp1_flat")
-ENGINES = ("zero1", "zero2", "zero1_bf16_gradients32", "zero2_bf16_offload", "zero3", "zero3_bf16_subgroups_persistent")
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
+ENGINES = (
+    "zero1",
+    "zero2",
+    "zero1_bf16_gradients32",
+    "zero2_bf16_offload",
+    "zero3",
+    "zero3_bf16_subgroups_persistent",
+)
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra"
+)
 
 
 def under_zero(test):
@@ -236,7 +273,9 @@ def test_the_same_bytes_whatever_has_changed_under_zero(tmp_path, engine):
 @pytest.mark.slow
 @under_zero
 def test_muon_is_copied_at_once(tmp_path):
-    """Muon updates its momentum before ZeRO's inner optimizer steps, where no hook waits: all is copied at once."""
+    """Muon updates its momentum before ZeRO's inner optimizer steps, where no hook waits: all is
+    copied at once.
+    """
     moved = threading.Event()
     moved.set()
     with as_late_as_can_be(moved) as copied:
@@ -244,7 +283,9 @@ def test_muon_is_copied_at_once(tmp_path):
         for group in live.optimizer.optimizer.optimizer.param_groups:
             group["use_muon"] = False
         with saver:
-            assert isinstance(saver.save_state(path=tmp_path / "saved", adapter_only=False), PendingSave)
+            assert isinstance(
+                saver.save_state(path=tmp_path / "saved", adapter_only=False), PendingSave
+            )
             assert not saver._pending.snapshot._hooks
     assert copied[False] > copied[True] == 0
 
@@ -285,7 +326,9 @@ def test_one_rank_does_not_see_the_files(tmp_path):
 
 @on_ranks(2)
 def test_ranks_synchronise_at_few_points(tmp_path):
-    """Once all ranks are known to see the folder, they synchronise only at capture, plan, write and commit."""
+    """Once all ranks are known to see the folder, they synchronise only at capture, plan, write and
+    commit.
+    """
     live, saver = begun("fsdp2", tmp_path, each_rank_writes="on")
     met = []
     real = Ranks.agree

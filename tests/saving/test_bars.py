@@ -1,4 +1,6 @@
-"""Bars of saves, loads and resumes: in a terminal, of work that lasts, cleared at the end; one line of a resume."""
+"""Bars of saves, loads and resumes: in a terminal, of work that lasts, cleared at the end; one line
+of a resume.
+"""
 
 import io
 import logging
@@ -50,13 +52,17 @@ def script(wait=0.0, before="", after="", background=False):
 
 
 def test_bars_in_a_terminal_are_cleared_and_give_the_line_back(tmp_path):
-    """A Trainer shows its steps in a bar of tqdm: the bar of a save takes its line, and gives it back."""
+    """A Trainer shows its steps in a bar of tqdm: the bar of a save takes its line, and gives it
+    back.
+    """
     before = "from tqdm import tqdm; bar = tqdm(total=10); bar.update(3); bar.refresh()"
     output = shown_in_terminal(script(before=before, after="bar.close()"), tmp_path)
     for label in ("saving checkpoint-1", "resuming checkpoint-1", "loading checkpoint-1"):
         assert label in output
     screen = screen_after(output)
-    assert [line for line in screen if line.startswith(("saving", "resuming", "loading", "comparing"))] == []
+    assert [
+        line for line in screen if line.startswith(("saving", "resuming", "loading", "comparing"))
+    ] == []
     assert len([line for line in screen if "3/10" in line]) == 1
     assert screen[-1] == "done"
 
@@ -77,7 +83,12 @@ def test_a_background_save_has_no_bar(tmp_path):
 def test_without_a_terminal_there_are_only_lines(tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(script()))
     ended = subprocess.run(
-        [sys.executable, "script.py"], capture_output=True, text=True, check=True, cwd=tmp_path, timeout=120
+        [sys.executable, "script.py"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        timeout=120,
     )
     assert ended.stdout == "done\n"
     told = [line for line in ended.stderr.splitlines() if "resume" in line]
@@ -97,7 +108,9 @@ LOGGING = {
 
 @pytest.mark.parametrize("mode", ["auto", "never"])
 @pytest.mark.parametrize("how", LOGGING)
-def test_a_start_is_one_line_however_logging_is_configured(tmp_path, monkeypatch, capsys, how, mode):
+def test_a_start_is_one_line_however_logging_is_configured(
+    tmp_path, monkeypatch, capsys, how, mode
+):
     """A fresh start that was asked for is told to the log alone."""
     names, root_level, own_level, expected = LOGGING[how]
     stream = io.StringIO()

@@ -1,14 +1,17 @@
-"""A run in a bucket, stopped at every request: by a kill, and by each fault that a line or a store can have.
+"""A run in a bucket, stopped at every request: by a kill, and by each fault that a line or a store
+can have.
 
-Each trial resumes the run, makes a step, saves, commits and prunes. No checkpoint is lost, none that is seen is not
-whole, the run goes on as if nothing had been, and nothing that was broken off stays.
+Each trial resumes the run, makes a step, saves, commits and prunes. No checkpoint is lost, none
+that is seen is not whole, the run goes on as if nothing had been, and nothing that was broken off
+stays.
 """
 
 import pytest
 from bucket_lives import PREFIX, committed, live
 from faults import Server, try_worlds
 
-BEFORE, DONE, AFTER = 2, 3, 4  # the step that each trial begins at, the one that it makes, and the one after it
+# the step that each trial begins at, the one that it makes, and the one after it
+BEFORE, DONE, AFTER = 2, 3, 4
 
 
 def is_conditional(request):
@@ -34,7 +37,9 @@ SAMPLE = ("killed after", "answer lost")
 
 
 class Run:
-    """A run of two steps in a bucket, put back there for each trial; and what it comes to where nothing happens."""
+    """A run of two steps in a bucket, put back there for each trial; and what it comes to where
+    nothing happens.
+    """
 
     def __init__(self, s3):
         self.s3 = s3
@@ -58,7 +63,8 @@ class Run:
             self.files |= set(s3.names())
         for life in (stopped, again):
             assert life.losses.items() <= self.losses.items()
-        kept = {DONE, AFTER} | ({BEFORE} & committed(s3))  # which a run that was resumed from it leaves alone
+        # which a run that was resumed from it leaves alone
+        kept = {DONE, AFTER} | ({BEFORE} & committed(s3))
         assert committed(s3) == kept
         assert [name for name in s3.names(PREFIX) if name not in self.files] == []
 

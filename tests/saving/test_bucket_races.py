@@ -1,4 +1,6 @@
-"""Processes that save one step into one bucket at once: one of them makes it, and readers never see a mixture."""
+"""Processes that save one step into one bucket at once: one of them makes it, and readers never see
+a mixture.
+"""
 
 import json
 import os
@@ -31,7 +33,9 @@ def race(way):
             for racer in racers.values():
                 racer.stdin.write("\n")
                 racer.stdin.flush()
-            ended.append({name: json.loads(racer.stdout.readline()) for name, racer in racers.items()})
+            ended.append(
+                {name: json.loads(racer.stdout.readline()) for name, racer in racers.items()}
+            )
         return ended
     finally:
         for racer in racers.values():
@@ -44,7 +48,9 @@ def test_one_run_wins_each_step(s3):
     for step, ended in enumerate(race("stranger")):
         winners = [name for name, (outcome, _) in ended.items() if outcome == "won"]
         assert len(winners) == 1, ended
-        assert all(outcome in ("won", "TargetError", "NameTakenError") for outcome, _ in ended.values()), ended
+        assert all(
+            outcome in ("won", "TargetError", "NameTakenError") for outcome, _ in ended.values()
+        ), ended
         there = f"s3://bucket/stranger/checkpoint-{step}"
         assert verify(there).ok
         assert load_manifest(open_store(there)).run_id == winners[0]
@@ -54,15 +60,23 @@ def test_one_run_wins_each_step(s3):
 def test_one_commit_wins_each_step(s3):
     """The last request, without the marks before it."""
     for step, ended in enumerate(race("commit")):
-        assert Counter(outcome for outcome, _ in ended.values()) == {"won": 1, "NameTakenError": 1}, ended
+        assert Counter(outcome for outcome, _ in ended.values()) == {
+            "won": 1,
+            "NameTakenError": 1,
+        }, ended
         winner = next(name for name, (outcome, _) in ended.items() if outcome == "won")
         assert s3.content(f"commit/checkpoint-{step}/{MANIFEST_NAME}") == winner.encode()
-        assert any("another save committed to this name at the same time" in text for _, text in ended.values())
+        assert any(
+            "another save committed to this name at the same time" in text
+            for _, text in ended.values()
+        )
 
 
 @pytest.mark.slow
 def test_what_writers_that_were_thought_dead_mix_is_damage_and_never_a_checkpoint(s3):
-    """Each takes over what the other has begun: a checkpoint that is found whole is of one of them alone."""
+    """Each takes over what the other has begun: a checkpoint that is found whole is of one of them
+    alone.
+    """
     won = 0
     for step, ended in enumerate(race("zombie")):
         winners = [name for name, (outcome, _) in ended.items() if outcome == "won"]
@@ -74,6 +88,9 @@ def test_what_writers_that_were_thought_dead_mix_is_damage_and_never_a_checkpoin
             won += 1
             assert verify(there).ok
             owner = load_manifest(open_store(there)).run_id
-            contents = {s3.content(f"zombie/checkpoint-{step}/{name}")[:1] for name in ("model.bin", "config.json")}
+            contents = {
+                s3.content(f"zombie/checkpoint-{step}/{name}")[:1]
+                for name in ("model.bin", "config.json")
+            }
             assert contents == {owner.encode()}, ended
     assert won > STEPS // 4

@@ -1,4 +1,6 @@
-"""A save writes through the seam of stores alone: into a bucket as into a folder, the same files."""
+"""A save writes through the seam of stores alone: into a bucket as into a folder, the same
+files.
+"""
 
 from dataclasses import replace
 
@@ -54,13 +56,18 @@ def test_files_are_those_of_a_folder(bucket, tmp_path, way):
     there, here = bucket.within("checkpoint-1"), LocalStore(tmp_path / "run" / "checkpoint-1")
     manifest = load_manifest(there)
     assert list(checkpoint_problems(there, manifest, deep=True)) == []
-    assert (without_versions(manifest), manifest.parts) == (load_manifest(here).files, load_manifest(here).parts)
+    assert (without_versions(manifest), manifest.parts) == (
+        load_manifest(here).files,
+        load_manifest(here).parts,
+    )
     assert {file.path: file.etag for file in manifest.files} == {
         each.name: each.etag for each in there.list() if each.name != MANIFEST_NAME
     }
     assert [each.name for each in there.list()] == [each.name for each in here.list()]
     for each in here.list():
-        assert each.name == MANIFEST_NAME or there.read(each.name) == here.read(each.name), each.name
+        assert each.name == MANIFEST_NAME or there.read(each.name) == here.read(each.name), (
+            each.name
+        )
     loaded = load_model(Place(there)).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
 
@@ -81,16 +88,23 @@ def test_frozen_files_are_copied_by_the_service(bucket):
     save_into(bucket, model, (1, 2), reuse_frozen="on")
     second = bucket.within("checkpoint-2")
     manifest = load_manifest(second)
-    assert [file.path for file in manifest.files if file.linked] == ["model-00001-of-00002.safetensors"]
+    assert [file.path for file in manifest.files if file.linked] == [
+        "model-00001-of-00002.safetensors"
+    ]
     assert list(checkpoint_problems(second, manifest, deep=True)) == []
-    assert {each.name for each in second.list()} == {MANIFEST_NAME, *(file.path for file in manifest.files)}
+    assert {each.name for each in second.list()} == {
+        MANIFEST_NAME,
+        *(file.path for file in manifest.files),
+    }
 
 
 def test_a_save_that_fails_leaves_nothing(bucket, monkeypatch):
     model = models.build("wide")
     save_into(bucket, model)
     before = [each.name for each in bucket.list()]
-    monkeypatch.setattr(staging.ObjectStaging, "commit", lambda *_: (_ for _ in ()).throw(NoSpaceError("full")))
+    monkeypatch.setattr(
+        staging.ObjectStaging, "commit", lambda *_: (_ for _ in ()).throw(NoSpaceError("full"))
+    )
     with pytest.raises(NoSpaceError, match="full"):
         save_into(bucket, model, (2,))
     assert [each.name for each in bucket.list()] == before
@@ -104,7 +118,9 @@ def test_a_save_that_fails_leaves_nothing(bucket, monkeypatch):
 def test_a_checkpoint_is_replaced_only_if_asked_for(bucket):
     first, second = models.build("wide"), models.build("wide", 1)
     save_into(bucket, first)
-    with pytest.raises(NameTakenError, match=r"checkpoint-1: exists already, and a bucket cannot replace"):
+    with pytest.raises(
+        NameTakenError, match=r"checkpoint-1: exists already, and a bucket cannot replace"
+    ):
         save_into(bucket, second)
     there = bucket.within("checkpoint-1")
     assert torch.equal(load_model(Place(there)).lm_head.weight, first.lm_head.weight)

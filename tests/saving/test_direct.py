@@ -1,4 +1,6 @@
-"""Several ranks write one file: the bytes one rank alone would have written, and nothing when one of them fails."""
+"""Several ranks write one file: the bytes one rank alone would have written, and nothing when one
+of them fails.
+"""
 
 import errno
 import importlib.util
@@ -44,11 +46,22 @@ def live_model(wrapper, model):
 
 
 TWO = [
-    *(("ddp", "llama"), ("ddp", "wide"), ("ddp", "mixtral"), ("fsdp1", "llama"), ("fsdp1_flat", "qwen3")),
+    *(
+        ("ddp", "llama"),
+        ("ddp", "wide"),
+        ("ddp", "mixtral"),
+        ("fsdp1", "llama"),
+        ("fsdp1_flat", "qwen3"),
+    ),
     *(("fsdp2", "qwen3"), ("fsdp2", "wide"), ("tensor_parallel", "llama")),
 ]
 FOUR = [
-    *(("hsdp", "qwen3"), ("fsdp2", "llama"), ("ddp", "wide"), ("tensor_parallel_replicas", "llama")),
+    *(
+        ("hsdp", "qwen3"),
+        ("fsdp2", "llama"),
+        ("ddp", "wide"),
+        ("tensor_parallel_replicas", "llama"),
+    ),
     *(("fsdp2_tensor_parallel", "llama"), ("mesh_tensor_fsdp", "experts")),
 ]
 
@@ -74,7 +87,9 @@ def test_four_ranks(tmp_path, wrapper, model):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra"
+)
 @pytest.mark.parametrize(("wrapper", "model"), [("zero3", "qwen3"), ("zero2", "llama")])
 @on_ranks(2, env={"DS_ACCELERATOR": "cpu"}, timeout=280)
 def test_zero(tmp_path, wrapper, model):
@@ -82,7 +97,9 @@ def test_zero(tmp_path, wrapper, model):
 
 
 def same_files(wrapper, model, folder, **settings):
-    """Shards of tensors this small are gathered on rank 0 unless they are rows; or written in runs of any length."""
+    """Shards of tensors this small are gathered on rank 0 unless they are rows; or written in runs
+    of any length.
+    """
     ways = {"usual": write_plan.MIN_RUN_BYTES, **({"in_runs": 1} if "tensor" in wrapper else {})}
     for place, least in ways.items():
         write_plan.MIN_RUN_BYTES, usual = least, write_plan.MIN_RUN_BYTES
@@ -93,7 +110,9 @@ def same_files(wrapper, model, folder, **settings):
 def same_files_of_a_run(wrapper, model, folder, **settings):
     live = live_model(wrapper, model)
     for name, each in (("one", "off"), ("all", "on")):
-        with CheckpointSaver(live.accelerator, folder, each_rank_writes=each, **SHORT, **settings) as saver:
+        with CheckpointSaver(
+            live.accelerator, folder, each_rank_writes=each, **SHORT, **settings
+        ) as saver:
             saver.register(model=live.model, optimizer=live.optimizer)
             saver.save(live.model, folder / name, dtype=settings.get("dtype"))
             saver.save_state(path=folder / f"{name}-state", adapter_only=False)
@@ -108,11 +127,21 @@ def same_files_of_a_run(wrapper, model, folder, **settings):
             assert (one / file).read_bytes() == (every / file).read_bytes(), file
         assert verify(every).ok, verify(every)
         records = {file.path: file for file in read_manifest(every).files}
-        columns = next((one for one in read_manifest(every).parts[0].tensors if "o_proj" in one.name), None)
+        columns = next(
+            (one for one in read_manifest(every).parts[0].tensors if "o_proj" in one.name), None
+        )
         if columns is not None and not name and folder.name == "in_runs":
-            pieces = [cut for cut in records["model.safetensors"].cuts if columns.start <= cut.start < columns.end]
-            assert len(pieces) >= columns.shape[0] - 1, "a run of each rank in each row; neighbours may be joined"
-        assert records["model.safetensors"].cuts or (folder.name == "usual" and "tensor" in wrapper), records
+            pieces = [
+                cut
+                for cut in records["model.safetensors"].cuts
+                if columns.start <= cut.start < columns.end
+            ]
+            assert len(pieces) >= columns.shape[0] - 1, (
+                "a run of each rank in each row; neighbours may be joined"
+            )
+        assert records["model.safetensors"].cuts or (
+            folder.name == "usual" and "tensor" in wrapper
+        ), records
         assert records["model.safetensors"].digest.startswith("xxh3-128-of-ranks:")
         assert not list(every.rglob(".ft_ckpt-probe*"))
     flipped(folder / "all" / "model.safetensors")
@@ -160,7 +189,9 @@ def test_all_stop_when_one_disk_is_full(tmp_path, wrapper, model, rank, each):
 
 
 def full_disk(wrapper, model, rank, each, folder):
-    """One rank's disk fills up: the others stop, all raise the same error, nothing is committed, old files stay."""
+    """One rank's disk fills up: the others stop, all raise the same error, nothing is committed,
+    old files stay.
+    """
     live = live_model(wrapper, model)
     saver = CheckpointSaver(live.accelerator, folder, each_rank_writes=each, **SHORT)
     with blocks_of(1 << 16), faults.writes() as whole:
@@ -172,7 +203,9 @@ def full_disk(wrapper, model, rank, each, folder):
     ):
         saver.save(live.model, step=2)
     if model == "wide" and rank != RANK:
-        assert sum(written) < sum(whole) / 2, f"{sum(written)} of {sum(whole)} bytes were written all the same"
+        assert sum(written) < sum(whole) / 2, (
+            f"{sum(written)} of {sum(whole)} bytes were written all the same"
+        )
     dist.barrier()
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-1"]
     assert verify(latest(folder)).ok
@@ -197,7 +230,9 @@ def test_all_stop_who_share_replicated_parameters(tmp_path):
 def test_all_retry_when_one_disk_was_full(tmp_path):
     """A disk that was full for a while on one rank: all ranks retry."""
     live = live_model("fsdp2", "qwen3")
-    saver = CheckpointSaver(live.accelerator, tmp_path, each_rank_writes="on", when_full="wait", **SHORT)
+    saver = CheckpointSaver(
+        live.accelerator, tmp_path, each_rank_writes="on", when_full="wait", **SHORT
+    )
     real, tries = LocalStore.allocate, []
 
     def allocate(*args):
@@ -282,7 +317,10 @@ def test_every_byte_counts(tmp_path):
     path.write_bytes(bytes(range(19)))
     with pytest.raises(CorruptError, match="truncated: 19 bytes, but the manifest lists 20"):
         digest_like(path, record)
-    assert digest_like(path, FileRecord("file", 19, "")) == read_record(LocalStore(tmp_path), "file").digest
+    assert (
+        digest_like(path, FileRecord("file", 19, ""))
+        == read_record(LocalStore(tmp_path), "file").digest
+    )
     assert digest_like(path, FileRecord("file", 19, "", (), 2)).startswith("xxh3-128-of-ranks:")
     assert joined_digest(["a", "b"]) != joined_digest(["b", "a"])
 
@@ -294,18 +332,25 @@ def test_a_digest_is_the_same_however_the_file_is_read(tmp_path_factory, file, s
     size, cuts = (
         file[0] * scale % (40 << 20),
         tuple(
-            Cut(cut.start * scale, cut.stop * scale, cut.chunk * scale, cut.lead * scale, cut.owner) for cut in file[1]
+            Cut(cut.start * scale, cut.stop * scale, cut.chunk * scale, cut.lead * scale, cut.owner)
+            for cut in file[1]
         ),
     )
     cuts = tuple(cut for cut in cuts if cut.stop <= size)
-    path, content = tmp_path_factory.getbasetemp() / "digested", random.Random(scale).randbytes(size)
+    path, content = (
+        tmp_path_factory.getbasetemp() / "digested",
+        random.Random(scale).randbytes(size),
+    )
     path.write_bytes(content)
     states = [xxhash.xxh3_128() for _ in range(50)]
     for start, stop, owner in rank_parts(cuts, size):
         states[owner].update(content[start:stop])
     expected = joined_digest(state.hexdigest() for state in states)
     assert digest_like(path, FileRecord("file", size, "", cuts, 50)) == expected
-    assert read_record(LocalStore(path.parent), path.name).digest == f"xxh3-128:{xxhash.xxh3_128_hexdigest(content)}"
+    assert (
+        read_record(LocalStore(path.parent), path.name).digest
+        == f"xxh3-128:{xxhash.xxh3_128_hexdigest(content)}"
+    )
 
 
 def test_a_large_file_that_is_cut_short_while_it_is_read_is_told(tmp_path, monkeypatch):
@@ -318,7 +363,9 @@ def test_a_large_file_that_is_cut_short_while_it_is_read_is_told(tmp_path, monke
         return real(mapped, start, stop)
 
     monkeypatch.setattr(MappedBytes, "read_in", cut_short)
-    with pytest.raises(CorruptError, match="file: changed while it was open, 20971520 bytes then and 7340032 now"):
+    with pytest.raises(
+        CorruptError, match="file: changed while it was open, 20971520 bytes then and 7340032 now"
+    ):
         read_record(LocalStore(tmp_path), "file")
 
 
@@ -331,6 +378,7 @@ def test_a_large_file_that_cannot_be_read_on_is_a_problem_of_its_checkpoint(tmp_
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", broken)
-    monkeypatch.setattr(MappedBytes, "read_in", lambda mapped, start, stop: False)  # nor into the page cache
+    # nor into the page cache
+    monkeypatch.setattr(MappedBytes, "read_in", lambda mapped, start, stop: False)
     (problem,) = digest_problems(LocalStore(tmp_path / "checkpoint"), [large])
     assert problem.startswith("model.safetensors: cannot be read (")

@@ -1,7 +1,9 @@
-"""The contract of a wrapper: what is saved under it is what the bare model would have saved, bit for bit.
+"""The contract of a wrapper: what is saved under it is what the bare model would have saved, bit
+for bit.
 
-Ranks train one step under the wrapper, save, and write down the true parameters by torch's own means; here, in a
-single process, the bare model is filled with that truth and saved by `save_pretrained`, and the folders compared.
+Ranks train one step under the wrapper, save, and write down the true parameters by torch's own
+means; here, in a single process, the bare model is filled with that truth and saved by
+`save_pretrained`, and the folders compared.
 """
 
 import hashlib
@@ -127,7 +129,16 @@ GROUPS = [
         2,
         {
             # PEFT's target_parameters do not train under it
-            "fsdp1": (*FULL, *ADAPTER, *BYTES, *EVAL, *FORMATS, "merged", "resume", "resume_adapter"),
+            "fsdp1": (
+                *FULL,
+                *ADAPTER,
+                *BYTES,
+                *EVAL,
+                *FORMATS,
+                "merged",
+                "resume",
+                "resume_adapter",
+            ),
             "fsdp1_mixed": ("full", "adapter", *EVAL, "resume"),
             "fsdp1_flat": (*FULL, "resume"),
             "fsdp1_checkpointed": (*WRAPPED, "merged"),
@@ -140,7 +151,16 @@ GROUPS = [
         "fsdp2",
         2,
         {
-            "fsdp2": (*EVERYTHING, *MERGED, *BYTES, *EVAL, *FORMATS, "streaming", "resume", "resume_adapter"),
+            "fsdp2": (
+                *EVERYTHING,
+                *MERGED,
+                *BYTES,
+                *EVAL,
+                *FORMATS,
+                "streaming",
+                "resume",
+                "resume_adapter",
+            ),
             "fsdp2_mixed": ("full", "adapter", *EVAL, "resume"),
             "fsdp2_checkpointed": WRAPPED,
             "fsdp2_compiled_blocks": WRAPPED,
@@ -164,11 +184,20 @@ GROUPS = [
         {
             "mesh_tensor_fsdp": (*MESH, "resume_experts"),
             "mesh_hybrid": MESH,
-            **dict.fromkeys(("mesh_experts_fsdp", "mesh_experts_hybrid", "mesh_experts_tensor"), EXPERTS),
+            **dict.fromkeys(
+                ("mesh_experts_fsdp", "mesh_experts_hybrid", "mesh_experts_tensor"), EXPERTS
+            ),
         },
     ),
-    Group("zero12", 2, {"zero1": (*WRAPPED, "resume_frozen"), "zero2": (*EVERYTHING, "resume")}, ZERO),
-    Group("zero3", 2, {"zero3": (*EVERYTHING, *MERGED, *BYTES, *EVAL, *FORMATS, "resume_adapter")}, ZERO),
+    Group(
+        "zero12", 2, {"zero1": (*WRAPPED, "resume_frozen"), "zero2": (*EVERYTHING, "resume")}, ZERO
+    ),
+    Group(
+        "zero3",
+        2,
+        {"zero3": (*EVERYTHING, *MERGED, *BYTES, *EVAL, *FORMATS, "resume_adapter")},
+        ZERO,
+    ),
 ]
 
 QUICK = {  # the others run with `scripts/test --all`
@@ -176,7 +205,16 @@ QUICK = {  # the others run with `scripts/test --all`
     "ddp": (*WRAPPED, "resume"),
     "fsdp1": ("resume",),
     "fsdp2": (
-        *("full", "converted", "experts", "dual", "sharded", "attributes", "adapter", "merged_experts"),
+        *(
+            "full",
+            "converted",
+            "experts",
+            "dual",
+            "sharded",
+            "attributes",
+            "adapter",
+            "merged_experts",
+        ),
         *("shared_trunk", "adapter_bytes", "streaming", "after_eval"),
         *("resume", "resume_adapter"),
     ),
@@ -188,7 +226,10 @@ GROUP_OF = {wrapper: group for group in GROUPS for wrapper in group.wrappers}
 
 
 def under(*what):
-    """The wrappers that any of `what` is saved under; with several, `what` too. All tests of a wrapper are in turn."""
+    """The wrappers that any of `what` is saved under; with several, `what` too.
+
+    All tests of a wrapper are in turn.
+    """
     cases = []
     for name in what:
         for wrapper, group in GROUP_OF.items():
@@ -202,7 +243,9 @@ def under(*what):
 
 @pytest.fixture(scope="module")
 def saved_under(tmp_path_factory):
-    """A function that gives the folder of a save under a wrapper, and saves when it is first asked for."""
+    """A function that gives the folder of a save under a wrapper, and saves when it is first asked
+    for.
+    """
     folders = {}
 
     def saved_under(wrapper, what):
@@ -220,13 +263,22 @@ def call_under(wrapper, function, *args):
     if "DS_ACCELERATOR" in group.env and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     seconds = 60 if group.ranks > 1 else None  # one process has no process group
-    call_on_ranks(group.ranks, function, *args, launch=group.name, env=group.env, group_seconds=seconds, timeout=280)
+    call_on_ranks(
+        group.ranks,
+        function,
+        *args,
+        launch=group.name,
+        env=group.env,
+        group_seconds=seconds,
+        timeout=280,
+    )
 
 
 def live_model(wrapper, model):
     """That model under that wrapper, after one step on data that differs by rank."""
     live = WRAPPERS[wrapper](models.build(model))
-    # Tracing takes seconds and changes nothing that is saved: real compilation in one place, its wrappers everywhere.
+    # Tracing takes seconds and changes nothing that is saved: real compilation in one place, its
+    # wrappers everywhere.
     real = (wrapper, model) == ("compiled", "partly_frozen")
     torch.compiler.set_stance("default" if real else "force_eager")
     live.step(models.batch(seed=RANK))
@@ -244,12 +296,17 @@ def save_with_truth(live, folder, tokenizer=None, **settings):
 def write_truth(live, folder):
     tensors = truth(live)
     if RANK == 0:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "truth.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            folder / "truth.safetensors",
+        )
 
 
 def plain_save(live, folder, settings):
     """Save twice with a step between: the second save has the tensors of its own moment."""
-    with CheckpointSaver(live.accelerator, tokenizer=models.tokenizer(), enter_timeout_seconds=60) as saver:
+    with CheckpointSaver(
+        live.accelerator, tokenizer=models.tokenizer(), enter_timeout_seconds=60
+    ) as saver:
         saver.save(live.model, folder / "saved", **settings)
         live.step(models.batch(seed=20 + RANK))
         report = saver.save(live.model, folder / "saved", **settings)
@@ -271,7 +328,9 @@ def untouched(live, folder, settings):
 
 
 def after_eval(live, folder, settings):
-    """An evaluation leaves some engines with gathered parameters, in the lower precision of the forward pass."""
+    """An evaluation leaves some engines with gathered parameters, in the lower precision of the
+    forward pass.
+    """
     live.model.eval()
     with torch.no_grad():
         live.model(**models.batch(seed=3))
@@ -284,7 +343,9 @@ def digest(live):
     for name, tensor in named_tensors(live.model):
         local = getattr(tensor, "ds_tensor", tensor)
         local = local.to_local() if hasattr(local, "to_local") else local
-        sha.update(f"{name} {type(tensor).__name__} {tuple(tensor.shape)} {tuple(local.shape)}".encode())
+        sha.update(
+            f"{name} {type(tensor).__name__} {tuple(tensor.shape)} {tuple(local.shape)}".encode()
+        )
         sha.update(local.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
 
@@ -300,16 +361,25 @@ def saved_truth(folder):
 
 
 def adapter_bytes(live, folder, settings):
-    """An adapter save moves no bytes of the base between ranks, and a full save does (so the counter counts)."""
+    """An adapter save moves no bytes of the base between ranks, and a full save does (so the
+    counter counts).
+    """
     named = dict(named_tensors(live.model))
-    sizes = {name: (getattr(t, "ds_numel", None) or t.numel()) * t.element_size() for name, t in named.items()}
+    sizes = {
+        name: (getattr(t, "ds_numel", None) or t.numel()) * t.element_size()
+        for name, t in named.items()
+    }
     adapter = sum(size for name, size in sizes.items() if "lora_" in name)
     with CollectiveBytes() as moved:
         saver_only(live, folder, settings)
-    assert moved.bytes <= adapter + 65536, f"moved {moved.bytes} bytes for an adapter of {adapter}: {moved.by_op}"
+    assert moved.bytes <= adapter + 65536, (
+        f"moved {moved.bytes} bytes for an adapter of {adapter}: {moved.by_op}"
+    )
     with CollectiveBytes() as moved, CheckpointSaver(live.accelerator) as saver:
         saver.save(live.model, folder / "all", adapter_only=False)
-    assert moved.bytes > sum(sizes.values()) / 4, f"the counter saw {moved.bytes} bytes of a full save"
+    assert moved.bytes > sum(sizes.values()) / 4, (
+        f"the counter saw {moved.bytes} bytes of a full save"
+    )
     write_truth(live, folder)
 
 
@@ -319,27 +389,44 @@ def saver_only(live, folder, settings):
 
 
 def streaming(live, folder, settings):
-    """Rank 0 holds a bucket of 1 MiB, three blocks of 8 MiB to write from, and its own shard, never the whole model."""
+    """Rank 0 holds a bucket of 1 MiB, three blocks of 8 MiB to write from, and its own shard, never
+    the whole model.
+    """
     with buckets_of(1 << 20), CheckpointSaver(live.accelerator, io_threads=1) as saver:
-        saver.save(torch.nn.Linear(3, 3), folder / "warm-up")  # whatever is imported on first use is imported here
+        # whatever is imported on first use is imported here
+        saver.save(torch.nn.Linear(3, 3), folder / "warm-up")
         extra = peak_memory(lambda: saver.save(live.model, folder / "saved", **settings))
     whole = sum(tensor.numel() * tensor.element_size() for _, tensor in named_tensors(live.model))
     assert whole > 110 << 20, whole
-    assert extra < whole / 3, f"{extra >> 20} MiB more than at rest for a model of {whole >> 20} MiB"
+    assert extra < whole / 3, (
+        f"{extra >> 20} MiB more than at rest for a model of {whole >> 20} MiB"
+    )
     saver = CheckpointSaver(live.accelerator, each_rank_writes="off", io_threads=1)
     with buckets_of(48 << 20), saver:
         extra = peak_memory(lambda: saver.save(live.model, folder / "again", **settings))
-    assert extra < (48 + 32) << 20, f"{extra >> 20} MiB more than at rest with a bucket of 48 MiB and 24 of blocks"
+    assert extra < (48 + 32) << 20, (
+        f"{extra >> 20} MiB more than at rest with a bucket of 48 MiB and 24 of blocks"
+    )
     growing = sorted(
         ModelTensors(live.model).sources().values(), key=lambda source: source.size_bytes
     )  # sorted, so that their buckets grow, too
     with buckets_of(6 << 20):
-        places = {chunk.data.untyped_storage().data_ptr() for chunk in stream_chunks(growing, current_ranks())}
-    assert len(places) == (RANK == 0), f"{len(places)} buffers: a chunk in use keeps the smaller ones alive"
+        places = {
+            chunk.data.untyped_storage().data_ptr()
+            for chunk in stream_chunks(growing, current_ranks())
+        }
+    assert len(places) == (RANK == 0), (
+        f"{len(places)} buffers: a chunk in use keeps the smaller ones alive"
+    )
     write_truth(live, folder)
 
 
-SPECIAL = {"untouched": untouched, "after_eval": after_eval, "adapter_bytes": adapter_bytes, "streaming": streaming}
+SPECIAL = {
+    "untouched": untouched,
+    "after_eval": after_eval,
+    "adapter_bytes": adapter_bytes,
+    "streaming": streaming,
+}
 
 
 def train_and_save(folder, wrapper, what):
@@ -375,7 +462,11 @@ def test_tied_weights_are_stored_once_and_tied_on_reload(saved_under, wrapper):
 def test_manifest_knows_what_was_trained_and_the_tokenizer_is_there(saved_under, wrapper):
     """Frozen parameters told from trained ones; the tokenizer saved beside the weights."""
     saved = saved_under(wrapper, "full") / "saved"
-    trained = {name for name, parameter in models.partly_frozen().named_parameters() if parameter.requires_grad}
+    trained = {
+        name
+        for name, parameter in models.partly_frozen().named_parameters()
+        if parameter.requires_grad
+    }
     assert set(read_manifest(saved).parts[0].trainable) == trained
     assert read_manifest(saved).world["size"] == GROUP_OF[wrapper].ranks
     assert AutoTokenizer.from_pretrained(saved).chat_template == models.CHAT_TEMPLATE
@@ -454,7 +545,9 @@ def test_a_shared_trunk_is_shared_again_after_loading(saved_under, wrapper, tmp_
     value_model = models.build("shared_trunk").value_model
     parts = ft_ckpt.load_model(saved, into={"value_model": value_model})
     assert parts["value_model"] is value_model
-    assert parts["policy"].model.embed_tokens.weight is parts["value_model"].trunk.embed_tokens.weight
+    assert (
+        parts["policy"].model.embed_tokens.weight is parts["value_model"].trunk.embed_tokens.weight
+    )
     ids = models.batch(5)["input_ids"]
     assert_agree(parts["value_model"].eval()(ids), model.value_model(ids))
 
@@ -465,7 +558,9 @@ def test_saving_leaves_the_live_model_as_it_was(saved_under, wrapper, tmp_path):
     folder = saved_under(wrapper, "untouched")
     model, saved = true_model("qwen3", folder), folder / "saved"
     assert_same_tensors(stored(saved), reference(model, tmp_path))
-    ends = AutoTokenizer.from_pretrained(saved).convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    ends = AutoTokenizer.from_pretrained(saved).convert_tokens_to_ids(
+        ["<|im_end|>", "<|endoftext|>"]
+    )
     assert json.loads((saved / "generation_config.json").read_text())["eos_token_id"] == ends
 
 
@@ -524,7 +619,9 @@ def test_rank_zero_never_holds_the_whole_model(saved_under, wrapper, tmp_path):
 
 
 def true_peft_model(what, folder):
-    model = true_model({"adapter": "lora", "adapter_attribute": "lora_policy_and_value"}[what], folder)
+    model = true_model(
+        {"adapter": "lora", "adapter_attribute": "lora_policy_and_value"}[what], folder
+    )
     return model if what == "adapter" else model.policy
 
 
@@ -532,7 +629,13 @@ def true_base(what, folder):
     """The base model alone, from the truth."""
     prefix = {"adapter": "", "adapter_attribute": "policy."}[what]
     truth = load_file(folder / "truth.safetensors")
-    return base_of({name.removeprefix(prefix): tensor for name, tensor in truth.items() if name.startswith(prefix)})
+    return base_of(
+        {
+            name.removeprefix(prefix): tensor
+            for name, tensor in truth.items()
+            if name.startswith(prefix)
+        }
+    )
 
 
 @under("hdf5")
@@ -542,7 +645,10 @@ def test_hdf5_holds_the_true_parameters(saved_under, wrapper, tmp_path):
     expected = reference(true_model("mixtral", folder), tmp_path)
     with h5py.File(folder / "saved" / "model.h5") as file:
         assert set(expected) <= set(file)
-        assert all(torch.equal(torch.from_numpy(file[name][()]), tensor) for name, tensor in expected.items())
+        assert all(
+            torch.equal(torch.from_numpy(file[name][()]), tensor)
+            for name, tensor in expected.items()
+        )
     assert ft_ckpt.verify(folder / "saved").ok
 
 

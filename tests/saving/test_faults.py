@@ -1,4 +1,5 @@
-"""A disk that fails at any one call of a save: the error is ours, the older one whole, and nothing left after the next.
+"""A disk that fails at any one call of a save: the error is ours, the older one whole, and nothing
+left after the next.
 
 And at any one call of a read: what comes out is the right values, or one of our errors.
 
@@ -59,12 +60,18 @@ class Two(nn.Module):
 
 
 def state(value):
-    return {"a": torch.full((300, 50), float(value)), "b": torch.full((7,), float(value)), "step": int(value)}
+    return {
+        "a": torch.full((300, 50), float(value)),
+        "b": torch.full((7,), float(value)),
+        "step": int(value),
+    }
 
 
 def full(folder, value):
     with CheckpointSaver(max_shard_size=20_000) as saver:
-        saver.save(models.llama() if value else Two(1.0), folder / "out", step=value, tokenizer=None)
+        saver.save(
+            models.llama() if value else Two(1.0), folder / "out", step=value, tokenizer=None
+        )
 
 
 def hdf5(folder, value):
@@ -82,7 +89,10 @@ def direct(folder, value):
     store = folder.with_name(f"{folder.name}.store-{time.monotonic_ns()}")
     context = multiprocessing.get_context("fork")
     outcomes = context.SimpleQueue()
-    ranks = [context.Process(target=direct_rank, args=(rank, store, folder, value, outcomes)) for rank in (0, 1)]
+    ranks = [
+        context.Process(target=direct_rank, args=(rank, store, folder, value, outcomes))
+        for rank in (0, 1)
+    ]
     for rank in ranks:
         rank.start()
     codes = []
@@ -101,10 +111,18 @@ def direct(folder, value):
 def direct_rank(rank, store, folder, value, outcomes):
     if rank:
         disarm()
-    names = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    names = {
+        "RANK": rank,
+        "WORLD_SIZE": 2,
+        "LOCAL_RANK": rank,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 1,
+    }
     os.environ |= {name: str(value) for name, value in names.items()}
     group = distributed.FileStore(str(store), 2)
-    distributed.init_process_group("gloo", store=group, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+    distributed.init_process_group(
+        "gloo", store=group, rank=rank, world_size=2, timeout=timedelta(seconds=30)
+    )
     error = ""
     try:
         with CheckpointSaver(each_rank_writes="on") as saver:
@@ -180,23 +198,35 @@ def save(folder, case, value):
 
 
 def check_whole(folder, case, *, may_hide=False):
-    """Nothing is damaged or lost; with `may_hide`, a foreign file may be in a hidden folder until the next save."""
+    """Nothing is damaged or lost; with `may_hide`, a foreign file may be in a hidden folder until
+    the next save.
+    """
     inside = [folder / "out" / "notes.txt", folder / "checkpoint-3" / "notes.txt"]
     for path in [folder / "mine.txt", *(path for path in inside if path.parent.is_dir())]:
-        hidden = [stage / path.name for stage in folder.glob(".*.ft_ckpt-stage-*")] if may_hide else []
-        assert any(place.is_file() and place.read_text() == "mine" for place in (path, *hidden)), f"{path}: lost"
+        hidden = (
+            [stage / path.name for stage in folder.glob(".*.ft_ckpt-stage-*")] if may_hide else []
+        )
+        assert any(place.is_file() and place.read_text() == "mine" for place in (path, *hidden)), (
+            f"{path}: lost"
+        )
     for checkpoint in ("out", "checkpoint-5"):
         if (folder / checkpoint).is_dir():
             assert verify(folder / checkpoint).problems == ()
     for path in folder.glob("out.*"):
         tensors = ft_ckpt.load(path, map_location="cpu")
-        assert all(bool((tensors[name] == float(tensors["step"])).all()) for name in "ab"), f"{path}: mixed"
+        assert all(bool((tensors[name] == float(tensors["step"])).all()) for name in "ab"), (
+            f"{path}: mixed"
+        )
 
 
 def check_save(preloaded, folder, case, world, ended):
-    """What holds after a save in any world: the older one or the new one is whole, and the next save works."""
+    """What holds after a save in any world: the older one or the new one is whole, and the next
+    save works.
+    """
     assert ended.is_right, ended
-    assert not ended.said or "out" in ended.said or str(folder) in ended.said, f"names nothing: {ended}"
+    assert not ended.said or "out" in ended.said or str(folder) in ended.said, (
+        f"names nothing: {ended}"
+    )
     check_whole(folder, case, may_hide=True)
     again = preloaded.run(save, folder, case, 2)
     assert again.status == 0, (ended, again)
@@ -265,10 +295,13 @@ def said_of(value):
     """A text for a value: equal texts for equal tensors."""
     if isinstance(value, torch.Tensor):
         numbers = value.double()
-        return f"{value.dtype}{tuple(value.shape)}{numbers.sum().item()!r}{numbers.square().sum().item()!r}"
+        total, squares = numbers.sum().item(), numbers.square().sum().item()
+        return f"{value.dtype}{tuple(value.shape)}{total!r}{squares!r}"
     if isinstance(value, dict):
         return str({key: said_of(item) for key, item in value.items()})
-    return str([said_of(item) for item in value]) if isinstance(value, (list, tuple)) else repr(value)
+    return (
+        str([said_of(item) for item in value]) if isinstance(value, (list, tuple)) else repr(value)
+    )
 
 
 def read_model(folder, **options):
@@ -276,7 +309,9 @@ def read_model(folder, **options):
 
 
 def read_adapter(folder):
-    return ft_ckpt.load_model(folder / "adapter", base=models.llama(), check_base=False).state_dict()
+    return ft_ckpt.load_model(
+        folder / "adapter", base=models.llama(), check_base=False
+    ).state_dict()
 
 
 def read_run(folder):
@@ -339,7 +374,9 @@ def read(folder, case):
         warnings.simplefilter("always")
         value = said_of(READS[case](folder))
     heard += [str(warning.message) for warning in warned]
-    return json.dumps([value, [text for text in heard if str(folder) in text or "checkpoint-" in text]])
+    return json.dumps(
+        [value, [text for text in heard if str(folder) in text or "checkpoint-" in text]]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -392,11 +429,16 @@ def saved_kinds(root):
 
 
 def flips(root, count):
-    """Flip one bit after another anywhere in the checkpoints, and ask for each whether it is found."""
+    """Flip one bit after another anywhere in the checkpoints, and ask for each whether it is
+    found.
+    """
     seed = chosen_seed()
     chances, missed = random.Random(seed), []
     files = [file for folder in saved_kinds(root) for file in folder.rglob("*") if file.is_file()]
-    folders = {file: next(each for each in file.parents if (each / MANIFEST_NAME).exists()) for file in files}
+    folders = {
+        file: next(each for each in file.parents if (each / MANIFEST_NAME).exists())
+        for file in files
+    }
     for _ in range(count):
         file = chances.choice(files)
         place, bit = chances.randrange(file.stat().st_size), chances.randrange(8)

@@ -1,4 +1,6 @@
-"""Adapters merged from files: what PEFT merges of the loaded model, a layer at a time, and only into the right base."""
+"""Adapters merged from files: what PEFT merges of the loaded model, a layer at a time, and only
+into the right base.
+"""
 
 import dataclasses
 import importlib.util
@@ -56,8 +58,12 @@ def merges_as_peft(architecture: str, config: Any, folder: Path) -> None:
     model.save_pretrained(folder / "adapter")
     live = logits(model)
     report = merged(folder / "adapter", folder / "out")
-    assert_close_tensors(stored(folder / "out"), reference(model.merge_and_unload(), folder / "theirs"))
-    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(folder / "out")), live, rtol=1e-4, atol=1e-4)
+    assert_close_tensors(
+        stored(folder / "out"), reference(model.merge_and_unload(), folder / "theirs")
+    )
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(folder / "out")), live, rtol=1e-4, atol=1e-4
+    )
     assert report.tensors == len(stored(folder / "out"))
     assert read_manifest(folder / "out").made_from == ("adapter", "base")
     assert verify(folder / "out").ok
@@ -89,7 +95,9 @@ def is_refused_and_kept(method: str, folder: Path) -> None:
 
 
 def test_a_method_without_a_merge_is_refused_and_kept(tmp_path):
-    """An adaption prompt is no layer of PEFT's kind: its attention was taken for the base's, and saved as such."""
+    """An adaption prompt is no layer of PEFT's kind: its attention was taken for the base's, and
+    saved as such.
+    """
     is_refused_and_kept("adaption-prompt", tmp_path)
 
 
@@ -106,14 +114,28 @@ NO_CONFIG = {"rope_parameters": {"rope_theta": "many", "rope_type": "default"}}
     ("changes", "error", "message"),
     [
         ({"config": NO_CONFIG}, errors.CorruptError, r"base: its config: .*use another copy"),
-        ({"fingerprint": {"lm_head.weight": {"first": 0.5}}}, errors.ManifestError, "elements of 'lm_head.weight'"),
-        ({"fingerprint": {"lm_head.weight": "0.5"}}, errors.ManifestError, "elements of 'lm_head.weight'"),
-        ({"fingerprint": {"lm_head.weight": {"0": "half"}}}, errors.ManifestError, "elements of 'lm_head.weight'"),
+        (
+            {"fingerprint": {"lm_head.weight": {"first": 0.5}}},
+            errors.ManifestError,
+            "elements of 'lm_head.weight'",
+        ),
+        (
+            {"fingerprint": {"lm_head.weight": "0.5"}},
+            errors.ManifestError,
+            "elements of 'lm_head.weight'",
+        ),
+        (
+            {"fingerprint": {"lm_head.weight": {"0": "half"}}},
+            errors.ManifestError,
+            "elements of 'lm_head.weight'",
+        ),
     ],
 )
 def test_a_record_that_describes_no_base_is_refused(base, changes, error, message, tmp_path):
     CheckpointSaver().save(adapted(base, low_rank(LINEAR)), tmp_path / "adapter", adapter_only=True)
-    rewrite_manifest(tmp_path / "adapter", lambda document: document["parts"][0]["base"].update(changes))
+    rewrite_manifest(
+        tmp_path / "adapter", lambda document: document["parts"][0]["base"].update(changes)
+    )
     with pytest.raises(error, match=message):
         merged(tmp_path / "adapter", tmp_path / "out")
 
@@ -121,7 +143,11 @@ def test_a_record_that_describes_no_base_is_refused(base, changes, error, messag
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3-moe"])
 def test_experts_that_are_fused_in_memory(architecture, tmp_path):
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    merges_as_peft(architecture, low_rank(["q_proj"], target_parameters=experts, modules_to_save=["lm_head"]), tmp_path)
+    merges_as_peft(
+        architecture,
+        low_rank(["q_proj"], target_parameters=experts, modules_to_save=["lm_head"]),
+        tmp_path,
+    )
 
 
 def test_a_base_without_its_prefix(tmp_path):
@@ -133,7 +159,9 @@ def test_a_base_without_its_prefix(tmp_path):
     model = adapted(base, low_rank(["c_attn"], fan_in_fan_out=True))
     model.save_pretrained(tmp_path / "adapter")
     merged(tmp_path / "adapter", tmp_path / "out")
-    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model))
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model)
+    )
 
 
 def test_a_tied_embedding_that_is_adapted(base, tmp_path):
@@ -159,11 +187,15 @@ def test_several_adapters_of_a_checkpoint(base, tmp_path):
             saver.save(model, tmp_path / f"live-{name}", merged=choice, format="safetensors")
     merged(tmp_path / "adapters", tmp_path / "active")
     merged(tmp_path / "adapters", tmp_path / "both", adapters=["default", "other"])
-    merged(tmp_path / "adapters", tmp_path / "part", adapters=["default", "other"], weights=[0.5, 2])
+    merged(
+        tmp_path / "adapters", tmp_path / "part", adapters=["default", "other"], weights=[0.5, 2]
+    )
     for name in ("active", "both", "part"):
         assert_close_tensors(stored(tmp_path / name), stored(tmp_path / f"live-{name}"))
     assert (tmp_path / "both" / "tokenizer.json").exists()
-    with pytest.raises(errors.SelectionError, match=r"adapter third: not in .*adapters, which has default, other"):
+    with pytest.raises(
+        errors.SelectionError, match=r"adapter third: not in .*adapters, which has default, other"
+    ):
         merged(tmp_path / "adapters", tmp_path / "no", adapters=["third"])
     with pytest.raises(errors.SelectionError, match="a number for each of default, other"):
         merged(tmp_path / "adapters", tmp_path / "no", adapters=["default", "other"], weights=[1])
@@ -171,13 +203,27 @@ def test_several_adapters_of_a_checkpoint(base, tmp_path):
 
 @pytest.mark.parametrize(
     "weights",
-    [["a", 1], ["1", "2"], [None, 1], [[1], [2]], [1j, 1], [10**400, 1], [1, float("inf")], 1.0, "12", b"ab", {1: 2}],
+    [
+        ["a", 1],
+        ["1", "2"],
+        [None, 1],
+        [[1], [2]],
+        [1j, 1],
+        [10**400, 1],
+        [1, float("inf")],
+        1.0,
+        "12",
+        b"ab",
+        {1: 2},
+    ],
     ids=lambda value: repr(value)[:20],
 )
 def test_weights_that_are_no_finite_numbers(weights, base, tmp_path):
     foreign(base, tmp_path / "adapters" / "one")
     foreign(base, tmp_path / "adapters" / "two")
-    with pytest.raises(errors.ConfigError, match=r"weights=.*expected a finite number for each of one, two"):
+    with pytest.raises(
+        errors.ConfigError, match=r"weights=.*expected a finite number for each of one, two"
+    ):
         merged(tmp_path / "adapters", tmp_path / "no", adapters=["one", "two"], weights=weights)
 
 
@@ -189,17 +235,28 @@ def test_adapters_that_are_no_names(names, base, tmp_path):
 
 
 def test_a_base_beside_its_adapters(base, tmp_path):
-    """PiSSA has changed the base, which lies beside; a tokenizer that was trained with goes along."""
+    """PiSSA has changed the base, which lies beside; a tokenizer that was trained with goes
+    along.
+    """
     model = adapted(base, low_rank(LINEAR, init_lora_weights="pissa"))
-    CheckpointSaver().save(model, tmp_path / "both", adapter_only=False, tokenizer=models.tokenizer())
+    CheckpointSaver().save(
+        model, tmp_path / "both", adapter_only=False, tokenizer=models.tokenizer()
+    )
     merged(tmp_path / "both", tmp_path / "out", dtype="bfloat16", max_shard_size=30_000)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert again.dtype == torch.bfloat16
     torch.testing.assert_close(logits(again).float(), logits(model), rtol=0.1, atol=0.1)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors") == [
-        "chat_template.jinja", "config.json", "ft_ckpt.json", "generation_config.json", "model.safetensors.index.json",
-        "tokenizer.json", "tokenizer_config.json",
-    ]  # fmt: skip
+    assert sorted(
+        path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors"
+    ) == [
+        "chat_template.jinja",
+        "config.json",
+        "ft_ckpt.json",
+        "generation_config.json",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
 
 
 def test_all_templates_of_the_adapters_tokenizer_are_taken(base, tmp_path):
@@ -239,14 +296,22 @@ LOFTQ = {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4, "loftq_
 @pytest.mark.parametrize("init", ["pissa_niter_4", "corda", LORA_GA, LOFTQ], ids=str)
 def test_a_base_that_cannot_be_made_again_is_refused(init, base, tmp_path):
     """PEFT would merge into a residual of its own, another one each time."""
-    foreign(base, tmp_path / "adapter", **(init if isinstance(init, dict) else {"init_lora_weights": init}))
-    with pytest.raises(errors.LoadError, match=r"adapter default \((pissa_niter_4|corda|lora_ga|loftq)\): its init"):
+    foreign(
+        base,
+        tmp_path / "adapter",
+        **(init if isinstance(init, dict) else {"init_lora_weights": init}),
+    )
+    with pytest.raises(
+        errors.LoadError, match=r"adapter default \((pissa_niter_4|corda|lora_ga|loftq)\): its init"
+    ):
         merged(tmp_path / "adapter", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def as_torch_file(folder: Path, out: Path, name: str, damages: str = "") -> Path:
-    """The folder with its safetensors file as one of torch; with a bit of the tensor `damages` flipped."""
+    """The folder with its safetensors file as one of torch; with a bit of the tensor `damages`
+    flipped.
+    """
     out.mkdir()
     (source,) = folder.glob("*.safetensors")
     for path in folder.glob("*.json"):
@@ -284,9 +349,12 @@ def test_adapters_of_one_folder_that_changed_their_base_are_refused(base, tmp_pa
     model.add_adapter("other", low_rank(["k_proj"]))
     model.save_pretrained(tmp_path / "adapters")
     for names in (["default"], ["other"], ["default", "other"]):
-        with pytest.raises(errors.LoadError, match=r"adapter default: its initialisation changed the base"):
+        with pytest.raises(
+            errors.LoadError, match=r"adapter default: its initialisation changed the base"
+        ):
             merged(tmp_path / "adapters", tmp_path / "out", adapters=names)
-    CheckpointSaver().save(model, tmp_path / "ours", adapter_only=True)  # has samples of the base to compare
+    # has samples of the base to compare
+    CheckpointSaver().save(model, tmp_path / "ours", adapter_only=True)
     live = logits(model)
     merged(tmp_path / "ours", tmp_path / "out")
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), live)
@@ -298,7 +366,8 @@ def test_adapters_of_several_bases_are_refused(base, tmp_path):
     foreign(other, tmp_path / "adapters" / "two", low_rank(["k_proj"]))
     both = {"adapters": ["one", "two"]}
     with pytest.raises(
-        errors.LoadError, match=r"adapter 'one': on '.*'two': on '.*elsewhere.*name the base with base="
+        errors.LoadError,
+        match=r"adapter 'one': on '.*'two': on '.*elsewhere.*name the base with base=",
     ):
         merged(tmp_path / "adapters", tmp_path / "out", **both)
     merged(tmp_path / "adapters", tmp_path / "out", base=base, **both)
@@ -311,10 +380,14 @@ def test_what_does_not_fit_is_refused(base, tmp_path):
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     tensors = load_file(file)
     lost = next(iter(tensors))
-    save_file({name: tensor for name, tensor in tensors.items() if name != lost}, file, {"format": "pt"})
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if name != lost}, file, {"format": "pt"}
+    )
     with pytest.raises(errors.LoadError, match=f"{lost}: missing in the files"):
         merged(tmp_path / "adapter", tmp_path / "out")
-    save_file({**tensors, "base_model.model.odd.lora_A.weight": torch.ones(2)}, file, {"format": "pt"})
+    save_file(
+        {**tensors, "base_model.model.odd.lora_A.weight": torch.ones(2)}, file, {"format": "pt"}
+    )
     with pytest.raises(errors.LoadError, match=r"odd\.lora_A\.weight: no place in the model"):
         merged(tmp_path / "adapter", tmp_path / "out")
     with pytest.raises(errors.LoadError, match="expected a folder with an adapter"):
@@ -351,12 +424,16 @@ def test_tensors_that_the_base_lacks_are_named(base, tmp_path):
     adapted(base, low_rank(LINEAR)).save_pretrained(tmp_path / "adapter")
     tensors = load_file(base / "model.safetensors")
     lost = "model.layers.1.mlp.up_proj.weight"
-    save_file({n: t for n, t in tensors.items() if n != lost} | {"extra": torch.ones(1)}, base / "model.safetensors")
+    save_file(
+        {n: t for n, t in tensors.items() if n != lost} | {"extra": torch.ones(1)},
+        base / "model.safetensors",
+    )
     with pytest.raises(errors.LoadError, match=f"{lost}: not in the files"):
         merged(tmp_path / "adapter", tmp_path / "out")
     save_file(tensors | {"extra": torch.ones(1)}, base / "model.safetensors")
     assert (
-        "extra: the base's model has no place for it, left out" in merged(tmp_path / "adapter", tmp_path / "out").notes
+        "extra: the base's model has no place for it, left out"
+        in merged(tmp_path / "adapter", tmp_path / "out").notes
     )
 
 
@@ -380,37 +457,54 @@ def test_a_quantised_base(bits, tmp_path):
     )
     make(wide).bfloat16().save_pretrained(tmp_path / "base")
     settings = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
-    live = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=settings, device_map="cpu")
+    live = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", quantization_config=settings, device_map="cpu"
+    )
     live.save_pretrained(tmp_path / "quantised")
     model = models.trained(get_peft_model(live, low_rank(LINEAR)))
-    with pytest.raises(errors.SelectionError, match=r"adapter_only=True, then merge it .* base=\.\.\."):
+    with pytest.raises(
+        errors.SelectionError, match=r"adapter_only=True, then merge it .* base=\.\.\."
+    ):
         CheckpointSaver().save(model, tmp_path / "no", merged=True)
     CheckpointSaver().save(model, tmp_path / "adapter", adapter_only=True)
-    with pytest.raises(errors.LoadError, match=r"its weights are quantised, expected .* with base="):
+    with pytest.raises(
+        errors.LoadError, match=r"its weights are quantised, expected .* with base="
+    ):
         merged(tmp_path / "adapter", tmp_path / "no", base=tmp_path / "quantised")
     assert not (tmp_path / "no").exists()
     merged(tmp_path / "adapter", tmp_path / "named")
     (tmp_path / "base").rename(tmp_path / "moved")
-    with pytest.raises(errors.LoadError, match=r"nor in the Hub's cache; name its folder with base="):
+    with pytest.raises(
+        errors.LoadError, match=r"nor in the Hub's cache; name its folder with base="
+    ):
         merged(tmp_path / "adapter", tmp_path / "no")
     report = merged(tmp_path / "adapter", tmp_path / "out", base=tmp_path / "moved", check="logits")
     assert any(note.startswith("logits of 2 x 16 tokens") for note in report.notes)
     assert_same_tensors(stored(tmp_path / "out"), stored(tmp_path / "named"))
     factors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     place = "base_model.model.model.layers.0.self_attn.q_proj"
-    delta = factors[f"{place}.lora_B.weight"].float() @ factors[f"{place}.lora_A.weight"].float() * 7 / 3
+    delta = (
+        factors[f"{place}.lora_B.weight"].float()
+        @ factors[f"{place}.lora_A.weight"].float()
+        * 7
+        / 3
+    )
     name = "model.layers.0.self_attn.q_proj.weight"
     exact = stored(tmp_path / "moved")[name].float() + delta
     torch.testing.assert_close(stored(tmp_path / "out")[name].float(), exact, rtol=2**-8, atol=1e-6)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert (logits(plain).float() - logits(model).float()).norm() < 0.3 * logits(model).float().norm()
+    assert (logits(plain).float() - logits(model).float()).norm() < 0.3 * logits(
+        model
+    ).float().norm()
 
 
 def test_at_the_command_line(base, tmp_path):
     adapted(base, low_rank(LINEAR)).save_pretrained(tmp_path / "adapter")
     command = ["merge", str(tmp_path / "adapter"), str(tmp_path / "out")]
-    done = run_python("from ft_ckpt.cli import main; main()", *command, "--dtype", "bfloat16", "--json")
+    done = run_python(
+        "from ft_ckpt.cli import main; main()", *command, "--dtype", "bfloat16", "--json"
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["tensors"] == len(stored(tmp_path / "out"))
     with pytest.raises(errors.TargetError, match="exists already; give --force"):
@@ -420,16 +514,22 @@ def test_at_the_command_line(base, tmp_path):
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 @on_ranks(2)
 def test_a_quantised_base_on_two_ranks(tmp_path):
-    """A merge of the live model is refused on all ranks; its adapter is merged into the model that was quantised."""
+    """A merge of the live model is refused on all ranks; its adapter is merged into the model that
+    was quantised.
+    """
     accelerator = Accelerator(cpu=True)
     base, out = tmp_path / "base", tmp_path / "out"
     if RANK == 0:
         make(ARCHITECTURES["llama"]).bfloat16().save_pretrained(base)
     dist.barrier()
     settings = BitsAndBytesConfig(load_in_8bit=True)
-    live = AutoModelForCausalLM.from_pretrained(base, quantization_config=settings, device_map="cpu")
+    live = AutoModelForCausalLM.from_pretrained(
+        base, quantization_config=settings, device_map="cpu"
+    )
     torch.manual_seed(0)
-    model = DistributedDataParallel(get_peft_model(live, LoraConfig(r=4, target_modules=["q_proj", "up_proj"])))
+    model = DistributedDataParallel(
+        get_peft_model(live, LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    )
     optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=1.0)
     for seed in (RANK, RANK + 2):
         model(**models.batch(seed=seed)).loss.backward()
@@ -449,7 +549,9 @@ def test_a_quantised_base_on_two_ranks(tmp_path):
         assert merged.keys() == original.keys()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+)
 @pytest.mark.parametrize("factor", ["lora_A", "lora_B"])
 def test_an_adapter_with_one_tensor_of_another_dtype(base, tmp_path, dtype, factor):
     """A layer is merged in the widest dtype of its tensors."""

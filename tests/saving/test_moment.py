@@ -1,4 +1,6 @@
-"""A save in the background is of one moment: what changes after the call returned is not in the checkpoint."""
+"""A save in the background is of one moment: what changes after the call returned is not in the
+checkpoint.
+"""
 
 import json
 import threading
@@ -32,11 +34,18 @@ class Run:
     def __init__(self, kind):
         self.model = models.build("qwen3")
         if kind == "adapters":
-            self.model = peft.get_peft_model(self.model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+            self.model = peft.get_peft_model(
+                self.model, peft.LoraConfig(r=2, target_modules=["q_proj"])
+            )
             self.model.add_adapter("b", peft.LoraConfig(r=3, target_modules=["k_proj"]))
         self.tokenizer = models.tokenizer()
-        self.optimizer = torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
-        self.given = {"metrics": {"loss": 1.0}, "extra_files": {"notes.txt": bytearray(b"of this moment")}}
+        self.optimizer = torch.optim.SGD(
+            [p for p in self.model.parameters() if p.requires_grad], lr=0.1
+        )
+        self.given = {
+            "metrics": {"loss": 1.0},
+            "extra_files": {"notes.txt": bytearray(b"of this moment")},
+        }
 
 
 def a_config(run):
@@ -83,14 +92,24 @@ def an_adapter_config(run):
 
 
 CHANGES = {
-    "full": [a_config, a_generation_config, more_rows, more_tokens, a_chat_template, a_rate, what_was_handed],
+    "full": [
+        a_config,
+        a_generation_config,
+        more_rows,
+        more_tokens,
+        a_chat_template,
+        a_rate,
+        what_was_handed,
+    ],
     "adapters": [an_adapter_less, an_adapter_more, an_adapter_config],
 }
 
 
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("again", [False, True], ids=["planned", "by the plan before"])
-@pytest.mark.parametrize(("kind", "change"), [(kind, change) for kind in CHANGES for change in CHANGES[kind]])
+@pytest.mark.parametrize(
+    ("kind", "change"), [(kind, change) for kind in CHANGES for change in CHANGES[kind]]
+)
 def test_a_change_after_the_call_is_not_in_the_checkpoint(kind, change, again, held, tmp_path):
     run = Run(kind)
     state = {"model": run.model, "optimizer": run.optimizer, "adapter_only": False}
@@ -125,7 +144,9 @@ def test_an_adapter_deleted_at_once(adapter_only, held, tmp_path):
         handle = saver.save(run.model, tmp_path / "one", adapter_only=adapter_only)
         run.model.delete_adapter("b")
         held.set()
-        assert any(part.startswith("adapter") for part in map(str, contents(handle.result(60).path)))
+        assert any(
+            part.startswith("adapter") for part in map(str, contents(handle.result(60).path))
+        )
     assert verify(tmp_path / "one").ok
 
 

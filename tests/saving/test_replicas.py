@@ -1,4 +1,6 @@
-"""What every rank should hold alike is compared: rank 0's is saved and resumed, and differences are named."""
+"""What every rank should hold alike is compared: rank 0's is saved and resumed, and differences are
+named.
+"""
 
 import models
 import pytest
@@ -82,7 +84,9 @@ WHEN = pytest.mark.parametrize("background", [False, True], ids=["foreground", "
 @pytest.mark.parametrize("flipped", [None, 12345, -1])
 @on_ranks(2)
 def test_no_mixture_of_replicas_is_stored(tmp_path, flipped, background):
-    """Of a diverged replica, wherever it differs, the checkpoint has rank 0's values alone, with a note."""
+    """Of a diverged replica, wherever it differs, the checkpoint has rank 0's values alone, with a
+    note.
+    """
     live = WRAPPERS["ddp"](models.build("wide"))
     name, tensor = max(live.model.module.named_parameters(), key=lambda item: item[1].numel())
     with torch.no_grad():
@@ -105,7 +109,9 @@ def test_equal_replicas_give_no_note(tmp_path):
     """Equal replicas give no note; statistics that DDP broadcasts from rank 0 count as equal."""
     live = counting(DistributedDataParallel)
     steps(live, 0, 2)
-    assert not torch.equal(live.model.module.norm.running_mean, of_rank_0(live.model.module.norm.running_mean))
+    assert not torch.equal(
+        live.model.module.norm.running_mean, of_rank_0(live.model.module.norm.running_mean)
+    )
     with saver_of(live, tmp_path, on_difference="raise") as saver:
         assert saver.save(live.model, tmp_path / "out").notes == ()
         assert saver.save_state(path=tmp_path / "state").notes == ()
@@ -183,7 +189,9 @@ def leave(folder):
 
 def test_another_number_of_ranks_has_rank_0s_and_says_so(tmp_path):
     call_on_ranks(2, leave, tmp_path)
-    model = nn.ModuleDict({"first": nn.Linear(3, 8), "norm": nn.BatchNorm1d(8), "last": nn.Linear(8, 1)})
+    model = nn.ModuleDict(
+        {"first": nn.Linear(3, 8), "norm": nn.BatchNorm1d(8), "last": nn.Linear(8, 1)}
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     with CheckpointSaver(None, tmp_path, on_difference="ignore") as saver:
         report = saver.resume(tmp_path / "state", model=model, optimizer=optimizer).report
@@ -215,7 +223,10 @@ def part_changed(live, name, rank):
     """Change one element of a parameter and of its moments on one rank."""
     parameter = next(p for n, p in live.model.named_parameters() if name in n)
     with torch.no_grad():
-        for tensor in (parameter, *[value for value in live.optimizer.state[parameter].values() if value.dim()]):
+        for tensor in (
+            parameter,
+            *[value for value in live.optimizer.state[parameter].values() if value.dim()],
+        ):
             if rank == RANK:
                 local(tensor).view(-1)[-1:] += 1
 
@@ -267,7 +278,9 @@ def test_of_a_shard_with_replicas_the_first_is_stored(tmp_path, way, background)
 @WHEN
 @on_ranks(2)
 def test_settings_of_an_optimizer_that_differ_are_noted(tmp_path, background):
-    """Hyperparameters and counts of an optimizer that differ between ranks are noted as long as they differ."""
+    """Hyperparameters and counts of an optimizer that differ between ranks are noted as long as
+    they differ.
+    """
     live = local_model()
     first = live.model.first.weight
     with saver_of(live, tmp_path, background=background) as saver:
@@ -312,7 +325,9 @@ def test_an_expert_of_one_rank_is_refused(tmp_path):
     model = local_model().model
     for parameter in model.last.parameters():
         parameter.allreduce, parameter.group_name = False, "ep_size_2"
-    with pytest.raises(IncompleteError, match=r"last\.weight, last\.bias: an expert of this rank alone"):
+    with pytest.raises(
+        IncompleteError, match=r"last\.weight, last\.bias: an expert of this rank alone"
+    ):
         CheckpointSaver(None, tmp_path, **SHORT).save(model, tmp_path / "out")
     for parameter in model.last.parameters():
         parameter.group_name = "ep_size_1"
@@ -328,7 +343,9 @@ def test_an_object_of_one_rank_is_refused(tmp_path):
         with saver_of(live, tmp_path, background=background) as saver:
             if RANK == 0:
                 saver.register(logger=torch.optim.lr_scheduler.ConstantLR(live.optimizer))
-            saver.register(ema=average if RANK else torch.optim.lr_scheduler.ConstantLR(live.optimizer))
+            saver.register(
+                ema=average if RANK else torch.optim.lr_scheduler.ConstantLR(live.optimizer)
+            )
             with pytest.raises(RanksDisagreeError) as told:
                 saver.save_state(path=tmp_path / "out")
             assert "logger: object on rank(s) 0, absent on rank(s) 1" in str(told.value)
@@ -337,7 +354,9 @@ def test_an_object_of_one_rank_is_refused(tmp_path):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.complex64]
+)
 def test_digest_made_on_a_device_tells_every_bit_and_place(dtype):
     """Each single bit, two elements that change places, and zeros in the middle or at the end."""
     draws = torch.Generator().manual_seed(chosen_seed())
@@ -349,7 +368,9 @@ def test_digest_made_on_a_device_tells_every_bit_and_place(dtype):
             other[place] ^= 1 << bit
             seen.add(int(folded_bits(other.view(dtype))))
     assert len(seen) == 1 + data.numel() * (1 if dtype is torch.bool else 8)
-    assert int(folded_bits(data.view(dtype))) == int(folded_bits(torch.cat([data, data])[data.numel() :].view(dtype)))
+    assert int(folded_bits(data.view(dtype))) == int(
+        folded_bits(torch.cat([data, data])[data.numel() :].view(dtype))
+    )
     swapped = torch.arange(32)
     assert int(folded_bits(swapped)) != int(folded_bits(swapped.flip(0)))
     assert int(folded_bits(swapped)) != int(folded_bits(swapped[torch.arange(32) ^ 1]))

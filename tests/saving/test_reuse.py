@@ -1,4 +1,6 @@
-"""Frozen tensors are written once: later checkpoints link to the file, and each is whole without the others."""
+"""Frozen tensors are written once: later checkpoints link to the file, and each is whole without
+the others.
+"""
 
 import errno
 import os
@@ -144,7 +146,12 @@ def train_fused_for_a_while(model):
 
 CHANGES = [
     *(write_in_place, load_states, new_parameter, new_data, thaw),
-    *(write_past_the_counters, write_a_few_rows_past_the_counters, train_for_a_while, train_fused_for_a_while),
+    *(
+        write_past_the_counters,
+        write_a_few_rows_past_the_counters,
+        train_for_a_while,
+        train_fused_for_a_while,
+    ),
 ]
 
 
@@ -195,7 +202,9 @@ def test_in_another_dtype(model, tmp_path):
     assert {tensor.dtype for tensor in stored(path).values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("odd", [torch.tensor(1.0), torch.zeros(0, 3), torch.ones(1), torch.ones(4, 6).t()])
+@pytest.mark.parametrize(
+    "odd", [torch.tensor(1.0), torch.zeros(0, 3), torch.ones(1), torch.ones(4, 6).t()]
+)
 def test_tensors_of_any_form(odd, tmp_path):
     model = torch.nn.Module()
     model.odd = torch.nn.Parameter(odd, requires_grad=False)
@@ -236,7 +245,9 @@ def test_base_of_adapters_is_one_file_and_linked(tmp_path):
 def test_small_models_stay_one_file(model, tmp_path):
     path = twice(model, tmp_path, reuse_frozen="auto")
     reference(model, tmp_path / "reference")
-    same = (path / "model.safetensors").read_bytes() == (tmp_path / "reference" / "model.safetensors").read_bytes()
+    same = (path / "model.safetensors").read_bytes() == (
+        tmp_path / "reference" / "model.safetensors"
+    ).read_bytes()
     assert same
     assert not any(record.linked for record in read_manifest(path).files)
 
@@ -290,7 +301,9 @@ def test_a_damaged_file_is_not_taken(model, tmp_path, change):
 
 
 def test_a_damaged_manifest_offers_nothing(model, tmp_path):
-    path = twice(model, tmp_path, lambda model: (tmp_path / "checkpoint-1" / "ft_ckpt.json").write_text("{"))
+    path = twice(
+        model, tmp_path, lambda model: (tmp_path / "checkpoint-1" / "ft_ckpt.json").write_text("{")
+    )
     assert not is_linked(path)
     assert verify(path).ok
 
@@ -306,14 +319,18 @@ def test_the_same_step_again(model, tmp_path):
         for _ in range(3):
             step(model)
             path = saver.save(model, step=1).path
-    assert [record.linked for record in read_manifest(path).files if record.path == FROZEN] == [True]
+    assert [record.linked for record in read_manifest(path).files if record.path == FROZEN] == [
+        True
+    ]
     assert not is_linked_still(path)  # the others are gone
     assert_is(path, model, tmp_path / "reference")
 
 
 def test_in_a_run_with_retention(model, tmp_path):
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    with CheckpointSaver(None, tmp_path, reuse_frozen="on", every=Every(steps=1), keep=Keep(last=2)) as saver:
+    with CheckpointSaver(
+        None, tmp_path, reuse_frozen="on", every=Every(steps=1), keep=Keep(last=2)
+    ) as saver:
         saver.register(model=model, optimizer=optimizer)
         for number in range(1, 5):
             step(model)
@@ -357,7 +374,9 @@ def test_links_need_no_room(model, tmp_path, monkeypatch):
 
 
 def test_a_frozen_file_that_changed_needs_room_at_the_next_try(model, tmp_path, monkeypatch):
-    """The disk fills up while the changed file is written: the next try knows that it is no link."""
+    """The disk fills up while the changed file is written: the next try knows that it is no
+    link.
+    """
     needed, real = [], write.write_file
 
     def full_once(*given):
@@ -383,7 +402,10 @@ def test_another_folder_gets_files_of_its_own(model, tmp_path):
 
 def run_of(model, folder, **settings):
     saver = CheckpointSaver(None, folder, reuse_frozen="on", on_difference="ignore", **settings)
-    saver.register(model=model, optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    saver.register(
+        model=model,
+        optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+    )
     return saver
 
 
@@ -462,7 +484,9 @@ def assert_all_are(path, live):
     if RANK == 0:
         assert verify(path).ok, verify(path)
         found = stored(path)
-        assert_same_tensors(found, {name: tensor for name, tensor in expected.items() if name in found})
+        assert_same_tensors(
+            found, {name: tensor for name, tensor in expected.items() if name in found}
+        )
         assert expected.keys() >= found.keys()
     dist.barrier()
 
@@ -513,7 +537,9 @@ def test_a_change_that_one_rank_sees(tmp_path):
 @pytest.mark.slow
 @on_ranks(2)
 def test_files_of_other_writers(tmp_path):
-    """Rank 0 does not compare files that all ranks wrote, nor all ranks those of rank 0: tensors would have to move."""
+    """Rank 0 does not compare files that all ranks wrote, nor all ranks those of rank 0: tensors
+    would have to move.
+    """
     live = frozen_under("fsdp2")
     rank_0, all_ranks = saver_on_ranks(live, tmp_path, "off"), saver_on_ranks(live, tmp_path, "on")
     with rank_0, all_ranks:

@@ -1,4 +1,7 @@
-"""The saver's other formats: HDF5, and one file that is HDF5 and safetensors at once. Read back by h5py as well."""
+"""The saver's other formats: HDF5, and one file that is HDF5 and safetensors at once.
+
+Read back by h5py as well.
+"""
 
 import h5py
 import models
@@ -21,10 +24,16 @@ def logits(model):
 
 
 def by_h5py(path):
-    """Every tensor of an HDF5 file as float64, by a reader that is not ours; bfloat16 lies there as its bits."""
+    """Every tensor of an HDF5 file as float64, by a reader that is not ours; bfloat16 lies there as
+    its bits.
+    """
     with h5py.File(path) as file:
         found = {}
-        file.visititems(lambda name, item: found.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None)
+        file.visititems(
+            lambda name, item: (
+                found.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None
+            )
+        )
         return found
 
 
@@ -35,7 +44,9 @@ def test_round_trip(tmp_path, form, name):
     report = CheckpointSaver(format=form).save(model, tmp_path / "out", adapter_only=False)
     assert ft_ckpt.verify(report.path).ok
     assert read_manifest(report.path).parts[0].format == form
-    torch.testing.assert_close(logits(ft_ckpt.load_model(report.path)), logits(model), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        logits(ft_ckpt.load_model(report.path)), logits(model), rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("form", ["h5", "dual"])
@@ -43,15 +54,24 @@ def test_h5py_reads_the_same_values_under_the_stored_names(tmp_path, form):
     model = models.build("mixtral")
     CheckpointSaver().save(model, tmp_path / "plain")
     CheckpointSaver().save(model, tmp_path / "out", format=form)
-    expected, found = load_file(tmp_path / "plain" / "model.safetensors"), by_h5py(tmp_path / "out" / "model.h5")
+    expected, found = (
+        load_file(tmp_path / "plain" / "model.safetensors"),
+        by_h5py(tmp_path / "out" / "model.h5"),
+    )
     assert set(expected) <= set(found)
-    assert all(torch.equal(torch.from_numpy(found[name]), tensor) for name, tensor in expected.items())
+    assert all(
+        torch.equal(torch.from_numpy(found[name]), tensor) for name, tensor in expected.items()
+    )
 
 
 def test_dual_file_is_one_file_under_two_names(tmp_path):
     model = models.build("llama")
     report = CheckpointSaver().save(model, tmp_path / "out", format="dual")
-    listed = {path.stat().st_ino: path.stat().st_size for path in report.path.iterdir() if path.name != "ft_ckpt.json"}
+    listed = {
+        path.stat().st_ino: path.stat().st_size
+        for path in report.path.iterdir()
+        if path.name != "ft_ckpt.json"
+    }
     assert report.bytes == sum(listed.values())
     one, other = report.path / "model.safetensors", report.path / "model.h5"
     assert one.stat().st_ino == other.stat().st_ino
@@ -97,7 +117,9 @@ def test_ties_stand_under_both_names_in_hdf5(tmp_path):
     report = CheckpointSaver(format="h5").save(models.build("llama"), tmp_path / "out")
     loaded = ft_ckpt.load_model(report.path)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert read_manifest(report.path).parts[0].ties == (("model.embed_tokens.weight", "lm_head.weight"),)
+    assert read_manifest(report.path).parts[0].ties == (
+        ("model.embed_tokens.weight", "lm_head.weight"),
+    )
 
 
 @pytest.mark.parametrize("form", ["h5", "dual"])
@@ -110,7 +132,8 @@ def test_changed_bytes_are_found(tmp_path, form):
         file.seek(-40_000, 2)
         file.write(bytes([byte[0] ^ 1]))
     (problem,) = ft_ckpt.verify(report.path).problems
-    changed = "model.safetensors" if form == "dual" else "model.h5"  # in a dual checkpoint two names of one file
+    # in a dual checkpoint two names of one file
+    changed = "model.safetensors" if form == "dual" else "model.h5"
     assert problem.startswith(f"{changed}: digest")
 
 

@@ -1,4 +1,6 @@
-"""A run in a bucket that commits in a folder of its machine first: in processes that are killed, and in this one."""
+"""A run in a bucket that commits in a folder of its machine first: in processes that are killed,
+and in this one.
+"""
 
 import re
 import shutil
@@ -22,7 +24,14 @@ from ft_ckpt import CheckpointSaver, Keep, latest, verify
 from ft_ckpt.checkpoint import commit, prune
 from ft_ckpt.checkpoint.catalog import list_checkpoints
 from ft_ckpt.checkpoint.guards import pin
-from ft_ckpt.errors import ConfigError, CorruptError, NameTakenError, NoSpaceError, NotACheckpointError, TargetError
+from ft_ckpt.errors import (
+    ConfigError,
+    CorruptError,
+    NameTakenError,
+    NoSpaceError,
+    NotACheckpointError,
+    TargetError,
+)
 from ft_ckpt.storage.place import open_place
 from ft_ckpt.training import triggers
 
@@ -40,7 +49,9 @@ def saver_at(staging: Path | None, **settings):
     run = prepared()
     settings = {"store_options": FAST, "staging": staging, **QUIET, **settings}
     with CheckpointSaver(run.accelerator, BUCKET_RUN, **settings) as saver:
-        saver.learn = lambda count=1: [(learn(run, batch), saver.step()) for batch in _batches(saver, run, count)]
+        saver.learn = lambda count=1: [
+            (learn(run, batch), saver.step()) for batch in _batches(saver, run, count)
+        ]
         yield saver
 
 
@@ -55,7 +66,9 @@ def _batches(saver, run, count):
 def closed_gate(s3, pattern=""):
     """The bucket answers nothing that is asked in these words while the block runs."""
     gate = threading.Event()
-    s3.faults.append(Fault(lambda asked: re.search(pattern, asked.line) and not gate.wait(60), times=1_000_000))
+    s3.faults.append(
+        Fault(lambda asked: re.search(pattern, asked.line) and not gate.wait(60), times=1_000_000)
+    )
     try:
         yield
     finally:
@@ -66,7 +79,9 @@ def closed_gate(s3, pattern=""):
 
 
 class Trials:
-    """A run of two steps, its bucket and its folder, put back for each trial; and what it comes to undisturbed."""
+    """A run of two steps, its bucket and its folder, put back for each trial; and what it comes to
+    undisturbed.
+    """
 
     def __init__(self, s3, folder: Path):
         self.s3, self.folder, self.kept = s3, folder / "nvme", folder / "kept"
@@ -77,7 +92,9 @@ class Trials:
         shutil.copytree(self.folder, self.kept)
 
     def trial(self, is_lost: bool, world) -> None:
-        """Killed at a request of the third step; then the run goes on, on this machine or on another."""
+        """Killed at a request of the third step; then the run goes on, on this machine or on
+        another.
+        """
         s3, what = self.s3, world.name
         s3.buckets["bucket"] = dict(self.start)
         shutil.rmtree(self.folder)
@@ -95,7 +112,9 @@ class Trials:
             assert life.losses.items() <= self.expected.items(), what
         assert max(again.losses) == LAST, what
         if not is_lost:
-            assert not again.losses.keys() & stopped.losses.keys() - {3}, "what was saved here is not done again"
+            assert not again.losses.keys() & stopped.losses.keys() - {3}, (
+                "what was saved here is not done again"
+            )
         assert committed(s3) >= {LAST - 1, LAST}, what
         assert names(self.folder) == [f"checkpoint-{LAST}"], what
         assert not [name for name in s3.names() if "/.ft_ckpt" in name], what
@@ -128,7 +147,9 @@ def test_a_bucket_that_fails_stops_no_training_and_catches_up(s3, tmp_path):
     assert "checkpoint-4, checkpoint-3" in life.error
     assert f"kept in {folder}, from where the next start uploads it" in life.error
     assert committed(s3) == {1}
-    assert names(folder)[-2:] == ["checkpoint-3", "checkpoint-4"], "others are gone, but for one that was being sent"
+    assert names(folder)[-2:] == ["checkpoint-3", "checkpoint-4"], (
+        "others are gone, but for one that was being sent"
+    )
     again = live(s3, LAST, staging=folder)
     assert again.error == ""
     assert (begun.losses | life.losses | again.losses) == expected
@@ -157,7 +178,9 @@ with CheckpointSaver(run.accelerator, "s3://bucket/run", staging=sys.argv[1], ev
 
 
 def test_a_signal_waits_for_the_upload(s3, tmp_path):
-    done = run_and_signal(STOPPED, tmp_path / "nvme", 600, until=lambda said: said.readline(), number=signal.SIGTERM)
+    done = run_and_signal(
+        STOPPED, tmp_path / "nvme", 600, until=lambda said: said.readline(), number=signal.SIGTERM
+    )
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     newest = names(tmp_path / "nvme")[-1]
     assert latest(BUCKET_RUN) == f"{BUCKET_RUN}/{newest}"
@@ -168,11 +191,13 @@ def test_a_signal_waits_for_the_upload(s3, tmp_path):
 def test_a_signal_waits_no_longer_than_it_may(s3, tmp_path):
     s3.faults.append(Fault("PUT .*checkpoint-.*safetensors", seconds=3, times=100))
     begun = time.monotonic()
-    done = run_and_signal(STOPPED, tmp_path / "nvme", 0.5, until=lambda said: said.readline(), number=signal.SIGTERM)
-    assert done.returncode == 128 + signal.SIGTERM, done.stderr
-    assert re.search(r"checkpoint-\d+: not uploaded: .*broken off, as the process ends.*kept in", done.stderr), (
-        done.stderr
+    done = run_and_signal(
+        STOPPED, tmp_path / "nvme", 0.5, until=lambda said: said.readline(), number=signal.SIGTERM
     )
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert re.search(
+        r"checkpoint-\d+: not uploaded: .*broken off, as the process ends.*kept in", done.stderr
+    ), done.stderr
     assert time.monotonic() - begun < 40
     assert committed(s3) <= {3}
 
@@ -187,7 +212,11 @@ def test_the_folder_keeps_the_newest_and_the_bucket_what_the_rules_say(s3, tmp_p
         assert reports[0].path == tmp_path / "checkpoint-1"
         assert reports[0].upload.url == f"{BUCKET_RUN}/checkpoint-1"
         sent = reports[-1].upload.result(60)
-        assert (sent.url, sent.path, sent.is_new) == (f"{BUCKET_RUN}/checkpoint-4", tmp_path / "checkpoint-4", True)
+        assert (sent.url, sent.path, sent.is_new) == (
+            f"{BUCKET_RUN}/checkpoint-4",
+            tmp_path / "checkpoint-4",
+            True,
+        )
         pin(f"{BUCKET_RUN}/checkpoint-4")
     assert names(BUCKET_RUN) == ["checkpoint-3", "checkpoint-4"]
     assert names(tmp_path) == ["checkpoint-4"]
@@ -215,7 +244,9 @@ def test_training_waits_for_the_disk_only_and_the_newest_goes_first(s3, tmp_path
     puts = [line.split("/")[3].split("?")[0] for line in s3.seen("PUT .*/ft_ckpt.json")]
     assert puts.index("checkpoint-6") < puts.index("checkpoint-5"), puts
     assert "checkpoint-4" not in puts
-    with pytest.raises(NotACheckpointError, match="deleted here, as `keep` says, before it was uploaded"):
+    with pytest.raises(
+        NotACheckpointError, match="deleted here, as `keep` says, before it was uploaded"
+    ):
         reports[2].upload.result()
     assert names(BUCKET_RUN) == ["checkpoint-5", "checkpoint-6"]
     assert names(tmp_path) == ["checkpoint-6"]
@@ -260,7 +291,9 @@ def test_what_is_missing_at_the_end_is_warned_of_where_failures_are(s3, tmp_path
         saver.learn()
         s3.faults.append(Fault("PUT .*checkpoint-", **DOWN))
         saver.save_state()
-        with pytest.warns(UserWarning, match="checkpoint-1: not uploaded: .*from where the next start uploads it"):
+        with pytest.warns(
+            UserWarning, match="checkpoint-1: not uploaded: .*from where the next start uploads it"
+        ):
             saver.close()
     assert names(tmp_path) == ["checkpoint-1"]
     s3.faults = []
@@ -279,7 +312,8 @@ def test_a_bucket_that_is_gone_for_a_while_gets_what_it_missed(s3, tmp_path):
             upload = saver.save_state().upload
             with pytest.warns(UserWarning, match=r"not uploaded: .*no such bucket.*tried again"):
                 assert upload.wait(60)
-        # checkpoint-1 is in the bucket, and deleted here if the sweep after its upload sees checkpoint-2 already
+        # checkpoint-1 is in the bucket, and deleted here if the sweep after its upload sees
+        # checkpoint-2 already
         assert names(tmp_path)[-2:] == ["checkpoint-2", "checkpoint-3"]
         s3.buckets["bucket"] = bucket
         saver.learn()
@@ -291,7 +325,10 @@ def test_a_bucket_that_is_gone_for_a_while_gets_what_it_missed(s3, tmp_path):
 def test_a_rehearsal_stays_on_its_disk(s3, tmp_path, monkeypatch):
     told = triggers.Rehearsal(str(tmp_path / "rehearsed"), str(tmp_path / "record"), steps=2)
     monkeypatch.setenv(triggers.VARIABLE, told.to_json())
-    assert CheckpointSaver(None, BUCKET_RUN, staging=tmp_path / "nvme").directory == tmp_path / "rehearsed"
+    assert (
+        CheckpointSaver(None, BUCKET_RUN, staging=tmp_path / "nvme").directory
+        == tmp_path / "rehearsed"
+    )
     assert not (tmp_path / "nvme").exists()
 
 
@@ -321,7 +358,9 @@ def test_another_runs_checkpoint_is_not_replaced(s3, tmp_path):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         run = prepared()
-        saver = CheckpointSaver(run.accelerator, BUCKET_RUN, staging=tmp_path, store_options=FAST, **QUIET)
+        saver = CheckpointSaver(
+            run.accelerator, BUCKET_RUN, staging=tmp_path, store_options=FAST, **QUIET
+        )
         saver.step(step=1)
         with pytest.raises(NameTakenError):
             saver.save_state().upload.result(60)
@@ -334,7 +373,9 @@ def test_another_runs_checkpoint_is_not_replaced(s3, tmp_path):
 
 @pytest.mark.slow
 def test_what_was_uploaded_elsewhere_meanwhile_is_left_alone(s3, tmp_path):
-    """A folder that stayed behind on a machine, while the run went on on another from the bucket."""
+    """A folder that stayed behind on a machine, while the run went on on another from the
+    bucket.
+    """
     with saver_at(tmp_path / "one") as saver:
         saver.learn(2)
         saver.save_state()
@@ -357,7 +398,9 @@ def test_what_was_uploaded_elsewhere_meanwhile_is_left_alone(s3, tmp_path):
     found = {info.name: info.manifest.created for info in list_checkpoints(BUCKET_RUN).found}
     with saver_at(tmp_path / "left") as saver:
         assert str(saver.resume("must").resumed_from) == f"{BUCKET_RUN}/checkpoint-4"
-    assert {info.name: info.manifest.created for info in list_checkpoints(BUCKET_RUN).found} == found
+    assert {
+        info.name: info.manifest.created for info in list_checkpoints(BUCKET_RUN).found
+    } == found
 
 
 def test_a_damaged_checkpoint_here_is_taken_from_the_bucket(s3, tmp_path):
@@ -369,7 +412,10 @@ def test_a_damaged_checkpoint_here_is_taken_from_the_bucket(s3, tmp_path):
     content[-5] ^= 1
     file.write_bytes(content)
     for mode in ("auto", "must", "checkpoint-2"):
-        with saver_at(tmp_path) as saver, pytest.warns(UserWarning, match="damaged, taking its copy s3://"):
+        with (
+            saver_at(tmp_path) as saver,
+            pytest.warns(UserWarning, match="damaged, taking its copy s3://"),
+        ):
             assert str(saver.resume(mode).resumed_from) == f"{BUCKET_RUN}/checkpoint-2"
 
 
@@ -397,10 +443,15 @@ def test_damaged_checkpoints_here_stop_no_run(s3, tmp_path):
             saver.save_state().upload.result(60)
     found = {path.name.split(".")[1]: path for path in tmp_path.glob(".*.damaged-*")}
     assert found.keys() == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
-    assert all((path / "ft_ckpt.json").exists() for path in found.values()), "nothing that is whole is lost"
+    assert all((path / "ft_ckpt.json").exists() for path in found.values()), (
+        "nothing that is whole is lost"
+    )
     for name, path in found.items():
-        assert any(f"{name}: damaged and not uploaded" in str(one.message) and str(path) in str(one.message)
-                   for one in told), name  # fmt: skip
+        assert any(
+            f"{name}: damaged and not uploaded" in str(one.message)
+            and str(path) in str(one.message)
+            for one in told
+        ), name
     assert names(BUCKET_RUN) == ["checkpoint-4", "checkpoint-5"]
     assert names(tmp_path) == ["checkpoint-5"]
 
@@ -452,7 +503,9 @@ def test_what_cannot_be_staged_is_refused_at_the_start(s3, tmp_path):
 def test_a_folder_is_of_one_run(s3, tmp_path):
     CheckpointSaver(None, BUCKET_RUN, staging=tmp_path / "nvme")
     CheckpointSaver(None, BUCKET_RUN, staging=tmp_path / "nvme")
-    with pytest.raises(ConfigError, match=f"for {BUCKET_RUN}, expected s3://bucket/other; give each run"):
+    with pytest.raises(
+        ConfigError, match=f"for {BUCKET_RUN}, expected s3://bucket/other; give each run"
+    ):
         CheckpointSaver(None, "s3://bucket/other", staging=tmp_path / "nvme")
     run = prepared()
     with CheckpointSaver(run.accelerator, tmp_path / "local") as saver:

@@ -1,4 +1,6 @@
-"""One checkpoint, many writers: processes beside the trainer hand in their parts, and get them back."""
+"""One checkpoint, many writers: processes beside the trainer hand in their parts, and get them
+back.
+"""
 
 import json
 import multiprocessing
@@ -27,7 +29,14 @@ from ft_ckpt.checkpoint.catalog import CheckpointInfo, read_manifest
 from ft_ckpt.checkpoint.delete import delete_checkpoint, delete_state
 from ft_ckpt.checkpoint.session import ROOM
 from ft_ckpt.cli import views
-from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, NoSpaceError, TargetError, WriterError
+from ft_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptError,
+    NoSpaceError,
+    TargetError,
+    WriterError,
+)
 from ft_ckpt.storage.local_store import LocalStore
 
 FORK = multiprocessing.get_context("fork")
@@ -36,7 +45,10 @@ FORK = multiprocessing.get_context("fork")
 def trainer(folder: Any, **settings: Any) -> CheckpointSaver:
     model = models.build("partly_frozen")
     saver = CheckpointSaver(None, folder, **settings)
-    saver.register(model=model, optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    saver.register(
+        model=model,
+        optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+    )
     return saver
 
 
@@ -47,7 +59,9 @@ def stepped(saver: CheckpointSaver, step: int) -> Any:
 
 @contextmanager
 def process(work: Callable[..., None], *arguments: Any) -> Iterator[Any]:
-    """`work` in a process of its own, which must end well within the block unless the block kills it."""
+    """`work` in a process of its own, which must end well within the block unless the block kills
+    it.
+    """
 
     def run() -> None:
         try:
@@ -90,7 +104,12 @@ def test_parts_of_one_checkpoint_and_back(tmp_path: Path) -> None:
             assert (tmp_path / "back/rollout/b.bin").read_bytes() == Path(__file__).read_bytes()
     assert ft_ckpt.verify(report.path).ok
     files = {file.path for file in read_manifest(report.path).files if "writers" in file.path}
-    parts = ["replay/state.safetensors", "rollout/b.bin", "rollout/log/a.txt", "rollout/state.safetensors"]
+    parts = [
+        "replay/state.safetensors",
+        "rollout/b.bin",
+        "rollout/log/a.txt",
+        "rollout/state.safetensors",
+    ]
     assert files == {f"state/writers/{path}" for path in parts}
     assert not list((tmp_path / ROOM).rglob("*.*")), "nothing is left of the session"
     # A run that goes on gets what was handed in.
@@ -150,17 +169,25 @@ def test_who_is_missing_is_named_and_nothing_is_committed(tmp_path: Path) -> Non
     with trainer(tmp_path) as saver:
         saver.invite("replay", rollout=2, optional=["rollout"], timeout_seconds=0.5)
         Writer(tmp_path, "rollout", index=1).put(1, "one")
-        with pytest.raises(WriterError, match=r"step 1: writer replay: has not joined within 0\.5 s"):
+        with pytest.raises(
+            WriterError, match=r"step 1: writer replay: has not joined within 0\.5 s"
+        ):
             stepped(saver, 1)
         assert not (tmp_path / "checkpoint-1").exists()
         replay = Writer(tmp_path, "replay")
-        with pytest.raises(WriterError, match=r"writer replay: process \d+ on .* handed in nothing within 0\.5 s"):
+        with pytest.raises(
+            WriterError, match=r"writer replay: process \d+ on .* handed in nothing within 0\.5 s"
+        ):
             stepped(saver, 2)
         replay.put(3, "three")
         report = stepped(saver, 3)
         assert (
             [note for note in report.notes if "writer" in note]
-            == [note for note in report.notes if note.startswith("writer rollout-") and "left out" in note]
+            == [
+                note
+                for note in report.notes
+                if note.startswith("writer rollout-") and "left out" in note
+            ]
             != []
         )
 
@@ -176,7 +203,10 @@ def test_a_writer_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
         saver.invite("replay", timeout_seconds=60)
         with process(die, tmp_path, 0.3):
             begun = time.monotonic()
-            with pytest.raises(WriterError, match=r"writer replay: (its process \d+ on .* has ended|has not joined)"):
+            with pytest.raises(
+                WriterError,
+                match=r"writer replay: (its process \d+ on .* has ended|has not joined)",
+            ):
                 stepped(saver, 1)
             assert time.monotonic() - begun < 30
         with Writer(tmp_path, "replay") as again:  # takes the place of the one that was killed
@@ -195,11 +225,15 @@ def test_an_error_of_the_state_function_is_the_trainers(tmp_path: Path) -> None:
             (3, lambda: None, "WriterError"),
         ):
             writer.provide(state)
-            with pytest.raises(WriterError, match=f"writer replay: its state or files function raised {error}"):
+            with pytest.raises(
+                WriterError, match=f"writer replay: its state or files function raised {error}"
+            ):
                 stepped(saver, step)
 
 
-def test_a_full_disk_of_the_trainer_is_no_fault_of_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_of_the_trainer_is_no_fault_of_a_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tries, copied = [], LocalStore.copy
 
     def full_once(store: LocalStore, name: str, other: str, source: Any) -> bool:
@@ -247,7 +281,9 @@ def test_a_file_of_the_name_of_the_list_is_no_list(s3: S3, monkeypatch: pytest.M
     with trainer("s3://bucket/run") as saver:
         saver.invite("replay")
         writer = Writer("s3://bucket/run", "replay")
-        thread = threading.Thread(target=writer.put, args=(1,), kwargs={"files": {"log/handed.json": b"{}"}})
+        thread = threading.Thread(
+            target=writer.put, args=(1,), kwargs={"files": {"log/handed.json": b"{}"}}
+        )
         thread.start()
         assert stored.wait(30)
         stepped(saver, 1)
@@ -256,7 +292,9 @@ def test_a_file_of_the_name_of_the_list_is_no_list(s3: S3, monkeypatch: pytest.M
 
 
 @pytest.mark.filterwarnings("ignore:.*handed in nothing")
-def test_a_full_disk_of_a_writer_is_no_fault_of_its_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_of_a_writer_is_no_fault_of_its_functions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise NoSpaceError("state.safetensors: no room on its device")
 
@@ -264,7 +302,9 @@ def test_a_full_disk_of_a_writer_is_no_fault_of_its_functions(tmp_path: Path, mo
     with trainer(tmp_path) as saver:
         saver.invite("replay", timeout_seconds=60)
         Writer(tmp_path, "replay").provide(lambda: 1)
-        with pytest.raises(WriterError, match=r"replay: its files were not written: NoSpaceError: .*no room"):
+        with pytest.raises(
+            WriterError, match=r"replay: its files were not written: NoSpaceError: .*no room"
+        ):
             stepped(saver, 1)
 
 
@@ -273,7 +313,9 @@ def test_who_does_not_belong_is_refused(tmp_path: Path) -> None:
         Writer(tmp_path, "replay", timeout_seconds=0.2)
     with trainer(tmp_path) as saver:
         token = saver.invite("replay", rollout=2)
-        with pytest.raises(WriterError, match="writer other is not invited, replay, rollout-0, rollout-1 are"):
+        with pytest.raises(
+            WriterError, match="writer other is not invited, replay, rollout-0, rollout-1 are"
+        ):
             Writer(tmp_path, "other")
         with pytest.raises(WriterError, match="no trainer has invited"):
             Writer(tmp_path, "replay", session="another", timeout_seconds=0.2)
@@ -297,7 +339,9 @@ def test_who_does_not_belong_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="a function"):
             writer.provide()
     assert writer.wait(10)
-    with pytest.raises(WriterError, match=r"the session is over \(the trainer has ended or begun anew\)"):
+    with pytest.raises(
+        WriterError, match=r"the session is over \(the trainer has ended or begun anew\)"
+    ):
         writer.put(2, "late")
 
 
@@ -327,7 +371,11 @@ def test_what_is_no_step_no_index_and_no_count_is_refused_at_once(tmp_path: Path
                     writer.put(step, {"a": 1})  # type: ignore[arg-type]
             with pytest.raises(ConfigError, match=r"files=.*expected files or bytes by their path"):
                 writer.put(3, files="a")  # type: ignore[arg-type]
-            assert not [path for path in tmp_path.rglob("*") if "outside" in path.name or "state" in path.name]
+            assert not [
+                path
+                for path in tmp_path.rglob("*")
+                if "outside" in path.name or "state" in path.name
+            ]
             writer.put(3, {"a": 1})
             assert stepped(saver, 3).step == 3
 
@@ -384,12 +432,18 @@ def test_another_number_of_workers(tmp_path: Path) -> None:
         for index in range(4):
             Writer(tmp_path, "rollout", index=index).put(1, {"of": index})
         stepped(saver, 1)
-    for count, expected in ((2, [[0, 2], [1, 3]]), (4, [[0], [1], [2], [3]]), (5, [[0], [1], [2], [3], []])):
+    for count, expected in (
+        (2, [[0, 2], [1, 3]]),
+        (4, [[0], [1], [2], [3]]),
+        (5, [[0], [1], [2], [3], []]),
+    ):
         with trainer(tmp_path) as saver:
             saver.resume("must")
             saver.invite(rollout=count)
             parts = [Writer(tmp_path, "rollout", index=index).resume() for index in range(count)]
-            assert [sorted(state["of"] for state in part.states.values()) for part in parts if part] == expected
+            assert [
+                sorted(state["of"] for state in part.states.values()) for part in parts if part
+            ] == expected
 
     def all_to_the_first(parts: Any, writers: Any) -> dict[str, Any]:
         return {writers[0]: parts}
@@ -397,7 +451,10 @@ def test_another_number_of_workers(tmp_path: Path) -> None:
     with trainer(tmp_path) as saver:
         saver.resume("must")
         saver.invite(rollout=2)
-        first, second = (Writer(tmp_path, "rollout", index=index).resume(rule=all_to_the_first) for index in range(2))
+        first, second = (
+            Writer(tmp_path, "rollout", index=index).resume(rule=all_to_the_first)
+            for index in range(2)
+        )
         assert first is not None
         assert second is not None
         assert len(first.states) == 4
@@ -414,7 +471,9 @@ def test_parts_that_nobody_takes_are_refused_or_allowed_by_name(tmp_path: Path) 
         stepped(saver, 1)
     with trainer(tmp_path) as saver:
         saver.resume("must")
-        with pytest.raises(WriterError, match="no part of writer queue, the part of replay, which is not invited"):
+        with pytest.raises(
+            WriterError, match="no part of writer queue, the part of replay, which is not invited"
+        ):
             saver.invite("queue")
         saver.invite("queue", allow=["queue", "replay"])
         part = Writer(tmp_path, "queue").resume()
@@ -429,11 +488,14 @@ def test_unchanged_files_are_stored_once(tmp_path: Path) -> None:
         saver.invite("replay")
         writer = Writer(tmp_path / "run", "replay")
         for step in (1, 2, 3):
-            writer.put(step, {"at": 1}, files={"old.bin": tmp_path / "old.bin", "new.bin": b"%d" % step})
+            writer.put(
+                step, {"at": 1}, files={"old.bin": tmp_path / "old.bin", "new.bin": b"%d" % step}
+            )
             stepped(saver, step)
     inner = "state/writers/replay"
     files = [
-        [tmp_path / f"run/checkpoint-{step}/{inner}" / name for step in (1, 2, 3)] for name in ("old.bin", "new.bin")
+        [tmp_path / f"run/checkpoint-{step}/{inner}" / name for step in (1, 2, 3)]
+        for name in ("old.bin", "new.bin")
     ]
     assert [path.stat().st_nlink for path in files[0]] == [3, 3, 3]
     assert [path.read_bytes() for path in files[1]] == [b"1", b"2", b"3"]
@@ -468,7 +530,9 @@ def test_what_was_handed_in_is_compared(tmp_path: Path) -> None:
         with pytest.raises(WriterError, match=r"a\.bin: not the bytes that were handed in"):
             stepped(saver, 1)
         writer.put(2, files={"a.bin": b"right"})
-        next((tmp_path / ROOM).rglob("2/*/handed.json")).write_text('{"files": [["../../x", 1, "d"]]}')
+        next((tmp_path / ROOM).rglob("2/*/handed.json")).write_text(
+            '{"files": [["../../x", 1, "d"]]}'
+        )
         with pytest.raises(WriterError, match=r"no path of a file|another version"):
             stepped(saver, 2)
 
@@ -498,10 +562,14 @@ def test_what_a_writer_cannot_resume(tmp_path: Path) -> None:
         writer = Writer(tmp_path, "replay")
         writer.put(1, files={"log.txt": b"1"})
         stepped(saver, 1)
-        with pytest.raises(WriterError, match=r"the part of replay has files; give resume\(\) a folder"):
+        with pytest.raises(
+            WriterError, match=r"the part of replay has files; give resume\(\) a folder"
+        ):
             writer.resume()
         delete_state(tmp_path / "checkpoint-1")
-        with pytest.raises(WriterError, match="another checkpoint than the one that the trainer continues from"):
+        with pytest.raises(
+            WriterError, match="another checkpoint than the one that the trainer continues from"
+        ):
             writer.resume(tmp_path / "back")
 
 
@@ -510,7 +578,9 @@ def test_a_trainer_whose_session_was_taken_over_commits_nothing(tmp_path: Path) 
         saver.invite("replay")
         file = tmp_path / ROOM / "session.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "token": "of another trainer"}))
-        with pytest.raises(WriterError, match=r"step 1: .*session\.json: process \d+ on .* trains this run"):
+        with pytest.raises(
+            WriterError, match=r"step 1: .*session\.json: process \d+ on .* trains this run"
+        ):
             stepped(saver, 1)
         assert not (tmp_path / "checkpoint-1").exists()
 
@@ -553,7 +623,9 @@ def check_newest(run: Any, names: Sequence[str] = ("replay",)) -> int:
 
 
 def check_killed(folder: Path, world: faults.World) -> None:
-    """After a save that is killed at a call to the disk, the next one goes on from what is there."""
+    """After a save that is killed at a call to the disk, the next one goes on from what is
+    there.
+    """
     folder = folder / world.name
     save_with_part(folder, 1)
     world.run(save_with_part, folder, 2)
@@ -576,9 +648,13 @@ def test_a_trainer_killed_at_every_call(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [{"status": 503, "times": 1}, {"cuts": "after"}, {"cuts": "before"}, {"status": 403}])
+@pytest.mark.parametrize(
+    "fault", [{"status": 503, "times": 1}, {"cuts": "after"}, {"cuts": "before"}, {"status": 403}]
+)
 def test_a_fault_at_every_request_of_two_writers(s3: S3, fault: dict[str, Any]) -> None:
-    """A save succeeds or raises; what is committed has the parts of its step, and the next save succeeds."""
+    """A save succeeds or raises; what is committed has the parts of its step, and the next save
+    succeeds.
+    """
     names = ("replay", "rollout")
 
     def trial(world: faults.World) -> None:

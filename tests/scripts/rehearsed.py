@@ -1,4 +1,6 @@
-"""A small training script as its user would write it, with the fault that is asked for on the command line."""
+"""A small training script as its user would write it, with the fault that is asked for on the
+command line.
+"""
 
 import random
 import sys
@@ -19,7 +21,9 @@ def main():
     accelerator = Accelerator(cpu=True)
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    loader = DataLoader(TensorDataset(torch.randn(24, 8), torch.randn(24, 1)), batch_size=4, shuffle=True)
+    loader = DataLoader(
+        TensorDataset(torch.randn(24, 8), torch.randn(24, 1)), batch_size=4, shuffle=True
+    )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda tick: 0.7**tick)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if FAULT != "forgets its scheduler":

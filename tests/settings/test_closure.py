@@ -80,7 +80,9 @@ def test_methods():
         def save(self, call):
             return self, call
 
-    assert checkpoint_closure(every=Every(steps=1))(partial(str, 5))() == "5", "anything that can be called"
+    assert checkpoint_closure(every=Every(steps=1))(partial(str, 5))() == "5", (
+        "anything that can be called"
+    )
     trainer = Trainer()
     assert [trainer.save(1), trainer.save(2)] == [None, (trainer, 2)]
 
@@ -99,8 +101,15 @@ def test_the_open_saver_counts_the_steps(model, tmp_path):
 def test_the_saver_says_how_often_unless_told(model, tmp_path):
     with saver_of(model, tmp_path, every=Every(steps=2)) as saver:
         usual, rare = checkpoint_closure(str), checkpoint_closure(every=Every(steps=3))(str)
-        found = [(saver.step() is not None, usual(1) is not None, rare(1) is not None) for _ in range(4)]
-    assert found == [(False, False, False), (True, True, False), (False, False, True), (True, True, False)]
+        found = [
+            (saver.step() is not None, usual(1) is not None, rare(1) is not None) for _ in range(4)
+        ]
+    assert found == [
+        (False, False, False),
+        (True, True, False),
+        (False, False, True),
+        (True, True, False),
+    ]
 
 
 def test_a_resumed_run_goes_on_counting(model, tmp_path):
@@ -123,7 +132,10 @@ def test_a_saver_that_is_never_stepped_only_saves(model, tmp_path):
             return saver.save(model, step=call)
 
         assert ran(save, 5) == [2, 4]
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
+        "checkpoint-2",
+        "checkpoint-4",
+    ]
 
 
 def test_a_saver_made_in_passing_does_not_disturb(model, tmp_path):
@@ -158,7 +170,9 @@ def test_epochs(model, tmp_path):
 
 def test_nothing_runs_within_gradient_accumulation(tmp_path):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-    model, optimizer = accelerator.prepare(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters()))
+    model, optimizer = accelerator.prepare(
+        nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters())
+    )
     save, found = checkpoint_closure(every=Every(steps=2))(str), []
     with CheckpointSaver(accelerator, tmp_path) as saver:
         for batch in range(1, 13):
@@ -256,7 +270,9 @@ def _named(name):
 
 @on_ranks(2)
 def test_parameters_of_fsdp2_are_sharded_again_inside(tmp_path):
-    """Inside a closure, FSDP2 parameters are sharded again, though an evaluation left those of the root unsharded."""
+    """Inside a closure, FSDP2 parameters are sharded again, though an evaluation left those of the
+    root unsharded.
+    """
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     fully_shard(model[0])
     fully_shard(model)
@@ -267,7 +283,9 @@ def test_parameters_of_fsdp2_are_sharded_again_inside(tmp_path):
     def look():
         saver.save(model, step=saver.progress.step)
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-        seen.append(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))["1.weight"])
+        seen.append(
+            get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))["1.weight"]
+        )
         return True
 
     with CheckpointSaver(directory=tmp_path) as saver:
@@ -304,7 +322,11 @@ def test_an_error_on_one_rank_is_raised_on_all():
         return call
 
     assert function(1) is None
-    expected = (RankError, r"function\(\) failed on rank 1: KeyError: 'full'") if RANK == 0 else (KeyError, "full")
+    expected = (
+        (RankError, r"function\(\) failed on rank 1: KeyError: 'full'")
+        if RANK == 0
+        else (KeyError, "full")
+    )
     with pytest.raises(expected[0], match=expected[1]):
         function(2)
     assert [function(3), function(4)] == [None, 4]

@@ -97,6 +97,8 @@ def test_launched_as_two_but_alone(tmp_path, monkeypatch):
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(RanksDisagreeError, match="WORLD_SIZE=2 in the environment, but this process has no"):
+    with pytest.raises(
+        RanksDisagreeError, match="WORLD_SIZE=2 in the environment, but this process has no"
+    ):
         CheckpointSaver().save(torch.nn.Linear(1, 1), tmp_path / "out")
     assert not any(tmp_path.iterdir())

@@ -30,7 +30,8 @@ import torch
 from accelerate import Accelerator
 accelerator = Accelerator(cpu=True)
 ranks = accelerator.gather(torch.tensor([accelerator.process_index]))
-line = f"{accelerator.process_index} {accelerator.num_processes} {accelerator.device.type} {ranks.tolist()}"
+rank, count = accelerator.process_index, accelerator.num_processes
+line = f"{rank} {count} {accelerator.device.type} {ranks.tolist()}"
 os.write(1, f"{line}\\n".encode())  # in one piece, since two ranks write to the same pipe
 accelerator.wait_for_everyone()
 os._exit(0)  # gloo's threads sometimes take the process down when the interpreter ends
@@ -41,8 +42,16 @@ def launched(config, script, folder, *options):
     """What a script prints when Accelerate launches it with a config."""
     path = folder / "script.py"
     path.write_text(script)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{config}.yaml")]
-    result = subprocess.run([*command, *options, str(path)], capture_output=True, text=True, timeout=100)
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(CONFIGS / f"{config}.yaml"),
+    ]
+    result = subprocess.run(
+        [*command, *options, str(path)], capture_output=True, text=True, timeout=100
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 
@@ -75,7 +84,9 @@ def test_launch_on_the_cpu_makes_ranks_that_know_each_other(name, ranks, tmp_pat
     ],
 )
 def test_settings_reach_the_plugin(name, expected, monkeypatch):
-    """The launcher stops where it would start processes; the plugin is made in one that has what it would have set."""
+    """The launcher stops where it would start processes; the plugin is made in one that has what it
+    would have set.
+    """
     asked = {}
     for kind in ("deepspeed_launcher", "multi_gpu_launcher"):
         monkeypatch.setattr(accelerate_launch, kind, partial(asked.__setitem__, kind))

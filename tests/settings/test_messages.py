@@ -1,4 +1,6 @@
-"""Text for terminals and logs: control characters are escaped and secrets removed, in errors, warnings and records."""
+"""Text for terminals and logs: control characters are escaped and secrets removed, in errors,
+warnings and records.
+"""
 
 import logging
 import pickle
@@ -8,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from ft_ckpt.errors import CorruptError, NoSpaceError, UnreadableError, damaged_input
-from ft_ckpt.messages import LOG, did_you_mean, expected_one_of, printable, short, warn, without_secrets
+from ft_ckpt.messages import (
+    LOG,
+    did_you_mean,
+    expected_one_of,
+    printable,
+    short,
+    warn,
+    without_secrets,
+)
 
 HOSTILE = "a\x1b]0;title\x07\r\nb\x9b31m\u202e\u2028\x7f\udcff"
 SAFE = r"a\x1b]0;title\x07\r\nb\x9b31m\u202e\u2028\x7f\udcff"
@@ -24,24 +34,40 @@ SAFE = r"a\x1b]0;title\x07\r\nb\x9b31m\u202e\u2028\x7f\udcff"
         ("hf://user:TOKEN@user/name@main", "hf://***@user/name@main"),
         ("mounted from //user:SECRET@host/share", "mounted from //***@host/share"),
         ("(https://h/p?X-Amz-Credential=A%2FB&X-Amz-Date=1&X-Amz-Signature=c)", None),
-        ("with url: /b/k?sv=1&sig=SECRET (Caused by x)", "with url: /b/k?sv=1&sig=*** (Caused by x)"),
+        (
+            "with url: /b/k?sv=1&sig=SECRET (Caused by x)",
+            "with url: /b/k?sv=1&sig=*** (Caused by x)",
+        ),
         ("https://h/p?a=1&amp;access_token=SECRET'", "https://h/p?a=1&amp;access_token=***'"),
         ("gs://b/p?token=SECRET: no such object", "gs://b/p?token=***: no such object"),
-        ("?next=https%3A%2F%2Fh%3Fsig%3DSECRET%26b%3D2", "?next=https%3A%2F%2Fh%3Fsig%3D***%26b%3D2"),
+        (
+            "?next=https%3A%2F%2Fh%3Fsig%3DSECRET%26b%3D2",
+            "?next=https%3A%2F%2Fh%3Fsig%3D***%26b%3D2",
+        ),
         (f"token hf_{'aB3' * 12}, no", "token hf_***, no"),
-        ("headers {'Authorization': 'Bearer S3.E-C_RET', 'x': 1}", "headers {'Authorization': 'Bearer ***', 'x': 1}"),
+        (
+            "headers {'Authorization': 'Bearer S3.E-C_RET', 'x': 1}",
+            "headers {'Authorization': 'Bearer ***', 'x': 1}",
+        ),
     ],
 )
 def test_secrets_of_urls(text, shown):
     hidden = without_secrets(text)
-    assert hidden == (shown or "(https://h/p?X-Amz-Credential=***&X-Amz-Date=1&X-Amz-Signature=***)")
+    assert hidden == (
+        shown or "(https://h/p?X-Amz-Credential=***&X-Amz-Date=1&X-Amz-Signature=***)"
+    )
     assert printable(printable(text)) == printable(text) == hidden
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *("s3://bucket/a@b/c", "hf://user/name@main/x", "http://localhost:9000/a@b", "http://[::1]:9000/a@b"),
+        *(
+            "s3://bucket/a@b/c",
+            "hf://user/name@main/x",
+            "http://localhost:9000/a@b",
+            "http://[::1]:9000/a@b",
+        ),
         *(
             "abfss://container@account/x",
             "/tmp//12:30@home",
@@ -63,7 +89,10 @@ def test_other_text_stays_as_it_is(text):
     ids=["", "[]", "{}", "bytes", "object"],
 )
 def test_secrets_are_removed_before_values_are_cut_short(wrapped):
-    for text in (f"{'a' * 30} https://u:S3CRET@h/p", f"https://h/{'a' * 30}?token={'b' * 30}S3CRET"):
+    for text in (
+        f"{'a' * 30} https://u:S3CRET@h/p",
+        f"https://h/{'a' * 30}?token={'b' * 30}S3CRET",
+    ):
         assert "S3CRET" not in printable(short(wrapped(text)))
         assert "..." in short(wrapped(text))
 
@@ -78,7 +107,12 @@ def test_an_object_that_cannot_say_what_it_is_is_named():
 
 def test_long_text_takes_no_long_time():
     """Each took minutes where a repetition had no bound."""
-    for text in ("?" + "key" * 100_000, "//a:b" * 50_000 + "@", "://a:" + "b" * 300_000, "a" * 300_000 + "="):
+    for text in (
+        "?" + "key" * 100_000,
+        "//a:b" * 50_000 + "@",
+        "://a:" + "b" * 300_000,
+        "a" * 300_000 + "=",
+    ):
         assert len(printable(text)) >= 5
 
 

@@ -17,7 +17,9 @@ HOUR, DAY = 3600, 86400
 
 
 def held(step, **facts):
-    return HeldCheckpoint(**{"path": Path(f"checkpoint-{step}"), "step": step, "created": step * 60.0, **facts})
+    return HeldCheckpoint(
+        **{"path": Path(f"checkpoint-{step}"), "step": step, "created": step * 60.0, **facts}
+    )
 
 
 def steps(paths):
@@ -42,13 +44,21 @@ def test_last_does_not_go_by_time():
 
 
 def test_every_steps():
-    assert kept([held(step) for step in (0, 5, 10, 15, 20, 21)], Keep(every_steps=10)) == [0, 10, 20, 21]
+    assert kept([held(step) for step in (0, 5, 10, 15, 20, 21)], Keep(every_steps=10)) == [
+        0,
+        10,
+        20,
+        21,
+    ]
     assert kept([held(1), replace(held(2), step=None)], Keep(every_steps=1)) == [1]
 
 
 def test_best_stays_and_the_newest_too():
     """One limit for two purposes deletes the best, or the one to resume from."""
-    run = [held(step, metrics={"loss": loss}) for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9), (4, 0.4), (5, 0.8))]
+    run = [
+        held(step, metrics={"loss": loss})
+        for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9), (4, 0.4), (5, 0.8))
+    ]
     assert kept(run, Keep(best=("loss", "min"))) == [2, 5]
     assert kept(run, Keep(best=("loss", "max"))) == [3, 5]
     assert kept(run, Keep(best=("loss", "min", 2), last=1)) == [2, 4, 5]
@@ -57,7 +67,10 @@ def test_best_stays_and_the_newest_too():
 
 def test_best_of_those_that_have_a_number():
     losses = (math.nan, math.inf, 0.3, 0.3, None, 7.0)
-    run = [held(step, metrics={} if loss is None else {"loss": loss}) for step, loss in enumerate(losses)]
+    run = [
+        held(step, metrics={} if loss is None else {"loss": loss})
+        for step, loss in enumerate(losses)
+    ]
     assert kept(run, Keep(best=("loss", "min"))) == [2, 5]  # of equals the first
     assert kept(run, Keep(best=("loss", "max"))) == [1, 5]
 
@@ -75,9 +88,17 @@ def test_a_metric_that_none_has_deletes_nothing(others):
 
 
 def test_a_metric_that_is_a_number_in_invalid_ones_alone_deletes_nothing():
-    run = [held(1), held(2, metrics={"loss": math.nan}), held(3, metrics={"loss": 0.1}, valid=False)]
+    run = [
+        held(1),
+        held(2, metrics={"loss": math.nan}),
+        held(3, metrics={"loss": 0.1}, valid=False),
+    ]
     assert kept(run, Keep(best=("loss", "min"))) == [1, 2, 3]
-    assert kept([*run, held(4, metrics={"loss": 0.2}), held(5)], Keep(best=("loss", "min"))) == [3, 4, 5]
+    assert kept([*run, held(4, metrics={"loss": 0.2}), held(5)], Keep(best=("loss", "min"))) == [
+        3,
+        4,
+        5,
+    ]
 
 
 def test_a_run_without_the_metric_beside_one_that_has_it():
@@ -90,8 +111,13 @@ def test_metrics_that_no_checkpoint_has_are_named():
     run = [held(step, run_id="a", metrics={"eval_loss": 1.0, "accuracy": 0.5}) for step in (1, 2)]
     check_metrics(run, Keep(best=("eval_loss", "min")))
     check_metrics([], Keep(best=("eval_los", "min")))
-    expected = r"no checkpoint has 'eval_los' \(did you mean eval_loss\? metrics: accuracy, eval_loss\)"
-    for keep in (Keep(best=("eval_los", "min")), Keep(last=1, state=Keep(best=("eval_los", "min")))):
+    expected = (
+        r"no checkpoint has 'eval_los' \(did you mean eval_loss\? metrics: accuracy, eval_loss\)"
+    )
+    for keep in (
+        Keep(best=("eval_los", "min")),
+        Keep(last=1, state=Keep(best=("eval_los", "min"))),
+    ):
         with pytest.raises(ConfigError, match=expected):
             check_metrics(run, keep)
     with pytest.raises(ConfigError, match=r"'perplexity' \(metrics: accuracy, eval_loss\)"):
@@ -110,7 +136,10 @@ def test_the_past_by_time():
 
 
 def test_rules_are_a_union():
-    run = [held(step, created=step * float(DAY), metrics={"loss": abs(step - 12)}) for step in range(1, 31)]
+    run = [
+        held(step, created=step * float(DAY), metrics={"loss": abs(step - 12)})
+        for step in range(1, 31)
+    ]
     keep = Keep(last=2, every_steps=10, best=("loss", "min"), daily=3)
     assert kept(run, keep) == [10, 12, 20, 28, 29, 30]
     assert plan_pruning(run, keep).keep[Path("checkpoint-30")] == (
@@ -151,9 +180,16 @@ def test_guards():
 
 
 def test_state_has_rules_of_its_own():
-    run = [held(step, has_state=step != 6, guards=("pinned",) if step == 1 else ()) for step in range(7)]
+    run = [
+        held(step, has_state=step != 6, guards=("pinned",) if step == 1 else ())
+        for step in range(7)
+    ]
     found = plan_pruning(run, Keep(last=5, state=Keep(last=2)))
-    assert (steps(found.keep), steps(found.drop), steps(found.strip)) == ([1, 2, 3, 4, 5, 6], [0], [2, 3])
+    assert (steps(found.keep), steps(found.drop), steps(found.strip)) == (
+        [1, 2, 3, 4, 5, 6],
+        [0],
+        [2, 3],
+    )
     assert steps(plan_pruning(run, Keep(state=Keep(last=1))).strip) == [0, 2, 3, 4]
     assert plan_pruning(run, Keep(last=5)).strip == ()
 
@@ -167,7 +203,10 @@ def test_the_way_back_stays():
 
 def test_nothing_is_stripped_bare():
     run = [held(step, has_state=True, has_weights=False) for step in range(3)]
-    assert (kept(run, Keep(last=2, state=Keep(last=1))), plan_pruning(run, Keep(last=2, state=Keep(last=1))).strip) == (
+    assert (
+        kept(run, Keep(last=2, state=Keep(last=1))),
+        plan_pruning(run, Keep(last=2, state=Keep(last=1))).strip,
+    ) == (
         [2],
         (),
     )
@@ -184,7 +223,13 @@ def test_rules_that_cannot_be_meant():
     ):
         with pytest.raises(ConfigError, match=f"{next(iter(wrong))}="):
             Keep(**wrong)
-    for best in (("loss", "least"), ("loss", "min", 0), [("loss", "min", None)], ("loss", "min", 1, 2), 5):
+    for best in (
+        ("loss", "least"),
+        ("loss", "min", 0),
+        [("loss", "min", None)],
+        ("loss", "min", 1, 2),
+        5,
+    ):
         with pytest.raises(ConfigError, match=r"best=.*expected \(metric, 'min' or 'max'\)"):
             Keep(best=best)
     with pytest.raises(ConfigError, match="state=2: expected rules without a state of their own"):
@@ -197,13 +242,18 @@ def test_rules_that_cannot_be_meant():
 
 COUNTS = st.none() | st.integers(1, 4)
 METRIC = st.sampled_from([-1.0, 0.0, 0.5, 2.0, math.nan, math.inf])
-BEST = st.tuples(st.sampled_from(["loss", "other"]), st.sampled_from(["min", "max"]), st.integers(1, 3))
+BEST = st.tuples(
+    st.sampled_from(["loss", "other"]), st.sampled_from(["min", "max"]), st.integers(1, 3)
+)
 
 
 @st.composite
 def keeps(draw, state=True):
     rules = {name: draw(COUNTS) for name in ("last", "hourly", "daily", "weekly")}
-    rules |= {"every_steps": draw(st.none() | st.integers(1, 7)), "best": draw(st.none() | BEST | st.lists(BEST))}
+    rules |= {
+        "every_steps": draw(st.none() | st.integers(1, 7)),
+        "best": draw(st.none() | BEST | st.lists(BEST)),
+    }
     return Keep(**rules, state=draw(st.none() | keeps(state=False)) if state else None)
 
 
@@ -229,13 +279,17 @@ def histories(draw):
 
 @given(histories(), keeps(), st.sampled_from([None, "a"]))
 def test_any_history(run, keep, run_id):
-    """Whatever the history and the rules: the newest valid, the way back, and everything guarded survive whole."""
+    """Whatever the history and the rules: the newest valid, the way back, and everything guarded
+    survive whole.
+    """
     found = plan_pruning(run, keep, run_id)
     assert sorted([*found.keep, *found.drop]) == sorted(each.path for each in run)
     assert set(found.strip) <= set(found.keep)
     assert all(found.keep.values())
     touched = {*found.drop, *found.strip}
-    assert not touched & {each.path for each in run if each.guards or (run_id and each.run_id != run_id)}
+    assert not touched & {
+        each.path for each in run if each.guards or (run_id and each.run_id != run_id)
+    }
     for one in [run_id] if run_id else ["a", "b"]:
         ours = [each for each in run if each.run_id == one]
         valid = [each for each in ours if each.valid]
@@ -247,7 +301,9 @@ def test_any_history(run, keep, run_id):
 @given(histories(), keeps())
 def test_each_run_is_judged_by_itself(run, keep):
     """An export is nobody's, and takes no place of a checkpoint's."""
-    exports = [dataclasses.replace(each, path=Path(f"{each.path}-export"), is_export=True) for each in run]
+    exports = [
+        dataclasses.replace(each, path=Path(f"{each.path}-export"), is_export=True) for each in run
+    ]
     found = plan_pruning([*run, *exports], keep)
     apart = [plan_pruning(run, keep, run_id) for run_id in ("a", "b")]
     assert set(found.drop) == {path for plan in apart for path in plan.drop}
@@ -263,10 +319,17 @@ def test_any_history_against_a_model(run, keep):
     for each in run:
         firm = each.guards or not valid or each.path in newest_valid(run)
         asked = wanted(each, run, keep) or (each.valid and wanted(each, valid, keep))
-        stateful, sound = [one for one in run if one.has_state], [one for one in valid if one.has_state]
+        stateful, sound = (
+            [one for one in run if one.has_state],
+            [one for one in valid if one.has_state],
+        )
         bare = each.has_state and not firm
-        bare = bare and not (wanted(each, stateful, state) or (each.valid and wanted(each, sound, state)))
-        assert (each.path in found.keep) == bool(firm or (asked and not (bare and not each.has_weights)))
+        bare = bare and not (
+            wanted(each, stateful, state) or (each.valid and wanted(each, sound, state))
+        )
+        assert (each.path in found.keep) == bool(
+            firm or (asked and not (bare and not each.has_weights))
+        )
         assert (each.path in found.strip) == (bare and each.path in found.keep)
 
 
@@ -282,11 +345,17 @@ def wanted(each, run, keep) -> bool:
     for metric, mode, count in keep.rankings:
         found |= all(math.isnan(o.metrics.get(metric, math.nan)) for o in run if o.valid)
         if not math.isnan(each.metrics.get(metric, math.nan)):
-            value = {o.path: o.metrics.get(metric, math.nan) * (1 if mode == "min" else -1) for o in run}
+            value = {
+                o.path: o.metrics.get(metric, math.nan) * (1 if mode == "min" else -1) for o in run
+            }
             better = [o for o in run if (value[o.path], age(o)) < (value[each.path], age(each))]
             better = [o for o in better if not math.isnan(value[o.path])]
             found |= len(better) < count
-    for count, length, shift in ((keep.hourly, HOUR, 0), (keep.daily, DAY, 0), (keep.weekly, 7 * DAY, 3 * DAY)):
+    for count, length, shift in (
+        (keep.hourly, HOUR, 0),
+        (keep.daily, DAY, 0),
+        (keep.weekly, 7 * DAY, 3 * DAY),
+    ):
         period = {o.path: (o.created + shift) // length for o in run}
         fellows = [o for o in run if period[o.path] == period[each.path]]
         is_newest = max(fellows, key=lambda o: (o.created, age(o))) == each

@@ -46,18 +46,25 @@ def test_a_long_log_is_thinned_out_at_its_older_end():
 
 
 def test_a_step_that_is_saved_again_stands_once():
-    log = append_save((LoggedSave(1, 0.0, None), LoggedSave(2, 1.0, None)), LoggedSave(1, 2.0, "end"))
+    log = append_save(
+        (LoggedSave(1, 0.0, None), LoggedSave(2, 1.0, None)), LoggedSave(1, 2.0, "end")
+    )
     assert [(each.step, each.reason) for each in log] == [(2, None), (1, "end")]
 
 
 def test_the_end_of_a_save_in_the_background_is_noted():
-    done, on_its_way = LoggedSave(1, 0.0, None, seconds=2.0, size_bytes=3), LoggedSave(2, 1.0, None, stall_seconds=0.5)
+    done, on_its_way = (
+        LoggedSave(1, 0.0, None, seconds=2.0, size_bytes=3),
+        LoggedSave(2, 1.0, None, stall_seconds=0.5),
+    )
     now = LoggedSave(2, 1.0, None, stall_seconds=0.75, seconds=5.0, size_bytes=7)
     assert finish_last((done, on_its_way), 5.0, 7, 0.25) == (done, now)
     assert finish_last((), 5.0, 7, 0.25) == ()
 
 
-@pytest.mark.parametrize("wrong", [3, [3], [{}], ["x"], [{**log_to_json([LoggedSave(1, 0.0, None)])[0], "metrics": 1}]])
+@pytest.mark.parametrize(
+    "wrong", [3, [3], [{}], ["x"], [{**log_to_json([LoggedSave(1, 0.0, None)])[0], "metrics": 1}]]
+)
 def test_a_log_that_was_tampered_with_is_refused(wrong):
     with pytest.raises(LoadError, match="not written by ft_ckpt"):
         log_from_json(wrong)

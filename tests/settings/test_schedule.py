@@ -1,4 +1,6 @@
-"""When to save: the rules of `Every`, the interval that costs least, and runs that fail, simulated."""
+"""When to save: the rules of `Every`, the interval that costs least, and runs that fail,
+simulated.
+"""
 
 import math
 import random
@@ -31,20 +33,38 @@ unhurried = settings(deadline=None)  # a busy machine is no failure
 QUIET = {"signals": (), "deadline": None}
 
 
-def drive(every, steps, step_seconds=1.0, cost=0.5, epoch_steps=10, metrics=None, unix=0.0, advance=1, history=None):
-    """Steps at which a run of one process saves, and why; `metrics` is what is measured at a step."""
+def drive(
+    every,
+    steps,
+    step_seconds=1.0,
+    cost=0.5,
+    epoch_steps=10,
+    metrics=None,
+    unix=0.0,
+    advance=1,
+    history=None,
+):
+    """Steps at which a run of one process saves, and why; `metrics` is what is measured at a
+    step.
+    """
     now, found = 0.0, {}
     history = history or begin_history(0, 0, now)
     for step in range(advance, steps + 1, advance):
         now += step_seconds * advance
         history = after_step(history, step, now)
         values, epochs = (metrics or {}).get(step), step // epoch_steps
-        reason = own_reason(every, history, step, epochs, values) or shared_reason(every, history, now, unix + now)
+        reason = own_reason(every, history, step, epochs, values) or shared_reason(
+            every, history, now, unix + now
+        )
         if reason:
             now += cost
             found[step] = reason
-            history = after_save(every, history, step, epochs, now, cost_seconds=cost, metrics=values, reason=reason)
-            assert own_reason(every, history, step, epochs, values) is None, "never twice for one step"
+            history = after_save(
+                every, history, step, epochs, now, cost_seconds=cost, metrics=values, reason=reason
+            )
+            assert own_reason(every, history, step, epochs, values) is None, (
+                "never twice for one step"
+            )
             assert shared_reason(every, history, now + 1e9, unix + now) is None
     return found, history
 
@@ -61,7 +81,12 @@ def test_steps_are_never_more_than_the_interval_apart(every, advance, steps):
 
 
 @unhurried
-@given(steps=st.integers(1, 12), minutes=st.floats(0.02, 1), seconds=st.floats(0.1, 5), cost=st.floats(0, 5))
+@given(
+    steps=st.integers(1, 12),
+    minutes=st.floats(0.02, 1),
+    seconds=st.floats(0.1, 5),
+    cost=st.floats(0, 5),
+)
 def test_reasons_together_keep_each_promise(steps, minutes, seconds, cost):
     every = Every(steps=steps, minutes=minutes, **QUIET)
     found, _ = drive(every, 60, seconds, cost)
@@ -82,22 +107,32 @@ def test_epochs(epochs, length):
 def test_best_saves_each_improvement_and_no_other(values):
     metrics = {2 * place: {"loss": value} for place, value in enumerate(values, 1)}
     found, history = drive(Every(best=("loss", "min"), **QUIET), 50, metrics=metrics)
-    finite = [(step, value["loss"]) for step, value in metrics.items() if math.isfinite(value["loss"])]
-    better = [step for place, (step, value) in enumerate(finite) if all(value < old for _, old in finite[:place])]
+    finite = [
+        (step, value["loss"]) for step, value in metrics.items() if math.isfinite(value["loss"])
+    ]
+    better = [
+        step
+        for place, (step, value) in enumerate(finite)
+        if all(value < old for _, old in finite[:place])
+    ]
     assert list(found) == better
     assert not finite or history.best == {"loss": min(value for _, value in finite)}
 
 
 def test_best_by_the_largest_and_without_the_metric():
     found, _ = drive(
-        Every(best=("f1", "max"), **QUIET), 4, metrics={1: {"f1": 1}, 2: {"f1": 0}, 3: {"a": 9}, 4: {"f1": 2}}
+        Every(best=("f1", "max"), **QUIET),
+        4,
+        metrics={1: {"f1": 1}, 2: {"f1": 0}, 3: {"a": 9}, 4: {"f1": 2}},
     )
     assert found == {1: "best", 4: "best"}
 
 
 def test_what_is_known_later_of_a_saved_step_saves_it_no_second_time():
     every = Every(epochs=1, best=("loss", "min"), **QUIET)
-    history = after_save(every, after_step(begin_history(0, 0, 0.0), 10, 10.0), 10, 0, 11.0, cost_seconds=1.0)
+    history = after_save(
+        every, after_step(begin_history(0, 0, 0.0), 10, 10.0), 10, 0, 11.0, cost_seconds=1.0
+    )
     assert own_reason(every, history, 10, 1, {"loss": 1.0}) is None
     assert own_reason(every, history, 11, 1) == "epochs"
 
@@ -129,14 +164,24 @@ def test_a_signal_comes_first_and_is_answered_on_a_saved_step():
 
 
 @pytest.mark.parametrize(
-    "deadline", [4600, "1970-01-01T01:16:40Z", datetime.fromtimestamp(4600, timezone.utc), datetime.fromtimestamp(4600)]
+    "deadline",
+    [
+        4600,
+        "1970-01-01T01:16:40Z",
+        datetime.fromtimestamp(4600, timezone.utc),
+        datetime.fromtimestamp(4600),
+    ],
 )
 def test_deadline(deadline):
-    found, _ = drive(Every(deadline=deadline, signals=()), 720, step_seconds=5, cost=30, unix=1000.0)
+    found, _ = drive(
+        Every(deadline=deadline, signals=()), 720, step_seconds=5, cost=30, unix=1000.0
+    )
     assert set(found.values()) == {"deadline"}
     ends = [1000 + 5 * step + 30 * place for place, step in enumerate(found)]
     assert 4300 <= ends[0] <= 4305, "five minutes before, as no save was measured"
-    assert [4500 <= end <= 4505 for end in ends[1:]] == [True], "then three saves and two steps before"
+    assert [4500 <= end <= 4505 for end in ends[1:]] == [True], (
+        "then three saves and two steps before"
+    )
 
 
 def test_deadline_of_a_slurm_job(monkeypatch):
@@ -152,11 +197,20 @@ def test_deadline_of_a_slurm_job(monkeypatch):
 
 
 @unhurried
-@given(job=st.floats(1, 2000), cost=st.floats(0.1, 100), seconds=st.floats(0.5, 20), known=st.booleans())
+@given(
+    job=st.floats(1, 2000),
+    cost=st.floats(0.1, 100),
+    seconds=st.floats(0.5, 20),
+    known=st.booleans(),
+)
 def test_the_last_save_before_a_deadline_leaves_little_to_lose(job, cost, seconds, known):
-    """A job of any length, even shorter than the margin, ends with less unsaved than there was left to save it in."""
+    """A job of any length, even shorter than the margin, ends with less unsaved than there was left
+    to save it in.
+    """
     history = begin_history(0, 0, 0.0, History(save_seconds=cost if known else None).to_json())
-    found, _ = drive(Every(deadline=job, signals=()), int(job / seconds), seconds, cost, history=history)
+    found, _ = drive(
+        Every(deadline=job, signals=()), int(job / seconds), seconds, cost, history=history
+    )
     if job < 4 * (cost + seconds):
         return
     last = max(found) * seconds + len(found) * cost
@@ -216,7 +270,9 @@ def least(save, mtbf, restart=0.0):
     low, high = save / 1e6, 20 * mtbf
     for _ in range(300):
         a, b = low + (high - low) / 3, high - (high - low) / 3
-        worse_left = expected_overhead(a, save, mtbf, restart) > expected_overhead(b, save, mtbf, restart)
+        worse_left = expected_overhead(a, save, mtbf, restart) > expected_overhead(
+            b, save, mtbf, restart
+        )
         low, high = (a, high) if worse_left else (low, b)
     return (low + high) / 2
 
@@ -225,7 +281,9 @@ def least(save, mtbf, restart=0.0):
 @given(mtbf=st.floats(1e2, 1e7), ratio=st.floats(1e-5, 1e-2), restart=st.floats(0, 1000))
 def test_daly_finds_the_exact_minimum(mtbf, ratio, restart):
     save = ratio * mtbf
-    assert optimal_interval(save, mtbf) == pytest.approx(least(save, mtbf, restart / 1e3 * mtbf), rel=0.01)
+    assert optimal_interval(save, mtbf) == pytest.approx(
+        least(save, mtbf, restart / 1e3 * mtbf), rel=0.01
+    )
 
 
 @unhurried
@@ -237,7 +295,10 @@ def test_daly_costs_next_to_nothing_more_than_the_minimum(mtbf, ratio):
 
 
 def test_young_is_the_first_order_case():
-    gaps = [abs(optimal_interval(c, 1e6, "young") / optimal_interval(c, 1e6) - 1) for c in (1000, 10, 0.1)]
+    gaps = [
+        abs(optimal_interval(c, 1e6, "young") / optimal_interval(c, 1e6) - 1)
+        for c in (1000, 10, 0.1)
+    ]
     assert gaps[0] > 10 * gaps[1] * 0.9 > 9 * gaps[2]
     assert optimal_interval(2, 100, "young") == 20
     assert optimal_interval(200, 100) == optimal_interval(1e9, 100) == 100
@@ -264,7 +325,9 @@ def test_optimal_interval_refuses(arguments):
 
 
 def run_with_failures(every, steps, step_seconds, cost, mtbf, restart=0.0, seed=0):
-    """Wall seconds until `steps` steps are done and saved, and the history; what a failure loses is done again."""
+    """Wall seconds until `steps` steps are done and saved, and the history; what a failure loses is
+    done again.
+    """
     rng, now, history, kept, base = random.Random(seed), 0.0, begin_history(0, 0, 0.0), None, 0
     failure = rng.expovariate(1 / mtbf)
     while base < steps:
@@ -295,9 +358,14 @@ def test_the_optimum_loses_less_than_bad_intervals():
     for factor in (1 / 8, 1 / 3, 3, 8):
         every = Every(steps=max(1, round(best * factor)), **QUIET)
         lost[factor] = run_with_failures(every, **SIMULATED)[0] - SIMULATED["steps"] * STEP
-    adaptive = run_with_failures(Every.optimal(mtbf=MTBF, **QUIET), **SIMULATED)[0] - SIMULATED["steps"] * STEP
+    adaptive = (
+        run_with_failures(Every.optimal(mtbf=MTBF, **QUIET), **SIMULATED)[0]
+        - SIMULATED["steps"] * STEP
+    )
     assert adaptive < 0.9 * min(lost.values())
-    expected = expected_overhead(optimal_interval(COST, MTBF), COST, MTBF) * SIMULATED["steps"] * STEP
+    expected = (
+        expected_overhead(optimal_interval(COST, MTBF), COST, MTBF) * SIMULATED["steps"] * STEP
+    )
     assert adaptive == pytest.approx(expected, rel=0.2)
 
 
@@ -329,13 +397,17 @@ def test_saving_never_takes_more_than_the_overhead_allowed(cost, mtbf, overhead)
     every = Every.optimal(mtbf=mtbf, max_overhead=overhead, **QUIET)
     interval = interval_seconds(every, History(save_seconds=cost))
     assert cost / (cost + interval) <= overhead * (1 + 1e-9)
-    assert interval == pytest.approx(max(optimal_interval(cost, mtbf), bounded_interval(cost, overhead)))
+    assert interval == pytest.approx(
+        max(optimal_interval(cost, mtbf), bounded_interval(cost, overhead))
+    )
 
 
 def test_a_run_stays_within_the_overhead():
     every = Every.optimal(mtbf="1min", max_overhead=0.05, **QUIET)
     found, _ = drive(every, 2000, step_seconds=1.0, cost=10.0)
-    assert len(list(found)[1:]) * 10.0 <= 0.05 * (2000 + len(found) * 10.0), "after the first, which measures"
+    assert len(list(found)[1:]) * 10.0 <= 0.05 * (2000 + len(found) * 10.0), (
+        "after the first, which measures"
+    )
     assert len(found) > 8
 
 
@@ -343,8 +415,17 @@ def test_a_run_stays_within_the_overhead():
 
 
 def test_failures_are_counted_and_planned_stops_are_not():
-    for reason, failures in [("steps", 1), ("optimum", 1), ("best", 1), ("SIGTERM", 0), ("deadline", 0), (None, 0)]:
-        kept = after_save(Every(), after_step(begin_history(0, 0, 0.0), 3, 9.0), 3, 0, 10.0, reason=reason).to_json()
+    for reason, failures in [
+        ("steps", 1),
+        ("optimum", 1),
+        ("best", 1),
+        ("SIGTERM", 0),
+        ("deadline", 0),
+        (None, 0),
+    ]:
+        kept = after_save(
+            Every(), after_step(begin_history(0, 0, 0.0), 3, 9.0), 3, 0, 10.0, reason=reason
+        ).to_json()
         assert begin_history(3, 0, 77.0, kept).failures == failures
 
 
@@ -361,7 +442,12 @@ def test_a_resumed_run_goes_on_from_what_was_kept():
         reason="best",
     )
     after = begin_history(12, 1, 500.0, before.to_json())
-    assert (after.best, after.step_seconds, after.save_seconds, after.run_seconds) == ({"loss": 2.0}, 2.0, 6.0, 30.0)
+    assert (after.best, after.step_seconds, after.save_seconds, after.run_seconds) == (
+        {"loss": 2.0},
+        2.0,
+        6.0,
+        30.0,
+    )
     assert (after.saved_at, after.saved_step) == (500.0, 12)
     assert own_reason(every, after, 13, 1, {"loss": 3.0}) is None
     assert own_reason(every, after, 20, 1) == "steps"
@@ -370,9 +456,14 @@ def test_a_resumed_run_goes_on_from_what_was_kept():
 def test_an_epoch_that_ended_with_the_save_is_not_saved_again():
     """Whoever resumes may count the epoch, whose last batch was just given, as not over yet."""
     every = Every(epochs=1, **QUIET)
-    kept = after_save(every, after_step(begin_history(0, 0, 0.0), 10, 10.0), 10, 1, 11.0, reason="epochs").to_json()
+    kept = after_save(
+        every, after_step(begin_history(0, 0, 0.0), 10, 10.0), 10, 1, 11.0, reason="epochs"
+    ).to_json()
     after = begin_history(10, 0, 0.0, kept)
-    assert [own_reason(every, after, step, epochs) for step, epochs in [(11, 1), (20, 2)]] == [None, "epochs"]
+    assert [own_reason(every, after, step, epochs) for step, epochs in [(11, 1), (20, 2)]] == [
+        None,
+        "epochs",
+    ]
 
 
 def test_a_history_that_was_tampered_with_is_refused():
@@ -423,20 +514,32 @@ def test_bad_settings(settings, words):
 
 
 def test_all_problems_at_once_and_none_with_nothing_set():
-    with pytest.raises(ConfigError, match=r"steps=0.*; minutes=-1.*; best=.*; signals=.*; deadline=.*; mtbf"):
+    with pytest.raises(
+        ConfigError, match=r"steps=0.*; minutes=-1.*; best=.*; signals=.*; deadline=.*; mtbf"
+    ):
         Every(steps=0, minutes=-1, best=("a", "b"), signals=("SIGFOO",), deadline="x", mtbf="y")
     assert drive(Every(**QUIET), 50)[0] == {}
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("90", 90), ("1.5 min", 90), ("24h", 86400), ("2 days", 172800), (".5s", 0.5), (7, 7), (timedelta(hours=1), 3600)],
+    [
+        ("90", 90),
+        ("1.5 min", 90),
+        ("24h", 86400),
+        ("2 days", 172800),
+        (".5s", 0.5),
+        (7, 7),
+        (timedelta(hours=1), 3600),
+    ],
 )
 def test_durations(text, seconds):
     assert parse_seconds(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "h", "-5s", "5 weeks", 0, -1, math.nan, None, True, timedelta(0)])
+@pytest.mark.parametrize(
+    "text", ["", "h", "-5s", "5 weeks", 0, -1, math.nan, None, True, timedelta(0)]
+)
 def test_what_is_no_duration(text):
     with pytest.raises(ConfigError, match="is not a duration"):
         parse_seconds(text)

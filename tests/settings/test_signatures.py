@@ -1,4 +1,6 @@
-"""What type checkers see of a signature that is written as overloads, or as a TypedDict, is what the function takes."""
+"""What type checkers see of a signature that is written as overloads, or as a TypedDict, is what
+the function takes.
+"""
 
 import inspect
 import sys
@@ -20,7 +22,9 @@ DECIDING = {"self", "background", "into", "with_report"}  # their types tell ove
 WIDER = {"dtype", "every", "keep"}  # settings that are given as one type and held as another
 WIDER_OF_SERVERS = {"headers", "stage", "visible_at"}
 OVERLOADED = [CheckpointSaver.save, CheckpointSaver.save_state, ft_ckpt.load_model, ft_ckpt.push]
-has_overloads = pytest.mark.skipif(sys.version_info < (3, 11), reason="typing does not record overloads before 3.11")
+has_overloads = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="typing does not record overloads before 3.11"
+)
 
 
 def types_of(function):
@@ -52,9 +56,13 @@ def test_overloads_take_what_the_function_takes(function):
         }
 
 
-@pytest.mark.parametrize("function", [ft_ckpt.publish, CheckpointSaver.publish], ids=["publish", "of a saver"])
+@pytest.mark.parametrize(
+    "function", [ft_ckpt.publish, CheckpointSaver.publish], ids=["publish", "of a saver"]
+)
 def test_publish_takes_the_fields_of_the_server_options(function):
-    types = {field.name: get_type_hints(ServerOptions)[field.name] for field in fields(ServerOptions)}
+    types = {
+        field.name: get_type_hints(ServerOptions)[field.name] for field in fields(ServerOptions)
+    }
     settings = get_type_hints(ServerSettings)
     parameters = inspect.signature(function).parameters
     assert get_args(parameters["settings"].annotation) == (ServerSettings,)
@@ -67,20 +75,30 @@ def test_publish_takes_the_fields_of_the_server_options(function):
 def test_the_callback_takes_what_the_class_takes():
     arguments = types_of(checkpointed)
     del arguments["trainer"]
-    assert {name: text_of(kind) for name, kind in TrainerArguments.__annotations__.items()} == arguments
+    assert {
+        name: text_of(kind) for name, kind in TrainerArguments.__annotations__.items()
+    } == arguments
 
 
 def test_settings_of_integrations_are_those_of_a_saver():
     names = {field.name for field in fields(SaverConfig)}
-    of_trainer = {*TrainerSaverSettings.__annotations__, *inspect.signature(checkpointed).parameters}
-    of_lightning = {*LightningSettings.__annotations__, *inspect.signature(LightningCheckpoint).parameters}
+    of_trainer = {
+        *TrainerSaverSettings.__annotations__,
+        *inspect.signature(checkpointed).parameters,
+    }
+    of_lightning = {
+        *LightningSettings.__annotations__,
+        *inspect.signature(LightningCheckpoint).parameters,
+    }
     assert names - of_trainer == {"every"}  # a Trainer has arguments of its own for it
     assert names - of_lightning == set()
 
 
 def test_settings_have_the_types_of_the_fields():
     held = {field.name: field.type for field in fields(SaverConfig)}
-    given = {name: text_of(kind) for name, kind in SaverSettings.__annotations__.items()} | {"background": bool}
+    given = {name: text_of(kind) for name, kind in SaverSettings.__annotations__.items()} | {
+        "background": bool
+    }
     assert given.keys() == held.keys()
     assert {name: kind for name, kind in given.items() if name not in WIDER} == {
         name: kind for name, kind in held.items() if name not in WIDER
@@ -88,7 +106,11 @@ def test_settings_have_the_types_of_the_fields():
 
 
 def test_settings_with_a_choice_take_these_values_alone():
-    chosen = {name: kind for name, kind in get_type_hints(SaverConfig).items() if get_origin(kind) is Literal}
+    chosen = {
+        name: kind
+        for name, kind in get_type_hints(SaverConfig).items()
+        if get_origin(kind) is Literal
+    }
     assert len(chosen) > 8
     for name, kind in chosen.items():
         for value in get_args(kind):

@@ -1,4 +1,6 @@
-"""Arguments of the wrong kind are refused where they are given, with the argument that they belong to."""
+"""Arguments of the wrong kind are refused where they are given, with the argument that they belong
+to.
+"""
 
 import copy
 import pickle
@@ -36,10 +38,16 @@ IN_THE_ACCELERATORS_PLACE = {
         lambda: "runs/sft",
         r"'runs/sft', expected .*CheckpointSaver\(accelerator, 'runs/sft'\).*directory=",
     ),
-    "path": (lambda: Path("runs/sft"), r"the folder comes second, CheckpointSaver\(accelerator, 'runs/sft'\)"),
+    "path": (
+        lambda: Path("runs/sft"),
+        r"the folder comes second, CheckpointSaver\(accelerator, 'runs/sft'\)",
+    ),
     "place": (lambda: ft_ckpt.open_place("memory://runs/sft"), r"the folder comes second"),
     "model": (linear, r"a Linear, expected .*saver\.register\(model=model"),
-    "optimizer": (lambda: torch.optim.SGD(linear().parameters()), r"a SGD, .*register\(optimizer=optimizer"),
+    "optimizer": (
+        lambda: torch.optim.SGD(linear().parameters()),
+        r"a SGD, .*register\(optimizer=optimizer",
+    ),
     "number": (lambda: 500, r"500, expected .* a schedule is every="),
     "schedule": (lambda: Every(steps=5), r"a Every, expected .* a schedule is every="),
     "settings": (SaverConfig, r"config=SaverConfig"),
@@ -47,7 +55,10 @@ IN_THE_ACCELERATORS_PLACE = {
     "tokenizer": (models.tokenizer, r"a tokenizer is tokenizer="),
     "class": (lambda: torch.nn.Linear, r"the class Linear, .*pass an instance"),
     "trainer": (NamedTrainer, r"checkpointed\(Trainer\).*trainer\.accelerator"),
-    "other": (lambda: object(), r"a object, expected an accelerate\.Accelerator or None; leave it out"),
+    "other": (
+        lambda: object(),
+        r"a object, expected an accelerate\.Accelerator or None; leave it out",
+    ),
 }
 
 
@@ -61,7 +72,10 @@ def test_what_stands_in_the_accelerators_place(tmp_path, kind):
 def test_a_schedule_without_a_directory():
     """Its first save would fail, hours later."""
     for settings in ({"every": 10}, {"config": SaverConfig(every=Every(minutes=30))}):
-        with pytest.raises(ConfigError, match=r"every=: a schedule, and no directory .*directory='runs/sft', every="):
+        with pytest.raises(
+            ConfigError,
+            match=r"every=: a schedule, and no directory .*directory='runs/sft', every=",
+        ):
             CheckpointSaver(**settings)
 
 
@@ -87,25 +101,61 @@ def test_settings_of_the_wrong_kind(tmp_path, settings, words):
 
 
 CALLS = {
-    "tokenizer": (lambda saver, model: saver.save(model, "out", tokenizer="gpt2"), "tokenizer: 'gpt2'"),
-    "state_dict": (lambda saver, model: saver.save(model, "out", state_dict=[1]), "state_dict: a list, expected a map"),
-    "extra_files": (lambda saver, model: saver.save(model, "out", extra_files=["x"]), "extra_files: a list, expected"),
-    "extra_files of a run": (lambda saver, model: saver.save_state(model, extra_files=["x"]), "extra_files: a list"),
-    "background": (lambda saver, model: saver.save(model, "out", background="x"), "background='x': expected True"),
-    "push_to_hub": (lambda saver, model: saver.save(model, "out", push_to_hub=5), "push: 5, expected a Hub repository"),
-    "model in resume": (lambda saver, model: saver.resume(model), "a Linear, expected .*by name, as model=model"),
+    "tokenizer": (
+        lambda saver, model: saver.save(model, "out", tokenizer="gpt2"),
+        "tokenizer: 'gpt2'",
+    ),
+    "state_dict": (
+        lambda saver, model: saver.save(model, "out", state_dict=[1]),
+        "state_dict: a list, expected a map",
+    ),
+    "extra_files": (
+        lambda saver, model: saver.save(model, "out", extra_files=["x"]),
+        "extra_files: a list, expected",
+    ),
+    "extra_files of a run": (
+        lambda saver, model: saver.save_state(model, extra_files=["x"]),
+        "extra_files: a list",
+    ),
+    "background": (
+        lambda saver, model: saver.save(model, "out", background="x"),
+        "background='x': expected True",
+    ),
+    "push_to_hub": (
+        lambda saver, model: saver.save(model, "out", push_to_hub=5),
+        "push: 5, expected a Hub repository",
+    ),
+    "model in resume": (
+        lambda saver, model: saver.resume(model),
+        "a Linear, expected .*by name, as model=model",
+    ),
     "number in resume": (lambda saver, _model: saver.resume(10), r"resume\(\): 10, expected"),
     "metrics": (lambda saver, _model: saver.step(0.5), "metrics=0.5: expected a name and a number"),
     "loader": (lambda saver, _model: list(saver.remaining(5)), "loader: 5, expected a DataLoader"),
-    "model as loader": (lambda saver, model: list(saver.remaining(model)), "loader: a Linear, expected a DataLoader"),
+    "model as loader": (
+        lambda saver, model: list(saver.remaining(model)),
+        "loader: a Linear, expected a DataLoader",
+    ),
     "epochs": (
         lambda saver, _model: list(saver.remaining(DataLoader([1]), epochs="2")),
         "epochs='2': expected a",
     ),
-    "negative epochs": (lambda saver, _model: list(saver.remaining(DataLoader([1]), epochs=-1)), "epochs=-1: expected"),
-    "into": (lambda _saver, _model: ft_ckpt.load_model("saved", into="x"), "into='x': expected a torch.nn.Module"),
-    "classes": (lambda _saver, _model: ft_ckpt.load_model("saved", classes="x"), "classes='x': expected a class"),
-    "device": (lambda _saver, _model: ft_ckpt.load_model("saved", device="gpu"), "device='gpu': unknown to torch"),
+    "negative epochs": (
+        lambda saver, _model: list(saver.remaining(DataLoader([1]), epochs=-1)),
+        "epochs=-1: expected",
+    ),
+    "into": (
+        lambda _saver, _model: ft_ckpt.load_model("saved", into="x"),
+        "into='x': expected a torch.nn.Module",
+    ),
+    "classes": (
+        lambda _saver, _model: ft_ckpt.load_model("saved", classes="x"),
+        "classes='x': expected a class",
+    ),
+    "device": (
+        lambda _saver, _model: ft_ckpt.load_model("saved", device="gpu"),
+        "device='gpu': unknown to torch",
+    ),
 }
 
 
@@ -124,7 +174,9 @@ def test_arguments_of_calls(tmp_path, monkeypatch, call):
 @pytest.mark.parametrize("given", ["Trainer", 5, linear(), dict])
 def test_what_is_no_trainer_class(given):
     assert issubclass(checkpointed(Trainer), Trainer)
-    with pytest.raises(ConfigError, match=r"checkpointed\(\): .*, expected .* a trainer that exists"):
+    with pytest.raises(
+        ConfigError, match=r"checkpointed\(\): .*, expected .* a trainer that exists"
+    ):
         checkpointed(given)
 
 
@@ -133,8 +185,14 @@ INTEGRATIONS = {
     "allow": (lambda: checkpointed(Trainer, allow=5), "allow: 5: expected names"),
     "state": (lambda: checkpointed(Trainer, state="yes"), "state='yes': expected True or False"),
     "on_resumed": (lambda: FtCkptCallback(on_resumed=5), "on_resumed=5: expected a function"),
-    "directory of Lightning": (lambda: LightningCheckpoint(linear()), "Linear.*: no path; expected a path"),
-    "resume of Lightning": (lambda: LightningCheckpoint("run", resume=5), r"resume\(\): 5, expected"),
+    "directory of Lightning": (
+        lambda: LightningCheckpoint(linear()),
+        "Linear.*: no path; expected a path",
+    ),
+    "resume of Lightning": (
+        lambda: LightningCheckpoint("run", resume=5),
+        r"resume\(\): 5, expected",
+    ),
     "pull": (lambda: ft_ckpt.pull(5), "pull: 5, expected hf://"),
 }
 
@@ -151,18 +209,29 @@ NAMES = {
         lambda: Every(step=5),
         r"Every\(step=\.\.\.\): not an .*did you mean steps\?",
     ),
-    "rule": (lambda: Keep(lst=3), r"Keep\(lst=\.\.\.\): not an argument of it; did you mean last\?"),
+    "rule": (
+        lambda: Keep(lst=3),
+        r"Keep\(lst=\.\.\.\): not an argument of it; did you mean last\?",
+    ),
     "no rule": (lambda: Keep(xyz=3), r"Keep\(xyz=\.\.\.\): .*expected some of last, every_steps"),
     "number alone": (lambda: Keep(3), r"Keep\(3\): expected a name for it, such as last="),
-    "dtype": (lambda: SaverConfig(dtype="bfloat61"), r"dtype='bfloat61': expected one of .*did you mean bfloat16\?"),
-    "format": (lambda: SaverConfig(format="safetensor"), r"format='safetensor': .*did you mean safetensors\?"),
+    "dtype": (
+        lambda: SaverConfig(dtype="bfloat61"),
+        r"dtype='bfloat61': expected one of .*did you mean bfloat16\?",
+    ),
+    "format": (
+        lambda: SaverConfig(format="safetensor"),
+        r"format='safetensor': .*did you mean safetensors\?",
+    ),
     "choice": (lambda: SaverConfig(when_full="wiat"), r"when_full='wiat': .*did you mean wait\?"),
     "publish": (
         lambda: CheckpointSaver(publish={"url": "http://127.0.0.1:1", "verison": "prod"}),
         r"ServerOptions\(verison=...\): not an argument of it; did you mean version\?",
     ),
     "attribute": (
-        lambda: CheckpointSaver().save(torch.nn.ModuleDict({"policy": linear()}), "out", attribute="polcy"),
+        lambda: CheckpointSaver().save(
+            torch.nn.ModuleDict({"policy": linear()}), "out", attribute="polcy"
+        ),
         r"attribute 'polcy': ModuleDict has no 'polcy'; did you mean policy\?",
     ),
 }
@@ -180,7 +249,9 @@ def test_names_in_a_checkpoint_are_answered_with_the_nearest(tmp_path):
     model = torch.nn.ModuleDict({"policy": linear(), "value": linear()})
     with CheckpointSaver(None, tmp_path / "run") as saver:
         report = saver.save(model, tmp_path / "out", attribute=["policy", "value"])
-        with pytest.raises(CheckpointError, match=r"part 'polcy': not in .*out; did you mean policy\?"):
+        with pytest.raises(
+            CheckpointError, match=r"part 'polcy': not in .*out; did you mean policy\?"
+        ):
             ft_ckpt.load_model(report.path, part="polcy")
         saver.save_state(model)
         with pytest.raises(CheckpointError, match=r"not found; did you mean auto\? "):

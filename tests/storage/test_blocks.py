@@ -1,4 +1,6 @@
-"""Ranges of files read ahead into aligned blocks: any ranges, every fall-back, and files that change meanwhile."""
+"""Ranges of files read ahead into aligned blocks: any ranges, every fall-back, and files that
+change meanwhile.
+"""
 
 import ctypes
 import errno
@@ -62,11 +64,15 @@ def test_any_ranges_in_any_order(source, cuts, shuffled, direct, threads):
     edges = [0, *sorted(cuts), SIZE]
     ranges = [(low, high - low) for low, high in itertools.pairwise(edges)]
     shuffled.shuffle(ranges)
-    assert read(path, ranges, direct=direct, threads=threads) == [content[low : low + size] for low, size in ranges]
+    assert read(path, ranges, direct=direct, threads=threads) == [
+        content[low : low + size] for low, size in ranges
+    ]
 
 
 @pytest.mark.sample(12)
-@pytest.mark.parametrize("size", [1, ALIGNMENT - 1, ALIGNMENT, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + ALIGNMENT])
+@pytest.mark.parametrize(
+    "size", [1, ALIGNMENT - 1, ALIGNMENT, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + ALIGNMENT]
+)
 @pytest.mark.parametrize("start", [0, 1, ALIGNMENT, BLOCK - 1])
 def test_around_the_block(source, start, size):
     path, content = source
@@ -133,7 +139,9 @@ def test_what_is_in_the_page_cache_is_taken_from_there(tmp_path, monkeypatch):
     path = tmp_path / "x.bin"
     path.write_bytes(bytes(SIZE))
     doors, real = [], blocks._open_direct
-    monkeypatch.setattr(blocks, "_open_direct", lambda *place: doors.append(real(*place)) or doors[-1])
+    monkeypatch.setattr(
+        blocks, "_open_direct", lambda *place: doors.append(real(*place)) or doors[-1]
+    )
     used, preadv = set(), os.preadv
     monkeypatch.setattr(os, "preadv", lambda *place: used.add(place[0]) or preadv(*place))
     for known in (True, False):
@@ -161,7 +169,9 @@ def test_a_file_cut_short_or_rewritten_is_an_error(tmp_path, direct):
     path = tmp_path / "x.bin"
     path.write_bytes(bytes(SIZE))
     file = open_local_file(path)
-    with pytest.raises(CorruptError, match=r"x\.bin: ends at byte 3149825, bytes up to 3149826 asked for"):
+    with pytest.raises(
+        CorruptError, match=r"x\.bin: ends at byte 3149825, bytes up to 3149826 asked for"
+    ):
         list(read_ahead([ByteRun("a", file, 0, SIZE + 1)], direct=direct, block_bytes=BLOCK))
     feed = read_ahead([ByteRun("a", file, 0, SIZE)], direct=direct, block_bytes=BLOCK, threads=1)
     next(feed)
@@ -206,7 +216,9 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(sum(part.size_bytes for part in read_ahead([ByteRun("a", file, 0, 512 << 20)], threads=2)))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     size, grown = map(int, done.stdout.split())
     assert size == 512 << 20
     assert grown < 64 << 10, "KiB above what the process had"

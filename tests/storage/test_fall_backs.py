@@ -1,4 +1,6 @@
-"""Odd sizes down every road to the disk, and what happens where a file system cannot do what is usual."""
+"""Odd sizes down every road to the disk, and what happens where a file system cannot do what is
+usual.
+"""
 
 import ctypes
 import errno
@@ -39,7 +41,9 @@ SIZES = {
 
 def tensors(shapes):
     draws = torch.Generator().manual_seed(len(shapes))
-    return {f"t{number:05d}": torch.randn(shape, generator=draws) for number, shape in enumerate(shapes)}
+    return {
+        f"t{number:05d}": torch.randn(shape, generator=draws) for number, shape in enumerate(shapes)
+    }
 
 
 class Module(nn.Module):
@@ -61,7 +65,9 @@ def by_saver(values, folder, **options):
 
 
 def by_ranks(values, folder, way="fsdp2", world=2, dtype=None, block_bytes=SMALL, direct_io="on"):
-    """The file as `world` ranks write it at once, each what it holds; their threads stand for the processes."""
+    """The file as `world` ranks write it at once, each what it holds; their threads stand for the
+    processes.
+    """
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(world) as pool:
         patch.setattr(write_plan, "BLOCK_BYTES", 4096)  # in which replicated tensors are shared out
         (share,) = write_plan.divide_files([planned(values, way, world, 0, dtype)], world)
@@ -85,14 +91,20 @@ def by_ranks(values, folder, way="fsdp2", world=2, dtype=None, block_bytes=SMALL
 ROADS = {
     "one writer": by_saver,
     "background": lambda values, folder: by_saver(values, folder, background=True),
-    **{f"direct, {way}": lambda values, folder, way=way: by_ranks(values, folder, way) for way in WAYS},
+    **{
+        f"direct, {way}": lambda values, folder, way=way: by_ranks(values, folder, way)
+        for way in WAYS
+    },
 }
 
 
 def assert_holds(file, values):
     found = load_file(file)
     assert found.keys() == values.keys()
-    assert all(found[name].shape == value.shape and torch.equal(found[name], value) for name, value in values.items())
+    assert all(
+        found[name].shape == value.shape and torch.equal(found[name], value)
+        for name, value in values.items()
+    )
 
 
 @pytest.mark.parametrize("sizes", ["odd", "huge"])
@@ -121,9 +133,13 @@ def test_twenty_thousand_tiny_ones(tmp_path, road):
     block_bytes=st.sampled_from([4096, 12288]),
     direct_io=st.sampled_from(["on", "off"]),
 )
-def test_ranks_write_what_one_would(tmp_path_factory, shapes, way, world, dtype, block_bytes, direct_io):
+def test_ranks_write_what_one_would(
+    tmp_path_factory, shapes, way, world, dtype, block_bytes, direct_io
+):
     values = tensors(shapes)
-    file = by_ranks(values, tmp_path_factory.mktemp("ranks"), way, world, dtype, block_bytes, direct_io)
+    file = by_ranks(
+        values, tmp_path_factory.mktemp("ranks"), way, world, dtype, block_bytes, direct_io
+    )
     stored = {name: value.to(dtype or value.dtype) for name, value in values.items()}
     assert file.read_bytes() == save(stored, {"format": "pt"})
 

@@ -11,7 +11,9 @@ def group(folder, names, limit, taken, cached):
     folder.mkdir(parents=True, exist_ok=True)
     for name, value in zip(names, (limit, taken), strict=True):
         (folder / name).write_text(f"{value}\n")
-    (folder / "memory.stat").write_text(f"anon 1\ninactive_file {cached}\ntotal_inactive_file {cached}\n")
+    (folder / "memory.stat").write_text(
+        f"anon 1\ninactive_file {cached}\ntotal_inactive_file {cached}\n"
+    )
 
 
 SECOND, FIRST = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")

@@ -35,7 +35,9 @@ def test_a_file_that_another_client_cuts_short_is_an_error(tmp_path):
         (writer / "file").write_bytes(CONTENT)
         file = open_local_file(reader / "file")
         os.truncate(writer / "file", 100)
-        with pytest.raises(CorruptError, match="file: changed while it was open, 4096 bytes then and 100 now"):
+        with pytest.raises(
+            CorruptError, match="file: changed while it was open, 4096 bytes then and 100 now"
+        ):
             file.check()
         file.close()
 
@@ -51,12 +53,17 @@ with locked_folder(Path(sys.argv[1]), "trial-"):
 
 @needs_gluster
 def test_a_folder_that_a_process_of_another_client_uses_stays(tmp_path):
-    """A lock of a folder is not seen through another mount: the process decides. That of a killed one goes at once."""
+    """A lock of a folder is not seen through another mount: the process decides.
+
+    That of a killed one goes at once.
+    """
     with gluster_clients(tmp_path, 2, cache_seconds=0) as (ours, theirs):
         with locked_folder(ours, "trial-") as folder:
             assert run_python(SWEEP, theirs).returncode == 0
             assert (theirs / folder.name).is_dir()
-        killed = run_python(SWEEP.replace("pass", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"), theirs)
+        killed = run_python(
+            SWEEP.replace("pass", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"), theirs
+        )
         assert killed.returncode < 0
         assert len(list(ours.glob("trial-*"))) == 1
         assert run_python(SWEEP, ours).returncode == 0

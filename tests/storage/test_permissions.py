@@ -1,4 +1,6 @@
-"""Who may read what is written: no class of users that could not read its source, at no moment; and the umask holds."""
+"""Who may read what is written: no class of users that could not read its source, at no moment; and
+the umask holds.
+"""
 
 import errno
 import os
@@ -25,7 +27,8 @@ from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.local_store import LocalStore
 
 GROUP, OTHERS = 0o010, 0o001  # the bit with which this class of users enters a folder
-SOURCES = [(0o600, 0o755), (0o644, 0o700), (0o640, 0o755), (0o644, 0o750), (0o400, 0o755)]  # of files, of folders
+# of files, of folders
+SOURCES = [(0o600, 0o755), (0o644, 0o700), (0o640, 0o755), (0o644, 0o750), (0o400, 0o755)]
 REPLACED = {"nothing": None, "open": (0o666, 0o777), "private": (0o600, 0o700)}
 MARKS = (".ft_ckpt-lease", ".ft_ckpt-pin")
 
@@ -44,7 +47,9 @@ def set_modes(top: Path, file_mode: int, folder_mode: int) -> None:
 
 
 def readers(file: Path, top: Path) -> set[int]:
-    """The classes of users that may read `file`, of those that may enter the folder around `top`."""
+    """The classes of users that may read `file`, of those that may enter the folder around
+    `top`.
+    """
     folders = [folder for folder in file.parents if folder.is_relative_to(top)]
     classes = set()
     for users in (GROUP, OTHERS):
@@ -55,7 +60,9 @@ def readers(file: Path, top: Path) -> set[int]:
 
 @contextmanager
 def never_read_by_others_than(allowed: set[int], out: Path) -> Iterator[None]:
-    """Look at every file that is being made in `out`, at each call that changes the disk, and at the end."""
+    """Look at every file that is being made in `out`, at each call that changes the disk, and at
+    the end.
+    """
     before = {file.stat().st_ino for file in files_in(out)}
 
     def look(call: str) -> None:
@@ -63,7 +70,9 @@ def never_read_by_others_than(allowed: set[int], out: Path) -> Iterator[None]:
             with suppress(FileNotFoundError):  # another thread gives it its name
                 is_new = file.stat().st_size and file.stat().st_ino not in before
                 if is_new and not file.name.startswith(MARKS):
-                    assert readers(file, out) <= allowed, f"{file.relative_to(out)} at {call}: {mode(file):o}"
+                    assert readers(file, out) <= allowed, (
+                        f"{file.relative_to(out)} at {call}: {mode(file):o}"
+                    )
 
     def looking(call: str, real: Callable[..., object]) -> Callable[..., object]:
         def run(*arguments: object, **options: object) -> object:
@@ -73,7 +82,9 @@ def never_read_by_others_than(allowed: set[int], out: Path) -> Iterator[None]:
 
         return run
 
-    calls = [(local_disk, name) for name in ("move", "chmod", "fsync", "unlink", "mkdir")] + [(os, "pwrite")]
+    calls = [(local_disk, name) for name in ("move", "chmod", "fsync", "unlink", "mkdir")] + [
+        (os, "pwrite")
+    ]
     with pytest.MonkeyPatch.context() as patch:
         for module, name in calls:
             patch.setattr(module, name, looking(name, getattr(module, name)))
@@ -97,7 +108,9 @@ def originals(tmp_path_factory) -> dict[str, Path]:
 
 def convert_to(ending: str, kind: str | None = None) -> Callable[[Path, Path], object]:
     def convert(source: Path, out: Path) -> object:
-        return ft_ckpt.convert(source / "full", f"{out}{ending}", format=kind, overwrite=True, progress=False)
+        return ft_ckpt.convert(
+            source / "full", f"{out}{ending}", format=kind, overwrite=True, progress=False
+        )
 
     return convert
 
@@ -105,7 +118,9 @@ def convert_to(ending: str, kind: str | None = None) -> Callable[[Path, Path], o
 COMMANDS: dict[str, Callable[[Path, Path], object]] = {
     "copy": lambda source, out: ft_ckpt.copy(source / "run" / "checkpoint-1", out, overwrite=True),
     "sync": lambda source, out: ft_ckpt.sync(source / "run", out.parent),
-    "average": lambda source, out: ft_ckpt.average([source / "full"] * 2, out, overwrite=True, progress=False),
+    "average": lambda source, out: ft_ckpt.average(
+        [source / "full"] * 2, out, overwrite=True, progress=False
+    ),
     "merge": lambda source, out: ft_ckpt.merge(
         source / "adapter", out, base=source / "full", overwrite=True, progress=False
     ),
@@ -115,7 +130,9 @@ COMMANDS: dict[str, Callable[[Path, Path], object]] = {
     "convert to HDF5": convert_to(".h5"),
     "convert to torch": convert_to(".pt"),
     "convert to safetensors": convert_to(".safetensors"),
-    "convert a file": lambda source, out: ft_ckpt.convert(source / "file" / "model.h5", f"{out}.pt", progress=False),
+    "convert a file": lambda source, out: ft_ckpt.convert(
+        source / "file" / "model.h5", f"{out}.pt", progress=False
+    ),
 }
 
 
@@ -165,14 +182,19 @@ def test_what_is_saved_over_keeps_its_mode(tmp_path, originals, file_mode, folde
     """While it is written, too."""
     out = tmp_path / "out"
     out.mkdir()
-    target, files = out / "saved", [out / f"file{ending}" for ending in (".h5", ".pt", ".safetensors")]
+    target, files = (
+        out / "saved",
+        [out / f"file{ending}" for ending in (".h5", ".pt", ".safetensors")],
+    )
     shutil.copytree(originals["full"], target)
     for file in files:
         ft_ckpt.save({"a": torch.ones(3)}, file)
         file.chmod(file_mode)
     set_modes(target, file_mode, folder_mode)
     with (
-        never_read_by_others_than(readers(target / "ft_ckpt.json", target) | readers(files[0], out), out),
+        never_read_by_others_than(
+            readers(target / "ft_ckpt.json", target) | readers(files[0], out), out
+        ),
         CheckpointSaver() as saver,
     ):
         saver.save(models.llama(), target, step=2)
@@ -186,7 +208,10 @@ def test_a_tombstone_is_as_private_as_the_manifest(tmp_path, originals):
     shutil.copytree(originals["run"], tmp_path / "run")
     pin(tmp_path / "run" / "checkpoint-2", "mine")
     set_modes(tmp_path / "run", 0o600, 0o755)
-    with never_read_by_others_than(set(), tmp_path / "run"), hold_lease(tmp_path / "run" / "checkpoint-2"):
+    with (
+        never_read_by_others_than(set(), tmp_path / "run"),
+        hold_lease(tmp_path / "run" / "checkpoint-2"),
+    ):
         prune_run(tmp_path / "run", Keep(last=3, state=Keep(last=1)))
     assert mode(tmp_path / "run" / "checkpoint-1" / "ft_ckpt.json") == 0o600
 
@@ -199,7 +224,9 @@ _SLOW = (pytest.param(code, marks=pytest.mark.slow) for code in (errno.EOPNOTSUP
 
 @pytest.fixture(params=[errno.EPERM, *_SLOW], ids=errno.errorcode.get)
 def without_modes(request, tmp_path, monkeypatch):
-    """A folder on a mount that refuses chmod, chown and links, as vfat and some of FUSE and CIFS do."""
+    """A folder on a mount that refuses chmod, chown and links, as vfat and some of FUSE and CIFS
+    do.
+    """
     real = {name: getattr(os, name) for name in ("chmod", "chown", "link")}
     room = tmp_path / "mount"
     room.mkdir()
@@ -236,9 +263,10 @@ def test_a_mount_without_permissions_takes_everything(without_modes, originals, 
         LocalStore(room).write("claimed", b"one", create_only=True)
         with pytest.raises(NameTakenError):
             LocalStore(room).write("claimed", b"two", create_only=True)
-        assert {name: ft_ckpt.verify(room / "run" / name).ok for name in ("saved", "copied", "converted")} == {
-            "saved": True, "copied": True, "converted": True
-        }  # fmt: skip
+        assert {
+            name: ft_ckpt.verify(room / "run" / name).ok
+            for name in ("saved", "copied", "converted")
+        } == {"saved": True, "copied": True, "converted": True}
         assert not prune_run(room / "run", Keep(last=1)).problems
     finally:
         os.umask(before)
@@ -250,9 +278,13 @@ def test_what_a_mount_opens_is_told_once(tmp_path, monkeypatch):
     file = tmp_path / "x.h5"
     ft_ckpt.save({"a": torch.ones(2)}, file)
     real = os.open
-    monkeypatch.setattr(os, "open", lambda path, flags, mode=0o777, **more: opened(real, path, flags, more))
+    monkeypatch.setattr(
+        os, "open", lambda path, flags, mode=0o777, **more: opened(real, path, flags, more)
+    )
     file.chmod(0o600)
-    with pytest.warns(UserWarning, match="keeps no permissions, so others may read files closed to them"):
+    with pytest.warns(
+        UserWarning, match="keeps no permissions, so others may read files closed to them"
+    ):
         ft_ckpt.convert(file, tmp_path / "one.pt", progress=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,4 +1,6 @@
-"""What becomes of a request that fails, on the scripted server: tried again, refused by name, and never half done."""
+"""What becomes of a request that fails, on the scripted server: tried again, refused by name, and
+never half done.
+"""
 
 import os
 
@@ -73,12 +75,16 @@ def test_an_answer_that_is_cut_off_is_asked_for_again(s3, store, call):
 )
 def test_what_goes_on_failing_is_an_error_of_ours(s3, store, call, fault, said):
     s3.faults = [Fault(times=MANY, **fault)]
-    with pytest.raises(TargetError if call in WRITES else (UnreadableError, CorruptError)) as caught:
+    with pytest.raises(
+        TargetError if call in WRITES else (UnreadableError, CorruptError)
+    ) as caught:
         CALLS[call](store)
     assert not isinstance(caught.value, NameTakenError)
     assert str(caught.value).startswith(f"s3://{BUCKET}/run")
     assert said in str(caught.value)
-    assert call in WRITES or ("use credentials" in str(caught.value)) == (fault.get("status") == 403)
+    assert call in WRITES or ("use credentials" in str(caught.value)) == (
+        fault.get("status") == 403
+    )
     assert "<" not in str(caught.value)
 
 
@@ -161,7 +167,9 @@ def test_settings_of_the_client_come_from_the_caller_from_variables_and_from_us(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://here")
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     monkeypatch.setenv("AWS_TIMEOUT", "1m")
-    found = client_options("s3://bucket", client_options={"timeout": "5s"}, retry_config={"max_retries": 1})
+    found = client_options(
+        "s3://bucket", client_options={"timeout": "5s"}, retry_config={"max_retries": 1}
+    )
     assert "unsigned_payload" not in found
     assert found["client_options"] == {"timeout": "5s", "allow_http": "true"}
     assert found["retry_config"] == {**ours["retry_config"], "max_retries": 1}
@@ -170,7 +178,9 @@ def test_settings_of_the_client_come_from_the_caller_from_variables_and_from_us(
 
 @pytest.mark.parametrize("fault", [{"cuts": "after"}, {"status": 500, "acts_first": True}], ids=str)
 def test_the_end_of_an_upload_whose_answer_is_lost_is_an_error(s3, store, fault):
-    """Asked again, a store knows nothing of an upload that is over; whether it was this one cannot be told."""
+    """Asked again, a store knows nothing of an upload that is over; whether it was this one cannot
+    be told.
+    """
     s3.faults = [Fault("POST .*uploadId", **fault)]
     with pytest.raises(TargetError, match="404 Not Found, NoSuchUpload"):
         put(store, "large", b"large")
@@ -187,7 +197,9 @@ def test_what_another_process_put_there_is_not_taken_for_the_upload(s3, store):
 @pytest.mark.sample("500")
 @pytest.mark.parametrize("status", [500, 403])
 def test_an_upload_that_fails_is_taken_back(s3, store, status):
-    """A part that cannot be sent ends it, and an end that cannot be made, too: nothing is left to pay for."""
+    """A part that cannot be sent ends it, and an end that cannot be made, too: nothing is left to
+    pay for.
+    """
     for request in ("PUT .*partNumber=2", "POST .*uploadId"):
         s3.faults = [Fault(request, status=status, times=MANY)]
         with pytest.raises(TargetError, match=f"{status}"):

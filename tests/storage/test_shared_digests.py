@@ -9,7 +9,12 @@ from seeds import examples
 
 from ft_ckpt.storage.digests import Cut, FileRecord, RunningDigest, owned_parts, rank_parts
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.verify_files import compare_digests, digest_problems, digest_shares, share_files
+from ft_ckpt.storage.verify_files import (
+    compare_digests,
+    digest_problems,
+    digest_shares,
+    share_files,
+)
 
 
 def write_cut(path, size, cuts, ranks):
@@ -25,7 +30,9 @@ def problems_of(folder, records, count):
     """What `count` processes find together."""
     store = LocalStore(folder)
     shares = [share_files(records, number, count) for number in range(count)]
-    return compare_digests(records, [part for share in shares for part in digest_shares(store, share)])
+    return compare_digests(
+        records, [part for share in shares for part in digest_shares(store, share)]
+    )
 
 
 @st.composite
@@ -60,7 +67,9 @@ def test_processes_share_files_and_find_every_flipped_byte(tmp_path_factory, fil
     records = [record for _, record in written]
     shares = [share for number in range(count) for share in share_files(records, number, count)]
     shared = sorted((share.record.path, owner) for share in shares for owner in share.owners)
-    assert shared == sorted((record.path, owner) for record in records for owner in range(record.ranks)), "each once"
+    assert shared == sorted(
+        (record.path, owner) for record in records for owner in range(record.ranks)
+    ), "each once"
     assert problems_of(folder, records, count) == []
     (content, record), at = data.draw(st.sampled_from(written)), data.draw(st.integers(0, 1 << 20))
     if content:
@@ -85,9 +94,13 @@ def test_a_large_file_is_compared_in_parts(tmp_path, size):
     """Each process reads its parts, and not the file."""
     cuts = (Cut(8, size - 1, (size - 9) // 2 + 1, (size - 9) // 2 + 1, 0),)
     content, record = write_cut(tmp_path / "file", size, cuts, 2)
-    parts = [owned_parts(cuts, size, share_files([record], number, 2)[0].owners) for number in (0, 1)]
+    parts = [
+        owned_parts(cuts, size, share_files([record], number, 2)[0].owners) for number in (0, 1)
+    ]
     assert max(sum(stop - start for start, stop, _ in part) for part in parts) < size // 2 + 100
-    assert problems_of(tmp_path, [record], 2) == digest_problems(LocalStore(tmp_path), [record]) == []
+    assert (
+        problems_of(tmp_path, [record], 2) == digest_problems(LocalStore(tmp_path), [record]) == []
+    )
     flipped = bytearray(content)
     flipped[size - 100] ^= 1
     (tmp_path / "file").write_bytes(flipped)

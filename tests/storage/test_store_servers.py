@@ -1,4 +1,6 @@
-"""The contract of stores on other people's servers and emulators, each left out by name where it is not installed."""
+"""The contract of stores on other people's servers and emulators, each left out by name where it is
+not installed.
+"""
 
 import uuid
 
@@ -34,7 +36,9 @@ class TestServers(ServerContract):
 @pytest.mark.parametrize("server", [running_s3rver], indirect=True)
 class TestS3rver(ServerContract):
     def test_create_only_has_one_winner(self, store):
-        """It has none: this store passes over conditions, which a run finds out before it trains."""
+        """It has none: this store passes over conditions, which a run finds out before it
+        trains.
+        """
         store.write("lock", b"first", create_only=True)
         store.write("lock", b"second", create_only=True)
         assert store.read("lock") == b"second"

@@ -1,4 +1,6 @@
-"""The contract of stores, on a local folder, two stores of obstore's and S3; and what only one of them does."""
+"""The contract of stores, on a local folder, two stores of obstore's and S3; and what only one of
+them does.
+"""
 
 import os
 from dataclasses import replace
@@ -48,7 +50,8 @@ class TestObstoreLocalStore(StoreContract):
         from ft_ckpt.storage.object_store import ObjectStore
 
         return ObjectStore(
-            client.LocalStore(tmp_path / "bucket", mkdir=True, automatic_cleanup=True), f"file://{tmp_path}/bucket"
+            client.LocalStore(tmp_path / "bucket", mkdir=True, automatic_cleanup=True),
+            f"file://{tmp_path}/bucket",
         )
 
 
@@ -79,13 +82,17 @@ def test_a_backslash_is_for_local_files_alone(local):
 def test_every_write_is_synced_and_leaves_no_draft(local, monkeypatch):
     synced = []
     monkeypatch.setattr(
-        local_disk, "fsync", lambda handle: synced.append(str(Path(f"/proc/self/fd/{handle}").readlink()))
+        local_disk,
+        "fsync",
+        lambda handle: synced.append(str(Path(f"/proc/self/fd/{handle}").readlink())),
     )
     local.write("a/small", b"x")
     put(local, "a/large", b"y" * 100)
     folder = str(local.folder / "a")
     assert synced.count(folder) == 2, "the folder, after each file is in place"
-    assert len([each for each in synced if each.startswith(f"{folder}/")]) == 2, "and each file before that"
+    assert len([each for each in synced if each.startswith(f"{folder}/")]) == 2, (
+        "and each file before that"
+    )
     assert {path.name for path in (local.folder / "a").iterdir()} == {"large", "small"}
 
 
@@ -186,7 +193,9 @@ def test_paths_have_locations(tmp_path):
 
 
 def test_an_upload_that_fails_is_raised_and_leaves_nothing(monkeypatch):
-    """Raised by a write or by the end, whichever is first; a writer that waits for room is woken by it."""
+    """Raised by a write or by the end, whichever is first; a writer that waits for room is woken by
+    it.
+    """
     obstore = pytest.importorskip("obstore")
     store = new_bucket()
 

@@ -38,7 +38,10 @@ def plan(sizes, header=b"head", gap=0, trailer=b""):
     end = position + gap
     if not trailer:
         return FilePlan("file.bin", Layout(header, specs, tuple(starts), end))
-    return FilePlan("file.bin", Layout(header, specs, tuple(starts), end + len(trailer), end, lambda digests: trailer))
+    return FilePlan(
+        "file.bin",
+        Layout(header, specs, tuple(starts), end + len(trailer), end, lambda digests: trailer),
+    )
 
 
 def feed(datas, starts, pieces=1):
@@ -46,10 +49,22 @@ def feed(datas, starts, pieces=1):
         buffer = ctypes.create_string_buffer(data, len(data))
         step = -(-len(data) // pieces) or 1
         for low in range(0, len(data), step):
-            yield Region(start + low, ctypes.addressof(buffer) + low, min(step, len(data) - low), buffer)
+            yield Region(
+                start + low, ctypes.addressof(buffer) + low, min(step, len(data) - low), buffer
+            )
 
 
-def written(tmp_path, sizes, *, direct="auto", threads=2, pieces=1, block_bytes=BLOCK_BYTES, alone=False, **layout):
+def written(
+    tmp_path,
+    sizes,
+    *,
+    direct="auto",
+    threads=2,
+    pieces=1,
+    block_bytes=BLOCK_BYTES,
+    alone=False,
+    **layout,
+):
     """The file's bytes as written and as they should be."""
     datas = [os.urandom(size) for size in sizes]
     one = plan(sizes, **layout)
@@ -64,7 +79,10 @@ def written(tmp_path, sizes, *, direct="auto", threads=2, pieces=1, block_bytes=
         expected[start : start + len(data)] = data
     trailer = layout.get("trailer", b"")
     expected[len(expected) - len(trailer) :] = trailer
-    assert (record.size_bytes, record.digest) == (len(content), f"xxh3-128:{xxhash.xxh3_128_hexdigest(content)}")
+    assert (record.size_bytes, record.digest) == (
+        len(content),
+        f"xxh3-128:{xxhash.xxh3_128_hexdigest(content)}",
+    )
     return content, bytes(expected)
 
 
@@ -88,7 +106,9 @@ def test_any_layout(tmp_path_factory, sizes, gap, trailer, pieces, direct, block
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("direct", ["on", "off"])
-@pytest.mark.parametrize("size", [BLOCK_BYTES - 5, BLOCK_BYTES - 4, BLOCK_BYTES, 3 * BLOCK_BYTES + 4097])
+@pytest.mark.parametrize(
+    "size", [BLOCK_BYTES - 5, BLOCK_BYTES - 4, BLOCK_BYTES, 3 * BLOCK_BYTES + 4097]
+)
 def test_around_the_block(tmp_path, size, direct, alone):
     """Tails: a file that ends before, at and after a block, a sector and a byte."""
     content, expected = written(tmp_path, [size, 1, 4096], direct=direct, pieces=3, alone=alone)
@@ -113,8 +133,12 @@ def test_ten_thousand_small_ones(tmp_path):
 
 
 def test_few_bytes_are_written_by_the_thread_that_has_them(tmp_path, monkeypatch):
-    """Starting others takes longer; an error of the disk is told all the same, and nothing is left."""
-    monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail(f"{thread.name} was started"))
+    """Starting others takes longer; an error of the disk is told all the same, and nothing is
+    left.
+    """
+    monkeypatch.setattr(
+        threading.Thread, "start", lambda thread: pytest.fail(f"{thread.name} was started")
+    )
     model = nn.Linear(1000, 2500)
     CheckpointSaver().save(model, tmp_path / "out")
     ft_ckpt.save(dict(model.state_dict()), tmp_path / "out.safetensors")
@@ -138,7 +162,9 @@ def test_all_paths_are_synced(tmp_path, monkeypatch):
         path.write_bytes(b"1" * 5000)
     synced = []
     monkeypatch.setattr(
-        local_disk, "sync_open", lambda handle: synced.append(Path(f"/proc/self/fd/{handle}").readlink())
+        local_disk,
+        "sync_open",
+        lambda handle: synced.append(Path(f"/proc/self/fd/{handle}").readlink()),
     )
     for few in (4, 3):
         monkeypatch.setattr(local_disk, "_FEW_PATHS", few)
@@ -151,7 +177,10 @@ def test_file_system_without_unbuffered_writes(tmp_path, monkeypatch):
     """Refused at open: the file goes through the page cache, and is the same."""
     real = os.open
     monkeypatch.setattr(
-        direct_io.os, "open", lambda path, flags, *mode: _refuse(flags) or real(path, flags, *mode), raising=True
+        direct_io.os,
+        "open",
+        lambda path, flags, *mode: _refuse(flags) or real(path, flags, *mode),
+        raising=True,
     )
     content, expected = written(tmp_path, [BLOCK_BYTES + 3], direct="on")
     assert content == expected
@@ -180,18 +209,25 @@ def test_unbuffered_write_refused_late(tmp_path, monkeypatch):
 def test_short_writes_go_on(tmp_path, monkeypatch):
     real = os.pwrite
     monkeypatch.setattr(
-        direct_io.os, "pwrite", lambda fd, data, offset: real(fd, data[: max(1, len(data) // 2)], offset)
+        direct_io.os,
+        "pwrite",
+        lambda fd, data, offset: real(fd, data[: max(1, len(data) // 2)], offset),
     )
     content, expected = written(tmp_path, [100_003], direct="off")
     assert content == expected
 
 
 def test_memory_may_change_once_appended(tmp_path):
-    """A region is copied before `put_region` returns: the bucket it lies in is filled again at once."""
+    """A region is copied before `put_region` returns: the bucket it lies in is filled again at
+    once.
+    """
     buffer = bytearray(os.urandom(3 * BLOCK_BYTES))
     before = bytes(buffer)
     view = (ctypes.c_char * len(buffer)).from_buffer(buffer)
-    with Writer(WriteTuning(threads=1)) as writer, writer.fill(LocalStore(tmp_path).create("f", len(buffer))) as file:
+    with (
+        Writer(WriteTuning(threads=1)) as writer,
+        writer.fill(LocalStore(tmp_path).create("f", len(buffer))) as file,
+    ):
         file.put_region(Region(0, ctypes.addressof(view), len(buffer)))
         ctypes.memset(ctypes.addressof(view), 0, len(buffer))
         file.finish()
@@ -209,12 +245,17 @@ def test_memory_may_change_once_appended(tmp_path):
 def test_wrong_feed_is_refused(tmp_path, datas, words):
     """What arrives must be exactly what the live model promised."""
     with Writer() as writer, pytest.raises(IncompleteError, match=words):
-        write_file(plan([3, 4]), feed(datas, (4, 7, 12)[: len(datas)]), LocalStore(tmp_path), writer)
+        write_file(
+            plan([3, 4]), feed(datas, (4, 7, 12)[: len(datas)]), LocalStore(tmp_path), writer
+        )
     assert not list(tmp_path.iterdir())
 
 
 def test_more_than_planned_is_refused(tmp_path):
-    with Writer() as writer, pytest.raises(IncompleteError, match="1 bytes for byte 7 of the file came after the last"):
+    with (
+        Writer() as writer,
+        pytest.raises(IncompleteError, match="1 bytes for byte 7 of the file came after the last"),
+    ):
         write_file(plan([3]), feed([b"abc", b"d"], [4, 7]), LocalStore(tmp_path), writer)
 
 
@@ -234,7 +275,9 @@ except NoSpaceError as error:
     print("refused:", error)
 """
     done = run_python(code)
-    assert re.match(r"refused: .*file\.bin: no room on its device \(.*File too large", done.stdout), done.stderr
+    assert re.match(
+        r"refused: .*file\.bin: no room on its device \(.*File too large", done.stdout
+    ), done.stderr
 
 
 def test_error_in_a_writer_thread_is_raised(tmp_path, monkeypatch):
@@ -331,12 +374,15 @@ from pathlib import Path
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.writer import Region, Writer
 block = ctypes.create_string_buffer(1 << 20)
-with Writer() as writer, writer.fill(LocalStore(Path({str(tmp_path)!r})).create("f", 512 << 20)) as file:
+store = LocalStore(Path({str(tmp_path)!r}))
+with Writer() as writer, writer.fill(store.create("f", 512 << 20)) as file:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(512):
         file.put_region(Region(number << 20, ctypes.addressof(block), 1 << 20))
     file.finish()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert int(done.stdout) < 96 << 10, "KiB above what the process had"

@@ -1,4 +1,6 @@
-"""Folders of `accelerator.save_state` are resumed to the losses that follow accelerate's own load."""
+"""Folders of `accelerator.save_state` are resumed to the losses that follow accelerate's own
+load.
+"""
 
 import os
 import pickle
@@ -67,7 +69,9 @@ def train(run, batches, count):
             run.scheduler.step()
             run.optimizer.zero_grad()
             run.second.zero_grad()
-        losses.append([loss.item(), random.random(), np.random.rand(), run.optimizer.param_groups[1]["lr"]])
+        losses.append(
+            [loss.item(), random.random(), np.random.rand(), run.optimizer.param_groups[1]["lr"]]
+        )
     return losses
 
 
@@ -88,7 +92,9 @@ def test_the_next_losses_are_those_after_load_state(saved, tmp_path):
     run = run_of()
     with CheckpointSaver(run.accelerator, tmp_path / "run", **QUIET) as saver:
         progress = saver.resume(saved, allow=["data"])
-        assert {item.name for item in progress.report.items if item.status == "restored"} == RESTORED
+        assert {
+            item.name for item in progress.report.items if item.status == "restored"
+        } == RESTORED
         assert [line.split(":")[:2] for line in progress.report.problems] == [["data", " absent"]]
         assert (progress.step, progress.resumed_from) == (4, saved)
         assert "step 4: as the optimizer counts its own" in progress.report.notes
@@ -107,7 +113,9 @@ def test_what_is_not_there_is_refused_unless_it_is_allowed(saved):
     run = run_of()
     with CheckpointSaver(run.accelerator, **QUIET) as saver:
         saver.register(average=Counter())
-        with pytest.raises(LoadError, match=r"average: absent: not prepared.*; data: absent") as caught:
+        with pytest.raises(
+            LoadError, match=r"average: absent: not prepared.*; data: absent"
+        ) as caught:
             saver.resume(saved)
     assert "weights" not in str(caught.value)
 
@@ -160,8 +168,9 @@ def test_batches_between_steps(saved):
     run = run_of(accumulate=3)
     with CheckpointSaver(run.accelerator, **QUIET) as saver:
         progress = saver.resume(saved, allow=["data", "gradients"])
-    assert "gradients: absent: saved 1 batches after a step, whose gradients are not in the folder" in (
-        progress.report.problems
+    assert (
+        "gradients: absent: saved 1 batches after a step, whose gradients are not in the folder"
+        in (progress.report.problems)
     )
 
 
@@ -208,15 +217,24 @@ def test_objects_that_accelerate_unpickles_are_refused(saved, tmp_path, monkeypa
     folder = tmp_path / "folder"
     shutil.copytree(saved, folder)
     torch.save({"seen": Evil()}, folder / "custom_checkpoint_0.pkl", pickle_module=pickle)
-    refuse_unchanged(folder, r"custom_checkpoint_0.pkl: Accelerate executes .* accelerator.load_state in a script")
+    refuse_unchanged(
+        folder,
+        r"custom_checkpoint_0.pkl: Accelerate executes .* accelerator.load_state in a script",
+    )
     run = run_of()
     run.accelerator.register_for_checkpointing(Counter())
-    with CheckpointSaver(run.accelerator, **QUIET) as saver, pytest.raises(LoadError, match=r"pass them to saver.reg"):
+    with (
+        CheckpointSaver(run.accelerator, **QUIET) as saver,
+        pytest.raises(LoadError, match=r"pass them to saver.reg"),
+    ):
         saver.resume(saved, allow=True)
 
 
 def test_a_run_without_an_accelerator_is_refused(saved):
-    with CheckpointSaver(**QUIET) as saver, pytest.raises(LoadError, match=r"save_state, which only Accelerate reads"):
+    with (
+        CheckpointSaver(**QUIET) as saver,
+        pytest.raises(LoadError, match=r"save_state, which only Accelerate reads"),
+    ):
         saver.resume(saved, model=network(), allow=True)
 
 
@@ -226,10 +244,14 @@ def test_another_model_or_optimizer_is_named(saved, tmp_path):
     state = torch.load(folder / "optimizer_1.bin")
     state["state"][0]["momentum_buffer"] = torch.zeros(3, 1)
     torch.save(state, folder / "optimizer_1.bin")
-    torch.save({"state": {}, "param_groups": [{"params": [0], "lr": 1.0}]}, folder / "optimizer.bin")
+    torch.save(
+        {"state": {}, "param_groups": [{"params": [0], "lr": 1.0}]}, folder / "optimizer.bin"
+    )
     (folder / "pytorch_model_1.bin").unlink(missing_ok=True)
     (folder / "model_1.safetensors").unlink(missing_ok=True)
-    torch.save({"weight": torch.zeros(1, 4), "further": torch.zeros(1)}, folder / "pytorch_model_1.bin")
+    torch.save(
+        {"weight": torch.zeros(1, 4), "further": torch.zeros(1)}, folder / "pytorch_model_1.bin"
+    )
     words = [
         r"weight: \[1, 4\], \[1, 3\] in the model",
         "further: not in the model",
@@ -249,22 +271,30 @@ def test_sharded_and_unfinished_folders_are_refused_with_what_to_do(saved, tmp_p
     shutil.copytree(saved, tmp_path / "of more")
     shutil.copy(saved / "random_states_0.pkl", tmp_path / "of more" / "random_states_1.pkl")
     with CheckpointSaver(run.accelerator, **QUIET) as saver:
-        with pytest.raises(LoadError, match=r"pytorch_model_fsdp_0: sharded by FSDP.*accelerator.load_state"):
+        with pytest.raises(
+            LoadError, match=r"pytorch_model_fsdp_0: sharded by FSDP.*accelerator.load_state"
+        ):
             saver.resume(tmp_path / "sharded")
         with pytest.raises(LoadError, match=r"model.safetensors: not in the folder"):
             saver.resume(tmp_path / "unfinished")
-        with pytest.raises(LoadError, match=r"random_states_1.pkl: more ranks have saved it than the 1 here"):
+        with pytest.raises(
+            LoadError, match=r"random_states_1.pkl: more ranks have saved it than the 1 here"
+        ):
             saver.resume(tmp_path / "of more")
 
 
-def layers_of(order, decays=(0.1, 0.1), rates=(0.1, 0.1), *, named=False, momentum=0.9, last=3, schedule=True):
+def layers_of(
+    order, decays=(0.1, 0.1), rates=(0.1, 0.1), *, named=False, momentum=0.9, last=3, schedule=True
+):
     """A run of two layers, each a group of the optimizer, in this order; one step is done."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, last))
     groups = []
     for number in order:
-        pairs = [(f"{number}.{name}", parameter) for name, parameter in model[number].named_parameters()]
+        pairs = [
+            (f"{number}.{name}", parameter) for name, parameter in model[number].named_parameters()
+        ]
         members = pairs if named else [parameter for _, parameter in pairs]
         groups.append({"params": members, "weight_decay": decays[number], "lr": rates[number]})
     optimizer = torch.optim.SGD(groups, momentum=momentum)
@@ -280,7 +310,10 @@ ORDERS = {
     "decays": ({"decays": (0.0, 0.1)}, "group 0 has the settings of group 1 here"),
     "rates": ({"rates": (0.1, 0.2)}, "group 0 has the settings of group 1 here"),
     "shapes": ({"last": 2}, r"momentum_buffer has shape \[3, 3\], the parameter \[2, 3\]"),
-    "decays, without moments": ({"decays": (0.0, 0.1), "last": 2, "momentum": 0.0}, "group 0 has the settings of"),
+    "decays, without moments": (
+        {"decays": (0.0, 0.1), "last": 2, "momentum": 0.0},
+        "group 0 has the settings of",
+    ),
     "names": ({"named": True}, "group 0: 0.weight in the folder, 1.weight here"),
 }
 ALLOWED = ["data"]
@@ -299,5 +332,8 @@ def test_groups_in_another_order_are_refused(tmp_path, case):
         saver.resume(tmp_path, allow=ALLOWED)
     for before, after in zip(optimizer.param_groups, resumed.param_groups, strict=True):
         for one, two in zip(before["params"], after["params"], strict=True):
-            moments = [each.state[p].get("momentum_buffer") for each, p in ((optimizer, one), (resumed, two))]
+            moments = [
+                each.state[p].get("momentum_buffer")
+                for each, p in ((optimizer, one), (resumed, two))
+            ]
             assert moments == [None, None] or torch.equal(*moments)

@@ -16,7 +16,9 @@ def make():
     torch.manual_seed(0)
     config = AdaLoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **SETTINGS)
     model = models.trained(get_peft_model(models.build("qwen3"), config))
-    return model, torch.optim.AdamW((one for one in model.parameters() if one.requires_grad), lr=1e-2)
+    return model, torch.optim.AdamW(
+        (one for one in model.parameters() if one.requires_grad), lr=1e-2
+    )
 
 
 def train(model, optimizer, first, last):

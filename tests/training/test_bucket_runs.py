@@ -25,7 +25,9 @@ pytestmark = pytest.mark.usefixtures("s3")
 
 
 @pytest.mark.sample("fsdp2-lora")
-@pytest.mark.parametrize(("wrapper", "model"), [("ddp", "llama"), ("fsdp2", "llama"), ("fsdp2", "lora")])
+@pytest.mark.parametrize(
+    ("wrapper", "model"), [("ddp", "llama"), ("fsdp2", "llama"), ("fsdp2", "lora")]
+)
 @on_ranks(2)
 def test_two_ranks(wrapper, model):
     exact(wrapper, model, RUN)
@@ -39,7 +41,9 @@ def test_four_ranks(wrapper):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra"
+)
 @pytest.mark.parametrize("wrapper", ["zero1", "zero3"])
 @on_ranks(2, group_seconds=None, env={"DS_ACCELERATOR": "cpu"}, timeout=280)
 def test_under_zero(wrapper):
@@ -60,7 +64,9 @@ def test_a_rank_that_does_not_see_the_bucket():
     fresh = live_model("fsdp2", "llama", seed=1)
     with saver_of(fresh, RUN, store_options=QUICK) as saver:
         progress = saver.resume("must")
-        assert any("rank(s) 1 do not see" in note for note in progress.report.notes), progress.report
+        assert any("rank(s) 1 do not see" in note for note in progress.report.notes), (
+            progress.report
+        )
         same(before, truth(fresh))
 
 
@@ -87,11 +93,15 @@ def test_small_ranges_are_read_by_rank_0_for_all():
 @pytest.mark.slow
 @on_ranks(2)
 def test_background_saves():
-    """A background save has the tensors of one moment, though training continues; each file is written by one rank."""
+    """A background save has the tensors of one moment, though training continues; each file is
+    written by one rank.
+    """
     live = live_model("fsdp2", "llama")
     written = []
     real = object_store.RemoteWriting.finish
-    object_store.RemoteWriting.finish = lambda writing: written.append(writing.name) or real(writing)
+    object_store.RemoteWriting.finish = lambda writing: (
+        written.append(writing.name) or real(writing)
+    )
     settings = {"max_shard_size": 200_000, "each_rank_writes": "on"}
     with saver_of(live, RUN, **settings) as saver:
         train(live, saver, 0, 2)
@@ -123,7 +133,9 @@ def test_a_save_that_fails_on_rank_0_fails_on_all():
     with saver_of(live, RUN) as saver:
         train(live, saver, 0, 1)
         saver.save_state()
-        with pytest.raises(CheckpointError, match="a bucket cannot replace a checkpoint in one step"):
+        with pytest.raises(
+            CheckpointError, match="a bucket cannot replace a checkpoint in one step"
+        ):
             saver.save_state(path=f"{RUN}/checkpoint-1")
         assert ft_ckpt.verify(f"{RUN}/checkpoint-1").ok
 
@@ -141,7 +153,9 @@ def test_by_mode_by_name_and_by_url():
     for asked, step in {"auto": 2, "must": 2, "checkpoint-1": 1, f"{RUN}/checkpoint-1": 1}.items():
         with saver_of(live_model("ddp", "llama", seed=1), RUN) as saver:
             progress = saver.resume(asked)
-            assert (progress.step, progress.resumed_from) == (step, f"{RUN}/checkpoint-{step}"), progress
+            assert (progress.step, progress.resumed_from) == (step, f"{RUN}/checkpoint-{step}"), (
+                progress
+            )
     with saver_of(live_model("ddp", "llama", seed=1), RUN) as saver:
         assert saver.resume(open_place(f"{RUN}/checkpoint-1")).step == 1
 
@@ -159,7 +173,8 @@ def test_two_groups_of_two_ranks(way, background):
         saver.step()
         saver.save_state()
     fresh = layers(way, seed=1)
-    fill.SMALL_RANGE_BYTES = 100  # some tensors are smaller than two such ranges, and larger than one
+    # some tensors are smaller than two such ranges, and larger than one
+    fill.SMALL_RANGE_BYTES = 100
     with saver_of(fresh, RUN) as saver:
         saver.resume("must")
         found = parts_held(fresh)
@@ -167,7 +182,9 @@ def test_two_groups_of_two_ranks(way, background):
 
 
 def test_one_process(s3, tmp_path):
-    """Stopped after some batches, taken up from the bucket: the losses of the run that was not stopped, bit for bit."""
+    """Stopped after some batches, taken up from the bucket: the losses of the run that was not
+    stopped, bit for bit.
+    """
     expected = whole(tmp_path / "whole")
     for stop in (4, 9):
         run = f"s3://bucket/run-{stop}"

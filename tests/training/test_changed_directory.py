@@ -1,4 +1,6 @@
-"""A script that changes its working directory, as Hydra does, keeps the folders that it named before."""
+"""A script that changes its working directory, as Hydra does, keeps the folders that it named
+before.
+"""
 
 from pathlib import Path
 
@@ -45,7 +47,11 @@ def test_saver_that_resumes_and_rolls_back(tmp_path, leave):
     saver = CheckpointSaver(again.accelerator, "run", **QUIET)
     progress = saver.resume("run/checkpoint-12")
     leave()
-    assert saver.progress.resumed_from == progress.resumed_from == tmp_path / "start" / "run" / "checkpoint-12"
+    assert (
+        saver.progress.resumed_from
+        == progress.resumed_from
+        == tmp_path / "start" / "run" / "checkpoint-12"
+    )
     assert saver.resume("must").step == 18
     saver.save_state(path=ft_ckpt.open_place(tmp_path / "start" / "copy"))
     assert saver.resume("checkpoint-6").step == 6
@@ -63,7 +69,9 @@ def test_trainer(tmp_path, leave):
 
 def test_lightning(tmp_path, leave):
     own = {"every": 7}
-    expected = lightnings.run(lightnings.ours(Path("run"), own=own), lightnings.module(), lightnings.loader())
+    expected = lightnings.run(
+        lightnings.ours(Path("run"), own=own), lightnings.module(), lightnings.loader()
+    )
     again = lightnings.ours(Path("run"), own={**own, "resume": "run/checkpoint-7"})
     leave()
     assert lightnings.run(again, lightnings.module(1), lightnings.loader()) == expected[7:]
@@ -72,13 +80,25 @@ def test_lightning(tmp_path, leave):
 
 def test_settings_of_publish(tmp_path, leave):
     Path("base").mkdir()
-    servers = {"url": "http://server", "stage": "stage", "visible_at": {"run": "/data/run"}, "base": "base"}
+    servers = {
+        "url": "http://server",
+        "stage": "stage",
+        "visible_at": {"run": "/data/run"},
+        "base": "base",
+    }
     chain = SaverConfig(publish={"url": "chain", "delta": True})
-    config, named = SaverConfig(publish=servers, staging="nvme"), SaverConfig(publish={**servers, "base": "user/base"})
+    config, named = (
+        SaverConfig(publish=servers, staging="nvme"),
+        SaverConfig(publish={**servers, "base": "user/base"}),
+    )
     leave()
     start = tmp_path / "start"
     options = ServerOptions(**config.publish)
-    assert (options.url, options.stage, options.base) == (("http://server",), start / "stage", str(start / "base"))
+    assert (options.url, options.stage, options.base) == (
+        ("http://server",),
+        start / "stage",
+        str(start / "base"),
+    )
     assert options.visible_at == {str(start / "run"): "/data/run"}
     assert ServerOptions(**named.publish).base == "user/base"
     assert ServerOptions(**chain.publish).url == (str(start / "chain"),)

@@ -1,7 +1,8 @@
-"""Runs that are resumed on other numbers of ranks, with other batch sizes, any number of times: no sample is left out.
+"""Runs that are resumed on other numbers of ranks, with other batch sizes, any number of times: no
+sample is left out.
 
-Ranks are simulated in one process: each has its own loader and random numbers. What is given again is what was said
-to be, and what samplers fill up their last batches with.
+Ranks are simulated in one process: each has its own loader and random numbers. What is given again
+is what was said to be, and what samplers fill up their last batches with.
 """
 
 import copy
@@ -105,11 +106,19 @@ def collate(plan: Plan) -> dict[str, Any]:
 
 
 def dealt(plan: Plan, stage: Stage, rank: int) -> DistributedSampler[Any]:
-    return DistributedSampler(plan.data, stage.ranks, rank, shuffle=plan.shuffle, seed=3, drop_last=plan.drop_last)
+    return DistributedSampler(
+        plan.data, stage.ranks, rank, shuffle=plan.shuffle, seed=3, drop_last=plan.drop_last
+    )
 
 
 def distributed(plan: Plan, stage: Stage, rank: int, kind: Any = DataLoader) -> Any:
-    return kind(plan.data, stage.batch, sampler=dealt(plan, stage, rank), drop_last=plan.drop_last, **collate(plan))
+    return kind(
+        plan.data,
+        stage.batch,
+        sampler=dealt(plan, stage, rank),
+        drop_last=plan.drop_last,
+        **collate(plan),
+    )
 
 
 def batch_sampler(plan: Plan, stage: Stage, rank: int) -> Any:
@@ -123,7 +132,9 @@ def one_by_one(plan: Plan, stage: Stage, rank: int) -> Any:
 
 def prepared(loader: Any, plan: Plan, stage: Stage, rank: int, **settings: Any) -> Any:
     split = {"split_batches": plan.split, "even_batches": plan.even, "put_on_device": False}
-    return prepare_data_loader(loader, num_processes=stage.ranks, process_index=rank, rng_types=[], **split, **settings)
+    return prepare_data_loader(
+        loader, num_processes=stage.ranks, process_index=rank, rng_types=[], **split, **settings
+    )
 
 
 def for_all(plan: Plan, stage: Stage) -> int:
@@ -136,7 +147,9 @@ def accelerated(plan: Plan, stage: Stage, rank: int) -> Any:
     return prepared(loader, plan, stage, rank, use_seedable_sampler=plan.shuffle, data_seed=5)
 
 
-def by_generator(plan: Plan, stage: Stage, rank: int, kind: Any = DataLoader, **settings: Any) -> Any:
+def by_generator(
+    plan: Plan, stage: Stage, rank: int, kind: Any = DataLoader, **settings: Any
+) -> Any:
     sampler = RandomSampler(range(plan.count), generator=torch.Generator().manual_seed(5))
     loader = kind(plan.data, for_all(plan, stage), sampler=sampler, drop_last=plan.drop_last)
     return prepared(loader, plan, stage, rank, **settings)
@@ -153,11 +166,15 @@ def uneven(plan: Plan, stage: Stage, rank: int) -> Any:
 
 def grouped(plan: Plan, stage: Stage, rank: int) -> Any:
     sampler = RandomSampler(range(plan.count), generator=torch.Generator().manual_seed(5))
-    return prepared(DataLoader(plan.data, batch_sampler=Grouped(sampler, stage.batch)), plan, stage, rank)
+    return prepared(
+        DataLoader(plan.data, batch_sampler=Grouped(sampler, stage.batch)), plan, stage, rank
+    )
 
 
 def stream(plan: Plan, stage: Stage, rank: int, make: Any = Stream, **settings: Any) -> Any:
-    loader = DataLoader(make(count=plan.count), for_all(plan, stage), drop_last=plan.drop_last, **collate(plan))
+    loader = DataLoader(
+        make(count=plan.count), for_all(plan, stage), drop_last=plan.drop_last, **collate(plan)
+    )
     return prepared(loader, plan, stage, rank, **settings)
 
 
@@ -192,8 +209,13 @@ OPTIONS: dict[str, tuple[str, ...]] = {  # what a kind can be besides shuffled
 
 def drawn(kind: str, draws: random.Random) -> tuple[Plan, list[Stage]]:
     """A run of this kind, and its resumes."""
-    chosen = {name: name in OPTIONS.get(kind, ()) and draws.random() < 0.3 for name in ("drop_last", "split", "flat")}
-    even = kind not in ("uneven", "grouped") and not ("uneven" in OPTIONS.get(kind, ()) and draws.random() < 0.3)
+    chosen = {
+        name: name in OPTIONS.get(kind, ()) and draws.random() < 0.3
+        for name in ("drop_last", "split", "flat")
+    }
+    even = kind not in ("uneven", "grouped") and not (
+        "uneven" in OPTIONS.get(kind, ()) and draws.random() < 0.3
+    )
     plan = Plan(kind, draws.randint(1, 48), draws.random() < 0.7, even=even, **chosen)
     fixed = kind in ("uneven", "grouped", "one by one") or draws.random() < 0.5
     batch = draws.randint(1, 4)
@@ -205,7 +227,9 @@ def drawn(kind: str, draws: random.Random) -> tuple[Plan, list[Stage]]:
 
 
 class SimulatedRank:
-    """One rank of a script: its loader, its position, and the random numbers that are its own while it runs."""
+    """One rank of a script: its loader, its position, and the random numbers that are its own while
+    it runs.
+    """
 
     def __init__(self, plan: Plan, stage: Stage, rank: int, states: list[Any] | None) -> None:
         scramble(100 + rank)
@@ -236,7 +260,9 @@ class SimulatedRank:
 
 
 def together(ranks: list[SimulatedRank]) -> Iterator[list[tuple[int, list[int]]]]:
-    """What ranks are given at each step; at the end of a pass they wait for each other: some have fewer batches."""
+    """What ranks are given at each step; at the end of a pass they wait for each other: some have
+    fewer batches.
+    """
     while at_work := [rank for rank in ranks if not rank.is_done]:
         epoch = min(rank.feed.epoch for rank in at_work)
         going = [rank for rank in at_work if rank.feed.epoch == epoch]
@@ -271,28 +297,37 @@ def problems_of(plan: Plan, stages: list[Stage]) -> list[str]:
         first = ranks[0]
         anew = sum(int(found) for note in first.notes for found in _AGAIN.findall(note))
         again[first.feed.epoch] += anew
-        # where the last batch does not reach all ranks, some are at the end of a pass, and others have ended it
+        # where the last batch does not reach all ranks, some are at the end of a pass, and others
+        # have ended it
         told = [[note for note in rank.notes if "after its end" not in note] for rank in ranks]
         problems += ["ranks differ"] if any(notes != told[0] for notes in told) else []
         for found in islice(together(ranks), stage.steps):
-            problems += ["ranks are in other passes"] if len({epoch for epoch, _ in found}) > 1 else []
+            problems += (
+                ["ranks are in other passes"] if len({epoch for epoch, _ in found}) > 1 else []
+            )
             last[found[0][0]] = sum(len(batch) for _, batch in found)
             for epoch, batch in found:
                 given[epoch].update(batch)
         states = [copy.deepcopy(rank.feed.state_dict()) for rank in ranks]
         counted += first.rows * stage.ranks - anew
-        is_counted = not plan.flat and plan.kind != "one by one"  # else the first dimension is not that of samples
+        # else the first dimension is not that of samples
+        is_counted = not plan.flat and plan.kind != "one by one"
         if is_counted and first.feed.samples != counted:
-            problems.append(f"{first.feed.samples} samples counted after {stage}, expected {counted}")
+            problems.append(
+                f"{first.feed.samples} samples counted after {stage}, expected {counted}"
+            )
     for epoch, counts in enumerate(given):
         left, twice = plan.count - len(counts), counts.total() - len(counts)
         full = max(stage.ranks * stage.batch for stage in stages)
         if left and not (plan.drop_last and left < full):
-            problems.append(f"pass {epoch}: never trained: {sorted({*range(plan.count)} - {*counts})}")
+            problems.append(
+                f"pass {epoch}: never trained: {sorted({*range(plan.count)} - {*counts})}"
+            )
         least = 0 if plan.drop_last else again[epoch]  # the end may be dropped
         if not least <= twice <= again[epoch] + max(last[epoch] - 1, 0):
             problems.append(
-                f"pass {epoch}: {twice} given twice, {again[epoch]} of them announced, {last[epoch]} at the end"
+                f"pass {epoch}: {twice} given twice, {again[epoch]} of them announced, "
+                f"{last[epoch]} at the end"
             )
     return problems
 
@@ -311,7 +346,9 @@ def trial(kind: str, number: int) -> list[str]:
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_metadata() -> Iterator[None]:
-    """Accelerate asks for versions of libraries whenever it prepares a loader, which takes most of the time."""
+    """Accelerate asks for versions of libraries whenever it prepares a loader, which takes most of
+    the time.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name in ("version", "metadata"):
             patch.setattr(importlib.metadata, name, cache(getattr(importlib.metadata, name)))
@@ -350,17 +387,26 @@ def test_the_end_of_a_pass_in_other_batches_is_its_end() -> None:
     ("plan", "stages"),
     [
         (Plan("uneven", 26), [Stage(2, 4, 5), Stage(4, 4, 2), Stage(2, 4, 0), Stage(2, 4, 6)]),
-        (Plan("counted stream", 21, shuffle=False), [Stage(3, 4, 2), Stage(1, 4, 0), Stage(4, 4, 0), Stage(4, 4, 7)]),
+        (
+            Plan("counted stream", 21, shuffle=False),
+            [Stage(3, 4, 2), Stage(1, 4, 0), Stage(4, 4, 0), Stage(4, 4, 7)],
+        ),
     ],
     ids=["uneven", "counted stream"],
 )
-def test_the_end_of_a_pass_of_unknown_length_is_saved_again(plan: Plan, stages: list[Stage]) -> None:
-    """Before a batch of the next pass is asked for: a position that is not advanced stays at the end."""
+def test_the_end_of_a_pass_of_unknown_length_is_saved_again(
+    plan: Plan, stages: list[Stage]
+) -> None:
+    """Before a batch of the next pass is asked for: a position that is not advanced stays at the
+    end.
+    """
     assert problems_of(plan, [*stages, Stage(stages[-1].ranks, 4, 10**6)]) == []
 
 
 def test_a_rank_that_gets_nothing_of_the_rest_of_a_pass() -> None:
-    """Accelerate does not count a pass without a batch; the rank would have the same order in the next one."""
+    """Accelerate does not count a pass without a batch; the rank would have the same order in the
+    next one.
+    """
     stages = [Stage(1, 2, 15), Stage(2, 4, 10**6)]
     assert problems_of(Plan("accelerate", 33, even=False), stages) == []
 
@@ -377,7 +423,8 @@ def test_positions_of_0_2_0_after_a_change() -> None:
     now, old = ([{**state, "offset": offset} for state in states] for offset in (21, 22))
     after = Stage(2, 2, 0)
     expected, found = (
-        list(together([SimulatedRank(plan, after, rank, each) for rank in (0, 1)])) for each in (now, old)
+        list(together([SimulatedRank(plan, after, rank, each) for rank in (0, 1)]))
+        for each in (now, old)
     )
     assert found == expected
 

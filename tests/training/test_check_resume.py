@@ -1,4 +1,6 @@
-"""`ft-ckpt check-resume`, on scripts as people write them, in processes of their own; and what it goes by."""
+"""`ft-ckpt check-resume`, on scripts as people write them, in processes of their own; and what it
+goes by.
+"""
 
 import json
 import sys
@@ -18,9 +20,13 @@ SCRIPT = TESTS / "scripts" / "rehearsed.py"
 
 
 def check(folder, *arguments, limit_seconds=380):
-    """`check-resume` with the system's place for scratch files moved to `folder`, where it must leave nothing."""
+    """`check-resume` with the system's place for scratch files moved to `folder`, where it must
+    leave nothing.
+    """
     code, env = "from ft_ckpt.cli import main; main()", {"TMPDIR": str(folder)}
-    answer = run_python(code, "check-resume", *arguments, timeout=limit_seconds, env=env, cwd=folder)
+    answer = run_python(
+        code, "check-resume", *arguments, timeout=limit_seconds, env=env, cwd=folder
+    )
     left = [found.name for found in folder.iterdir() if found.name.startswith("ft_ckpt-")]
     assert left == [], answer.stderr
     return answer
@@ -38,7 +44,10 @@ def test_a_good_script(tmp_path, launcher):
     found = json.loads(answer.stdout)
     assert (found["equal"], found["stop"], found["first_difference"]) == (True, 3, None)
     assert [row["step"] for row in found["rows"]] == [1, 2, 3, 4, 5]
-    assert all(row["equal"] and row["batches"] and row["through"] == row["resumed"] for row in found["rows"])
+    assert all(
+        row["equal"] and row["batches"] and row["through"] == row["resumed"]
+        for row in found["rows"]
+    )
     assert found["end"] == {"tensors": 16, "different": []}, "4 of the model, 12 of the optimizer"
     assert not (tmp_path / "runs").exists(), "its own folder for checkpoints"
 
@@ -48,7 +57,9 @@ def test_a_good_script(tmp_path, launcher):
 
 @pytest.mark.slow
 def test_a_scheduler_that_is_not_saved(tmp_path):
-    """The step after the resume is the first with the wrong learning rate, the one after it shows that."""
+    """The step after the resume is the first with the wrong learning rate, the one after it shows
+    that.
+    """
     answer = check(tmp_path, "--steps", 6, "--stop", 3, SCRIPT, "forgets its scheduler")
     assert answer.returncode == 1, answer.stderr
     lines = [line.split() for line in answer.stdout.splitlines()]
@@ -76,7 +87,8 @@ def test_numbers_from_an_unseeded_source(tmp_path):
 
 
 @pytest.mark.sample(
-    "print('trained')-made no CheckpointSaver", "raise RuntimeError('out of luck')-ended with exit code 1"
+    "print('trained')-made no CheckpointSaver",
+    "raise RuntimeError('out of luck')-ended with exit code 1",
 )
 @pytest.mark.parametrize(
     ("code", "words"),
@@ -106,7 +118,10 @@ def test_a_script_that_ends_too_soon(tmp_path):
 def test_a_script_that_is_not_resumed(tmp_path):
     answer = check(tmp_path, "--steps", 2, SCRIPT, "does not resume")
     assert answer.returncode == 2
-    assert "it began with step 1, though there was a checkpoint of step 1: call saver.resume()" in answer.stderr
+    assert (
+        "it began with step 1, though there was a checkpoint of step 1: call saver.resume()"
+        in answer.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,9 +141,13 @@ def test_what_is_asked_for_must_make_sense(tmp_path, arguments, words):
 
 
 def test_a_launcher_is_put_before_the_script(tmp_path):
-    (tmp_path / "launcher").write_text(f"#!{sys.executable}\nimport sys\nsys.exit(f'launched {{sys.argv[1:]}}')\n")
+    (tmp_path / "launcher").write_text(
+        f"#!{sys.executable}\nimport sys\nsys.exit(f'launched {{sys.argv[1:]}}')\n"
+    )
     (tmp_path / "launcher").chmod(0o755)
-    answer = check(tmp_path, "--launch", f"{tmp_path}/launcher --config 'a b'", SCRIPT, "--steps", 3)
+    answer = check(
+        tmp_path, "--launch", f"{tmp_path}/launcher --config 'a b'", SCRIPT, "--steps", 3
+    )
     assert f"launched {['--config', 'a b', str(SCRIPT), '--steps', '3']}" in answer.stderr
 
 
@@ -177,7 +196,9 @@ def test_a_step_that_is_saved_is_not_saved_again_and_other_ranks_write_nothing(t
 
 def digest(told, *batches):
     recorder = Recorder(told)
-    assert all(one is other for one, other in zip(recorder.watch_batches(batches), batches, strict=True))
+    assert all(
+        one is other for one, other in zip(recorder.watch_batches(batches), batches, strict=True)
+    )
     recorder.record_step(1, {}, False, True, print)
     return read_steps(Path(told.record))[-1].batches
 
@@ -205,7 +226,10 @@ def test_rows_of_two_runs_side_by_side():
     resumed = [Step(1, {"loss": "0x1p+0"}, "a"), Step(3, {"loss": "0x1p+1"}, "b")]
     rows = list(_compare_steps(through, resumed))
     assert [(row.step, row.is_equal) for row in rows] == [(1, True), (2, False), (3, False)]
-    assert [row.is_equal for row in _compare_steps([Step(1, {}, None), Step(2, {}, None)], [Step(2, {}, None)])] == [
+    assert [
+        row.is_equal
+        for row in _compare_steps([Step(1, {}, None), Step(2, {}, None)], [Step(2, {}, None)])
+    ] == [
         False,
         True,
     ]

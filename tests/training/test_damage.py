@@ -1,4 +1,6 @@
-"""A resume compares all files before it overwrites anything: a damaged checkpoint gives way to an older one."""
+"""A resume compares all files before it overwrites anything: a damaged checkpoint gives way to an
+older one.
+"""
 
 import os
 import warnings
@@ -62,12 +64,16 @@ def two_checkpoints(folder, **settings):
 
 def tensors_of(model, optimizer):
     state = optimizer.state_dict()["state"]
-    moments = {f"{n}/{key}": value.clone() for n, one in state.items() for key, value in one.items()}
+    moments = {
+        f"{n}/{key}": value.clone() for n, one in state.items() for key, value in one.items()
+    }
     return {name: tensor.clone() for name, tensor in model.state_dict().items()} | moments
 
 
 def is_same(expected, found):
-    return expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
+    return expected.keys() == found.keys() and all(
+        torch.equal(expected[name], found[name]) for name in expected
+    )
 
 
 def flip(path: Path, at: int) -> None:
@@ -93,11 +99,16 @@ def test_an_older_one_takes_the_place_of_a_damaged_one(tmp_path, file, place, co
         path = next((tmp_path / "checkpoint-2" / Path(file).parent).glob("training.*s*"))
     flip(path, min(int(place * path.stat().st_size), path.stat().st_size - 1))
     model, optimizer, saver = begin(tmp_path)
-    with pytest.warns(UserWarning, match=rf"checkpoint-2: .*{path.name}: .*its bytes have changed; damaged, trying an"):
+    with pytest.warns(
+        UserWarning,
+        match=rf"checkpoint-2: .*{path.name}: .*its bytes have changed; damaged, trying an",
+    ):
         progress = saver.resume()
     assert (progress.resumed_from.name, progress.report.problems) == ("checkpoint-1", ())
     assert is_same(expected, tensors_of(model, optimizer))
-    assert len(saver._run.registered["listener"].heard) == 1, "an object was given something of a damaged checkpoint"
+    assert len(saver._run.registered["listener"].heard) == 1, (
+        "an object was given something of a damaged checkpoint"
+    )
     train(model, optimizer, saver, 1)
     assert saver.save_state().path == tmp_path / "checkpoint-2"
 
@@ -108,13 +119,19 @@ def test_a_disk_that_cannot_be_read_on(tmp_path, monkeypatch):
     real = os.preadv
 
     def broken(descriptor, buffers, offset, *flags):
-        if os.fstat(descriptor).st_ino == bad.st_ino and offset + sum(map(len, buffers)) > bad.st_size // 2:
+        if (
+            os.fstat(descriptor).st_ino == bad.st_ino
+            and offset + sum(map(len, buffers)) > bad.st_size // 2
+        ):
             raise OSError(5, "Input/output error")
         return real(descriptor, buffers, offset, *flags)
 
     monkeypatch.setattr(os, "preadv", broken)
     model, optimizer, saver = begin(tmp_path)
-    with pytest.raises(UnreadableError, match=r"model.safetensors: .*Input/output error.*whole one is .*checkpoint-1"):
+    with pytest.raises(
+        UnreadableError,
+        match=r"model.safetensors: .*Input/output error.*whole one is .*checkpoint-1",
+    ):
         saver.resume()
     assert saver.resume("checkpoint-1").resumed_from.name == "checkpoint-1"
     assert is_same(expected, tensors_of(model, optimizer))
@@ -143,7 +160,9 @@ def test_a_damaged_checkpoint_overwrites_nothing(tmp_path, allow):
         saver.resume("must")
     flip(tmp_path / "checkpoint-2" / "state" / "training.safetensors", -1)
     before = tensors_of(model, optimizer)
-    with pytest.raises(CorruptError, match=r"its bytes have changed; the newest whole one is .*checkpoint-1"):
+    with pytest.raises(
+        CorruptError, match=r"its bytes have changed; the newest whole one is .*checkpoint-1"
+    ):
         saver.resume("must", allow=allow)
     assert is_same(before, tensors_of(model, optimizer))
     assert len(saver._run.registered["listener"].heard) == int(allow)
@@ -174,10 +193,14 @@ def test_a_large_file_is_compared_before_it_is_used(tmp_path):
 
 
 @pytest.mark.sample("fsdp2-wide")
-@pytest.mark.parametrize(("wrapper", "model"), [("ddp", "llama"), ("fsdp2", "wide"), ("fsdp1", "lora")])
+@pytest.mark.parametrize(
+    ("wrapper", "model"), [("ddp", "llama"), ("fsdp2", "wide"), ("fsdp1", "lora")]
+)
 @on_ranks(2)
 def test_ranks_share_the_work_and_the_outcome(tmp_path, wrapper, model):
-    """Each file in turn is damaged, whichever rank is to compare it: all ranks take the older checkpoint."""
+    """Each file in turn is damaged, whichever rank is to compare it: all ranks take the older
+    checkpoint.
+    """
     live, run = live_model(wrapper, model), tmp_path / "run"
     found = []
     with saver_of(live, run, each_rank_writes="on") as saver:
@@ -217,5 +240,7 @@ def test_all_of_a_failure_is_told_at_once(tmp_path):
     for file in ("model.safetensors", "state/training.safetensors"):
         flip(tmp_path / "checkpoint-2" / file, -1)
     _, _, saver = begin(tmp_path)
-    with pytest.raises(CheckpointError, match=r"(?s)model.safetensors: digest.*training.safetensors: digest"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)model.safetensors: digest.*training.safetensors: digest"
+    ):
         saver.resume("checkpoint-2")

@@ -27,7 +27,9 @@ HERE = Path("/proc/self/cwd")
 
 
 def enter_disk(folder):
-    """The disk of this rank, from now on its working directory; all ranks are on one node, with one scratch folder."""
+    """The disk of this rank, from now on its working directory; all ranks are on one node, with one
+    scratch folder.
+    """
     disk, scratch = folder / f"disk-{RANK}", folder / "scratch"
     disk.mkdir(exist_ok=True)
     scratch.mkdir(exist_ok=True)
@@ -67,8 +69,12 @@ def test_the_next_losses_are_the_same_bits(tmp_path, wrapper, model):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
-@pytest.mark.parametrize(("wrapper", "model"), [("zero1", "llama"), ("zero2", "llama"), ("zero3", "lora")])
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra"
+)
+@pytest.mark.parametrize(
+    ("wrapper", "model"), [("zero1", "llama"), ("zero2", "llama"), ("zero3", "lora")]
+)
 @on_ranks(2, group_seconds=None, env={"DS_ACCELERATOR": "cpu"}, timeout=280)
 def test_under_zero(tmp_path, wrapper, model):
     enter_disk(tmp_path)
@@ -90,7 +96,9 @@ def take_on_own_disks(folder, wrapper, left):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "ranks", "after", "more"), [("fsdp2", 2, "fsdp1", 4), ("none", 1, "ddp", 2)])
+@pytest.mark.parametrize(
+    ("before", "ranks", "after", "more"), [("fsdp2", 2, "fsdp1", 4), ("none", 1, "ddp", 2)]
+)
 def test_another_number_of_ranks_under_another_wrapper(tmp_path, before, ranks, after, more):
     left = tmp_path / "left"
     left.mkdir()
@@ -100,7 +108,9 @@ def test_another_number_of_ranks_under_another_wrapper(tmp_path, before, ranks, 
 
 @on_own_disks
 def test_another_run_on_another_disk_is_not_resumed(tmp_path):
-    """Rank 1 has checkpoints of another run, one with the same name and one with a later step: rank 0's is resumed."""
+    """Rank 1 has checkpoints of another run, one with the same name and one with a later step: rank
+    0's is resumed.
+    """
     other = live_model("ddp", "llama", seed=5)
     with saver_of(other, HERE) as keeper:
         keeper.save_state(path=HERE / "checkpoint-7")
@@ -135,23 +145,30 @@ def resumed(expected, far=True):
         progress = keeper.resume("must")
         assert (progress.step, progress.report.problems) == (2, ()), progress
         assert progress.resumed_from.name == "checkpoint-2"
-        assert any("rank(s) 1 do not see" in note for note in progress.report.notes) is far, progress.report
+        assert any("rank(s) 1 do not see" in note for note in progress.report.notes) is far, (
+            progress.report
+        )
         same(expected, truth(fresh))
 
 
 @pytest.mark.slow
 @on_own_disks
 def test_folders_of_save_state(tmp_path):
-    """A tmp_path of save_state on a disk that all ranks see is loaded; on disks of their own it is refused on all."""
+    """A tmp_path of save_state on a disk that all ranks see is loaded; on disks of their own it is
+    refused on all.
+    """
     live = live_model("ddp", "llama")
     for step in range(2):
         live.step(models.batch(seed=step))
     live.accelerator.save_state(str(tmp_path / "theirs"))
-    live.accelerator.save_state(str(HERE / "theirs"))  # each disk gets the files that its rank writes
+    # each disk gets the files that its rank writes
+    live.accelerator.save_state(str(HERE / "theirs"))
     expected = truth(live), optimizer_state(live)
     fresh = live_model("ddp", "llama", seed=1)
     with saver_of(fresh, HERE) as keeper:
-        with pytest.raises(LoadError if RANK else RankError, match=r"model.safetensors: not in the folder|rank 1"):
+        with pytest.raises(
+            LoadError if RANK else RankError, match=r"model.safetensors: not in the folder|rank 1"
+        ):
             keeper.resume(HERE / "theirs")
         progress = keeper.resume(tmp_path / "theirs")
         assert (progress.step, progress.report.problems) == (2, ()), progress
@@ -192,7 +209,10 @@ def test_a_failed_read_of_rank_0_fails_on_all(tmp_path):
         node_copies.read_range = lambda *_: 1 / 0
     begun = time.monotonic()
     error = RankError if RANK else ZeroDivisionError
-    with saver_of(live, HERE) as keeper, pytest.raises(error, match=r"division by zero|rank 0 could not read"):
+    with (
+        saver_of(live, HERE) as keeper,
+        pytest.raises(error, match=r"division by zero|rank 0 could not read"),
+    ):
         keeper.resume("must")
     node_copies.read_range = real
     assert time.monotonic() - begun < 20
@@ -203,7 +223,9 @@ def test_a_failed_read_of_rank_0_fails_on_all(tmp_path):
 @pytest.mark.slow
 @on_own_disks
 def test_no_room_for_the_copy(tmp_path):
-    """The temporary folder of a node has no room for the copy: every rank raises, before anything is sent."""
+    """The temporary folder of a node has no room for the copy: every rank raises, before anything
+    is sent.
+    """
     live = live_model("fsdp2", "llama")
     with saver_of(live, HERE) as keeper:
         train(live, keeper, 0, 2)

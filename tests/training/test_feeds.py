@@ -63,7 +63,9 @@ def test_a_curriculum_goes_on_where_it_was(tmp_path, stop, skip_done):
     torch.manual_seed(99)
     again = saver_of(tmp_path)
     again.resume("must")
-    assert begun + curriculum(again, [loader(0, 4), loader(100, 6)], skip_done=skip_done) == expected
+    assert (
+        begun + curriculum(again, [loader(0, 4), loader(100, 6)], skip_done=skip_done) == expected
+    )
 
 
 def test_the_end_of_each_pass_is_saved(tmp_path):
@@ -78,7 +80,11 @@ def test_the_end_of_each_pass_is_saved(tmp_path):
 
 @pytest.mark.parametrize(("epochs", "saved"), [(1, {3, 6, 9, 12}), (2, {6, 12})])
 def test_two_loaders_side_by_side_are_one_pass(tmp_path, epochs, saved):
-    saver, one, other = saver_of(tmp_path, every=Every(epochs=epochs, signals=())), loader(0, 6), loader(9, 6)
+    saver, one, other = (
+        saver_of(tmp_path, every=Every(epochs=epochs, signals=())),
+        loader(0, 6),
+        loader(9, 6),
+    )
     for _ in range(4):
         for _pair in zip(saver.remaining(one), saver.remaining(other), strict=False):
             saver.step()
@@ -91,12 +97,16 @@ def test_a_loader_that_no_checkpoint_had_is_told_of(tmp_path):
     saver.save_state()
     again = saver_of(tmp_path)
     again.resume("must")
-    with pytest.warns(UserWarning, match="TensorDataset with 8 samples: no loader of the checkpoint had such data"):
+    with pytest.warns(
+        UserWarning, match="TensorDataset with 8 samples: no loader of the checkpoint had such data"
+    ):
         seen(again.remaining(loader(0, 8)), 1)
 
 
 def test_a_plain_loader_of_other_data_is_told_of(tmp_path):
-    """In order, the data that was added or cut off began with the same indices: nothing was said."""
+    """In order, the data that was added or cut off began with the same indices: nothing was
+    said.
+    """
 
     def plain(count):
         return DataLoader(TensorDataset(torch.arange(count)), batch_size=2)
@@ -109,7 +119,9 @@ def test_a_plain_loader_of_other_data_is_told_of(tmp_path):
             again = CheckpointSaver(None, tmp_path, on_difference=how or "raise")
             again.resume("must", model=nn.Linear(1, 1))
             read = partial(seen, again.remaining(plain(count if how else 8)), 1)
-            match = f"TensorDataset with {count} samples, was TensorDataset with 8 when it was saved"
+            match = (
+                f"TensorDataset with {count} samples, was TensorDataset with 8 when it was saved"
+            )
             if how == "raise":
                 with pytest.raises(LoadError, match=match):
                     read()

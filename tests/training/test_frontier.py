@@ -1,4 +1,6 @@
-"""Samples in any order: each is trained or dropped exactly once, whatever was in flight when the run ended."""
+"""Samples in any order: each is trained or dropped exactly once, whatever was in flight when the
+run ended.
+"""
 
 import itertools
 import json
@@ -29,7 +31,8 @@ from ft_ckpt import CheckpointSaver, Every, Frontier
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, TicketError
 from ft_ckpt.training.frontier import Ticket
 
-SHUFFLED = [[1, 9, 7, 5, 2, 8, 6, 3, 4, 0], [1, 2, 5, 9, 6, 4, 8, 7, 3, 0]]  # seed 1; a change makes runs unresumable
+# seed 1; a change makes runs unresumable
+SHUFFLED = [[1, 9, 7, 5, 2, 8, 6, 3, 4, 0], [1, 2, 5, 9, 6, 4, 8, 7, 3, 0]]
 
 
 def copied(frontier):
@@ -48,7 +51,9 @@ def ids(tickets):
 
 
 class Runs(RuleBasedStateMachine):
-    """A run that is saved, crashes and resumes at any moment, beside a model that lists every sample."""
+    """A run that is saved, crashes and resumes at any moment, beside a model that lists every
+    sample.
+    """
 
     @initialize(
         count=st.integers(1, 12),
@@ -60,7 +65,8 @@ class Runs(RuleBasedStateMachine):
     def begin(self, count, epochs, shuffle, seed, named):
         samples = [f"prompt {number}" for number in range(count)] if named else count
         self.make = lambda: Frontier(samples, epochs=epochs, shuffle=shuffle, seed=seed)
-        self.order = [(ticket.epoch, ticket.id) for ticket in self.make()]  # of one that reports nothing
+        # of one that reports nothing
+        self.order = [(ticket.epoch, ticket.id) for ticket in self.make()]
         every = samples if named else range(count)
         assert [epoch for epoch, _ in self.order] == sorted([*range(epochs)] * count)
         for epoch in range(epochs):
@@ -77,7 +83,9 @@ class Runs(RuleBasedStateMachine):
 
     def places(self, tickets):
         found = [ticket.key for ticket in tickets]
-        assert [(ticket.epoch, ticket.id) for ticket in tickets] == [self.order[place] for place in found]
+        assert [(ticket.epoch, ticket.id) for ticket in tickets] == [
+            self.order[place] for place in found
+        ]
         return found
 
     @property
@@ -89,14 +97,19 @@ class Runs(RuleBasedStateMachine):
         expected = self.open[:count]
         tickets = self.frontier.take(count)
         assert self.places(tickets) == expected
-        assert [ticket.attempt for ticket in tickets] == [self.attempts[place] + 1 for place in expected]
+        assert [ticket.attempt for ticket in tickets] == [
+            self.attempts[place] + 1 for place in expected
+        ]
         self.flying.update(zip(expected, tickets, strict=True))
 
     @precondition(lambda self: self.flying)
     @rule(kind=st.sampled_from(["trained", "trained", "dropped", "failed"]), data=st.data())
     def report(self, kind, data):
-        chosen = data.draw(st.lists(st.sampled_from(sorted(self.flying)), min_size=1, max_size=4, unique=True))
-        tickets = [pickle.loads(pickle.dumps(self.flying.pop(place))) for place in chosen]  # from another process
+        chosen = data.draw(
+            st.lists(st.sampled_from(sorted(self.flying)), min_size=1, max_size=4, unique=True)
+        )
+        # from another process
+        tickets = [pickle.loads(pickle.dumps(self.flying.pop(place))) for place in chosen]
         getattr(self.frontier, kind)(*tickets)
         self.old += tickets
         for place in chosen:
@@ -134,14 +147,18 @@ class Runs(RuleBasedStateMachine):
     @precondition(lambda self: self.void)
     @rule(data=st.data())
     def renew(self, data):
-        tickets = data.draw(st.lists(st.sampled_from(self.void), min_size=1, max_size=3, unique_by=lambda t: t.key))
+        tickets = data.draw(
+            st.lists(st.sampled_from(self.void), min_size=1, max_size=3, unique_by=lambda t: t.key)
+        )
         if all(ticket.key in self.open for ticket in tickets):
             fresh = self.frontier.renew(*tickets)
             assert self.places(fresh) == [ticket.key for ticket in tickets]
             self.flying.update((ticket.key, ticket) for ticket in fresh)
         else:
             before = self.frontier.in_flight
-            with pytest.raises(TicketError, match=r"trained or dropped already|in flight here already"):
+            with pytest.raises(
+                TicketError, match=r"trained or dropped already|in flight here already"
+            ):
                 self.frontier.renew(*tickets)
             assert self.frontier.in_flight == before
 
@@ -149,19 +166,29 @@ class Runs(RuleBasedStateMachine):
     def agrees(self):
         if hasattr(self, "frontier"):
             kinds = Counter(self.settled.values())
-            expected = {"trained": kinds["trained"], "dropped": kinds["dropped"], "in flight": len(self.flying)}
+            expected = {
+                "trained": kinds["trained"],
+                "dropped": kinds["dropped"],
+                "in flight": len(self.flying),
+            }
             assert self.frontier.counts == expected
             assert self.frontier.in_flight == [self.flying[place] for place in sorted(self.flying)]
             assert self.frontier.done == (len(self.settled) == len(self.order))
-            low = next((n for n in range(len(self.order)) if n not in self.settled), len(self.order))
+            low = next(
+                (n for n in range(len(self.order)) if n not in self.settled), len(self.order)
+            )
             assert self.frontier.epoch == low // self.frontier.samples
 
     def teardown(self):
-        """The rest of the run: what was in flight, then what was never taken, until everything is settled."""
+        """The rest of the run: what was in flight, then what was never taken, until everything is
+        settled.
+        """
         if hasattr(self, "frontier"):
             self.crash(same=False)
             left = [ticket for ticket in self.frontier if not self.frontier.trained(ticket)]
-            assert self.places(left) == [place for place in range(len(self.order)) if place not in self.settled]
+            assert self.places(left) == [
+                place for place in range(len(self.order)) if place not in self.settled
+            ]
             assert self.frontier.done
             assert self.frontier.take() == []
 
@@ -177,7 +204,9 @@ def test_the_shuffled_order_is_that_of_every_version(epoch):
 
 
 def test_shuffled_orders_are_equally_likely():
-    """All 24 orders of four samples, 200 times each: the statistic of 23 degrees of freedom is over 58 in 1e-4."""
+    """All 24 orders of four samples, 200 times each: the statistic of 23 degrees of freedom is over
+    58 in 1e-4.
+    """
     orders = Counter(tuple(ids(Frontier(4, shuffle=True, seed=seed))) for seed in range(4800))
     assert len(orders) == 24
     assert sum((count - 200) ** 2 / 200 for count in orders.values()) < 58
@@ -198,7 +227,12 @@ def test_an_epoch_begins_while_the_last_is_in_flight():
     frontier = Frontier(["a", "b", "c"], epochs=None)
     long, *others = frontier.take(3)
     frontier.trained(*others)
-    assert [(ticket.id, ticket.epoch) for ticket in frontier.take(4)] == [("a", 1), ("b", 1), ("c", 1), ("a", 2)]
+    assert [(ticket.id, ticket.epoch) for ticket in frontier.take(4)] == [
+        ("a", 1),
+        ("b", 1),
+        ("c", 1),
+        ("a", 2),
+    ]
     assert long in frontier
     assert (frontier.epoch, frontier.done) == (0, False)
 
@@ -260,13 +294,28 @@ def test_a_consumer_waits_for_what_may_fail():
 @pytest.mark.parametrize(
     ("report", "problem"),
     [
-        (lambda frontier, ticket: frontier.trained(ticket), "reported as trained or dropped already"),
-        (lambda frontier, ticket: frontier.dropped(ticket), "reported as trained or dropped already"),
-        (lambda frontier, ticket: frontier.trained(ticket._replace(token="0")), "from before a resume, or of another"),
+        (
+            lambda frontier, ticket: frontier.trained(ticket),
+            "reported as trained or dropped already",
+        ),
+        (
+            lambda frontier, ticket: frontier.dropped(ticket),
+            "reported as trained or dropped already",
+        ),
+        (
+            lambda frontier, ticket: frontier.trained(ticket._replace(token="0")),
+            "from before a resume, or of another",
+        ),
         (lambda frontier, ticket: frontier.trained([ticket]), "a list is no ticket"),
         (lambda frontier, ticket: frontier.renew(ticket), "trained or dropped already"),
-        (lambda frontier, ticket: frontier.renew(ticket._replace(id=8)), "other data or another order"),
-        (lambda frontier, ticket: frontier.renew(ticket._replace(key=-1)), "other data or another order"),
+        (
+            lambda frontier, ticket: frontier.renew(ticket._replace(id=8)),
+            "other data or another order",
+        ),
+        (
+            lambda frontier, ticket: frontier.renew(ticket._replace(key=-1)),
+            "other data or another order",
+        ),
         (lambda frontier, ticket: frontier.renew(*frontier.take()), "in flight here already"),
         (lambda frontier, ticket: frontier.renew([ticket]), "a list is no ticket"),
     ],
@@ -294,11 +343,15 @@ def test_a_ticket_from_before_a_resume_does_not_settle_what_was_handed_out_again
 def test_reports_name_the_sample():
     frontier = Frontier(["one", "two"])
     one, two = frontier.take(2)
-    with pytest.raises(TicketError, match=r"sample 'one' of epoch 0 \(attempt 1\): the ticket is given twice; nothing"):
+    with pytest.raises(
+        TicketError,
+        match=r"sample 'one' of epoch 0 \(attempt 1\): the ticket is given twice; nothing",
+    ):
         frontier.trained(one, two, one)
     frontier.failed(one)
     with pytest.raises(
-        TicketError, match=r"'one' of epoch 0 .*: reported as failed already, it comes again as attempt 2"
+        TicketError,
+        match=r"'one' of epoch 0 .*: reported as failed already, it comes again as attempt 2",
     ):
         frontier.trained(one, two)
     (again,) = frontier.take()
@@ -306,7 +359,9 @@ def test_reports_name_the_sample():
     with pytest.raises(TicketError, match="discard this result"):
         frontier.trained(one)
     frontier.trained(again, two)
-    with pytest.raises(TicketError, match=r"'one' of epoch 0 \(attempt 1\): reported as trained or dropped already"):
+    with pytest.raises(
+        TicketError, match=r"'one' of epoch 0 \(attempt 1\): reported as trained or dropped already"
+    ):
         frontier.dropped(one)
 
 
@@ -352,9 +407,18 @@ def test_results_in_a_stored_buffer_are_not_generated_again():
     [
         (lambda: Frontier(11, epochs=2), "number of samples is 11, 10 in the checkpoint"),
         (lambda: Frontier(10, epochs=1), "number of epochs is 1, 2 in the checkpoint"),
-        (lambda: Frontier(10, epochs=2, shuffle=True, seed=3), r"seed \(None: not shuffled\) is 3, None in the checkp"),
-        (lambda: Frontier([*range(10)], epochs=2), "digest of the ids is .*, None in the checkpoint"),
-        (lambda: Frontier(9, shuffle=True), "samples is 9.*seed.*epochs is 1, 2 in .*; make the Frontier with"),
+        (
+            lambda: Frontier(10, epochs=2, shuffle=True, seed=3),
+            r"seed \(None: not shuffled\) is 3, None in the checkp",
+        ),
+        (
+            lambda: Frontier([*range(10)], epochs=2),
+            "digest of the ids is .*, None in the checkpoint",
+        ),
+        (
+            lambda: Frontier(9, shuffle=True),
+            "samples is 9.*seed.*epochs is 1, 2 in .*; make the Frontier with",
+        ),
     ],
 )
 def test_another_data_set_is_refused(other, problem):
@@ -392,18 +456,31 @@ def test_a_finished_run_goes_on_with_more_epochs():
 @pytest.mark.parametrize(
     "change",
     [
-        {"low": -1}, {"low": 99}, {"low": True}, {"low": 1.0}, {"runs": "1"}, {"runs": "1 0"}, {"runs": "1 x"},
-        {"runs": "9 12"}, {"runs": [1, 1]}, {"runs": "-1 2"}, {"dropped": 9}, {"epochs": "2"}, {"dropped": None},
+        {"low": -1},
+        {"low": 99},
+        {"low": True},
+        {"low": 1.0},
+        {"runs": "1"},
+        {"runs": "1 0"},
+        {"runs": "1 x"},
+        {"runs": "9 12"},
+        {"runs": [1, 1]},
+        {"runs": "-1 2"},
+        {"dropped": 9},
+        {"epochs": "2"},
+        {"dropped": None},
         {"runs": "1 " + "9" * 5000},
     ],
-)  # fmt: skip
+)
 def test_a_damaged_state_is_refused(change):
     frontier = Frontier(10)
     frontier.trained(*frontier.take(4)[::2])
     with pytest.raises(CorruptError):
         Frontier(10).load_state_dict({**copied(frontier), **change})
     with pytest.raises(CorruptError, match="low missing"):
-        Frontier(10).load_state_dict({key: value for key, value in copied(frontier).items() if key != "low"})
+        Frontier(10).load_state_dict(
+            {key: value for key, value in copied(frontier).items() if key != "low"}
+        )
     with pytest.raises(LoadError, match="version 2"):
         Frontier(10).load_state_dict({**copied(frontier), "version": 2})
 
@@ -449,9 +526,16 @@ def test_an_exception_of_a_signal_handler_loses_nothing(call):
         frontier.failed(first[1])
         frontier.trained(first[2])
         saved = copied(frontier)
-        arguments = {"take": [3], "failed": [first[0]], "trained": [first[0]], "load_state_dict": [saved]}[call]
+        arguments = {
+            "take": [3],
+            "failed": [first[0]],
+            "trained": [first[0]],
+            "load_state_dict": [saved],
+        }[call]
         left = interrupted_at(line, getattr(frontier, call), *arguments)
-        settled = {first[2].id} | ({first[0].id} if call == "trained" and first[0] not in frontier else set())
+        settled = {first[2].id} | (
+            {first[0].id} if call == "trained" and first[0] not in frontier else set()
+        )
         expected = [sample for sample in range(9) if sample not in settled]
         assert ids(resumed(frontier, 9)) == expected, line
         frontier.load_state_dict(copied(frontier))
@@ -462,11 +546,16 @@ def test_an_exception_of_a_signal_handler_loses_nothing(call):
 
 
 def interrupted_at(number, function, *arguments):
-    """Whether the call was interrupted, before the line that it executes after so many others of its module."""
+    """Whether the call was interrupted, before the line that it executes after so many others of
+    its module.
+    """
     lines = itertools.count()
 
     def trace(frame, event, _):
-        if not frame.f_code.co_filename.endswith("frontier.py") or "tests" in frame.f_code.co_filename:
+        if (
+            not frame.f_code.co_filename.endswith("frontier.py")
+            or "tests" in frame.f_code.co_filename
+        ):
             return None
         if event == "line" and next(lines) == number:
             raise KeyboardInterrupt
@@ -488,7 +577,8 @@ def test_it_needs_nothing_else():
 import sys
 from ft_ckpt import Frontier
 Frontier(3)
-print(*sorted({"torch", "numpy"} & set(sys.modules)), *sorted(n for n in sys.modules if n.startswith("ft_ckpt.")))
+print(*sorted({"torch", "numpy"} & set(sys.modules)), end=" ")
+print(*sorted(name for name in sys.modules if name.startswith("ft_ckpt.")))
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     ours = ["_version", "errors", "messages", "training", "training.frontier"]
@@ -504,7 +594,8 @@ from ft_ckpt import CheckpointSaver, Every, Frontier
 
 model, frontier = network(), Frontier(60, epochs=2, shuffle=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-saver = CheckpointSaver(None, sys.argv[1], every=Every(steps=3, signals=()), background=sys.argv[2] == "True", **QUIET)
+every = Every(steps=3, signals=())
+saver = CheckpointSaver(None, sys.argv[1], every=every, background=sys.argv[2] == "True", **QUIET)
 with saver, open(sys.argv[3], "a") as log:
     saver.register(model=model, optimizer=optimizer, frontier=frontier)
     saver.resume()
@@ -522,7 +613,8 @@ with saver, open(sys.argv[3], "a") as log:
         optimizer.zero_grad()
         frontier.trained(*done)
         # one line for each step; that of a step that is repeated after a resume counts
-        print(saver.progress.step, *(f"{t.epoch}/{t.id}" for t in (*done, *dropped)), file=log, flush=True)
+        tickets = [f"{ticket.epoch}/{ticket.id}" for ticket in (*done, *dropped)]
+        print(saver.progress.step, *tickets, file=log, flush=True)
         saver.step()
         print(saver.progress.step, flush=True)
         time.sleep(0.002)
@@ -552,13 +644,17 @@ def test_a_run_that_is_killed_settles_each_sample_once(tmp_path, background):
 def test_another_data_set_is_named_by_a_resume(tmp_path):
     model = network()
     CheckpointSaver(None, tmp_path, **QUIET).save_state(model, frontier=Frontier(10))
-    with pytest.raises(LoadError, match=r"frontier: .*number of samples is 11, 10 in the checkpoint"):
+    with pytest.raises(
+        LoadError, match=r"frontier: .*number of samples is 11, 10 in the checkpoint"
+    ):
         CheckpointSaver(None, tmp_path, **QUIET).resume(model=model, frontier=Frontier(11))
 
 
 def begin_together(folder):
     frontier = Frontier(40, epochs=2, shuffle=True)
-    saver = CheckpointSaver(None, folder, every=Every(steps=1, signals=()), enter_timeout_seconds=60, **QUIET)
+    saver = CheckpointSaver(
+        None, folder, every=Every(steps=1, signals=()), enter_timeout_seconds=60, **QUIET
+    )
     saver.register(model=network(), frontier=frontier)
     saver.resume()
     return saver, frontier
@@ -566,11 +662,14 @@ def begin_together(folder):
 
 @on_ranks(2)
 def leader(folder):
-    """Rank 0 takes and reports; the other rank has a frontier of the same arguments and does not use it."""
+    """Rank 0 takes and reports; the other rank has a frontier of the same arguments and does not
+    use it.
+    """
     for first, last in ((0, 7), (7, 13)):
         saver, frontier = begin_together(folder)
         if RANK == 0:
-            tickets = frontier.take(last - first + (first > 0))  # the first one was in flight at the save
+            # the first one was in flight at the save
+            tickets = frontier.take(last - first + (first > 0))
             assert [ticket.key for ticket in tickets] == [0, *range(max(first, 1), last)], tickets
             frontier.trained(*tickets[1 + (first == 0) :])
             frontier.dropped(*tickets[1 : 1 + (first == 0)])
@@ -583,7 +682,9 @@ def leader(folder):
 
 @on_ranks(2)
 def same_calls(folder):
-    """Both ranks take all samples of a step and train their part; their states are equal and stored once."""
+    """Both ranks take all samples of a step and train their part; their states are equal and stored
+    once.
+    """
     for first, last in ((0, 7), (7, 13)):
         saver, frontier = begin_together(folder)
         tickets = frontier.take(last - first + (first > 0))
@@ -604,7 +705,9 @@ def grown(folder):
 
 
 def test_ranks(tmp_path):
-    """One frontier on rank 0, or the same calls on all ranks; both resume on another number of ranks."""
+    """One frontier on rank 0, or the same calls on all ranks; both resume on another number of
+    ranks.
+    """
     alone = Frontier(40, epochs=2, shuffle=True)
     alone.trained(*alone.take(7)[1:])
     model = network()

@@ -1,4 +1,6 @@
-"""scripts/grpo.py: a trainer of two ranks, a rollout process and a replay buffer, killed anywhere and resumed."""
+"""scripts/grpo.py: a trainer of two ranks, a rollout process and a replay buffer, killed anywhere
+and resumed.
+"""
 
 import json
 import os
@@ -23,8 +25,13 @@ import grpo
 WORDS = ["--steps", "12", "--every", "3", "--no-background"]
 
 
-def live(folder: Path, words: list[str], kill_after: float | None = None, victims: int = 0, seed: int = 0) -> int:
-    """One life of the run: its exit code. `kill_after` seconds SIGKILL goes to `victims` of its processes (0: all)."""
+def live(
+    folder: Path, words: list[str], kill_after: float | None = None, victims: int = 0, seed: int = 0
+) -> int:
+    """One life of the run: its exit code.
+
+    `kill_after` seconds SIGKILL goes to `victims` of its processes (0: all).
+    """
     parent = os.fork()
     if not parent:
         sys.stdout = sys.stderr = (folder.parent / "log").open("a", buffering=1)
@@ -46,12 +53,19 @@ def live(folder: Path, words: list[str], kill_after: float | None = None, victim
 
 
 def steps_of(folder: Path) -> dict[int, dict[str, object]]:
-    """What was done in each step; a step that was done again after a kill counts as it was done last."""
-    return {line["step"]: line for line in map(json.loads, (folder / "ledger.jsonl").read_text().splitlines())}
+    """What was done in each step; a step that was done again after a kill counts as it was done
+    last.
+    """
+    return {
+        line["step"]: line
+        for line in map(json.loads, (folder / "ledger.jsonl").read_text().splitlines())
+    }
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, dict[str, object]], float]:
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[int, dict[str, object]], float]:
     """The steps of a run that nobody killed, and how long it took."""
     folder, begun = tmp_path_factory.mktemp("grpo") / "run", time.monotonic()
     assert live(folder, WORDS) == 0, (folder.parent / "log").read_text()
@@ -73,14 +87,19 @@ def killed_until_it_ends(
         if code == 0:
             assert steps_of(folder) == expected
             shutil.rmtree(folder)  # once more, from the beginning
-            seconds = min(seconds, time.monotonic() - begun) if is_first else seconds  # the machine has less to do now
+            # the machine has less to do now
+            seconds = min(seconds, time.monotonic() - begun) if is_first else seconds
     assert live(folder, [*WORDS, *more]) == 0, (folder.parent / "log").read_text()
-    assert steps_of(folder) == expected, "the losses bit for bit, and the prompts with their versions"
+    assert steps_of(folder) == expected, (
+        "the losses bit for bit, and the prompts with their versions"
+    )
     return met
 
 
 @pytest.mark.slow
-def test_no_prompt_is_trained_twice_or_left_out(undisturbed: tuple[dict[int, dict[str, object]], float]) -> None:
+def test_no_prompt_is_trained_twice_or_left_out(
+    undisturbed: tuple[dict[int, dict[str, object]], float],
+) -> None:
     steps, _ = undisturbed
     assert list(steps) == list(range(1, 13))
     settled = [key for line in steps.values() for key, _ in line["trained"]]  # type: ignore[attr-defined]  # of JSON
@@ -93,8 +112,12 @@ def test_no_prompt_is_trained_twice_or_left_out(undisturbed: tuple[dict[int, dic
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", ["--no-background", "--background"])
-def test_killed_and_resumed(tmp_path: Path, undisturbed: tuple[dict[int, dict[str, object]], float], more: str) -> None:
-    """The engine's version is the step's, no prompt is lost or trained twice, the losses are those of the run above."""
+def test_killed_and_resumed(
+    tmp_path: Path, undisturbed: tuple[dict[int, dict[str, object]], float], more: str
+) -> None:
+    """The engine's version is the step's, no prompt is lost or trained twice, the losses are those
+    of the run above.
+    """
     killed_until_it_ends(tmp_path / "run", *undisturbed, 2, more)
 
 

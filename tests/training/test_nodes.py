@@ -1,4 +1,5 @@
-"""Nodes without a shared disk, processes in namespaces of mounts: saved by some, gone on with by others.
+"""Nodes without a shared disk, processes in namespaces of mounts: saved by some, gone on with by
+others.
 
 Some have a namespace of networks, too, and see each other over virtual links alone.
 """
@@ -16,11 +17,16 @@ from s3_server import running_s3
 
 from ft_ckpt.storage.local_store import LocalStore
 
-needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs namespaces of mounts, which root has")
+needs_mounts = pytest.mark.skipif(
+    not can_mount(), reason="needs namespaces of mounts, which root has"
+)
 
 
 def runs(case, shared, ranks, nodes=(), **env):
-    """The case on so many ranks; what is below `shared` but for the disk is seen by all. `nodes`: that they are on."""
+    """The case on so many ranks; what is below `shared` but for the disk is seen by all.
+
+    `nodes`: that they are on.
+    """
     env |= {"SHARED": str(shared), "NODES": json.dumps(nodes)}
     assert run_cases("nodes", [case], shared / f"{case}-{ranks}", ranks, env=env) == {case: ""}
 
@@ -54,7 +60,9 @@ def test_a_run_in_a_bucket(tmp_path, before, after):
     with running_s3() as server:
         runs("leave/bucket", tmp_path, before)
         names = server.names("run/weights/")
-        equal_to_save_pretrained({name.rpartition("/")[2]: server.content(name) for name in names}, tmp_path)
+        equal_to_save_pretrained(
+            {name.rpartition("/")[2]: server.content(name) for name in names}, tmp_path
+        )
         runs("take/bucket", tmp_path, after)
 
 
@@ -64,7 +72,9 @@ def test_a_run_in_a_bucket(tmp_path, before, after):
 def test_a_run_on_the_disk_of_one_node(tmp_path, before, after):
     runs("leave/disk", tmp_path, before)
     weights = tmp_path / "weights"
-    equal_to_save_pretrained({each.name: each.read_bytes() for each in weights.iterdir() if each.is_file()}, tmp_path)
+    equal_to_save_pretrained(
+        {each.name: each.read_bytes() for each in weights.iterdir() if each.is_file()}, tmp_path
+    )
     runs("take/disk", tmp_path, after)
 
 
@@ -86,7 +96,9 @@ def test_a_run_on_a_disk_of_several_clients(tmp_path, before, after, cache_secon
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (4, 2)])
 def test_a_run_over_a_network(tmp_path, before, after):
-    """Ranks of two nodes, each with a network and a disk of its own: files are those of one process, bit for bit."""
+    """Ranks of two nodes, each with a network and a disk of its own: files are those of one
+    process, bit for bit.
+    """
     with cluster(tmp_path) as found:
         runs("leave/disk", tmp_path, before, found.nodes)
         for name in ("weights", "behind"):
@@ -103,7 +115,9 @@ def test_a_run_in_a_bucket_over_a_network(tmp_path):
             server = stack.enter_context(running_s3(host=SWITCH))
         runs("leave/bucket", tmp_path, 2, found.nodes)
         names = server.names("run/weights/")
-        equal_to_save_pretrained({name.rpartition("/")[2]: server.content(name) for name in names}, tmp_path)
+        equal_to_save_pretrained(
+            {name.rpartition("/")[2]: server.content(name) for name in names}, tmp_path
+        )
         runs("take/bucket", tmp_path, 4, found.nodes)
 
 

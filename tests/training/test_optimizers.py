@@ -52,7 +52,9 @@ def steps(tensor):
 
 
 def same(left, right):
-    """Whether two trees are equal bit for bit, their tensors in shape, dtype and order in memory too."""
+    """Whether two trees are equal bit for bit, their tensors in shape, dtype and order in memory
+    too.
+    """
     if type(left) is not type(right):
         return False
     if isinstance(left, torch.Tensor):
@@ -106,7 +108,9 @@ class TestEachKind:
         assert goes_on(tmp_path, model_of, lambda model: KINDS[kind](model.parameters()))
 
     @pytest.mark.sample(*OF_OWN_FORM, "AdamW")
-    def test_going_back_before_the_first_step_leaves_nothing_of_later_ones(self, tmp_path, kind, model_of):
+    def test_going_back_before_the_first_step_leaves_nothing_of_later_ones(
+        self, tmp_path, kind, model_of
+    ):
         """Moments, step counts, settings and gradients of what came after stayed."""
         model = model_of()
         optimizer = KINDS[kind](model.parameters())
@@ -137,11 +141,14 @@ class TestEachKind:
         assert (learn(fresh, reordered, 1), learn(fresh, reordered, 2)) == expected
         part = KINDS[kind](list(fresh.parameters())[:-1])
         name = [name for name, _ in fresh.named_parameters()][-1]
-        with pytest.raises(LoadError, match=f"{name}: in the checkpoint's optimizer, not trained here"):
+        with pytest.raises(
+            LoadError, match=f"{name}: in the checkpoint's optimizer, not trained here"
+        ):
             CheckpointSaver(None, tmp_path, **QUIET).resume("must", model=fresh, optimizer=part)
 
 
-# Some take other arguments than parameters and a rate, or a step of another kind; the others keep objects of their own.
+# Some take other arguments than parameters and a rate, or a step of another kind; the others keep
+# objects of their own.
 UNTRIED = {"adalomo", "alig", "bsam", "demo", "distributedmuon", "lomo", "spectralsphere"}
 MAKE_OBJECTS = {"conda", "scalableshampoo"}
 REFUSED = MAKE_OBJECTS | {"lbfgs", "magma", "ranger21", "spam", "stablespam"}
@@ -174,7 +181,9 @@ def make_foreign(name, model):
 def test_those_of_pytorch_optimizer(tmp_path, name):
     second_order = name in SECOND_ORDER
     if name not in REFUSED:
-        assert goes_on(tmp_path, network, lambda model: make_foreign(name, model), second_order=second_order)
+        assert goes_on(
+            tmp_path, network, lambda model: make_foreign(name, model), second_order=second_order
+        )
         return
     model = network()
     optimizer, saver = make_foreign(name, model), CheckpointSaver(None, tmp_path, every=9, **QUIET)
@@ -184,7 +193,9 @@ def test_those_of_pytorch_optimizer(tmp_path, name):
         return
     saver.register(model=model, optimizer=optimizer)
     learn(model, optimizer, 0)
-    with pytest.raises(SelectionError, match=r"0\.weight: pre_conditioner: |2\.weight: projector: "):
+    with pytest.raises(
+        SelectionError, match=r"0\.weight: pre_conditioner: |2\.weight: projector: "
+    ):
         saver.step()
 
 
@@ -202,9 +213,17 @@ class Unusual(Small):
 
 REFUSED_AT_A_STEP = {
     "an object": (object(), "kept", r"0\.weight: kept: builtins\.object"),
-    "an object in a list": ([torch.zeros(2), object()], "kept", r"0\.weight: kept\[1\]: builtins\.object"),
+    "an object in a list": (
+        [torch.zeros(2), object()],
+        "kept",
+        r"0\.weight: kept\[1\]: builtins\.object",
+    ),
     "an array": ([np.zeros(2)], "kept", "kept: a numpy array of float64"),
-    "a sparse tensor": ({"a": torch.zeros(2).to_sparse()}, "kept", "a tensor of layout torch.sparse_coo"),
+    "a sparse tensor": (
+        {"a": torch.zeros(2).to_sparse()},
+        "kept",
+        "a tensor of layout torch.sparse_coo",
+    ),
     "a number as a key": (torch.zeros(2), 7, "7: a key of type int, expected str"),
 }
 
@@ -264,7 +283,9 @@ def test_what_cannot_be_kept_is_refused_when_it_is_registered(tmp_path, case):
     make, words = REFUSED_AT_ONCE[case]
     model = network()
     with pytest.raises(SelectionError, match=f"optimizer: {words}"):
-        CheckpointSaver(None, tmp_path).register(model=model, optimizer=make(list(model.parameters())))
+        CheckpointSaver(None, tmp_path).register(
+            model=model, optimizer=make(list(model.parameters()))
+        )
 
 
 def described(entry):
@@ -274,8 +295,14 @@ def described(entry):
 def test_containers_with_other_tensors_on_some_ranks_are_refused():
     leaf = {"shape": [2], "dtype": "float32", "host": False}
     entry = {"tree": ["list", ["tensor", 0]], "leaves": [leaf]}
-    for other in ({"tree": ["list"], "leaves": []}, {"value": []}, {**entry, "leaves": [{**leaf, "shape": [3]}]}):
-        with pytest.raises(SelectionError, match="weight: sides: the container has other tensors on rank 1"):
+    for other in (
+        {"tree": ["list"], "leaves": []},
+        {"value": []},
+        {**entry, "leaves": [{**leaf, "shape": [3]}]},
+    ):
+        with pytest.raises(
+            SelectionError, match="weight: sides: the container has other tensors on rank 1"
+        ):
             merge_descriptions([described(entry), described(other)])
     other = {"tree": ["list", ["tensor", 0], 1], "leaves": [leaf]}
     merged = merge_descriptions([described(entry), described(other)])
@@ -290,7 +317,9 @@ def test_weights_of_a_schedule_free_optimizer_in_training_are_named(tmp_path):
     with CheckpointSaver(None, tmp_path, **QUIET) as saver:
         saver.register(model=model, optimizer=optimizer)
         learn(model, optimizer, 0)
-        words = "ScheduleFree is in train mode: the weights are the point of training, not the average"
+        words = (
+            "ScheduleFree is in train mode: the weights are the point of training, not the average"
+        )
         assert saver.save(model, tmp_path / "trained").notes[0].startswith(words)
         assert saver.save_state().notes[0].startswith(words)
         assert saver.save(other, tmp_path / "other").notes == ()
@@ -308,12 +337,23 @@ FLIPS = st.lists(st.tuples(st.sampled_from(PARTS), st.booleans()), max_size=3)
 
 @st.composite
 def plans(draw):
-    """How the layers are shared out among optimizers and their groups, and what is frozen at each step."""
+    """How the layers are shared out among optimizers and their groups, and what is frozen at each
+    step.
+    """
     kinds = draw(st.lists(st.sampled_from(sorted(DRAWN)), min_size=1, max_size=2))
-    place = {layer: (draw(st.integers(0, len(kinds) - 1)), draw(st.integers(0, 1))) for layer in PARTS}
+    place = {
+        layer: (draw(st.integers(0, len(kinds) - 1)), draw(st.integers(0, 1))) for layer in PARTS
+    }
     place[draw(st.sampled_from(PARTS))] = (0, 0)  # an optimizer without parameters is none
     decay = draw(st.lists(st.sampled_from([0.0, 0.1]), min_size=2, max_size=2))
-    return kinds, place, decay, draw(st.lists(FLIPS, max_size=4)), draw(FLIPS), draw(st.integers(0, 2))
+    return (
+        kinds,
+        place,
+        decay,
+        draw(st.lists(FLIPS, max_size=4)),
+        draw(FLIPS),
+        draw(st.integers(0, 2)),
+    )
 
 
 def share_out(kinds, place, decay):
@@ -417,11 +457,15 @@ def test_what_requires_a_gradient_at_the_moment_does_not_matter(tmp_path, at_sav
 
 
 def test_what_was_trained_and_is_frozen_now_is_part_of_an_adapters_run(tmp_path):
-    """The base was trained first, and left out of every checkpoint from the moment it was frozen."""
+    """The base was trained first, and left out of every checkpoint from the moment it was
+    frozen.
+    """
     from peft import LoraConfig, get_peft_model
 
     def adapted():
-        return get_peft_model(network(), LoraConfig(target_modules=["2"], r=2, init_lora_weights=True))
+        return get_peft_model(
+            network(), LoraConfig(target_modules=["2"], r=2, init_lora_weights=True)
+        )
 
     model = adapted()
     last = model.base_model.model[4].requires_grad_(True)
@@ -437,13 +481,19 @@ def test_what_was_trained_and_is_frozen_now_is_part_of_an_adapters_run(tmp_path)
 
 def test_groups_in_another_order_are_matched_by_their_names(tmp_path):
     model, fresh = network(), network()
-    optimizer = torch.optim.SGD([{"params": [*model[i].parameters()], "lr": 0.1 + i} for i in PARTS], momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [{"params": [*model[i].parameters()], "lr": 0.1 + i} for i in PARTS], momentum=0.9
+    )
     learn(model, optimizer, 0)
-    again = torch.optim.SGD([{"params": [*fresh[i].parameters()], "lr": 9.0} for i in reversed(PARTS)], momentum=0.9)
+    again = torch.optim.SGD(
+        [{"params": [*fresh[i].parameters()], "lr": 9.0} for i in reversed(PARTS)], momentum=0.9
+    )
     save_and_resume(tmp_path, model, optimizer, fresh, again)
     assert [group["lr"] for group in again.param_groups] == [4.1, 2.1, 0.1]
     mixed = torch.optim.SGD([{"params": [*fresh[:3].parameters()]}, {"params": fresh[4].weight}])
-    with pytest.raises(LoadError, match="parameter group 0: its 4 parameters are not one group in the checkpoint"):
+    with pytest.raises(
+        LoadError, match="parameter group 0: its 4 parameters are not one group in the checkpoint"
+    ):
         CheckpointSaver(None, tmp_path, **QUIET).resume(model=fresh, optimizer=mixed)
 
 
@@ -460,7 +510,9 @@ def test_state_of_a_parameter_that_left_its_group_comes_back(tmp_path):
 # On ranks.
 
 TOLD = {"enter_timeout_seconds": 60, "on_difference": "ignore"}
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra"
+)
 
 
 class OfShards(Small):
@@ -493,7 +545,11 @@ def train_on_ranks(live, saver, first, count):
 
 
 def call_on_two(function, wrapper, *arguments):
-    zero = {"group_seconds": None, "env": {"DS_ACCELERATOR": "cpu"}} if wrapper.startswith("zero") else {}
+    zero = (
+        {"group_seconds": None, "env": {"DS_ACCELERATOR": "cpu"}}
+        if wrapper.startswith("zero")
+        else {}
+    )
     call_on_ranks(2, function, wrapper, *arguments, timeout=280, **zero)
 
 
@@ -522,7 +578,11 @@ def go_on_on_ranks(wrapper, folder, kind):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-CUT = ["fsdp1", "fsdp2", *(pytest.param(f"zero{stage}", marks=needs_deepspeed) for stage in (1, 2, 3))]
+CUT = [
+    "fsdp1",
+    "fsdp2",
+    *(pytest.param(f"zero{stage}", marks=needs_deepspeed) for stage in (1, 2, 3)),
+]
 
 
 @pytest.mark.slow
@@ -535,7 +595,9 @@ def refuse_on_ranks(wrapper, folder):
     """On all ranks, also where one of them has no elements of a parameter."""
     live = under(wrapper, OfShards, 0)
     saver = saver_of(live, folder)
-    with pytest.raises(CheckpointError, match=r"sides: .*not cut like the parameter|sides: list|rank \d"):
+    with pytest.raises(
+        CheckpointError, match=r"sides: .*not cut like the parameter|sides: list|rank \d"
+    ):
         train_on_ranks(live, saver, 0, 1)
 
 
@@ -543,5 +605,7 @@ def refuse_on_ranks(wrapper, folder):
 def test_torchs_optimizer_that_shares_state_out_is_refused_on_all_ranks(tmp_path):
     model = network()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
-    with pytest.raises(SelectionError, match="optimizer: its 'optim' is an optimizer with state of its own"):
+    with pytest.raises(
+        SelectionError, match="optimizer: its 'optim' is an optimizer with state of its own"
+    ):
         CheckpointSaver(None, tmp_path, **TOLD).register(model=model, optimizer=optimizer)

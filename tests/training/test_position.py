@@ -1,4 +1,6 @@
-"""Where a run is in its data: a run resumed at any step sees the batches and random numbers it would have seen."""
+"""Where a run is in its data: a run resumed at any step sees the batches and random numbers it
+would have seen.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +10,19 @@ import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import GradientState
-from feeding import SAMPLES, Counted, Make, Numbers, Stream, differing, resumed, saved, scramble, train, uninterrupted
+from feeding import (
+    SAMPLES,
+    Counted,
+    Make,
+    Numbers,
+    Stream,
+    differing,
+    resumed,
+    saved,
+    scramble,
+    train,
+    uninterrupted,
+)
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -31,7 +45,9 @@ def seeded(seed: int = 5) -> torch.Generator:
 
 
 def prepared(loader: Any, **settings: Any) -> Any:
-    return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**settings)).prepare_data_loader(loader)
+    return Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(**settings)
+    ).prepare_data_loader(loader)
 
 
 def hugging(shuffle: bool = False) -> Any:
@@ -49,37 +65,59 @@ LOADERS: dict[str, Make] = {
     "shuffled": lambda: DataLoader(Numbers(), 4, shuffle=True),
     "shuffled by a generator": lambda: DataLoader(Numbers(), 4, shuffle=True, generator=seeded()),
     "with replacement": lambda: DataLoader(
-        Numbers(count=70), 16, sampler=RandomSampler(range(70), replacement=True, generator=seeded())
+        Numbers(count=70),
+        16,
+        sampler=RandomSampler(range(70), replacement=True, generator=seeded()),
     ),
-    "weighted": lambda: DataLoader(Numbers(), 4, sampler=WeightedRandomSampler([1.0 + i for i in range(11)], 11)),
+    "weighted": lambda: DataLoader(
+        Numbers(), 4, sampler=WeightedRandomSampler([1.0 + i for i in range(11)], 11)
+    ),
     "batch sampler": lambda: DataLoader(Numbers(), batch_sampler=bucketed()),
     "one by one": lambda: DataLoader(Numbers(), batch_size=None, shuffle=True),
-    "sampler of batches": lambda: DataLoader(Numbers("own"), batch_size=None, sampler=range(SAMPLES)),
+    "sampler of batches": lambda: DataLoader(
+        Numbers("own"), batch_size=None, sampler=range(SAMPLES)
+    ),
     "augmented": lambda: DataLoader(Numbers("global"), 4, shuffle=True),
     "augmented by its own": lambda: DataLoader(Numbers("own"), 4, shuffle=True),
     "stream": lambda: DataLoader(Stream(), 4),
     "augmented stream": lambda: DataLoader(Stream("global"), 4),
     "stream augmented by its own": lambda: DataLoader(Stream("own"), 4),
     "list": lambda: [torch.tensor([float(i)]) for i in range(4)],
-    "datasets": lambda: DataLoader(datasets.Dataset.from_dict({"x": list(range(SAMPLES))}), 4, shuffle=True),
+    "datasets": lambda: DataLoader(
+        datasets.Dataset.from_dict({"x": list(range(SAMPLES))}), 4, shuffle=True
+    ),
     "datasets stream": lambda: DataLoader(hugging(), 4),
     "datasets shuffled stream": lambda: DataLoader(hugging(shuffle=True), 4),
     "stateful": lambda: StatefulDataLoader(Numbers("global"), 4, shuffle=True),
-    "stateful by a generator": lambda: StatefulDataLoader(Numbers(), 4, shuffle=True, generator=seeded()),
+    "stateful by a generator": lambda: StatefulDataLoader(
+        Numbers(), 4, shuffle=True, generator=seeded()
+    ),
     "stateful stream": lambda: StatefulDataLoader(Stream("global"), 4),
-    "stateful counted stream": lambda: StatefulDataLoader(Counted(lambda where: where, noise="global"), 4),
+    "stateful counted stream": lambda: StatefulDataLoader(
+        Counted(lambda where: where, noise="global"), 4
+    ),
     "stateful datasets stream": lambda: StatefulDataLoader(hugging(), 4),
     "stateful datasets shuffled stream": lambda: StatefulDataLoader(hugging(shuffle=True), 4),
     "prepared": lambda: prepared(DataLoader(Numbers(), 4, shuffle=True)),
     "prepared augmented": lambda: prepared(DataLoader(Numbers("global"), 4, shuffle=True)),
     "prepared augmented by its own": lambda: prepared(DataLoader(Numbers("own"), 4, shuffle=True)),
-    "prepared seedable": lambda: prepared(DataLoader(Numbers(), 4, shuffle=True), use_seedable_sampler=True),
-    "prepared, read on rank 0": lambda: prepared(DataLoader(Numbers("global"), 4, shuffle=True), dispatch_batches=True),
+    "prepared seedable": lambda: prepared(
+        DataLoader(Numbers(), 4, shuffle=True), use_seedable_sampler=True
+    ),
+    "prepared, read on rank 0": lambda: prepared(
+        DataLoader(Numbers("global"), 4, shuffle=True), dispatch_batches=True
+    ),
     "prepared stream": lambda: prepared(DataLoader(Stream("global"), 4)),
-    "prepared sharded stream": lambda: prepared(DataLoader(Stream("global"), 4), dispatch_batches=False),
-    "prepared datasets stream": lambda: prepared(DataLoader(hugging(shuffle=True), 4), dispatch_batches=False),
+    "prepared sharded stream": lambda: prepared(
+        DataLoader(Stream("global"), 4), dispatch_batches=False
+    ),
+    "prepared datasets stream": lambda: prepared(
+        DataLoader(hugging(shuffle=True), 4), dispatch_batches=False
+    ),
     "prepared stateful": lambda: prepared(
-        DataLoader(Numbers("global"), 4, shuffle=True), use_stateful_dataloader=True, use_seedable_sampler=True
+        DataLoader(Numbers("global"), 4, shuffle=True),
+        use_stateful_dataloader=True,
+        use_seedable_sampler=True,
     ),
     "prepared stateful, unseeded": lambda: prepared(
         StatefulDataLoader(Numbers(), 4, shuffle=True), use_stateful_dataloader=True
@@ -100,7 +138,8 @@ WITH_WORKERS: dict[str, Make] = {
     "stateful stream": lambda: StatefulDataLoader(Stream(), 4, num_workers=2),
     "prepared": lambda: prepared(DataLoader(Numbers(), 4, shuffle=True, num_workers=2)),
     "prepared, kept": lambda: prepared(
-        DataLoader(Numbers(), 4, shuffle=True, num_workers=2, persistent_workers=True), use_seedable_sampler=True
+        DataLoader(Numbers(), 4, shuffle=True, num_workers=2, persistent_workers=True),
+        use_seedable_sampler=True,
     ),
     "prepared stream": lambda: prepared(DataLoader(Stream(), 4, num_workers=2)),
 }
@@ -169,14 +208,18 @@ def test_epochs_that_the_script_sets() -> None:
 
     scramble(1)
     feed, states = DataPosition(make(), 1, 2), []
-    steps = train(feed, lambda step: states.append(saved(feed)), set_epoch=feed.loader.sampler.set_epoch)
+    steps = train(
+        feed, lambda step: states.append(saved(feed)), set_epoch=feed.loader.sampler.set_epoch
+    )
     for stop, state in enumerate(states, 1):
         again = resumed(DataPosition(make(), 1, 2), state)
         assert train(again, set_epoch=again.loader.sampler.set_epoch) == steps[stop:]
 
 
 def test_gradient_accumulation_is_told_the_end_of_the_data() -> None:
-    """Accelerate steps the optimizer at the end of the data, and cuts what was filled up off gathered metrics."""
+    """Accelerate steps the optimizer at the end of the data, and cuts what was filled up off
+    gathered metrics.
+    """
 
     def look() -> tuple[bool, int]:
         return GradientState().end_of_dataloader, GradientState().remainder
@@ -194,7 +237,9 @@ def test_gradient_accumulation_is_told_the_end_of_the_data() -> None:
 
 @pytest.mark.sample("h5")
 @pytest.mark.parametrize("suffix", ["h5", "safetensors"])
-def test_position_goes_through_a_file_that_is_gone_when_the_data_is_asked_for(tmp_path, suffix) -> None:
+def test_position_goes_through_a_file_that_is_gone_when_the_data_is_asked_for(
+    tmp_path, suffix
+) -> None:
     make, path = LOADERS["prepared counted stream"], tmp_path / f"position.{suffix}"
     steps, states = uninterrupted(make)
     for stop in (0, 2, 3, 5):
@@ -235,7 +280,10 @@ def test_a_sampler_that_leaves_batches_out_passes_for_the_one_it_is() -> None:
     with dataloaders.skipping_items(loader, 1, 1):
         assert isinstance(loader.sampler, BatchSampler)
         assert (len(loader), loader.sampler.batch_size) == (3, 4)
-        assert [list(loader.sampler) for _ in range(2)] == [[[0, 1, 2, 3], [8, 9, 10]], list(sampler)]
+        assert [list(loader.sampler) for _ in range(2)] == [
+            [[0, 1, 2, 3], [8, 9, 10]],
+            list(sampler),
+        ]
     assert loader.sampler is sampler
 
 
@@ -277,9 +325,13 @@ class Turning(Sampler[int]):
 
 OTHERS: dict[str, tuple[Make, Make]] = {
     "an order of its own": 2 * (lambda: DataLoader(Numbers(), 2, sampler=Turning()),),
-    "the same in a batch sampler": 2 * (lambda: DataLoader(Numbers(), batch_sampler=BatchSampler(Turning(), 2, True)),),
+    "the same in a batch sampler": 2
+    * (lambda: DataLoader(Numbers(), batch_sampler=BatchSampler(Turning(), 2, True)),),
     "prepared": 2 * (lambda: prepared(DataLoader(Numbers(), 2, sampler=Turning())),),
-    "kept workers": 2 * (lambda: DataLoader(Numbers(), 2, sampler=Turning(), num_workers=1, persistent_workers=True),),
+    "kept workers": 2
+    * (
+        lambda: DataLoader(Numbers(), 2, sampler=Turning(), num_workers=1, persistent_workers=True),
+    ),
     "more data": (
         lambda: DataLoader(Numbers(), 2, shuffle=True),
         lambda: DataLoader(Numbers(count=12), 2, shuffle=True),
@@ -295,7 +347,8 @@ def test_samples_that_are_not_those_of_the_run_are_told_of(name) -> None:
     rest = feed.batches()
     states = [(next(rest), saved(feed))[1] for _ in range(3)]
     with pytest.raises(
-        LoadError, match=r"the sampler yields other samples than in the 3 batch.*same data and batch size"
+        LoadError,
+        match=r"the sampler yields other samples than in the 3 batch.*same data and batch size",
     ):
         next(resumed(DataPosition(other(), on_difference="raise"), states[2]).batches())
     with pytest.warns(UserWarning, match="the sampler yields other samples"):
@@ -321,16 +374,24 @@ def test_another_batch_size_goes_on_after_the_samples_that_were_seen(kind) -> No
     if "stateful" in kind:
         loader = StatefulDataLoader(Counted(), 3)
     elif "prepared" in kind:
-        loader = prepared(DataLoader(Counted(), 3), use_stateful_dataloader=True, dispatch_batches=False)
+        loader = prepared(
+            DataLoader(Counted(), 3), use_stateful_dataloader=True, dispatch_batches=False
+        )
     else:
         loader = DataLoader(Numbers(), 3)
     again = DataPosition(loader)
     (note,) = again.load_state_dict(state)
-    assert note.startswith("batches of 4 before, of 3 now: 1 ranks had seen 4 samples of this pass, 1 go on ")
+    assert note.startswith(
+        "batches of 4 before, of 3 now: 1 ranks had seen 4 samples of this pass, 1 go on "
+    )
     first = 3 if "1 of them are given again" in note else 4
-    assert [int(row[0]) for batch in again.batches() for row in batch] == list(range(first, SAMPLES))
+    assert [int(row[0]) for batch in again.batches() for row in batch] == list(
+        range(first, SAMPLES)
+    )
     assert first == (3 if "prepared" in kind else 4)
-    with pytest.raises(LoadError, match=r"batches of 4 before, of 3 now.*resume with the same batch size"):
+    with pytest.raises(
+        LoadError, match=r"batches of 4 before, of 3 now.*resume with the same batch size"
+    ):
         DataPosition(loader, on_difference="raise").load_state_dict(state)
 
 
@@ -342,12 +403,20 @@ def test_how_ranks_share_data_is_asked_for_when_they_are_others() -> None:
     next(feed.batches())
     (note, problem) = rank(range(SAMPLES), 2).load_state_dict(feed.state_dict())
     assert "how ranks share the data is not known" in problem
-    (note, problem) = rank(DistributedSampler(Numbers(), 2, 0), 2).load_state_dict(feed.state_dict())
-    assert problem.startswith("its order is DistributedSampler now, was range: some samples are left out")
+    (note, problem) = rank(DistributedSampler(Numbers(), 2, 0), 2).load_state_dict(
+        feed.state_dict()
+    )
+    assert problem.startswith(
+        "its order is DistributedSampler now, was range: some samples are left out"
+    )
     feed = rank(SequentialSampler(Numbers()), 1)
     next(feed.batches())
-    (note,) = rank(DistributedSampler(Numbers(), 2, 0, shuffle=False), 2).load_state_dict(feed.state_dict())
-    assert note.startswith("1 ranks had seen 2 samples of this pass, 2 go on in the middle of a batch of theirs")
+    (note,) = rank(DistributedSampler(Numbers(), 2, 0, shuffle=False), 2).load_state_dict(
+        feed.state_dict()
+    )
+    assert note.startswith(
+        "1 ranks had seen 2 samples of this pass, 2 go on in the middle of a batch of theirs"
+    )
 
 
 def test_data_that_became_shorter_is_an_error() -> None:
@@ -355,7 +424,10 @@ def test_data_that_became_shorter_is_an_error() -> None:
         feed = DataPosition(DataLoader(make(), 4))
         for _ in feed.batches():
             state = saved(feed)
-        with pytest.raises(LoadError, match="3 batches of the pass were consumed when it was saved, now it has fewer"):
+        with pytest.raises(
+            LoadError,
+            match="3 batches of the pass were consumed when it was saved, now it has fewer",
+        ):
             list(resumed(DataPosition(DataLoader(make(count=4), 4)), state).batches())
 
 
@@ -370,7 +442,9 @@ def test_another_number_of_ranks_goes_on_after_the_samples_that_were_seen(seen) 
 
     def rank(index: int, size: int) -> DataPosition:
         data = Numbers(count=48)
-        return DataPosition(DataLoader(data, 3, sampler=DistributedSampler(data, size, index, seed=3)), index, size)
+        return DataPosition(
+            DataLoader(data, 3, sampler=DistributedSampler(data, size, index, seed=3)), index, size
+        )
 
     def order(feeds: list[DataPosition], most: int) -> tuple[list[int], dict[str, Any]]:
         samples, state = [], {}
@@ -388,7 +462,8 @@ def test_another_number_of_ranks_goes_on_after_the_samples_that_were_seen(seen) 
         feeds = [rank(index, after) for index in range(after)]
         notes = {note for feed in feeds for note in feed.load_state_dict(state)}
         assert all(
-            f"{before} ranks had seen {len(first)} samples of this pass, {after} go on" in note for note in notes
+            f"{before} ranks had seen {len(first)} samples of this pass, {after} go on" in note
+            for note in notes
         )
         again = len(first) % after  # given again, so that all ranks begin alike
         assert ["given again" in note for note in notes] == [bool(again)]
@@ -403,7 +478,11 @@ def test_resumed_on_another_number_of_ranks_and_then_again() -> None:
     for stop, left in ((1, 18), (2, 17)):  # in the middle of a batch, and at its end
         scramble(1)
         alone = DataPosition(
-            DataLoader(Numbers("own", count=36), 3, sampler=DistributedSampler(Numbers(count=36), 1, 0, seed=3))
+            DataLoader(
+                Numbers("own", count=36),
+                3,
+                sampler=DistributedSampler(Numbers(count=36), 1, 0, seed=3),
+            )
         )
         for _ in zip(range(stop), alone.batches(), strict=False):
             state = saved(alone)

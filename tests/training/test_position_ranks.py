@@ -1,4 +1,6 @@
-"""Ranks that read data together: interrupted and resumed, and resumed by another number of ranks."""
+"""Ranks that read data together: interrupted and resumed, and resumed by another number of
+ranks.
+"""
 
 import json
 import re
@@ -22,7 +24,8 @@ from ft_ckpt.training import rng
 from ft_ckpt.training.data_position import DataPosition
 
 COUNT, BATCH, SPLIT = 48, 2, 4
-STOPS = {1: (3, 4, 24), 2: (1, 2, 12)}  # batches: in the middle of one of twice as many ranks, at its end, at the last
+# batches: in the middle of one of twice as many ranks, at its end, at the last
+STOPS = {1: (3, 4, 24), 2: (1, 2, 12)}
 
 
 def shuffled(count, kind=DataLoader, noise="", **settings):
@@ -30,7 +33,9 @@ def shuffled(count, kind=DataLoader, noise="", **settings):
 
 
 def prepared(loader, **settings):
-    return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**settings)).prepare_data_loader(loader)
+    return Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(**settings)
+    ).prepare_data_loader(loader)
 
 
 def distributed(count):
@@ -43,18 +48,31 @@ LOADERS = {
     "augmented": lambda count: prepared(shuffled(count, noise="global")),
     "seedable": lambda count: prepared(shuffled(count), use_seedable_sampler=True),
     "workers": lambda count: prepared(shuffled(count, num_workers=2, persistent_workers=True)),
-    "split": lambda count: prepared(DataLoader(Numbers("", count), SPLIT, shuffle=True), split_batches=True),
+    "split": lambda count: prepared(
+        DataLoader(Numbers("", count), SPLIT, shuffle=True), split_batches=True
+    ),
     "dispatched": lambda count: prepared(shuffled(count, noise="global"), dispatch_batches=True),
     "stateful": lambda count: prepared(
         shuffled(count, StatefulDataLoader), use_stateful_dataloader=True, use_seedable_sampler=True
     ),
     "stream": lambda count: prepared(DataLoader(Stream("", count), BATCH)),
-    "sharded stream": lambda count: prepared(DataLoader(Stream("", count), BATCH), dispatch_batches=False),
+    "sharded stream": lambda count: prepared(
+        DataLoader(Stream("", count), BATCH), dispatch_batches=False
+    ),
     "distributed": distributed,
 }
 
 
-TOGETHER = ("default", "seedable", "split", "dispatched", "stateful", "stream", "sharded stream", "distributed")
+TOGETHER = (
+    "default",
+    "seedable",
+    "split",
+    "dispatched",
+    "stateful",
+    "stream",
+    "sharded stream",
+    "distributed",
+)
 
 
 @pytest.mark.sample("default", "sharded stream")
@@ -68,7 +86,12 @@ def test_ranks_that_read_together(name):
 
     steps, states = uninterrupted(make, RANK, size=WORLD)
     few = name == "workers"
-    assert differing(make, steps, states, (0, 2, 4, 6) if few else range(len(states)), rank=RANK, size=WORLD) == []
+    assert (
+        differing(
+            make, steps, states, (0, 2, 4, 6) if few else range(len(states)), rank=RANK, size=WORLD
+        )
+        == []
+    )
 
 
 def together(batch, name):
@@ -78,7 +101,8 @@ def together(batch, name):
         return mine
     ranks = [[] for _ in range(WORLD)]
     dist.all_gather_object(ranks, mine)
-    in_turn = zip(*ranks, strict=True) if name == "distributed" else ranks  # DistributedSampler deals them out
+    # DistributedSampler deals them out
+    in_turn = zip(*ranks, strict=True) if name == "distributed" else ranks
     return [index for row in in_turn for index in row]
 
 
@@ -133,11 +157,14 @@ def load(folder, name, before):
         where = (name, before, stop, notes)
         assert goes_on(passes[1], passes[1][:seen] + rest), where
         assert sorted(later) == sorted(passes[2]), where
-        # Where a sampler has no generator of its own, its next order comes from what all else has drawn.
+        # Where a sampler has no generator of its own, its next order comes from what all else has
+        # drawn.
         if name != "dispatched" and (before > 1 or name not in ("default", "split")):
             assert later == passes[2], where
         for again in states:
-            rest_again, later_again = order(resumed(DataPosition(LOADERS[name](COUNT), RANK, WORLD), again), name)
+            rest_again, later_again = order(
+                resumed(DataPosition(LOADERS[name](COUNT), RANK, WORLD), again), name
+            )
             assert rest[len(rest) - len(rest_again) :] == rest_again, where
             assert later_again == later, where
 
@@ -154,12 +181,18 @@ def go_on(folder, name, steps):
     loader, state = LOADERS[name](36), folder / f"{name}.h5"
     scramble(1 + RANK)
     feed, record = DataPosition(loader, RANK, WORLD), folder / f"{name}.json"
-    told = json.loads(record.read_text()) if record.exists() else {"given": [[], []], "again": [0, 0], "last": [0, 0]}
+    told = (
+        json.loads(record.read_text())
+        if record.exists()
+        else {"given": [[], []], "again": [0, 0], "last": [0, 0]}
+    )
     if state.exists():
         found = ft_ckpt.load(state)
         notes = feed.load_state_dict(found["feed"])
         rng.restore_generators(found["rng"])
-        told["again"][feed.epoch] += sum(int(n) for note in notes for n in re.findall("([0-9]+)[^;]*given again", note))
+        told["again"][feed.epoch] += sum(
+            int(n) for note in notes for n in re.findall("([0-9]+)[^;]*given again", note)
+        )
     dist.is_initialized() and dist.barrier()  # all have read what rank 0 is about to replace
     while feed.epoch < 2 and steps:
         epoch = feed.epoch
@@ -178,12 +211,16 @@ def go_on(folder, name, steps):
 
 
 def goes_on(whole, found):
-    """True if `found` is `whole`, followed only by the samples that fill up the last batches of all ranks."""
+    """True if `found` is `whole`, followed only by the samples that fill up the last batches of all
+    ranks.
+    """
     return found[: len(whole)] == whole and len(found) < len(whole) + BATCH * WORLD
 
 
 MOVED = [(1, 2, name) for name in TOGETHER] + [(2, 1, name) for name in TOGETHER]
-MOVED += [(2, 4, name) for name in ("default", "seedable", "dispatched", "sharded stream", "distributed")]
+MOVED += [
+    (2, 4, name) for name in ("default", "seedable", "dispatched", "sharded stream", "distributed")
+]
 
 
 @pytest.mark.sample("1-2-default", "1-2-sharded stream", "2-1-default", "2-1-sharded stream")
@@ -195,7 +232,8 @@ def test_another_number_of_ranks(tmp_path, before, after, name):
     call_on_ranks(after, load, tmp_path, name, before, timeout=300)
 
 
-STAGES = ((2, 4, 2), (1, 3, 2), (3, 2, 2), (2, 2, 3), (4, 1, 1), (1, 2, 3), (2, 99, 2))  # ranks, steps, batch size
+# ranks, steps, batch size
+STAGES = ((2, 4, 2), (1, 3, 2), (3, 2, 2), (2, 2, 3), (4, 1, 1), (1, 2, 3), (2, 99, 2))
 
 
 @pytest.mark.slow

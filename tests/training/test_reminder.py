@@ -1,4 +1,6 @@
-"""A loop that has a schedule and never calls `saver.step()` is told so; a loop that calls it is not."""
+"""A loop that has a schedule and never calls `saver.step()` is told so; a loop that calls it is
+not.
+"""
 
 import subprocess
 import sys
@@ -39,14 +41,19 @@ def test_a_loop_without_step_is_told_at_the_end_of_its_data(tmp_path):
     model, optimizer = objects()
     with CheckpointSaver(None, tmp_path, every=100) as saver:
         saver.resume(model=model, optimizer=optimizer)
-        with pytest.warns(UserWarning, match=rf"{WORDS} 4 batch\(es\) and 4 optimizer step\(s\), so every=... has"):
+        with pytest.warns(
+            UserWarning, match=rf"{WORDS} 4 batch\(es\) and 4 optimizer step\(s\), so every=... has"
+        ):
             train_all(saver, model, optimizer)
 
 
 def test_it_is_told_when_the_first_save_was_due_and_once(tmp_path):
     model, optimizer = objects()
     told = []
-    with CheckpointSaver(None, tmp_path, every=2) as saver, warnings.catch_warnings(record=True) as caught:
+    with (
+        CheckpointSaver(None, tmp_path, every=2) as saver,
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
         saver.resume(model=model, optimizer=optimizer)
         for batch in saver.remaining(loader(), epochs=3):
@@ -87,9 +94,13 @@ def test_a_script_is_told_when_it_ends(tmp_path):
             raise ValueError("the script's own error")
         """
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
-    ended = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=True
+    )
     assert "saver.step(): not called in 1 optimizer step(s)" in ended.stderr
-    failed = subprocess.run([sys.executable, tmp_path / "script.py", "fail"], capture_output=True, text=True)
+    failed = subprocess.run(
+        [sys.executable, tmp_path / "script.py", "fail"], capture_output=True, text=True
+    )
     assert failed.returncode == 1
     assert "saver.step()" not in failed.stderr
 

@@ -1,4 +1,6 @@
-"""What a resumed run is: the same batches, losses and random numbers as one that was never interrupted."""
+"""What a resumed run is: the same batches, losses and random numbers as one that was never
+interrupted.
+"""
 
 import json
 import pickle
@@ -39,7 +41,9 @@ SHAPES = {
 
 
 @pytest.mark.sample("accumulating-stops0")
-@pytest.mark.parametrize("stops", [(1, 5, 6, 7, 12, 16), pytest.param(range(1, 19), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "stops", [(1, 5, 6, 7, 12, 16), pytest.param(range(1, 19), marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_stopped_after_any_batch(tmp_path, shape, stops):
     """Other batches, other random numbers, other losses after a resume."""
@@ -56,11 +60,16 @@ WORKERS = {"shuffled": {}, "stream": {"stream": True}, "noise in workers": {"noi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [{"workers": 2, **shape} for shape in WORKERS.values()], ids=WORKERS)
+@pytest.mark.parametrize(
+    "shape", [{"workers": 2, **shape} for shape in WORKERS.values()], ids=WORKERS
+)
 def test_with_loader_workers(tmp_path, shape):
     expected = whole(tmp_path / "whole", **shape)
     for stop in (3, 6, 8):
-        assert begin(tmp_path / str(stop), stop, **shape) + go_on(tmp_path / str(stop), **shape) == expected
+        assert (
+            begin(tmp_path / str(stop), stop, **shape) + go_on(tmp_path / str(stop), **shape)
+            == expected
+        )
 
 
 def test_resumed_twice(tmp_path):
@@ -95,7 +104,9 @@ def test_the_report_names_what_changed_in_the_run(tmp_path):
 @pytest.mark.parametrize("few", [True, False])
 def test_the_report_names_what_was_trained_and_is_frozen(tmp_path, few):
     """A script that froze or unfroze layers at one step does not do so behind it."""
-    names = ["0.weight", "3.bias"] if few else ["0.weight", "0.bias", "1.weight", "3.weight", "3.bias"]
+    names = (
+        ["0.weight", "3.bias"] if few else ["0.weight", "0.bias", "1.weight", "3.weight", "3.bias"]
+    )
 
     def frozen(model):
         for name in names:
@@ -106,7 +117,11 @@ def test_the_report_names_what_was_trained_and_is_frozen(tmp_path, few):
     begin(tmp_path / "frozen", 4, wrap=frozen)
 
     def differences(folder, **settings):
-        return CheckpointSaver(prepared(**settings).accelerator, tmp_path / folder, **QUIET).resume().report.differences
+        return (
+            CheckpointSaver(prepared(**settings).accelerator, tmp_path / folder, **QUIET)
+            .resume()
+            .report.differences
+        )
 
     assert differences("trained") == differences("frozen", wrap=frozen) == ()
     (told,) = differences("trained", wrap=frozen)
@@ -117,12 +132,19 @@ def test_the_report_names_what_was_trained_and_is_frozen(tmp_path, few):
 
 @pytest.mark.parametrize(
     ("mode", "found"),
-    [("auto", "checkpoint-4"), ("must", "checkpoint-4"), ("never", None), ("checkpoint-2", "checkpoint-2")],
+    [
+        ("auto", "checkpoint-4"),
+        ("must", "checkpoint-4"),
+        ("never", None),
+        ("checkpoint-2", "checkpoint-2"),
+    ],
 )
 def test_modes(tmp_path, mode, found):
     """--resume is ignored."""
     run = prepared()
-    with CheckpointSaver(run.accelerator, tmp_path, every=Every(steps=2, signals=()), **QUIET) as saver:
+    with CheckpointSaver(
+        run.accelerator, tmp_path, every=Every(steps=2, signals=()), **QUIET
+    ) as saver:
         train(run, saver, 5)
         progress = saver.resume(mode)
     assert (progress.resumed_from and progress.resumed_from.name) == found
@@ -131,15 +153,25 @@ def test_modes(tmp_path, mode, found):
 
 @pytest.mark.parametrize("mode", ["auto", "must", "checkpoint-4"])
 def test_each_thing_is_read_once(tmp_path, monkeypatch, mode):
-    """The manifests of the folder when one is chosen, then its own, of the open file, and the state's document."""
+    """The manifests of the folder when one is chosen, then its own, of the open file, and the
+    state's document.
+    """
     run = prepared()
-    with CheckpointSaver(run.accelerator, tmp_path, every=Every(steps=2, signals=()), **QUIET) as saver:
+    with CheckpointSaver(
+        run.accelerator, tmp_path, every=Every(steps=2, signals=()), **QUIET
+    ) as saver:
         train(run, saver, 4)
     read = []
-    looked = ((catalog, "manifest_from_json"), (open_checkpoint, "parse_manifest"), (state, "read_document"))
+    looked = (
+        (catalog, "manifest_from_json"),
+        (open_checkpoint, "parse_manifest"),
+        (state, "read_document"),
+    )
     for module, name in looked:
         real = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *given, real=real, name=name: (read.append(name), real(*given))[1])
+        monkeypatch.setattr(
+            module, name, lambda *given, real=real, name=name: (read.append(name), real(*given))[1]
+        )
     progress = CheckpointSaver(run.accelerator, tmp_path, **QUIET).resume(mode)
     assert progress.resumed_from == tmp_path / "checkpoint-4"
     assert [read.count(name) for name in ("parse_manifest", "read_document")] == [1, 1]
@@ -166,7 +198,12 @@ class Counter:
     """A user's object: plain values, tensors, numbers beyond JSON."""
 
     def __init__(self, count=0):
-        self.state = {"count": count, "history": [1.5, float("inf")], "seen": torch.arange(3), 7: ("a", None)}
+        self.state = {
+            "count": count,
+            "history": [1.5, float("inf")],
+            "seen": torch.arange(3),
+            7: ("a", None),
+        }
 
     def state_dict(self):
         return self.state
@@ -202,7 +239,9 @@ def test_what_is_missing_on_either_side_is_an_error(tmp_path):
     with pytest.raises(LoadError, match="other: absent: not in the checkpoint"):
         saver.resume(other=Counter(), stopping=Counter())
     for allowed in (["other"], "other"):
-        assert saver.resume(allow=allowed).report.problems == ("other: absent: not in the checkpoint",)
+        assert saver.resume(allow=allowed).report.problems == (
+            "other: absent: not in the checkpoint",
+        )
 
 
 def test_without_accelerate(tmp_path):
@@ -221,7 +260,9 @@ def test_without_accelerate(tmp_path):
     assert again.param_groups[0]["lr"] == 0.1
     for one, other in zip(model.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(one, other)
-        assert torch.equal(optimizer.state[one]["momentum_buffer"], again.state[other]["momentum_buffer"])
+        assert torch.equal(
+            optimizer.state[one]["momentum_buffer"], again.state[other]["momentum_buffer"]
+        )
 
 
 def test_moments_follow_their_parameters(tmp_path):
@@ -237,7 +278,9 @@ def test_moments_follow_their_parameters(tmp_path):
     for name in ("a", "b"):
         one, other = optimizer.state[model[name].weight], swapped.state[model[name].weight]
         assert torch.equal(one["exp_avg"], other["exp_avg"])
-    assert not torch.equal(optimizer.state[model["a"].weight]["exp_avg"], optimizer.state[model["b"].weight]["exp_avg"])
+    assert not torch.equal(
+        optimizer.state[model["a"].weight]["exp_avg"], optimizer.state[model["b"].weight]["exp_avg"]
+    )
 
 
 def test_other_parameters_are_refused(tmp_path):
@@ -245,7 +288,9 @@ def test_other_parameters_are_refused(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     CheckpointSaver(None, tmp_path).save_state(model, optimizer=optimizer)
     fewer = torch.optim.AdamW(list(model.parameters())[1:])
-    with pytest.raises(LoadError, match=r"0\.weight: in the checkpoint's optimizer, not trained here"):
+    with pytest.raises(
+        LoadError, match=r"0\.weight: in the checkpoint's optimizer, not trained here"
+    ):
         CheckpointSaver(None, tmp_path).resume(model=model, optimizer=fewer)
 
 
@@ -297,7 +342,9 @@ def test_lossy_weights_do_not_make_a_lossy_run(tmp_path):
     assert report.casts
     other = prepared()
     CheckpointSaver(other.accelerator, tmp_path, **QUIET).resume()
-    assert all(torch.equal(tensor, other.model.state_dict()[name]) for name, tensor in weights.items())
+    assert all(
+        torch.equal(tensor, other.model.state_dict()[name]) for name, tensor in weights.items()
+    )
 
 
 @pytest.mark.parametrize("format_name", ["h5", "dual"])
@@ -327,8 +374,12 @@ def test_a_state_whose_manifest_has_no_step_is_refused(tmp_path):
 @pytest.mark.parametrize("method", ["cartridge", "cpt"])
 def test_frozen_parameters_of_an_adapter_come_back(tmp_path, method):
     """PEFT stores them in another form; another process may begin with others."""
-    model, again = (with_adapter(models.build("llama"), UNMERGEABLE[method]([]), seed) for seed in (3, 4))
-    frozen = {name: one for name, one in again.prompt_encoder.named_parameters() if not one.requires_grad}
+    model, again = (
+        with_adapter(models.build("llama"), UNMERGEABLE[method]([]), seed) for seed in (3, 4)
+    )
+    frozen = {
+        name: one for name, one in again.prompt_encoder.named_parameters() if not one.requires_grad
+    }
     assert frozen
     with torch.no_grad():
         for one in frozen.values():
@@ -336,7 +387,9 @@ def test_frozen_parameters_of_an_adapter_come_back(tmp_path, method):
     CheckpointSaver().save_state(model, tmp_path / "x")
     CheckpointSaver().resume(tmp_path / "x", model=again)
     found = dict(again.prompt_encoder.named_parameters())
-    assert all(torch.equal(one, found[name]) for name, one in model.prompt_encoder.named_parameters())
+    assert all(
+        torch.equal(one, found[name]) for name, one in model.prompt_encoder.named_parameters()
+    )
 
 
 def test_a_lora_run_is_its_adapter_and_its_optimizer(tmp_path):
@@ -371,7 +424,12 @@ def test_a_gradient_scaler(tmp_path):
     assert again.get_scale() == 512.0
 
 
-STATE_FILES = ["state/training.json", "state/training.safetensors", "model.safetensors", "ft_ckpt.json"]
+STATE_FILES = [
+    "state/training.json",
+    "state/training.safetensors",
+    "model.safetensors",
+    "ft_ckpt.json",
+]
 
 
 @pytest.mark.sample(8)
@@ -380,7 +438,9 @@ STATE_FILES = ["state/training.json", "state/training.safetensors", "model.safet
 def test_damage_is_named_and_an_older_checkpoint_taken(tmp_path, file, damage):
     """A damaged file is passed over in silence, or a pickle in its place is run."""
     run = prepared()
-    with CheckpointSaver(run.accelerator, tmp_path, every=Every(steps=2, signals=()), **QUIET) as saver:
+    with CheckpointSaver(
+        run.accelerator, tmp_path, every=Every(steps=2, signals=()), **QUIET
+    ) as saver:
         train(run, saver, 4)
     hurt(tmp_path / "checkpoint-4" / file, damage, tmp_path / "executed")
     with warnings.catch_warnings(record=True) as seen:
@@ -388,8 +448,12 @@ def test_damage_is_named_and_an_older_checkpoint_taken(tmp_path, file, damage):
         progress = CheckpointSaver(prepared().accelerator, tmp_path, **QUIET).resume()
     assert progress.resumed_from.name == "checkpoint-2"
     if file != "ft_ckpt.json":  # without its manifest it is no checkpoint, and nothing to warn of
-        assert any(file in str(warning.message) for warning in seen), [str(one.message) for one in seen]
-        with pytest.raises(CorruptError, match=r"checkpoint-4.*the newest whole one is .*checkpoint-2"):
+        assert any(file in str(warning.message) for warning in seen), [
+            str(one.message) for one in seen
+        ]
+        with pytest.raises(
+            CorruptError, match=r"checkpoint-4.*the newest whole one is .*checkpoint-2"
+        ):
             CheckpointSaver(prepared().accelerator, tmp_path, **QUIET).resume("must")
     assert not (tmp_path / "executed").exists()
 
@@ -397,11 +461,16 @@ def test_damage_is_named_and_an_older_checkpoint_taken(tmp_path, file, damage):
 @pytest.mark.parametrize("file", STATE_FILES)
 def test_a_run_does_not_begin_afresh_beside_what_may_be_its_own(tmp_path, file):
     run = prepared()
-    with CheckpointSaver(run.accelerator, tmp_path, every=Every(steps=4, signals=()), **QUIET) as saver:
+    with CheckpointSaver(
+        run.accelerator, tmp_path, every=Every(steps=4, signals=()), **QUIET
+    ) as saver:
         train(run, saver, 4)
     (tmp_path / "notes").mkdir()
     hurt(tmp_path / "checkpoint-4" / file, "truncate", None)
-    with pytest.warns(UserWarning, match="checkpoint-4"), pytest.raises((CorruptError, ManifestError)) as told:
+    with (
+        pytest.warns(UserWarning, match="checkpoint-4"),
+        pytest.raises((CorruptError, ManifestError)) as told,
+    ):
         CheckpointSaver(prepared().accelerator, tmp_path, **QUIET).resume()
     assert "afresh" in str(told.value)
     assert CheckpointSaver(prepared().accelerator, tmp_path, **QUIET).resume("never").step == 0
@@ -409,13 +478,17 @@ def test_a_run_does_not_begin_afresh_beside_what_may_be_its_own(tmp_path, file):
 
 def test_a_run_does_not_begin_afresh_where_the_system_would_not_read(tmp_path, monkeypatch):
     run = prepared()
-    with CheckpointSaver(run.accelerator, tmp_path, every=Every(steps=2, signals=()), **QUIET) as saver:
+    with CheckpointSaver(
+        run.accelerator, tmp_path, every=Every(steps=2, signals=()), **QUIET
+    ) as saver:
         train(run, saver, 4)
     real = LocalStore.open
 
     def refuse(store, name):
         if name == MANIFEST_NAME:
-            raise UnreadableError(f"{store.where(name)}: cannot be read (stale file handle); try again")
+            raise UnreadableError(
+                f"{store.where(name)}: cannot be read (stale file handle); try again"
+            )
         return real(store, name)
 
     monkeypatch.setattr(LocalStore, "open", refuse)
@@ -447,7 +520,9 @@ def hurt(path, damage, target):
 
 
 def test_no_pickle_in_a_checkpoint(tmp_path):
-    """Optimizer and random numbers in pickles, which newer torch refuses and anybody can replace."""
+    """Optimizer and random numbers in pickles, which newer torch refuses and anybody can
+    replace.
+    """
     run = prepared(accumulate=4)
     with CheckpointSaver(run.accelerator, tmp_path, **QUIET) as saver:
         train(run, saver, 2)
@@ -475,9 +550,15 @@ def test_best_metric_and_retention_survive_a_resume(tmp_path):
         assert saver.resume().step == 3
         assert saver.step({"loss": 1.5}) is None
         assert saver.step({"loss": 0.5}) is not None
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-5"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
+        "checkpoint-3",
+        "checkpoint-5",
+    ]
 
 
 def test_settings_are_proved():
-    with pytest.raises(ConfigError, match=r"every='500': expected Every\(\.\.\.\), a number or None; on_failure='no'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"every='500': expected Every\(\.\.\.\), a number or None; on_failure='no'",
+    ):
         CheckpointSaver(every="500", on_failure="no")

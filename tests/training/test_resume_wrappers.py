@@ -1,4 +1,6 @@
-"""A run is resumed on other numbers of ranks under other wrappers; weights alone go into wrapped models."""
+"""A run is resumed on other numbers of ranks under other wrappers; weights alone go into wrapped
+models.
+"""
 
 import importlib.util
 
@@ -35,7 +37,9 @@ ZERO = {"DS_ACCELERATOR": "cpu"}
 @pytest.mark.parametrize(("wrapper", "model"), [("ddp", "gpt2"), ("fsdp2_accelerate", "llama")])
 @on_ranks(2, alone=True)  # Accelerate stays with FSDP
 def test_folders_of_save_state_are_resumed_under_ddp(tmp_path, wrapper, model):
-    """Resume from a folder that accelerate's save_state wrote under DDP; under FSDP it is refused."""
+    """Resume from a folder that accelerate's save_state wrote under DDP; under FSDP it is
+    refused.
+    """
     live = live_model("ddp", model)
     for step in range(2):
         live.step(models.batch(seed=97 * step + RANK))
@@ -46,7 +50,9 @@ def test_folders_of_save_state_are_resumed_under_ddp(tmp_path, wrapper, model):
     fresh = live_model(wrapper, model, seed=1)
     with saver_of(fresh, tmp_path / "run") as saver:
         if wrapper.startswith("fsdp"):
-            with pytest.raises(LoadError, match=r"by pickles under FSDP, expected a plain model or DDP"):
+            with pytest.raises(
+                LoadError, match=r"by pickles under FSDP, expected a plain model or DDP"
+            ):
                 saver.resume(tmp_path / "theirs")
             return
         progress = saver.resume(tmp_path / "theirs")
@@ -99,7 +105,9 @@ def test_another_mesh_of_transformers(tmp_path, before, ranks, after, more):
     call_on_ranks(more, take, after, "experts", tmp_path, launch="meshes")
 
 
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra"
+)
 
 
 @pytest.mark.slow
@@ -118,5 +126,7 @@ def test_weights_alone_go_into_no_engine_of_deepspeed(tmp_path, wrapper):
     """DeepSpeed's masters would overwrite them."""
     CheckpointSaver().save(models.build("llama", 5), tmp_path / "out")
     live = live_model(wrapper, "llama", seed=1)
-    with pytest.raises(LoadError, match=r"in an engine of DeepSpeed.*load before deepspeed\.initialize"):
+    with pytest.raises(
+        LoadError, match=r"in an engine of DeepSpeed.*load before deepspeed\.initialize"
+    ):
         ft_ckpt.load_model(tmp_path / "out", into=live.model)

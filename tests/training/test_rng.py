@@ -11,9 +11,15 @@ from ft_ckpt.training import rng
 
 
 def draws() -> list[float]:
-    """A few numbers of every generator, with Gaussian ones, of which Python and NumPy keep every second for later."""
+    """A few numbers of every generator, with Gaussian ones, of which Python and NumPy keep every
+    second for later.
+    """
     mine = [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()]
-    return [*map(float, mine), float(torch.rand(())), float(torch.nn.functional.dropout(torch.ones(64)).sum())]
+    return [
+        *map(float, mine),
+        float(torch.rand(())),
+        float(torch.nn.functional.dropout(torch.ones(64)).sum()),
+    ]
 
 
 def scramble(seed: int = 99) -> None:
@@ -76,7 +82,9 @@ def test_what_cannot_be_restored_is_named_and_the_rest_is(name, damage) -> None:
     problems = rng.restore_generators(broken)
     assert len(problems) == 1
     assert problems[0].startswith(f"{name}: ")
-    for other, found, wanted in zip(("python", "numpy", "torch"), chunks(draws()), chunks(expected), strict=True):
+    for other, found, wanted in zip(
+        ("python", "numpy", "torch"), chunks(draws()), chunks(expected), strict=True
+    ):
         assert found == (untouched if other == name else wanted)
 
 
@@ -94,9 +102,9 @@ def peek() -> list[float]:
 def test_an_accelerator_that_is_not_here_is_named() -> None:
     if torch.accelerator.is_available():
         pytest.skip("this machine has one")
-    assert rng.restore_generators({**rng.capture_generators(), "cuda": [torch.zeros(16, dtype=torch.uint8)]}) == [
-        "cuda: saved from a device this process has none of"
-    ]
+    assert rng.restore_generators(
+        {**rng.capture_generators(), "cuda": [torch.zeros(16, dtype=torch.uint8)]}
+    ) == ["cuda: saved from a device this process has none of"]
 
 
 @pytest.mark.accelerator
@@ -114,15 +122,23 @@ def test_an_accelerator_goes_on_as_it_would_have() -> None:
 @pytest.mark.parametrize(
     ("generator", "draw"),
     [
-        (torch.Generator().manual_seed(1), lambda generator: torch.rand(3, generator=generator).tolist()),
+        (
+            torch.Generator().manual_seed(1),
+            lambda generator: torch.rand(3, generator=generator).tolist(),
+        ),
         (np.random.default_rng(1), lambda generator: generator.normal(size=3).tolist()),
-        (np.random.Generator(np.random.Philox(1)), lambda generator: generator.normal(size=3).tolist()),
+        (
+            np.random.Generator(np.random.Philox(1)),
+            lambda generator: generator.normal(size=3).tolist(),
+        ),
         (np.random.RandomState(1), lambda generator: generator.randn(3).tolist()),
         (random.Random(1), lambda generator: [generator.gauss(0, 1) for _ in range(3)]),
     ],
     ids=["torch", "numpy", "philox", "numpy legacy", "python"],
 )
-def test_a_single_generator_goes_on_and_a_new_one_is_made_where_there_is_none(tmp_path, generator, draw) -> None:
+def test_a_single_generator_goes_on_and_a_new_one_is_made_where_there_is_none(
+    tmp_path, generator, draw
+) -> None:
     draw(generator)
     ft_ckpt.save(rng.state_of(generator), tmp_path / "generator.h5")
     state = ft_ckpt.load(tmp_path / "generator.h5")

@@ -1,4 +1,6 @@
-"""Wrong values in the JSON document of a run's state, whose digest fits: refused before anything is overwritten."""
+"""Wrong values in the JSON document of a run's state, whose digest fits: refused before anything is
+overwritten.
+"""
 
 import copy
 import io
@@ -24,21 +26,33 @@ DOCUMENT = "state/training.json"
 FLAGS = ("warm", "at_end", "sync")
 NAMED = [
     *((("progress", "step"), value) for value in [*WRONG, 4]),
-    *((("progress", name), value) for name in ("epoch", "batch", "samples") for value in (GONE, True, -1, 2.5, "3")),
+    *(
+        (("progress", name), value)
+        for name in ("epoch", "batch", "samples")
+        for value in (GONE, True, -1, 2.5, "3")
+    ),
     *((("signatures",), value) for value in ("3", None, [], {"model": 3})),
-    *((("requires_grad",), value) for value in ("3", 3, [], {}, {"frozen": [3]}, {"frozen": [], "trained": []})),
+    *(
+        (("requires_grad",), value)
+        for value in ("3", 3, [], {}, {"frozen": [3]}, {"frozen": [], "trained": []})
+    ),
     *((("fingerprint",), value) for value in (GONE, "3", None, [])),
     *(
         (("ranks", 0, "loader-0", "tree", "about"), value)
         for value in (None, {}, ["list"], ["list", "a"], ["list", 3, 4])
     ),
     *((("items", "optimizer", "optimizer", "state"), value) for value in (GONE, None, [], {})),
-    *((("items", "optimizer", "optimizer", "state", "0.bias"), value) for value in (GONE, None, [], {})),
+    *(
+        (("items", "optimizer", "optimizer", "state", "0.bias"), value)
+        for value in (GONE, None, [], {})
+    ),
 ]
 
 
 class SavedRun:
-    """A run that was saved in the middle, and copies of the checkpoint whose document says something else."""
+    """A run that was saved in the middle, and copies of the checkpoint whose document says
+    something else.
+    """
 
     def __init__(self, folder: Any) -> None:
         run = prepared()
@@ -58,7 +72,9 @@ class SavedRun:
     def state(self) -> Any:
         """The bytes of all that a resume overwrites."""
         run, file = self.run, io.BytesIO()
-        torch.save([run.model.state_dict(), run.optimizer.state_dict(), run.scheduler.state_dict()], file)
+        torch.save(
+            [run.model.state_dict(), run.optimizer.state_dict(), run.scheduler.state_dict()], file
+        )
         return file.getvalue()
 
     def resume(self, place: tuple[Any, ...] = (), value: Any = None, **options: Any) -> None:
@@ -78,7 +94,8 @@ class SavedRun:
         self.saver.resume(self.copy, **options)
 
     def outcome(self, *change: Any) -> Any:
-        """The state after the resume with that change and the losses of the training after it; None if refused.
+        """The state after the resume with that change and the losses of the training after it; None
+        if refused.
 
         A position that does not fit the loader is refused when the loader is known.
         """
@@ -99,7 +116,13 @@ def saved(tmp_path_factory):
 
 
 def leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     if not inner:
         yield place
     for key, each in inner:
@@ -126,13 +149,17 @@ def test_allowed_items_that_are_no_names(saved, allowed):
 
 @pytest.mark.parametrize("allowed", [["nope"], ["weights"], [""]])
 def test_an_unknown_name_of_an_item(saved, allowed):
-    with pytest.raises(ConfigError, match=f"{allowed[0]!r}: no such item; there are .*optimizer.*scheduler"):
+    with pytest.raises(
+        ConfigError, match=f"{allowed[0]!r}: no such item; there are .*optimizer.*scheduler"
+    ):
         saved.resume(allow=allowed)
     assert saved.state() == saved.before
 
 
 def finds(saved: SavedRun, changes: list[tuple[tuple[Any, ...], Any]]) -> list[str]:
-    """Changes that are followed: the run goes on otherwise, or ends with another error than ours."""
+    """Changes that are followed: the run goes on otherwise, or ends with another error than
+    ours.
+    """
     wanted, wrong = saved.outcome(), []
     saved.fresh()
     for place, value in changes:
@@ -148,10 +175,17 @@ def finds(saved: SavedRun, changes: list[tuple[tuple[Any, ...], Any]]) -> list[s
 
 
 def changes_of(saved: SavedRun) -> list[tuple[tuple[Any, ...], Any]]:
-    """Each value with each wrong one; not a flag's other value, nor settings of optimizer and scheduler: theirs."""
+    """Each value with each wrong one; not a flag's other value, nor settings of optimizer and
+    scheduler: theirs.
+    """
     places = leaves(json.loads(saved.text))
     ours = [one for one in places if one[:2] != ("items", "scheduler") and one[3:4] != ("groups",)]
-    return [(place, value) for place in ours for value in WRONG if value is not True or place[-1] not in FLAGS]
+    return [
+        (place, value)
+        for place in ours
+        for value in WRONG
+        if value is not True or place[-1] not in FLAGS
+    ]
 
 
 def test_some_values(saved):

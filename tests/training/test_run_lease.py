@@ -1,4 +1,6 @@
-"""The lease of a run's directory: processes that train into one folder or bucket at once, end, stop and come back."""
+"""The lease of a run's directory: processes that train into one folder or bucket at once, end, stop
+and come back.
+"""
 
 import gc
 import logging
@@ -168,10 +170,16 @@ def run(request, tmp_path):
 def test_a_second_process_is_told_who_trains_there(run):
     with training(run) as first:
         second = trainer(run)
+        node = os.uname().nodename
         expected = (
-            rf"run: process {first.pid} on {os.uname().nodename} trains into it for \d+ s, its lease was renewed \d+ s"
+            rf"run: process {first.pid} on {node} trains into it for \d+ s, "
+            r"its lease was renewed \d+ s"
         )
-        for action in (second.resume, lambda: stepped(second), lambda: second.save(torch.nn.Linear(1, 1), step=9)):
+        for action in (
+            second.resume,
+            lambda: stepped(second),
+            lambda: second.save(torch.nn.Linear(1, 1), step=9),
+        ):
             with pytest.raises(LeaseTakenError, match=expected):
                 action()
         assert [info.name for info in discover(run)] == ["checkpoint-1"]
@@ -234,14 +242,19 @@ def test_a_process_of_another_host(tmp_path, short, caplog, clock_ahead):
     run = tmp_path / "run"
     with training(run, ELSEWHERE, clock_ahead) as first:
         second = trainer(run)
-        with pytest.raises(LeaseTakenError, match=f"process {first.pid} on {ELSEWHERE} trains into it"):
+        with pytest.raises(
+            LeaseTakenError, match=f"process {first.pid} on {ELSEWHERE} trains into it"
+        ):
             second.resume()
         first.kill()
         begun = time.monotonic()
         with caplog.at_level(logging.WARNING):
             assert second.resume().step == 1
         assert time.monotonic() - begun > run_lease.LEASE_SECONDS
-        assert any(f"process {first.pid} on {ELSEWHERE} may train into it" in line for line in caplog.messages)
+        assert any(
+            f"process {first.pid} on {ELSEWHERE} may train into it" in line
+            for line in caplog.messages
+        )
         second.close()
 
 
@@ -292,7 +305,9 @@ def test_savers_of_one_process_share_the_lease(tmp_path):
 
 
 def test_a_process_that_wakes_up_looks_at_the_lease_before_it_commits(tmp_path, monkeypatch):
-    """Its next renewal, which would find the mark of the process that has taken over, may come too late."""
+    """Its next renewal, which would find the mark of the process that has taken over, may come too
+    late.
+    """
     saver = trainer(tmp_path)
     stepped(saver)
     put_mark(open_place(tmp_path).folder, RUN_LEASE, token="another")
@@ -473,7 +488,9 @@ def test_a_rehearsal_beside_the_run(tmp_path):
         stepped(saver)
         code = "from ft_ckpt.cli import main; main()"
         script = TESTS / "scripts" / "rehearsed.py"
-        answer = run_python(code, "check-resume", "--steps", 3, "--stop", 2, script, timeout=200, cwd=tmp_path)
+        answer = run_python(
+            code, "check-resume", "--steps", 3, "--stop", 2, script, timeout=200, cwd=tmp_path
+        )
         assert answer.returncode == 0, answer.stderr
 
 
@@ -499,12 +516,20 @@ with CheckpointSaver(None, run, on_difference="ignore") as saver:
 
 @pytest.mark.slow
 def test_a_restart_of_torchrun(tmp_path):
-    """Rank 0 is killed after a save: the agent ends the other rank and starts both again, which go on at once.
+    """Rank 0 is killed after a save: the agent ends the other rank and starts both again, which go
+    on at once.
 
     The agent's store still has the agreements of the killed ranks, whose weights differed.
     """
     (tmp_path / "train.py").write_text(TORCHRUN)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+    ]
     command += ["--monitor-interval=0.5", str(tmp_path / "train.py"), str(tmp_path / "run")]
     with (tmp_path / "log").open("w") as log:
         agent = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)

@@ -1,8 +1,9 @@
-"""A run against a dictionary: Hypothesis trains, saves, crashes, resumes, prunes, pins, damages, and compares.
+"""A run against a dictionary: Hypothesis trains, saves, crashes, resumes, prunes, pins, damages,
+and compares.
 
-The dictionary says which checkpoints the run's folder must hold, and of which step, save and run. What each of them
-must contain is the state of a run without ft_ckpt after that step (tests/helpers/reference_run.py). A failure prints
-the steps that led there as a program.
+The dictionary says which checkpoints the run's folder must hold, and of which step, save and run.
+What each of them must contain is the state of a run without ft_ckpt after that step
+(tests/helpers/reference_run.py). A failure prints the steps that led there as a program.
 """
 
 import json
@@ -78,7 +79,8 @@ class Saved:
     has_state: bool = True
     is_pinned: bool = False
     damage: str = ""  # the file with a changed byte
-    may_return: bool = False  # a killed sweep was taking its state away: a pin brings it back if it is still whole
+    # a killed sweep was taking its state away: a pin brings it back if it is still whole
+    may_return: bool = False
 
     @property
     def files(self) -> list[str]:
@@ -105,16 +107,21 @@ Saves = dict[str, Saved]
 def in_order(saves: Saves) -> list[str]:
     """Oldest first: runs by their newest save, checkpoints of a run by step."""
     newest = {
-        saved.run: max(other.number for other in saves.values() if other.run == saved.run) for saved in saves.values()
+        saved.run: max(other.number for other in saves.values() if other.run == saved.run)
+        for saved in saves.values()
     }
-    return sorted(saves, key=lambda name: (newest[saves[name].run], saves[name].step, saves[name].number))
+    return sorted(
+        saves, key=lambda name: (newest[saves[name].run], saves[name].step, saves[name].number)
+    )
 
 
 def best_of(saves: Saves) -> str | None:
     """The best of the newest run, of equal ones the oldest."""
     order = in_order(saves)
     newest = [name for name in order if saves[name].run == saves[order[-1]].run]
-    ranked = [name for name in newest if not saves[name].is_damaged and not math.isnan(saves[name].loss)]
+    ranked = [
+        name for name in newest if not saves[name].is_damaged and not math.isnan(saves[name].loss)
+    ]
     return min(ranked, key=lambda name: saves[name].loss, default=None)
 
 
@@ -132,7 +139,9 @@ def after_pruning(saves: Saves, keep: Keep, run: int | None, guarded: Collection
         for name in set(names) - firm - chosen:
             del left[name]
         if keep.state is not None:
-            of_state = selected(saves, stateful, keep.state) | selected(saves, with_state, keep.state)
+            of_state = selected(saves, stateful, keep.state) | selected(
+                saves, with_state, keep.state
+            )
             for name in set(stateful) - firm - of_state:
                 if name in left:
                     left[name] = replace(left[name], has_state=False)
@@ -140,7 +149,9 @@ def after_pruning(saves: Saves, keep: Keep, run: int | None, guarded: Collection
 
 
 def selected(saves: Saves, names: list[str], keep: Keep) -> set[str]:
-    """The checkpoints that a rule names, or all if there is no rule, or none of them has the metric."""
+    """The checkpoints that a rule names, or all if there is no rule, or none of them has the
+    metric.
+    """
     if (keep.last, keep.every_steps, keep.best) == (None, None, None):
         return set(names)
     measured = [name for name in names if not math.isnan(saves[name].loss)]
@@ -161,7 +172,9 @@ def selected(saves: Saves, names: list[str], keep: Keep) -> set[str]:
 class Life:
     """A process that trains in the folder of the run: this one, or a rank of others."""
 
-    def __init__(self, folder: Path | None, keep: Keep | None = None, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(
+        self, folder: Path | None, keep: Keep | None = None, rank: int = 0, ranks: int = 1
+    ) -> None:
         torch.manual_seed(77)
         random.seed(77)
         np.random.seed(77)
@@ -171,7 +184,9 @@ class Life:
         self.samples: Iterator[list[int]] = iter(())
 
     def resume(self, mode: str, salt: int) -> str | None:
-        """The name of the checkpoint that it was resumed from; None after a fresh start, with that salt."""
+        """The name of the checkpoint that it was resumed from; None after a fresh start, with that
+        salt.
+        """
         progress = self.saver.resume(mode)
         if progress.resumed_from is None:
             self.program.begin(salt)
@@ -184,7 +199,9 @@ class Life:
         return self.program.moment(progress.step, progress.epoch, progress.batch)
 
     def check(self, reference: Reference, step: int, number: int | None) -> None:
-        """Compare the present state with that of a run without ft_ckpt, and with the save that it was resumed from."""
+        """Compare the present state with that of a run without ft_ckpt, and with the save that it
+        was resumed from.
+        """
         has_draws = self.program.rank == 0
         assert differences(self.moment(), reference.at(step), with_draws=has_draws) == []
         labels = (self.program.label.number, int(self.program.network.label))
@@ -261,10 +278,18 @@ def read_slowly(path: Path, saved: Saved, moment: Moment, connection: Connection
 
 def join_ranks(store: Path, rank: int, ranks: int) -> None:
     """Make this process one of several ranks."""
-    names = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    names = {
+        "RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_RANK": rank,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 1,
+    }
     os.environ |= {name: str(value) for name, value in names.items()}
     files = dist.FileStore(str(store), ranks)
-    dist.init_process_group("gloo", store=files, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=files, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
 
 
 # The machine
@@ -418,9 +443,15 @@ class Run(RuleBasedStateMachine):
 
     @precondition(lambda self: self.life is None and not isinstance(self.chosen_by("auto"), type))
     @precondition(lambda self: self.launches < MAX_LAUNCHES)
-    @rule(ranks=st.sampled_from([2, 3]), count=st.integers(1, 3), call=st.one_of(st.just(0), st.integers(1, 60)))
+    @rule(
+        ranks=st.sampled_from([2, 3]),
+        count=st.integers(1, 3),
+        call=st.one_of(st.just(0), st.integers(1, 60)),
+    )
     def train_on_ranks(self, ranks: int, count: int, call: int) -> None:
-        """The run goes on on several ranks, which save; with a `call` rank 0 is killed there, and so are the others."""
+        """The run goes on on several ranks, which save; with a `call` rank 0 is killed there, and
+        so are the others.
+        """
         chosen = self.resumed(count)
         if self.is_refused():
             return
@@ -457,7 +488,9 @@ class Run(RuleBasedStateMachine):
         self.adopt(self.outcomes_of(saved)[0 if died else -1 :])
 
     def resumed(self, count: int) -> str | None:
-        """Another process resumes and makes some steps; the name of the checkpoint that it begins from."""
+        """Another process resumes and makes some steps; the name of the checkpoint that it begins
+        from.
+        """
         chosen = self.chosen_by("auto")
         assert not isinstance(chosen, type)
         self.note_start("auto", chosen)
@@ -474,7 +507,8 @@ class Run(RuleBasedStateMachine):
         left = self.left_by(rules)
         printed = command("prune", str(self.folder), "--run", "all", *rules.split(), "--json")
         report = json.loads(printed)
-        dropped = {Path(path).name for path in report["dropped"]}  # and what a killed sweep had begun to drop
+        # and what a killed sweep had begun to drop
+        dropped = {Path(path).name for path in report["dropped"]}
         assert self.saves.keys() - left.keys() <= dropped
         assert not dropped & left.keys()
         self.saves = left
@@ -489,7 +523,9 @@ class Run(RuleBasedStateMachine):
         if self.lacks_metric(rules):
             return
         left = self.left_by(rules)
-        World(Disk(fault), fault, call).run(command, "prune", str(self.folder), "--run", "all", *rules.split())
+        World(Disk(fault), fault, call).run(
+            command, "prune", str(self.folder), "--run", "all", *rules.split()
+        )
         self.adopt([(self.saves, left)])
 
     @precondition(lambda self: bool(self.saves))
@@ -529,7 +565,9 @@ class Run(RuleBasedStateMachine):
         if name in self.slow_readers:
             return
         saved = self.saves[name]
-        read = partial(read_slowly, self.folder / name, saved, self.reference_of(saved.salt).at(saved.step))
+        read = partial(
+            read_slowly, self.folder / name, saved, self.reference_of(saved.salt).at(saved.step)
+        )
         reader = Child(read)
         assert reader.told() == "open"
         self.slow_readers[name] = reader
@@ -545,7 +583,9 @@ class Run(RuleBasedStateMachine):
             reader.end()
 
     @precondition(lambda self: bool(self.unread()))
-    @rule(name=named(lambda self: self.unread()), file=st.integers(0, 2), place=st.integers(0, 10_000))
+    @rule(
+        name=named(lambda self: self.unread()), file=st.integers(0, 2), place=st.integers(0, 10_000)
+    )
     def damage(self, name: str, file: int, place: int) -> None:
         """A byte of a file that the manifest lists is another one."""
         files = self.saves[name].files
@@ -571,7 +611,9 @@ class Run(RuleBasedStateMachine):
             self.nothing_else_touched()
 
     def listed(self) -> None:
-        rows = [row for row in json.loads(command("ls", str(self.folder), "--json")) if "step" in row]
+        rows = [
+            row for row in json.loads(command("ls", str(self.folder), "--json")) if "step" in row
+        ]
         for row in rows:
             name = Path(row["path"]).name
             if name in self.saves and self.saves[name].may_return and row["state"]:
@@ -584,7 +626,8 @@ class Run(RuleBasedStateMachine):
         order = in_order(self.saves)
         assert found == [(name, *self.facts_of(name)) for name in order]
         losses = [float(row["metrics"]["loss"]) for row in rows]
-        assert str(losses) == str([self.saves[name].loss for name in order])  # NaN is not equal to itself
+        # NaN is not equal to itself
+        assert str(losses) == str([self.saves[name].loss for name in order])
 
     def newest_and_best(self) -> None:
         with warnings.catch_warnings():
@@ -594,10 +637,14 @@ class Run(RuleBasedStateMachine):
             assert newest == (self.folder / whole[-1] if whole else None)
             if self.saves:
                 best = best_of(self.saves)
-                assert ft_ckpt.best(self.folder, ("loss", "min")) == (None if best is None else self.folder / best)
+                assert ft_ckpt.best(self.folder, ("loss", "min")) == (
+                    None if best is None else self.folder / best
+                )
 
     def whole_and_equal(self) -> None:
-        """Each checkpoint verifies; it loads and resumes into exactly what was saved, which is tried once."""
+        """Each checkpoint verifies; it loads and resumes into exactly what was saved, which is
+        tried once.
+        """
         for name, saved in self.saves.items():
             path = self.folder / name
             version = (path / "ft_ckpt.json").read_text()
@@ -615,13 +662,17 @@ class Run(RuleBasedStateMachine):
 
     def readers_see_what_they_opened(self) -> None:
         for mapped, expected, saved in self.readers.values():
-            assert same({name: torch.as_tensor(tensor) for name, tensor in mapped.items()}, expected), saved
+            assert same(
+                {name: torch.as_tensor(tensor) for name, tensor in mapped.items()}, expected
+            ), saved
 
     def nothing_else_touched(self) -> None:
         assert contents(self.outside) == {"checkpoint-99": b"", "checkpoint-99/victim.txt": b"mine"}
         mine = ["notes.txt", "checkpoint-of-mine/notes.txt"]
         mine += [f"{name}/notes.txt" for name in self.notes - self.unsettled()]
-        assert {name: (self.folder / name).read_text() for name in mine} == dict.fromkeys(mine, "mine")
+        assert {name: (self.folder / name).read_text() for name in mine} == dict.fromkeys(
+            mine, "mine"
+        )
         assert (self.folder / "linked").readlink() == self.outside
 
     def teardown(self) -> None:
@@ -637,7 +688,8 @@ class Run(RuleBasedStateMachine):
 
     def finish(self) -> None:
         """The last process ends, and a sweep leaves nothing that belongs to nobody."""
-        for draft in self.folder.glob(".ft_ckpt-*.draft"):  # of a killed process: it stays for a day
+        # of a killed process: it stays for a day
+        for draft in self.folder.glob(".ft_ckpt-*.draft"):
             os.utime(draft, (0, 0))
         if self.life is not None:
             self.end()
@@ -676,7 +728,10 @@ class Run(RuleBasedStateMachine):
 
     def unsettled(self) -> set[str]:
         """The checkpoints that a killed save has left to the next save or resume to clear up."""
-        beside = {path.name[1:].partition(".ft_ckpt-stage-")[0] for path in self.folder.glob(".*.ft_ckpt-stage-*")}
+        beside = {
+            path.name[1:].partition(".ft_ckpt-stage-")[0]
+            for path in self.folder.glob(".*.ft_ckpt-stage-*")
+        }
         return beside | {path.parent.name for path in self.folder.glob("*/.ft_ckpt-old-*")}
 
     def pinned(self) -> set[str]:
@@ -712,8 +767,15 @@ class Run(RuleBasedStateMachine):
             self.run = self.runs
             return
         saved = self.saves[chosen]
-        self.salt, self.step, self.run, self.ancestors = saved.salt, saved.step, saved.run, saved.ancestors
-        later = [other for other in self.saves.values() if other.has_state and other.run == saved.run]
+        self.salt, self.step, self.run, self.ancestors = (
+            saved.salt,
+            saved.step,
+            saved.run,
+            saved.ancestors,
+        )
+        later = [
+            other for other in self.saves.values() if other.has_state and other.run == saved.run
+        ]
         if mode not in ("auto", "never") and any(other.step > saved.step for other in later):
             self.runs += 1
             self.run, self.ancestors = self.runs, saved.ancestors | {saved.run}
@@ -736,7 +798,9 @@ class Run(RuleBasedStateMachine):
         return there is not None and there.run not in {self.run, *self.ancestors}
 
     def outcomes_of(self, saved: Saved) -> list[tuple[Saves, Saves]]:
-        """What a save may leave that ends anywhere: nothing new, or the new one, with the sweep after it or a part."""
+        """What a save may leave that ends anywhere: nothing new, or the new one, with the sweep
+        after it or a part.
+        """
         name = f"checkpoint-{saved.step}"
         is_pinned = name in self.saves and self.saves[name].is_pinned
         new = {**self.saves, name: replace(saved, is_pinned=is_pinned)}
@@ -753,11 +817,17 @@ class Run(RuleBasedStateMachine):
     def lacks_metric(self, rules: str) -> bool:
         """Whether `prune` refuses the rules, as they rank by a metric that no checkpoint has."""
         judged = [self.saves[name] for name in self.whole() if name != FINAL]
-        return RULES_OF_PRUNE[rules].best is not None and all(math.isnan(saved.loss) for saved in judged)
+        return RULES_OF_PRUNE[rules].best is not None and all(
+            math.isnan(saved.loss) for saved in judged
+        )
 
     def adopt(self, outcomes: list[tuple[Saves, Saves]]) -> None:
-        """Take over what is there, which must be one of these: everything of the first, but what the second lacks."""
-        present = {name: self.present(name) for name in {name for saves, _ in outcomes for name in saves}}
+        """Take over what is there, which must be one of these: everything of the first, but what
+        the second lacks.
+        """
+        present = {
+            name: self.present(name) for name in {name for saves, _ in outcomes for name in saves}
+        }
         for whole, swept in outcomes:
             adopted = self.part_between(present, whole, swept)
             if adopted is not None:
@@ -765,7 +835,9 @@ class Run(RuleBasedStateMachine):
                 return
         pytest.fail(f"neither the old nor the new: {present}, expected one of {outcomes}")
 
-    def part_between(self, present: dict[str, tuple[int, bool] | None], whole: Saves, swept: Saves) -> Saves | None:
+    def part_between(
+        self, present: dict[str, tuple[int, bool] | None], whole: Saves, swept: Saves
+    ) -> Saves | None:
         adopted: Saves = {}
         for name, found in present.items():
             if found is None and name not in swept:
@@ -780,12 +852,16 @@ class Run(RuleBasedStateMachine):
         return adopted
 
     def present(self, name: str) -> tuple[int, bool] | None:
-        """The number of the save that a committed checkpoint is of, and whether it has a training state."""
+        """The number of the save that a committed checkpoint is of, and whether it has a training
+        state.
+        """
         path = self.folder / name
         if not (path / "ft_ckpt.json").exists():
             return None
         manifest = json.loads((path / "ft_ckpt.json").read_text())
-        return int(manifest["metrics"]["number"]), any(part["kind"] == "state" for part in manifest["parts"])
+        return int(manifest["metrics"]["number"]), any(
+            part["kind"] == "state" for part in manifest["parts"]
+        )
 
     def expected_files(self) -> Iterator[str]:
         """Everything that must be in the folder at the end."""
@@ -807,7 +883,9 @@ def loaded(path: Path) -> dict[str, torch.Tensor]:
 
 
 def command(*words: str) -> str:
-    """What a command prints; in a process of its own it would touch no random numbers of the run."""
+    """What a command prints; in a process of its own it would touch no random numbers of the
+    run.
+    """
     with redirect_stdout(StringIO()) as printed, warnings.catch_warnings(), untouched_draws():
         warnings.simplefilter("ignore")
         run_command(words)

@@ -53,7 +53,9 @@ def test_the_clock_of_rank_0_decides(tmp_path):
     """The ranks' clocks differ: rank 0's decides."""
     run = prepared()
     minutes = 0.02 if RANK == 0 else 100.0
-    with CheckpointSaver(run.accelerator, tmp_path, every=Every(minutes=minutes, signals=()), **SHORT) as saver:
+    with CheckpointSaver(
+        run.accelerator, tmp_path, every=Every(minutes=minutes, signals=()), **SHORT
+    ) as saver:
         begun = time.monotonic()
         while time.monotonic() - begun < 6 and not any(tmp_path.glob("checkpoint-*")):
             learn(run, torch.ones(2, 3))
@@ -65,7 +67,9 @@ def test_the_clock_of_rank_0_decides(tmp_path):
 def test_the_metric_of_rank_0_decides(tmp_path):
     """The ranks' losses differ: rank 0's decides."""
     run = prepared()
-    with CheckpointSaver(run.accelerator, tmp_path, every=Every(best=("loss", "min"), signals=()), **SHORT) as saver:
+    with CheckpointSaver(
+        run.accelerator, tmp_path, every=Every(best=("loss", "min"), signals=()), **SHORT
+    ) as saver:
         reports = [saver.step({"loss": value * (1 - 2 * RANK)}) for value in (3.0, 2.0, 4.0, 1.0)]
     assert [report is not None for report in reports] == [True, True, False, True], reports
 
@@ -87,7 +91,9 @@ def test_a_failure_of_one_rank_is_raised_on_all(tmp_path):
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2_accelerate"])
 @on_ranks(2, alone=True)  # Accelerate stays with FSDP
 def test_batches_of_an_unfinished_step(tmp_path, wrapper):
-    """Saved after each batch of an accumulated step and resumed, the next losses are equal to the bit."""
+    """Saved after each batch of an accumulated step and resumed, the next losses are equal to the
+    bit.
+    """
     live = accumulating(wrapper, 0)
     expected = []
     with CheckpointSaver(live.accelerator, tmp_path, **SHORT) as saver:
@@ -119,19 +125,30 @@ def micro_step(live, number):
 
 
 def folders(run):
-    return sorted((path.name for path in run.glob("checkpoint-*")), key=lambda name: int(name.rpartition("-")[2]))
+    return sorted(
+        (path.name for path in run.glob("checkpoint-*")),
+        key=lambda name: int(name.rpartition("-")[2]),
+    )
 
 
 @pytest.mark.parametrize(
     ("every", "saved"),
     [
-        (Every(steps=5, signals=()), ["checkpoint-5", "checkpoint-10", "checkpoint-15", "checkpoint-18"]),
+        (
+            Every(steps=5, signals=()),
+            ["checkpoint-5", "checkpoint-10", "checkpoint-15", "checkpoint-18"],
+        ),
         (Every(epochs=1, signals=()), ["checkpoint-6", "checkpoint-12", "checkpoint-18"]),
-        (Every(epochs=2, steps=8, signals=()), ["checkpoint-8", "checkpoint-12", "checkpoint-16", "checkpoint-18"]),
+        (
+            Every(epochs=2, steps=8, signals=()),
+            ["checkpoint-8", "checkpoint-12", "checkpoint-16", "checkpoint-18"],
+        ),
     ],
 )
 def test_steps_and_epochs(tmp_path, every, saved):
-    """And the end, without which a finished run would go on from the last interval when it is started again."""
+    """And the end, without which a finished run would go on from the last interval when it is
+    started again.
+    """
     run = prepared()
     with CheckpointSaver(run.accelerator, tmp_path, every=every, **QUIET) as saver:
         train(run, saver)
@@ -139,10 +156,14 @@ def test_steps_and_epochs(tmp_path, every, saved):
 
 
 def test_folders_named_by_epoch(tmp_path):
-    """What is newest, kept or resumed is told by the manifest; one of the same name takes the place of the last."""
+    """What is newest, kept or resumed is told by the manifest; one of the same name takes the place
+    of the last.
+    """
     run = prepared()
     named = {"name_template": "epoch_{epoch}", **QUIET}
-    with CheckpointSaver(run.accelerator, tmp_path, every=Every(steps=4, signals=()), keep=2, **named) as saver:
+    with CheckpointSaver(
+        run.accelerator, tmp_path, every=Every(steps=4, signals=()), keep=2, **named
+    ) as saver:
         train(run, saver)
     steps = {path.name: read_manifest(path).step for path in tmp_path.glob("[!.]*")}
     assert steps == {"epoch_2": 16, "epoch_3": 18}
@@ -152,19 +173,25 @@ def test_folders_named_by_epoch(tmp_path):
         progress = saver.resume("epoch_2")
         assert (progress.step, progress.epoch, progress.batch) == (16, 2, 4)
         assert saver.save_state().path.name == "epoch_2"
-    both = CheckpointSaver(prepared().accelerator, tmp_path / "both", name_template="{epoch:02}-{step}", **QUIET)
+    both = CheckpointSaver(
+        prepared().accelerator, tmp_path / "both", name_template="{epoch:02}-{step}", **QUIET
+    )
     assert both.save_state().path.name == "00-0"
 
 
 def test_what_is_kept(tmp_path):
     run = prepared()
     keep = Keep(last=2, every_steps=6, state=Keep(last=1))
-    with CheckpointSaver(run.accelerator, tmp_path, every=Every(steps=2, signals=()), keep=keep, **QUIET) as saver:
+    with CheckpointSaver(
+        run.accelerator, tmp_path, every=Every(steps=2, signals=()), keep=keep, **QUIET
+    ) as saver:
         (tmp_path / "checkpoint-keep-me").mkdir()
         train(run, saver)
     shutil.rmtree(tmp_path / "checkpoint-keep-me")  # a folder that is not ours is deleted
     assert folders(tmp_path) == ["checkpoint-6", "checkpoint-12", "checkpoint-16", "checkpoint-18"]
-    assert [name for name in folders(tmp_path) if (tmp_path / name / "state").exists()] == ["checkpoint-18"]
+    assert [name for name in folders(tmp_path) if (tmp_path / name / "state").exists()] == [
+        "checkpoint-18"
+    ]
 
 
 def test_the_run_resumed_from_stays(tmp_path):
@@ -207,14 +234,24 @@ def test_or_a_warning(tmp_path, disk):
     disk["folder"], run = tmp_path, prepared()
     every = Every(steps=6, signals=())
     saver = CheckpointSaver(run.accelerator, tmp_path, every=every, on_failure="warn", **QUIET)
-    with saver, pytest.warns(UserWarning, match="step 18: no checkpoint was made, training goes on: .*full"):
+    with (
+        saver,
+        pytest.warns(
+            UserWarning, match="step 18: no checkpoint was made, training goes on: .*full"
+        ),
+    ):
         assert len(train(run, saver)) == 21
     assert folders(tmp_path) == ["checkpoint-6", "checkpoint-12"]
 
 
 def test_or_a_reason_to_delete_first(tmp_path, disk):
     disk["folder"], run = tmp_path, prepared()
-    settings = {"every": Every(steps=2, signals=()), "keep": Keep(last=2), "when_full": "prune", **QUIET}
+    settings = {
+        "every": Every(steps=2, signals=()),
+        "keep": Keep(last=2),
+        "when_full": "prune",
+        **QUIET,
+    }
     with CheckpointSaver(run.accelerator, tmp_path, **settings) as saver:
         train(run, saver)
     assert folders(tmp_path) == ["checkpoint-16", "checkpoint-18"]
@@ -226,7 +263,9 @@ def test_or_a_reason_to_wait(tmp_path, disk):
     disk["folder"], run = tmp_path, prepared()
     threading.Timer(1.0, lambda: disk.update(room=99)).start()
     every, begun = Every(steps=6, signals=()), time.monotonic()
-    with CheckpointSaver(run.accelerator, tmp_path, every=every, when_full="wait", **QUIET) as saver:
+    with CheckpointSaver(
+        run.accelerator, tmp_path, every=every, when_full="wait", **QUIET
+    ) as saver:
         train(run, saver)
     assert folders(tmp_path) == ["checkpoint-6", "checkpoint-12", "checkpoint-18"]
     assert time.monotonic() - begun > 1.0
@@ -265,18 +304,23 @@ def test_a_metric_is_the_best_so_far(tmp_path):
 
 SCRIPT = """
 import signal, sys, time, torch
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs in the background ignore it
+# a shell's jobs in the background ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from training import prepared, learn, QUIET
 from ft_ckpt import CheckpointSaver, Every
 run = prepared()
 with CheckpointSaver(run.accelerator, sys.argv[1], every=Every(), **QUIET) as saver:
     while True:
-        learn(run, torch.ones(2, 3)); saver.step(); print(saver.progress.step, flush=True); time.sleep(0.01)
+        learn(run, torch.ones(2, 3))
+        saver.step()
+        print(saver.progress.step, flush=True)
+        time.sleep(0.01)
 """
 
 
 @pytest.mark.parametrize(
-    ("name", "code"), [("SIGTERM", 143), ("SIGINT", 130), pytest.param("SIGUSR1", 138, marks=pytest.mark.slow)]
+    ("name", "code"),
+    [("SIGTERM", 143), ("SIGINT", 130), pytest.param("SIGUSR1", 138, marks=pytest.mark.slow)],
 )
 def test_signals_save_and_exit(tmp_path, name, code):
     seen = []
@@ -288,7 +332,8 @@ def test_signals_save_and_exit(tmp_path, name, code):
     ended = run_and_signal(SCRIPT, tmp_path, until=until, number=getattr(signal, name))
     last = [*seen, *map(int, ended.stdout.split())][-1]
     assert ended.returncode == code, ended.stderr
-    assert folders(tmp_path) == [f"checkpoint-{last + 1}"]  # saved, and exited before it was printed
+    # saved, and exited before it was printed
+    assert folders(tmp_path) == [f"checkpoint-{last + 1}"]
 
 
 def test_a_directory_that_cannot_be_written_fails_at_once(tmp_path):
@@ -326,7 +371,8 @@ def test_a_finished_run_that_is_started_again_does_nothing(tmp_path, caplog):
     """It trained on from the last interval, or all over again: no state was saved at its end."""
     saver, loader = run_of(tmp_path, every=Every(steps=5, signals=()))
     assert batches(saver, loader) == 12
-    assert folders(tmp_path) == ["checkpoint-5", "checkpoint-10", "checkpoint-12"]  # though nobody closed it
+    # though nobody closed it
+    assert folders(tmp_path) == ["checkpoint-5", "checkpoint-10", "checkpoint-12"]
     saver, loader = run_of(tmp_path, every=Every(steps=5, signals=()))
     with saver, caplog.at_level("INFO", "ft_ckpt"):
         assert saver.resume().step == 12
@@ -358,9 +404,12 @@ def closed_on_the_way_out(saver):
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(
-    ("end", "saved"), [(closed, True), (left, True), (interrupted, False), (closed_on_the_way_out, False)]
+    ("end", "saved"),
+    [(closed, True), (left, True), (interrupted, False), (closed_on_the_way_out, False)],
 )
-def test_the_last_step_is_saved_at_the_end_unless_something_went_wrong(tmp_path, end, saved, background):
+def test_the_last_step_is_saved_at_the_end_unless_something_went_wrong(
+    tmp_path, end, saved, background
+):
     saver, _ = run_of(tmp_path, every=Every(steps=2, signals=()), background=background)
     for _ in range(3):
         one(saver, rows())
@@ -378,7 +427,13 @@ def test_nothing_is_saved_at_the_end_of_what_saves_by_hand_or_did_not_train(tmp_
 
 
 def fractions():
-    return {"a": torch.tensor(0.5), "b": np.float32(0.25), "c": Decimal("1.5"), "d": True, "e": np.array([3])}
+    return {
+        "a": torch.tensor(0.5),
+        "b": np.float32(0.25),
+        "c": Decimal("1.5"),
+        "d": True,
+        "e": np.array([3]),
+    }
 
 
 def test_metrics_may_be_whatever_is_one_number(tmp_path):
@@ -401,13 +456,18 @@ def test_what_is_no_number_is_named(tmp_path, value):
         with pytest.raises(ConfigError, match=f"metrics: worst is a {type(value).__name__}"):
             call({"loss": 1.0, "worst": value})
         for wrong in (0.5, 0.0, []):
-            with pytest.raises(ConfigError, match=rf"metrics={re.escape(repr(wrong))}: expected a name and a number"):
+            with pytest.raises(
+                ConfigError,
+                match=rf"metrics={re.escape(repr(wrong))}: expected a name and a number",
+            ):
                 call(wrong)
     assert folders(tmp_path) == []
 
 
 def test_steps_are_whole_numbers(tmp_path):
-    """A step of 7.0 was committed, and no resume could read the checkpoint; NumPy's ended in json's TypeError."""
+    """A step of 7.0 was committed, and no resume could read the checkpoint; NumPy's ended in json's
+    TypeError.
+    """
     saver, _ = run_of(tmp_path)
     for wrong in (7.0, True, -2, "9", torch.tensor(7)):
         for call in (saver.step, partial(saver.save, saver._run.model)):
@@ -448,5 +508,7 @@ def test_inference_mode_around_a_save_and_a_resume(tmp_path, background):
     for each in (saver, fresh):
         torch.manual_seed(1)
         one(each, rows())
-    for mine, other in zip(saver._run.model.parameters(), fresh._run.model.parameters(), strict=True):
+    for mine, other in zip(
+        saver._run.model.parameters(), fresh._run.model.parameters(), strict=True
+    ):
         assert torch.equal(mine, other)

@@ -26,7 +26,8 @@ print("ready", flush=True)
 while watch.received is None:
     time.sleep(0.01)
 print(watch.received, flush=True)
-if "--hang" in sys.argv:  # in C, without the interpreter's lock, as in a collective whose peers are gone
+# in C, without the interpreter's lock, as in a collective whose peers are gone
+if "--hang" in sys.argv:
     lock = ctypes.create_string_buffer(256)
     ctypes.CDLL(None).pthread_mutex_lock(lock)
     ctypes.CDLL(None).pthread_mutex_lock(lock)
@@ -37,7 +38,10 @@ WATCHED = ("SIGTERM", "SIGUSR1", "SIGINT")
 
 def child(*arguments):
     process = subprocess.Popen(
-        [sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE, text=True, preexec_fn=hear_interrupts
+        [sys.executable, "-c", CHILD, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=hear_interrupts,
     )
     assert process.stdout.readline() == "ready\n"
     return process
@@ -100,7 +104,9 @@ def test_handlers_are_restored(handlers):
     watch.close()
     os.kill(os.getpid(), signal.SIGUSR1)
     assert (watch.received, heard) == ("SIGUSR1", ["mine"])
-    assert {**handlers, "SIGUSR1": mine} == {name: signal.getsignal(signal.Signals[name]) for name in WATCHED}
+    assert {**handlers, "SIGUSR1": mine} == {
+        name: signal.getsignal(signal.Signals[name]) for name in WATCHED
+    }
 
 
 def test_closing_soon_after_a_signal_leaves_the_restored_handler_alone(handlers):
@@ -144,7 +150,9 @@ def test_watches_end_in_any_order(handlers, order):
 
 
 def test_forked_children_can_be_terminated(handlers):
-    """A worker of a data loader or a pool is ended by SIGTERM whatever its parent has set; the parent hears nothing."""
+    """A worker of a data loader or a pool is ended by SIGTERM whatever its parent has set; the
+    parent hears nothing.
+    """
 
     def work():
         running.set()
@@ -166,10 +174,16 @@ def test_forked_children_can_be_terminated(handlers):
 
 
 def test_exit_codes():
-    assert {name: exit_code(name) for name in WATCHED} == {"SIGTERM": 143, "SIGUSR1": 138, "SIGINT": 130}
+    assert {name: exit_code(name) for name in WATCHED} == {
+        "SIGTERM": 143,
+        "SIGUSR1": 138,
+        "SIGINT": 130,
+    }
     assert exit_code("SIGTERM", 0) == 0
     written = dict(
-        line.split() for line in exit_code.__doc__.replace("      SIG", "\nSIG").splitlines() if "SIG" in line
+        line.split()
+        for line in exit_code.__doc__.replace("      SIG", "\nSIG").splitlines()
+        if "SIG" in line
     )
     assert written == {name: str(exit_code(name)) for name in written}
     from ft_ckpt.schedule import SIGNALS
@@ -185,8 +199,10 @@ from ft_ckpt import CheckpointSaver, Every
 class Rows(torch.utils.data.Dataset):
     def __len__(self): return 100
     def __getitem__(self, index): time.sleep(60 * (index > 20)); return torch.ones(2, 3)
-def signal_all():  # from another process: what a parent sends them ends loader workers without an error
-    subprocess.run(["kill", "-TERM", str(os.getpid()), *(str(child.pid) for child in active_children())])
+# from another process: what a parent sends them ends loader workers without an error
+def signal_all():
+    pids = [os.getpid(), *(child.pid for child in active_children())]
+    subprocess.run(["kill", "-TERM", *map(str, pids)])
 run = prepared()
 loader = torch.utils.data.DataLoader(Rows(), batch_size=None, num_workers=1)
 with CheckpointSaver(run.accelerator, sys.argv[1], every=Every(), **QUIET) as saver:

@@ -1,4 +1,6 @@
-"""Steps that several batches make: counted once, and their gradients kept, whoever accumulates them."""
+"""Steps that several batches make: counted once, and their gradients kept, whoever accumulates
+them.
+"""
 
 import models
 import pytest
@@ -14,10 +16,14 @@ QUIET = {"on_difference": "ignore"}
 
 
 @pytest.mark.sample("fsdp2-False")
-@pytest.mark.parametrize(("wrapper", "unsynced"), [("ddp", False), ("fsdp2", False), ("fsdp2", True)])
+@pytest.mark.parametrize(
+    ("wrapper", "unsynced"), [("ddp", False), ("fsdp2", False), ("fsdp2", True)]
+)
 @on_ranks(2)
 def test_two_ranks(tmp_path, wrapper, unsynced):
-    """Without Accelerate: three batches make a step, and gradients of an unfinished one are kept."""
+    """Without Accelerate: three batches make a step, and gradients of an unfinished one are
+    kept.
+    """
 
     def batch(live, number):
         if unsynced:
@@ -47,7 +53,9 @@ def test_two_ranks(tmp_path, wrapper, unsynced):
         fresh, saver = made(1)
         report = saver.resume(f"after-{number}").report
         assert any(item.name == "gradients" for item in report.items) == (number != 5), report
-        assert [batch(fresh, later) for later in range(number + 1, 9)] == expected[number + 1 :], number
+        assert [batch(fresh, later) for later in range(number + 1, 9)] == expected[number + 1 :], (
+            number
+        )
 
 
 class Script:
@@ -63,7 +71,9 @@ class Script:
         self.saver = CheckpointSaver(accelerator, folder, **QUIET)
         if accelerator is None:
             first, second = self.optimizers
-            self.saver.register(model=self.models[0], head=self.models[1], optimizer=first, second=second)
+            self.saver.register(
+                model=self.models[0], head=self.models[1], optimizer=first, second=second
+            )
 
     def backward(self, number):
         inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
@@ -88,7 +98,9 @@ class Script:
 @pytest.mark.parametrize("accelerated", [False, True])
 @pytest.mark.parametrize("stop", [3, 4, 5, 6])
 def test_gradients_of_both_models_come_back(tmp_path, stop, accelerated):
-    """Without an Accelerator, or with one that the script does not let accumulate, gradients were dropped."""
+    """Without an Accelerator, or with one that the script does not let accumulate, gradients were
+    dropped.
+    """
     script = Script(tmp_path, Accelerator(cpu=True) if accelerated else None)
     losses = []
     for number in range(9):

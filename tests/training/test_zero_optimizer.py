@@ -1,4 +1,5 @@
-"""ZeRO's optimizer state by name: captured, compared with DeepSpeed's own view, put into fresh engines, trained on.
+"""ZeRO's optimizer state by name: captured, compared with DeepSpeed's own view, put into fresh
+engines, trained on.
 
 A case is the name of an engine, see tests/helpers/zero_engines.py.
 """
@@ -24,13 +25,19 @@ from ft_ckpt.distributed.ranks import current_ranks
 from ft_ckpt.distributed.source import box_memories
 from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.errors import CorruptError, LoadError, NotACheckpointError, RankError, SelectionError
-from ft_ckpt.integrations.open_instruct_state import ClientState, load_checkpoint_state, save_checkpoint_state
+from ft_ckpt.integrations.open_instruct_state import (
+    ClientState,
+    load_checkpoint_state,
+    save_checkpoint_state,
+)
 from ft_ckpt.saver import CheckpointSaver
 from ft_ckpt.training import optimizers, zero_optimizer
 from ft_ckpt.training.zero_optimizer import EngineCounters
 
 DEEPSPEED = {"DS_ACCELERATOR": "cpu"}
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra"
+)
 
 
 WHOLE = [
@@ -46,7 +53,9 @@ def under_zero(test):
 
 
 class Counted(torch.optim.Optimizer):
-    """Momentum with a step count that is a plain number, as DeepSpeed's own Adam for the host has it."""
+    """Momentum with a step count that is a plain number, as DeepSpeed's own Adam for the host has
+    it.
+    """
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -54,17 +63,23 @@ class Counted(torch.optim.Optimizer):
             for parameter in group["params"]:
                 state = self.state[parameter]
                 state.setdefault("step", 0)
-                state.setdefault("momentum", torch.zeros_like(parameter)).mul_(0.9).add_(parameter.grad)
+                state.setdefault("momentum", torch.zeros_like(parameter)).mul_(0.9).add_(
+                    parameter.grad
+                )
                 state["step"] += 1
                 parameter.sub_(state["momentum"], alpha=group["lr"] / state["step"])
 
 
 def batch(step, alike):
-    return torch.randint(13, (2, 6), generator=torch.Generator().manual_seed(100 * step + (0 if alike else RANK)))
+    return torch.randint(
+        13, (2, 6), generator=torch.Generator().manual_seed(100 * step + (0 if alike else RANK))
+    )
 
 
 def train(live, steps, alike=False):
-    """The losses; with `alike` every rank has the same batch, so that any number of ranks takes the same steps."""
+    """The losses; with `alike` every rank has the same batch, so that any number of ranks takes the
+    same steps.
+    """
     losses = []
     for step in steps:
         loss = live(batch(step, alike))
@@ -75,7 +90,9 @@ def train(live, steps, alike=False):
 
 
 def capture(live):
-    """The content of a checkpoint, on every rank: the description, and all tensors in full, weights included."""
+    """The content of a checkpoint, on every rank: the description, and all tensors in full, weights
+    included.
+    """
     found = ModelTensors(live).sources()
     described = zero_optimizer.describe(live.optimizer, found)
     described = json.loads(json.dumps(described))
@@ -90,7 +107,9 @@ def capture(live):
 
 
 class Filler:
-    """Stands for a file: copies this rank's block of a full tensor, and refuses another shape or dtype."""
+    """Stands for a file: copies this rank's block of a full tensor, and refuses another shape or
+    dtype.
+    """
 
     def __init__(self, full):
         self.full = full
@@ -133,7 +152,8 @@ def as_deepspeed_sees_it(live, full):
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     if hasattr(live.optimizer, "_hp_optimizer_states_linked"):
-        # It links the state after the first group's first step, when the other groups have none yet.
+        # It links the state after the first group's first step, when the other groups have none
+        # yet.
         live.optimizer._hp_optimizer_states_linked = False
         live.optimizer._lazy_init_hp_params_optimizer_state()
     checked = 0
@@ -173,7 +193,9 @@ def test_a_fresh_engine_goes_on_to_the_bit(case):
     assert restore(again, described, full) == ()
     restored = capture(again)
     assert restored[0] == described
-    assert all(p.numel() == p.ds_numel for p in again.parameters() if getattr(p, "ds_persist", False))
+    assert all(
+        p.numel() == p.ds_numel for p in again.parameters() if getattr(p, "ds_persist", False)
+    )
     same(restored[1], full)
     assert train(again, range(2, 4)) == losses
     assert capture(again)[0] == after[0]
@@ -197,7 +219,9 @@ def test_a_fresh_engine_on_one_rank(case):
 
 
 def leave(folder, case):
-    """Save the state with the same batch on every rank, and the losses and the state of two more steps."""
+    """Save the state with the same batch on every rank, and the losses and the state of two more
+    steps.
+    """
     live = engine(case)
     train(live, range(2), alike=True)
     before = capture(live)
@@ -209,14 +233,17 @@ def leave(folder, case):
 
 
 def arrive(folder, before, after):
-    """Go on from what another number of ranks, perhaps in another stage, left: the same state, losses and weights."""
+    """Go on from what another number of ranks, perhaps in another stage, left: the same state,
+    losses and weights.
+    """
     left = torch.load(folder / "left.pt")
     live = engine(after, lr=0.5)
     assert restore(live, *left["before"]) == ()
     described, full = capture(live)
     assert described == left["before"][0]
     same(full, left["before"][1])
-    if (before[:5] == "zero3") == (after[:5] == "zero3"):  # stage 3 has another way to add a linear layer's bias
+    # stage 3 has another way to add a linear layer's bias
+    if (before[:5] == "zero3") == (after[:5] == "zero3"):
         assert train(live, range(2, 4), alike=True) == left["losses"]
         same(capture(live)[1], left["after"])
 
@@ -238,19 +265,26 @@ FROM_ONE = [
     ("zero3_bf16", "zero3_bf16_subgroups_persistent"),
     ("zero1", "zero3"),
 ]
-MOVED = [(before, 2, after, 1) for before, after in FROM_TWO] + [(before, 1, after, 2) for before, after in FROM_ONE]
+MOVED = [(before, 2, after, 1) for before, after in FROM_TWO] + [
+    (before, 1, after, 2) for before, after in FROM_ONE
+]
 
 
 @needs_deepspeed
 @pytest.mark.sample("zero3-2-zero3-1", "zero1-1-zero3-2")
 @pytest.mark.parametrize(("before", "ranks", "after", "more"), MOVED)
 def test_on_another_number_of_ranks(tmp_path, before, ranks, after, more):
-    """After an engine of stage 3, those of the other stages add a bias in another way: they have a launch of their own.
+    """After an engine of stage 3, those of the other stages add a bias in another way: they have a
+    launch of their own.
 
     Stage 3 shares the launch of the other tests.
     """
-    call_on_ranks(ranks, leave, tmp_path, before, launch=launch_of(before), env=DEEPSPEED, timeout=280)
-    call_on_ranks(more, arrive, tmp_path, before, after, launch=launch_of(after), env=DEEPSPEED, timeout=280)
+    call_on_ranks(
+        ranks, leave, tmp_path, before, launch=launch_of(before), env=DEEPSPEED, timeout=280
+    )
+    call_on_ranks(
+        more, arrive, tmp_path, before, after, launch=launch_of(after), env=DEEPSPEED, timeout=280
+    )
 
 
 def launch_of(case):
@@ -280,20 +314,25 @@ def plain_capture(model, optimizer):
 @under_zero
 def test_from_a_plain_optimizer(case):
     """Torch's AdamW goes on in ZeRO; half-precision weights get masters that are equal to them."""
-    live = engine(case, lr=0.5)  # first: with stage 3, DeepSpeed adds the bias of all linear layers in another way
+    # first: with stage 3, DeepSpeed adds the bias of all linear layers in another way
+    live = engine(case, lr=0.5)
     model = build()
     optimizer = adam(model)
     plain(model, optimizer, range(2))
     described, full = plain_capture(model, optimizer)
     losses = plain(model, optimizer, range(2, 4))
     after = plain_capture(model, optimizer)[1]
-    weights = {name: ModelTensors(live).sources()[name].dtype for name in ModelTensors(live).sources()}
+    weights = {
+        name: ModelTensors(live).sources()[name].dtype for name in ModelTensors(live).sources()
+    }
     full = {name: tensor.to(weights.get(name, tensor.dtype)) for name, tensor in full.items()}
     assert restore(live, described, full) == ()
     got, state = capture(live)
     same({name: state[name] for name in full}, full)
     assert got["state"] == described["state"]
-    assert [group["values"] for group in got["groups"]] == [group["values"] for group in described["groups"]]
+    assert [group["values"] for group in got["groups"]] == [
+        group["values"] for group in described["groups"]
+    ]
     for name in got["masters"]:
         assert torch.equal(state[f"{name}/master"], full[name].float())
     if not got["masters"]:
@@ -329,12 +368,17 @@ def test_to_a_plain_optimizer(case):
 @pytest.mark.parametrize("case", ["zero2", "zero3"])
 @under_zero
 def test_from_half_precision_to_float32(case):
-    """Half precision goes on in float32: the weights are what the masters were, not what was left of them."""
+    """Half precision goes on in float32: the weights are what the masters were, not what was left
+    of them.
+    """
     live = engine(f"{case}_bf16")
     train(live, range(2))
     described, full = capture(live)
     again = engine(case)
-    halves = {name: tensor.float() if name in ModelTensors(live).sources() else tensor for name, tensor in full.items()}
+    halves = {
+        name: tensor.float() if name in ModelTensors(live).sources() else tensor
+        for name, tensor in full.items()
+    }
     assert restore(again, described, halves) == ()
     state = capture(again)[1]
     assert len(described["masters"]) == 6
@@ -351,17 +395,26 @@ def test_incomplete_state(case):
     live = engine(case)
     train(live, range(2))
     described, full = capture(live)
-    stateless = {**described, "state": {k: v for k, v in described["state"].items() if k != "inner.0.weight"}}
+    stateless = {
+        **described,
+        "state": {k: v for k, v in described["state"].items() if k != "inner.0.weight"},
+    }
     assert restore(live, stateless, full) == ("1 parameter(s) had no state when saved",)
     state = capture(live)[1]
     assert not state["inner.0.weight/exp_avg"].any()
-    same(state, {**full, **{k: v for k, v in state.items() if k.startswith("inner.0.weight/exp_avg")}})
+    same(
+        state,
+        {**full, **{k: v for k, v in state.items() if k.startswith("inner.0.weight/exp_avg")}},
+    )
 
     with pytest.raises(LoadError, match=r"step is 2.0 for embed.weight and 7.0 for inner.4.weight"):
         restore(live, described, {**full, "inner.4.weight/step": torch.tensor(7.0)})
     more = {"max_exp_avg_sq": described["state"]["scale"]["exp_avg"]}
     more = {name: {**entries, **more} for name, entries in described["state"].items()}
-    with pytest.raises(LoadError, match=r"embed.weight: exp_avg, exp_avg_sq, max_exp_avg_sq, step in the checkpoint"):
+    with pytest.raises(
+        LoadError,
+        match=r"embed.weight: exp_avg, exp_avg_sq, max_exp_avg_sq, step in the checkpoint",
+    ):
         restore(live, {**described, "state": more}, full)
 
 
@@ -374,7 +427,10 @@ def test_other_parameters_are_refused_by_name(case):
     train(live, range(2))
     described, full = capture(live)
     again = engine(case)
-    groups = [{**described["groups"][0], "params": ["embed.weight", "other"]}, described["groups"][1]]
+    groups = [
+        {**described["groups"][0], "params": ["embed.weight", "other"]},
+        described["groups"][1],
+    ]
     with pytest.raises(LoadError, match="other: in the checkpoint's optimizer, not trained here"):
         restore(again, {**described, "groups": groups}, full)
     zero_optimizer.refresh_weights(again.optimizer)
@@ -414,7 +470,9 @@ def test_what_is_refused(case):
     train(live, range(1))
     partition = next(iter(live.optimizer.optimizer.state))
     live.optimizer.optimizer.state[partition]["absmax"] = torch.ones(2)
-    with pytest.raises(SelectionError, match=r"embed.weight: absmax: shape \[2\], not cut like the parameters"):
+    with pytest.raises(
+        SelectionError, match=r"embed.weight: absmax: shape \[2\], not cut like the parameters"
+    ):
         zero_optimizer.describe(live.optimizer, found)
     live.optimizer.model_parallel_world_size = 2
     with pytest.raises(SelectionError, match="model parallelism"):
@@ -429,7 +487,9 @@ def test_what_is_refused(case):
 @pytest.mark.parametrize("case", ["zero2_bf16", "zero3_bf16"])
 @under_zero
 def test_loss_scaler_of_float16(case):
-    """The dynamic loss scaler of float16 training, which this machine may not have: put in by hand."""
+    """The dynamic loss scaler of float16 training, which this machine may not have: put in by
+    hand.
+    """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
     lives = []
@@ -440,7 +500,12 @@ def test_loss_scaler_of_float16(case):
             live.optimizer.loss_scaler.update_scale(number < cuts)
         lives.append(live)
     described, full = capture(lives[0])
-    assert described["scaler"] == {"cur_scale": 32.0, "cur_iter": 6, "last_overflow_iter": 2, "cur_hysteresis": 2}
+    assert described["scaler"] == {
+        "cur_scale": 32.0,
+        "cur_iter": 6,
+        "last_overflow_iter": 2,
+        "cur_hysteresis": 2,
+    }
     restore(lives[1], described, full)
     assert vars(lives[1].optimizer.loss_scaler) == vars(lives[0].optimizer.loss_scaler)
     restore(engine(case), described, full)  # has none
@@ -539,7 +604,9 @@ def save_as_open_instruct(live, folder, client):
 @pytest.mark.parametrize("case", ["zero2_bf16", "zero3_bf16"])
 @under_zero
 def test_from_and_to_folders_of_open_instruct(tmp_path, case):
-    """From the folder of open-instruct's trainer through a checkpoint of ours to such a folder, to the bit."""
+    """From the folder of open-instruct's trainer through a checkpoint of ours to such a folder, to
+    the bit.
+    """
     shared = "zero3" not in case
     live = scheduled(case)
     seed(RANK)
@@ -551,12 +618,22 @@ def test_from_and_to_folders_of_open_instruct(tmp_path, case):
     live, client = scheduled(case, lr=0.5), ClientState()
     seed(99)
     report = load_checkpoint_state(live, tmp_path / "theirs", client)
-    lost = "rng: absent: on rank 1: the folder has rank 0's alone; this rank goes on with those it has"
+    lost = (
+        "rng: absent: on rank 1: the folder has rank 0's alone; this rank goes on with those it has"
+    )
     assert report.problems == ((lost,) if shared else ()), report.problems
     assert client == CLIENT
-    assert {item.name for item in report.items} == {"weights", "optimizer", "scheduler", "rng", *CLIENT}
+    assert {item.name for item in report.items} == {
+        "weights",
+        "optimizer",
+        "scheduler",
+        "rng",
+        *CLIENT,
+    }
     with CheckpointSaver(directory=tmp_path / "ours") as saver:
-        saver.register(model=live, optimizer=live.optimizer, scheduler=live.lr_scheduler, client=client)
+        saver.register(
+            model=live, optimizer=live.optimizer, scheduler=live.lr_scheduler, client=client
+        )
         saver.step(step=client["training_step"])
         saver.save_state()
     assert train_on_noise(live, 2, shared) == losses
@@ -567,14 +644,17 @@ def test_from_and_to_folders_of_open_instruct(tmp_path, case):
 
     live, client = scheduled(case, lr=0.5), ClientState()
     with CheckpointSaver(directory=tmp_path / "ours") as saver:
-        saver.register(model=live, optimizer=live.optimizer, scheduler=live.lr_scheduler, client=client)
+        saver.register(
+            model=live, optimizer=live.optimizer, scheduler=live.lr_scheduler, client=client
+        )
         assert saver.resume().step == 2
     assert (client, live.global_steps) == (CLIENT, 2)
     save_checkpoint_state(live, tmp_path / "again", client)
     assert (tmp_path / "again/latest").read_text() == "global_step2"
 
     live = scheduled(case, lr=0.5)
-    states = live.load_checkpoint(str(tmp_path / "again"))[1]  # as open-instruct does, with all of its pickles
+    # as open-instruct does, with all of its pickles
+    states = live.load_checkpoint(str(tmp_path / "again"))[1]
     assert {name: states[name] for name in CLIENT} == CLIENT
     torch.set_rng_state(states["rng_states"]["torch_cpu_rng_state"])
     np.random.set_state(states["rng_states"]["numpy_rng_state"])
@@ -600,7 +680,9 @@ def test_folders_of_open_instruct_that_change_nothing(tmp_path, case):
         assert client == {"training_step": 0}
         same(capture(here)[1], untouched)
 
-    save_as_open_instruct(live, tmp_path / "hostile", {**CLIENT, "extra": MakesFolder(tmp_path / "ran")})
+    save_as_open_instruct(
+        live, tmp_path / "hostile", {**CLIENT, "extra": MakesFolder(tmp_path / "ran")}
+    )
     refuse("hostile", LoadError, "refers to posix.mkdir")
     assert not (tmp_path / "ran").exists()
     save_as_open_instruct(live, tmp_path / "other", {"episode": 3})
@@ -610,7 +692,10 @@ def test_folders_of_open_instruct_that_change_nothing(tmp_path, case):
     if RANK == 0:
         path = next((tmp_path / "damaged").glob("global_step1/*rank_1_*optim_states.pt"))
         with zipfile.ZipFile(path) as archive:
-            largest = max(archive.infolist(), key=lambda record: ("/data/" in record.filename, record.file_size))
+            largest = max(
+                archive.infolist(),
+                key=lambda record: ("/data/" in record.filename, record.file_size),
+            )
             at = path.read_bytes().index(archive.read(largest)) + 5
         data = bytearray(path.read_bytes())
         data[at] ^= 1

@@ -135,7 +135,9 @@ def test_of_several_that_pull_the_same_one_fetches(stored, cache, monkeypatch):
         return report
 
     monkeypatch.setattr(pull_cache, "copy_open", slow)
-    threads = [threading.Thread(target=pull, args=(Place(stored, "checkpoint-1"),)) for _ in range(4)]
+    threads = [
+        threading.Thread(target=pull, args=(Place(stored, "checkpoint-1"),)) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -164,10 +166,20 @@ def command(monkeypatch, *words):
 def test_commands_copy_push_and_pull(stored, cache, tmp_path, monkeypatch, capsys):
     url, run = stored.where("checkpoint-1"), tmp_path / "run"
     assert command(monkeypatch, "cp", url, f"{tmp_path / 'there'}/") == 0
-    assert f"{url} -> {tmp_path / 'there' / 'checkpoint-1'}: 4 files, 11.5 MB" in capsys.readouterr().out
-    assert command(monkeypatch, "cp", run / "checkpoint-2", tmp_path / "there" / "checkpoint-2", "--json") == 0
+    assert (
+        f"{url} -> {tmp_path / 'there' / 'checkpoint-1'}: 4 files, 11.5 MB"
+        in capsys.readouterr().out
+    )
+    assert (
+        command(
+            monkeypatch, "cp", run / "checkpoint-2", tmp_path / "there" / "checkpoint-2", "--json"
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["reused"] == [FROZEN]
-    assert command(monkeypatch, "cp", run / "checkpoint-2", tmp_path / "there" / "checkpoint-1") == 2
+    assert (
+        command(monkeypatch, "cp", run / "checkpoint-2", tmp_path / "there" / "checkpoint-1") == 2
+    )
     assert "--force" in capsys.readouterr().err
     assert command(monkeypatch, "push", run / "checkpoint-2", url) == 2
     assert command(monkeypatch, "push", run / "checkpoint-1", url) == 0
@@ -177,11 +189,16 @@ def test_commands_copy_push_and_pull(stored, cache, tmp_path, monkeypatch, capsy
 
 
 def test_a_push_after_a_save_goes_by_the_clients_of_the_saver(s3, monkeypatch, tmp_path):
-    """Keys that the options alone know open the bucket that is saved to, and the one that is pushed to."""
+    """Keys that the options alone know open the bucket that is saved to, and the one that is pushed
+    to.
+    """
     variables = s3.environment()
     for name in variables:
         monkeypatch.delenv(name)
-    options = {**FAST, **{name.lower(): value for name, value in variables.items() if name != "AWS_ALLOW_HTTP"}}
+    options = {
+        **FAST,
+        **{name.lower(): value for name, value in variables.items() if name != "AWS_ALLOW_HTTP"},
+    }
     options["client_options"] = {"allow_http": True}
     with CheckpointSaver(None, "s3://bucket/run", store_options=options) as saver:
         report = saver.save(models.build("wide"), step=1, push_to_hub="s3://bucket/shipped")
@@ -191,10 +208,13 @@ def test_a_push_after_a_save_goes_by_the_clients_of_the_saver(s3, monkeypatch, t
 
 
 def test_the_cache_needs_no_home_if_its_folder_is_given(cache, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", "~/.cache/huggingface")  # as it is without a home
+    # as it is without a home
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", "~/.cache/huggingface")
     assert pull_cache.cache_folder() == cache
     monkeypatch.delenv("FT_CKPT_CACHE")
-    with pytest.raises(ConfigError, match="no home folder; set FT_CKPT_CACHE or HF_HOME to a folder"):
+    with pytest.raises(
+        ConfigError, match="no home folder; set FT_CKPT_CACHE or HF_HOME to a folder"
+    ):
         pull_cache.cache_folder()
 
 
@@ -203,5 +223,7 @@ def test_the_cache_is_below_hf_home(tmp_path):
     code = "from ft_ckpt.transfer.pull_cache import cache_folder; print(cache_folder())"
     environment = {**os.environ, "HF_HOME": str(tmp_path / "hub")}
     environment.pop("FT_CKPT_CACHE", None)
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout == f"{tmp_path / 'hub' / 'ft_ckpt'}\n"

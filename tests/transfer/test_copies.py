@@ -16,7 +16,13 @@ from ft_ckpt.checkpoint.catalog import load_manifest
 from ft_ckpt.checkpoint.guards import hold_lease, pin
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.staging import open_staging
-from ft_ckpt.errors import CheckpointError, CorruptError, NameTakenError, NoSpaceError, NotACheckpointError
+from ft_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    NameTakenError,
+    NoSpaceError,
+    NotACheckpointError,
+)
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.digests import Cut, FileRecord, RunningDigest, joined_digest
 from ft_ckpt.storage.local_store import LocalStore
@@ -44,7 +50,11 @@ def save_large(target, step, fill=b"f"):
 
 def places(tmp_path):
     """Where copies go: a folder, a bucket, and another bucket; in each the place of a run."""
-    return [Place(LocalStore(tmp_path / "there" / "sft")), Place(new_bucket()), Place(new_bucket("x"))]
+    return [
+        Place(LocalStore(tmp_path / "there" / "sft")),
+        Place(new_bucket()),
+        Place(new_bucket("x")),
+    ]
 
 
 def files_of(place):
@@ -77,7 +87,9 @@ def test_files_that_the_destination_has_are_not_sent(run, tmp_path):
         assert report.reused == (FROZEN,)
         assert report.sent_bytes == report.bytes - FROZEN_BYTES
         assert verify(Place(folder.folder, "checkpoint-2")).ok
-        records = {file.path: file for file in load_manifest(folder.folder.within("checkpoint-2")).files}
+        records = {
+            file.path: file for file in load_manifest(folder.folder.within("checkpoint-2")).files
+        }
         assert [path for path, file in records.items() if file.linked] == [FROZEN]
     there = tmp_path / "there" / "sft"
     assert (there / "checkpoint-1" / FROZEN).samefile(there / "checkpoint-2" / FROZEN)
@@ -175,7 +187,9 @@ def test_numbers_of_checkpoints_without_steps_stay(tmp_path):
         staging.commit(replace(make_checkpoint(staging.stage), step=None, run_id="r"))
     for name in ("two", "one"):
         copy(tmp_path / "run" / name, tmp_path / "copy" / name)
-    numbers = [load_manifest(LocalStore(tmp_path / "copy" / name)).number for name in ("one", "two")]
+    numbers = [
+        load_manifest(LocalStore(tmp_path / "copy" / name)).number for name in ("one", "two")
+    ]
     assert numbers == [1, 2]
 
 
@@ -255,7 +269,9 @@ def test_an_overwrite_in_a_bucket_that_stops_at_any_request_is_finished_by_the_n
         bucket = new_bucket()
         goal = Place(bucket, "checkpoint-1")
         copy(run / "checkpoint-1", goal)
-        world.run(partial(copy, overwrite=True), small, Place(world.watch.store(bucket), "checkpoint-1"))
+        world.run(
+            partial(copy, overwrite=True), small, Place(world.watch.store(bucket), "checkpoint-1")
+        )
         assert copy(small, goal, overwrite=True).bytes
         assert verify(goal).ok
         assert files_of(goal) == files_of(Place(LocalStore(small)))

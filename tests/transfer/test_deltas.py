@@ -1,4 +1,6 @@
-"""Chains of deltas: what is rebuilt is the checkpoint byte for byte, or an error names the entry."""
+"""Chains of deltas: what is rebuilt is the checkpoint byte for byte, or an error names the
+entry.
+"""
 
 import math
 import shutil
@@ -29,7 +31,18 @@ from ft_ckpt.storage.place import open_place
 from ft_ckpt.transfer import deltas
 
 Tensors = dict[str, torch.Tensor]
-KINDS = ("bfloat16", "float16", "float32", "float64", "int8", "uint8", "int32", "int64", "bool", "complex64")
+KINDS = (
+    "bfloat16",
+    "float16",
+    "float32",
+    "float64",
+    "int8",
+    "uint8",
+    "int32",
+    "int64",
+    "bool",
+    "complex64",
+)
 
 
 def commit(folder: Path, step: int, files: dict[str, Tensors], state: bytes = b"") -> Path:
@@ -53,21 +66,39 @@ def commit(folder: Path, step: int, files: dict[str, Tensors], state: bytes = b"
 
 def sample(seed: int = 0, numel: int = 4000) -> dict[str, Tensors]:
     torch.manual_seed(seed)
-    one = {"a.weight": torch.randn(numel).bfloat16(), "b": torch.randn(40, 50), "steps": torch.tensor(seed)}
-    return {"model-1.safetensors": one, "model-2.safetensors": {"c": torch.randn(9).half(), "none": torch.zeros(0)}}
+    one = {
+        "a.weight": torch.randn(numel).bfloat16(),
+        "b": torch.randn(40, 50),
+        "steps": torch.tensor(seed),
+    }
+    return {
+        "model-1.safetensors": one,
+        "model-2.safetensors": {"c": torch.randn(9).half(), "none": torch.zeros(0)},
+    }
 
 
 def changed(files: dict[str, Tensors], seed: int, share: float = 0.01) -> dict[str, Tensors]:
     torch.manual_seed(seed)
     return {
-        name: {key: torch.where(torch.rand(each.shape) < share, each + 1, each) for key, each in tensors.items()}
+        name: {
+            key: torch.where(torch.rand(each.shape) < share, each + 1, each)
+            for key, each in tensors.items()
+        }
         for name, tensors in files.items()
     }
 
 
 def files_of(path: Path, *without: str) -> dict[str, bytes]:
-    found = {each.relative_to(path).as_posix(): each.read_bytes() for each in path.rglob("*") if each.is_file()}
-    return {name: content for name, content in found.items() if not name.startswith((".ft_ckpt", *without))}
+    found = {
+        each.relative_to(path).as_posix(): each.read_bytes()
+        for each in path.rglob("*")
+        if each.is_file()
+    }
+    return {
+        name: content
+        for name, content in found.items()
+        if not name.startswith((".ft_ckpt", *without))
+    }
 
 
 def grow(folder: Path, chain: Path | str, count: int, anchor_every: int = 10) -> list[Path]:
@@ -110,7 +141,9 @@ def pairs(draw: st.DrawFn) -> tuple[dict[str, Tensors], dict[str, Tensors]]:
             other[places] = draw(st.integers(0, most))
             for tensors, content in ((old, bits), (new, other)):
                 flat = (
-                    torch.frombuffer(bytearray(content.tobytes()), dtype=dtype) if size else torch.zeros(0, dtype=dtype)
+                    torch.frombuffer(bytearray(content.tobytes()), dtype=dtype)
+                    if size
+                    else torch.zeros(0, dtype=dtype)
                 )
                 tensors[f"t{index}"] = flat.reshape(shape)
         before[f"model-{number}.safetensors"], after[f"model-{number}.safetensors"] = old, new
@@ -119,10 +152,15 @@ def pairs(draw: st.DrawFn) -> tuple[dict[str, Tensors], dict[str, Tensors]]:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(pairs())
-def test_any_bits_come_back(tmp_path_factory: pytest.TempPathFactory, made: tuple[Any, Any]) -> None:
+def test_any_bits_come_back(
+    tmp_path_factory: pytest.TempPathFactory, made: tuple[Any, Any]
+) -> None:
     root = tmp_path_factory.mktemp("bits")
     padding = {"big": torch.zeros(100_000, dtype=torch.uint8)}  # so that a delta is the smaller
-    first, second = (commit(root / "run", step, {**files, "z.safetensors": padding}) for step, files in enumerate(made))
+    first, second = (
+        commit(root / "run", step, {**files, "z.safetensors": padding})
+        for step, files in enumerate(made)
+    )
     chain = root / "chain"
     for path in (first, second):
         ft_ckpt.publish(path, str(chain), delta=True)
@@ -147,15 +185,21 @@ def test_bits_that_compare_equal_or_never_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 4096])
-def test_tensors_that_go_on_in_the_next_file(tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_go_on_in_the_next_file(
+    tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(deltas, "_PIECE_BYTES", piece_bytes)
     monkeypatch.setattr(deltas, "_SLICE_BYTES", 1 << 10)
     paths = grow(tmp_path / "run", tmp_path / "chain", 4)
-    assert len(list((tmp_path / "chain/checkpoint-2/deltas").rglob("*.safetensors"))) > (1 if piece_bytes > 1 else 4)
+    assert len(list((tmp_path / "chain/checkpoint-2/deltas").rglob("*.safetensors"))) > (
+        1 if piece_bytes > 1 else 4
+    )
     assert_rebuilt(tmp_path / "chain/checkpoint-4", tmp_path / "out", paths[3])
 
 
-def test_positions_from_two_to_the_31_on_are_int64(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_positions_from_two_to_the_31_on_are_int64(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(deltas, "_INT32_ELEMENTS", 1000)
     paths = grow(tmp_path / "run", tmp_path / "chain", 2)
     found = load_file(tmp_path / "chain/checkpoint-2/deltas/model-1.safetensors/00001.safetensors")
@@ -169,12 +213,16 @@ def test_other_headers_and_sidecar_files(tmp_path: Path) -> None:
     path = tmp_path / "run/checkpoint-2"
     path.mkdir()
     for name, tensors in changed(sample(), 1).items():
-        save_file(tensors, path / name, metadata={"format": "pt", "of": "the second, which is longer"})
+        save_file(
+            tensors, path / name, metadata={"format": "pt", "of": "the second, which is longer"}
+        )
     (path / "tokenizer.json").write_text("{}")
     store = LocalStore(path)
     records = tuple(read_record(store, each.name) for each in store.list())
     (path / MANIFEST_NAME).write_text(
-        manifest_to_json(Manifest((), records, "full", "2026-01-02T00:00:00+00:00", step=2, run_id="a"))
+        manifest_to_json(
+            Manifest((), records, "full", "2026-01-02T00:00:00+00:00", step=2, run_id="a")
+        )
     )
     for step in (1, 2):
         ft_ckpt.publish(tmp_path / f"run/checkpoint-{step}", str(tmp_path / "chain"), delta=True)
@@ -199,7 +247,9 @@ def test_a_chain_of_twelve(tmp_path: Path, place: str, request: pytest.FixtureRe
         assert_rebuilt(f"{chain}/checkpoint-{step}", tmp_path / f"alone-{step}", paths[step - 1])
     ids = set()
     for step in range(1, 13):  # each from the one before
-        assert_rebuilt(f"{chain}/checkpoint-{step}", tmp_path / f"stage/checkpoint-{step}", paths[step - 1])
+        assert_rebuilt(
+            f"{chain}/checkpoint-{step}", tmp_path / f"stage/checkpoint-{step}", paths[step - 1]
+        )
         ids.add((tmp_path / f"stage/checkpoint-{step}" / MANIFEST_NAME).read_bytes())
     assert (tmp_path / "alone-12" / MANIFEST_NAME).read_bytes() in ids
 
@@ -225,12 +275,22 @@ def test_the_base_comes_from_the_run_or_else_from_the_chain(tmp_path: Path) -> N
 
 def test_what_is_no_delta_is_an_anchor(tmp_path: Path) -> None:
     chain = str(tmp_path / "chain")
-    kind = lambda step, files: ft_ckpt.publish(commit(tmp_path / "run", step, files), chain, delta=True).kind  # noqa: E731
+
+    def kind(step, files):
+        checkpoint = commit(tmp_path / "run", step, files)
+        return ft_ckpt.publish(checkpoint, chain, delta=True).kind
+
     assert kind(1, sample()) == "anchor"
     assert kind(2, changed(sample(), 1, share=0.9)) == "anchor"  # too much of it
-    renamed = {name: {f"x.{key}": each for key, each in tensors.items()} for name, tensors in sample().items()}
+    renamed = {
+        name: {f"x.{key}": each for key, each in tensors.items()}
+        for name, tensors in sample().items()
+    }
     assert kind(3, renamed) == "anchor"
-    assert kind(4, {name: {key: each[None] for key, each in x.items()} for name, x in renamed.items()}) == "anchor"
+    assert (
+        kind(4, {name: {key: each[None] for key, each in x.items()} for name, x in renamed.items()})
+        == "anchor"
+    )
     assert kind(5, sample()) == "anchor"
     assert kind(6, changed(sample(), 1)) == "delta"
 
@@ -240,8 +300,12 @@ def test_a_damaged_base_gives_an_anchor(tmp_path: Path) -> None:
     first = grow(tmp_path / "run", chain, 1)[0]
     for damaged in (first, chain / "checkpoint-1"):
         flip(damaged / "model-1.safetensors")
-    with pytest.warns(UserWarning, match="writing an anchor, because there is no delta on checkpoint-1"):
-        report = ft_ckpt.publish(commit(tmp_path / "run", 2, changed(sample(), 1)), str(chain), delta=True)
+    with pytest.warns(
+        UserWarning, match="writing an anchor, because there is no delta on checkpoint-1"
+    ):
+        report = ft_ckpt.publish(
+            commit(tmp_path / "run", 2, changed(sample(), 1)), str(chain), delta=True
+        )
     assert report.kind == "anchor"
 
 
@@ -297,13 +361,19 @@ PIECE = "deltas/model-1.safetensors/00001.safetensors"
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing anchor": (lose("checkpoint-1"), "based on checkpoint-1, which is not in the chain"),
     "missing delta": (lose("checkpoint-3"), "based on checkpoint-3, which is not in the chain"),
-    "damaged anchor": (lambda chain: flip(chain / "checkpoint-1/model-1.safetensors"), "checkpoint-1: model-1"),
+    "damaged anchor": (
+        lambda chain: flip(chain / "checkpoint-1/model-1.safetensors"),
+        "checkpoint-1: model-1",
+    ),
     "damaged delta": (lambda chain: flip(chain / "checkpoint-2" / PIECE), "checkpoint-2: deltas/"),
-    "damaged manifest": (lambda chain: flip(chain / "checkpoint-2/checkpoint.json"), "checkpoint-2"),
+    "damaged manifest": (
+        lambda chain: flip(chain / "checkpoint-2/checkpoint.json"),
+        "checkpoint-2",
+    ),
     "reordered": (swap, "checkpoint-[23]: not the checkpoint that"),
     "foreign base": (replace_base, "checkpoint-1: not the checkpoint that"),
     "a loop": (loop, "checkpoint-[24]"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -323,7 +393,9 @@ def test_a_base_elsewhere_is_refused(tmp_path: Path, base: str) -> None:
     grow(tmp_path / "run", tmp_path / "chain", 2)
     path = tmp_path / "chain/checkpoint-2"
     manifest = load_manifest(LocalStore(path))
-    (path / MANIFEST_NAME).write_text(manifest_to_json(replace(manifest, delta={**manifest.delta, "base": base})))
+    (path / MANIFEST_NAME).write_text(
+        manifest_to_json(replace(manifest, delta={**manifest.delta, "base": base}))
+    )
     with pytest.raises(ManifestError, match="expected the name of its base"):
         ft_ckpt.pull(path, tmp_path / "out")
     assert prune_run(tmp_path / "chain", Keep(last=1)).dropped == ()
@@ -383,7 +455,9 @@ def test_pruning_keeps_the_bases_of_what_is_kept(tmp_path: Path) -> None:
     chain = tmp_path / "chain"
     paths = grow(tmp_path / "run", chain, 8, anchor_every=4)
     report = prune_run(chain, Keep(last=2))
-    assert sorted(path.name for path in chain.iterdir()) == [f"checkpoint-{step}" for step in (5, 6, 7, 8)]
+    assert sorted(path.name for path in chain.iterdir()) == [
+        f"checkpoint-{step}" for step in (5, 6, 7, 8)
+    ]
     assert report.kept[chain / "checkpoint-5"] == ("the base of checkpoint-6",)
     assert_rebuilt(chain / "checkpoint-8", tmp_path / "out", paths[7])
 
@@ -403,11 +477,15 @@ def test_a_delta_is_not_taken_for_weights(tmp_path: Path) -> None:
         lambda: ft_ckpt.average([entry, entry], tmp_path / "out"),
     ]
     for read in readers:
-        with pytest.raises(LoadError, match=r"checkpoint-2: a delta on checkpoint-1, .* `ft-ckpt pull`"):
+        with pytest.raises(
+            LoadError, match=r"checkpoint-2: a delta on checkpoint-1, .* `ft-ckpt pull`"
+        ):
             read()
 
 
-def test_the_cache_gets_the_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_gets_the_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FT_CKPT_CACHE", str(tmp_path / "cache"))
     paths = grow(tmp_path / "run", tmp_path / "chain", 2)
     report = ft_ckpt.pull(tmp_path / "chain/checkpoint-2")
@@ -419,12 +497,18 @@ def test_the_cache_gets_the_whole_checkpoint(tmp_path: Path, monkeypatch: pytest
     [
         ("http://127.0.0.1:1", {"delta": True}, "expected a folder or a bucket"),
         ("/a/chain", {}, "expected the address of a server"),
-        ("/a/chain", {"delta": True, "name": "policy", "check": "listed"}, "check, name: of servers"),
+        (
+            "/a/chain",
+            {"delta": True, "name": "policy", "check": "listed"},
+            "check, name: of servers",
+        ),
         ("http://127.0.0.1:1", {"anchor_every": 5}, "anchor_every: of chains"),
         ("/a/chain", {"delta": True, "anchor_every": 0}, "anchor_every=0"),
     ],
 )
-def test_servers_and_chains_are_not_confused(url: str, options: dict[str, Any], expected: str) -> None:
+def test_servers_and_chains_are_not_confused(
+    url: str, options: dict[str, Any], expected: str
+) -> None:
     with pytest.raises(ConfigError, match=expected):
         ft_ckpt.publish("/nowhere", url, **options)
 

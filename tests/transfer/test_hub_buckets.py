@@ -1,4 +1,6 @@
-"""Checkpoints in storage buckets of the Hub: against a server on loopback, with hf_xet's contents on this disk."""
+"""Checkpoints in storage buckets of the Hub: against a server on loopback, with hf_xet's contents
+on this disk.
+"""
 
 import logging
 import multiprocessing
@@ -50,7 +52,8 @@ SENDING = ".ft_ckpt-sending"
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     monkeypatch.setattr(hub_client, "PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda _: time.sleep(0.001)))  # the library's own retries
+    # the library's own retries
+    monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda _: time.sleep(0.001)))
     monkeypatch.setenv("FT_CKPT_CACHE", str(tmp_path / "cache"))
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     with serving_buckets(tmp_path / "cas") as server, using_buckets(server):
@@ -66,11 +69,15 @@ def small(tmp_path):
 def files_there(hub, at=AT):
     """The files of a checkpoint in the bucket, without its manifest."""
     found = hub.bytes_of("user/ckpts")
-    return {path.removeprefix(at): content for path, content in found.items() if path.startswith(at)}
+    return {
+        path.removeprefix(at): content for path, content in found.items() if path.startswith(at)
+    }
 
 
 def files_of(folder):
-    return {name: content for name, content in contents(folder).items() if Path(folder, name).is_file()}
+    return {
+        name: content for name, content in contents(folder).items() if Path(folder, name).is_file()
+    }
 
 
 def without_manifest(files):
@@ -97,9 +104,16 @@ def step_of(goal=GOAL):
 # There and back
 
 
-def test_a_checkpoint_goes_there_with_its_manifest_last_and_comes_back_as_it_was(hub, small, tmp_path):
+def test_a_checkpoint_goes_there_with_its_manifest_last_and_comes_back_as_it_was(
+    hub, small, tmp_path
+):
     report = copy(small, f"{URL}/run/")
-    assert (report.path, report.source, report.is_new, report.sent_bytes) == (GOAL, small, True, report.bytes)
+    assert (report.path, report.source, report.is_new, report.sent_bytes) == (
+        GOAL,
+        small,
+        True,
+        report.bytes,
+    )
     assert hub.buckets["user/ckpts"].private
     assert files_there(hub) == files_of(small)
     added = [path.removeprefix(AT) for kind, path in hub.operations if kind == "addFile"]
@@ -128,7 +142,9 @@ def test_a_save_is_pushed_there_and_loaded_after_a_pull(hub, tmp_path):
     with CheckpointSaver(tokenizer=models.tokenizer()) as saver:
         saver.save(model, tmp_path / "final", push_to_hub=f"{URL}/final").push.result()
     expected = model.state_dict()
-    loaded = library.load_model(pull(f"{URL}/final", tmp_path / "back").path, verify=True).state_dict()
+    loaded = library.load_model(
+        pull(f"{URL}/final", tmp_path / "back").path, verify=True
+    ).state_dict()
     assert loaded
     assert all(torch.equal(value, expected[name]) for name, value in loaded.items())
 
@@ -186,7 +202,9 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 class Way:
-    """A copy into the bucket, over an older checkpoint there, or from there; each time to another place."""
+    """A copy into the bucket, over an older checkpoint there, or from there; each time to another
+    place.
+    """
 
     def __init__(self, hub, name, new, old, folder):
         self.hub, self.name, self.new, self.old, self.folder = hub, name, str(new), str(old), folder
@@ -208,7 +226,9 @@ class Way:
             assert not is_whole(goal) or step_of(goal) == 1 or self.name == "over"
             copy(source, goal, overwrite=self.name == "over")
             assert step_of(goal) == 1
-            assert set(files_there(self.hub, goal.removeprefix(f"{URL}/") + "/")) == set(files_of(self.new))
+            assert set(files_there(self.hub, goal.removeprefix(f"{URL}/") + "/")) == set(
+                files_of(self.new)
+            )
 
 
 @pytest.fixture
@@ -251,13 +271,17 @@ def test_a_copy_that_is_refused_from_any_request_on_is_finished_by_the_next(hub,
 @pytest.mark.parametrize("max_worlds", [2, MAX_WORLDS[1]])
 @pytest.mark.parametrize("name", KILLS)
 @ways
-def test_a_copy_that_is_killed_at_any_request_is_finished_by_the_next(hub, way, monkeypatch, name, max_worlds):
+def test_a_copy_that_is_killed_at_any_request_is_finished_by_the_next(
+    hub, way, monkeypatch, name, max_worlds
+):
     monkeypatch.setenv("PYTHONPATH", python_path())
     _CONTEXT.set_forkserver_preload(["ft_ckpt.transfer.hub_buckets", "hub_bucket_server"])
     ensure_running()
 
     def copied(world, source, goal):
-        process = _CONTEXT.Process(target=copy_as_client, args=(hub.url, source, goal, way.name == "over"))
+        process = _CONTEXT.Process(
+            target=copy_as_client, args=(hub.url, source, goal, way.name == "over")
+        )
         process.start()
         world.begin(process.pid)
         process.join()
@@ -322,7 +346,9 @@ def test_what_is_there_stays_unless_it_may_be_replaced(hub, small, tmp_path):
 
 
 def test_files_of_another_sender_are_noticed_before_the_manifest(hub, small, monkeypatch):
-    """There are no conditional writes: what was replaced with another size is found in the listing."""
+    """There are no conditional writes: what was replaced with another size is found in the
+    listing.
+    """
     real = HfApi.batch_bucket_files
 
     def send(api, bucket_id, *, add, delete):
@@ -347,7 +373,10 @@ def test_who_may_not_is_told_without_the_token(hub, small, tmp_path, monkeypatch
         with pytest.raises(CheckpointError, match="hf auth login"):
             call()
     assert pull(GOAL, tmp_path / "back", token=TOKEN).verified
-    for call in (lambda: pull(GOAL, tmp_path / "b", token="hf_wrong"), lambda: push(small, GOAL, token="hf_wrong")):
+    for call in (
+        lambda: pull(GOAL, tmp_path / "b", token="hf_wrong"),
+        lambda: push(small, GOAL, token="hf_wrong"),
+    ):
         with pytest.raises(CheckpointError, match="hf auth login") as found:
             call()
         assert "hf_wrong" not in str(found.value)
@@ -376,7 +405,13 @@ def test_others_may_read_what_is_public(hub, small, tmp_path):
 
 @pytest.mark.parametrize(
     "url",
-    ["hf://buckets/user", "hf://buckets/", "hf://buckets/user/na me/x", "hf://buckets/user/name@v1", f"{URL}/a/../b"],
+    [
+        "hf://buckets/user",
+        "hf://buckets/",
+        "hf://buckets/user/na me/x",
+        "hf://buckets/user/name@v1",
+        f"{URL}/a/../b",
+    ],
 )
 def test_other_urls_are_refused(small, url):
     with pytest.raises(ConfigError):
@@ -390,13 +425,18 @@ def test_secrets_in_urls_are_refused(small):
 
 
 def test_a_run_there_goes_through_the_gateway(hub, small, tmp_path):
-    calls = [lambda: CheckpointSaver(None, f"{URL}/run"), lambda: library.convert(small, f"{URL}/out")]
+    calls = [
+        lambda: CheckpointSaver(None, f"{URL}/run"),
+        lambda: library.convert(small, f"{URL}/out"),
+    ]
     calls += [lambda: CheckpointSaver(None, f"{URL}/run", staging=tmp_path / "stage")]
     calls += [lambda: CheckpointSaver().save(models.build("llama", 0), f"{URL}/final")]
     calls += [lambda: library.save({"a": torch.zeros(2)}, f"{URL}/state.safetensors")]
     calls += [lambda: sync(tmp_path / "run", URL), lambda: latest(URL), lambda: verify(GOAL)]
     calls += [lambda: library.load_model(GOAL), lambda: open_place(URL)]
     for call in calls:
-        with pytest.raises(ConfigError, match=r"s3://NAME/folder .* AWS_ENDPOINT_URL=https://s3\.hf\.co/NAMESPACE"):
+        with pytest.raises(
+            ConfigError, match=r"s3://NAME/folder .* AWS_ENDPOINT_URL=https://s3\.hf\.co/NAMESPACE"
+        ):
             call()
     assert hub.operations == []

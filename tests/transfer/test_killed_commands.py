@@ -1,6 +1,8 @@
-"""Commands killed at every call that changes the disk, and at every request to a bucket, with readers beside them.
+"""Commands killed at every call that changes the disk, and at every request to a bucket, with
+readers beside them.
 
-The old checkpoint is whole, or the new one, and the next call of the same command leaves what an undisturbed one does.
+The old checkpoint is whole, or the new one, and the next call of the same command leaves what an
+undisturbed one does.
 """
 
 import os
@@ -17,7 +19,13 @@ from faults import KILLS, Server, try_worlds
 from hub_server import serving_hub, using_hub
 from preloaded import Preloaded, System
 from s3_server import running_s3
-from small_checkpoints import contents, make_checkpoint, manifest_of, save_with_state, write_safetensors
+from small_checkpoints import (
+    contents,
+    make_checkpoint,
+    manifest_of,
+    save_with_state,
+    write_safetensors,
+)
 
 import ft_ckpt
 from ft_ckpt import Keep
@@ -33,7 +41,13 @@ from ft_ckpt.transfer import copies
 from ft_ckpt.transfer.deltas import append_checkpoint, drop_rebuilt, mark_staged
 
 LOADED = ("obstore", "ft_ckpt.model.average", "ft_ckpt.transfer.sync", "ft_ckpt.transfer.buckets")
-LOADED_FOR_ALL = (*LOADED, "models", "deepspeed", "ft_ckpt.saving.merge_files", "ft_ckpt.transfer.hub")
+LOADED_FOR_ALL = (
+    *LOADED,
+    "models",
+    "deepspeed",
+    "ft_ckpt.saving.merge_files",
+    "ft_ckpt.transfer.hub",
+)
 LARGE_BYTES = 40 << 10  # of a file that is not copied in one call
 
 
@@ -46,7 +60,9 @@ def checkpoint(target, step, *, fill=0, **facts):
     (stage / "frozen.bin").write_bytes(b"f" * LARGE_BYTES)
     parts = list(make_checkpoint(stage, step=fill or step).parts)
     (stage / "state").mkdir()
-    records = write_safetensors(stage / "state" / "rank-0.safetensors", ["m"], step, "state/rank-0.safetensors")
+    records = write_safetensors(
+        stage / "state" / "rank-0.safetensors", ["m"], step, "state/rank-0.safetensors"
+    )
     parts.append(PartRecord("state", "state", "state", "safetensors", "", tuple(records)))
     facts = {"run_id": "r", "created": f"2026-01-01T00:00:{step:02}+00:00", **facts}
     commit_stage(stage, target, replace(manifest_of(stage, parts, step), **facts))
@@ -75,7 +91,9 @@ def four_there(root, there):
 
 
 def some_there(root, there):
-    """At the destination: another run, an older save of a checkpoint, a checkpoint too many, and a state too many."""
+    """At the destination: another run, an older save of a checkpoint, a checkpoint too many, and a
+    state too many.
+    """
     for step in (2, 3, 9):
         checkpoint(root / "run" / f"checkpoint-{step}", step, fill=step + 10 * (step == 2))
     ft_ckpt.sync(root / "run", there)
@@ -147,7 +165,12 @@ def convert(root, there, name="out", **more):
 
 
 def average(root, there, **more):
-    ft_ckpt.average([root / "run" / f"checkpoint-{step}" for step in (1, 2)], f"{there}/out", progress=False, **more)
+    ft_ckpt.average(
+        [root / "run" / f"checkpoint-{step}" for step in (1, 2)],
+        f"{there}/out",
+        progress=False,
+        **more,
+    )
 
 
 def merge(root, there, **more):
@@ -178,7 +201,9 @@ def chain_of_one(root, there):
 
 
 def append(root, there, step=2):
-    append_checkpoint(open_place(root / "run" / f"checkpoint-{step}"), open_place(f"{there}/chain"), 10)
+    append_checkpoint(
+        open_place(root / "run" / f"checkpoint-{step}"), open_place(f"{there}/chain"), 10
+    )
 
 
 def chain_of_two(root, there):
@@ -188,7 +213,9 @@ def chain_of_two(root, there):
 
 
 def rebuild(root, there):
-    ft_ckpt.pull(open_place(f"{there}/chain/checkpoint-2"), root / "stage/checkpoint-2", overwrite=True)
+    ft_ckpt.pull(
+        open_place(f"{there}/chain/checkpoint-2"), root / "stage/checkpoint-2", overwrite=True
+    )
 
 
 def two_rebuilt(root, there):
@@ -238,7 +265,9 @@ def act(root, command, step, there, environment):
     tempfile.tempdir = str(root / "tmp")
     Path(tempfile.tempdir).mkdir(exist_ok=True)
     local_disk.fsync = lambda _: None  # no power is cut: spare the disk
-    copies.SMALL_COPY_BYTES = scratch.SMALL_COPY_BYTES = copies._WORTH_LOOKING_BYTES = LARGE_BYTES // 2
+    copies.SMALL_COPY_BYTES = scratch.SMALL_COPY_BYTES = copies._WORTH_LOOKING_BYTES = (
+        LARGE_BYTES // 2
+    )
     object_store._PART_BYTES = 5 << 20
     COMMANDS[command][step](root, there)
 
@@ -246,15 +275,33 @@ def act(root, command, step, there, environment):
 # The campaigns
 
 
-EVERYWHERE = ["sync", "sync --delete", "prune", "cp", "cp --overwrite", "convert", "convert --overwrite"]
-EVERYWHERE += ["convert to a file", "convert over a file", "convert by a library", "average", "average --overwrite"]
+EVERYWHERE = [
+    "sync",
+    "sync --delete",
+    "prune",
+    "cp",
+    "cp --overwrite",
+    "convert",
+    "convert --overwrite",
+]
+EVERYWHERE += [
+    "convert to a file",
+    "convert over a file",
+    "convert by a library",
+    "average",
+    "average --overwrite",
+]
 EVERYWHERE += ["append", "rebuild", "drop rebuilt"]
 MERGES = ["merge", "merge --overwrite"]
 OF_BUCKETS = ["push", "pull", "pull to the cache", "cp within a bucket"]
 OF_HUB = ["pull from the Hub", "pull a checkpoint from the Hub"]
 ALL = [(command, place) for command in (*EVERYWHERE, *MERGES) for place in ("folder", "bucket")]
 ALL += [(command, "bucket") for command in OF_BUCKETS] + [(command, "folder") for command in OF_HUB]
-SAMPLE = [("sync --delete", "folder"), ("cp --overwrite", "bucket"), ("convert --overwrite", "folder")]
+SAMPLE = [
+    ("sync --delete", "folder"),
+    ("cp --overwrite", "bucket"),
+    ("convert --overwrite", "folder"),
+]
 SAMPLE += [("append", "folder"), ("append", "bucket"), ("rebuild", "folder")]
 MAX_SAMPLED = 6  # deaths of each in the sample
 
@@ -271,11 +318,18 @@ def hub(tmp_path_factory):
     """A Hub with a repository of files, and one with a checkpoint."""
     folder = tmp_path_factory.mktemp("hub") / "checkpoint"
     save_with_state(folder, 1)
-    files = {name: content for name, content in contents(folder).items() if (folder / name).is_file()}
+    files = {
+        name: content for name, content in contents(folder).items() if (folder / name).is_file()
+    }
     with serving_hub() as server:
         server.put("org/checkpoint", files)
         server.put(
-            "org/base", {"config.json": b"{}", "onnx/model.onnx": b"x" * 5000, "model.safetensors": b"y" * 70_000}
+            "org/base",
+            {
+                "config.json": b"{}",
+                "onnx/model.onnx": b"x" * 5000,
+                "model.safetensors": b"y" * 70_000,
+            },
         )
         yield server
 
@@ -296,14 +350,20 @@ def preloaded_for_all(shim):
 
 def campaign(preloaded, s3, hub_url, folder, command, place, max_worlds=0):
     """Try all deaths of a command, or so many of them."""
-    trials = CommandTrials(preloaded, act, s3, command, place == "bucket", folder, {"HUB_OF_TESTS": hub_url})
-    report = try_worlds(trials.trial, System(preloaded, "killed"), Server(s3, KILLS), max_worlds=max_worlds)
+    trials = CommandTrials(
+        preloaded, act, s3, command, place == "bucket", folder, {"HUB_OF_TESTS": hub_url}
+    )
+    report = try_worlds(
+        trials.trial, System(preloaded, "killed"), Server(s3, KILLS), max_worlds=max_worlds
+    )
     assert report.met > report.missed
 
 
 @pytest.mark.sample("convert --overwrite-folder", "append-bucket")
 @pytest.mark.parametrize(("command", "place"), SAMPLE)
-def test_commands_that_are_killed_are_finished_by_the_next_call(preloaded, s3, tmp_path, command, place):
+def test_commands_that_are_killed_are_finished_by_the_next_call(
+    preloaded, s3, tmp_path, command, place
+):
     campaign(preloaded, s3, "", tmp_path, command, place, MAX_SAMPLED)
 
 

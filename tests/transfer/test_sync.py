@@ -22,12 +22,22 @@ from ft_ckpt.storage.place import Place
 @pytest.fixture(params=["folder", "bucket"])
 def there(request, tmp_path):
     """Where the run goes."""
-    return Place(LocalStore(tmp_path / "there" / "sft")) if request.param == "folder" else Place(new_bucket())
+    return (
+        Place(LocalStore(tmp_path / "there" / "sft"))
+        if request.param == "folder"
+        else Place(new_bucket())
+    )
 
 
 def save_small(run, *steps, **facts):
     for step in steps:
-        save_of(run / f"checkpoint-{step}", step=step, run_id="r", created=f"2026-01-01T00:00:{step:02}+00:00", **facts)
+        save_of(
+            run / f"checkpoint-{step}",
+            step=step,
+            run_id="r",
+            created=f"2026-01-01T00:00:{step:02}+00:00",
+            **facts,
+        )
 
 
 def names(place):
@@ -44,12 +54,17 @@ def test_a_run_goes_there_and_back_newest_first_and_only_what_is_missing(tmp_pat
     assert (first.problems, first.dropped, first.present) == ((), (), ())
     save_large(run / "checkpoint-4", 4)
     again = sync(run, there)
-    assert (again.missing, again.present) == (("checkpoint-4",), ("checkpoint-3", "checkpoint-2", "checkpoint-1"))
+    assert (again.missing, again.present) == (
+        ("checkpoint-4",),
+        ("checkpoint-3", "checkpoint-2", "checkpoint-1"),
+    )
     assert again.sent_bytes < 9 << 20
     assert sync(there, tmp_path / "back").problems == ()
     for name in names(run):
         assert verify(tmp_path / "back" / name).ok
-        assert files_of(Place(LocalStore(tmp_path / "back"), name)) == files_of(Place(LocalStore(run), name))
+        assert files_of(Place(LocalStore(tmp_path / "back"), name)) == files_of(
+            Place(LocalStore(run), name)
+        )
     assert str(latest(there)).endswith("checkpoint-4")
 
 
@@ -74,15 +89,23 @@ def test_deletions_follow_the_source_only_if_asked(tmp_path, there):
     pin(Place(there.folder, "checkpoint-1"))
     with hold_lease(Place(there.folder, "checkpoint-2")):
         done = sync(run, there, delete=True)
-    assert (done.dropped, done.stripped, done.problems) == (("checkpoint-3",), ("checkpoint-5",), ())
+    assert (done.dropped, done.stripped, done.problems) == (
+        ("checkpoint-3",),
+        ("checkpoint-5",),
+        (),
+    )
     assert set(done.kept) == {"checkpoint-1", "checkpoint-2"}
     assert set(names(there)) == {*(f"checkpoint-{step}" for step in (1, 2, 4, 5, 9)), "final"}
-    assert {part.kind for part in read_manifest(Place(there.folder, "checkpoint-5")).parts} == {"model"}
+    assert {part.kind for part in read_manifest(Place(there.folder, "checkpoint-5")).parts} == {
+        "model"
+    }
     assert all(verify(Place(there.folder, name)).ok for name in names(there))
 
 
 def test_an_export_does_not_tell_that_a_folder_is_the_runs(tmp_path, there):
-    """Somebody's copy of the final weights, synced with delete=True, is no reason to delete the run's checkpoints."""
+    """Somebody's copy of the final weights, synced with delete=True, is no reason to delete the
+    run's checkpoints.
+    """
     save_small(tmp_path / "run", 1, 2)
     sync(tmp_path / "run", there)
     save_of(tmp_path / "other" / "final", run_id="r", export=True)
@@ -95,7 +118,13 @@ def test_a_step_that_was_saved_anew_is_replaced_and_another_runs_never(tmp_path,
     run = tmp_path / "run"
     save_small(run, 1, 2)
     sync(run, there)
-    save_of(run / "checkpoint-2", step=2, run_id="r", created="2026-01-02T00:00:00+00:00", metrics={"loss": 1.0})
+    save_of(
+        run / "checkpoint-2",
+        step=2,
+        run_id="r",
+        created="2026-01-02T00:00:00+00:00",
+        metrics={"loss": 1.0},
+    )
     report = sync(run, there)
     assert (report.missing, report.problems) == (("checkpoint-2",), ())
     assert read_manifest(Place(there.folder, "checkpoint-2")).metrics == {"loss": 1.0}
@@ -149,6 +178,8 @@ def test_the_command_says_what_it_did(tmp_path, there, monkeypatch, capsys):
     delete_checkpoint(tmp_path / "run" / "checkpoint-1")
     assert command(monkeypatch, "sync", tmp_path / "run", goal, "--delete", "--json") == 0
     assert json.loads(capsys.readouterr().out)["dropped"] == ["checkpoint-1"]
-    rewrite_manifest(tmp_path / "run" / "checkpoint-2", lambda document: document.update(run_id="other"))
+    rewrite_manifest(
+        tmp_path / "run" / "checkpoint-2", lambda document: document.update(run_id="other")
+    )
     assert command(monkeypatch, "sync", tmp_path / "run", goal) == 1
     assert "another checkpoint" in capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""A run in a bucket that resumes and saves at every step, up to a given one. Arguments: that step, settings as JSON.
+"""A run in a bucket that resumes and saves at every step, up to a given one.
+
+Arguments: that step, settings as JSON.
 
 Prints each step and its losses as JSON, or 0 and the error that ends it.
 """

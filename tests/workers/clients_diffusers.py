@@ -1,4 +1,5 @@
-"""Saves models of diffusers, and loads them with diffusers itself: `clients_diffusers.py CASE FOLDER`.
+"""Saves models of diffusers, and loads them with diffusers itself: `clients_diffusers.py CASE
+FOLDER`.
 
 A case is a function of this file. It runs in the environment of scripts/clients_environment.
 """
@@ -62,14 +63,19 @@ CONTROL: dict[str, Any] = {**UNET, "conditioning_embedding_out_channels": (8,)}
 del CONTROL["sample_size"], CONTROL["up_block_types"]
 MODELS: dict[str, dict[str, Any]] = {
     "UNet2DConditionModel": UNET,
-    "UNet2DModel": {"sample_size": 8, "block_out_channels": (8, 16), "norm_num_groups": 4, "layers_per_block": 1,
-                    "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
-                    "up_block_types": ("AttnUpBlock2D", "UpBlock2D")},
+    "UNet2DModel": {
+        "sample_size": 8,
+        "block_out_channels": (8, 16),
+        "norm_num_groups": 4,
+        "layers_per_block": 1,
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+    },
     "SD3Transformer2DModel": TRANSFORMER,
     "FluxTransformer2DModel": FLUX,
     "AutoencoderKL": VAE,
     "ControlNetModel": CONTROL,
-}  # fmt: skip
+}
 
 
 def make(name: str) -> Any:
@@ -122,7 +128,9 @@ def output(unet: Any) -> torch.Tensor:
 
 
 def pipeline_with(unet: Any) -> Any:
-    parts = dict.fromkeys(("vae", "text_encoder", "tokenizer", "safety_checker", "feature_extractor"))
+    parts = dict.fromkeys(
+        ("vae", "text_encoder", "tokenizer", "safety_checker", "feature_extractor")
+    )
     return diffusers.StableDiffusionPipeline(
         unet=unet, scheduler=diffusers.DDIMScheduler(), requires_safety_checker=False, **parts
     )
@@ -139,31 +147,45 @@ def models(folder: Path) -> None:
             config = copy.deepcopy(dict(model.config))
             model.save_pretrained(folder / "theirs")
             saver.save(model, folder / name)
-            assert dict(model.config) == {**config, **{key: model.config[key] for key in model.config if key[0] == "_"}}
+            assert dict(model.config) == {
+                **config,
+                **{key: model.config[key] for key in model.config if key[0] == "_"},
+            }
             own, theirs = ((folder / one / "config.json").read_text() for one in (name, "theirs"))
             assert own == theirs
             saver.save(model, folder / f"{name}-shards", max_shard_size="20KB")
-            assert (folder / f"{name}-shards/diffusion_pytorch_model.safetensors.index.json").exists()
+            assert (
+                folder / f"{name}-shards/diffusion_pytorch_model.safetensors.index.json"
+            ).exists()
             for place in (name, f"{name}-shards"):
                 assert_equal(model, cls.from_pretrained(folder / place))
                 assert_equal(model, ft_ckpt.load_model(folder / place))
                 assert ft_ckpt.verify(folder / place).ok
             saver.save(model, folder / f"{name}-cast", dtype="bfloat16")
             half = cls.from_pretrained(folder / name, torch_dtype=torch.bfloat16)
-            assert_equal(half, cls.from_pretrained(folder / f"{name}-cast", torch_dtype=torch.bfloat16))
+            assert_equal(
+                half, cls.from_pretrained(folder / f"{name}-cast", torch_dtype=torch.bfloat16)
+            )
             filled = make(name).to(torch.bfloat16)
             ft_ckpt.load_model(folder / f"{name}-cast", into=filled)
             ft_ckpt.convert(folder / name, folder / f"{name}-h5", format="h5", progress=False)
             assert_equal(model, ft_ckpt.load_model(folder / f"{name}-h5"))
-            ft_ckpt.convert(folder / f"{name}-h5", folder / f"{name}-back", format="safetensors", progress=False)
+            ft_ckpt.convert(
+                folder / f"{name}-h5", folder / f"{name}-back", format="safetensors", progress=False
+            )
             assert_equal(model, cls.from_pretrained(folder / f"{name}-back"))
 
 
 def lora(folder: Path) -> None:
-    """LoRA on a UNet: read by a pipeline without arguments, by `load_model`, merged; several adapters, a PeftModel."""
+    """LoRA on a UNet: read by a pipeline without arguments, by `load_model`, merged; several
+    adapters, a PeftModel.
+    """
     base = make("UNet2DConditionModel")
     base.save_pretrained(folder / "base")
-    model = with_lora(diffusers.UNet2DConditionModel.from_pretrained(folder / "base"), init_lora_weights="gaussian")
+    model = with_lora(
+        diffusers.UNet2DConditionModel.from_pretrained(folder / "base"),
+        init_lora_weights="gaussian",
+    )
     with CheckpointSaver(None) as saver:
         report = saver.save(model, folder / "lora", adapter_only=True)
         assert not report.notes
@@ -179,7 +201,9 @@ def lora(folder: Path) -> None:
         torch.testing.assert_close(output(pipeline.unet), output(model), rtol=1e-4, atol=1e-4)
         loaded = ft_ckpt.load_model(folder / "lora")  # the base is named by its folder
         assert_equal_adapters(model, loaded)
-        other = make("UNet2DConditionModel").apply(lambda module: getattr(module, "reset_parameters", int)())
+        other = make("UNet2DConditionModel").apply(
+            lambda module: getattr(module, "reset_parameters", int)()
+        )
         refused(BaseMismatchError, lambda: ft_ckpt.load_model(folder / "lora", base=other))
 
         saver.save(model, folder / "cast", adapter_only=True, dtype="bfloat16")
@@ -192,7 +216,9 @@ def lora(folder: Path) -> None:
         saver.save(model, folder / "both", adapter_only=False)
         ft_ckpt.merge(folder / "lora", folder / "merged-files", progress=False)
         merged = diffusers.UNet2DConditionModel.from_pretrained(folder / "merged")
-        assert_equal(merged, diffusers.UNet2DConditionModel.from_pretrained(folder / "merged-files"))
+        assert_equal(
+            merged, diffusers.UNet2DConditionModel.from_pretrained(folder / "merged-files")
+        )
         torch.testing.assert_close(output(merged), output(model), rtol=1e-4, atol=1e-4)
         assert_equal_adapters(model, ft_ckpt.load_model(folder / "both"))
 
@@ -207,8 +233,10 @@ def lora(folder: Path) -> None:
             stored = name.replace(".second.", ".other.").replace(".default.", ".first.")
             assert torch.equal(parameter, both[stored]), name
 
-        wrapped: Any = get_peft_model(diffusers.UNet2DConditionModel.from_pretrained(folder / "base"),
-                                      LoraConfig(r=2, target_modules=["to_q"]))  # fmt: skip
+        wrapped: Any = get_peft_model(
+            diffusers.UNet2DConditionModel.from_pretrained(folder / "base"),
+            LoraConfig(r=2, target_modules=["to_q"]),
+        )
         draw_adapter(wrapped)
         saver.save(wrapped, folder / "wrapped", adapter_only=True)
         pipeline = pipeline_with(diffusers.UNet2DConditionModel.from_pretrained(folder / "base"))
@@ -218,15 +246,17 @@ def lora(folder: Path) -> None:
 
 def lora_settings(folder: Path) -> None:
     """Each setting of LoRA that changes the output gives diffusers' loader the same model."""
-    for number, settings in enumerate((
-        {"use_rslora": True, "lora_alpha": 16},
-        {"use_dora": True},
-        {"rank_pattern": {"attn1.to_q": 4}, "alpha_pattern": {"attn2.to_v": 3}},
-        {"lora_bias": True},
-        {"init_lora_weights": "orthogonal"},
-        {"target_modules": ["conv1", "to_out.0"]},
-        {"target_modules": "all-linear", "exclude_modules": ["to_k"]},
-    )):  # fmt: skip
+    for number, settings in enumerate(
+        (
+            {"use_rslora": True, "lora_alpha": 16},
+            {"use_dora": True},
+            {"rank_pattern": {"attn1.to_q": 4}, "alpha_pattern": {"attn2.to_v": 3}},
+            {"lora_bias": True},
+            {"init_lora_weights": "orthogonal"},
+            {"target_modules": ["conv1", "to_out.0"]},
+            {"target_modules": "all-linear", "exclude_modules": ["to_k"]},
+        )
+    ):
         model = with_lora(make("UNet2DConditionModel"), **settings)
         with CheckpointSaver(None) as saver:
             report = saver.save(model, folder / f"lora-{number}", adapter_only=True)
@@ -243,7 +273,9 @@ def lora_settings(folder: Path) -> None:
             report = saver.save(model, folder / f"peft-{number}", adapter_only=True)
         assert "load_lora_weights cannot read" in " ".join(report.notes), settings
         assert (folder / f"peft-{number}/adapter_model.safetensors").exists()
-        assert_equal_adapters(model, ft_ckpt.load_model(folder / f"peft-{number}", base=make("UNet2DConditionModel")))
+        assert_equal_adapters(
+            model, ft_ckpt.load_model(folder / f"peft-{number}", base=make("UNet2DConditionModel"))
+        )
 
 
 def lora_of_transformers(folder: Path) -> None:
@@ -252,7 +284,8 @@ def lora_of_transformers(folder: Path) -> None:
         model, other = with_lora(make(name)), make(name)
         with CheckpointSaver(None) as saver:
             saver.save(model, folder / name, adapter_only=True)
-        other.load_lora_adapter(folder / name, use_safetensors=True)  # its prefix is "transformer" by default
+        # its prefix is "transformer" by default
+        other.load_lora_adapter(folder / name, use_safetensors=True)
         assert_equal_adapters(model, other)
 
 
@@ -287,7 +320,11 @@ def page(folder: Path) -> None:
     """The blocks of docs/diffusers.md."""
     os.chdir(folder)
     unet = make("UNet2DConditionModel")
-    names = {"unet": unet, "pipeline": pipeline_with(make("UNet2DConditionModel")), "LoraConfig": LoraConfig}
+    names = {
+        "unet": unet,
+        "pipeline": pipeline_with(make("UNet2DConditionModel")),
+        "LoraConfig": LoraConfig,
+    }
     names |= {"ft_ckpt": ft_ckpt, "saver": CheckpointSaver(None)}
     blocks = [block for block in blocks_of(ROOT / "docs/diffusers.md") if block.is_of_clients]
     assert blocks
@@ -303,7 +340,10 @@ def sharded(folder: Path) -> None:
 
     accelerator = Accelerator(cpu=True)
     plain, model = make("UNet2DConditionModel"), make("UNet2DConditionModel")
-    adapted, other = with_lora(make("UNet2DConditionModel")), with_lora(make("UNet2DConditionModel"))
+    adapted, other = (
+        with_lora(make("UNet2DConditionModel")),
+        with_lora(make("UNet2DConditionModel")),
+    )
     fully_shard(model)
     fully_shard(other)
     with CheckpointSaver(accelerator) as saver:
@@ -318,7 +358,9 @@ def sharded(folder: Path) -> None:
 
 
 def run(folder: Path, kind: str, kill_at: str) -> None:
-    """Train a UNet ("full") with an average of its weights, or LoRA on it; the process is killed after a step."""
+    """Train a UNet ("full") with an average of its weights, or LoRA on it; the process is killed
+    after a step.
+    """
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     set_seed(0)
     unet = make("UNet2DConditionModel")
@@ -331,7 +373,9 @@ def run(folder: Path, kind: str, kill_at: str) -> None:
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     images = torch.utils.data.TensorDataset(torch.randn(16, 4, 8, 8), torch.randn(16, 3, 8))
     loader = torch.utils.data.DataLoader(images, batch_size=2, shuffle=True)
-    scheduler = diffusers.optimization.get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=12)
+    scheduler = diffusers.optimization.get_scheduler(
+        "cosine", optimizer, num_warmup_steps=2, num_training_steps=12
+    )
     unet, optimizer, loader, scheduler = accelerator.prepare(unet, optimizer, loader, scheduler)
     every = Every(steps=2, signals=())
     with CheckpointSaver(accelerator, folder / "run", every=every) as saver:

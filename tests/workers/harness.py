@@ -42,7 +42,11 @@ def run(case: Callable[[str, Path], None]) -> None:
             folder = Path(root) / name
             folder.mkdir(parents=True, exist_ok=True)
             begun = time.monotonic()
-            row = {"case": name, "error": _error(case, name, folder), "seconds": round(time.monotonic() - begun, 2)}
+            row = {
+                "case": name,
+                "error": _error(case, name, folder),
+                "seconds": round(time.monotonic() - begun, 2),
+            }
             file.write(json.dumps(row) + "\n")
             file.flush()
 

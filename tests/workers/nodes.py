@@ -1,9 +1,11 @@
-"""A run on several nodes: each rank has a file system, or a client of a shared one, of its own at the path of the run.
+"""A run on several nodes: each rank has a file system, or a client of a shared one, of its own at
+the path of the run.
 
-A case is "leave/WHERE", "take/WHERE" or "cut/WHEN". WHERE: the run is in a bucket, or at the same path of every node
-("disk": disks of their own, of which the first is kept between launches; "shared": one disk, through a client on each
-node, and CLIENTS names their mounts). The folder SHARED, which all see, has the expected values. NODES names the
-processes that keep the namespaces of nodes, over which the ranks are spread; without it each rank is a node.
+A case is "leave/WHERE", "take/WHERE" or "cut/WHEN". WHERE: the run is in a bucket, or at the same
+path of every node ("disk": disks of their own, of which the first is kept between launches;
+"shared": one disk, through a client on each node, and CLIENTS names their mounts). The folder
+SHARED, which all see, has the expected values. NODES names the processes that keep the namespaces
+of nodes, over which the ranks are spread; without it each rank is a node.
 """
 
 import faulthandler
@@ -58,7 +60,10 @@ def leave(where: str) -> None:
         saver.save(live.model, f"{place}/behind", background=True).result()
     tensors, moments = truth(live), optimizer_state(live)
     if harness.RANK == 0:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, SHARED / "truth.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            SHARED / "truth.safetensors",
+        )
         save_file(moments, SHARED / "moments.safetensors")
         if where in ("disk", "shared"):
             for name in ("weights", "behind"):
@@ -84,9 +89,13 @@ def take(where: str) -> None:
 
 
 def cut(when: str) -> None:
-    """The link goes down before rank 0 receives tensors, or after its commit: ranks learn of it within the timeouts."""
+    """The link goes down before rank 0 receives tensors, or after its commit: ranks learn of it
+    within the timeouts.
+    """
     live, place = live_model("fsdp2", MODEL), PLACES["disk"]
-    saver = CheckpointSaver(live.accelerator, place, enter_timeout_seconds=PATIENCE, on_difference="ignore")
+    saver = CheckpointSaver(
+        live.accelerator, place, enter_timeout_seconds=PATIENCE, on_difference="ignore"
+    )
     saver.register(model=live.model, optimizer=live.optimizer)
     owner, name = {"early": (dist, "recv"), "late": (LocalStaging, "commit")}[when]
     real, told = getattr(owner, name), TOLD_OF[when][harness.RANK]
@@ -100,9 +109,14 @@ def cut(when: str) -> None:
         return found
 
     begun = time.monotonic()
-    with patch.object(owner, name, cutting), pytest.raises(CheckpointError, match=told) if told else nullcontext():
+    with (
+        patch.object(owner, name, cutting),
+        pytest.raises(CheckpointError, match=told) if told else nullcontext(),
+    ):
         saver.save_state()
-    assert time.monotonic() - begun < SECONDS + 10 + PATIENCE + 5, "the group's, the store's, the saver's"
+    assert time.monotonic() - begun < SECONDS + 10 + PATIENCE + 5, (
+        "the group's, the store's, the saver's"
+    )
     whole = [verify(each.parent) for each in DISK.rglob("ft_ckpt.json")]
     assert len(whole) == (when == "late" and not NODE), "whole or not there"
 

@@ -1,4 +1,6 @@
-"""Run the blocks of a page in order, in a folder of its own. A case is the page's path in the repository.
+"""Run the blocks of a page in order, in a folder of its own.
+
+A case is the page's path in the repository.
 
 If the folder of a case has a `page.md`, that page is run instead.
 """
@@ -34,5 +36,7 @@ def run_one(blocks: list[Block], number: int) -> int:
 if __name__ == "__main__":
     for variable in LAUNCHED:  # a page's script is started by itself
         os.environ.pop(variable, None)
-    os.environ.update(ACCELERATE_USE_CPU="true", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", COLUMNS="110")
+    os.environ.update(
+        ACCELERATE_USE_CPU="true", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", COLUMNS="110"
+    )
     harness.run(do)

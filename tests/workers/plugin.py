@@ -1,4 +1,6 @@
-"""Prints what Accelerate's plugin makes of the environment that one of its launchers, named by the argument, sets."""
+"""Prints what Accelerate's plugin makes of the environment that one of its launchers, named by the
+argument, sets.
+"""
 
 import json
 import sys
@@ -8,10 +10,20 @@ if sys.argv[1] == "multi_gpu_launcher":
 
     fsdp = FullyShardedDataParallelPlugin()
     policy = getattr(fsdp.auto_wrap_policy, "__name__", None)
-    print(json.dumps([fsdp.fsdp_version, policy, fsdp.reshard_after_forward, fsdp.cpu_ram_efficient_loading]))
+    print(
+        json.dumps(
+            [fsdp.fsdp_version, policy, fsdp.reshard_after_forward, fsdp.cpu_ram_efficient_loading]
+        )
+    )
 else:
     from accelerate import DeepSpeedPlugin
 
     deepspeed = DeepSpeedPlugin()
-    gather = deepspeed.deepspeed_config["zero_optimization"].get("stage3_gather_16bit_weights_on_model_save")
-    print(json.dumps([deepspeed.zero_stage, deepspeed.gradient_clipping, deepspeed.zero3_init_flag, gather]))
+    gather = deepspeed.deepspeed_config["zero_optimization"].get(
+        "stage3_gather_16bit_weights_on_model_save"
+    )
+    print(
+        json.dumps(
+            [deepspeed.zero_stage, deepspeed.gradient_clipping, deepspeed.zero3_init_flag, gather]
+        )
+    )

@@ -1,7 +1,9 @@
-"""One of several processes that save the same steps of a run into a bucket: python racing.py NAME WAY STEPS.
+"""One of several processes that save the same steps of a run into a bucket: python racing.py NAME
+WAY STEPS.
 
-A line of its standard input begins each step; a line of its output says how it ended. WAY: "stranger", a run of its
-own; "zombie", the same run as the others, so that each takes the others for dead; "commit", the last request alone.
+A line of its standard input begins each step; a line of its output says how it ended. WAY:
+"stranger", a run of its own; "zombie", the same run as the others, so that each takes the others
+for dead; "commit", the last request alone.
 """
 
 import json
@@ -22,7 +24,9 @@ def save(name: str, way: str, step: int) -> None:
     if way == "commit":
         put_manifest(run.within(f"checkpoint-{step}"), name.encode())
         return
-    staging = open_object_staging(run, f"checkpoint-{step}", run_id=name if way == "stranger" else "one")
+    staging = open_object_staging(
+        run, f"checkpoint-{step}", run_id=name if way == "stranger" else "one"
+    )
     try:
         content = (name * SIZE_BYTES).encode()[:SIZE_BYTES]
         writing = staging.store.create(FILE, SIZE_BYTES)

@@ -1,4 +1,7 @@
-"""A run in a bucket with a staging folder on two ranks, which share it or have one each. A case is a function here."""
+"""A run in a bucket with a staging folder on two ranks, which share it or have one each.
+
+A case is a function here.
+"""
 
 import os
 import shutil
