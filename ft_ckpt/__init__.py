@@ -13,8 +13,7 @@ from ft_ckpt._version import __version__ as __version__
 if sys.platform == "win32":
     raise ImportError(
         "ft_ckpt: Windows lacks the calls that its commits rest on (fcntl, syncing a folder); run "
-        "it in WSL 2, on the "
-        "disk of WSL, see docs/platforms.md"
+        "it in WSL 2, on the disk of WSL, see docs/platforms.md"
     )
 
 if TYPE_CHECKING:

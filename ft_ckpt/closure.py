@@ -111,8 +111,7 @@ class _ClosureSchedule:
         if _running:
             raise CheckpointError(
                 f"{self.name}: called inside {_running[-1]}, which runs at a checkpoint step "
-                "already; call it from the "
-                "training loop, or leave its decorator out"
+                "already; call it from the training loop, or leave its decorator out"
             )
         self._find_saver()
         if self._saver is not None:
@@ -194,8 +193,7 @@ class _ClosureSchedule:
         if self._calls:
             raise ConfigError(
                 f"{self.name}: the first {self._calls} call(s) came before saver.step(), so that "
-                "its steps would be "
-                "counted late; call it after saver.step()"
+                "its steps would be counted late; call it after saver.step()"
             )
         return self._saver._run.step
 
@@ -207,8 +205,7 @@ class _ClosureSchedule:
         if every is None and self._total_steps is None:
             raise ConfigError(
                 f"{self.name}: no schedule; pass @checkpoint_closure(every=Every(steps=100)), or "
-                "open a saver with "
-                "every= before the first call"
+                "open a saver with every= before the first call"
             )
         if (
             every is not None
@@ -217,8 +214,7 @@ class _ClosureSchedule:
         ):
             raise ConfigError(
                 f"{self.name}: every.epochs={every.epochs}, but no saver knows the epochs: take "
-                "the batches from "
-                "saver.remaining(loader), and pass saver="
+                "the batches from saver.remaining(loader), and pass saver="
             )
         return replace(every or Every(deadline=None), signals=(), best=None)
 

@@ -178,8 +178,7 @@ def check_metrics(held: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None
     if judged and (unmeasured := sorted({*keep.metrics, *state.metrics} - measured)):
         raise ConfigError(
             f"best: no checkpoint has {name_metrics(unmeasured, measured)}; nothing was deleted. "
-            "Give the name of a "
-            "metric that they have"
+            "Give the name of a metric that they have"
         )
 
 

@@ -186,8 +186,7 @@ class Writer:
             ):
                 raise WriterError(
                     f"step {step}: {'handed in' if step in self._handed else 'committed'} before "
-                    "by the run; hand in "
-                    "each step once, in order"
+                    "by the run; hand in each step once, in order"
                 )
             self._hand_in(step, state, files or {})
 
@@ -270,15 +269,15 @@ class Writer:
                 if self.name not in found.writers:
                     raise WriterError(
                         f"{self.run}: writer {self.name} is not invited, "
-                        f"{listing(list(found.writers), ', ')} are; "
-                        "invite it, or choose another name"
+                        f"{listing(list(found.writers), ', ')} are; invite it, or "
+                        "choose another name"
                     )
                 return found
             if time.monotonic() > until:
                 raise WriterError(
-                    f"{self._room.where(SESSION)}: no trainer has invited writers within "
-                    f"{timeout_seconds:g} s; call "
-                    "CheckpointSaver.invite there, and give both the same folder"
+                    f"{self._room.where(SESSION)}: no trainer has invited writers "
+                    f"within {timeout_seconds:g} s; call CheckpointSaver.invite "
+                    "there, and give both the same folder"
                 )
             time.sleep(next(pause))
 

@@ -128,8 +128,7 @@ def check_enough(rows: torch.Tensor, needed: int) -> None:
     if len(rows) < needed:
         raise SystemExit(
             f"the text makes {len(rows)} rows of {rows.shape[1]} tokens, {needed} are needed: give "
-            "more text with "
-            "--dataset, or shorter rows or smaller batches"
+            "more text with --dataset, or shorter rows or smaller batches"
         )
 
 

@@ -275,8 +275,8 @@ def next_steps(version: str, commit: str, out: Path, files: list[Path]) -> str:
     if "dev" in version:
         return (
             f"{version} is in development: upload nothing. A release has its version in "
-            "ft_ckpt/_version.py, its date "
-            "in CHANGELOG.md, and its checkpoints in tests/golden/checkpoints."
+            "ft_ckpt/_version.py, its date in CHANGELOG.md, and its checkpoints in "
+            "tests/golden/checkpoints."
         )
     names = " ".join(str(path) for path in files)
     return (

@@ -522,8 +522,7 @@ def _check_obstacles(target: Path, new: list[str], old: frozenset[str]) -> None:
     if found:
         raise TargetError(
             f"{listing(sorted(found), ', ')}: a folder in {target} where the checkpoint has a "
-            "file, or a file or link "
-            f"where it has a folder; move it away or choose another path"
+            "file, or a file or link where it has a folder; move it away or choose another path"
         )
 
 

@@ -305,8 +305,7 @@ class SaveMark(ExclusiveLease):
         if not self.is_ours:
             raise TargetError(
                 f"{self.store.url}: taken over by {mark_holder(self.store, SAVING)}, which took "
-                "this save for dead; "
-                "nothing was committed"
+                "this save for dead; nothing was committed"
             )
 
     @property
@@ -319,8 +318,7 @@ class SaveMark(ExclusiveLease):
         if not is_own and self._is_alive():
             raise TargetError(
                 f"{self.store.url}: {mark_holder(self.store, SAVING)} is saving there, or was "
-                "killed less than ten "
-                "minutes ago; use another name, or try again then"
+                "killed less than ten minutes ago; use another name, or try again then"
             )
         self.cleared = bool(found.get("cleared"))
         self.put()

@@ -76,9 +76,8 @@ def store_time(store: Store) -> float:
         store.delete([clock])
     if stored is None:
         raise UnreadableError(
-            f"{store.where(clock)}: disappeared after it was written; check that "
-            "no other program deletes "
-            "files in this folder"
+            f"{store.where(clock)}: disappeared after it was written; check that no other program "
+            "deletes files in this folder"
         )
     return stored.modified
 

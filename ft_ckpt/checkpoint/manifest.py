@@ -275,8 +275,7 @@ def _check_digest(document: dict[str, Any], text: str, source: str) -> None:
     elif unknown := sorted(document.keys() - {each.name for each in fields(Manifest)}):
         raise ManifestError(
             f"{source}: malformed manifest ({listing(unknown, ', ')}: unknown, and no digest); the "
-            "checkpoint is "
-            "damaged, use an older one"
+            "checkpoint is damaged, use an older one"
         )
 
 
@@ -346,6 +345,5 @@ def check_paths(manifest: Manifest, source: str) -> None:
     if unsafe:
         raise ManifestError(
             f"{source}: {listing(sorted(map(repr, unsafe)))}: a path in a manifest must be "
-            "relative, with forward "
-            f"slashes and without '..'; do not use this checkpoint"
+            "relative, with forward slashes and without '..'; do not use this checkpoint"
         )

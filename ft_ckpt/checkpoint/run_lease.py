@@ -127,8 +127,8 @@ class RunLease(ExclusiveLease):
             facts = parse_mark(_mark_text(self.store) or "")
             raise LeaseTakenError(
                 f"{self.store.url}: taken over by {holder_of(facts)}, as this process did not "
-                "renew its lease for "
-                f"{LEASE_SECONDS:.0f} s (was it stopped?); nothing was committed, end this process"
+                f"renew its lease for {LEASE_SECONDS:.0f} s (was it stopped?); nothing was "
+                "committed, end this process"
             )
 
     def leave(self, user: object) -> None:
@@ -247,8 +247,7 @@ def _busy(store: Store, facts: dict[str, Any], age: float) -> str:
     since = f" for {seconds + age:.0f} s" if isinstance(seconds, (int, float)) else ""
     return (
         f"{store.url}: {holder_of(facts)} trains into it{since}, its lease was renewed {age:.0f} s "
-        "ago; end it, close "
-        "its saver or use another folder (lease=False goes on without a lease: "
+        "ago; end it, close its saver or use another folder (lease=False goes on without a lease: "
         "checkpoints may be of either)"
     )
 

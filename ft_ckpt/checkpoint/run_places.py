@@ -31,9 +31,8 @@ def check_directory(directory: Place, config: SaverConfig, *, is_main: bool) -> 
         return
     if "{step}" not in config.name_template and not config.overwrite:
         raise ConfigError(
-            f"name_template={config.name_template!r}: saves replace each other, "
-            "which in a bucket takes "
-            "overwrite=True; give each a name of its own by {step}"
+            f"name_template={config.name_template!r}: saves replace each other, which in a bucket "
+            "takes overwrite=True; give each a name of its own by {step}"
         )
     if is_main:
         try_bucket(store)
@@ -63,9 +62,8 @@ def try_bucket(store: Store) -> None:
         )
     if not all(each.works for each in abilities):
         warn(
-            f"{store.url}: the store ignores conditional writes, so two runs "
-            "that save the same step would "
-            "mix their files; let one run at a time save there",
+            f"{store.url}: the store ignores conditional writes, so two runs that save the same "
+            "step would mix their files; let one run at a time save there",
             stacklevel=5,
         )
 
@@ -147,8 +145,7 @@ def _claim_staging(staging: Place, directory: Place) -> None:
     if found is None and list_checkpoints(staging).found:
         raise ConfigError(
             f"{staging}: holds checkpoints that were not staged there; `ft-ckpt sync {staging} "
-            f"{url}` brings them to "
-            "the bucket; use an empty folder"
+            f"{url}` brings them to the bucket; use an empty folder"
         )
     try:
         store.write(_CLAIM, url.encode(), create_only=True)

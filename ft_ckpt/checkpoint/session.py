@@ -284,8 +284,7 @@ class OpenSession:
     def _taken(self) -> TargetError:
         return TargetError(
             f"{self.room.where(SESSION)}: {mark_holder(self.room, SESSION)} trains this run, or "
-            "was killed less than "
-            "ten minutes ago on another machine; end it, or use another folder"
+            "was killed less than ten minutes ago on another machine; end it, or use another folder"
         )
 
     def _write(self) -> None:
@@ -323,9 +322,8 @@ class OpenSession:
         if self.room.stat(mark) is None:
             return f"has not joined within {self.timeout_seconds:g} s; start it, or invite others"
         return (
-            f"{mark_holder(self.room, mark)} handed in nothing within "
-            f"{self.timeout_seconds:g} s; check that "
-            "process, or give invite() a larger timeout_seconds"
+            f"{mark_holder(self.room, mark)} handed in nothing within {self.timeout_seconds:g} s; "
+            "check that process, or give invite() a larger timeout_seconds"
         )
 
     def _checkpoint_with(self, file: FileRecord, last: str) -> Store:
@@ -429,8 +427,7 @@ def _compare_with_parts(
     if problems:
         raise WriterError(
             f"{last.path}: holds {listing(problems, ', ')}; invite the same writers, or "
-            "invite(..., allow=[names]) to "
-            "go on without"
+            "invite(..., allow=[names]) to go on without"
         )
 
 

@@ -153,9 +153,8 @@ class ObjectStaging:
                 ]
         if wrong:
             raise CorruptError(
-                f"{self.store.url}: {listing(wrong, ', ')}: stored with another "
-                "size or digest than was "
-                "written; save again"
+                f"{self.store.url}: {listing(wrong, ', ')}: stored with another size or digest "
+                "than was written; save again"
             )
 
 
@@ -189,9 +188,8 @@ def put_manifest(store: Store, text: bytes) -> None:
             return
         if found is not None:
             raise NameTakenError(
-                f"{store.url}: another save committed to this name at the same "
-                "time, so files may be mixed; "
-                "run `ft-ckpt verify`"
+                f"{store.url}: another save committed to this name at the same time, so files may "
+                "be mixed; run `ft-ckpt verify`"
             )
     raise refusal
 
@@ -228,8 +226,8 @@ def _clear_folder(
     if MANIFEST_NAME in names and not overwrite:
         raise NameTakenError(
             f"{store.url}: exists already, and a bucket cannot replace a checkpoint in one step; "
-            "use another name, or "
-            "overwrite=True, which deletes the old checkpoint before the new one is complete"
+            "use another name, or overwrite=True, which deletes the old checkpoint before the new "
+            "one is complete"
         )
     if MANIFEST_NAME in names and guards:
         raise NameTakenError(
@@ -243,10 +241,8 @@ def _clear_folder(
     )
     if others := sorted(name for name in names - ours if not _is_meta(name)):
         raise TargetError(
-            f"{store.url}: {listing(others, ', ')}: files that belong to no "
-            "checkpoint are in the way; move "
-            "them, or use "
-            "another name"
+            f"{store.url}: {listing(others, ', ')}: files that belong to no checkpoint are in the "
+            "way; move them, or use another name"
         )
     # first: without the manifest, only the mark says which save the rest belongs to
     mark.declare_clear()

@@ -144,9 +144,8 @@ def rehearse_script(command: Sequence[str], room: Path, steps: int, stop: int) -
     if after[0].number <= stopped:
         raise LoadError(
             f"{_script_name(command)}: started again it began with step {after[0].number}, though "
-            "there was a "
-            f"checkpoint of step {stopped}: call saver.resume() before the loop, with no path and "
-            "no step of your own"
+            f"there was a checkpoint of step {stopped}: call saver.resume() before the loop, with "
+            "no path and no step of your own"
         )
     tensors, different = _compare_ends(Path(one.directory) / END, Path(other.directory) / END)
     return Finding(
@@ -333,8 +332,7 @@ def _advice_text(first: MetricRow, stop: int) -> str:
     if first.step <= stop:
         return (
             "That is before the stop: the script is not deterministic, so nothing can be said "
-            "about resuming. Seed it "
-            "before it makes model and data (accelerate.utils.set_seed)"
+            "about resuming. Seed it before it makes model and data (accelerate.utils.set_seed)"
         )
     if first.batches is False:
         return (
@@ -347,9 +345,9 @@ def _advice_text(first: MetricRow, stop: int) -> str:
         else "If the data was the same (see saver.remaining)"
     )
     return (
-        f"{data}: something that moves the loss is not in the checkpoint, such as a scheduler that "
-        "is neither prepared "
-        "by Accelerate nor registered, or random numbers of a generator of the script's own"
+        f"{data}: something that moves the loss is not in the checkpoint, such as a "
+        "scheduler that is neither prepared by Accelerate nor registered, or random "
+        "numbers of a generator of the script's own"
     )
 
 

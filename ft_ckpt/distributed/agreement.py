@@ -232,8 +232,7 @@ class AnsweringStore:
             return answer.result()
         raise RankError(
             f"the key-value store of the process group has not answered for {limit:g} s: the "
-            "network, or the process "
-            "that keeps it, is gone; start the ranks again"
+            "network, or the process that keeps it, is gone; start the ranks again"
         )
 
 

@@ -14,13 +14,11 @@ from ft_ckpt.distributed.wrapper import TensorLayout, Wrapper, layout_like
 
 _PART = (
     "this rank's part of a larger parameter, cut by DeepSpeed's AutoTP or Megatron; cut the model "
-    "with transformers' "
-    "DistributedConfig(tp_size=...), or save with the engine's own means"
+    "with transformers' DistributedConfig(tp_size=...), or save with the engine's own means"
 )
 _EXPERT = (
     "an expert of this rank alone, spread by DeepSpeed's MoE; train with ep_size=1, or save with "
-    "DeepSpeed's own "
-    "engine.save_checkpoint()"
+    "DeepSpeed's own engine.save_checkpoint()"
 )
 _UNSPREAD = (None, "ep_size_1")  # groups of experts that every rank has
 

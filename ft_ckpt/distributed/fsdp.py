@@ -262,9 +262,8 @@ def _warn_of_copies(modules: Sequence[nn.Module]) -> None:
         names = [name for name, parameter in named if id(parameter) in stale]
         warn(
             f"{listing(names, ', ')}: tied, but FSDP2 computes with another copy that is not "
-            "trained and not saved; "
-            "let the rows divide by the ranks (resize_token_embeddings(pad_to_multiple_of=...)), "
-            "or untie them",
+            "trained and not saved; let the rows divide by the ranks "
+            "(resize_token_embeddings(pad_to_multiple_of=...)), or untie them",
             stacklevel=2,
         )
 
@@ -320,8 +319,7 @@ def _sharding_of_layout(
     if cutting is None:
         why = (
             f"placements {placements} over {tuple(mesh.shape)} ranks do not tell which elements "
-            "each has; let sizes "
-            "divide by the ranks that cut them, or cut another dimension"
+            "each has; let sizes divide by the ranks that cut them, or cut another dimension"
         )
         return engine, OpaqueSharding(shape, why=why)
     return engine, MeshSharding(

@@ -108,8 +108,8 @@ def added_state(root: nn.Module, live: Mapping[str, Any]) -> dict[str, AddedValu
     if by_hooks:
         raise SelectionError(
             f"{listing(by_hooks, ', ')}: added by a hook of state_dict(), which is not saved; make "
-            "it a persistent "
-            "buffer, or return it from get_extra_state() and take it in set_extra_state()"
+            "it a persistent buffer, or return it from get_extra_state() and take it in "
+            "set_extra_state()"
         )
     return added
 
@@ -173,8 +173,7 @@ def refuse_one_way_state(found: Mapping[str, AddedValue]) -> None:
     if lost:
         raise SelectionError(
             f"{listing(lost, ', ')}: the module has get_extra_state() and no set_extra_state(), so "
-            "a run could not be "
-            "resumed with it; define set_extra_state() as well"
+            "a run could not be resumed with it; define set_extra_state() as well"
         )
 
 

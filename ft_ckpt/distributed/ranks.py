@@ -199,8 +199,8 @@ class Ranks:
         ):
             ranks, seconds = rank_numbers(senders), self.timeout_seconds
             raise RankError(
-                f"rank(s) {ranks} did not start sending tensors within "
-                f"{seconds:g} s of a sign of life"
+                f"rank(s) {ranks} did not start sending tensors within {seconds:g} s "
+                "of a sign of life"
             )
         self.store.set(self._store_key(turn), "")
 
@@ -434,11 +434,9 @@ def _refuse_split_brain(needs_group: bool) -> None:
     if launched.isdigit() and int(launched) > 1 and (needs_group or "RANK" in os.environ):
         raise RanksDisagreeError(
             f"WORLD_SIZE={launched} in the environment, but this process has no process group: "
-            "every rank would take "
-            "itself for the only one. Use Accelerator(cpu=True) or ACCELERATE_USE_CPU=true on a "
-            "machine without "
-            "accelerators, or torch.distributed.init_process_group; unset WORLD_SIZE if the "
-            "process really is alone"
+            "every rank would take itself for the only one. Use Accelerator(cpu=True) or "
+            "ACCELERATE_USE_CPU=true on a machine without accelerators, or "
+            "torch.distributed.init_process_group; unset WORLD_SIZE if the process really is alone"
         )
 
 

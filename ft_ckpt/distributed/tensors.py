@@ -130,10 +130,8 @@ class ModelTensors:
         if without_data:
             raise IncompleteError(
                 f"{listing(without_data, ', ')}: {len(without_data)} tensor(s) of the model have "
-                "no data on this rank "
-                "(meta device, lazy, offloaded, or partitioned by an engine this version does not "
-                "know); materialise "
-                "the model first"
+                "no data on this rank (meta device, lazy, offloaded, or partitioned by an engine "
+                "this version does not know); materialise the model first"
             )
         return found
 
@@ -171,8 +169,7 @@ def _refuse_sparse(found: Mapping[str, Source]) -> None:
     ]
     raise SelectionError(
         f"{listing(sparse)}: a tensor without dense values cannot be stored; make it dense, or "
-        "leave it out of the "
-        "model's state dict (persistent=False)"
+        "leave it out of the model's state dict (persistent=False)"
     )
 
 
@@ -275,9 +272,8 @@ def from_state_dict(
     if problems:
         raise IncompleteError(
             f"{listing(problems)}: the state dict differs from the live model in {len(problems)} "
-            "place(s); gather it "
-            "with accelerator.get_state_dict under the unwrapped model's names, or leave "
-            "state_dict= out"
+            "place(s); gather it with accelerator.get_state_dict under the unwrapped model's "
+            "names, or leave state_dict= out"
         )
     return result
 

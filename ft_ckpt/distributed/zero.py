@@ -120,8 +120,7 @@ def zero_partitions(optimizer: Any, owners: _Owners) -> list[Partition]:
     if problems:
         raise SelectionError(
             f"{type(optimizer).__name__}: {listing(problems)}: its state cannot be kept by name; "
-            "change these "
-            "settings, or save without the optimizer's state"
+            "change these settings, or save without the optimizer's state"
         )
     return list(
         _stage_3(optimizer, owners)

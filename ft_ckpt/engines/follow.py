@@ -119,8 +119,8 @@ class Publisher:
         pending.future.set_exception(error)
         warn(
             f"{pending.path}: not published: {error}; training goes on; run `ft-ckpt publish "
-            f"{pending.path} "
-            f"{' '.join(pending.urls)}{' --delta' if self.options.delta else ''}` to try again",
+            f"{pending.path} {' '.join(pending.urls)}{' --delta' if self.options.delta else ''}` "
+            "to try again",
             stacklevel=3,
         )
 

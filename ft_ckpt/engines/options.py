@@ -176,8 +176,7 @@ class ServerOptions:
             if url.partition("://")[0].lower() in ("http", "https"):
                 raise ConfigError(
                     f"{url}: delta=True appends to a chain, expected a folder or a bucket; a "
-                    "server gets an entry of "
-                    "the chain by another publish, with stage="
+                    "server gets an entry of the chain by another publish, with stage="
                 )
         if len(self.url) > 1:
             raise ConfigError(f"{', '.join(self.url)}: expected one chain")

@@ -113,8 +113,7 @@ def _scale_findings(engine: str, settings: Mapping[str, Any]) -> Iterator[str]:
     if engine == "sglang" and settings.get("use_rslora"):
         yield (
             "use_rslora: set, and not read by sglang: it scales by lora_alpha / r, expected "
-            "lora_alpha / sqrt(r); "
-            f"{export}"
+            f"lora_alpha / sqrt(r); {export}"
         )
 
 
@@ -192,10 +191,9 @@ def compare_base(record: PartRecord, base_path: str) -> tuple[list[str], str]:
     if names:
         found = (
             f"{listing(names, ', ', 3)}: {len(names)} of {len(record.base.fingerprint)} sampled "
-            "tensors of the base "
-            f"that the server holds, {base_path}, differ from the one that the "
-            "adapter was trained on "
-            f"({record.base.id or 'built in memory'}); start the server with that base"
+            f"tensors of the base that the server holds, {base_path}, differ from the one that the "
+            f"adapter was trained on ({record.base.id or 'built in memory'}); start the server "
+            "with that base"
         )
         return [found], ""
     return [], "" if compared else f"{base_path} has none of its sampled tensors"
@@ -310,8 +308,7 @@ def _field_findings(settings: Mapping[str, Any]) -> Iterator[str]:
     if not start_keeps_base(start):
         yield (
             f"init_lora_weights: {start!r} changed the base, so that the adapter fits no other; "
-            "save it with "
-            f"path_initial_model_for_weight_conversion, or {MERGE}"
+            f"save it with path_initial_model_for_weight_conversion, or {MERGE}"
         )
 
 

@@ -287,8 +287,7 @@ def _pull_to_stage(place: Place, stage: Path) -> Path:
     except NameTakenError as error:
         raise NameTakenError(
             f"{folder}: no publish has put there what it holds, so it is not replaced; expected "
-            "another folder as "
-            f"stage= ({error})"
+            f"another folder as stage= ({error})"
         ) from error
     if is_copy or is_free:
         mark_staged(path)
@@ -311,9 +310,8 @@ def _chosen_part(held: OpenCheckpoint, options: ServerOptions) -> PartRecord:
             f"{part.name or 'the whole model'} ({part.kind})" for part in held.manifest.parts
         )
         raise LoadError(
-            f"{held.path}: {len(chosen) or 'no'} parts to publish as "
-            f"{options.kind}; it holds {known}; "
-            "name one of them with part= and kind="
+            f"{held.path}: {len(chosen) or 'no'} parts to publish as {options.kind}; it holds "
+            f"{known}; name one of them with part= and kind="
         )
     return chosen[0]
 
@@ -365,8 +363,8 @@ class _Folder:
         fitting = [folder for folder in visible_at if here.is_relative_to(Path(folder).absolute())]
         if visible_at and not fitting:
             raise ConfigError(
-                f"{here}: below no folder of visible_at= "
-                f"({', '.join(visible_at)}); the servers do not see it"
+                f"{here}: below no folder of visible_at= ({', '.join(visible_at)}); "
+                "the servers do not see it"
             )
         if not fitting:
             return cls(here, str(here))
@@ -531,9 +529,8 @@ def _undone(
     gone = sorted({name for target in new for name in target.unloaded})
     older = f"{listing(gone, ', ')}: unloaded before" if gone else "older versions answer as before"
     return EngineError(
-        f"{listing(list(problems))}; {adapter.name} (from {adapter.folder}) was "
-        "unloaded where it was new; "
-        f"{older}{still}"
+        f"{listing(list(problems))}; {adapter.name} (from {adapter.folder}) was unloaded where it "
+        f"was new; {older}{still}"
     )
 
 
@@ -549,8 +546,7 @@ def _prepare_adapter(target: _AdapterServer, adapter: _Adapter) -> None:
     if (target.weights or "").endswith(_LOADING) or server.is_paused():
         raise EngineError(
             f"{server.client.url}: paused, or between two versions of its weights; if no other "
-            "publish is under way, "
-            "publish full weights again"
+            "publish is under way, publish full weights again"
         )
     target.is_new = adapter.name not in server.served().adapters
     if adapter.has_version and not target.is_new:
@@ -560,8 +556,7 @@ def _prepare_adapter(target: _AdapterServer, adapter: _Adapter) -> None:
 def _already_loaded(target: _AdapterServer, adapter: _Adapter) -> EngineError:
     return EngineError(
         f"{target.server.client.url}: {adapter.name}: loaded already, and whether from these files "
-        "is not known; give "
-        "another version=, or none: then the name has the digest of the files"
+        "is not known; give another version=, or none: then the name has the digest of the files"
     )
 
 
@@ -583,8 +578,7 @@ def _expect_weights_below(target: _AdapterServer, adapter: _Adapter) -> None:
     if version != target.weights:
         raise EngineError(
             f"{target.server.client.url}: its weights were {target.weights} and are {version} now: "
-            "it was restarted, "
-            "or another publisher has replaced them; the answers of "
+            "it was restarted, or another publisher has replaced them; the answers of "
             f"{adapter.name} were compared on others"
         )
 
@@ -595,14 +589,13 @@ def _expect_listed(target: _AdapterServer, adapter: _Adapter) -> None:
     if adapter.name not in adapters:
         raise EngineError(
             f"{url}: {adapter.name}: not in its list of models after it was loaded; was it "
-            "restarted, or does another "
-            "publisher unload adapters there?"
+            "restarted, or does another publisher unload adapters there?"
         )
     path = adapters[adapter.name]
     if path is not None and path != adapter.folder.there:
         raise EngineError(
-            f"{url}: {adapter.name}: loaded from {path}, expected "
-            f"{adapter.folder}; give another version="
+            f"{url}: {adapter.name}: loaded from {path}, expected {adapter.folder}; "
+            "give another version="
         )
 
 
@@ -624,8 +617,7 @@ def _compare_answers(server: Server, adapter: _Adapter) -> str:
     if moved < _ALIKE:
         raise EngineError(
             f"{url}: {adapter.name}: answers as the base does; the server does not apply it (names "
-            "of its layers?), or "
-            "it is too close to the base for three prompts: then check='listed'"
+            "of its layers?), or it is too close to the base for three prompts: then check='listed'"
         )
     if adapter.reference.base is None or adapter.reference.adapted is None:
         return f"listed; answers differ from the base's by up to {moved:.3f}"
@@ -641,8 +633,7 @@ def _compare_answers(server: Server, adapter: _Adapter) -> str:
     ):
         raise EngineError(
             f"{url}: {adapter.name}: its log probabilities are {error:.3f} from those of "
-            "transformers and PEFT, "
-            f"expected at most {limit:.3g}; the server applies it otherwise "
+            f"transformers and PEFT, expected at most {limit:.3g}; the server applies it otherwise "
             "(scaling, order of layers?)"
         )
     return f"listed; answers are those of transformers and PEFT within {error:.3f}"
@@ -839,8 +830,8 @@ def _refuse_other_config(update: _Update, weights: _Weights) -> None:
     if changing:
         raise EngineError(
             f"{url}: config.json: {listing(changing, '; ', 3)} ({base}; new weights: "
-            f"{weights.folder}); a server keeps "
-            "the config of its start; start a server with this model"
+            f"{weights.folder}); a server keeps the config of its start; start a "
+            "server with this model"
         )
     update.notes += [f"it keeps its own token ids: {text}" for text in tokens[:1]]
 
@@ -890,8 +881,7 @@ def _expect_version(update: _Update, expected: str | None) -> None:
     update.is_overtaken = reported is not None
     raise EngineError(
         f"{update.server.client.url}: reports the version {reported}, expected {expected}: it was "
-        "restarted, or "
-        "another publisher has replaced its weights"
+        "restarted, or another publisher has replaced its weights"
     )
 
 
@@ -924,9 +914,8 @@ def _difference(update: _Update, weights: _Weights) -> str | None:
     if different and is_known(weights.config):
         return (
             f"{server.client.url}: {different[0]}: its SHA-256 is not that of the files in "
-            f"{weights.folder}, as "
-            f"of {len(different)} of {comparison.total} parameters; does the server see another "
-            "copy of that folder?"
+            f"{weights.folder}, as of {len(different)} of {comparison.total} parameters; does the "
+            "server see another copy of that folder?"
         )
     if comparison.equal:
         update.checked = _in_words(comparison, update)
@@ -951,8 +940,7 @@ def _in_words(comparison: Comparison, update: _Update) -> str:
     elif packed:
         lines.append(
             f"{len(packed)} are kept in another layout, {len(changed)} of them changed with the "
-            "update, as in "
-            "the files"
+            "update, as in the files"
         )
     return "; ".join(lines) + comparison.dropped
 
@@ -979,17 +967,15 @@ def _expect_weights(update: _Update, weights: _Weights) -> None:
             update.is_overtaken = bool(digests)
             raise EngineError(
                 f"{url}: {changed[0]}: its SHA-256 has changed since it was compared, as of "
-                f"{len(changed)} of "
-                f"{len(update.digests)} parameters: it was restarted, or another publisher has "
-                "replaced its weights"
+                f"{len(changed)} of {len(update.digests)} parameters: it was restarted, or another "
+                "publisher has replaced its weights"
             )
     served = server.served()
     if (served.base, served.base_path) != (update.base, update.base_path):
         update.is_overtaken = True
         raise EngineError(
             f"{url}: serves {served.base} from {served.base_path}, expected {update.base} from "
-            f"{update.base_path}: it "
-            "was restarted with another model"
+            f"{update.base_path}: it was restarted with another model"
         )
     if update.is_partly_compared:
         _expect_answers(update, weights)
@@ -1007,8 +993,8 @@ def _expect_answers(update: _Update, weights: _Weights) -> None:
         if update.has_changed and moved < _ALIKE:
             raise EngineError(
                 f"{url}: answers as before the update, although its layers have changed; it does "
-                "not apply them, or "
-                "they are too close to the weights before for three prompts: then check='listed'"
+                "not apply them, or they are too close to the weights before for three prompts: "
+                "then check='listed'"
             )
         notes.append(f"answers differ from those before by up to {moved:.3f}")
     # the head is a packed copy, and the digest that of the embedding
@@ -1017,10 +1003,8 @@ def _expect_answers(update: _Update, weights: _Weights) -> None:
         if error > 2 * _NEAR:
             raise EngineError(
                 f"{url}: its log probabilities are {error:.3f} from those of transformers, "
-                "expected at most "
-                f"{2 * _NEAR}; it keeps a packed copy of the tied head, which it may not have "
-                "replaced; start a server "
-                "with this model"
+                f"expected at most {2 * _NEAR}; it keeps a packed copy of the tied head, which it "
+                "may not have replaced; start a server with this model"
             )
         notes.append(f"they are those of transformers within {error:.3f}")
     update.notes[:0] = notes

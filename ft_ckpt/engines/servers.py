@@ -133,8 +133,7 @@ def connect(client: Client) -> Server:
             raise ConfigError(f"{client.url}: {advice}")
     raise ConfigError(
         f"{client.url}: no server that can be published to answers there (/v1/models: "
-        f"{models.quoted}); expected vLLM, "
-        "SGLang or a server with SGLang's calls"
+        f"{models.quoted}); expected vLLM, SGLang or a server with SGLang's calls"
     )
 
 

@@ -112,8 +112,7 @@ class DcpFile:
         ):
             raise CorruptError(
                 f"{spec.name}: {box.path} holds something else at byte {box.start}, expected "
-                f"{spec.dtype} {box.sizes}; "
-                "the checkpoint is damaged, use another"
+                f"{spec.dtype} {box.sizes}; the checkpoint is damaged, use another"
             )
         file.promise(max(0, part.nbytes - part.untyped_storage().nbytes()), spec.name)
         return part.detach()

@@ -219,15 +219,13 @@ def _check_dataset(dataset: ForeignDataset) -> None:
     if max(wanted, chunk) > _most_bytes(raw):
         raise CorruptError(
             f"{dataset.path}: {dataset.shape} of {dataset.dtype}, {handle.chunks or 'all'} at a "
-            "time, in a file of "
-            f"only {raw.size_bytes} bytes"
+            f"time, in a file of only {raw.size_bytes} bytes"
         )
     size_bytes = dataset.source.part[1]
     if dataset.start is not None and dataset.start + wanted > size_bytes:
         raise CorruptError(
             f"{dataset.path}: bytes {dataset.start} to {dataset.start + wanted}, the file has "
-            f"{size_bytes}; "
-            "truncated, use another copy"
+            f"{size_bytes}; truncated, use another copy"
         )
     if dataset.start is None:
         written = handle.id.get_storage_size()

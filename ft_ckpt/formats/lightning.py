@@ -91,8 +91,7 @@ def _lightning_contents(file: RawFile, mapped: bool = True) -> dict[str, Any]:
     if refused:
         raise LoadError(
             f"{file.name}: {_WEIGHTS} refers to {listing(refused, ', ')}; expected tensors and "
-            "plain data. "
-            "Nothing of it was run"
+            "plain data. Nothing of it was run"
         )
     whole: dict[str, Any] = value
     return whole

@@ -197,9 +197,8 @@ def flatten(
     if refused:
         raise SelectionError(
             f"{listing(refused)}. Nothing was written; convert these, or leave them out. Kept "
-            "exactly are "
-            "plain containers, numbers, strings, bytes, numpy arrays and scalars, torch dtypes, "
-            "devices and tensors"
+            "exactly are plain containers, numbers, strings, bytes, numpy arrays and scalars, "
+            "torch dtypes, devices and tensors"
         )
     return node, leaves
 

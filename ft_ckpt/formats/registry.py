@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ft_ckpt.formats.pytree import Node
+
+    LayOutObject = Callable[
+        [Node, Sequence[Spec], Sequence[int], bool], tuple[Layout, Sequence[str]]
+    ]
     from ft_ckpt.formats.tensor_file import IndexedFile, RawFile
     from ft_ckpt.formats.torch_file import TorchArchive
     from ft_ckpt.storage.place import Place
@@ -67,9 +71,7 @@ class TensorFormat:
 
     lay_out: Callable[[Sequence[Spec], Metadata, Ties], Layout] | None = None
     """A file of tensors as one flat dict; raises SelectionError for unsupported dtypes."""
-    lay_out_object: (
-        "Callable[[Node, Sequence[Spec], Sequence[int], bool], tuple[Layout, Sequence[str]]] | None"
-    ) = None
+    lay_out_object: "LayOutObject | None" = None
     """A file of any object and the names of its leaves, from (tree, leaves, indices of arrays,
     `native_floats`).
     """
@@ -304,9 +306,8 @@ register_format(
         name="dcp",
         open_folder=_Lazily("dcp:open_dcp"),
         written_by=(
-            "folders of torch.distributed.checkpoint are read only: convert to a "
-            "torch file (.pt), which "
-            "torch.distributed.checkpoint.format_utils.torch_save_to_dcp makes one of"
+            "folders of torch.distributed.checkpoint are read only: convert to a torch file (.pt), "
+            "which torch.distributed.checkpoint.format_utils.torch_save_to_dcp makes one of"
         ),
     )
 )

@@ -78,8 +78,7 @@ def lay_out_safetensors(
     if foreign:
         raise SelectionError(
             f"{listing(foreign, ', ')}: safetensors has no such type; convert it, or leave it out "
-            "of the model's "
-            "state dict (persistent=False)"
+            "of the model's state dict (persistent=False)"
         )
     ordered = sorted(sorted(specs, key=_NAME), key=lambda spec: -_RANK[spec.dtype])
     notes = json.dumps({**metadata, **ties}, ensure_ascii=False, separators=(",", ":"))

@@ -164,8 +164,7 @@ class RawFile:
         if start < 0 or size_bytes < 0 or start + size_bytes > self.size_bytes:
             raise CorruptError(
                 f"{self.name}: bytes {start} to {start + size_bytes} asked for, the file has "
-                f"{self.size_bytes}; "
-                "it is truncated, or its index is damaged"
+                f"{self.size_bytes}; it is truncated, or its index is damaged"
             )
 
 

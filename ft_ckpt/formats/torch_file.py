@@ -357,8 +357,7 @@ def split_tensors(value: Any, source: str) -> tuple[dict[str, Tensor], list[str]
     if unreadable:
         raise LoadError(
             f"{source}: {listing(unreadable, ', ')}: expected plain dense tensors; save them so "
-            "(`tensor.dequantize()` "
-            "for quantized ones), or leave them out"
+            "(`tensor.dequantize()` for quantized ones), or leave them out"
         )
     return tensors, skipped
 
@@ -726,9 +725,8 @@ def check_torch_object(obj: Any, root: str = "state", classes: Collection[type] 
     if outline.refused:
         raise SelectionError(
             f"{listing(outline.refused)}. Nothing was written; convert these, leave them out, or "
-            "save as HDF5. torch "
-            "reads back plain containers, numbers, strings, bytes and tensors, and anything else "
-            "by running code"
+            "save as HDF5. torch reads back plain containers, numbers, strings, bytes and tensors, "
+            "and anything else by running code"
         )
     trial = io.BytesIO()
     torch.save(bare, trial)
@@ -738,8 +736,7 @@ def check_torch_object(obj: Any, root: str = "state", classes: Collection[type] 
     except UnpicklingError as error:
         raise SelectionError(
             f"{root}: has a value that torch would not read back, such as empty bytes or an "
-            "integer of over 255 "
-            "bytes. Nothing was written; save it as HDF5"
+            "integer of over 255 bytes. Nothing was written; save it as HDF5"
         ) from error
 
 

@@ -235,8 +235,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         if new and self.is_world_process_zero():
             warn(
                 f"{listing(new, ', ')}: changes during the training and is not in the checkpoints; "
-                "a resumed run "
-                "begins with it as the script makes it",
+                "a resumed run begins with it as the script makes it",
                 stacklevel=4,
             )
 

@@ -83,10 +83,8 @@ class LightningState:
         if others:
             raise SelectionError(
                 f"{listing(others, ', ')}: put into the checkpoint's state_dict by an "
-                "on_save_checkpoint of the module "
-                "or a callback; the live weights are what ft_ckpt saves. Leave state_dict alone "
-                "there, or use another "
-                "callback"
+                "on_save_checkpoint of the module or a callback; the live weights are what ft_ckpt "
+                "saves. Leave state_dict alone there, or use another callback"
             )
         kept = {
             name: value
@@ -276,8 +274,8 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         """Raises ConfigError: Lightning cannot load folders of ft_ckpt."""
         raise ConfigError(
             f"ckpt_path='best': {self._directory} has folders of ft_ckpt, which Lightning does not "
-            "read; pass the "
-            "module, with the weights of ft_ckpt.best(directory, metric) if not with those it has"
+            "read; pass the module, with the weights of ft_ckpt.best(directory, metric) if not "
+            "with those it has"
         )
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -289,8 +287,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         if trainer.ckpt_path is not None and self._resume not in ("never", False):
             raise ConfigError(
                 f"ckpt_path={trainer.ckpt_path!r}: both Lightning and ft_ckpt would restore the "
-                "run; leave it out, or "
-                "begin from it with LightningCheckpoint(resume='never')"
+                "run; leave it out, or begin from it with LightningCheckpoint(resume='never')"
             )
         attribute = (
             _saved_attribute(pl_module)
@@ -430,9 +427,9 @@ def _refuse_strategy(trainer: Any) -> None:
     is_whole = model is trainer.lightning_module or isinstance(model, DistributedDataParallel)
     if not is_whole or any(map(is_distributed, model.parameters())):
         raise ConfigError(
-            f"{type(trainer.strategy).__name__}: expected a single device or DDP; shard a model in "
-            "a loop of your own, "
-            "with CheckpointSaver, which supports FSDP, ZeRO and tensor parallelism"
+            f"{type(trainer.strategy).__name__}: expected a single device or DDP; "
+            "shard a model in a loop of your own, with CheckpointSaver, which "
+            "supports FSDP, ZeRO and tensor parallelism"
         )
 
 
@@ -444,8 +441,7 @@ def _refuse_callbacks(trainer: Any) -> None:
         if any(kind.__name__ == "StochasticWeightAveraging" for kind in type(callback).__mro__):
             raise ConfigError(
                 f"{type(callback).__name__}: replaces the scheduler during training, so that a run "
-                "could not be "
-                "resumed exactly; average by WeightAveraging, with the schedule in "
+                "could not be resumed exactly; average by WeightAveraging, with the schedule in "
                 "configure_optimizers"
             )
 
@@ -460,9 +456,8 @@ def _refuse_unsized(loader: Any, limit: Any) -> None:
         if not isinstance(limit, int):
             raise ConfigError(
                 f"{type(getattr(loader, 'dataset', loader)).__name__}: has no length, so Lightning "
-                "reads a batch "
-                "ahead, and a save would not know the position; set the batches of an epoch: "
-                "Trainer(limit_train_batches=N)"
+                "reads a batch ahead, and a save would not know the position; set the batches of "
+                "an epoch: Trainer(limit_train_batches=N)"
             ) from None
 
 
@@ -477,8 +472,7 @@ def _saved_attribute(module: Any) -> str:
     if len(found) > 1:
         raise SelectionError(
             f"{listing(found, ', ')}: {len(found)} models in {type(module).__name__}; say whose "
-            "weights the checkpoint "
-            "holds: attribute='...', or attribute='' for the whole module"
+            "weights the checkpoint holds: attribute='...', or attribute='' for the whole module"
         )
     return found[0] if found else ""
 

@@ -212,8 +212,7 @@ def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
     if problems:
         raise LoadError(
             f"{folder}: {listing(problems)}; make the engine as the saved run did. Once ft_ckpt "
-            "has saved it, "
-            "saver.resume() takes it to other ranks and stages"
+            "has saved it, saver.resume() takes it to other ranks and stages"
         )
     return place.name
 
@@ -265,8 +264,8 @@ def _read_states(path: Path, scaler: Any, *, checked: bool = False) -> Any:
     def stored_scaler(stored: StandIn) -> Any:
         if scaler is None or stored.kind != f"{_SCALERS}.{type(scaler).__name__}":
             raise LoadError(
-                f"{path}: a {stored.kind}, the engine has "
-                f"{type(scaler).__name__}; use the same precision"
+                f"{path}: a {stored.kind}, the engine has {type(scaler).__name__}; "
+                "use the same precision"
             )
         numbers = {
             key: stored.state[key]

@@ -98,9 +98,8 @@ def checkpointed(
         _take_over(trainer, ours)
         return trainer
     raise ConfigError(
-        f"checkpointed(): {in_words(trainer)}, expected transformers' Trainer or "
-        "a class built on it, as in "
-        "checkpointed(SFTTrainer)(model, args, ...), or a trainer that exists"
+        f"checkpointed(): {in_words(trainer)}, expected transformers' Trainer or a class built on "
+        "it, as in checkpointed(SFTTrainer)(model, args, ...), or a trainer that exists"
     )
 
 
@@ -112,8 +111,8 @@ def _take_over(trainer: Trainer, settings: TrainerSettings) -> None:
     kind = type(trainer)
     if issubclass(kind, Checkpointed):
         raise ConfigError(
-            f"{kind.__name__}: saves through ft_ckpt already; call "
-            "checkpointed() once for a trainer"
+            f"{kind.__name__}: saves through ft_ckpt already; call checkpointed() "
+            "once for a trainer"
         )
     trainer.__class__ = _with_our_saving(kind, settings)
     trainer.ft_ckpt_begin()
@@ -151,8 +150,7 @@ class _Outermost:
             step = self.state.global_step  # type: ignore[attr-defined]  # see above
             warn(
                 f"{type(self).__name__}._save_checkpoint: step {step} was saved without Trainer's "
-                "own method: ft_ckpt "
-                "has no checkpoint of it",
+                "own method: ft_ckpt has no checkpoint of it",
                 stacklevel=2,
             )
 

@@ -164,10 +164,8 @@ def _newest_whole(folder: Path, deep: bool) -> Path | None:
         committed += [path.name] if _has_file(path, MANIFEST_NAME) else []
     if committed:
         raise CorruptError(
-            f"{folder}: {listing(committed, ', ')}: damaged (see the warnings), "
-            "and there is no other "
-            "checkpoint; move them "
-            "away to begin afresh"
+            f"{folder}: {listing(committed, ', ')}: damaged (see the warnings), and there is no "
+            "other checkpoint; move them away to begin afresh"
         )
     return None
 

@@ -88,9 +88,8 @@ def collect_files(
     written.pop(TRAINING_ARGS_NAME, None)
     if len(saved) > 1:
         raise SelectionError(
-            f"{listing(saved, ', ')}: {writer} saves them into one folder, which "
-            "ft_ckpt does not support; "
-            "train without ft_ckpt"
+            f"{listing(saved, ', ')}: {writer} saves them into one folder, which ft_ckpt does not "
+            "support; train without ft_ckpt"
         )
     attribute = saved[0] if saved and saved[0] else None
     weights = [path for path in written if _WEIGHTS.fullmatch(path)]
@@ -100,8 +99,7 @@ def collect_files(
     if weights:
         raise SelectionError(
             f"{listing(weights, ', ')}: written by {writer} itself, in a layout of its own that "
-            "ft_ckpt does not "
-            "know; train without ft_ckpt, or let it call super() for the weights"
+            "ft_ckpt does not know; train without ft_ckpt, or let it call super() for the weights"
         )
     return WrittenFiles(written, attribute)
 

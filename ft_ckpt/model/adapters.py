@@ -166,8 +166,7 @@ def adapter_parts(
     if not has_adapters(view.module):
         raise NotAnAdapterError(
             f"adapter_only=True: {type(view.module).__name__} has no PEFT adapter; wrap it with "
-            "peft.get_peft_model, "
-            "inject one, or save with adapter_only=False"
+            "peft.get_peft_model, inject one, or save with adapter_only=False"
         )
     names = list(view.module.peft_config)
     if drawn := listing(
@@ -345,8 +344,7 @@ def _refuse_extra(view: View) -> None:
     if own:
         raise SelectionError(
             f"{listing(own, ', ')}: state of an adapter that is no tensor has no place in its "
-            "file; save the run with "
-            "save_state(), which keeps it"
+            "file; save the run with save_state(), which keeps it"
         )
 
 
@@ -431,8 +429,7 @@ def _peft_names(module: Any, state_dict: Mapping[str, Tensor], adapter: str) -> 
     except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise SelectionError(
             f"adapter {adapter!r}: PEFT cannot select its tensors ({shown(error)}), nor would its "
-            "save_pretrained; "
-            "expected an adapter that PEFT can save; delete_adapter() removes one"
+            "save_pretrained; expected an adapter that PEFT can save; delete_adapter() removes one"
         ) from error
     return result
 
@@ -579,8 +576,7 @@ def _absent_entries(view: View) -> tuple[list[Entry], tuple[str, ...]]:
     if absent and absent >= {name for name, source in base.items() if source.is_parameter}:
         note = (
             f"{type(model).__name__}: none of its parameters is in the files of the base that the "
-            "adapter names; load "
-            "the adapter with base= and this model"
+            "adapter names; load the adapter with base= and this model"
         )
         return [], (note,)
     prefix = "" if is_peft_model(view.module) else PREFIX
@@ -609,6 +605,5 @@ def check_complete(view: View, parts: list[Part]) -> None:
     if missing:
         raise IncompleteError(
             f"{listing(missing, ', ')}: trained, but in no adapter's selection; save with "
-            "adapter_only=False, or "
-            "freeze them"
+            "adapter_only=False, or freeze them"
         )

@@ -122,8 +122,7 @@ def base_of(
     except (OSError, ValueError) as error:
         raise LoadError(
             f"adapter {record.adapter!r}: base model {str(place)!r} cannot be loaded ({error}); "
-            "pass base= with a "
-            "model, a folder or an id"
+            "pass base= with a model, a folder or an id"
         ) from error
     _refuse_drawn(info, records, str(place))
     base.complete(model)
@@ -141,8 +140,7 @@ def _refuse_drawn(info: Mapping[str, Any], records: Sequence[PartRecord], place:
     if lost := sorted(drawn - replaced):
         raise LoadError(
             f"{listing(lost, ', ')}: neither in the files of the base {place} nor in those of the "
-            "adapter, so each "
-            "load would draw other values; pass the model that the adapter was "
+            "adapter, so each load would draw other values; pass the model that the adapter was "
             "trained on with base="
         )
 
@@ -207,11 +205,9 @@ def _refuse_changed_base(
     """
     if why := irreproducible(configs):
         raise LoadError(
-            f"{why}: no base fits the adapter alone; save the model in the "
-            "process that trains it, with "
-            "adapter_only=False or merged=True. If the base given has the "
-            "changed weights already, set "
-            "init_lora_weights to true in the adapter's config"
+            f"{why}: no base fits the adapter alone; save the model in the process that trains it, "
+            "with adapter_only=False or merged=True. If the base given has the changed weights "
+            "already, set init_lora_weights to true in the adapter's config"
         )
     others = [part for part in held.manifest.parts if part.kind == "adapter"]
     if len(others) == 1 or all(record.base and record.base.fingerprint for record in records):
@@ -219,11 +215,10 @@ def _refuse_changed_base(
     all_configs = {str(part.adapter): _adapter_config(held, part, beside=False) for part in others}
     if changing := [name for name, config in all_configs.items() if not keeps_base(config)]:
         raise LoadError(
-            f"adapter {', '.join(changing)}: its initialisation changed the base, and "
-            f"{held.store.url} has "
-            f"{len(others)} adapters; nothing says which of them were trained on the changed base. "
-            "Copy an adapter "
-            "that was trained by itself into a folder of its own"
+            f"adapter {', '.join(changing)}: its initialisation changed the base, "
+            f"and {held.store.url} has {len(others)} adapters; nothing says which of "
+            "them were trained on the changed base. Copy an adapter that was trained "
+            "by itself into a folder of its own"
         )
 
 
@@ -397,8 +392,7 @@ def _explain_peft(held: OpenCheckpoint, records: Sequence[PartRecord]) -> Iterat
         ]
         raise LoadError(
             f"{listing(invalid or files)}: PEFT cannot make the adapter in {held.store.url} "
-            f"({shown(error)}); use "
-            "another copy, or the version of PEFT that wrote it"
+            f"({shown(error)}); use another copy, or the version of PEFT that wrote it"
         ) from error
 
 
@@ -531,16 +525,15 @@ def _check_base(
         )
         raise BaseMismatchError(
             f"{listing(names, ', ')}: {len(names)} of {len(known)} sampled tensors of this base "
-            "differ from the one "
-            f"that adapter {name!r} was trained on ({base.id or 'built in memory'}, revision "
-            f"{base.revision})"
-            f"{remade}; load it on that base, or pass check_base=False"
+            f"differ from the one that adapter {name!r} was trained on "
+            f"({base.id or 'built in memory'}, revision {base.revision}){remade}; load it on that "
+            "base, or pass check_base=False"
         )
     if samples and not known:
         raise BaseMismatchError(
-            f"adapter {name!r}: none of the {len(samples)} sampled tensors of "
-            f"its base is in {kind}; "
-            f"load it on {base.id or 'the model it was trained on'}, or pass check_base=False"
+            f"adapter {name!r}: none of the {len(samples)} sampled tensors of its base is in "
+            f"{kind}; load it on {base.id or 'the model it was trained on'}, or pass "
+            "check_base=False"
         )
 
 

@@ -282,8 +282,7 @@ def _chosen_places(sources: list[Place], last: int | None) -> list[Place]:
     if not known:
         raise ConfigError(
             f"{sources[0]}: no checkpoints of a run in it, {last} are wanted; give the folder that "
-            "a run saves to, or "
-            "the checkpoints themselves without last="
+            "a run saves to, or the checkpoints themselves without last="
         )
     of_run = [info for info in known if info.manifest.run_id == known[-1].manifest.run_id]
     # The final export of a run repeats the weights of its last checkpoint, which must not count

@@ -208,8 +208,7 @@ def refuse_merged(module: nn.Module) -> None:
     if merged:
         raise SelectionError(
             f"{listing(merged, ', ')}: an adapter is merged into {len(merged)} layer(s); call "
-            "unmerge_adapter() before "
-            "a save, or merge_and_unload() to save the merged model as one"
+            "unmerge_adapter() before a save, or merge_and_unload() to save the merged model as one"
         )
 
 

@@ -175,17 +175,15 @@ def check_tokenizer(model: nn.Module, tokenizer: Any) -> tuple[str, ...]:
         raise CompanionError(
             "tokenizer: "
             f"{listing([f'{name} has id {number}' for name, number in used.items()], ', ')}, the "
-            "model has "
-            f"{rows} embedding rows; call model.resize_token_embeddings({len(text)}) before "
-            "training, or pass the "
-            "tokenizer the model was trained with"
+            f"model has {rows} embedding rows; call model.resize_token_embeddings({len(text)}) "
+            "before training, or pass the tokenizer the model was trained with"
         )
     if not tokens:
         return ()
     note = (
-        f"tokenizer: {listing([repr(token) for token in tokens], ', ')}: {len(tokens)} token(s) "
-        "without a row among "
-        f"the model's {rows} embedding rows; the model cannot read a text with one of them"
+        f"tokenizer: {listing([repr(token) for token in tokens], ', ')}: "
+        f"{len(tokens)} token(s) without a row among the model's {rows} embedding "
+        "rows; the model cannot read a text with one of them"
     )
     return (note,)
 
@@ -333,8 +331,7 @@ def _token_id(model: nn.Module, tokenizer: Any, token: str) -> int:
     if found is None or unknown:
         raise CompanionError(
             f"tokenizer: {token!r} is not in the vocabulary (id {found}), expected it as a stop "
-            "token; add it to the "
-            "tokenizer before training, or use another chat_template_name"
+            "token; add it to the tokenizer before training, or use another chat_template_name"
         )
     rows = _embedding_rows(model)
     if rows is not None and found >= rows:
@@ -383,8 +380,7 @@ def notes_on_classes(tokenizer: Any) -> tuple[str, ...]:
     """Notes on the classes of a tokenizer or processor that `write_tokenizer` stores as others."""
     return tuple(
         f"{type(part).__name__}: a class that transformers does not have, saved as its "
-        f"{known.__name__}; its own code "
-        "is not in the checkpoint"
+        f"{known.__name__}; its own code is not in the checkpoint"
         for part, known in _substitutes(tokenizer)
     )
 
@@ -488,8 +484,7 @@ def _write_code(folder: Path, model: nn.Module, config: Any) -> None:
     if cls.__module__ == "__main__" or source is None:
         warn(
             f"{cls.__name__}: its code is in {cls.__module__} and cannot be saved with the model; "
-            "move the class to a "
-            "file of its own",
+            "move the class to a file of its own",
             stacklevel=2,
         )
         return

@@ -95,11 +95,9 @@ def _problem_of(cls: type, compared: _Comparison) -> str:
         return ""
     return (
         f"{listing(list(compared.differences))}: {len(compared.differences)} difference(s) between "
-        "the model and the "
-        f"{name} that from_pretrained makes of its config; set the fields of model.config that "
-        "describe the change "
-        "(such as num_labels, num_hidden_layers, intermediate_size, vocab_size), or give the model "
-        "a class of its own"
+        f"the model and the {name} that from_pretrained makes of its config; set the fields of "
+        "model.config that describe the change (such as num_labels, num_hidden_layers, "
+        "intermediate_size, vocab_size), or give the model a class of its own"
     )
 
 
@@ -120,8 +118,7 @@ def _note_on_own_class(cls: type, ancestor: type | None, compared: _Comparison) 
     )
     return (
         f"{name}: a class that transformers does not have; load it with ft_ckpt.load_model(folder, "
-        "into=model), where "
-        f"model is a {name}{others}"
+        f"into=model), where model is a {name}{others}"
     )
 
 

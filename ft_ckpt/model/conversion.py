@@ -120,8 +120,8 @@ def _conversion_groups(
             return result
     raise SelectionError(
         f"{listing(sorted(set(made) ^ set(result)), ', ')}: these stored names cannot be "
-        "attributed to live tensors; "
-        "this transformers version converts this model in a way ft_ckpt does not know"
+        "attributed to live tensors; this transformers version converts this model in a way "
+        "ft_ckpt does not know"
     )
 
 

@@ -81,8 +81,7 @@ def read_shard_rules(source: str | Path | None) -> tuple[ShardRule, ...]:
     if wrong or not lines:
         raise ConfigError(
             f"{source}: {listing(wrong) or 'no rule'}: expected a pattern and the name of a shard, "
-            "of letters, digits, "
-            "'.', '_' and '-', in each line"
+            "of letters, digits, '.', '_' and '-', in each line"
         )
     return tuple((line[0], line[1]) for line in lines)
 

@@ -93,8 +93,7 @@ def _refuse_other_tensors(part: Part, cls: Any, text: str) -> None:
     if problems:
         raise CompanionError(
             f"{listing(sorted(problems))}: config.json does not describe the weights, which "
-            f"{cls.__name__}."
-            "from_pretrained could not load; set the changed sizes with "
+            f"{cls.__name__}.from_pretrained could not load; set the changed sizes with "
             "model.register_to_config(...)"
         )
 
@@ -187,8 +186,7 @@ def model_class(name: str, classes: Mapping[str, type]) -> Any:
     if find_spec("diffusers") is None:
         raise LoadError(
             f"{name}: a model of diffusers, which is not installed; install it, or load the "
-            "weights into a model of "
-            "yours with into="
+            "weights into a model of yours with into="
         )
     cls = getattr(import_module("diffusers"), name, None) if name.isidentifier() else None
     if not isinstance(cls, type) or not DIFFUSERS.base_classes <= {
@@ -196,8 +194,7 @@ def model_class(name: str, classes: Mapping[str, type]) -> Any:
     }:
         raise LoadError(
             f"{name!r}: no model class of the installed diffusers; pass classes={{{name!r}: ...}}, "
-            "or load the weights "
-            "into a model of yours with into="
+            "or load the weights into a model of yours with into="
         )
     return cls
 

@@ -149,8 +149,7 @@ def merge_choice(
     if merged is not False and contradicting:
         raise ConfigError(
             f"merged={merged!r} and {', '.join(contradicting)}: a merged model is the whole model "
-            "without adapters; "
-            "leave one of them out"
+            "without adapters; leave one of them out"
         )
     if isinstance(merged, bool):
         return MergeChoice() if merged else None

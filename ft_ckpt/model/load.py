@@ -374,8 +374,7 @@ def _targets_of(
             example = f"into={{{next(iter(groups))!r}: module}}"
             raise LoadError(
                 f"into=: {held.store.url} has the parts {names}, expected one; give a module by "
-                f"part, {example}, or "
-                "name one part with part="
+                f"part, {example}, or name one part with part="
             )
         return dict.fromkeys(groups, into)
     if not isinstance(into, Mapping) or not all(
@@ -416,8 +415,7 @@ def _refuse_modules(
     others = ", or name another part with part=" if len(groups) > len(without) else ""
     raise LoadError(
         f"{held.store.url}: {listing(problems)}; a checkpoint has tensors and no code to build it: "
-        "pass a module of "
-        f"yours, {example}{others}"
+        f"pass a module of yours, {example}{others}"
     )
 
 
@@ -528,8 +526,7 @@ def _through_transformers(
     if is_quantised and extra:  # only transformers knows how to restore them
         raise LoadError(
             f"{listing(list(extra), ', ')}: non-tensor state of a quantised model cannot be "
-            "restored here; resume "
-            "a run with it, or load the checkpoint into the model with into="
+            "restored here; resume a run with it, or load the checkpoint into the model with into="
         )
     with nullcontext() if is_quantised else listing_own(record):
         model, info = _by_transformers(cls, held, record, options)

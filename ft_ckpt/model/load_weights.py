@@ -298,8 +298,7 @@ def _refuse_meta(found: _Comparison) -> None:
     if on_meta:
         raise LoadError(
             f"{listing(on_meta, ', ')}: on the meta device, and into= fills the memory that is "
-            "there; call "
-            "to_empty(device=...) first, or leave into= out"
+            "there; call to_empty(device=...) first, or leave into= out"
         )
 
 
@@ -316,8 +315,8 @@ def _refuse_masters(found: _Comparison) -> None:
         names = listing(parts, ", ") or "the model"
         raise LoadError(
             f"{names}: in an engine of DeepSpeed, whose optimizer has weights of its own and "
-            "overwrites the model's; "
-            "load before deepspeed.initialize() or accelerator.prepare(), or resume a run"
+            "overwrites the model's; load before deepspeed.initialize() or accelerator.prepare(), "
+            "or resume a run"
         )
 
 
@@ -335,9 +334,9 @@ def refuse_differences(report: LoadReport, strict: bool) -> None:
     problems += list(report.reshaped)
     if strict and problems:
         raise LoadError(
-            f"{listing(problems)}: {len(problems)} difference(s) between {report.path} and the "
-            "model; load it into the "
-            "class it was saved from, or pass strict=False to take what fits"
+            f"{listing(problems)}: {len(problems)} difference(s) between "
+            f"{report.path} and the model; load it into the class it was saved from, "
+            "or pass strict=False to take what fits"
         )
 
 

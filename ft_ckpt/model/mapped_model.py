@@ -48,8 +48,7 @@ def model_on_files(
     if model_class(name) is not base.cls or getattr(base.config, "auto_map", None):
         raise LoadError(
             f"{folder}: its class is in no module of transformers; load it with its own code and "
-            "PEFT, and save it "
-            "with CheckpointSaver.save(merged=True)"
+            "PEFT, and save it with CheckpointSaver.save(merged=True)"
         )
     with damaged_input(f"{folder}: its config"), without_memory():
         model = base.cls(base.config)

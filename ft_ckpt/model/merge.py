@@ -222,9 +222,8 @@ def refuse_quantised(base: Any) -> None:
     if getattr(base, "config", None) is not None and is_quantised(base, base.config):
         raise SelectionError(
             f"{type(base).__name__}: its weights are quantised, and merging would quantise them "
-            "once more; save the "
-            "adapter with adapter_only=True, then merge it into the model that was quantised: "
-            "ft_ckpt.merge(adapter, out, base=...)"
+            "once more; save the adapter with adapter_only=True, then merge it into the model that "
+            "was quantised: ft_ckpt.merge(adapter, out, base=...)"
         )
 
 
@@ -240,8 +239,7 @@ def refuse_unmergeable(view: View, names: Sequence[str], layers: Sequence[Adapte
     if problems:
         raise SelectionError(
             f"{listing(problems)}: cannot be merged; keep it an adapter (adapter_only=True), which "
-            "ft_ckpt.load_model "
-            "and PEFT put onto the base"
+            "ft_ckpt.load_model and PEFT put onto the base"
         )
 
 
@@ -417,9 +415,8 @@ def _refuse_lost(plan: _BasePlan, part: Part) -> None:
         if any(plan.view.sources[name].key not in stored for name in names):
             raise SelectionError(
                 f"{', '.join(names)}: tied by the class {part.module.__class__.__name__}, and the "
-                "adapter changes it "
-                "under one of its names only; cannot be merged, keep it an adapter "
-                "(adapter_only=True)"
+                "adapter changes it under one of its names only; cannot be merged, keep it an "
+                "adapter (adapter_only=True)"
             )
 
 
@@ -570,7 +567,6 @@ def _rounded(name: str, merged: Tensor, dtype: torch.dtype) -> Tensor:
     if not is_within(merged.detach(), dtype) and not all_finite(rounded):
         raise IncompleteError(
             f"{name}: merging gives NaN, infinity or values beyond {dtype}; nothing is committed. "
-            "Is the adapter "
-            "damaged?"
+            "Is the adapter damaged?"
         )
     return rounded

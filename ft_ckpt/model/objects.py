@@ -142,8 +142,7 @@ def _check_listed(source: Readable, place: Place) -> None:
     if listed is None:
         raise ConfigError(
             f"verify=True: {name} has no digests, and no {MANIFEST_NAME} beside it lists it; leave "
-            "verify out, or save "
-            "it as HDF5, which has them"
+            "verify out, or save it as HDF5, which has them"
         )
     if digest_of_open(source, listed[2]) != listed[2].digest:
         raise CorruptError(f"{name} is damaged (its digest differs); use another copy of the file")

@@ -90,8 +90,7 @@ def _refuse_pipeline(model: Any) -> None:
     if models:
         raise SelectionError(
             f"{type(model).__name__}: a pipeline of several models, expected one of them: "
-            f"{', '.join(models)}; "
-            "pipeline.save_pretrained(...) saves the whole pipeline"
+            f"{', '.join(models)}; pipeline.save_pretrained(...) saves the whole pipeline"
         )
 
 
@@ -109,10 +108,8 @@ def is_of_adapters(model: nn.Module, adapter_only: bool | None, attribute: Attri
     if adapted:
         raise SelectionError(
             f"{', '.join(adapted)}: has PEFT adapters; say what to save: adapter_only=True, the "
-            "adapters alone, which "
-            "go onto their base; or adapter_only=False, the base and its "
-            "adapters side by side, which only "
-            "ft_ckpt.load_model puts together"
+            "adapters alone, which go onto their base; or adapter_only=False, the base and its "
+            "adapters side by side, which only ft_ckpt.load_model puts together"
         )
     return False
 
@@ -213,8 +210,7 @@ def _refuse_missing(parts: list[Part], views: Iterable[View], adapter_only: bool
     if missing:
         raise IncompleteError(
             f"{listing(missing, ', ')}: {len(missing)} tensor(s) of the model would be in no file, "
-            "and no rule says "
-            "why; nothing is written. Please report it"
+            "and no rule says why; nothing is written. Please report it"
         )
     return parts
 

@@ -48,8 +48,7 @@ def checked_config(store: Store, record: PartRecord) -> dict[str, Any]:
     if absurd := absurd_counts(config):
         raise LoadError(
             f"config.json: {listing(absurd)}: no model of the {len(record.tensors):,} tensors in "
-            "the checkpoint; use "
-            "another copy"
+            "the checkpoint; use another copy"
         )
     return config
 
@@ -133,8 +132,7 @@ def class_of_own_code(config: Mapping[str, Any], record: PartRecord) -> Any:
     if not config.get("auto_map"):
         raise LoadError(
             f"{record.class_name!r}: no model class of transformers, and no code beside the "
-            "weights; load them into a "
-            "model of yours with into="
+            "weights; load them into a model of yours with into="
         )
     return (
         transformers.AutoModelForCausalLM
@@ -256,8 +254,7 @@ class _Bounded(TorchFunctionMode):
         ):
             raise LoadError(
                 f"config.json: asks for a buffer of {size:,} numbers, expected at most "
-                f"{_MOST_ELEMENTS:,}; use another "
-                "copy"
+                f"{_MOST_ELEMENTS:,}; use another copy"
             )
         return func(*args, **asked)
 
@@ -278,8 +275,7 @@ def limit_parameters(parameters: int, source: str) -> Iterator[None]:
         if made > parameters:
             raise LoadError(
                 f"{source}: asks for a model of more than {parameters:,} parameters, far more than "
-                "the tensors of the "
-                "checkpoint; use another copy"
+                "the tensors of the checkpoint; use another copy"
             )
         register(module, name, param)
 

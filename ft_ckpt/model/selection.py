@@ -192,10 +192,9 @@ def without_own_layouts(parts: Sequence[Part], is_run: bool) -> list[Part]:
     if stacked and not is_run:
         raise SelectionError(
             f"{', '.join(stacked)}: adapters of several methods, or around a model that has its "
-            "own, are in no layout "
-            "that PEFT or load_model reads; put all on one PeftModel with add_adapter(), merge the "
-            "inner ones with "
-            "merge_and_unload(), or save a checkpoint to resume from with save_state()"
+            "own, are in no layout that PEFT or load_model reads; put all on one PeftModel with "
+            "add_adapter(), merge the inner ones with merge_and_unload(), or save a checkpoint to "
+            "resume from with save_state()"
         )
     own = {
         id(part): type(part.module).__name__
@@ -211,8 +210,7 @@ def without_own_layouts(parts: Sequence[Part], is_run: bool) -> list[Part]:
         )
         raise SelectionError(
             f"{names}: has a layout of its own, which this would not be; save it with "
-            f"model.save_pretrained(...){way}, "
-            "or a checkpoint to resume from with save_state()"
+            f"model.save_pretrained(...){way}, or a checkpoint to resume from with save_state()"
         )
     note = (
         "{}: stored as a plain module; its own from_pretrained reads the layout of its "
@@ -273,8 +271,8 @@ def _refuse_unserialisable(module: Any) -> None:
     if next(makes, "HfQuantizer") != "HfQuantizer" or not quantizer.is_serializable():
         raise SelectionError(
             f"{type(module).__name__}: its quantised weights ({type(quantizer).__name__}) cannot "
-            "be stored as they "
-            "are; save the adapter alone with adapter_only=True, or dequantise the model first"
+            "be stored as they are; save the adapter alone with adapter_only=True, or dequantise "
+            "the model first"
         )
 
 

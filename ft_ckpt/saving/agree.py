@@ -111,9 +111,8 @@ def report_differences(found: str, saved: str, ranks: Ranks, config: SaverConfig
     if config.on_difference == "raise":
         raise RanksDisagreeError(
             f"{found}, where these ranks should hold the same, and on_difference='raise'; nothing "
-            "was committed. "
-            "Average or broadcast them before the save, or save with on_difference='warn', which "
-            "takes the first rank's"
+            "was committed. Average or broadcast them before the save, or save with "
+            "on_difference='warn', which takes the first rank's"
         )
     if config.on_difference == "warn" and ranks.shows:
         warn(f"{saved}: {found}, which is stored", stacklevel=5)

@@ -174,8 +174,7 @@ def find_base(stored: StoredAdapters, given: Any) -> Place:
             return folder
     raise LoadError(
         f"adapter {record.adapter!r}: its base {base.id or named!r} is neither a folder here nor "
-        "in the Hub's cache; "
-        "name its folder with base="
+        "in the Hub's cache; name its folder with base="
     )
 
 
@@ -375,8 +374,7 @@ def base_on_files(
         if is_quantised_folder(folder):
             raise LoadError(
                 f"{found}: its weights are quantised, expected those of the model that was "
-                "quantised; name that model "
-                "with base="
+                "quantised; name that model with base="
             )
         file = JoinedFile([("", _open_mapped(place.folder, name)) for name in names], str(found))
         model = model_on_files(folder, base, file, stored.base_names, in_memory=in_memory)

@@ -366,8 +366,7 @@ class RunSaves:
             if lost:
                 warn(
                     f"{self.last_saved}: {listing(lost, ', ')}: deleted after the save, so that it "
-                    "cannot be resumed; "
-                    "keep the files that ft_ckpt.json lists",
+                    "cannot be resumed; keep the files that ft_ckpt.json lists",
                     stacklevel=5,
                 )
 

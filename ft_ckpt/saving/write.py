@@ -123,9 +123,8 @@ def _write_whole_files(
     records = _write_in_order(of_rank, regions, store, writer)
     if nonfinite:
         raise IncompleteError(
-            f"{listing(sorted(nonfinite), ', ')}: NaN or infinity in "
-            f"{len(nonfinite)} tensor(s), and "
-            "nonfinite='raise'; nothing is committed, the earlier checkpoint is untouched"
+            f"{listing(sorted(nonfinite), ', ')}: NaN or infinity in {len(nonfinite)} tensor(s), "
+            "and nonfinite='raise'; nothing is committed, the earlier checkpoint is untouched"
         )
     return records
 
@@ -184,6 +183,5 @@ def _refuse_differing_ties(writes: WritePlan, sources: SourceView, ranks: Ranks)
     if differing:
         raise IncompleteError(
             f"{', '.join(differing)}: the model's config ties them, but their values differ; call "
-            "model.tie_weights(), "
-            "or set config.tie_word_embeddings=False to keep both"
+            "model.tie_weights(), or set config.tie_word_embeddings=False to keep both"
         )

@@ -41,10 +41,9 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 
 _HUB_BUCKET_ADVICE = (
     "a bucket of the Hub takes and gives whole checkpoints, by push, pull and cp; to save a run "
-    "there, or to list and "
-    "read in place, use its S3 gateway: s3://NAME/folder for "
-    "hf://buckets/NAMESPACE/NAME/folder, with "
-    "AWS_ENDPOINT_URL=https://s3.hf.co/NAMESPACE, AWS_REGION=us-east-1 and keys made from a token"
+    "there, or to list and read in place, use its S3 gateway: s3://NAME/folder for "
+    "hf://buckets/NAMESPACE/NAME/folder, with AWS_ENDPOINT_URL=https://s3.hf.co/NAMESPACE, "
+    "AWS_REGION=us-east-1 and keys made from a token"
 )
 
 
@@ -320,8 +319,7 @@ def warn_if_open(path: Path, found: os.stat_result, mode: int) -> None:
         _without_modes.add(found.st_dev)
         warn(
             f"{path.parent}: its file system keeps no permissions, so others may read files closed "
-            "to them; mount "
-            "it with a narrower umask, or choose another path",
+            "to them; mount it with a narrower umask, or choose another path",
             stacklevel=6,
         )
 

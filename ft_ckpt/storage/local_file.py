@@ -61,8 +61,7 @@ class LocalFile:
         if done < wanted:
             raise CorruptError(
                 f"{self.path.name}: ends at byte {start + done}, bytes up to {start + wanted} "
-                "asked for; it is "
-                "truncated, or its index is damaged"
+                "asked for; it is truncated, or its index is damaged"
             )
 
     def map(self, *, in_large_pages: bool = True) -> "MappedBytes | None":
@@ -87,9 +86,9 @@ class LocalFile:
         is_rewritten = status.st_mtime_ns != self._opened_mtime_ns
         if is_resized or (is_rewritten and keeps_exact_times(self.descriptor)):
             raise CorruptError(
-                f"{self.path.name}: changed while it was open, {self.size_bytes} bytes then and "
-                f"{status.st_size} now; "
-                "load it again, and replace checkpoints by renaming, never in place"
+                f"{self.path.name}: changed while it was open, {self.size_bytes} "
+                f"bytes then and {status.st_size} now; load it again, and replace "
+                "checkpoints by renaming, never in place"
             )
 
     def close(self) -> None:

@@ -51,9 +51,9 @@ class MountedFrom:
     def warning(self) -> str:
         """Why checkpoints should not be saved to a mounted bucket, and the alternative."""
         return (
-            f"{self.point}: a bucket, mounted by {self.kind}: files go up later and in any order, "
-            "so the newest "
-            "checkpoint may be incomplete after a kill; give its URL (s3://...) instead"
+            f"{self.point}: a bucket, mounted by {self.kind}: files go up later and "
+            "in any order, so the newest checkpoint may be incomplete after a kill; "
+            "give its URL (s3://...) instead"
         )
 
 

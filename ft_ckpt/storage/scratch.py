@@ -168,9 +168,8 @@ def object_target(path: str | os.PathLike[str] | Place) -> Place:
     target = Path(os.path.realpath(str(place)))
     if target.is_dir() or not target.parent.is_dir():
         raise TargetError(
-            f"{place}: "
-            f"{'a folder' if target.is_dir() else 'its folder does not exist'}; "
-            "name a file"
+            f"{place}: {'a folder' if target.is_dir() else 'its folder does not exist'}; name a "
+            "file"
         )
     return Place(LocalStore(target.parent), target.name)
 

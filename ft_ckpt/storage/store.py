@@ -241,9 +241,8 @@ def refuse_beyond(file: Readable, where: str, stop: int) -> None:
     """Raise CorruptError if an object ends before byte `stop`."""
     if stop > file.size_bytes:
         raise CorruptError(
-            f"{where}: ends at byte {file.size_bytes}, but its index describes "
-            f"bytes up to {stop}: truncated, "
-            "use another copy"
+            f"{where}: ends at byte {file.size_bytes}, but its index describes bytes up to {stop}: "
+            "truncated, use another copy"
         )
 
 

@@ -43,8 +43,7 @@ _BY_HAND = (
 _FROM_HERE = "passes, batches and samples are counted from here"
 _NO_POSITION = (
     "save_state stores no data position, except of stateful loaders; make the switch at the end of "
-    "a pass, or skip "
-    "the batches that were done as after load_state"
+    "a pass, or skip the batches that were done as after load_state"
 )
 
 
@@ -118,8 +117,7 @@ def read_accelerate_folder(path: Path, run: TrainingRun, ranks: Ranks) -> Accele
     if accelerator is None:
         raise LoadError(
             f"{path}: a folder of Accelerate's save_state, which only Accelerate reads; pass the "
-            "Accelerator that "
-            "prepared the objects: CheckpointSaver(accelerator, ...)"
+            "Accelerator that prepared the objects: CheckpointSaver(accelerator, ...)"
         )
     refusal = _why_refused(path, accelerator, ranks)
     if refusal is not None:
@@ -169,9 +167,8 @@ def _why_refused(path: Path, accelerator: Any, ranks: Ranks) -> str | None:
     if sharded:
         return (
             f"{listing(sharded, ', ')}: sharded by FSDP or DeepSpeed, expected model.safetensors "
-            "or pytorch_model.bin; "
-            f"{_BY_HAND}, on as many ranks as saved it. The weights of FSDP alone are read by "
-            "`ft-ckpt convert`"
+            f"or pytorch_model.bin; {_BY_HAND}, on as many ranks as saved it. The weights of FSDP "
+            "alone are read by `ft-ckpt convert`"
         )
     engine = accelerator.distributed_type.value
     if engine in _OTHER_LOADERS:
@@ -182,8 +179,8 @@ def _why_refused(path: Path, accelerator: Any, ranks: Ranks) -> str | None:
     if accelerator._custom_objects:
         return (
             f"has no states for the {len(accelerator._custom_objects)} objects of "
-            "register_for_checkpointing, expected "
-            "custom_checkpoint_0.pkl; pass them to saver.register instead"
+            "register_for_checkpointing, expected custom_checkpoint_0.pkl; pass them to "
+            "saver.register instead"
         )
     of_further_rank = f"random_states_{ranks.size}.pkl"
     if of_further_rank in names:
@@ -237,8 +234,7 @@ def _read_values(path: Path, name: str) -> Any:
         kind = type(error).__name__
         raise LoadError(
             f"{path / name}: torch.load(weights_only=True) fails ({kind}): the file is missing or "
-            "damaged, or "
-            "refers to code, which is not executed; use another folder"
+            "damaged, or refers to code, which is not executed; use another folder"
         ) from error
 
 

@@ -97,8 +97,7 @@ def _right_argument(value: Any) -> str:
         name = "model" if isinstance(value, nn.Module) else "optimizer"
         return (
             "without Accelerate, CheckpointSaver(directory=...) and then "
-            f"saver.resume({name}={name}, ...) or "
-            f"saver.register({name}={name}, ...)"
+            f"saver.resume({name}={name}, ...) or saver.register({name}={name}, ...)"
         )
     if isinstance(value, (int, Every)) and not isinstance(value, bool):
         return "a schedule is every=, as every=500"
@@ -107,8 +106,8 @@ def _right_argument(value: Any) -> str:
     if hasattr(value, "accelerator") and hasattr(value, "train"):
         return (
             "a Trainer saves and resumes by itself: "
-            "ft_ckpt.integrations.trainer.checkpointed(Trainer)(...); for a "
-            "saver of its own, pass trainer.accelerator"
+            "ft_ckpt.integrations.trainer.checkpointed(Trainer)(...); for a saver of its own, pass "
+            "trainer.accelerator"
         )
     if hasattr(value, "save_pretrained"):
         return "a tokenizer is tokenizer="

@@ -70,8 +70,7 @@ def parse_mode(checkpoint: Any) -> str | Place:
         return str(checkpoint)
     raise ConfigError(
         f"resume(): {in_words(checkpoint)}, expected {', '.join(map(repr, MODES))}, a checkpoint's "
-        "name, its path or "
-        "its URL; objects of the run go by name, as model=model"
+        "name, its path or its URL; objects of the run go by name, as model=model"
     )
 
 
@@ -164,8 +163,7 @@ def open_chosen(
     if candidates:
         raise CorruptError(
             f"{wanted.places.directory}: none of its {len(candidates)} checkpoints is whole (see "
-            "the warnings); "
-            "resume('never') begins afresh, in a folder of its own"
+            "the warnings); resume('never') begins afresh, in a folder of its own"
         )
     if mode == "must":
         raise NotACheckpointError(
@@ -220,8 +218,8 @@ def _named_checkpoint(wanted: Wanted, infos: Sequence[CheckpointInfo]) -> Place:
         question = f"{question} " if question else ""
         raise NotACheckpointError(
             f"{named}: not found; {question}{wanted.places.directory} has "
-            f"{listing(names, ', ') or 'none'}. Expected "
-            "'auto', 'must', 'never', the name of one of these, or a path"
+            f"{listing(names, ', ') or 'none'}. Expected 'auto', 'must', 'never', the name of one "
+            "of these, or a path"
         )
     if not has_training_state(read_manifest(named)):
         raise NotACheckpointError(
@@ -315,15 +313,13 @@ def warn_of_others(directory: Place, infos: Sequence[CheckpointInfo], mode: str 
     if mode == "never" and runs:
         warn(
             f"{directory}: holds another run, {listing(runs, ', ')}; its checkpoints are not "
-            "replaced: use another "
-            "directory, or delete them",
+            "replaced: use another directory, or delete them",
             stacklevel=4,
         )
     elif mode in MODES and len(runs) > 1:
         warn(
             f"{directory}: holds {len(runs)} runs, oldest first {listing(runs, ', ')}; the newest "
-            "goes on. Use a "
-            "directory for each",
+            "goes on. Use a directory for each",
             stacklevel=4,
         )
 

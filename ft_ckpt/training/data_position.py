@@ -221,8 +221,7 @@ class DataPosition:
         ):
             raise LoadError(
                 "the data: the position is another library's, and this loader has no state; resume "
-                "with a loader of "
-                "the same kind"
+                "with a loader of the same kind"
             )
         if state["offset"] < 0 and dataloaders.is_map(self.loader):
             raise LoadError(
@@ -317,8 +316,7 @@ class DataPosition:
         if not first:
             raise LoadError(
                 f"the data: {self.batch} batches of the pass were consumed when it was saved, now "
-                "it has fewer; resume "
-                "with the same data"
+                "it has fewer; resume with the same data"
             )
         self._prove_order()
         return iterator
@@ -332,11 +330,9 @@ class DataPosition:
             return
         problem = (
             f"the data: the sampler yields other samples than in the {self.batch} batch(es) of "
-            "this pass that the run "
-            "was given before, so those to come differ as well; use the same data and batch size, "
-            "and a sampler whose "
-            "order comes from random numbers, or from an `epoch` or `seed` that "
-            "it keeps under this name"
+            "this pass that the run was given before, so those to come differ as well; use the "
+            "same data and batch size, and a sampler whose order comes from random numbers, or "
+            "from an `epoch` or `seed` that it keeps under this name"
         )
         _report_difference(problem, self.on_difference, stacklevel=6)
 
@@ -387,9 +383,9 @@ class DataPosition:
                 raise LoadError(f"the data: {done}; resume with the same batch size")
         if self._origin is not None:
             raise LoadError(
-                f"the data: in a pass that another library's loader had begun on {saved} rank(s), "
-                f"{self.size} here; "
-                "resume on as many, with the same batch size, until the pass is done"
+                "the data: in a pass that another library's loader had begun on "
+                f"{saved} rank(s), {self.size} here; resume on as many, with the "
+                "same batch size, until the pass is done"
             )
         if self._states and shares == self.shares and not dataloaders.looks_ahead(self.loader):
             # the position itself is in the loader's own state
@@ -437,8 +433,8 @@ def _sharing_problems(was: DataCut, now: DataCut) -> list[str]:
     if None in (was.sharing, now.sharing):
         problem = (
             "how ranks share the data is not known: where they do not take it in turn, some "
-            "samples are left out now "
-            "and others given again; use a DistributedSampler or Accelerate's loaders"
+            "samples are left out now and others given again; use a DistributedSampler or "
+            "Accelerate's loaders"
         )
         return [problem]
     if was.sharing == now.sharing:
@@ -645,17 +641,15 @@ class DataPositions:
         if not alike and len(self._slots) > 1:
             warn(
                 f"loader of {about[0]} with {about[1]} samples: no loader of the checkpoint had "
-                "such data; it goes on "
-                f"where loader {self._slots.index(waiting[0])} was",
+                f"such data; it goes on where loader {self._slots.index(waiting[0])} was",
                 stacklevel=5,
             )
         elif not alike and waiting[0].state is not None:
             before = waiting[0].state[_ABOUT]
             problem = (
                 f"the data: {about[0]} with {about[1]} samples, was {before[0]} with {before[1]} "
-                "when it was saved; "
-                "the pass goes on after the samples that the run had seen: use the same data for "
-                "an exact resume"
+                "when it was saved; the pass goes on after the samples that the run had seen: use "
+                "the same data for an exact resume"
             )
             _report_difference(problem, on_difference, stacklevel=5)
         return (alike or waiting)[0]

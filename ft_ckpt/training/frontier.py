@@ -258,8 +258,8 @@ class Frontier:
         if number > self._end or trained < 0:
             raise CorruptError(
                 f"frontier: {low + sum(runs[1::2])} samples settled, {dropped} of them dropped, "
-                "the last before number "
-                f"{number} of {self._end}; the state is damaged, take another checkpoint"
+                f"the last before number {number} of {self._end}; the state is damaged, take "
+                "another checkpoint"
             )
         if number < self._end:
             spans.append((number, self._end))
@@ -372,8 +372,7 @@ class Frontier:
         if problems:
             raise LoadError(
                 f"frontier: {listing(problems)}; make the Frontier with the samples, seed and "
-                "epochs of the saved run "
-                "(more epochs are allowed)"
+                "epochs of the saved run (more epochs are allowed)"
             )
 
 
@@ -459,8 +458,7 @@ def _digest_of(ids: Sequence[Any]) -> str:
             names = ", ".join(sorted(kind.__name__ for kind in kinds - _PLAIN_IDS))
             raise ConfigError(
                 f"samples: ids of type {names}, expected str, int, bytes or tuples of these; give "
-                "len(samples), and "
-                "tickets have indices"
+                "len(samples), and tickets have indices"
             )
         digest.update(repr(block).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()

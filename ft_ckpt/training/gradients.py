@@ -89,8 +89,7 @@ def pending_gradients(model: nn.Module) -> dict[str, Tensor]:
     if hiding and any(parameter.grad is not None for parameter in model.parameters()):
         raise SelectionError(
             f"gradients: accumulated by {hiding[0]} where they cannot be read; save when the "
-            "optimizer has stepped, as "
-            "saver.step() does, or after zero_grad()"
+            "optimizer has stepped, as saver.step() does, or after zero_grad()"
         )
     return dict(_accumulated_gradients(root))
 

@@ -134,9 +134,8 @@ def object_signatures(
     ]
     if problems:
         raise ConfigError(
-            f"{listing(problems)}; name them, so that they are not confused when "
-            "the order changes: "
-            "saver.register(policy=..., value=...)"
+            f"{listing(problems)}; name them, so that they are not confused when the order "
+            "changes: saver.register(policy=..., value=...)"
         )
     return signatures
 
@@ -163,8 +162,7 @@ def items_in_saved_order(
     if "" in names or "" in names.values():
         raise LoadError(
             f"{listing(wrong)}: prepared in another order; prepare them as before, or say which "
-            "one is saved: "
-            "saver.register(model=...)"
+            "one is saved: saver.register(model=...)"
         )
     return [replace(item, name=names.get(item.name, item.name)) for item in items]
 
@@ -237,8 +235,7 @@ def _refuse_differing(values: Values) -> NoReturn:
     )
     raise RanksDisagreeError(
         f"{problem}; every rank has to hold or share all tensors of the model: one whose layers "
-        "are spread over the "
-        "ranks (pipeline parallelism) is saved by the library that spread it"
+        "are spread over the ranks (pipeline parallelism) is saved by the library that spread it"
     )
 
 
@@ -282,8 +279,7 @@ def refuse_unsaveable(items: Iterable[Item]) -> None:
     if problems:
         raise SelectionError(
             f"{listing(problems)}: cannot be saved, so a run could not be resumed exactly; use "
-            "another optimizer, or "
-            "save without its state"
+            "another optimizer, or save without its state"
         )
 
 

@@ -66,8 +66,7 @@ def pack(value: Any, name: str) -> Entry:
     if size > _MAX_PACKED_BYTES or len(devices) > 1:
         raise SelectionError(
             f"{name}: {size:,} bytes of tensors on {' and '.join(devices)}, expected "
-            f"{_MAX_PACKED_BYTES:,} at most, on "
-            "one kind of device"
+            f"{_MAX_PACKED_BYTES:,} at most, on one kind of device"
         )
     return {"text": pytree.dump_object(value, name), "device": devices[0] if devices else "cpu"}
 

@@ -209,9 +209,8 @@ def describe(optimizer: Any, found: Mapping[str, Source]) -> Description:
     if problems:
         raise SelectionError(
             f"{type(optimizer).__name__}: {listing(problems)}: cannot be saved, so a run could not "
-            "be resumed exactly; "
-            "use an optimizer whose state is tensors, numbers and containers of them, or save "
-            "without its state"
+            "be resumed exactly; use an optimizer whose state is tensors, numbers and containers "
+            "of them, or save without its state"
         )
     described = {"class": type(optimizer).__name__, "groups": groups, "state": state}
     return described | (
@@ -329,10 +328,8 @@ def refuse_missing_state(optimizer: Any, missing: list[str]) -> None:
     if missing:
         raise SelectionError(
             f"{type(optimizer).__name__}: {listing(missing)}: other ranks have this state for "
-            "their parts of the "
-            "parameters, this rank has not, so a part would be lost; step on all ranks, or save "
-            "without the "
-            "optimizer's state"
+            "their parts of the parameters, this rank has not, so a part would be lost; step on "
+            "all ranks, or save without the optimizer's state"
         )
 
 

@@ -63,8 +63,7 @@ class StepReminder:
             done += [f"{self._steps.count} optimizer step(s)"] if self._steps.count else []
             warn(
                 f"saver.step(): not called in {' and '.join(done)}, so every=... has saved "
-                "nothing; call it on every "
-                "rank after each batch",
+                "nothing; call it on every rank after each batch",
                 stacklevel=4,
             )
 

@@ -300,8 +300,7 @@ def _refuse_unrestored(
     if refused:
         raise LoadError(
             f"{path}: {listing(refused)}. Pass the same objects as the saved run, or "
-            "resume(allow=[names]) to go on "
-            f"without; {effect}"
+            f"resume(allow=[names]) to go on without; {effect}"
         )
 
 

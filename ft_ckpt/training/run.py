@@ -182,8 +182,7 @@ def restore_rank_state(
     if saved != ranks.size:
         notes.append(
             f"saved by {saved} rank(s), resumed on {ranks.size}: weights and optimizer are the "
-            "same; ranks 0 to "
-            f"{min(saved, ranks.size) - 1} go on with their random numbers, "
+            f"same; ranks 0 to {min(saved, ranks.size) - 1} go on with their random numbers, "
             "further ones with new ones"
         )
     if ranks.rank >= saved:
@@ -526,9 +525,8 @@ class TrainingRun:
         if self._absent and (self._reported or self._saves >= least):
             warn(
                 "no step so far had the metric "
-                f"{name_metrics(sorted(self._absent), self._reported)}, by which "
-                "checkpoints are ranked: none is deleted until one has it; pass it to "
-                "saver.step(metrics) or "
+                f"{name_metrics(sorted(self._absent), self._reported)}, by which checkpoints are "
+                "ranked: none is deleted until one has it; pass it to saver.step(metrics) or "
                 "saver.save_state(metrics=...), or let `ft-ckpt watch` measure it",
                 stacklevel=5,
             )
@@ -559,9 +557,8 @@ class TrainingRun:
             if trained & members and is_schedule_free_in_training(optimizer):
                 notes.append(
                     f"{type(optimizer).__name__} is in train mode: the weights are the point of "
-                    "training, not the "
-                    "average that it is evaluated by; call optimizer.eval() before a save of "
-                    "weights to use"
+                    "training, not the average that it is evaluated by; call optimizer.eval() "
+                    "before a save of weights to use"
                 )
         return tuple(notes)
 

@@ -88,8 +88,8 @@ def merge_descriptions(descriptions: Sequence[Description]) -> Description:
     if differing:
         raise SelectionError(
             f"{descriptions[0]['class']}: its state beside that of the parameters differs on rank "
-            f"{differing[0]} from "
-            "rank 0's: it cannot be saved; make it the same, or save without the optimizer's state"
+            f"{differing[0]} from rank 0's: it cannot be saved; make it the same, or save without "
+            "the optimizer's state"
         )
     state: dict[str, dict[str, Any]] = {}
     for rank, description in enumerate(descriptions):
@@ -118,8 +118,7 @@ def _refuse_differing_containers(
         if entry.get("leaves") != first.get("leaves"):
             raise SelectionError(
                 f"{name}: {key}: the container has other tensors on rank {rank} than on earlier "
-                "ranks: it cannot be "
-                "saved; make it the same, or save without the optimizer's state"
+                "ranks: it cannot be saved; make it the same, or save without the optimizer's state"
             )
 
 

@@ -290,8 +290,7 @@ def _describe_zero_state(base: Any, partitions: list[Partition]) -> dict[str, di
     if problems:
         raise SelectionError(
             f"{type(base).__name__}: {listing(problems)}: cannot be saved, so a run could not be "
-            "resumed exactly; use "
-            "an optimizer whose state is numbers and tensors like the "
+            "resumed exactly; use an optimizer whose state is numbers and tensors like the "
             "parameters, or save without its state"
         )
     return state
@@ -402,8 +401,7 @@ def _restored_number(
     if other is not None:
         raise LoadError(
             f"{key} is {value} for {first} and {numbers[other]} for {other}: ZeRO has one for all "
-            "parameters of a "
-            "group; resume without ZeRO, or without the optimizer's state"
+            "parameters of a group; resume without ZeRO, or without the optimizer's state"
         )
     if isinstance(live, Tensor):
         return live.fill_(value)

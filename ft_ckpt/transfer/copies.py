@@ -367,8 +367,7 @@ class _Copying:
         if digest != file.digest:
             raise CorruptError(
                 f"{self.held.place.folder.where(file.path)}: digest {digest}, expected "
-                f"{file.digest}: its bytes have "
-                "changed; nothing was copied, use another checkpoint"
+                f"{file.digest}: its bytes have changed; nothing was copied, use another checkpoint"
             )
 
     def _count(self, size_bytes: int, *, sent: bool = False, reused: str | None = None) -> None:

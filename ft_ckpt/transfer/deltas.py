@@ -184,14 +184,12 @@ def _refuse_older(entries: Sequence[CheckpointInfo], coming: CheckpointInfo) -> 
     if any(info.name == coming.name for info in entries):
         raise NameTakenError(
             f"{coming.path}: the chain has another checkpoint of this name, expected a new one; "
-            "publish to a new "
-            "chain, or delete the entries from this one on"
+            "publish to a new chain, or delete the entries from this one on"
         )
     if in_run_order([*entries, coming])[-1] is not coming:
         raise NameTakenError(
             f"{coming.path}: older than {entries[-1].name}, the newest entry; publish a newer "
-            "checkpoint, or to a new "
-            "chain, or delete the newer entries"
+            "checkpoint, or to a new chain, or delete the newer entries"
         )
 
 

@@ -173,8 +173,8 @@ def updated_card(text: str, facts: CardFacts) -> tuple[str, list[str]]:
     except (ValueError, yaml.YAMLError) as error:
         return text, [
             (
-                "README.md: its metadata cannot be read "
-                f"({' '.join(str(error).split())}), so it stays as it is"
+                f"README.md: its metadata cannot be read ({' '.join(str(error).split())}), so it "
+                "stays as it is"
             )
         ]
     data: Any = card.data  # its methods are not typed

@@ -144,8 +144,7 @@ def warn_of_unpushed(pushes: Sequence[PendingPush]) -> None:
 def _end_failed(push: PendingPush, error: BaseException) -> None:
     warn(
         f"{push.path}: not pushed: {error}; the checkpoint is not touched; run `ft-ckpt push "
-        f"{push.path} {push.url}` "
-        "to try again",
+        f"{push.path} {push.url}` to try again",
         stacklevel=4,
     )
     push.future.set_exception(error)
@@ -282,8 +281,8 @@ def push_goal(destination: str, **options: Any) -> str | Place:
     """
     if not isinstance(destination, str):
         raise ConfigError(
-            f"push: {short(destination)}, expected a Hub repository as "
-            "'user/name', or a URL, as text"
+            f"push: {short(destination)}, expected a Hub repository as 'user/name', "
+            "or a URL, as text"
         )
     goal = open_place(destination, **options) if is_url(destination) else destination
     _module_for(goal).destination_url(goal, PushOptions())

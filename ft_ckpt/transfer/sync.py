@@ -196,9 +196,8 @@ def _plan_one(
         plan.strip += [info.name] if delete else []
     else:
         plan.problems.append(
-            f"{found.path}: another checkpoint than {info.path} (run "
-            f"{found.manifest.run_id}, saved "
-            f"{found.manifest.created}); not replaced, give another destination"
+            f"{found.path}: another checkpoint than {info.path} (run {found.manifest.run_id}, "
+            f"saved {found.manifest.created}); not replaced, give another destination"
         )
 
 
@@ -464,9 +463,8 @@ class RunUploads:
             return None
         if found is not None and not _is_own_save(found, info.manifest, terms):
             raise NameTakenError(
-                f"{goal}: belongs to another run, {str(found.run_id)[:6]}; not "
-                "replaced, use another "
-                "directory for this run"
+                f"{goal}: belongs to another run, {str(found.run_id)[:6]}; not replaced, use "
+                "another directory for this run"
             )
         with open_checkpoint(info.place) as held:
             report = copy_open(

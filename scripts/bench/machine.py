@@ -18,8 +18,7 @@ from scripts.bench.savers import SAVERS
 
 _LIBRARIES = (
     "torch transformers accelerate peft safetensors h5py torchsnapshot torch_checkpointing "
-    "tensorizer tensorstore "
-    "orbax-checkpoint runai-model-streamer fastsafetensors"
+    "tensorizer tensorstore orbax-checkpoint runai-model-streamer fastsafetensors"
 )
 
 

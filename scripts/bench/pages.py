@@ -135,10 +135,8 @@ def _measured(found: Figures) -> str:
     where += f", {machine['gpu']}" if machine["gpu"] else ""
     words = (
         f"Medians of {machine['rounds']} rounds in which ft_ckpt {machine['versions']['ft_ckpt']}, "
-        "the peers and the "
-        f"machine's own limits took turns, measured on {machine['date'][:10]}: "
-        f"{where}, a disk with "
-        f"{machine['file_system']}."
+        f"the peers and the machine's own limits took turns, measured on {machine['date'][:10]}: "
+        f"{where}, a disk with {machine['file_system']}."
     )
     return textwrap.fill(words, 120, break_long_words=False, break_on_hyphens=False) + "\n"
 

@@ -56,9 +56,8 @@ def test_the_help_lists_each_command_in_its_group():
         (
             ["."],
             (
-                ".: no such command; `ft-ckpt ls .` lists the checkpoints in a "
-                "folder, `ft-ckpt show "
-                ".` describes"
+                ".: no such command; `ft-ckpt ls .` lists the checkpoints in a folder, `ft-ckpt "
+                "show .` describes"
             ),
         ),
         (["--verison"], "--verison: no such option; did you mean --version? See `ft-ckpt --help`"),

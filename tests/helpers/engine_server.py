@@ -212,8 +212,7 @@ class Engine(FakeServer):
             raise _Refusal(
                 500,
                 f"Call to add_lora method failed: LoRA rank {settings['r']} is greater than "
-                "max_lora_rank "
-                f"{self.most_rank}.",
+                f"max_lora_rank {self.most_rank}.",
             )
         known = {
             key: each
