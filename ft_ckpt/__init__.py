@@ -18,34 +18,39 @@ if sys.platform == "win32":
 
 if TYPE_CHECKING:
     from ft_ckpt import errors
-    from ft_ckpt.checkpoint.catalog import CheckpointInfo, best, latest, verify
-    from ft_ckpt.checkpoint.follow import follow
-    from ft_ckpt.checkpoint.sign import sign
+    from ft_ckpt.checkpoint import CheckpointInfo, best, latest, verify
     from ft_ckpt.closure import checkpoint_closure
     from ft_ckpt.config import SaverConfig
-    from ft_ckpt.engines.export import export
-    from ft_ckpt.engines.follow import PendingPublish
-    from ft_ckpt.engines.options import ServerOptions
-    from ft_ckpt.engines.preflight import check_for
-    from ft_ckpt.engines.publish import PublishReport, publish
-    from ft_ckpt.model.average import average
-    from ft_ckpt.model.convert import convert
-    from ft_ckpt.model.load import load_model
-    from ft_ckpt.model.load_weights import LoadReport
-    from ft_ckpt.model.objects import load, save
+    from ft_ckpt.extensions.rl import (
+        Frontier,
+        PendingPublish,
+        PublishReport,
+        ServerOptions,
+        Writer,
+        check_for,
+        export,
+        publish,
+    )
+    from ft_ckpt.extensions.tools import average, convert, load, merge, save
+    from ft_ckpt.extensions.transfer import (
+        CopyReport,
+        PendingPush,
+        PullReport,
+        PushReport,
+        SyncReport,
+        copy,
+        pull,
+        push,
+        sign,
+        sync,
+    )
+    from ft_ckpt.model import LoadReport, load_model
     from ft_ckpt.retention import Keep
+    from ft_ckpt.runs import RestoreReport, follow
     from ft_ckpt.saver import CheckpointSaver, Progress, SaveReport
-    from ft_ckpt.saving.background import PendingSave
-    from ft_ckpt.saving.merge_files import merge
+    from ft_ckpt.saving import PendingSave
     from ft_ckpt.schedule import Every
-    from ft_ckpt.storage.place import Place, open_place
-    from ft_ckpt.training.frontier import Frontier
-    from ft_ckpt.training.restore import RestoreReport
-    from ft_ckpt.transfer.copies import CopyReport, copy
-    from ft_ckpt.transfer.outgoing import PullReport, PushReport
-    from ft_ckpt.transfer.push import PendingPush, pull, push
-    from ft_ckpt.transfer.sync import SyncReport, sync
-    from ft_ckpt.writer import Writer
+    from ft_ckpt.storage import Place, open_place
 
 __all__ = [
     "CheckpointInfo",
@@ -93,47 +98,47 @@ __all__ = [
 ]
 
 _HOME = {
-    "CheckpointInfo": "ft_ckpt.checkpoint.catalog",
+    "CheckpointInfo": "ft_ckpt.checkpoint",
     "CheckpointSaver": "ft_ckpt.saver",
-    "CopyReport": "ft_ckpt.transfer.copies",
+    "CopyReport": "ft_ckpt.extensions.transfer",
     "Every": "ft_ckpt.schedule",
-    "Frontier": "ft_ckpt.training.frontier",
+    "Frontier": "ft_ckpt.extensions.rl",
     "Keep": "ft_ckpt.retention",
-    "LoadReport": "ft_ckpt.model.load_weights",
-    "PendingPublish": "ft_ckpt.engines.follow",
-    "PendingPush": "ft_ckpt.transfer.push",
-    "PendingSave": "ft_ckpt.saving.background",
-    "Place": "ft_ckpt.storage.place",
+    "LoadReport": "ft_ckpt.model",
+    "PendingPublish": "ft_ckpt.extensions.rl",
+    "PendingPush": "ft_ckpt.extensions.transfer",
+    "PendingSave": "ft_ckpt.saving",
+    "Place": "ft_ckpt.storage",
     "Progress": "ft_ckpt.saver",
-    "PublishReport": "ft_ckpt.engines.publish",
-    "PullReport": "ft_ckpt.transfer.outgoing",
-    "PushReport": "ft_ckpt.transfer.outgoing",
-    "RestoreReport": "ft_ckpt.training.restore",
+    "PublishReport": "ft_ckpt.extensions.rl",
+    "PullReport": "ft_ckpt.extensions.transfer",
+    "PushReport": "ft_ckpt.extensions.transfer",
+    "RestoreReport": "ft_ckpt.runs",
     "SaveReport": "ft_ckpt.saver",
     "SaverConfig": "ft_ckpt.config",
-    "ServerOptions": "ft_ckpt.engines.options",
-    "SyncReport": "ft_ckpt.transfer.sync",
-    "Writer": "ft_ckpt.writer",
-    "average": "ft_ckpt.model.average",
-    "best": "ft_ckpt.checkpoint.catalog",
-    "check_for": "ft_ckpt.engines.preflight",
+    "ServerOptions": "ft_ckpt.extensions.rl",
+    "SyncReport": "ft_ckpt.extensions.transfer",
+    "Writer": "ft_ckpt.extensions.rl",
+    "average": "ft_ckpt.extensions.tools",
+    "best": "ft_ckpt.checkpoint",
+    "check_for": "ft_ckpt.extensions.rl",
     "checkpoint_closure": "ft_ckpt.closure",
-    "convert": "ft_ckpt.model.convert",
-    "copy": "ft_ckpt.transfer.copies",
-    "export": "ft_ckpt.engines.export",
-    "follow": "ft_ckpt.checkpoint.follow",
-    "latest": "ft_ckpt.checkpoint.catalog",
-    "load": "ft_ckpt.model.objects",
-    "load_model": "ft_ckpt.model.load",
-    "merge": "ft_ckpt.saving.merge_files",
-    "open_place": "ft_ckpt.storage.place",
-    "publish": "ft_ckpt.engines.publish",
-    "pull": "ft_ckpt.transfer.push",
-    "push": "ft_ckpt.transfer.push",
-    "save": "ft_ckpt.model.objects",
-    "sign": "ft_ckpt.checkpoint.sign",
-    "sync": "ft_ckpt.transfer.sync",
-    "verify": "ft_ckpt.checkpoint.catalog",
+    "convert": "ft_ckpt.extensions.tools",
+    "copy": "ft_ckpt.extensions.transfer",
+    "export": "ft_ckpt.extensions.rl",
+    "follow": "ft_ckpt.runs",
+    "latest": "ft_ckpt.checkpoint",
+    "load": "ft_ckpt.extensions.tools",
+    "load_model": "ft_ckpt.model",
+    "merge": "ft_ckpt.extensions.tools",
+    "open_place": "ft_ckpt.storage",
+    "publish": "ft_ckpt.extensions.rl",
+    "pull": "ft_ckpt.extensions.transfer",
+    "push": "ft_ckpt.extensions.transfer",
+    "save": "ft_ckpt.extensions.tools",
+    "sign": "ft_ckpt.extensions.transfer",
+    "sync": "ft_ckpt.extensions.transfer",
+    "verify": "ft_ckpt.checkpoint",
 }
 
 

@@ -12,13 +12,11 @@ from torch import nn
 
 from ft_ckpt import schedule
 from ft_ckpt.config import every_of
-from ft_ckpt.distributed.agreement import Values
-from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
-from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.errors import CheckpointError, ConfigError, RankError, listing
+from ft_ckpt.ranks import ModelTensors, Ranks, Values, current_ranks, try_action
+from ft_ckpt.runs import ClockPoll
 from ft_ckpt.saver import CheckpointSaver, open_savers
 from ft_ckpt.schedule import Every, History
-from ft_ckpt.training.triggers import ClockPoll
 
 P = ParamSpec("P")
 R = TypeVar("R")

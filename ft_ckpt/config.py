@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeGuard
 from typing_extensions import Unpack
 
 from ft_ckpt.errors import ConfigError, Rule, check_settings, is_number, listing
-from ft_ckpt.formats.registry import DEFAULT_FORMAT, tensor_formats
+from ft_ckpt.formats import DEFAULT_FORMAT, tensor_formats
 from ft_ckpt.messages import did_you_mean, expected_one_of, without_secrets
 from ft_ckpt.retention import Keep
 from ft_ckpt.schedule import Every
-from ft_ckpt.storage.place import absolute_location, is_url, open_place
+from ft_ckpt.storage import absolute_location, is_url, open_place
 
 if TYPE_CHECKING:
     import torch

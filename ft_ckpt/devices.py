@@ -11,14 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.storage.read_ahead import (
-    Block,
-    BlockKeeper,
-    Memory,
-    address_of,
-    new_block,
-    new_block_of,
-)
+from ft_ckpt.storage import Block, BlockKeeper, Memory, address_of, new_block, new_block_of
 
 
 def is_accelerator(device: torch.device) -> bool:

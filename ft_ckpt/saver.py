@@ -12,42 +12,59 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from typing_extensions import Self, TypeVar, Unpack
 
-from ft_ckpt.checkpoint.manifest import age_of
-from ft_ckpt.checkpoint.run_places import open_run_places
-from ft_ckpt.checkpoint.session import check_writer_names
+from ft_ckpt.checkpoint import age_of
 from ft_ckpt.config import SaverConfig, SaverSettings, make_config, names_of, numbers_of, step_of
-from ft_ckpt.distributed import wrappers
-from ft_ckpt.distributed.fill import is_first_process
-from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
-from ft_ckpt.engines.options import ServerOptions, ServerSettings, server_options
-from ft_ckpt.engines.publish import PublishReport, publish
 from ft_ckpt.errors import ConfigError, is_number, listing
+from ft_ckpt.extensions.rl import (
+    PublishReport,
+    ServerOptions,
+    ServerSettings,
+    check_writer_names,
+    publish,
+    server_options,
+)
+from ft_ckpt.extensions.tools import live_logits
+from ft_ckpt.extensions.transfer import push_goal
 from ft_ckpt.messages import LOG, announce
-from ft_ckpt.model.adapters import has_adapters
-from ft_ckpt.model.entries import Merged, merge_choice
-from ft_ckpt.model.parts import Attribute, check_model, is_of_adapters, model_inside
-from ft_ckpt.saving.background import PendingSave, SaveRunner, as_in_training
-from ft_ckpt.saving.follow_up import SaveHook, make_follow_up
-from ft_ckpt.saving.logits import live_logits
-from ft_ckpt.saving.report import SaveReport
-from ft_ckpt.saving.request import SaveRequest, request_of
-from ft_ckpt.saving.run_saves import RunSaves
-from ft_ckpt.saving.save_manifest import library_versions
-from ft_ckpt.saving.sidecars import check_companions
-from ft_ckpt.storage.place import Place, location_name, shown_location
-from ft_ckpt.training import triggers
-from ft_ckpt.training.arguments import (
+from ft_ckpt.model import (
+    Attribute,
+    Merged,
+    check_model,
+    has_adapters,
+    is_of_adapters,
+    merge_choice,
+    model_inside,
+)
+from ft_ckpt.ranks import Ranks, current_ranks, is_first_process, try_action, wrappers
+from ft_ckpt.runs import (
+    DataPosition,
+    Progress,
+    RunSaves,
+    SaveHook,
+    TrainingRun,
+    Wanted,
     check_accelerator,
     check_loop,
     check_mappings,
     check_schedule,
     check_tokenizer,
+    make_follow_up,
+    open_run_places,
+    parse_mode,
+    resume_run,
+    triggers,
 )
-from ft_ckpt.training.choose import Wanted, parse_mode
-from ft_ckpt.training.data_position import DataPosition
-from ft_ckpt.training.resume import resume_run
-from ft_ckpt.training.run import Progress, TrainingRun
-from ft_ckpt.transfer.push import push_goal
+from ft_ckpt.saving import (
+    PendingSave,
+    SaveReport,
+    SaveRequest,
+    SaveRunner,
+    as_in_training,
+    check_companions,
+    library_versions,
+    request_of,
+)
+from ft_ckpt.storage import Place, location_name, shown_location
 
 if TYPE_CHECKING:
     import torch

@@ -4,3 +4,7 @@ Nothing here depends on tensor values, models or wrappers, and nothing here impo
 `commit`, whose opening table lists the ways to put a checkpoint in place, and at `catalog`, which
 lists and verifies.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

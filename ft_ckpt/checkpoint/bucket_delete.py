@@ -16,8 +16,7 @@ the folder belong to saves ("cleared").
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable, Mapping, Set as AbstractSet
 from dataclasses import replace
 from functools import partial
 
@@ -44,9 +43,7 @@ from ft_ckpt.checkpoint.leases import (
 )
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_to_json
 from ft_ckpt.checkpoint.metrics import METRIC
-from ft_ckpt.storage.local_disk import ABANDONED_SECONDS, PREFIX
-from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.store import Store, Stored
+from ft_ckpt.storage import ABANDONED_SECONDS, PREFIX, Place, Store, Stored
 
 Listed = Mapping[str, Stored]  # objects of a checkpoint's folder, by name
 

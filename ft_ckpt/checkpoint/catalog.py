@@ -42,11 +42,16 @@ from ft_ckpt.errors import (
     listing,
 )
 from ft_ckpt.messages import warn
-from ft_ckpt.storage.digests import PassingProblem
-from ft_ckpt.storage.frozen_view import hold_listed
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.storage.store import Store, read_range, read_text
+from ft_ckpt.storage import (
+    LocalStore,
+    PassingProblem,
+    Place,
+    Store,
+    hold_listed,
+    open_place,
+    read_range,
+    read_text,
+)
 
 _ASKED_AT_ONCE = 16  # manifests of a run in a bucket
 

@@ -24,18 +24,20 @@ from ft_ckpt.errors import (
     listing,
     reason_of,
 )
-from ft_ckpt.formats.layout import TensorRecord
-from ft_ckpt.formats.safetensors import HELPER, read_header
-from ft_ckpt.storage.digests import (
+from ft_ckpt.formats import HELPER, TensorRecord, read_header
+from ft_ckpt.storage import (
     SMALL_BYTES,
     FileRecord,
+    LocalStore,
     PassingProblem,
+    Store,
+    Stored,
+    digest_problems,
+    etag_of,
     read_record,
+    read_text,
     size_problem,
 )
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.store import Store, Stored, etag_of, read_text
-from ft_ckpt.storage.verify_files import digest_problems
 
 PAUSES_SECONDS = (0.2, 1.0)  # before each retry of a read that the system refused
 _T = TypeVar("_T")

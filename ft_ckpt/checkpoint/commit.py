@@ -51,11 +51,18 @@ from ft_ckpt.errors import (
     listing,
 )
 from ft_ckpt.messages import warn
-from ft_ckpt.storage import local_disk, locks
-from ft_ckpt.storage.local_disk import ABANDONED_SECONDS, clear_drafts, make_locked_folder
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.store import is_inside, read_text
-from ft_ckpt.storage.trials import is_on_bucket, refuse_unfit
+from ft_ckpt.storage import (
+    ABANDONED_SECONDS,
+    LocalStore,
+    clear_drafts,
+    is_inside,
+    is_on_bucket,
+    local_disk,
+    locks,
+    make_locked_folder,
+    read_text,
+    refuse_unfit,
+)
 
 LEFTOVER = re.compile(
     rf"\.(?:(?P<target>.+)\.)?ft_ckpt-(?P<what>stage|old)-(?P<owner>{locks.OWNER})", re.DOTALL

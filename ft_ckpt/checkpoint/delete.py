@@ -32,10 +32,7 @@ from ft_ckpt.checkpoint.manifest import (
 )
 from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
 from ft_ckpt.errors import CheckpointError, CorruptError, damaged_input, listing, shown
-from ft_ckpt.storage import local_disk
-from ft_ckpt.storage.local_disk import PREFIX
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.store import Store, is_inside, read_text
+from ft_ckpt.storage import PREFIX, LocalStore, Store, is_inside, local_disk, read_text
 
 STATE = "state"  # kind of the parts that hold a training state
 _NOTE = "the training state was removed when it was no longer to be kept"

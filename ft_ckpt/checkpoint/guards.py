@@ -43,14 +43,20 @@ from ft_ckpt.errors import (
     TargetError,
     UnreadableError,
 )
-from ft_ckpt.storage import locks
-from ft_ckpt.storage.local_disk import PREFIX, list_names
-from ft_ckpt.storage.local_store import LocalStore, folder_of
-from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.storage.store import Store, Stored
+from ft_ckpt.storage import (
+    PREFIX,
+    LocalStore,
+    Place,
+    Store,
+    Stored,
+    folder_of,
+    list_names,
+    locks,
+    open_place,
+)
 
 PIN = f"{PREFIX}pin"
-# in a bucket: a signature and the manifest that it covers, see `transfer.signatures`
+# in a bucket: a signature and the manifest that it covers, see `extensions.transfer.signatures`
 SIGNED = f"{PREFIX}signature"
 SAVING = f"{PREFIX}saving"  # a save to a bucket in progress
 TOMBSTONE = f"{PREFIX}dropped"  # lists the files to delete; in a bucket, prefix of the names

@@ -18,9 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ft_ckpt.errors import CheckpointError, MissingError, UnreadableError
-from ft_ckpt.storage import locks
-from ft_ckpt.storage.local_disk import PREFIX
-from ft_ckpt.storage.store import Store, Stored, read_text
+from ft_ckpt.storage import PREFIX, Store, Stored, locks, read_text
 
 LEASE = f"{PREFIX}lease-"  # prefix of the names of readers' leases
 CLOCK = f"{PREFIX}clock-"  # prefix of objects that are written to read the store's clock

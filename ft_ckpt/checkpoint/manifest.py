@@ -17,11 +17,10 @@ from typing import Any
 import xxhash
 
 from ft_ckpt.errors import ManifestError, listing, shown
-from ft_ckpt.formats.layout import TensorRecord
+from ft_ckpt.formats import TensorRecord
 from ft_ckpt.messages import short, without_secrets
 from ft_ckpt.schema import FieldError, Whole, as_record, values_of
-from ft_ckpt.storage.digests import FileRecord
-from ft_ckpt.storage.store import is_inside
+from ft_ckpt.storage import FileRecord, is_inside
 
 # Names of weight files that diffusers reads, without ending and shard number; all other libraries
 # read other names.
@@ -107,7 +106,7 @@ class Manifest:
     number: int | None = None
     # names of the checkpoints that the weights were computed from: an average, a merge
     made_from: tuple[str, ...] = ()
-    # of a delta: its base and contents, see `transfer.deltas`
+    # of a delta: its base and contents, see `extensions.rl.deltas`
     delta: Mapping[str, str] = field(default_factory=dict)
     # in a bucket, unique for each save: concurrent saves never write equal manifests
     token: str | None = None

@@ -9,10 +9,9 @@ import math
 from collections.abc import Mapping
 from urllib.parse import quote
 
-from ft_ckpt.checkpoint.manifest import Manifest
+from ft_ckpt.checkpoint import Manifest
 from ft_ckpt.errors import ConfigError, CorruptError, UnreadableError
-from ft_ckpt.storage.local_disk import PREFIX
-from ft_ckpt.storage.store import Store, read_text
+from ft_ckpt.storage import PREFIX, Store, read_text
 
 METRIC = f"{PREFIX}metric-"  # prefix of the names; the metric follows, percent-encoded
 _LIMIT_BYTES = 4 << 10

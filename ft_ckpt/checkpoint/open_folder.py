@@ -13,9 +13,7 @@ from pathlib import Path
 
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import CorruptError, MissingError, damaged_input
-from ft_ckpt.storage.local_disk import regular_descriptor
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.store import FolderListing, Readable, Stored
+from ft_ckpt.storage import FolderListing, LocalStore, Readable, Stored, regular_descriptor
 
 _DESCRIPTORS = Path("/proc/self/fd")
 

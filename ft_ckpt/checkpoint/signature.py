@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
+from ft_ckpt.checkpoint import MANIFEST_NAME, Manifest
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -24,9 +24,15 @@ from ft_ckpt.errors import (
     shown,
 )
 from ft_ckpt.messages import install_extra, printable
-from ft_ckpt.storage.local_disk import PREFIX, walk_tree
-from ft_ckpt.storage.local_store import LocalStore, folder_of, temporary_store
-from ft_ckpt.storage.store import Store, read_text
+from ft_ckpt.storage import (
+    PREFIX,
+    LocalStore,
+    Store,
+    folder_of,
+    read_text,
+    temporary_store,
+    walk_tree,
+)
 
 SIGNATURE_NAME = "model.sig"  # as the library names it
 # PEM file of a public key, or (identity, provider)

@@ -31,11 +31,16 @@ from ft_ckpt.checkpoint.guards import (
 from ft_ckpt.checkpoint.leases import LEASE
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, check_paths, manifest_to_json
 from ft_ckpt.errors import CorruptError, NameTakenError, TargetError, listing
-from ft_ckpt.storage.digests import SMALL_BYTES, FileRecord, read_record
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.read_ahead import BLOCK_BYTES
-from ft_ckpt.storage.store import Store, Stored
+from ft_ckpt.storage import (
+    BLOCK_BYTES,
+    SMALL_BYTES,
+    FileRecord,
+    LocalStore,
+    Place,
+    Store,
+    Stored,
+    read_record,
+)
 
 _READS_AT_ONCE = 8
 _PAUSES = (0.0, 1.0, 4.0)  # seconds before each attempt to write the manifest

@@ -16,10 +16,8 @@ from typing import Any
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.errors import CheckpointError, ConfigError, LoadError, listing
-from ft_ckpt.storage.local_store import temporary_store
-from ft_ckpt.storage.place import open_place
-from ft_ckpt.storage.scratch import spool_file
-from ft_ckpt.training.triggers import END, VARIABLE, Rehearsal, Step, read_steps
+from ft_ckpt.runs import END, VARIABLE, Rehearsal, Step, read_steps
+from ft_ckpt.storage import open_place, spool_file, temporary_store
 
 _TAIL_LINES = 30  # of the output of a script that failed
 
@@ -242,10 +240,10 @@ def _compare_ends(one: Path, other: Path) -> tuple[int, list[str]]:
     """The number of tensors at the end, and the names of those that differ; per-rank state is not
     compared.
     """
-    from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
+    from ft_ckpt.checkpoint import open_checkpoint
+    from ft_ckpt.extensions.tools import compare_files
     from ft_ckpt.formats import detect
-    from ft_ckpt.model.diff import compare_files
-    from ft_ckpt.model.folder import JoinedFile
+    from ft_ckpt.model import JoinedFile
 
     with ExitStack() as stack:
         joined = []

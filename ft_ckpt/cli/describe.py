@@ -9,13 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ft_ckpt.checkpoint.catalog import CheckpointInfo
-from ft_ckpt.checkpoint.contents import class_in, document_in
-from ft_ckpt.checkpoint.delete import STATE
-from ft_ckpt.checkpoint.manifest import PartRecord
+from ft_ckpt.checkpoint import STATE, CheckpointInfo, PartRecord, class_in, document_in
 from ft_ckpt.errors import CheckpointError, listing
 from ft_ckpt.retention import Keep, keep_from_record
-from ft_ckpt.storage.store import Store
+from ft_ckpt.storage import Store
 
 _MAX_STATE_BYTES = 64 << 20  # of the document of a training state
 _SIZES = {  # fields of a config of transformers, and their words

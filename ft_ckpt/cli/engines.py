@@ -10,10 +10,10 @@ from ft_ckpt.cli.files import print_conversion, refuse_existing
 from ft_ckpt.cli.options import add_force, add_json, bounded, one_of, print_lines
 from ft_ckpt.cli.show import followed_run
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.storage.place import shown_location
+from ft_ckpt.storage import shown_location
 
 if TYPE_CHECKING:
-    from ft_ckpt.engines.publish import PublishReport
+    from ft_ckpt.extensions.rl import PublishReport
 
 _ENGINES = ("vllm", "sglang")
 
@@ -144,9 +144,7 @@ def _publish(options: Namespace) -> None:
     run is published. With --delta, the checkpoint is appended to a chain of deltas, from which
     other machines rebuild it.
     """
-    from ft_ckpt.engines.follow import follow_run
-    from ft_ckpt.engines.options import ServerOptions, ServerSettings
-    from ft_ckpt.engines.publish import publish
+    from ft_ckpt.extensions.rl import ServerOptions, ServerSettings, follow_run, publish
 
     settings = {
         name: value
@@ -223,7 +221,7 @@ def _export(options: Namespace) -> None:
     one scale.
     """
     refuse_existing(options.target, options.force)
-    from ft_ckpt.engines.export import export
+    from ft_ckpt.extensions.rl import export
 
     report = export(options.adapter, options.target, options.engine, overwrite=options.force)
     print_conversion(options.adapter, report, True, as_json=options.as_json)
@@ -248,7 +246,7 @@ def _check_for(options: Namespace) -> int:
 
     No server is needed. The exit code is 1 if there is anything.
     """
-    from ft_ckpt.engines.preflight import check_for
+    from ft_ckpt.extensions.rl import check_for
 
     found = check_for(options.engine, options.folder, max_lora_rank=options.max_lora_rank)
     if options.as_json:

@@ -15,13 +15,12 @@ from ft_ckpt.cli.describe import facts_of_folder
 from ft_ckpt.cli.options import add_force, add_json, bounded, print_lines
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import TargetError
-from ft_ckpt.formats.registry import written_formats
-from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.formats import written_formats
+from ft_ckpt.storage import Place, open_place
 
 if TYPE_CHECKING:
-    from ft_ckpt.formats.layout import Spec
-    from ft_ckpt.model.convert import ConvertReport
-    from ft_ckpt.model.diff import Difference
+    from ft_ckpt.extensions.tools import ConvertReport, Difference
+    from ft_ckpt.formats import Spec
 
 _HERE = "\0"  # key in a node of the tree: full name of the tensor at this node
 
@@ -67,7 +66,7 @@ def _convert(options: Namespace) -> None:
     DST is a file with the suffix of its format, or a folder.
     """
     refuse_existing(options.target, options.force)
-    from ft_ckpt.model.convert import convert
+    from ft_ckpt.extensions.tools import convert
 
     report = convert(
         options.source,
@@ -95,8 +94,8 @@ def refuse_existing(target: str, force: bool) -> None:
 
 def show_file(source: Place, *, as_json: bool) -> None:
     """Print the tensors of a foreign file or folder as a tree; no tensor is read."""
-    from ft_ckpt.checkpoint.open_checkpoint import hold_open
-    from ft_ckpt.model.convert import open_source
+    from ft_ckpt.checkpoint import hold_open
+    from ft_ckpt.extensions.tools import open_source
 
     with hold_open(source, compares=False) as place, closing(open_source(place)) as file:
         specs, ties = dict(file.specs), dict(getattr(file, "ties", {}))
@@ -198,9 +197,8 @@ def _diff(options: Namespace) -> int:
     Settings that affect the output are compared, too. The exit code is 1 if they differ.
     """
     one, other, top = options.one, options.other, options.top
-    from ft_ckpt.checkpoint.open_checkpoint import hold_open
-    from ft_ckpt.model.convert import open_source
-    from ft_ckpt.model.diff import by_layer, compare_files, compare_settings
+    from ft_ckpt.checkpoint import hold_open
+    from ft_ckpt.extensions.tools import by_layer, compare_files, compare_settings, open_source
 
     with ExitStack() as stack:
         places = [stack.enter_context(hold_open(each)) for each in (one, other)]
@@ -326,8 +324,7 @@ def _merge(options: Namespace) -> None:
     """
     refuse_existing(options.target, options.force)
     _keep_freed_memory()
-    from ft_ckpt.model.average import parse_weights
-    from ft_ckpt.saving.merge_files import merge
+    from ft_ckpt.extensions.tools import merge, parse_weights
 
     report = merge(
         options.source,
@@ -380,7 +377,7 @@ def _average(options: Namespace) -> None:
     It is computed in float32 and rounded once; adapters are averaged factor by factor.
     """
     refuse_existing(options.target, options.force)
-    from ft_ckpt.model.average import average, parse_weights
+    from ft_ckpt.extensions.tools import average, parse_weights
 
     report = average(
         options.sources,

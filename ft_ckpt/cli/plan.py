@@ -7,16 +7,13 @@ import time
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, dataclass
 
-from ft_ckpt.checkpoint import catalog
-from ft_ckpt.checkpoint.checks import stored_bytes
-from ft_ckpt.checkpoint.contents import describe_contents, why_no_checkpoint
+from ft_ckpt.checkpoint import catalog, describe_contents, stored_bytes, why_no_checkpoint
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.config import human_size, parse_size
 from ft_ckpt.errors import ConfigError, NotACheckpointError
 from ft_ckpt.schedule import bounded_interval, expected_overhead, optimal_interval, parse_seconds
-from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.storage.store import Store
+from ft_ckpt.storage import Place, Store, open_place
 
 _SAMPLE_BYTES = 256 << 20
 _CHUNK_BYTES = 8 << 20
@@ -266,7 +263,7 @@ def _measure_save(store: Store, size_bytes: int) -> float:
 
     Gathering shards is not included.
     """
-    from ft_ckpt.storage.writer import Writer, region_of
+    from ft_ckpt.storage import Writer, region_of
 
     sample = max(1, min(size_bytes, _SAMPLE_BYTES))
     chunk = os.urandom(min(sample, _CHUNK_BYTES))  # incompressible

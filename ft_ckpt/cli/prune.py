@@ -4,17 +4,15 @@ import re
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 
-from ft_ckpt.checkpoint import guards
-from ft_ckpt.checkpoint.contents import why_no_checkpoint
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.prune import PruneReport, prune_run
+from ft_ckpt.checkpoint import MANIFEST_NAME, guards, why_no_checkpoint
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_dry_run, add_json, bounded, print_lines
 from ft_ckpt.cli.show import run_checkpoints_in, run_folder
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, NotACheckpointError, TargetError, listing
 from ft_ckpt.retention import Best, Keep
-from ft_ckpt.storage.place import Place, location_name, open_place
+from ft_ckpt.runs import PruneReport, prune_run
+from ft_ckpt.storage import Place, location_name, open_place
 
 
 def add_prune(parser: ArgumentParser) -> None:

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from functools import reduce
 from operator import and_
 
-from ft_ckpt.checkpoint.contents import why_no_checkpoint
+from ft_ckpt.checkpoint import why_no_checkpoint
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.cli.report_page import page_text
@@ -15,9 +15,7 @@ from ft_ckpt.cli.run_facts import gather_facts
 from ft_ckpt.cli.show import run_checkpoints_in, run_folder
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, NotACheckpointError
-from ft_ckpt.storage.local_disk import local_path
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place, source_mode
+from ft_ckpt.storage import LocalStore, Place, local_path, source_mode
 
 
 def add_report(parser: ArgumentParser) -> None:

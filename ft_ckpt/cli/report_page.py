@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from ft_ckpt._version import __version__
-from ft_ckpt.checkpoint.manifest import parse_time
+from ft_ckpt.checkpoint import parse_time
 from ft_ckpt.cli.charts import (
     CHART_STYLE,
     Column,

@@ -8,21 +8,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint import catalog, guards
-from ft_ckpt.checkpoint.catalog import CheckpointInfo
-from ft_ckpt.checkpoint.checks import file_key
-from ft_ckpt.checkpoint.delete import STATE
-from ft_ckpt.checkpoint.manifest import PartRecord, parse_time
-from ft_ckpt.checkpoint.open_checkpoint import hold_open
-from ft_ckpt.checkpoint.prune import survey_run
+from ft_ckpt.checkpoint import (
+    STATE,
+    CheckpointInfo,
+    PartRecord,
+    catalog,
+    file_key,
+    guards,
+    hold_open,
+    parse_time,
+)
 from ft_ckpt.errors import CheckpointError, damaged_input
-from ft_ckpt.model.convert import open_source
-from ft_ckpt.model.diff import by_layer, compare_files
+from ft_ckpt.extensions.tools import by_layer, compare_files, open_source
 from ft_ckpt.retention import Keep, keep_from_record, missed_rules, plan_pruning
+from ft_ckpt.runs import read_document, survey_run
 from ft_ckpt.schedule import LoggedSave, log_from_json
-from ft_ckpt.storage.frozen_view import hold_listed
-from ft_ckpt.storage.place import Place
-from ft_ckpt.training.state import read_document
+from ft_ckpt.storage import Place, hold_listed
 
 
 @dataclass(frozen=True)

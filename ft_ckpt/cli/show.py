@@ -8,22 +8,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint import catalog, guards, verify
-from ft_ckpt.checkpoint.catalog import CheckpointInfo
-from ft_ckpt.checkpoint.checks import stored_bytes
-from ft_ckpt.checkpoint.contents import (
+from ft_ckpt.checkpoint import (
     CHECKPOINT,
+    MANIFEST_NAME,
     RUN,
     RUNS,
     UNREADABLE,
+    CheckpointInfo,
     Contents,
+    SignedBy,
+    catalog,
     describe_contents,
+    guards,
+    stored_bytes,
+    verify_foreign,
+    verify_listed,
     why_no_checkpoint,
 )
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.prune import survey_run
-from ft_ckpt.checkpoint.signature import SignedBy
-from ft_ckpt.checkpoint.verify import verify_listed
 from ft_ckpt.cli import views
 from ft_ckpt.cli.describe import rules_of_run
 from ft_ckpt.cli.options import add_json, print_lines
@@ -35,8 +36,8 @@ from ft_ckpt.errors import (
     UnreadableError,
 )
 from ft_ckpt.retention import name_metrics, plan_pruning
-from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.storage.store import Store
+from ft_ckpt.runs import survey_run
+from ft_ckpt.storage import Place, Store, open_place
 
 _UNCHECKED = "; headers and indexes are consistent, values were not compared"
 
@@ -299,7 +300,7 @@ def _verify(options: Namespace) -> int:
         raise NotACheckpointError(f"{place}: no checkpoint, so it has no signature to check")
     listed = verify_listed(place) if deep and not found else None
     reports = [_report_on(each, deep, signed_by) for each in found] or [
-        listed or verify.verify_foreign(place)
+        listed or verify_foreign(place)
     ]
     note = "" if found or listed or not reports[0].ok else _UNCHECKED
     views.show_reports(reports, note, as_json=options.as_json)

@@ -7,16 +7,15 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint import MANIFEST_NAME
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_dry_run, add_force, add_json, print_lines, print_path
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, listing
-from ft_ckpt.storage.place import location_name, open_place
+from ft_ckpt.storage import location_name, open_place
 
 if TYPE_CHECKING:
-    from ft_ckpt.transfer.copies import CopyReport
-    from ft_ckpt.transfer.sync import SyncReport
+    from ft_ckpt.extensions.transfer import CopyReport, SyncReport
 
 
 def add_push(parser: ArgumentParser) -> None:
@@ -41,8 +40,7 @@ def add_push(parser: ArgumentParser) -> None:
 def _push(options: Namespace) -> None:
     """Upload CHECKPOINT, without its training state, to a repository of the Hub or to a bucket."""
     checkpoint = options.checkpoint
-    from ft_ckpt.transfer.outgoing import PushOptions
-    from ft_ckpt.transfer.push import push_now
+    from ft_ckpt.extensions.transfer import PushOptions, push_now
 
     push_options = PushOptions(
         private=options.private or None,
@@ -88,7 +86,7 @@ def _pull(options: Namespace) -> None:
     its path is printed.
     """
     url, folder = options.url, options.folder
-    from ft_ckpt.transfer.push import pull
+    from ft_ckpt.extensions.transfer import pull
 
     place = open_place(url) if "://" not in url else None
     is_here = place is not None and place.folder.stat(MANIFEST_NAME) is not None
@@ -126,7 +124,7 @@ def _cp(options: Namespace) -> None:
 
     An interrupted copy leaves no checkpoint.
     """
-    from ft_ckpt.transfer.copies import copy
+    from ft_ckpt.extensions.transfer import copy
 
     report = copy(options.source, options.destination, overwrite=options.force)
     if options.as_json:
@@ -163,7 +161,7 @@ def _sync(options: Namespace) -> int:
 
     The exit code is 1 if something could not be copied or deleted.
     """
-    from ft_ckpt.transfer.sync import sync
+    from ft_ckpt.extensions.transfer import sync
 
     report = sync(
         options.source, options.destination, delete=options.delete, dry_run=options.dry_run

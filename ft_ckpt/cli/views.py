@@ -11,19 +11,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint import guards
-from ft_ckpt.checkpoint.catalog import CheckpointInfo, VerifyReport
-from ft_ckpt.checkpoint.checks import stored_bytes
-from ft_ckpt.checkpoint.contents import RUNS, Contents
-from ft_ckpt.checkpoint.delete import STATE
-from ft_ckpt.checkpoint.manifest import PartRecord, age_of, parse_time
-from ft_ckpt.checkpoint.session import parts_of
+from ft_ckpt.checkpoint import (
+    RUNS,
+    STATE,
+    CheckpointInfo,
+    Contents,
+    PartRecord,
+    VerifyReport,
+    age_of,
+    guards,
+    parse_time,
+    stored_bytes,
+)
 from ft_ckpt.cli.describe import ModelFacts, adapter_name, facts_of_part
 from ft_ckpt.cli.options import print_lines, print_path
 from ft_ckpt.config import human_size
+from ft_ckpt.extensions.rl import parts_of
 from ft_ckpt.messages import printable
 from ft_ckpt.schema import values_of
-from ft_ckpt.storage.place import Place, location_name
+from ft_ckpt.storage import Place, location_name
 
 _NUMBERS = {"step", "size", "checkpoints"}  # right-aligned columns
 _ORDINARY = {

@@ -16,10 +16,10 @@ from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.cli.show import followed_run
 from ft_ckpt.errors import CheckpointError, ConfigError, UnreadableError
 from ft_ckpt.messages import printable
-from ft_ckpt.storage.place import shown_location
+from ft_ckpt.storage import shown_location
 
 if TYPE_CHECKING:
-    from ft_ckpt.checkpoint.catalog import CheckpointInfo
+    from ft_ckpt.checkpoint import CheckpointInfo
 
 _PATH = "{path}"  # in a command: the path or URL of the checkpoint
 
@@ -56,8 +56,8 @@ def _watch(options: Namespace) -> None:
     checkpoint, which ls, best and prune use. Checkpoints that have the metric are skipped. The
     command runs until SIGINT or SIGTERM.
     """
-    from ft_ckpt.checkpoint.follow import follow, stop_on_signal
-    from ft_ckpt.checkpoint.metrics import check_metric
+    from ft_ckpt.checkpoint import check_metric
+    from ft_ckpt.runs import follow, stop_on_signal
 
     check_metric(options.metric)
     if not any(_PATH in word for word in options.command):

@@ -6,3 +6,7 @@ available. Readers describe tensors before they read them. Nothing here depends 
 groups, models or ft_ckpt's checkpoint folders. Begin at `registry`, which lists the formats, and at
 `layout`; then read one format, `safetensors`.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

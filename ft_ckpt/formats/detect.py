@@ -9,8 +9,7 @@ from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.pytree import Node
 from ft_ckpt.formats.registry import TensorFormat, tensor_formats, written_formats
 from ft_ckpt.formats.tensor_file import IndexedFile, RawFile
-from ft_ckpt.storage.read_ahead import ByteRun
-from ft_ckpt.storage.store import Readable
+from ft_ckpt.storage import ByteRun, Readable
 
 
 def format_by_suffix(path: PurePath | str) -> TensorFormat:

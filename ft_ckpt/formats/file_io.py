@@ -12,10 +12,17 @@ from torch import Tensor
 from ft_ckpt.devices import PinnedBlocks, has_streams
 from ft_ckpt.errors import IncompleteError
 from ft_ckpt.formats.layout import Layout, TensorFile, TensorRecord
-from ft_ckpt.storage.digests import FileRecord, whole_digest
-from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
-from ft_ckpt.storage.store import Store
-from ft_ckpt.storage.writer import DurableFile, Region, Writer, region_of
+from ft_ckpt.storage import (
+    ByteRun,
+    DurableFile,
+    FileRecord,
+    Region,
+    Store,
+    Writer,
+    read_ahead,
+    region_of,
+    whole_digest,
+)
 
 THREADS = 4
 

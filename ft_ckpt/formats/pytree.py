@@ -26,7 +26,7 @@ import torch
 
 from ft_ckpt.errors import CorruptError, LoadError, SelectionError, damaged_input, listing, shown
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
-from ft_ckpt.storage.store import is_utf8
+from ft_ckpt.storage import is_utf8
 
 Array = np.ndarray[Any, Any]
 _NUMBERS = {

@@ -17,7 +17,7 @@ from ft_ckpt.errors import ConfigError
 from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec, TensorFile
 from ft_ckpt.formats.safetensors import NAMES, lay_out_safetensors
 from ft_ckpt.messages import expected_one_of
-from ft_ckpt.storage.store import Readable
+from ft_ckpt.storage import Readable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     LayOutObject = Callable[
         [Node, Sequence[Spec], Sequence[int], bool], tuple[Layout, Sequence[str]]
     ]
+    from ft_ckpt.extensions.foreign import TorchArchive
     from ft_ckpt.formats.tensor_file import IndexedFile, RawFile
-    from ft_ckpt.formats.torch_file import TorchArchive
-    from ft_ckpt.storage.place import Place
+    from ft_ckpt.storage import Place
 
 DEFAULT_FORMAT = "safetensors"
 Ties = Mapping[str, str]  # alias of a tensor -> its stored name
@@ -130,7 +130,9 @@ class TensorFormat:
                 f"format {self.name!r}: its files have no index of their "
                 "tensors; convert them first"
             )
-        return self.open_indexed(function_at("tensor_file:RawFile")(file, mapped), verify)
+        return self.open_indexed(
+            function_at("ft_ckpt.formats.tensor_file:RawFile")(file, mapped), verify
+        )
 
     @property
     def serves_checkpoints(self) -> bool:
@@ -155,10 +157,10 @@ class TensorFormat:
 
 
 def function_at(place: str) -> Callable[..., Any]:
-    """The function at "module:name" in this package."""
+    """The function at "module:name"."""
     module, name = place.split(":")
-    found: Callable[..., Any] = getattr(import_module(f"ft_ckpt.formats.{module}"), name)
-    return found
+    function: Callable[..., Any] = getattr(import_module(module), name)
+    return function
 
 
 @dataclass(frozen=True)
@@ -212,9 +214,9 @@ register_format(
         name=DEFAULT_FORMAT,
         suffixes=(".safetensors",),
         lay_out=lay_out_safetensors,
-        lay_out_object=_Lazily("safetensors_file:lay_out_safetensors_object"),
-        recognise=_Lazily("safetensors_file:is_safetensors"),
-        open_indexed=_Lazily("safetensors_file:open_safetensors"),
+        lay_out_object=_Lazily("ft_ckpt.formats.safetensors_file:lay_out_safetensors_object"),
+        recognise=_Lazily("ft_ckpt.formats.safetensors_file:is_safetensors"),
+        open_indexed=_Lazily("ft_ckpt.formats.safetensors_file:open_safetensors"),
         object_dtypes=frozenset(NAMES),
         is_plain=True,
         read_by_transformers=True,
@@ -225,13 +227,13 @@ register_format(
         name="h5",
         suffixes=(".h5", ".hdf5", ".mdl"),
         other_stems=("tf_model",),
-        lay_out=_Lazily("hdf5_layout:lay_out_hdf5"),
-        lay_out_object=_Lazily("hdf5_layout:lay_out_hdf5_tree"),
-        recognise=_Lazily("hdf5:is_hdf5"),
-        open_indexed=_Lazily("hdf5:open_hdf5"),
-        open_tensors=_Lazily("keras:open_hdf5_tensors"),
+        lay_out=_Lazily("ft_ckpt.extensions.hdf5.hdf5_layout:lay_out_hdf5"),
+        lay_out_object=_Lazily("ft_ckpt.extensions.hdf5.hdf5_layout:lay_out_hdf5_tree"),
+        recognise=_Lazily("ft_ckpt.extensions.hdf5.hdf5:is_hdf5"),
+        open_indexed=_Lazily("ft_ckpt.extensions.hdf5.hdf5:open_hdf5"),
+        open_tensors=_Lazily("ft_ckpt.extensions.foreign.keras:open_hdf5_tensors"),
         object_dtypes=frozenset(ITEM_BYTES),
-        write_compressed=_Lazily("hdf5_compressed:write_compressed"),
+        write_compressed=_Lazily("ft_ckpt.extensions.hdf5.hdf5_compressed:write_compressed"),
         compressions=("gzip",),
         native_floats=True,
         holds_aliases=True,
@@ -242,10 +244,12 @@ register_format(
         name="dual",
         suffixes=(".safetensors",),
         second_suffix=".h5",
-        lay_out=_Lazily("dual:lay_out_dual"),
-        lay_out_object=_Lazily("dual:lay_out_dual_tree"),
-        recognise=_Lazily("dual:is_dual"),
-        open_indexed=_Lazily("safetensors_file:open_safetensors"),  # which compares its two tables
+        lay_out=_Lazily("ft_ckpt.extensions.hdf5.dual:lay_out_dual"),
+        lay_out_object=_Lazily("ft_ckpt.extensions.hdf5.dual:lay_out_dual_tree"),
+        recognise=_Lazily("ft_ckpt.extensions.hdf5.dual:is_dual"),
+        open_indexed=_Lazily(
+            "ft_ckpt.formats.safetensors_file:open_safetensors"
+        ),  # which compares its two tables
         object_dtypes=frozenset(NAMES),
         native_floats=True,
         read_by_transformers=True,
@@ -256,29 +260,29 @@ register_format(
         name="torch",
         suffixes=(".bin", ".pt", ".pth"),
         model_stem="pytorch_model",
-        lay_out_archive=_Lazily("torch_file:lay_out_torch"),
-        check_object=_Lazily("torch_file:check_torch_object"),
-        save_object=_Lazily("torch_file:save_torch_object"),
-        load_object=_Lazily("torch_file:load_torch_object"),
-        recognise=_Lazily("torch_file:is_torch_file"),
-        open_tensors=_Lazily("torch_file:open_torch_file"),
+        lay_out_archive=_Lazily("ft_ckpt.extensions.foreign.torch_file:lay_out_torch"),
+        check_object=_Lazily("ft_ckpt.extensions.foreign.torch_file:check_torch_object"),
+        save_object=_Lazily("ft_ckpt.extensions.foreign.torch_file:save_torch_object"),
+        load_object=_Lazily("ft_ckpt.extensions.foreign.torch_file:load_torch_object"),
+        recognise=_Lazily("ft_ckpt.extensions.foreign.torch_file:is_torch_file"),
+        open_tensors=_Lazily("ft_ckpt.extensions.foreign.torch_file:open_torch_file"),
     )
 )
 register_format(
     TensorFormat(
         name="lightning",
         suffixes=(".ckpt",),
-        load_object=_Lazily("lightning:load_lightning"),
-        recognise=_Lazily("lightning:is_lightning"),
-        open_tensors=_Lazily("lightning:open_lightning"),
+        load_object=_Lazily("ft_ckpt.extensions.foreign.lightning:load_lightning"),
+        recognise=_Lazily("ft_ckpt.extensions.foreign.lightning:is_lightning"),
+        open_tensors=_Lazily("ft_ckpt.extensions.foreign.lightning:open_lightning"),
     )
 )
 register_format(
     TensorFormat(
         name="keras",
         suffixes=(".keras",),
-        recognise=_Lazily("keras:is_keras_archive"),
-        open_indexed=_Lazily("keras:open_keras_archive"),
+        recognise=_Lazily("ft_ckpt.extensions.foreign.keras:is_keras_archive"),
+        open_indexed=_Lazily("ft_ckpt.extensions.foreign.keras:open_keras_archive"),
     )
 )
 register_format(
@@ -286,25 +290,25 @@ register_format(
         name="flax",
         suffixes=(".msgpack",),
         model_stem="flax_model",
-        recognise=_Lazily("jax:is_flax"),
-        open_indexed=_Lazily("jax:open_flax"),
+        recognise=_Lazily("ft_ckpt.extensions.foreign.jax:is_flax"),
+        open_indexed=_Lazily("ft_ckpt.extensions.foreign.jax:open_flax"),
     )
 )
 register_format(
     TensorFormat(
         name="tensorflow",
-        open_folder=_Lazily("tensorflow:open_tensorflow"),
+        open_folder=_Lazily("ft_ckpt.extensions.foreign.tensorflow:open_tensorflow"),
         folder_writer=FolderWriter(
-            _Lazily("tensorflow:check_tensorflow_types"),
-            _Lazily("tensorflow:write_tensorflow"),
-            _Lazily("tensorflow:write_tensorflow_shards"),
+            _Lazily("ft_ckpt.extensions.foreign.tensorflow:check_tensorflow_types"),
+            _Lazily("ft_ckpt.extensions.foreign.tensorflow:write_tensorflow"),
+            _Lazily("ft_ckpt.extensions.foreign.tensorflow:write_tensorflow_shards"),
         ),
     )
 )
 register_format(
     TensorFormat(
         name="dcp",
-        open_folder=_Lazily("dcp:open_dcp"),
+        open_folder=_Lazily("ft_ckpt.extensions.foreign.dcp:open_dcp"),
         written_by=(
             "folders of torch.distributed.checkpoint are read only: convert to a torch file (.pt), "
             "which torch.distributed.checkpoint.format_utils.torch_save_to_dcp makes one of"

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ft_ckpt.errors import CorruptError, SelectionError, UnreadableError, listing, shown
 from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec, checked_sizes
-from ft_ckpt.storage.store import Readable, is_utf8, read_range
+from ft_ckpt.storage import Readable, is_utf8, read_range
 
 # The name of the HDF5 part of a dual file, which is a tensor for safetensors. `from_pretrained`
 # silently drops names that contain "rotary_emb.inv_freq" if the model has rotary embeddings, and

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ft_ckpt.errors import CorruptError, UnreadableError, damaged_input
-from ft_ckpt.formats.cerebras import leaf_names
+from ft_ckpt.extensions.hdf5 import leaf_names
 from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.formats.pytree import Node, decode_node, encode_node
 from ft_ckpt.formats.registry import TensorFormat
@@ -19,8 +19,7 @@ from ft_ckpt.formats.tensor_file import (
     is_flat,
     read_index,
 )
-from ft_ckpt.storage.digests import FileRecord
-from ft_ckpt.storage.store import Store, etag_of
+from ft_ckpt.storage import FileRecord, Store, etag_of
 
 
 def lay_out_safetensors_object(

@@ -22,10 +22,7 @@ from ft_ckpt.errors import CorruptError, damaged_input, listing
 from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec, TensorFile
 from ft_ckpt.formats.pytree import Node, decode_node, encode_node
-from ft_ckpt.storage.frozen_view import CachedObject
-from ft_ckpt.storage.local_file import MappedBytes
-from ft_ckpt.storage.read_ahead import ByteRun, is_cold, read_whole
-from ft_ckpt.storage.store import Readable
+from ft_ckpt.storage import ByteRun, CachedObject, MappedBytes, Readable, is_cold, read_whole
 
 # smaller tensors are copied: that is no slower, and safe from changes of the file
 MAP_BYTES = 1 << 16

@@ -16,9 +16,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.distributed.ranks import Ranks, by_itself, current_ranks, try_action
-from ft_ckpt.distributed.tensors import ModelTensors
-from ft_ckpt.distributed.wrappers import is_distributed
 from ft_ckpt.errors import CheckpointError, ConfigError, SelectionError, listing
 from ft_ckpt.integrations.trainer_files import (
     ChosenCheckpoint,
@@ -35,14 +32,11 @@ from ft_ckpt.integrations.trainer_files import (
 from ft_ckpt.integrations.trainer_layout import WrittenFiles, collect_files, defining_classes
 from ft_ckpt.integrations.trainer_models import HeldState, held_state, unsaved_state
 from ft_ckpt.messages import warn
-from ft_ckpt.model.parts import is_adapter_run, parts_of
-from ft_ckpt.model.selection import without_own_layouts
+from ft_ckpt.model import is_adapter_run, parts_of, without_own_layouts
+from ft_ckpt.ranks import ModelTensors, Ranks, by_itself, current_ranks, is_distributed, try_action
 from ft_ckpt.retention import Keep
-from ft_ckpt.saving.follow_up import SaveHook
-from ft_ckpt.storage.local_disk import local_path
-from ft_ckpt.storage.local_store import temporary_store
-from ft_ckpt.storage.place import open_place
-from ft_ckpt.training import rng
+from ft_ckpt.runs import SaveHook, rng
+from ft_ckpt.storage import local_path, open_place, temporary_store
 
 
 @dataclass(frozen=True)

@@ -27,16 +27,12 @@ from typing_extensions import Unpack
 
 from ft_ckpt import CheckpointSaver, Every
 from ft_ckpt.config import SaveSettings, make_config, names_of
-from ft_ckpt.distributed.wrappers import is_distributed
 from ft_ckpt.errors import ConfigError, SelectionError, listing
-from ft_ckpt.model.adapters import has_adapters
-from ft_ckpt.model.libraries import library_of
+from ft_ckpt.model import has_adapters, library_of
+from ft_ckpt.ranks import is_distributed
 from ft_ckpt.retention import Keep
-from ft_ckpt.saving.follow_up import SaveHook, hooks_of
-from ft_ckpt.storage.place import Place, absolute_location
-from ft_ckpt.training import rng
-from ft_ckpt.training.choose import parse_mode
-from ft_ckpt.training.data_position import DataPosition
+from ft_ckpt.runs import DataPosition, SaveHook, hooks_of, parse_mode, rng
+from ft_ckpt.storage import Place, absolute_location
 
 _OURS = ("state_dict", "optimizer_states", "lr_schedulers")  # stored by ft_ckpt itself
 # arguments of the module's constructor: any objects, not needed by a resume

@@ -18,19 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ft_ckpt.distributed.ranks import Ranks, current_ranks
-from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.errors import LoadError, NotACheckpointError, damaged_input, listing
-from ft_ckpt.formats.pickles import StandIn
-from ft_ckpt.formats.tensor_file import RawFile
-from ft_ckpt.formats.torch_file import compare_sums, load_torch_values
+from ft_ckpt.extensions.foreign import compare_sums, load_torch_values
+from ft_ckpt.formats import RawFile, StandIn
 from ft_ckpt.messages import warn
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.scratch import check_files_inside
-from ft_ckpt.storage.store import is_inside, read_text
-from ft_ckpt.training import rng
-from ft_ckpt.training.restore import Restored, RestoreReport, agree_on_outcomes
+from ft_ckpt.ranks import ModelTensors, Ranks, current_ranks
+from ft_ckpt.runs import Restored, RestoreReport, agree_on_outcomes, rng
+from ft_ckpt.storage import LocalStore, Place, check_files_inside, is_inside, read_text
 
 _EXPECTED = (
     "training_step",

@@ -9,14 +9,11 @@ Each is called on rank 0 after a save is committed. The trackers are imported on
 from collections.abc import Callable
 from typing import Any
 
-from ft_ckpt.checkpoint.catalog import best, load_manifest
-from ft_ckpt.checkpoint.manifest import Manifest
-from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
+from ft_ckpt.checkpoint import Manifest, best, load_manifest, open_checkpoint
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.saving.report import SaveReport
-from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.scratch import local_folder
-from ft_ckpt.transfer.outgoing import weights_manifest
+from ft_ckpt.extensions.transfer import weights_manifest
+from ft_ckpt.saving import SaveReport
+from ft_ckpt.storage import Place, local_folder
 
 __all__ = [
     "checkpoint_values",

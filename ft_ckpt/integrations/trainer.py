@@ -27,8 +27,7 @@ from ft_ckpt.integrations.checkpointed import Checkpointed, TrainerSettings, ove
 from ft_ckpt.integrations.trainer_layout import ends_chain
 from ft_ckpt.messages import short, warn
 from ft_ckpt.retention import Keep
-from ft_ckpt.saving.follow_up import SaveHook, hooks_of
-from ft_ckpt.training.arguments import in_words
+from ft_ckpt.runs import SaveHook, hooks_of, in_words
 
 __all__ = ["FtCkptCallback", "checkpointed"]
 

@@ -18,13 +18,15 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress
 
-from ft_ckpt.checkpoint.catalog import damage_of, read_manifest, run_checkpoints
-from ft_ckpt.checkpoint.checks import CARD_NAME
-from ft_ckpt.checkpoint.guards import TOMBSTONE
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
-from ft_ckpt.checkpoint.prune import prune_run, recover_all
-from ft_ckpt.distributed.ranks import Ranks, try_action
+from ft_ckpt.checkpoint import (
+    CARD_NAME,
+    MANIFEST_NAME,
+    TOMBSTONE,
+    damage_of,
+    open_checkpoint,
+    read_manifest,
+    run_checkpoints,
+)
 from ft_ckpt.errors import (
     CorruptError,
     LoadError,
@@ -33,18 +35,24 @@ from ft_ckpt.errors import (
     UnreadableError,
     listing,
 )
+from ft_ckpt.extensions.transfer import HubPlace, PendingPush, PushOptions, PushReport, begin_push
 from ft_ckpt.messages import announce, warn
+from ft_ckpt.ranks import Ranks, try_action
 from ft_ckpt.retention import Keep
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import open_place
-from ft_ckpt.storage.scratch import files_made_by
-from ft_ckpt.training.choose import checkpoint_facts, has_training_state, open_to_all
-from ft_ckpt.training.items import known_sources, walk_models
-from ft_ckpt.training.restore import restore_weights
-from ft_ckpt.training.state import ResumePoint, open_resume_point, read_document
-from ft_ckpt.transfer.hub import HubPlace
-from ft_ckpt.transfer.outgoing import PushOptions, PushReport
-from ft_ckpt.transfer.push import PendingPush, begin_push
+from ft_ckpt.runs import (
+    ResumePoint,
+    checkpoint_facts,
+    has_training_state,
+    known_sources,
+    open_resume_point,
+    open_to_all,
+    prune_run,
+    read_document,
+    recover_all,
+    restore_weights,
+    walk_models,
+)
+from ft_ckpt.storage import LocalStore, files_made_by, open_place
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _MODES = {

@@ -16,13 +16,10 @@ import torch
 from torch import nn
 from transformers.trainer import TRAINING_ARGS_NAME
 
-from ft_ckpt.distributed import wrappers
-from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.errors import SelectionError, listing
-from ft_ckpt.model.adapters import is_peft_model
-from ft_ckpt.model.selection import is_pretrained
-from ft_ckpt.storage.local_store import temporary_store
-from ft_ckpt.storage.scratch import files_below
+from ft_ckpt.model import is_peft_model, is_pretrained
+from ft_ckpt.ranks import ModelTensors, wrappers
+from ft_ckpt.storage import files_below, temporary_store
 
 _WEIGHTS = re.compile(
     r"((pytorch_)?model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"

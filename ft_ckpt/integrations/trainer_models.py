@@ -2,7 +2,7 @@
 optimizers, buffers.
 
 Models that the optimizer trains are registered with the run, others are watched
-(`training.watched`). State that cannot be restored, such as tensors in lists or models that
+(`runs.watched`). State that cannot be restored, such as tensors in lists or models that
 callbacks make after the resume, is named in the reports.
 """
 
@@ -18,11 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
-from ft_ckpt.distributed.tensor_digests import digests_of
 from ft_ckpt.errors import SelectionError
-from ft_ckpt.formats import safetensors
-from ft_ckpt.formats.pytree import PLAIN, flatten
-from ft_ckpt.training.items import bare_identity
+from ft_ckpt.formats import PLAIN, flatten, safetensors
+from ft_ckpt.ranks import digests_of
+from ft_ckpt.runs import bare_identity
 
 # Attributes of every Trainer: saved in another way, or no state of the training.
 _OF_TRAINER = frozenset(

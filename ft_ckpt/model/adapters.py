@@ -15,10 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.checkpoint.manifest import DIFFUSERS_LORA_FILE, PartRecord
-from ft_ckpt.distributed.module_state import wrapper_steps
-from ft_ckpt.distributed.source import Source
-from ft_ckpt.distributed.wrappers import shallow_copy, unwrap, user_class, walk_modules
+from ft_ckpt.checkpoint import DIFFUSERS_LORA_FILE, PartRecord
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing, shown
 from ft_ckpt.model.base_files import absent_parameters, config_in_files
 from ft_ckpt.model.conversion import cast_entries
@@ -26,6 +23,7 @@ from ft_ckpt.model.entries import Entry, Group, Part, unchanged_entry
 from ft_ckpt.model.libraries import ADAPTER_FILE, PREFIX
 from ft_ckpt.model.on_meta import Shapes, read_config, tensors_made
 from ft_ckpt.model.selection import View
+from ft_ckpt.ranks import Source, shallow_copy, unwrap, user_class, walk_modules, wrapper_steps
 
 
 def resized_embeddings(view: View, model: Any) -> set[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from ft_ckpt.checkpoint.manifest import PartRecord
+from ft_ckpt.checkpoint import PartRecord
 from ft_ckpt.errors import LoadError, damaged_input, listing
 from ft_ckpt.model.adapters import base_name, embedding_of
 from ft_ckpt.model.base_config import changed_fields, config_for, plain_config

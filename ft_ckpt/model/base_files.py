@@ -15,15 +15,13 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.source import Source
-from ft_ckpt.distributed.wrappers import unwrap
 from ft_ckpt.errors import CheckpointError
-from ft_ckpt.formats.dtypes import dtype_of
-from ft_ckpt.formats.layout import TensorFile
+from ft_ckpt.formats import TensorFile, dtype_of
 from ft_ckpt.model.conversion import with_whole_parameters
 from ft_ckpt.model.folder import join_weight_files, weight_files
 from ft_ckpt.model.selection import is_pretrained, made_by_class
-from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.ranks import Source, unwrap
+from ft_ckpt.storage import Place, open_place
 
 
 def base_folder(identity: str | os.PathLike[str] | Place, revision: str | None) -> Place | None:

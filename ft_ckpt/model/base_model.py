@@ -16,16 +16,9 @@ import torch
 import xxhash
 from torch import nn
 
-from ft_ckpt.checkpoint.manifest import BaseRecord, PartRecord
-from ft_ckpt.distributed.agreement import Values
-from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.replicas import elements_at, has_readable_elements, sample_elements
-from ft_ckpt.distributed.source import Source
-from ft_ckpt.distributed.tensors import ModelTensors
-from ft_ckpt.distributed.wrappers import unwrap, walk_modules
+from ft_ckpt.checkpoint import BaseRecord, PartRecord
 from ft_ckpt.errors import CheckpointError, SelectionError, listing
-from ft_ckpt.formats.dtypes import dtype_name
-from ft_ckpt.formats.layout import TensorFile
+from ft_ckpt.formats import TensorFile, dtype_name
 from ft_ckpt.messages import warn
 from ft_ckpt.model.adapters import (
     TO_BASE,
@@ -40,6 +33,17 @@ from ft_ckpt.model.base_config import changes_of_config, class_of_base
 from ft_ckpt.model.entries import Part
 from ft_ckpt.model.libraries import PREFIX
 from ft_ckpt.model.selection import module_at, view_of
+from ft_ckpt.ranks import (
+    ModelTensors,
+    Ranks,
+    Source,
+    Values,
+    elements_at,
+    has_readable_elements,
+    sample_elements,
+    unwrap,
+    walk_modules,
+)
 
 _PASSING = {
     "_name_or_path",

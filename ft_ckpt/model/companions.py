@@ -23,17 +23,13 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save, get_relative_import_files
 from transformers.models.auto.processing_auto import processor_class_from_name
 
-from ft_ckpt.checkpoint.catalog import is_hub_name
-from ft_ckpt.checkpoint.manifest import BaseRecord
-from ft_ckpt.distributed.wrappers import layout_of, unwrap, user_class
+from ft_ckpt.checkpoint import BaseRecord, is_hub_name
 from ft_ckpt.errors import CompanionError, listing
 from ft_ckpt.messages import warn
 from ft_ckpt.model.adapters import embedding_of, is_peft_model
 from ft_ckpt.model.settings import PATTERNS, order_counts
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import open_place
-from ft_ckpt.storage.scratch import copy_object
-from ft_ckpt.storage.store import Store, read_text
+from ft_ckpt.ranks import layout_of, unwrap, user_class
+from ft_ckpt.storage import LocalStore, Store, copy_object, open_place, read_text
 
 _CARD = """---
 {head}library_name: {library}

@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.distributed.wrappers import user_class
 from ft_ckpt.errors import CompanionError, listing, shown
 from ft_ckpt.messages import warn
 from ft_ckpt.model.companions import has_packed_tensors, is_quantised
 from ft_ckpt.model.entries import Part
 from ft_ckpt.model.on_meta import Shapes, read_config, tensors_made
+from ft_ckpt.ranks import user_class
 
 _CACHED_COMPARISONS = 16  # models that one process saves by turns
 _SAVES_TO_RESUME = "save a checkpoint to resume from with save_state()"

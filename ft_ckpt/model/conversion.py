@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.source import Source
-from ft_ckpt.distributed.wrappers import shallow_copy
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.model.entries import Entry, Group, unchanged_entry
 from ft_ckpt.model.libraries import PREFIX
+from ft_ckpt.ranks import Source, shallow_copy
 
 
 def load_conversion_table() -> None:

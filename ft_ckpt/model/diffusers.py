@@ -17,16 +17,15 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.checkpoint.catalog import is_hub_name
-from ft_ckpt.checkpoint.manifest import DIFFUSERS_LORA_FILE
-from ft_ckpt.distributed.wrappers import user_class
+from ft_ckpt.checkpoint import DIFFUSERS_LORA_FILE, is_hub_name
 from ft_ckpt.errors import CompanionError, LoadError, listing, shown
-from ft_ckpt.formats.layout import TensorFile
+from ft_ckpt.formats import TensorFile
 from ft_ckpt.model.adapters import is_peft_model
 from ft_ckpt.model.base_model import keeps_base
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.model.libraries import DIFFUSERS, PREFIX, library_of
-from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.ranks import user_class
+from ft_ckpt.storage import LocalStore
 
 _LORA_METADATA = "lora_adapter_metadata"
 # Settings of the initial values, which the stored tensors replace.

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.formats.dtypes import dtype_name
+from ft_ckpt.formats import dtype_name
+from ft_ckpt.ranks import Source
 
 MODEL_FILE = "model"
 

@@ -11,24 +11,31 @@ from typing import Any
 
 from torch import Tensor
 
-from ft_ckpt.checkpoint.catalog import load_manifest
-from ft_ckpt.checkpoint.contents import UNREADABLE, describe_contents, why_no_checkpoint
-from ft_ckpt.checkpoint.manifest import (
+from ft_ckpt.checkpoint import (
     DIFFUSERS_LORA_FILE,
     DIFFUSERS_MODEL_FILE,
     MANIFEST_NAME,
+    UNREADABLE,
     Manifest,
     PartRecord,
+    describe_contents,
+    load_manifest,
+    why_no_checkpoint,
 )
 from ft_ckpt.errors import CorruptError, LoadError, UnreadableError, damaged_input, listing, shown
-from ft_ckpt.formats import dcp, detect, jax, lightning, tensorflow
-from ft_ckpt.formats.layout import Spec, TensorFile
-from ft_ckpt.formats.registry import format_named, tensor_formats
+from ft_ckpt.extensions.foreign import dcp, jax, lightning, tensorflow
+from ft_ckpt.formats import Spec, TensorFile, detect, format_named, tensor_formats
 from ft_ckpt.model.libraries import ADAPTER_FILE
-from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.read_ahead import ByteRun
-from ft_ckpt.storage.scratch import check_files_inside, leads_out
-from ft_ckpt.storage.store import Store, Stored, is_inside, read_text
+from ft_ckpt.storage import (
+    ByteRun,
+    Place,
+    Store,
+    Stored,
+    check_files_inside,
+    is_inside,
+    leads_out,
+    read_text,
+)
 
 _STEMS = {
     "model": ("model", "pytorch_model", DIFFUSERS_MODEL_FILE),

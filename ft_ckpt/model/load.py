@@ -10,13 +10,15 @@ import torch
 from torch import nn
 from typing_extensions import Unpack
 
-from ft_ckpt.checkpoint.contents import why_no_checkpoint
-from ft_ckpt.checkpoint.manifest import PartRecord
-from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, checkpoint_around, open_checkpoint
-from ft_ckpt.checkpoint.signature import SignedBy, signature_problems
-from ft_ckpt.distributed.fill import is_first_process
-from ft_ckpt.distributed.tensors import ModelTensors
-from ft_ckpt.distributed.wrappers import hides_tensors, keeps_weights, wrapper_chain
+from ft_ckpt.checkpoint import (
+    OpenCheckpoint,
+    PartRecord,
+    SignedBy,
+    checkpoint_around,
+    open_checkpoint,
+    signature_problems,
+    why_no_checkpoint,
+)
 from ft_ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -25,12 +27,10 @@ from ft_ckpt.errors import (
     listing,
     shown,
 )
-from ft_ckpt.formats.registry import format_named
-from ft_ckpt.formats.tensor_file import MemoryFile
+from ft_ckpt.formats import MemoryFile, format_named
 from ft_ckpt.messages import did_you_mean, printable, short
-from ft_ckpt.model.attach_adapters import attach_adapters, base_of
-from ft_ckpt.model.diffusers import empty_of_config
-from ft_ckpt.model.diffusers import model_class as diffusers_class
+from ft_ckpt.model.attaching import attach_adapters, base_of
+from ft_ckpt.model.diffusers import empty_of_config, model_class as diffusers_class
 from ft_ckpt.model.folder import refuse_delta
 from ft_ckpt.model.libraries import is_config_of_diffusers
 from ft_ckpt.model.load_weights import (
@@ -58,10 +58,14 @@ from ft_ckpt.model.pretrained import (
     most_parameters,
     name_origin,
 )
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.storage.progress import track_reads
-from ft_ckpt.storage.store import Store
+from ft_ckpt.ranks import (
+    ModelTensors,
+    hides_tensors,
+    is_first_process,
+    keeps_weights,
+    wrapper_chain,
+)
+from ft_ckpt.storage import LocalStore, Place, Store, open_place, track_reads
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,30 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.checkpoint.manifest import Manifest, PartRecord
-from ft_ckpt.distributed.fill import WantedTensor, fill_all, readers_here
-from ft_ckpt.distributed.source import Source
-from ft_ckpt.distributed.tensors import ModelTensors, source_of_tensor
-from ft_ckpt.distributed.wrappers import keeps_weights, walk_modules, wrapped_key
+from ft_ckpt.checkpoint import Manifest, PartRecord
 from ft_ckpt.errors import LoadError, listing
-from ft_ckpt.formats.file_io import read_onto
-from ft_ckpt.formats.layout import TensorFile
-from ft_ckpt.formats.pytree import PLAIN, load_object
-from ft_ckpt.formats.registry import checkpoint_format_of
-from ft_ckpt.formats.tensor_file import IndexedFile
+from ft_ckpt.formats import (
+    PLAIN,
+    IndexedFile,
+    TensorFile,
+    checkpoint_format_of,
+    load_object,
+    read_onto,
+)
 from ft_ckpt.model.selection import made_by_class, put_at, tensor_at
 from ft_ckpt.model.settings import EXTRA_FILE
-from ft_ckpt.storage.store import Store, read_text
+from ft_ckpt.ranks import (
+    ModelTensors,
+    Source,
+    WantedTensor,
+    fill_all,
+    keeps_weights,
+    readers_here,
+    source_of_tensor,
+    walk_modules,
+    wrapped_key,
+)
+from ft_ckpt.storage import Store, read_text
 
 Weights = tuple[dict[str, Tensor], bool]  # tensors by name, and whether all are mapped
 

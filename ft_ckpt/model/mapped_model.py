@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from ft_ckpt.distributed.wrapper import stand_in_parameter
 from ft_ckpt.errors import LoadError, damaged_input, listing
-from ft_ckpt.formats.layout import TensorFile
+from ft_ckpt.formats import TensorFile
 from ft_ckpt.model.base_class import BaseClass
 from ft_ckpt.model.base_files import FileOrigin, find_origins
 from ft_ckpt.model.conversion import with_whole_parameters
 from ft_ckpt.model.pretrained import add_folder_settings, model_class, without_memory
 from ft_ckpt.model.selection import put_at, tensor_at
+from ft_ckpt.ranks import stand_in_parameter
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ft_ckpt.distributed.tensors import ModelTensors
-from ft_ckpt.storage.local_store import temporary_store
+from ft_ckpt.ranks import ModelTensors
+from ft_ckpt.storage import temporary_store
 
 Shapes = dict[str, tuple[int, ...]]
 

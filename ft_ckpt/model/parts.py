@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
 from ft_ckpt.messages import short
 from ft_ckpt.model.adapters import (
@@ -22,6 +21,7 @@ from ft_ckpt.model.base_model import irreproducible, refuse_merged
 from ft_ckpt.model.diffusers import in_lora_layout
 from ft_ckpt.model.entries import MergeChoice, Part
 from ft_ckpt.model.selection import View, model_part, module_at, view_of
+from ft_ckpt.ranks import Source
 
 Attribute = str | Sequence[str] | None
 
@@ -136,7 +136,7 @@ def parts_of(
         whole = view_of(model, found, attribute or "", extra)
         if merged is not None:
             # here, because it imports PEFT, which is slow
-            from ft_ckpt.model.merge import merged_part
+            from ft_ckpt.extensions.tools import merged_part
 
             return _refuse_missing([merged_part(whole, "", dtype, merged)], [whole], adapter_only)
         return _refuse_missing(

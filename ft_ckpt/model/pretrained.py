@@ -12,21 +12,15 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ft_ckpt.checkpoint.manifest import PartRecord
-from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
-from ft_ckpt.distributed.source import Source
-from ft_ckpt.distributed.tensors import ModelTensors
-from ft_ckpt.distributed.wrappers import unwrap
+from ft_ckpt.checkpoint import OpenCheckpoint, PartRecord
 from ft_ckpt.errors import LoadError, listing
-from ft_ckpt.formats.dtypes import dtype_of
+from ft_ckpt.formats import dtype_of
 from ft_ckpt.model.conversion import converted_entries, stored_as_in_memory
 from ft_ckpt.model.load_weights import beside_weights, weight_names
 from ft_ckpt.model.selection import is_pretrained, made_by_class
 from ft_ckpt.model.settings import absurd_counts
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.scratch import local_folder
-from ft_ckpt.storage.store import Store, read_text
+from ft_ckpt.ranks import ModelTensors, Source, unwrap
+from ft_ckpt.storage import LocalStore, Place, Store, local_folder, read_text
 
 # a stored tensor may be split, and a parameter may be registered more than once
 _PARAMETERS_A_TENSOR = 16

@@ -11,15 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.distributed.source import Source
-from ft_ckpt.distributed.wrappers import unwrap, walk_modules
 from ft_ckpt.errors import IncompleteError, SelectionError, UnknownAttributeError, listing
-from ft_ckpt.formats.dtypes import dtype_name, dtype_of
-from ft_ckpt.formats.pytree import dump_object
+from ft_ckpt.formats import dtype_name, dtype_of, dump_object
 from ft_ckpt.messages import did_you_mean
 from ft_ckpt.model.conversion import cast_entries, converted_entries, kept_in_float32
 from ft_ckpt.model.entries import MODEL_FILE, Part, main_dtype, unchanged_entry
 from ft_ckpt.model.libraries import TRANSFORMERS, library_of
+from ft_ckpt.ranks import Source, unwrap, walk_modules
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,7 @@ from typing import Any
 
 from ft_ckpt.errors import CorruptError, damaged_input
 from ft_ckpt.messages import without_secrets
-from ft_ckpt.storage.scratch import files_made_by
-from ft_ckpt.storage.store import Store, read_text
+from ft_ckpt.storage import Store, files_made_by, read_text
 
 EXTRA_FILE = "extra_state.json"  # non-tensor values of state dicts
 # a plain module has none

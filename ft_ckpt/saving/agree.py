@@ -10,18 +10,17 @@ from typing import Any
 import xxhash
 
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.distributed.agreement import Values
-from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import RanksDisagreeError
 from ft_ckpt.messages import warn
-from ft_ckpt.model.parts import kind_of
+from ft_ckpt.model import kind_of
+from ft_ckpt.ranks import Ranks, Values
+from ft_ckpt.runs import name_differing_tensors
 from ft_ckpt.saving import replicas
 from ft_ckpt.saving.plan import BaseSamples
 from ft_ckpt.saving.request import SaveRequest
 from ft_ckpt.saving.reuse_frozen import Offer
 from ft_ckpt.saving.stage import StagedSave
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.training.items import name_differing_tensors
+from ft_ckpt.storage import LocalStore
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.config import SaverConfig, parse_size
-from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.messages import warn
-from ft_ckpt.model.conversion import load_conversion_table
+from ft_ckpt.model import load_conversion_table
+from ft_ckpt.ranks import Ranks, current_ranks, try_action
+from ft_ckpt.runs import AfterSave, TrainingRun, optimizers_among, run_items, yield_to_training
 from ft_ckpt.saving.agree import agree_on_plan
 from ft_ckpt.saving.execute import PreparedSave, run_save
-from ft_ckpt.saving.follow_up import AfterSave, yield_to_training
 from ft_ckpt.saving.plan import plan_save
 from ft_ckpt.saving.report import SaveReport
 from ft_ckpt.saving.request import SaveRequest
@@ -44,9 +44,7 @@ from ft_ckpt.saving.snapshot import (
 from ft_ckpt.saving.stage import StagedSave
 from ft_ckpt.saving.write_plan import plan_writes
 from ft_ckpt.schedule import History, after_commit
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.training.items import optimizers_among, run_items
-from ft_ckpt.training.run import TrainingRun
+from ft_ckpt.storage import LocalStore
 
 P = ParamSpec("P")
 T = TypeVar("T")

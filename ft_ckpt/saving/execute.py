@@ -11,17 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ft_ckpt.checkpoint.checks import stored_bytes
-from ft_ckpt.checkpoint.manifest import Manifest
+from ft_ckpt.checkpoint import Manifest, stored_bytes
 from ft_ckpt.config import SaverConfig, human_size
-from ft_ckpt.distributed.agreement import Values
-from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import NoSpaceError, explained
-from ft_ckpt.formats.registry import format_named
-from ft_ckpt.formats.safetensors_file import link_second_names
+from ft_ckpt.extensions.tools import compress_file
+from ft_ckpt.formats import format_named, link_second_names
 from ft_ckpt.messages import LOG
-from ft_ckpt.model.objects import compress_file
-from ft_ckpt.model.parts import kind_of
+from ft_ckpt.model import kind_of
+from ft_ckpt.ranks import Ranks, Values
 from ft_ckpt.saving import replicas
 from ft_ckpt.saving.agree import AgreedSave, agree_on_plan
 from ft_ckpt.saving.files import check_written_files
@@ -35,10 +32,7 @@ from ft_ckpt.saving.shared_folders import SharedFolders
 from ft_ckpt.saving.stage import StagedSave, prepare_stage
 from ft_ckpt.saving.write import store_of_rank, where_all_see, write_tensors, written_records
 from ft_ckpt.saving.write_plan import WritePlan, plan_writes
-from ft_ckpt.storage.digests import FileRecord, read_record
-from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.scratch import local_folder
-from ft_ckpt.storage.store import Store
+from ft_ckpt.storage import FileRecord, Place, Store, local_folder, read_record
 
 
 @dataclass(frozen=True, eq=False)

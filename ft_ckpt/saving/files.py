@@ -7,13 +7,19 @@ from dataclasses import dataclass
 import torch
 
 from ft_ckpt.errors import IncompleteError, SelectionError, listing
-from ft_ckpt.formats.dtypes import dtype_name
-from ft_ckpt.formats.file_io import FilePlan
-from ft_ckpt.formats.layout import Layout, Spec
-from ft_ckpt.formats.registry import DEFAULT_FORMAT, TensorFormat, format_named
-from ft_ckpt.formats.shards import shard_index, split_into_files
-from ft_ckpt.model.entries import Part
-from ft_ckpt.storage.store import Store, is_utf8
+from ft_ckpt.formats import (
+    DEFAULT_FORMAT,
+    FilePlan,
+    Layout,
+    Spec,
+    TensorFormat,
+    dtype_name,
+    format_named,
+    shard_index,
+    split_into_files,
+)
+from ft_ckpt.model import Part
+from ft_ckpt.storage import Store, is_utf8
 
 MIN_FROZEN_BYTES = 64 << 20  # of frozen tensors that are worth a second file
 MIN_FROZEN_SHARE = 0.25  # of a part that is worth a second file

@@ -9,22 +9,22 @@ from typing import Any
 from torch import Tensor
 
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.replicas import sample_elements
-from ft_ckpt.distributed.sharding import is_known_to_all
-from ft_ckpt.distributed.source import Source
-from ft_ckpt.distributed.tensors import ModelTensors, engine_names, from_state_dict
-from ft_ckpt.formats.registry import format_named
-from ft_ckpt.model.base_model import identifying_tensors, refuse_merged
-from ft_ckpt.model.entries import Part
-from ft_ckpt.model.parts import parts_of
-from ft_ckpt.model.selection import without_own_layouts
+from ft_ckpt.formats import format_named
+from ft_ckpt.model import Part, identifying_tensors, parts_of, refuse_merged, without_own_layouts
+from ft_ckpt.ranks import (
+    ModelTensors,
+    Ranks,
+    Source,
+    engine_names,
+    from_state_dict,
+    is_known_to_all,
+    sample_elements,
+)
+from ft_ckpt.runs import Captured, model_sources, state_part
 from ft_ckpt.saving import replicas
 from ft_ckpt.saving.files import PartPlan, frozen_names, plan_part
 from ft_ckpt.saving.request import SaveRequest
 from ft_ckpt.saving.sidecars import Companions, companions_of
-from ft_ckpt.training.items import model_sources
-from ft_ckpt.training.state import Captured, state_part
 
 # part -> tensor -> flat index -> element
 BaseSamples = Mapping[str, Mapping[str, Mapping[str, float]]]

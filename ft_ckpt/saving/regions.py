@@ -10,18 +10,21 @@ from itertools import chain, groupby
 from torch import Tensor
 
 from ft_ckpt.devices import host_pieces, is_accelerator
-from ft_ckpt.distributed.gather import Chunk, gather_tensors, stream_buckets
-from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import IncompleteError
-from ft_ckpt.formats.dtypes import all_finite
-from ft_ckpt.formats.file_io import FilePlan
-from ft_ckpt.model.entries import Entry, Group
+from ft_ckpt.formats import FilePlan, all_finite
+from ft_ckpt.model import Entry, Group
+from ft_ckpt.ranks import Chunk, Ranks, Source, gather_tensors, stream_buckets
 from ft_ckpt.saving.write_plan import FileWrites
-from ft_ckpt.storage.digests import Cut, chunk_of_rank
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.read_ahead import BLOCK_BYTES
-from ft_ckpt.storage.writer import Region, Writer, digest_regions, region_of
+from ft_ckpt.storage import (
+    BLOCK_BYTES,
+    Cut,
+    LocalStore,
+    Region,
+    Writer,
+    chunk_of_rank,
+    digest_regions,
+    region_of,
+)
 
 _CAST_ELEMENTS = 4 << 20  # converted at a time
 SourceView = Callable[[Source], Source]  # a planned tensor -> the same with the elements to write

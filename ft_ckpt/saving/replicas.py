@@ -11,16 +11,20 @@ from typing import Any
 
 import xxhash
 
-from ft_ckpt.distributed.agreement import Values, rank_numbers
-from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.replicas import WEIGHTS, place_of
-from ft_ckpt.distributed.source import Source
-from ft_ckpt.distributed.tensor_digests import digests_of
-from ft_ckpt.distributed.tensors import of_rank_0
 from ft_ckpt.errors import listing
-from ft_ckpt.model.entries import Entry, Part
+from ft_ckpt.model import Entry, Part
+from ft_ckpt.ranks import (
+    WEIGHTS,
+    Ranks,
+    Source,
+    Values,
+    digests_of,
+    of_rank_0,
+    place_of,
+    rank_numbers,
+)
+from ft_ckpt.runs import settings_by_rank
 from ft_ckpt.saving.files import PartPlan
-from ft_ckpt.training.state import settings_by_rank
 
 # Tensor, as a run names it -> rank whose value differs from the first rank's -> its place (see
 # `place_of`), None if the rank holds no elements.

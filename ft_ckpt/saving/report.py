@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ft_ckpt.engines.follow import PendingPublish
-from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.transfer.push import PendingPush
+from ft_ckpt.extensions.rl import PendingPublish
+from ft_ckpt.extensions.transfer import PendingPush
+from ft_ckpt.storage import Place, open_place
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.model.entries import MergeChoice
-from ft_ckpt.model.parts import Attribute
-from ft_ckpt.saving.logits import LogitsCheck
+from ft_ckpt.extensions.tools import LogitsCheck
+from ft_ckpt.model import Attribute, MergeChoice
+from ft_ckpt.runs import Captured
 from ft_ckpt.saving.replicas import Differences
-from ft_ckpt.storage.digests import FileRecord
-from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.store import Store
-from ft_ckpt.training.state import Captured
+from ft_ckpt.storage import FileRecord, Place, Store
 
 
 @dataclass(frozen=True, eq=False)

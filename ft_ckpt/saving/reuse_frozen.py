@@ -9,16 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from ft_ckpt.checkpoint.open_checkpoint import EarlierCheckpoint, earlier_checkpoints, take_earlier
-from ft_ckpt.checkpoint.staging import Staging
-from ft_ckpt.distributed.agreement import Values
-from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.checkpoint import EarlierCheckpoint, Staging, earlier_checkpoints, take_earlier
 from ft_ckpt.errors import CorruptError, TargetError
+from ft_ckpt.ranks import Ranks, Values
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.regions import SourceView, digest_own_bytes
 from ft_ckpt.saving.write_plan import FileWrites, divide_files
-from ft_ckpt.storage.digests import FileRecord, joined_digest, whole_digest
-from ft_ckpt.storage.store import Store, etag_of
+from ft_ckpt.storage import FileRecord, Store, etag_of, joined_digest, whole_digest
 
 _MAX_EARLIER = 3  # newest checkpoints to look in: several models may be saved in turns
 _LINK = ".ft_ckpt-frozen-"  # prefix of the names of files in a stage that may be reused

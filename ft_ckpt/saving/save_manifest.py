@@ -8,11 +8,11 @@ from importlib import metadata
 from typing import Any
 
 from ft_ckpt._version import __version__
-from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
-from ft_ckpt.model.entries import lossy_casts, shared_between
+from ft_ckpt.checkpoint import BaseRecord, Manifest, PartRecord
+from ft_ckpt.model import lossy_casts, shared_between
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.plan import BaseSamples
-from ft_ckpt.storage.digests import FileRecord
+from ft_ckpt.storage import FileRecord
 
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "safetensors")
 

@@ -3,10 +3,9 @@
 import uuid
 from pathlib import Path
 
-from ft_ckpt.distributed.ranks import Ranks, try_action
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.store import Store
+from ft_ckpt.ranks import Ranks, try_action
+from ft_ckpt.storage import LocalStore, Store
 
 _PROBE = ".ft_ckpt-probe"
 

@@ -11,21 +11,24 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.checkpoint.manifest import DIFFUSERS_LORA_FILE, MANIFEST_NAME, BaseRecord
-from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.wrappers import user_class
+from ft_ckpt.checkpoint import DIFFUSERS_LORA_FILE, MANIFEST_NAME, BaseRecord
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.model import companions
-from ft_ckpt.model.base_model import record_of_base
-from ft_ckpt.model.config_check import check_config
-from ft_ckpt.model.diffusers import is_diffusers, write_config
-from ft_ckpt.model.entries import Part, main_dtype
-from ft_ckpt.model.settings import EXTRA_FILE, SETTINGS_FILES
+from ft_ckpt.model import (
+    EXTRA_FILE,
+    SETTINGS_FILES,
+    Part,
+    check_config,
+    companions,
+    is_diffusers,
+    main_dtype,
+    record_of_base,
+    write_config,
+)
+from ft_ckpt.ranks import Ranks, user_class
+from ft_ckpt.runs import DOCUMENT_NAME, FOLDER, Document
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.request import SaveRequest
-from ft_ckpt.storage.scratch import files_made_by
-from ft_ckpt.storage.store import is_inside
-from ft_ckpt.training.state import DOCUMENT_NAME, FOLDER, Document
+from ft_ckpt.storage import files_made_by, is_inside
 
 
 @dataclass(frozen=True, eq=False)

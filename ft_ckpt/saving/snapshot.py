@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.devices import Moment, copy_to_host, is_accelerator, pinned_memory, record_moment
-from ft_ckpt.distributed.gather import gather_tensors, moves_to
-from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.sharding import ReplicatedSharding
-from ft_ckpt.distributed.source import Source
-from ft_ckpt.distributed.wrappers import optimizer_parameter
+from ft_ckpt.ranks import (
+    Ranks,
+    ReplicatedSharding,
+    Source,
+    gather_tensors,
+    moves_to,
+    optimizer_parameter,
+)
 from ft_ckpt.saving.write_plan import WritePlan
 
 _ALIGNMENT = 64

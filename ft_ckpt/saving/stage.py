@@ -3,18 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ft_ckpt.checkpoint import prune, staging
-from ft_ckpt.checkpoint.staging import Staging
+from ft_ckpt.checkpoint import Staging, staging
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.ranks import Ranks
+from ft_ckpt.runs import prune
 from ft_ckpt.saving import reuse_frozen
 from ft_ckpt.saving.plan import SavePlan
 from ft_ckpt.saving.request import SaveRequest
 from ft_ckpt.saving.reuse_frozen import Offer
 from ft_ckpt.saving.sidecars import check_configs
-from ft_ckpt.storage.digests import FileRecord, record_of
-from ft_ckpt.storage.read_ahead import BLOCK_BYTES
-from ft_ckpt.storage.writer import WriteTuning, tuning_for
+from ft_ckpt.storage import BLOCK_BYTES, FileRecord, WriteTuning, record_of, tuning_for
 
 _MANIFEST_BYTES = 16 << 20  # reserved in the check of free space
 

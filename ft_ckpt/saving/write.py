@@ -7,24 +7,17 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint.staging import stage_store
+from ft_ckpt.checkpoint import stage_store
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.distributed.agreement import Values
-from ft_ckpt.distributed.gather import are_equal
-from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import IncompleteError, listing
-from ft_ckpt.formats.file_io import write_file
+from ft_ckpt.formats import write_file
+from ft_ckpt.ranks import Ranks, Values, are_equal
 from ft_ckpt.saving.regions import Gathering, SourceView, file_turns, write_own_bytes
 from ft_ckpt.saving.shared_folders import SharedFolders
 from ft_ckpt.saving.stage import saver_tuning
 from ft_ckpt.saving.write_plan import FileWrites, Mode, WritePlan
 from ft_ckpt.schema import as_record
-from ft_ckpt.storage.digests import FileRecord
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.progress import track_bytes
-from ft_ckpt.storage.store import Store
-from ft_ckpt.storage.writer import Region, Writer
+from ft_ckpt.storage import FileRecord, LocalStore, Place, Region, Store, Writer, track_bytes
 
 
 def where_all_see(

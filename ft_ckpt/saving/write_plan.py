@@ -11,16 +11,20 @@ from itertools import accumulate, chain
 from math import prod
 
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.distributed.source import Source
-from ft_ckpt.formats.file_io import FilePlan
-from ft_ckpt.formats.registry import format_named
-from ft_ckpt.model.entries import Entry
+from ft_ckpt.formats import FilePlan, format_named
+from ft_ckpt.model import Entry
+from ft_ckpt.ranks import Source
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.plan import SavePlan
-from ft_ckpt.storage.digests import Cut, FileRecord, chunk_of_rank, joined_digest
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.read_ahead import BLOCK_BYTES
+from ft_ckpt.storage import (
+    BLOCK_BYTES,
+    Cut,
+    FileRecord,
+    LocalStore,
+    Place,
+    chunk_of_rank,
+    joined_digest,
+)
 
 MIN_SHARED_BYTES = 32 << 20  # opening the files of a smaller checkpoint on all ranks does not pay
 MIN_RUN_BYTES = 256 << 10  # of a run, where a tensor has several: at 128 KB a gather is as fast

@@ -122,7 +122,7 @@ def _mapped_contents(file: Readable, parts: _Parts) -> _Contents:
 
 
 def _remote_contents(file: Readable, parts: _Parts) -> _Contents:
-    from ft_ckpt.storage.read_ahead import ByteRun, read_ahead  # lazily: listing does not need it
+    from ft_ckpt.storage.prefetch import ByteRun, read_ahead  # lazily: listing does not need it
 
     runs = (ByteRun(str(owner), file, start, stop - start) for start, stop, owner in parts)
     for part in read_ahead(runs):

@@ -15,7 +15,7 @@ from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.direct_io import LocalWriting, allocate_file, create_file
 from ft_ckpt.storage.local_disk import PREFIX, locked_folder
 from ft_ckpt.storage.local_file import LocalFile
-from ft_ckpt.storage.read_ahead import BLOCK_BYTES
+from ft_ckpt.storage.prefetch import BLOCK_BYTES
 from ft_ckpt.storage.store import (
     Folder,
     FolderListing,

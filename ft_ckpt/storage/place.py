@@ -14,7 +14,7 @@ from ft_ckpt.storage.local_store import LocalStore, linked_path, readable_mode
 from ft_ckpt.storage.store import Readable, Store, is_name
 
 if TYPE_CHECKING:
-    from ft_ckpt.storage.object_store import ObjectStore
+    from ft_ckpt.extensions.buckets import ObjectStore
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "memory")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/]*)/*(.*)", re.DOTALL)
@@ -76,7 +76,7 @@ def _open_bucket(url: str, options: dict[str, Any]) -> "ObjectStore":
     """
     try:
         # lazily: local runs do not need the client
-        from ft_ckpt.storage.object_store import ObjectStore
+        from ft_ckpt.extensions.buckets import ObjectStore
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{url}: object stores need obstore; {install_extra('remote')}"

@@ -19,7 +19,7 @@ from ft_ckpt.storage.local_disk import DRAFTS, list_entries, locked_folder
 from ft_ckpt.storage.local_file import LocalFile, open_local_file
 from ft_ckpt.storage.local_store import LocalStore, temporary_store
 from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
+from ft_ckpt.storage.prefetch import ByteRun, read_ahead
 from ft_ckpt.storage.store import Readable, Store, Stored, read_range
 
 SMALL_COPY_BYTES = 8 << 20  # objects up to it are written in one call

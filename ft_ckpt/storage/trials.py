@@ -28,7 +28,7 @@ from ft_ckpt.storage.local_disk import PREFIX
 from ft_ckpt.storage.local_store import LocalStore, temporary_store
 from ft_ckpt.storage.locks import new_owner
 from ft_ckpt.storage.mounts import LOCAL_FILE_SYSTEMS, MountedFrom, mount_of
-from ft_ckpt.storage.read_ahead import ALIGNMENT, BLOCK_BYTES, new_block
+from ft_ckpt.storage.prefetch import ALIGNMENT, BLOCK_BYTES, new_block
 from ft_ckpt.storage.store import Store
 
 _TRIED_MOUNTS: set[MountedFrom] = set()  # mounts that this process has tried

@@ -2,7 +2,7 @@
 
 One process acts as one of the ranks, in a fake process group. Every rank makes the whole plan by
 itself, so the time of one is the time of all. Messages between ranks through the store are counted
-by `tests/distributed/test_crowd.py`.
+by `tests/ranks/test_crowd.py`.
 """
 
 import gc
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import LlamaForCausalLM
 
 from ft_ckpt import SaverConfig
-from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.ranks.ranks import Ranks
 from ft_ckpt.saving.agree import _describe_save
 from ft_ckpt.saving.plan import plan_save
 from ft_ckpt.saving.request import request_of

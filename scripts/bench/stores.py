@@ -82,7 +82,7 @@ def transfer(_setting: Setting, direction: str, way: str, size_bytes: int) -> li
 
 def _ours_up(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
     from ft_ckpt.storage.place import open_store
-    from ft_ckpt.storage.read_ahead import BLOCK_BYTES
+    from ft_ckpt.storage.prefetch import BLOCK_BYTES
 
     store, view = open_store(folder), memoryview(memory)
 
@@ -97,7 +97,7 @@ def _ours_up(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
 
 def _ours_down(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
     from ft_ckpt.storage.place import open_store
-    from ft_ckpt.storage.read_ahead import read_into
+    from ft_ckpt.storage.prefetch import read_into
 
     store, view = open_store(folder), memoryview(memory)
     return lambda: read_into(view, store.open(_NAME), len(view))

@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 from buckets import new_bucket
-from hypothesis import seed, settings
-from hypothesis import strategies as st
+from hypothesis import seed, settings, strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -36,8 +35,8 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep
 from ft_ckpt.checkpoint import leases
 from ft_ckpt.checkpoint.guards import pin, unpin
-from ft_ckpt.checkpoint.prune import prune_run
 from ft_ckpt.errors import CheckpointError, NotACheckpointError, TargetError, UnreadableError
+from ft_ckpt.runs.prune import prune_run
 from ft_ckpt.storage.place import Place, open_store
 from ft_ckpt.storage.store import Store
 

@@ -16,13 +16,13 @@ from ft_ckpt.checkpoint.catalog import discover, verify
 from ft_ckpt.checkpoint.guards import SAVING, TOMBSTONE, hold_lease, pin, pin_reason, unpin
 from ft_ckpt.checkpoint.leases import LEASE, put_mark, read_mark
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
-from ft_ckpt.checkpoint.prune import PruneReport, make_room, prune_run, recover_all, survey_run
+from ft_ckpt.checkpoint.opening import open_checkpoint
 from ft_ckpt.checkpoint.staging import open_object_staging
 from ft_ckpt.errors import NotACheckpointError, TargetError, UnreadableError
+from ft_ckpt.extensions.buckets.object_store import ObjectStore
 from ft_ckpt.retention import Keep
+from ft_ckpt.runs.prune import PruneReport, make_room, prune_run, recover_all, survey_run
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.object_store import ObjectStore
 from ft_ckpt.storage.place import Place, open_store
 
 KEEP = Keep(last=2, state=Keep(last=1))  # of four drops two and strips one

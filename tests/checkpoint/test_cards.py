@@ -7,12 +7,12 @@ from buckets import new_bucket
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint.catalog import read_manifest, verify
-from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
+from ft_ckpt.checkpoint.opening import open_checkpoint
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import CorruptError
+from ft_ckpt.extensions.transfer.copies import copy
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
-from ft_ckpt.transfer.copies import copy
 
 CHANGED = ("README.md: the model card was changed after the save",)
 

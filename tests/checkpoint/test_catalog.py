@@ -23,10 +23,10 @@ from ft_ckpt.checkpoint.manifest import (
     manifest_from_json,
     manifest_to_json,
 )
-from ft_ckpt.checkpoint.prune import prune_run
 from ft_ckpt.errors import ManifestError, NotACheckpointError, UnreadableError
 from ft_ckpt.formats.safetensors import read_header
 from ft_ckpt.retention import Keep
+from ft_ckpt.runs.prune import prune_run
 from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.local_file import open_local_file
 from ft_ckpt.storage.local_store import LocalStore

@@ -19,7 +19,6 @@ from ft_ckpt.checkpoint.catalog import CheckpointInfo, discover, read_manifest
 from ft_ckpt.checkpoint.delete import delete_state
 from ft_ckpt.checkpoint.guards import PIN, SIGNED, lease_reasons, pin
 from ft_ckpt.checkpoint.metrics import METRIC, read_metrics
-from ft_ckpt.checkpoint.prune import prune_run
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -28,6 +27,7 @@ from ft_ckpt.errors import (
     NotACheckpointError,
 )
 from ft_ckpt.retention import Keep
+from ft_ckpt.runs.prune import prune_run
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
 

@@ -22,7 +22,7 @@ from ft_ckpt.checkpoint.catalog import (
 )
 from ft_ckpt.checkpoint.checks import checkpoint_problems, file_problems
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
+from ft_ckpt.checkpoint.opening import open_checkpoint
 from ft_ckpt.checkpoint.staging import open_object_staging, open_staging, put_manifest
 from ft_ckpt.errors import (
     CorruptError,

@@ -31,11 +31,12 @@ from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.guards import lease_reasons
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_to_json
-from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
+from ft_ckpt.checkpoint.opening import open_checkpoint
 from ft_ckpt.cli import main
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
-from ft_ckpt.model import convert, diff, load
-from ft_ckpt.training import resume
+from ft_ckpt.extensions.tools import converting, diff
+from ft_ckpt.model import load
+from ft_ckpt.runs import resume
 
 SEED = chosen_seed()
 
@@ -358,14 +359,14 @@ def test_a_checkpoint_that_is_replaced_is_converted_as_it_was(tmp_path, monkeypa
     """Weights and config are of one save, and nothing may delete it meanwhile."""
     model = models.build("llama").eval()
     CheckpointSaver().save(model, tmp_path / "out")
-    real = convert._copy_companions
+    real = converting._copy_companions
 
     def overwritten_before(*asked):
         assert lease_reasons(tmp_path / "out")
         CheckpointSaver().save(models.build("qwen3"), tmp_path / "out")
         return real(*asked)
 
-    monkeypatch.setattr(convert, "_copy_companions", overwritten_before)
+    monkeypatch.setattr(converting, "_copy_companions", overwritten_before)
     ft_ckpt.convert(tmp_path / "out", tmp_path / "new", progress=False)
     loaded = ft_ckpt.load_model(tmp_path / "new")
     assert type(loaded) is type(model)

@@ -28,16 +28,16 @@ from ft_ckpt.checkpoint import signature
 from ft_ckpt.checkpoint.catalog import read_manifest, verify
 from ft_ckpt.checkpoint.commit import commit_stage, open_stage
 from ft_ckpt.checkpoint.guards import hold_lease, pin
-from ft_ckpt.checkpoint.prune import prune_run
-from ft_ckpt.checkpoint.sign import sign
 from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import ConfigError, CorruptError, ManifestError, NotACheckpointError
+from ft_ckpt.extensions.transfer.copies import copy
+from ft_ckpt.extensions.transfer.pushing import push
+from ft_ckpt.extensions.transfer.signing import sign
+from ft_ckpt.extensions.transfer.syncing import sync
 from ft_ckpt.retention import Keep
+from ft_ckpt.runs.prune import prune_run
 from ft_ckpt.storage.place import Place
-from ft_ckpt.transfer.copies import copy
-from ft_ckpt.transfer.push import push
-from ft_ckpt.transfer.sync import sync
 
 pytest.importorskip("model_signing")
 RUN = "import sys; from ft_ckpt.cli import main; main()"
@@ -287,7 +287,9 @@ def test_one_that_is_replaced_meanwhile(
         save(signed, step=2)
         return bundle
 
-    monkeypatch.setattr(sys.modules["ft_ckpt.checkpoint.sign"], "make_signature", make_late)
+    monkeypatch.setattr(
+        sys.modules["ft_ckpt.extensions.transfer.signing"], "make_signature", make_late
+    )
     with pytest.raises(CorruptError, match="replaced while it was signed"):
         sign(signed, keys[0])
     assert not (signed / SIGNATURE_NAME).exists()

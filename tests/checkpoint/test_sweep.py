@@ -22,9 +22,9 @@ from ft_ckpt.checkpoint.commit import commit_stage, open_stage
 from ft_ckpt.checkpoint.delete import without_state
 from ft_ckpt.checkpoint.guards import TOMBSTONE, hold_lease, lease_reasons, pin, unpin
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord
-from ft_ckpt.checkpoint.prune import PruneReport, make_room, prune_run, recover_all, survey_run
 from ft_ckpt.errors import NotACheckpointError
 from ft_ckpt.retention import Keep
+from ft_ckpt.runs.prune import PruneReport, make_room, prune_run, recover_all, survey_run
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.digests import read_record
 from ft_ckpt.storage.local_store import LocalStore
@@ -514,7 +514,7 @@ def test_two_sweeps_do_not_meet(run):
 def test_one_that_disappears_is_no_error(run, monkeypatch):
     """Somebody deletes by hand while the sweep looks, or after it has."""
     monkeypatch.setattr(
-        "ft_ckpt.checkpoint.prune.deletion_guards",
+        "ft_ckpt.runs.prune.deletion_guards",
         lambda path: shutil.rmtree(path.with_name("checkpoint-9"), True) or (),
     )
     assert prune_run(run, Keep(last=1)).problems == ()

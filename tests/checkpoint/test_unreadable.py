@@ -18,9 +18,9 @@ from transformers import Trainer, TrainingArguments
 from ft_ckpt import CheckpointSaver, Keep, average, best, convert, latest, open_place, sync, verify
 from ft_ckpt.checkpoint import checks
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.prune import prune_run
 from ft_ckpt.errors import TargetError, UnreadableError
 from ft_ckpt.integrations.trainer import FtCkptCallback
+from ft_ckpt.runs.prune import prune_run
 
 FILES = [MANIFEST_NAME, "model.safetensors", "config.json"]
 

@@ -21,8 +21,8 @@ import ft_ckpt as library
 from ft_ckpt import CheckpointSaver, SaverConfig
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.errors import CheckpointError, ConfigError
+from ft_ckpt.extensions.transfer.outgoing import PushOptions
 from ft_ckpt.storage import progress
-from ft_ckpt.transfer.outgoing import PushOptions
 
 WITH_KEYS = {
     "s3://AKIA:S3CRET@bucket/run": "AWS_SECRET_ACCESS_KEY",

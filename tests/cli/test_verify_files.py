@@ -5,8 +5,8 @@ run.
 import pytest
 from small_checkpoints import save, save_with_state
 
-from ft_ckpt.checkpoint import verify
-from ft_ckpt.checkpoint.verify import verify_listed
+from ft_ckpt.checkpoint import verification
+from ft_ckpt.checkpoint.verification import verify_listed
 from ft_ckpt.cli import run_command, show
 from ft_ckpt.errors import NotACheckpointError, UnreadableError
 from ft_ckpt.storage.local_store import LocalStore
@@ -70,10 +70,10 @@ def test_a_report_is_of_a_run(tmp_path):
 
 def test_files_know_the_checkpoint_that_lists_them(tmp_path):
     save(tmp_path / "checkpoint", step=1)
-    found = verify.listing_manifest(open_place(tmp_path / "checkpoint" / "config.json"))
+    found = verification.listing_manifest(open_place(tmp_path / "checkpoint" / "config.json"))
     assert found is not None
     assert (found[0].where("x"), found[2].path) == (
         str(tmp_path / "checkpoint" / "x"),
         "config.json",
     )
-    assert verify.listing_manifest(open_place(tmp_path / "nothing.json")) is None
+    assert verification.listing_manifest(open_place(tmp_path / "nothing.json")) is None

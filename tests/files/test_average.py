@@ -25,7 +25,7 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep, SaverConfig, average, latest, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError
-from ft_ckpt.model.average import normalized_weights, parse_weights
+from ft_ckpt.extensions.tools.averaging import normalized_weights, parse_weights
 
 TARGETS = ["q_proj", "v_proj"]
 

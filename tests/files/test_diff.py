@@ -12,8 +12,7 @@ import models
 import pytest
 import torch
 from contract_format import filled
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from launch import run_python
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
@@ -21,10 +20,10 @@ from seeds import examples
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
+from ft_ckpt.extensions.tools import diff as room
+from ft_ckpt.extensions.tools.converting import open_source
+from ft_ckpt.extensions.tools.diff import by_layer, compare_files, layer_of
 from ft_ckpt.formats.safetensors import NAMES
-from ft_ckpt.model import diff as room
-from ft_ckpt.model.convert import open_source
-from ft_ckpt.model.diff import by_layer, compare_files, layer_of
 
 RUN = "import sys; from ft_ckpt.cli import main; main()"
 
@@ -245,8 +244,8 @@ def test_memory_is_that_of_slices(tmp_path):
 import resource, sys
 from contextlib import closing
 from pathlib import Path
-from ft_ckpt.model.convert import open_source
-from ft_ckpt.model.diff import compare_files
+from ft_ckpt.extensions.tools.converting import open_source
+from ft_ckpt.extensions.tools.diff import compare_files
 one, other = map(Path, sys.argv[1:])
 with closing(open_source(one)) as one, closing(open_source(other)) as other:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -14,8 +14,8 @@ import torch
 from contract_format import equal
 
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.model.lazy_tensor import LazyTensor
-from ft_ckpt.model.objects import load, save
+from ft_ckpt.extensions.tools.lazy_tensor import LazyTensor
+from ft_ckpt.extensions.tools.objects import load, save
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_tensors_that_outlive_the_end_of_the_process(path):
     """Nothing is unmapped, and no callback fails, while the interpreter takes its modules apart."""
     code = f"""
 import torch
-from ft_ckpt.model.objects import load
+from ft_ckpt.extensions.tools.objects import load
 kept = load({str(path)!r})["big"].values()
 torch.kept = kept
 """

@@ -14,8 +14,7 @@ import pytest
 import small_checkpoints
 import torch
 from contract_format import FormatContract, equal
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 from seeds import examples
 
@@ -28,9 +27,11 @@ from ft_ckpt.errors import (
     SelectionError,
     TargetError,
 )
-from ft_ckpt.formats import cerebras, pytree, torch_file
-from ft_ckpt.model.convert import convert
-from ft_ckpt.model.objects import load, save
+from ft_ckpt.extensions.foreign import torch_file
+from ft_ckpt.extensions.hdf5 import cerebras
+from ft_ckpt.extensions.tools.converting import convert
+from ft_ckpt.extensions.tools.objects import load, save
+from ft_ckpt.formats import pytree
 from ft_ckpt.storage import local_disk
 
 # torch, whenever it makes a complex32

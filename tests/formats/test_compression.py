@@ -17,10 +17,10 @@ from test_hdf5 import FUZZ
 
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError
-from ft_ckpt.formats import cerebras
+from ft_ckpt.extensions.hdf5 import cerebras
+from ft_ckpt.extensions.tools.lazy_tensor import LazyTensor
+from ft_ckpt.extensions.tools.objects import load, save
 from ft_ckpt.formats.layout import ITEM_BYTES
-from ft_ckpt.model.lazy_tensor import LazyTensor
-from ft_ckpt.model.objects import load, save
 
 hdf5plugin = pytest.importorskip("hdf5plugin")
 SHAPES = [
@@ -242,7 +242,7 @@ def test_mutated_files_give_right_values_or_an_error(tmp_path):
 LIMITED = """
 import resource, sys, torch
 from ft_ckpt.errors import NoSpaceError
-from ft_ckpt.model.objects import save
+from ft_ckpt.extensions.tools.objects import save
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
 torch.manual_seed(0)
 try:

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from buckets import in_bucket
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from on_ranks import RANK, on_ranks
 from safetensors.torch import load_file, save_file
 from seeds import examples
@@ -23,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from wrappers import WRAPPERS
 
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, LoadError
-from ft_ckpt.formats import dcp
-from ft_ckpt.model.convert import convert
+from ft_ckpt.extensions.foreign import dcp
+from ft_ckpt.extensions.tools.converting import convert
 from ft_ckpt.storage.place import open_place
 
 CASES = ("fsdp2", "tensor_parallel")

@@ -7,14 +7,13 @@ import library_files
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from library_files import numbered
 from seeds import examples
 
 import ft_ckpt
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.model.convert import open_source
+from ft_ckpt.extensions.tools.converting import open_source
 
 GOLDEN = library_files.FOLDER
 NONE = torch.empty(0, 2, dtype=torch.float16)

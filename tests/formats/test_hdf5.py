@@ -18,11 +18,11 @@ from opened import raw_file
 from seeds import chosen_seed, examples
 
 from ft_ckpt.errors import ConfigError, CorruptError, SelectionError
-from ft_ckpt.formats import cerebras, hdf5, hdf5_layout
-from ft_ckpt.formats.hdf5_metadata import Dataset
-from ft_ckpt.formats.hdf5_skeleton import dataset_bytes, hdf5_header
+from ft_ckpt.extensions.hdf5 import cerebras, hdf5, hdf5_layout
+from ft_ckpt.extensions.hdf5.hdf5_metadata import Dataset
+from ft_ckpt.extensions.hdf5.hdf5_skeleton import dataset_bytes, hdf5_header
+from ft_ckpt.extensions.tools.objects import load, save
 from ft_ckpt.formats.layout import Spec
-from ft_ckpt.model.objects import load, save
 
 TOOLS = pytest.mark.skipif(shutil.which("h5dump") is None, reason="hdf5-tools are not installed")
 
@@ -303,7 +303,7 @@ FUZZ = """
 import random, sys
 import torch
 from ft_ckpt.errors import CheckpointError
-from ft_ckpt.model.objects import load
+from ft_ckpt.extensions.tools.objects import load
 from contract_format import equal
 
 source, target, seed, count, moved = *sys.argv[1:3], *map(int, sys.argv[3:])

@@ -34,14 +34,13 @@ from seeds import chosen_seed
 from ft_ckpt import load, save
 from ft_ckpt.checkpoint.manifest import Manifest, PartRecord
 from ft_ckpt.errors import CheckpointError
-from ft_ckpt.formats import pickles as pickles_module
-from ft_ckpt.formats import tensor_file
+from ft_ckpt.extensions.tools.converting import open_source
+from ft_ckpt.formats import pickles as pickles_module, tensor_file
 from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.formats.pytree import decode_node, unflatten
-from ft_ckpt.model.convert import open_source
+from ft_ckpt.runs.state import DOCUMENT_NAME, FOLDER, read_document
 from ft_ckpt.schedule import History
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.training.state import DOCUMENT_NAME, FOLDER, read_document
 
 LIBRARIES = TESTS / "golden/libraries"
 STEP_SECONDS = 10

@@ -8,16 +8,20 @@ import numpy as np
 import pytest
 import torch
 from buckets import in_bucket
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from seeds import examples
 
 import ft_ckpt
 from ft_ckpt import cli
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, LoadError, SelectionError
-from ft_ckpt.formats import tensorflow
+from ft_ckpt.extensions.foreign import tensorflow
+from ft_ckpt.extensions.tools.converting import (
+    assign_shards,
+    convert,
+    open_source,
+    read_shard_rules,
+)
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
-from ft_ckpt.model.convert import assign_shards, convert, open_source, read_shard_rules
 from ft_ckpt.storage.place import open_place
 
 DTYPES = sorted(tensorflow.DTYPES)

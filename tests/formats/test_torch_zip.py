@@ -13,19 +13,18 @@ import pickles
 import pytest
 import torch
 from contract_format import bytes_of, filled
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from opened import raw_file
 from safetensors.torch import save_file
 from seeds import examples
 
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, LoadError, SelectionError
-from ft_ckpt.formats import torch_file
+from ft_ckpt.extensions.foreign import torch_file
+from ft_ckpt.extensions.foreign.torch_file import named_leaves
+from ft_ckpt.extensions.tools.converting import convert
+from ft_ckpt.extensions.tools.objects import load
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
 from ft_ckpt.formats.tensor_file import record_span
-from ft_ckpt.formats.torch_file import named_leaves
-from ft_ckpt.model.convert import convert
-from ft_ckpt.model.objects import load
 
 DTYPES = sorted(ITEM_BYTES)
 shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)

@@ -26,9 +26,9 @@ from ft_ckpt.checkpoint import guards
 from ft_ckpt.checkpoint.guards import hold_lease
 from ft_ckpt.checkpoint.leases import LEASE
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
-from ft_ckpt.checkpoint.prune import recover_all
+from ft_ckpt.checkpoint.opening import open_checkpoint
 from ft_ckpt.errors import CheckpointError, NotACheckpointError
+from ft_ckpt.runs.prune import recover_all
 from ft_ckpt.storage.local_store import temporary_store
 
 THERE = "there"  # target folder, or prefix in the bucket

@@ -16,13 +16,13 @@ from buckets import in_bucket
 from launch import run_and_signal, run_python
 
 from ft_ckpt.errors import CorruptError, SelectionError, TargetError
+from ft_ckpt.extensions.tools.converting import open_source
+from ft_ckpt.extensions.tools.objects import load, save
 from ft_ckpt.formats.layout import ITEM_BYTES
-from ft_ckpt.model.convert import open_source
-from ft_ckpt.model.objects import load, save
 
 SAVE_FOREVER = """
 import sys, torch
-from ft_ckpt.model.objects import save
+from ft_ckpt.extensions.tools.objects import save
 path, kind = sys.argv[1:]
 number = 1
 while True:
@@ -33,7 +33,7 @@ while True:
 SAVE_TOO_MUCH = """
 import resource, sys, torch
 from ft_ckpt.errors import NoSpaceError
-from ft_ckpt.model.objects import save
+from ft_ckpt.extensions.tools.objects import save
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
     save({"number": torch.tensor(2), "big": torch.zeros(1 << 20)}, *sys.argv[1:])

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from wrappers import WRAPPERS, Live, truth
 
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.distributed.gather import gather_tensors
-from ft_ckpt.distributed.ranks import current_ranks
-from ft_ckpt.training import state as training
-from ft_ckpt.training.items import known_sources, run_items, walk_models
+from ft_ckpt.ranks.gather import gather_tensors
+from ft_ckpt.ranks.ranks import current_ranks
+from ft_ckpt.runs import state as training
+from ft_ckpt.runs.items import known_sources, run_items, walk_models
 
 TOLD: dict[str, Any] = {"enter_timeout_seconds": 60, "on_difference": "ignore"}
 

@@ -7,15 +7,15 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.sharding import (
+from ft_ckpt.model.entries import Entry, Part
+from ft_ckpt.ranks.sharding import (
     FlatSharding,
     Mesh,
     MeshSharding,
     ReplicatedSharding,
     Sharding,
 )
-from ft_ckpt.distributed.source import Source
-from ft_ckpt.model.entries import Entry, Part
+from ft_ckpt.ranks.source import Source
 from ft_ckpt.saving.files import PartPlan, plan_part
 
 Held = tuple[Sharding, Tensor | None]

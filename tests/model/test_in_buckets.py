@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint.catalog import verify
-from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
+from ft_ckpt.checkpoint.opening import open_checkpoint
 from ft_ckpt.errors import (
     BaseMismatchError,
     ConfigError,
@@ -30,9 +30,9 @@ from ft_ckpt.errors import (
     NotACheckpointError,
     TargetError,
 )
-from ft_ckpt.model.convert import open_source
+from ft_ckpt.extensions.buckets.object_store import RemoteObject
+from ft_ckpt.extensions.tools.converting import open_source
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.object_store import RemoteObject
 from ft_ckpt.storage.place import Place
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from ft_ckpt import CheckpointSaver, errors, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.model import merge
+from ft_ckpt.extensions.tools import merging
 
 LINEAR = ["q_proj", "v_proj", "down_proj"]
 TARGETS = {
@@ -305,12 +305,12 @@ def test_compared_by_what_it_computes(tmp_path, monkeypatch):
     assert note.startswith("logits of 2 x 16 tokens differ by ")
     assert note in read_manifest(tmp_path / "out").notes
     saved(model, tmp_path / "given", check=models.batch(4))
-    right = merge.merge_layer
+    right = merging.merge_layer
 
     def wrong(layer: Any, tensors: Any) -> Any:
         return {name: tensor * 1.01 for name, tensor in right(layer, tensors).items()}
 
-    monkeypatch.setattr(merge, "merge_layer", wrong)
+    monkeypatch.setattr(merging, "merge_layer", wrong)
     assert "the merged model is not the live one" in refused(
         model, tmp_path / "wrong", check="logits"
     )

@@ -15,7 +15,8 @@ from small_checkpoints import make_checkpoint, save
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_to_json
-from ft_ckpt.storage import object_store, read_ahead
+from ft_ckpt.extensions.buckets import object_store
+from ft_ckpt.storage import prefetch
 from ft_ckpt.storage.place import Place
 
 SMALL_FILES = (
@@ -68,7 +69,7 @@ def test_a_model_is_a_listing_and_a_request_for_each_file(s3, asked, there, tmp_
 
 
 def test_weights_come_in_large_ranges_and_touch_no_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(read_ahead, "_FAR_BLOCK_BYTES", 1 << 20)  # 16 MB as a rule
+    monkeypatch.setattr(prefetch, "_FAR_BLOCK_BYTES", 1 << 20)  # 16 MB as a rule
     model, again = (
         torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(20))) for _ in range(2)
     )

@@ -10,6 +10,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2] / "ft_ckpt"
 IMPORTS = {"fcntl", "glob", "mmap", "shutil", "tempfile", "ft_ckpt.storage.local_disk"}
+# The operations of `local_disk` that other packages import by the front of `storage`.
+OPERATIONS = {
+    f"ft_ckpt.storage.{name}"
+    for name in (
+        "clear_drafts",
+        "list_names",
+        "make_locked_folder",
+        "permission_bits",
+        "regular_descriptor",
+        "walk_tree",
+    )
+}
 HARMLESS = {
     *("PathLike", "fspath", "fsencode", "fsdecode", "pathsep", "sep"),  # names of files
     *(
@@ -41,7 +53,7 @@ STORAGE = {
     "local_store",
     "locks",
     "mounts",
-    "read_ahead",
+    "prefetch",
 }
 STORAGE |= {
     "place",
@@ -50,18 +62,22 @@ STORAGE |= {
 }  # paths as places; files for libraries that want paths; trials of a file system
 # The commit protocol of folders, its recovery and its opposite, locks of readers and runs, and open
 # files kept open.
-CHECKPOINT = {"commit", "delete", "guards", "open_checkpoint", "open_folder", "run_lease"}
+CHECKPOINT = {"commit", "delete", "guards", "opening", "open_folder"}
 # A folder for a trainer class that writes files, with links to the neighbours of the checkpoint.
 TRAINERS = {"integrations/trainer_layout"}
 # Signatures of folders on a disk, by a library that reads paths; a signature beside a copy.
-SIGNATURES = {"checkpoint/sign", "checkpoint/signature", "transfer/signatures"}
+SIGNATURES = {
+    "extensions/transfer/signing",
+    "checkpoint/signature",
+    "extensions/transfer/signatures",
+}
 # Repositories and buckets of the Hub, by a library that takes paths and patterns of names.
-HUB = {"transfer/hub", "transfer/hub_buckets"}
+HUB = {"extensions/transfer/hub", "extensions/transfer/hub_buckets"}
 # Standard output.
 STREAMS = {"cli/options"}
 # Accelerate reads its folders itself, and nodes that see no checkpoint get one in their temporary
 # folder.
-TRAINING = {"training/accelerate_folder", "training/node_copies"}
+TRAINING = {"extensions/foreign/accelerate_folder", "runs/node_copies", "runs/run_lease"}
 # Whether a word that is no command is the name of a file.
 WORDS = {"cli/__init__"}
 
@@ -77,7 +93,7 @@ def signs(tree: ast.Module) -> Iterator[str]:
             names = {
                 f"{node.module}.{each.name}" for each in node.names if each.name not in harmless
             }
-            yield from {node.module, *names} & IMPORTS if names else ()
+            yield from {node.module, *names} & (IMPORTS | OPERATIONS) if names else ()
         elif (
             isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)

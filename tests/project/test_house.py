@@ -32,15 +32,15 @@ ERRORS = {
 FOREIGN_ERRORS = {
     "__init__.py": {"ImportError"},  # of the import on Windows
     "cli/options.py": {"ArgumentTypeError"},  # argparse's error for the type of an argument
-    "saving/run_saves.py": {"SystemExit"},  # after the save that a signal asked for
+    "runs/run_saves.py": {"SystemExit"},  # after the save that a signal asked for
     # it ends the iterator of an upload, whose client aborts it then
-    "storage/object_store.py": {"InterruptedError"},
+    "extensions/buckets/object_store.py": {"InterruptedError"},
     # it stands for system calls and fails as they do
     "storage/local_disk.py": {"OSError", "FileNotFoundError"},
     # likewise; `explained` makes it one of ours before it leaves the module
     "storage/direct_io.py": {"OSError"},
     # the same function makes it one of ours
-    "engines/client.py": {"IncompleteRead", "TimeoutError"},
+    "extensions/rl/client.py": {"IncompleteRead", "TimeoutError"},
     "storage/libc.py": {"OSError"},  # it stands for system calls
     # it names the field; the caller, which knows the file, converts it
     "schema.py": {"FieldError"},

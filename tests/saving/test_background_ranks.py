@@ -18,8 +18,8 @@ from on_ranks import RANK, WORLD, on_ranks
 from wrappers import WRAPPERS, Live
 
 from ft_ckpt import CheckpointSaver, verify
-from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import CheckpointError, NoSpaceError
+from ft_ckpt.ranks.ranks import Ranks
 from ft_ckpt.saving import shared_folders, snapshot
 from ft_ckpt.saving.background import PendingSave
 from ft_ckpt.saving.snapshot import Snapshot

@@ -16,7 +16,7 @@ from ft_ckpt import CheckpointSaver, messages
 RUN = """
     import sys, time, torch, ft_ckpt
     from ft_ckpt.saving import stage
-    from ft_ckpt.storage import direct_io, progress, read_ahead
+    from ft_ckpt.storage import direct_io, progress, prefetch
     progress.MIN_SECONDS = {wait}
     stage.BLOCK_BYTES = 1 << 16
 
@@ -27,7 +27,7 @@ RUN = """
         return wait_and_call
 
     direct_io.LocalWriting.write = slow(direct_io.LocalWriting.write)
-    read_ahead._read_block = slow(read_ahead._read_block)
+    prefetch._read_block = slow(prefetch._read_block)
     model = torch.nn.Linear(1024, 4096)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     saver = ft_ckpt.CheckpointSaver(None, "run", background={background})

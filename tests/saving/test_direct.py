@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from faulty_stores import unseen_files
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from on_ranks import RANK, on_ranks
 from seeds import examples
 from small_checkpoints import digest_like, save
@@ -26,8 +25,8 @@ from wrappers import WRAPPERS
 
 from ft_ckpt import CheckpointSaver, latest, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.distributed import gather
 from ft_ckpt.errors import CorruptError, NoSpaceError, RankError
+from ft_ckpt.ranks import gather
 from ft_ckpt.saving import shared_folders, write_plan
 from ft_ckpt.storage import writer
 from ft_ckpt.storage.digests import Cut, FileRecord, joined_digest, rank_parts, read_record

@@ -39,9 +39,9 @@ from wrappers import ACCELERATE_CPU, WRAPPERS, named_tensors, truth
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.distributed.gather import stream_chunks
-from ft_ckpt.distributed.ranks import current_ranks
-from ft_ckpt.distributed.tensors import ModelTensors
+from ft_ckpt.ranks.gather import stream_chunks
+from ft_ckpt.ranks.ranks import current_ranks
+from ft_ckpt.ranks.tensors import ModelTensors
 
 pytestmark = pytest.mark.timeout(900)
 

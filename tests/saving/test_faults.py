@@ -32,8 +32,8 @@ from ft_ckpt.checkpoint import checks
 from ft_ckpt.checkpoint.catalog import discover, read_manifest
 from ft_ckpt.checkpoint.guards import pin, pin_reason
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.prune import prune_run
 from ft_ckpt.errors import CheckpointError, ManifestError, TargetError
+from ft_ckpt.runs.prune import prune_run
 
 FAULTS = ("ENOSPC", "EIO", "EINTR", "EMFILE", "ESTALE", "EACCES", "EROFS", "short")
 LASTING = ("ENOSPC and on", "EIO and on", "EROFS and on")

@@ -10,10 +10,10 @@ import torch
 from held import planned
 from training import begin, go_on
 
+from ft_ckpt.extensions.buckets.object_store import size_of_parts
 from ft_ckpt.saving.write_plan import assign_writers
-from ft_ckpt.storage import read_ahead
-from ft_ckpt.storage.object_store import size_of_parts
-from ft_ckpt.storage.read_ahead import ByteRun
+from ft_ckpt.storage import prefetch
+from ft_ckpt.storage.prefetch import ByteRun
 
 RANKS, SHARD_BYTES = 1024, 50_000_000_000  # as max_shard_size is unless told otherwise
 WRITES, READS = 3_500 * 10, 5_500 * 10
@@ -80,7 +80,7 @@ def test_requests_that_read(files, s3):
             ByteRun(s.name, far, at, s.size_bytes)
             for s, at in zip(layout.specs, layout.starts, strict=True)
         ]
-        asked += sum(1 for _ in read_ahead._block_reads(runs, read_ahead._block_size(far)))
+        asked += sum(1 for _ in prefetch._block_reads(runs, prefetch._block_size(far)))
     begin("s3://bucket/run", 4)
     before = s3.asked
     go_on("s3://bucket/run")

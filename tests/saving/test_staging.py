@@ -21,7 +21,7 @@ from s3_server import FAST, running_s3
 from training import QUIET, learn, prepared
 
 from ft_ckpt import CheckpointSaver, Keep, latest, verify
-from ft_ckpt.checkpoint import commit, prune
+from ft_ckpt.checkpoint import commit
 from ft_ckpt.checkpoint.catalog import list_checkpoints
 from ft_ckpt.checkpoint.guards import pin
 from ft_ckpt.errors import (
@@ -32,8 +32,8 @@ from ft_ckpt.errors import (
     NotACheckpointError,
     TargetError,
 )
+from ft_ckpt.runs import prune, triggers
 from ft_ckpt.storage.place import open_place
-from ft_ckpt.training import triggers
 
 LAST = 5
 DOWN = {"status": 503, "code": "SlowDown", "times": 1_000_000}
@@ -160,7 +160,7 @@ def test_a_bucket_that_fails_stops_no_training_and_catches_up(s3, tmp_path):
 STOPPED = """
 import sys, warnings
 from ft_ckpt import CheckpointSaver, Every
-from ft_ckpt.saving import run_saves
+from ft_ckpt.runs import run_saves
 from training import QUIET, learn, prepared
 from s3_server import FAST
 
@@ -266,7 +266,7 @@ def test_what_is_sent_although_the_rules_drop_it_goes_from_the_bucket(s3, tmp_pa
 
 
 def test_a_full_disk_makes_room_by_uploads(s3, tmp_path, monkeypatch):
-    monkeypatch.setattr(prune, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(prune, "ROOM_POLL_SECONDS", 0.02)
     real, waits = commit.check_target, []
 
     def has_room_for_two(target, needed_bytes):

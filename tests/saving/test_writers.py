@@ -23,11 +23,10 @@ import torch
 from s3_server import S3
 
 import ft_ckpt
-import ft_ckpt.writer as writer_module
+import ft_ckpt.extensions.rl.writer as writer_module
 from ft_ckpt import CheckpointSaver, Writer
 from ft_ckpt.checkpoint.catalog import CheckpointInfo, read_manifest
 from ft_ckpt.checkpoint.delete import delete_checkpoint, delete_state
-from ft_ckpt.checkpoint.session import ROOM
 from ft_ckpt.cli import views
 from ft_ckpt.errors import (
     CheckpointError,
@@ -37,6 +36,7 @@ from ft_ckpt.errors import (
     TargetError,
     WriterError,
 )
+from ft_ckpt.extensions.rl.session import ROOM
 from ft_ckpt.storage.local_store import LocalStore
 
 FORK = multiprocessing.get_context("fork")

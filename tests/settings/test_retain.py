@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.retention import HeldCheckpoint, Keep, check_metrics, newest_valid, plan_pruning

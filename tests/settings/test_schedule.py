@@ -8,8 +8,7 @@ from datetime import datetime, timedelta, timezone
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ft_ckpt.errors import ConfigError, LoadError
 from ft_ckpt.schedule import (

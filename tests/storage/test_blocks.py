@@ -11,15 +11,13 @@ import sys
 import threading
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from seeds import examples
 
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.storage import libc
-from ft_ckpt.storage import read_ahead as blocks
+from ft_ckpt.storage import libc, prefetch as blocks
 from ft_ckpt.storage.local_file import open_local_file
-from ft_ckpt.storage.read_ahead import ALIGNMENT, ByteRun, read_ahead
+from ft_ckpt.storage.prefetch import ALIGNMENT, ByteRun, read_ahead
 
 SIZE = (3 << 20) + 4097
 BLOCK = 1 << 20
@@ -209,7 +207,7 @@ def test_memory_stays_bounded(tmp_path):
     code = f"""
 import resource
 from pathlib import Path
-from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
+from ft_ckpt.storage.prefetch import ByteRun, read_ahead
 from ft_ckpt.storage.local_file import open_local_file
 file = open_local_file(Path({str(path)!r}))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -14,8 +14,7 @@ import models
 import pytest
 import torch
 from held import WAYS, planned
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save
 from seeds import examples
 from small_checkpoints import digest_like
@@ -25,11 +24,11 @@ from tuning import blocks_of
 
 from ft_ckpt import CheckpointSaver, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.ranks.ranks import Ranks
 from ft_ckpt.saving import regions, write_plan
 from ft_ckpt.storage import libc
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.read_ahead import BLOCK_BYTES, new_block
+from ft_ckpt.storage.prefetch import BLOCK_BYTES, new_block
 from ft_ckpt.storage.writer import Writer, tuning_for
 
 SMALL = 1 << 16  # a block of many, even for small tensors

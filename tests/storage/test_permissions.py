@@ -20,9 +20,9 @@ from small_checkpoints import save_with_state
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep
 from ft_ckpt.checkpoint.guards import hold_lease, pin
-from ft_ckpt.checkpoint.prune import prune_run
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import NameTakenError
+from ft_ckpt.runs.prune import prune_run
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.local_store import LocalStore
 

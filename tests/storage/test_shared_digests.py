@@ -3,8 +3,7 @@
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from seeds import examples
 
 from ft_ckpt.storage.digests import Cut, FileRecord, RunningDigest, owned_parts, rank_parts

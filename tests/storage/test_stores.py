@@ -47,7 +47,7 @@ class TestObstoreLocalStore(StoreContract):
     @pytest.fixture
     def store(self, tmp_path):
         client = pytest.importorskip("obstore.store")
-        from ft_ckpt.storage.object_store import ObjectStore
+        from ft_ckpt.extensions.buckets.object_store import ObjectStore
 
         return ObjectStore(
             client.LocalStore(tmp_path / "bucket", mkdir=True, automatic_cleanup=True),

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from launch import run_python
 from seeds import examples
 from torch import nn
@@ -25,7 +24,7 @@ from ft_ckpt.formats.file_io import FilePlan, write_file
 from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.storage import direct_io, local_disk
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.read_ahead import BLOCK_BYTES
+from ft_ckpt.storage.prefetch import BLOCK_BYTES
 from ft_ckpt.storage.writer import Region, Writer, WriteTuning, region_of, tuning_for
 
 

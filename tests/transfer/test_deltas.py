@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from seeds import examples
@@ -23,12 +22,12 @@ import ft_ckpt
 from ft_ckpt import Keep
 from ft_ckpt.checkpoint.catalog import discover, load_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord, manifest_to_json
-from ft_ckpt.checkpoint.prune import prune_run
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, ManifestError, NameTakenError
+from ft_ckpt.extensions.rl import deltas
+from ft_ckpt.runs.prune import prune_run
 from ft_ckpt.storage.digests import read_record
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import open_place
-from ft_ckpt.transfer import deltas
 
 Tensors = dict[str, torch.Tensor]
 KINDS = (

@@ -40,7 +40,7 @@ from ft_ckpt.errors import (
     TargetError,
     UnreadableError,
 )
-from ft_ckpt.storage import hub_client
+from ft_ckpt.extensions.transfer import hub_client
 from ft_ckpt.storage.place import open_place
 
 URL = "hf://buckets/user/ckpts"
@@ -275,7 +275,9 @@ def test_a_copy_that_is_killed_at_any_request_is_finished_by_the_next(
     hub, way, monkeypatch, name, max_worlds
 ):
     monkeypatch.setenv("PYTHONPATH", python_path())
-    _CONTEXT.set_forkserver_preload(["ft_ckpt.transfer.hub_buckets", "hub_bucket_server"])
+    _CONTEXT.set_forkserver_preload(
+        ["ft_ckpt.extensions.transfer.hub_buckets", "hub_bucket_server"]
+    )
     ensure_running()
 
     def copied(world, source, goal):

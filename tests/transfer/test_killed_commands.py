@@ -32,21 +32,27 @@ from ft_ckpt import Keep
 from ft_ckpt.checkpoint.commit import commit_stage
 from ft_ckpt.checkpoint.delete import delete_state
 from ft_ckpt.checkpoint.manifest import PartRecord
-from ft_ckpt.checkpoint.prune import prune_run
 from ft_ckpt.checkpoint.staging import open_staging
 from ft_ckpt.errors import TargetError
-from ft_ckpt.storage import local_disk, object_store, scratch
+from ft_ckpt.extensions.buckets import object_store
+from ft_ckpt.extensions.rl.deltas import append_checkpoint, drop_rebuilt, mark_staged
+from ft_ckpt.extensions.transfer import copies
+from ft_ckpt.runs.prune import prune_run
+from ft_ckpt.storage import local_disk, scratch
 from ft_ckpt.storage.place import open_place
-from ft_ckpt.transfer import copies
-from ft_ckpt.transfer.deltas import append_checkpoint, drop_rebuilt, mark_staged
 
-LOADED = ("obstore", "ft_ckpt.model.average", "ft_ckpt.transfer.sync", "ft_ckpt.transfer.buckets")
+LOADED = (
+    "obstore",
+    "ft_ckpt.extensions.tools.averaging",
+    "ft_ckpt.extensions.transfer.syncing",
+    "ft_ckpt.extensions.transfer.buckets",
+)
 LOADED_FOR_ALL = (
     *LOADED,
     "models",
     "deepspeed",
-    "ft_ckpt.saving.merge_files",
-    "ft_ckpt.transfer.hub",
+    "ft_ckpt.extensions.tools.merge_files",
+    "ft_ckpt.extensions.transfer.hub",
 )
 LARGE_BYTES = 40 << 10  # of a file that is not copied in one call
 

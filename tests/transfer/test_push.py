@@ -39,10 +39,9 @@ from ft_ckpt.errors import (
     TargetError,
     UnreadableError,
 )
-from ft_ckpt.storage import hub_client
+from ft_ckpt.extensions.transfer import hub as hub_module, hub_client
+from ft_ckpt.extensions.transfer.hub import HubPlace, parse_place
 from ft_ckpt.storage.place import Place
-from ft_ckpt.transfer import hub as hub_module
-from ft_ckpt.transfer.hub import HubPlace, parse_place
 
 METRICS = {"eval_loss": 2.0, "eval_accuracy": 0.5, "eval_runtime": 3.0, "learning_rate": 0.1}
 

@@ -30,7 +30,10 @@ from torch.distributed import TCPStore
 from tuning import blocks_of
 
 from ft_ckpt import CheckpointSaver, SaverConfig
-from ft_ckpt.distributed.ranks import Ranks, current_ranks
+from ft_ckpt.ranks.ranks import Ranks, current_ranks
+from ft_ckpt.runs import choose, rng, state
+from ft_ckpt.runs.restore import Restored, agree_on_outcomes
+from ft_ckpt.runs.state import LocalState
 from ft_ckpt.saving.agree import agree_on_plan
 from ft_ckpt.saving.plan import plan_save
 from ft_ckpt.saving.request import SaveRequest, request_of
@@ -38,9 +41,6 @@ from ft_ckpt.saving.shared_folders import all_ranks_see
 from ft_ckpt.saving.stage import StagedSave
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
-from ft_ckpt.training import choose, rng, state
-from ft_ckpt.training.restore import Restored, agree_on_outcomes
-from ft_ckpt.training.state import LocalState
 
 PHASES = ("first save", "second save", "resume")
 _here = threading.local()

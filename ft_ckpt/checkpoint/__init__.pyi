@@ -1,0 +1,130 @@
+from .bucket_delete import (
+    drop_from_bucket as drop_from_bucket,
+    mark_guards as mark_guards,
+    settle_in_bucket as settle_in_bucket,
+    strip_in_bucket as strip_in_bucket,
+)
+from .catalog import (
+    CheckpointInfo as CheckpointInfo,
+    Listing as Listing,
+    VerifyReport as VerifyReport,
+    best as best,
+    damage_of as damage_of,
+    in_run_order as in_run_order,
+    is_delta as is_delta,
+    is_hub_name as is_hub_name,
+    latest as latest,
+    list_checkpoints as list_checkpoints,
+    list_readable as list_readable,
+    load_manifest as load_manifest,
+    manifest_text as manifest_text,
+    parse_manifest as parse_manifest,
+    read_manifest as read_manifest,
+    run_checkpoints as run_checkpoints,
+    verify as verify,
+)
+from .checks import (
+    CARD_NAME as CARD_NAME,
+    checkpoint_problems as checkpoint_problems,
+    file_key as file_key,
+    is_misleading as is_misleading,
+    large_files as large_files,
+    look_again as look_again,
+    may_pass as may_pass,
+    stored_bytes as stored_bytes,
+    with_current_cards as with_current_cards,
+)
+from .commit import (
+    place_files as place_files,
+    uncommit as uncommit,
+)
+from .contents import (
+    ACCELERATE_MARKER as ACCELERATE_MARKER,
+    CHECKPOINT as CHECKPOINT,
+    RUN as RUN,
+    RUNS as RUNS,
+    UNREADABLE as UNREADABLE,
+    Contents as Contents,
+    class_in as class_in,
+    describe_contents as describe_contents,
+    document_in as document_in,
+    why_no_checkpoint as why_no_checkpoint,
+)
+from .delete import (
+    STATE as STATE,
+    Removal as Removal,
+    delete_checkpoint as delete_checkpoint,
+    delete_state as delete_state,
+    deletion_guards as deletion_guards,
+    finish_deletion as finish_deletion,
+    folder_entries as folder_entries,
+    manifest_files as manifest_files,
+    releasable_bytes as releasable_bytes,
+    set_aside as set_aside,
+    unfinished_deletions as unfinished_deletions,
+    without_state as without_state,
+)
+from .guards import (
+    SIGNED as SIGNED,
+    TOMBSTONE as TOMBSTONE,
+    is_mark as is_mark,
+)
+from .leases import (
+    CLOCK as CLOCK,
+    ExclusiveLease as ExclusiveLease,
+    holder_of as holder_of,
+    mark_holder as mark_holder,
+    may_live as may_live,
+    parse_mark as parse_mark,
+    put_mark as put_mark,
+    read_mark as read_mark,
+    renewed as renewed,
+    store_time as store_time,
+)
+from .manifest import (
+    DIFFUSERS_LORA_FILE as DIFFUSERS_LORA_FILE,
+    DIFFUSERS_MODEL_FILE as DIFFUSERS_MODEL_FILE,
+    MANIFEST_LIMIT_BYTES as MANIFEST_LIMIT_BYTES,
+    MANIFEST_NAME as MANIFEST_NAME,
+    BaseRecord as BaseRecord,
+    Manifest as Manifest,
+    PartRecord as PartRecord,
+    age_of as age_of,
+    manifest_from_json as manifest_from_json,
+    manifest_to_json as manifest_to_json,
+    parse_time as parse_time,
+)
+from .metrics import (
+    check_metric as check_metric,
+)
+from .opening import (
+    EarlierCheckpoint as EarlierCheckpoint,
+    OpenCheckpoint as OpenCheckpoint,
+    checkpoint_around as checkpoint_around,
+    earlier_checkpoints as earlier_checkpoints,
+    files_in as files_in,
+    hold_open as hold_open,
+    open_checkpoint as open_checkpoint,
+    take_earlier as take_earlier,
+    text_identity as text_identity,
+)
+from .signature import (
+    SIGNATURE_NAME as SIGNATURE_NAME,
+    SignedBy as SignedBy,
+    make_signature as make_signature,
+    signature_problems as signature_problems,
+    unlisted_files as unlisted_files,
+)
+from .staging import (
+    LocalStaging as LocalStaging,
+    Staging as Staging,
+    open_staging as open_staging,
+    open_staging_at as open_staging_at,
+    settle_staging_at as settle_staging_at,
+    stage_store as stage_store,
+)
+from .verification import (
+    listing_manifest as listing_manifest,
+    verify_foreign as verify_foreign,
+    verify_listed as verify_listed,
+)

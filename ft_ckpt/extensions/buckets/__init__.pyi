@@ -1,0 +1,3 @@
+from .object_store import (
+    ObjectStore as ObjectStore,
+)

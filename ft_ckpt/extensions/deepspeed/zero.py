@@ -1,0 +1,222 @@
+"""DeepSpeed's ZeRO: the parameters that stage 3 partitions, and the flat partitions that its
+optimizers train.
+
+Every rank computes the layouts of all ranks from sizes and orders, without communication.
+`extensions.deepspeed.zero_optimizer` also reads DeepSpeed's fields of optimizers.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor, nn
+
+from ft_ckpt.errors import SelectionError, listing
+from ft_ckpt.ranks import (
+    FlatSharding,
+    OwnedSharding,
+    Sharding,
+    Source,
+    TensorLayout,
+    Wrapper,
+    global_rank,
+    is_subset_of_ranks,
+    layout_like,
+    ranks_in_order,
+)
+
+_Owners = Mapping[int, Sequence[Source]]  # by the id of this rank's parameter
+_KNOWN = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
+_FIELDS = (  # (groups of weights, masters); the first pair that an optimizer has
+    ("fp16_groups", "fp32_partitioned_groups_flat"),
+    ("bf16_groups", "fp32_groups_flat_partition"),
+    ("bit16_groups", "single_partition_of_fp32_groups"),
+)
+
+
+class DeepSpeedWrapper(Wrapper):
+    """DeepSpeed's engine around a model, and the parameters that its stage 3 partitions."""
+
+    child_key = "module"
+    packages = function_packages = ("deepspeed.",)
+    attributes = ("_original_parameters", "_external_params", "applied_pre_backward_ref_cnt")
+    attribute_prefixes = ("_ds_", "ds_")
+    layout_facts = ("ds_shape", "dtype", "requires_grad", "ds_process_group", "ds_tensor.shape")
+
+    def wraps(self, module: nn.Module) -> bool:
+        cls = type(module)  # compared by names, because importing DeepSpeed is slow
+        return cls.__name__.endswith("Engine") and "deepspeed" in cls.__module__
+
+    def keeps_weights(self, module: nn.Module) -> bool:
+        return self.wraps(module) and hasattr(
+            getattr(module, "optimizer", None), "refresh_fp32_params"
+        )
+
+    def hides_tensors(self, module: nn.Module) -> bool:
+        return self.wraps(module)  # the optimizers' partitions are in no module
+
+    def describes(self, tensor: Any) -> bool:
+        # under stage 3; stages 1 and 2 leave ordinary parameters
+        return hasattr(tensor, "ds_shape")
+
+    def layout_of(self, tensor: Any) -> TensorLayout:
+        return layout_like(tensor, tuple(tensor.ds_shape), "zero3", _zero3_sharding(tensor))
+
+    def local_part(self, tensor: Any) -> Tensor | None:
+        sharding = _zero3_sharding(tensor)  # without the padding
+        span = (
+            sharding.range_in_shard(global_rank()) if isinstance(sharding, FlatSharding) else None
+        )
+        return None if span is None else tensor.ds_tensor.detach().view(-1)[slice(*span)]
+
+    def has_data(self, tensor: Any) -> bool:
+        shard = getattr(tensor, "ds_tensor", None)
+        return (shard is not None and shard.device.type != "meta") or super().has_data(tensor)
+
+
+def _zero3_sharding(parameter: Any) -> Sharding:
+    shape, shard = tuple(parameter.ds_shape), getattr(parameter, "ds_tensor", None)
+    if shard is None or (shard.numel() == 0 and math.prod(shape)):
+        return OwnedSharding(shape, None)
+    members = ranks_in_order(getattr(parameter, "ds_process_group", None))
+    return _flat_sharding(math.prod(shape), 0, shard.numel(), members)
+
+
+def _flat_sharding(numel: int, first: int, shard: int, members: Sequence[int]) -> FlatSharding:
+    return FlatSharding(numel, first, shard, members, is_subset_of_ranks(len(members)))
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """One parameter in a partition, and its position in any buffer that is cut like the
+    partition.
+    """
+
+    owner: Source  # of the weight
+    sharding: FlatSharding
+    start: int  # of this rank's shard in the partition
+
+    def local_run(self, buffer: Tensor) -> Tensor | None:
+        """This rank's elements in `buffer`, or None."""
+        span = self.sharding.range_in_shard(global_rank())
+        return (
+            None
+            if span is None
+            else buffer.detach().view(-1)[self.start + span[0] : self.start + span[1]]
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """A flat run of parameters that this rank updates: one parameter of the inner optimizer."""
+
+    master: Tensor
+    group: int
+    places: tuple[Slot, ...]
+
+
+def zero_partitions(optimizer: Any, owners: _Owners) -> list[Partition]:
+    """This rank's partitions. All ranks have the same number, with the same parameters.
+
+    `owners` are the sources of the models that the optimizer trains, by the ids of their
+    parameters. Raises SelectionError for parameters of unknown models, and for settings under which
+    state cannot be stored by name.
+    """
+    problems = _refused_settings(optimizer)
+    if problems:
+        raise SelectionError(
+            f"{type(optimizer).__name__}: {listing(problems)}: its state cannot be kept by name; "
+            "change these settings, or save without the optimizer's state"
+        )
+    return list(
+        _stage_3(optimizer, owners)
+        if hasattr(optimizer, "fp16_groups")
+        else _stages_1_2(optimizer, owners)
+    )
+
+
+def changed_with_steps(optimizer: Any) -> list[Any] | None:
+    """The masters and their weights: the tensors besides its state that a step of the inner
+    optimizer changes.
+
+    None if tensors may change outside of steps.
+    """
+    # momentum changes before the step
+    muon = any("use_muon" in group for group in optimizer.optimizer.param_groups)
+    if muon or getattr(optimizer, "zenflow", False) or _refused_settings(optimizer):
+        return None
+    groups, masters = next(fields for fields in _FIELDS if hasattr(optimizer, fields[0]))
+    return [
+        *getattr(optimizer, masters),
+        *(weight for group in getattr(optimizer, groups) for weight in group),
+    ]
+
+
+def _stage_3(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
+    """Each parameter is cut into equal shards; a partition is this rank's shards one after the
+    other.
+    """
+    for number, master in enumerate(optimizer.fp32_partitioned_groups_flat):
+        places, start = [], 0
+        for _, source in _partitioned_sources(owners, optimizer.fp16_groups[number]):
+            shard = source.live.ds_tensor.ds_numel
+            members = ranks_in_order(source.live.ds_process_group)
+            places.append(Slot(source, _flat_sharding(source.numel, 0, shard, members), start))
+            start += shard
+        yield Partition(master, optimizer.sub_group_to_group_id[number], tuple(places))
+
+
+def _stages_1_2(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
+    """A group's parameters are concatenated, perhaps aligned; a partition is an equal shard of the
+    result.
+    """
+    # stage 1 in bfloat16 with float32 gradients has its own class
+    mixed = hasattr(optimizer, "bf16_groups")
+    masters = (
+        optimizer.fp32_groups_flat_partition if mixed else optimizer.single_partition_of_fp32_groups
+    )
+    for number, master in enumerate(masters):
+        laid = (
+            optimizer.bf16_groups[number] if mixed else optimizer.round_robin_bit16_groups[number]
+        )
+        trained = laid if mixed else optimizer.bit16_groups[number]
+        ends = [0, *accumulate(parameter.numel() for parameter in laid)]
+        starts = getattr(optimizer, "round_robin_bit16_offsets", {number: ends})[number]
+        position = {id(parameter): at for at, parameter in enumerate(laid)}
+        members = ranks_in_order(optimizer.real_dp_process_group[number])
+        places = []
+        for parameter, source in _partitioned_sources(owners, trained):
+            first = starts[position[id(parameter)]]
+            places.append(
+                Slot(source, _flat_sharding(source.numel, first, master.numel(), members), 0)
+            )
+        yield Partition(master, number, tuple(places))
+
+
+def _refused_settings(optimizer: Any) -> list[str]:
+    """The settings of this optimizer under which its state cannot be accessed by parameter name."""
+    kind, groups = type(optimizer).__name__, optimizer.optimizer.param_groups
+    facts = {
+        f"{kind} is not one of {', '.join(_KNOWN)}": kind not in _KNOWN,
+        "state on NVMe": getattr(optimizer, "swap_optimizer", False),
+        "weights on NVMe": getattr(optimizer, "params_in_nvme_and_cpu", False),
+        "state offloaded in part (ratio)": getattr(optimizer, "backup_optimizer", None) is not None,
+        "states moved away (reload_states() first)": bool(
+            getattr(optimizer, "offloaded_states", ())
+        ),
+        "experts spread over ranks": any(group.get("moe") for group in groups),
+        "model parallelism": int(getattr(optimizer, "model_parallel_world_size", 1)) > 1,
+    }
+    return [fact for fact, true in facts.items() if true]
+
+
+def _partitioned_sources(owners: _Owners, parameters: list[Any]) -> list[tuple[Any, Source]]:
+    """(parameter, source) for each parameter."""
+    unknown = [i for i, parameter in enumerate(parameters) if id(parameter) not in owners]
+    if unknown:
+        raise SelectionError(
+            f"parameters {unknown} of a group: of no known model; give their model, too"
+        )
+    return [(parameter, source) for parameter in parameters for source in owners[id(parameter)]]

@@ -1,0 +1,167 @@
+"""Reads checkpoints of Lightning (`.ckpt`): the weights of a module beside the state of its
+training, saved by torch.
+
+The tensors are those of its `state_dict`, under their names there. Other values
+(`hyper_parameters`) may be objects of any class: no class is imported, each object becomes a
+`SkippedValue`. Unknown classes among the weights are refused, as in any file of torch.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ft_ckpt.errors import LoadError, listing
+from ft_ckpt.extensions.foreign.torch_file import (
+    TorchFile,
+    check_sums,
+    identity_of,
+    is_harmless,
+    is_stand_in,
+    kind_of_leaf,
+    load_torch_value,
+    local_copy,
+    named_leaves,
+    split_tensors,
+)
+from ft_ckpt.formats import ZIP_MAGIC, RawFile, RenamedFile, TensorFile
+
+_VERSION = "pytorch-lightning_version"  # the key by which Lightning recognises its files
+_WEIGHTS = "state_dict"
+_SHARDED_WEIGHTS = (_WEIGHTS, "model")  # keys of the weights under model parallelism and FSDP
+META = "meta.pt"  # beside sharded weights: all other values
+_HEAD_BYTES = 64 << 10  # the version is one of the first keys of the first record
+
+
+@dataclass(frozen=True)
+class SkippedValue:
+    """An object of an unknown class in a checkpoint of Lightning; it is not created."""
+
+    name: str  # its path: keys joined by dots
+    kind: str  # full name of its class
+
+
+def is_lightning(file: RawFile) -> bool:
+    """True when an open file is a torch zip file whose first keys include Lightning's version."""
+    head = file.bytes(0, min(_HEAD_BYTES, file.size_bytes))
+    return head.startswith(ZIP_MAGIC) and _VERSION.encode() in head
+
+
+def open_lightning(file: RawFile) -> TorchFile:
+    """The tensors of the `state_dict` in a checkpoint of Lightning, under its names; nothing in it
+    is run.
+
+    `skipped` summarises the other values, with a line for each object of an unknown class. Raises
+    LoadError for weights of unknown classes; CorruptError when the file is damaged.
+    """
+    local = local_copy(file)
+    contents = _lightning_contents(local)
+    tensors, skipped = split_tensors(contents[_WEIGHTS], file.name)
+    return TorchFile(local, tensors, [*skipped, *_describe_rest(contents)])
+
+
+def load_lightning(raw: RawFile, map_location: Any, mapped: bool, verify: bool) -> Any:
+    """The object in an open file, its tensors on `map_location`; if that is None and `mapped`,
+    mapped from the file.
+
+    `verify` compares checksums. Objects of unknown classes are `SkippedValue`. Raises as
+    `open_lightning` does.
+    """
+    if verify:
+        check_sums(raw)
+    contents = _lightning_contents(raw, mapped and map_location is None)
+    split_tensors(contents[_WEIGHTS], raw.name)  # refuses tensors that are not plain
+    return _ValueMaker(map_location).make(contents, "")
+
+
+def _lightning_contents(file: RawFile, mapped: bool = True) -> dict[str, Any]:
+    """The value in the file, with stand-ins of any class outside of the weights."""
+    value = load_torch_value(file, lambda _full_name: True, mapped=mapped)
+    weights = value.get(_WEIGHTS) if isinstance(value, dict) and _VERSION in value else None
+    if not isinstance(weights, dict):
+        raise LoadError(
+            f"{file.name}: no {_WEIGHTS!r} in it, expected a checkpoint of "
+            "Lightning; use torch.load"
+        )
+    kinds = {leaf.kind for _, leaf in named_leaves(weights) if is_stand_in(leaf)}
+    refused = sorted(kind for kind in kinds if not is_harmless(kind))
+    if refused:
+        raise LoadError(
+            f"{file.name}: {_WEIGHTS} refers to {listing(refused, ', ')}; expected tensors and "
+            "plain data. Nothing of it was run"
+        )
+    whole: dict[str, Any] = value
+    return whole
+
+
+def _describe_rest(contents: Mapping[str, Any]) -> list[str]:
+    """A line for each object of an unknown class beside the weights, then a summary of each key."""
+    classes, sums = [], []
+    for key in (key for key in contents if key != _WEIGHTS):
+        leaves = list(named_leaves({key: contents[key]}))
+        classes += [f"{name}: {kind_of_leaf(leaf)}" for name, leaf in leaves if is_stand_in(leaf)]
+        tensors = sum(isinstance(leaf, torch.Tensor) for _, leaf in leaves)
+        counts = [
+            f"{count} {what}"
+            for count, what in ((tensors, "tensors"), (len(leaves) - tensors, "values"))
+            if count
+        ]
+        sums.append(f"{key}: {' and '.join(counts) or 'nothing'}")
+    return classes + sums
+
+
+def module_weights(folder: TensorFile) -> RenamedFile:
+    """The weights in a sharded checkpoint, a folder of torch.distributed.checkpoint with `META` in
+    it.
+
+    Their names are those of the module. Raises LoadError if there are no weights.
+    """
+    names: dict[str, str] = {}
+    others = Counter[str]()
+    for old in folder.specs:
+        key, _, name = old.partition(".")
+        if key in _SHARDED_WEIGHTS and name:
+            names[name] = old
+        else:
+            others[key] += 1
+    if not names:
+        raise LoadError(
+            f"{META}: no weights of Lightning beside it, expected "
+            f"{' or '.join(_SHARDED_WEIGHTS)}.* tensors"
+        )
+    skipped = [f"{key}: {count} tensors" for key, count in others.items()]
+    return RenamedFile(
+        folder,
+        names,
+        [*skipped, *getattr(folder, "skipped", ()), f"{META}: the state of the training"],
+    )
+
+
+class _ValueMaker:
+    """Creates values from what torch has read; equal tensors become one."""
+
+    def __init__(self, map_location: Any) -> None:
+        self.device = None if map_location is None else torch.device(map_location)
+        self.tensors: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def make(self, value: Any, name: str) -> Any:
+        """The value that `value` stands for, at the path `name`."""
+        if isinstance(value, torch.Tensor):
+            return self.tensors.setdefault(
+                identity_of(value), value if self.device is None else value.to(self.device)
+            )
+        if is_stand_in(value):
+            return SkippedValue(name, value.kind)
+        if isinstance(value, dict):
+            items = (
+                (self.make(key, name), self.make(one, f"{name}.{key}".lstrip(".")))
+                for key, one in value.items()
+            )
+            return (OrderedDict if isinstance(value, OrderedDict) else dict)(items)
+        if type(value) in (list, tuple):
+            return type(value)(
+                self.make(one, f"{name}.{place}".lstrip(".")) for place, one in enumerate(value)
+            )
+        return value

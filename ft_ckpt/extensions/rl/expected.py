@@ -1,0 +1,274 @@
+"""The digests that an engine reports if it holds the weights of a checkpoint.
+
+Engines store tensors in another form than files: q, k and v are fused, gate and up too, each rank
+of tensor parallelism holds its rows or columns, the vocabulary is padded, and all tensors have the
+engine's dtype. The rules here are those of dense decoders (vLLM's `QKVParallelLinear`,
+`MergedColumnParallelLinear`, `RowParallelLinear` and `VocabParallelEmbedding`, which SGLang
+shares). Parameters without a rule are counted, but prove nothing.
+
+On some processors an engine packs linear layers for its kernels, and reports the digests of the
+packed ones, or of no bytes (vLLM 0.32 with AVX-512 BF16). Which layers these are is learned from
+weights that the server holds and whose files are known, see `packed_layers`.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ft_ckpt.errors import listing
+from ft_ckpt.formats import TensorFile
+
+KNOWN_MODELS = frozenset(
+    {
+        *(
+            "llama",
+            "mistral",
+            "qwen2",
+            "qwen3",
+            "olmo",
+            "olmo2",
+            "olmo3",
+            "gemma",
+            "gemma2",
+            "smollm3",
+            "granite",
+        ),
+    }
+)
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_COLUMN_PARALLEL = re.compile(r"\.(q|k|v|gate|up)_proj\.")  # cut along the rows, fused or not
+# cut along the columns of the stored matrix
+_ROW_PARALLEL = re.compile(r"\.(o_proj|down_proj)\.weight$")
+_LINEAR = re.compile(r"\.(q|k|v|qkv|o|gate|up|gate_up|down)_proj\.weight$")
+_VOCABULARY = re.compile(r"(^|\.)(embed_tokens|lm_head)\.weight$")
+_RANK = re.compile(r"^(?:[a-z]+\d+:)+")
+_VOCABULARY_PADDING = 64
+_SHA256_DIGITS = 64
+_NO_BYTES = hashlib.sha256().hexdigest()
+_THREADS = 4  # each with one parameter in memory
+_DTYPES = ("bfloat16", "float16", "float32")  # that an engine may compute in, after the file's own
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The parameters of one server against a checkpoint."""
+
+    equal: tuple[str, ...]
+    # names with a rule whose digest differs, with the digests by the files
+    different: Mapping[str, frozenset[str]]
+    without_rule: tuple[str, ...]  # names without a rule, or with a digest that is not SHA-256
+    unused: tuple[str, ...]  # stored tensors that are in no parameter: the engine has dropped them
+
+    @property
+    def total(self) -> int:
+        return len(self.equal) + len(self.different) + len(self.without_rule)
+
+    def __str__(self) -> str:
+        return f"{self.counts}{self.dropped}"
+
+    @property
+    def counts(self) -> str:
+        """How many parameters are equal, in words."""
+        return f"{len(self.equal)} of {self.total} parameters equal to the files"
+
+    @property
+    def dropped(self) -> str:
+        """The unused tensors in words; "" without any."""
+        return f"; {listing(list(self.unused), ', ', 3)}: in none of them" if self.unused else ""
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """A linear layer that a server keeps in another layout than files: its digests for weights that
+    are known.
+    """
+
+    reported: str  # by the server
+    in_files: frozenset[str]  # of the tensors in the files, in each dtype
+
+    def has_changed(self, in_files: frozenset[str]) -> bool:
+        """Whether the tensors in the files are others now."""
+        return in_files.isdisjoint(self.in_files)
+
+    def fits(self, reported: str, in_files: frozenset[str]) -> bool:
+        """Whether the digest has changed if the tensors in the files have, and only then."""
+        if self.has_changed(in_files):
+            return reported != self.reported
+        # else equal in some dtypes only
+        return reported == self.reported or in_files != self.in_files
+
+
+def packed_layers(
+    reported: Mapping[str, str], file: TensorFile, config: Mapping[str, Any]
+) -> dict[str, PackedLayer]:
+    """The linear layers, by name, that a server keeps in another layout than files.
+
+    `reported`: the digests of the server while it holds the weights in `file`. Nothing is learned
+    from a server with any other parameter that differs from the files: it does not hold these
+    weights.
+    """
+    linear = [name for name in reported if _LINEAR.search(_bare(name))]
+    first_layer = {name: reported[name] for name in linear if _bare(name) == _bare(linear[0])}
+    if not compare_digests(first_layer, file, config).different:
+        return {}
+    comparison = compare_digests(reported, file, config)
+    if not comparison.equal or not comparison.different.keys() <= set(linear):
+        return {}
+    return {
+        name: PackedLayer(reported[name], in_files)
+        for name, in_files in comparison.different.items()
+    }
+
+
+def compare_digests(
+    found: Mapping[str, str], file: TensorFile, config: Mapping[str, Any]
+) -> Comparison:
+    """Compare the SHA-256 digests that an engine reports with those of the tensors in `file`.
+
+    `found`: digests by parameter, with its ranks as prefix, such as
+    "dp0:pp0:pcp0:tp1:model.norm.weight". `config`: the model's config.json. A parameter may be
+    equal in any dtype that an engine may have cast it to: the file's, bfloat16, float16 or float32.
+    """
+    size = 1 + max((_tensor_rank(name) for name in found), default=0)
+    stored = _StoredModel(file, config, size)
+    equal: list[str] = []
+    different: dict[str, frozenset[str]] = {}
+    unknown: list[str] = []
+    unused = {name for name in file.specs if not name.endswith("rotary_emb.inv_freq")}
+    unused -= {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
+
+    def digests_in_files(name: str, sources: Sequence[str]) -> frozenset[str]:
+        """The digests that the parameter may have, up to the one that it has."""
+        digests = set()
+        for digest in stored.digests(_bare(name), sources, _tensor_rank(name)):
+            digests.add(digest)
+            if digest == found[name]:
+                break
+        return frozenset(digests)
+
+    ruled: dict[str, list[str]] = {}
+    for name, digest in found.items():
+        sources = stored.sources(_bare(name))
+        unused.difference_update(stored.ties.get(source, source) for source in sources)
+        if sources and len(digest) == _SHA256_DIGITS:
+            ruled[name] = sources
+        else:
+            unknown.append(name)
+    with ThreadPoolExecutor(_THREADS) as pool:  # parallel, because the server is paused meanwhile
+        for name, digests in zip(
+            ruled, pool.map(digests_in_files, ruled, ruled.values()), strict=True
+        ):
+            if found[name] in digests:
+                equal.append(name)
+            else:
+                different[name] = digests
+    return Comparison(tuple(equal), different, tuple(unknown), tuple(sorted(unused)))
+
+
+def is_unreported(digest: str) -> bool:
+    """Whether a server that reports this digest keeps the parameter elsewhere: it is the digest of
+    no bytes.
+    """
+    return digest == _NO_BYTES
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether engines follow the rules here for a model with this config.json: a known type,
+    unquantised.
+    """
+    return config.get("model_type") in KNOWN_MODELS and not config.get("quantization_config")
+
+
+def _bare(name: str) -> str:
+    """The name of a parameter without ranks and without the wrapper around layers that take
+    adapters.
+    """
+    return _RANK.sub("", name).replace(".base_layer.", ".")
+
+
+def _tensor_rank(name: str) -> int:
+    found = re.search(r"(?:^|:)tp(\d+):", name)
+    return int(found[1]) if found else 0
+
+
+class _StoredModel:
+    """The tensors of a checkpoint in the form of an engine with `size` ranks of tensor
+    parallelism.
+    """
+
+    def __init__(self, file: TensorFile, config: Mapping[str, Any], size: int) -> None:
+        self.file, self.size = file, size
+        heads = int(config.get("num_attention_heads") or 1)
+        self.key_heads = int(config.get("num_key_value_heads") or heads)
+        self.ties = getattr(file, "ties", {})
+
+    def sources(self, name: str) -> list[str]:
+        """The stored tensors that make up the parameter `name`, in order; empty without a rule."""
+        names = [name]
+        for fused, parts in _FUSED.items():
+            if f".{fused}." in name and not self._has(name):
+                names = [name.replace(f".{fused}.", f".{part}.") for part in parts]
+        if name == "lm_head.weight" and not self._has(name):
+            # tied, and stored once
+            names = [known for known in self.file.specs if _VOCABULARY.search(known)][:1]
+        return names if names and all(map(self._has, names)) else []
+
+    def digests(self, name: str, sources: Sequence[str], rank: int) -> Iterator[str]:
+        """The digests that the parameter may have on a rank: by dtype, with the vocabulary padded
+        or not.
+        """
+        own = self.file.specs[self.ties.get(sources[0], sources[0])].dtype
+        for dtype in dict.fromkeys((own, *_DTYPES)):
+            pieces = [self._read(source).to(getattr(torch, dtype)) for source in sources]
+            if len(pieces) > 1:
+                yield _sha256(
+                    torch.cat(
+                        [
+                            self._rows(each, rank, source)
+                            for each, source in zip(pieces, sources, strict=True)
+                        ]
+                    )
+                )
+            elif _VOCABULARY.search(name):
+                padding = -pieces[0].shape[0] % _VOCABULARY_PADDING
+                for padded in dict.fromkeys((0, padding)):
+                    whole = torch.cat(
+                        [pieces[0], pieces[0].new_zeros(padded, *pieces[0].shape[1:])]
+                    )
+                    yield _sha256(self._part(whole, rank, 0))
+            elif _ROW_PARALLEL.search(name):
+                yield _sha256(self._part(pieces[0], rank, 1))
+            else:
+                yield _sha256(
+                    self._rows(pieces[0], rank, name)
+                    if _COLUMN_PARALLEL.search(name)
+                    else pieces[0]
+                )
+
+    def _has(self, name: str) -> bool:
+        return name in self.file.specs or name in self.ties
+
+    def _read(self, name: str) -> Tensor:
+        stored = self.ties.get(name, name)
+        return self.file.read(stored).view(self.file.specs[stored].shape)
+
+    def _rows(self, tensor: Tensor, rank: int, source: str) -> Tensor:
+        """The rows of a rank; key and value heads are repeated if there are fewer than ranks."""
+        if re.search(r"\.[kv]_proj\.", source) and self.key_heads < self.size:
+            return tensor.chunk(self.key_heads)[rank * self.key_heads // self.size]
+        return self._part(tensor, rank, 0)
+
+    def _part(self, tensor: Tensor, rank: int, dimension: int) -> Tensor:
+        if self.size == 1 or tensor.shape[dimension] % self.size:
+            return tensor
+        return tensor.chunk(self.size, dimension)[rank]
+
+
+def _sha256(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()

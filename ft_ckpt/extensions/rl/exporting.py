@@ -1,0 +1,155 @@
+"""Converts an adapter to a single rank and a single scale, which all versions of an engine apply in
+the same way.
+
+Few versions of the engines read rank_pattern, alpha_pattern and use_rslora; the others silently
+scale wrongly.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ft_ckpt.checkpoint import describe_contents, hold_open
+from ft_ckpt.errors import LoadError, SelectionError, listing
+from ft_ckpt.extensions.rl.preflight import (
+    MERGE,
+    adapter_findings,
+    check_engine,
+    lora_layers,
+    rank_and_scale,
+)
+from ft_ckpt.extensions.tools import (
+    ConvertReport,
+    check_apart,
+    convert_options,
+    open_source,
+    write_converted,
+)
+from ft_ckpt.formats import MemoryFile, TensorFile
+from ft_ckpt.model import FolderPart, WeightsFolder, adapter_settings
+from ft_ckpt.storage import Place, open_place, source_mode
+
+_CONFIG = "adapter_config.json"
+_ANY_RANK = 1 << 20
+
+
+def export(
+    adapter: str | Path | Place,
+    out: str | Path | Place,
+    engine: str = "vllm",
+    *,
+    overwrite: bool = False,
+) -> ConvertReport:
+    """Write the LoRA `adapter` to the folder `out` as `engine` ("vllm" or "sglang") applies it; all
+    or nothing.
+
+    The result has one rank, the largest of all layers, and one scale, that of most layers. Matrices
+    of lower ranks are padded with zeros. In layers of another scale (alpha_pattern, rank_pattern,
+    use_rslora) the outer matrix is multiplied by the ratio, in its dtype if the products are exact
+    in it, else in float32; a note counts the layers that are rounded. Everything else is unchanged.
+    `adapter`: a PEFT folder, or a checkpoint of ours, which is compared with its digests;
+    `overwrite` as in `convert`.
+
+    Raises ConfigError for an unknown engine, SelectionError naming each setting and tensor without
+    an exact conversion and the remedy; for files as `convert` does.
+    """
+    check_engine(engine)
+    source = open_place(adapter)
+    options = convert_options(
+        out,
+        format="safetensors",
+        dtype=None,
+        max_shard_size=None,
+        verify=True,
+        progress=False,
+        note=f"converted for {engine} from {source.basename}",
+        to_folder=True,
+        overwrite=overwrite,
+    )
+    check_apart([source], options)
+    with hold_open(source) as place, closing(open_source(place)) as opened:
+        folder, part = _only_adapter(opened, source)
+        settings = adapter_settings(Place(folder.store, part.path).folder)
+        if found := list(adapter_findings(settings, part.file, _ANY_RANK)):
+            raise SelectionError(f"{source}: {listing(found)}")
+        plain, settings, notes = _plain_adapter(part.file, settings)
+        manifest = folder.manifest and replace(
+            folder.manifest, made_from=(source.basename,), run_id=None, rankings={}, export=True
+        )
+        converted = WeightsFolder(folder.place, [replace(part, file=plain)], manifest)
+        text = json.dumps(settings, indent=2, sort_keys=True).encode()
+        config = f"{part.path}/{_CONFIG}".lstrip("/")
+        options = replace(
+            options,
+            max_mode=source_mode(place, options.target),
+            made_from=(source.basename,),
+            replaced={config: text},
+        )
+        report = write_converted(converted, place, options)
+    return replace(report, notes=(*report.notes, *notes))
+
+
+def _only_adapter(opened: TensorFile, source: Place) -> tuple[WeightsFolder, FolderPart]:
+    if not isinstance(opened, WeightsFolder) or not any(
+        part.kind == "adapter" for part in opened.parts
+    ):
+        text = describe_contents(open_place(source)).text
+        raise LoadError(f"{source}: {text}; expected a folder with an adapter ({_CONFIG})")
+    if len(opened.parts) > 1:
+        paths = listing([part.path or "." for part in opened.parts], ", ")
+        raise SelectionError(f"{source}: several parts ({paths}); give the folder of one adapter")
+    return opened, opened.parts[0]
+
+
+def _plain_adapter(
+    file: TensorFile, settings: Mapping[str, Any]
+) -> tuple[MemoryFile, dict[str, Any], list[str]]:
+    """The converted tensors and settings, and notes."""
+    layers = {head: rank_and_scale(settings, layer) for layer, head in lora_layers(file).items()}
+    rank = max(rank for rank, _ in layers.values())
+    # a layer scaled by 0 gets a matrix of zeros
+    scales = Counter(scale for _, scale in layers.values() if scale)
+    scale = scales.most_common(1)[0][0] if scales else 1.0
+    tensors, rounded = dict[str, Tensor](), []
+    for head, (own_rank, own_scale) in layers.items():
+        inner, outer = (_matrix(file, f"{head}.lora_{which}.weight") for which in "AB")
+        product = outer.double() * (own_scale / scale)
+        for dtype in (outer.dtype, torch.promote_types(outer.dtype, torch.float32)):
+            outer = product.to(dtype)
+            if torch.equal(outer.double(), product):
+                break
+        else:
+            rounded.append(head)
+            if not torch.isfinite(outer).all():
+                raise SelectionError(
+                    f"{head}.lora_B.weight: not finite in float32, scaled by "
+                    f"{own_scale / scale:.6g}; {MERGE}"
+                )
+        tensors[f"{head}.lora_A.weight"] = torch.nn.functional.pad(
+            inner, (0, 0, 0, rank - own_rank)
+        )
+        tensors[f"{head}.lora_B.weight"] = torch.nn.functional.pad(outer, (0, rank - own_rank))
+    alpha = scale * rank
+    plain = {"rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False, "r": rank}
+    notes = [f"rank {rank} and scale {scale:.6g} for all {len(layers)} layers"]
+    if rounded:
+        notes.append(
+            f"{len(rounded)} of {len(layers)} layers: lora_B is scaled and rounded in float32"
+        )
+    order = {name: tensors[name] for name in file.specs}
+    return (
+        MemoryFile(order),
+        {**settings, **plain, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha},
+        notes,
+    )
+
+
+def _matrix(file: TensorFile, name: str) -> Tensor:
+    return file.read(name).view(file.specs[name].shape)

@@ -1,0 +1,243 @@
+"""Publishes the checkpoints of a run when they are committed: from the training process, or from
+one that watches.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from ft_ckpt.checkpoint import CheckpointInfo, in_run_order, open_checkpoint
+from ft_ckpt.errors import CheckpointError, ConfigError, TargetError, UnreadableError, listing
+from ft_ckpt.extensions.rl.options import ServerOptions
+from ft_ckpt.extensions.rl.publishing import PublishReport, publish
+from ft_ckpt.extensions.rl.servers import connect
+from ft_ckpt.extensions.transfer import PushQueue
+from ft_ckpt.messages import LOG, warn
+from ft_ckpt.runs import FOLLOW_SECONDS, CheckpointKey, key_of, looks, stop_on_signal
+from ft_ckpt.storage import Place, location_name, open_place
+
+_MAX_FAILURES = 2  # of one checkpoint, while all servers answer
+
+
+@dataclass(frozen=True, eq=False)
+class PendingPublish:
+    """A publish in the background."""
+
+    path: Path | str
+    """The checkpoint: its path, or its URL."""
+    urls: tuple[str, ...]
+    """The servers."""
+    future: "Future[PublishReport | None]"
+    """Resolves to the report; to None if a newer checkpoint was waiting before it began."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, with or without an error."""
+        return self.future.done()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for it, at most `timeout` seconds; returns whether it has ended, with or without an
+        error.
+        """
+        return bool(wait([self.future], timeout).done)
+
+    def result(self, timeout: float | None = None) -> PublishReport | None:
+        """Wait for it, at most `timeout` seconds, and return its report.
+
+        Raises the error of the publish; TimeoutError after `timeout` seconds.
+        """
+        return self.future.result(timeout)
+
+
+class Publisher:
+    """Publishes in the background, one checkpoint at a time; of several that wait, only the
+    newest.
+    """
+
+    def __init__(self, options: ServerOptions, after_resume: str = "resumed") -> None:
+        self.options, self.after_resume = options, after_resume
+        self.version: str | None = None  # of the last publish
+        self._queue, self._pending = PushQueue(), list[PendingPublish]()
+
+    def begin(self, place: Place) -> PendingPublish:
+        """Publish the checkpoint at `place`, leased from now on.
+
+        An error is a warning, and raised by the handle.
+        """
+        pending = PendingPublish(place.location, self.options.url, Future())
+        stack = ExitStack()
+        try:
+            stack.enter_context(open_checkpoint(place))
+        except Exception as error:  # noqa: BLE001 - raised from the handle
+            self._end_failed(pending, error)
+            return pending
+        self._pending = [*(each for each in self._pending if not each.done), pending]
+
+        def publish_held() -> None:
+            report = None
+            try:
+                with stack:
+                    if self._pending[-1] is pending:
+                        report = publish(place, self.options)
+                        self.version = report.version
+                        LOG.info(
+                            "published %s as %s to %s",
+                            pending.path,
+                            report.version,
+                            ", ".join(self.options.url),
+                        )
+            except BaseException as error:  # noqa: BLE001 - raised from the handle
+                self._end_failed(pending, error)
+            else:
+                pending.future.set_result(report)
+
+        self._queue.begin(f"ft_ckpt-publish-{location_name(pending.path)}", publish_held)
+        return pending
+
+    def end(self, *, wait_for: bool) -> None:
+        """Wait for all publishes if `wait_for`; warn of those not ended, which continue until the
+        process ends.
+        """
+        left = [pending for pending in self._pending if not pending.done]
+        if wait_for and left:
+            LOG.info(
+                "waiting until %s is published to %s",
+                location_name(left[-1].path),
+                ", ".join(self.options.url),
+            )
+            try:
+                wait([pending.future for pending in left])
+            finally:
+                left = [pending for pending in left if not pending.done]
+        if left:
+            warn(f"{listing([str(each.path) for each in left])}: not published yet", stacklevel=3)
+
+    def _end_failed(self, pending: PendingPublish, error: BaseException) -> None:
+        pending.future.set_exception(error)
+        warn(
+            f"{pending.path}: not published: {error}; training goes on; run `ft-ckpt publish "
+            f"{pending.path} {' '.join(pending.urls)}{' --delta' if self.options.delta else ''}` "
+            "to try again",
+            stacklevel=3,
+        )
+
+
+class _Following:
+    """Publishes the newest checkpoint of a run at each look; never one that is older than the last
+    one.
+    """
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        on_published: Callable[[PublishReport], object],
+        on_trouble: Callable[[str], object],
+    ) -> None:
+        self.options, self.on_published, self.on_trouble = options, on_published, on_trouble
+        self.published = 0
+        self.error: CheckpointError | None = None  # the newest since the last publish
+        self._newest: CheckpointInfo | None = None  # of those that were published
+        self._settled: set[CheckpointKey] = (
+            set()
+        )  # published, skipped or obsolete: not published again
+        self._failures: dict[CheckpointKey, int] = {}
+        self._skipped: set[str] = set()  # reported
+        self._outages: set[str] = set()  # reported since the last publish
+
+    def visit(self, infos: Sequence[CheckpointInfo]) -> None:
+        """Publish the newest of `infos`, and settle it and all older ones."""
+        if self._newest is not None:  # a sync brings the newest first
+            ordered = in_run_order([*infos, self._newest])
+            self._settled |= {key_of(info) for info in ordered[: ordered.index(self._newest)]}
+        waiting = [info for info in infos if key_of(info) not in self._settled]
+        if not waiting:
+            return
+        info = waiting[-1]
+        try:
+            report = publish(info.place, self.options)
+        except (TargetError, UnreadableError) as error:
+            self._retry(info, error)
+        except ConfigError as error:
+            if not self.published:
+                raise
+            self._retry(info, error)  # a proxy may answer while the server restarts
+        except CheckpointError as error:
+            self._skip(info, error)
+        else:
+            self._settled |= {key_of(older) for older in infos[: infos.index(info) + 1]}
+            self._newest = info
+            self.published += 1
+            self.error = None
+            self._outages.clear()
+            self.on_published(report)
+
+    def note(self, error: CheckpointError) -> None:
+        """Report what the look at the run could not read."""
+        if isinstance(error, UnreadableError):
+            self._report_once(f"{error}; trying again", self._outages)
+        else:
+            self._report_once(f"{error}; skipped", self._skipped)
+
+    def _retry(self, info: CheckpointInfo, error: CheckpointError) -> None:
+        """Report an error that may pass; skip the checkpoint at the second one while all servers
+        answer.
+        """
+        key = key_of(info)
+        self.error = error
+        self._failures[key] = self._failures.get(key, 0) + self._all_answer()
+        if self._failures[key] >= _MAX_FAILURES:
+            self._skip(info, error)
+        else:
+            self._report_once(f"{error}; trying again", self._outages)
+
+    def _skip(self, info: CheckpointInfo, error: CheckpointError) -> None:
+        self._settled.add(key_of(info))
+        self.error = error
+        self._report_once(f"{info.path}: skipped: {error}", self._skipped)
+
+    def _all_answer(self) -> bool:
+        try:
+            for client in () if self.options.delta else self.options.clients():
+                connect(client)
+        except CheckpointError:
+            return False
+        return True
+
+    def _report_once(self, text: str, reported: set[str]) -> None:
+        if text not in reported:
+            reported.add(text)
+            self.on_trouble(text)
+
+
+def follow_run(
+    run: str | Path | Place,
+    options: ServerOptions,
+    *,
+    idle_seconds: float | None = None,
+    poll_seconds: float = FOLLOW_SECONDS,
+    on_published: Callable[[PublishReport], object] = lambda report: None,
+    on_trouble: Callable[[str], object] = warn,
+) -> int:
+    """Publish each new newest checkpoint of `run`, a folder or URL that may not exist yet; returns
+    how many.
+
+    Only the newest is published, none twice, and none that is older than the last one. A server
+    that does not answer is retried; a checkpoint that is damaged, or that running servers refuse
+    twice, is skipped; `on_trouble` gets each of these messages once. Ends on SIGINT or SIGTERM,
+    after the current publish, and after `idle_seconds` without a new checkpoint.
+
+    Raises ConfigError for invalid options and, until one publish has succeeded, for unsupported
+    servers. After `idle_seconds` it raises the newest error since the last publish, if there is
+    one.
+    """
+    following = _Following(options, on_published, on_trouble)
+    with stop_on_signal() as stop:
+        for infos in looks(
+            open_place(run).absolute, idle_seconds, poll_seconds, stop, following.note
+        ):
+            following.visit(infos)
+        if following.error is not None and not stop.is_set():
+            raise following.error
+    return following.published

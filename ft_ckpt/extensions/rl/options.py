@@ -1,0 +1,288 @@
+"""The options of `publish`: all are checked when they are made, before anything is sent."""
+
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from typing_extensions import Self, Unpack
+
+from ft_ckpt.errors import (
+    ConfigError,
+    Rule,
+    check_settings,
+    is_number,
+    listing,
+    refuse_unknown_fields,
+)
+from ft_ckpt.extensions.rl.client import Client
+from ft_ckpt.storage import Place, is_url
+
+_KINDS = ("auto", "adapter", "weights")
+_IN_FLIGHT = ("wait", "keep", "abort")
+_CHECKS = ("all", "listed")
+_MIN_TIMEOUT_SECONDS = 0.001
+_MAX_TIMEOUT_SECONDS = 30 * 24 * 3600.0  # timers take no more than some centuries
+_OF_CHAINS = ("delta", "anchor_every")
+
+
+class ServerSettings(TypedDict, total=False):
+    """The fields of `ServerOptions` but `url` as type checkers and editors see them in keywords."""
+
+    name: str | None
+    version: str | None
+    kind: Literal["auto", "adapter", "weights"]
+    part: str | None
+    visible_at: Mapping[str, str] | None
+    stage: str | os.PathLike[str] | None
+    keep: int
+    in_flight: Literal["wait", "keep", "abort"]
+    check: Literal["all", "listed"]
+    base: Any
+    headers: Mapping[str, str] | None
+    timeout_seconds: float
+    delta: bool
+    anchor_every: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Where `publish` publishes a checkpoint, and how: its keywords, also those of
+    `CheckpointSaver.publish`, of the setting `publish` and of `ft-ckpt publish`. Raises ConfigError
+    naming all invalid ones.
+    """
+
+    url: tuple[str, ...] = ()
+    """The addresses of one server or of several; with `delta`, one chain.
+
+    The constructor takes one as text, too.
+    """
+    name: str | None = None
+    """The name of an adapter on the servers; None: that of the run's folder, with the part if there
+    are several.
+    """
+    version: str | None = None
+    """The name of the version; None: from the step and the manifest.
+
+    It is not loaded again under its name.
+    """
+    kind: Literal["auto", "adapter", "weights"] = "auto"
+    """What to publish of the checkpoint; "auto": what its parts are."""
+    part: str | None = None
+    """The name of the part to publish, of several."""
+    visible_at: Mapping[str, str] = field(default_factory=dict)
+    """The paths at which the servers see folders of this machine, as in {"/mnt/runs":
+    "/data/runs"}.
+    """
+    stage: Path | None = None
+    """A folder that servers see, for checkpoints that are pulled from a bucket or rebuilt from a
+    chain (None: the cache), and for exports of adapters that the engine would misread (None: such
+    adapters are refused).
+    """
+    keep: int = 2
+    """How many older versions of an adapter stay loaded, at least 0."""
+    in_flight: Literal["wait", "keep", "abort"] = "wait"
+    """What becomes of running requests while weights are replaced: wait for their end, keep or
+    abort them.
+    """
+    check: Literal["all", "listed"] = "all"
+    """"listed": ask whether the checkpoint is loaded, and compare neither digests nor answers."""
+    base: Any = None
+    """The base model of an adapter, or its path or name: answers are also compared with
+    transformers and PEFT.
+    """
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Sent with each request.
+
+    Without Authorization, FT_CKPT_ENGINE_TOKEN is sent as a bearer token.
+    """
+    timeout_seconds: float = 300.0
+    """The time limit of one request, from 0.001 s to 30 days."""
+    delta: bool = False
+    """Append the checkpoint to the chain of deltas at `url`, a folder or the URL of one in a
+    bucket.
+    """
+    anchor_every: int = 10
+    """How often an entry of a chain holds the whole checkpoint, in entries, at least 1."""
+
+    # the constructor accepts more than the fields hold: one URL as text, None for a mapping
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, *, url: str | Sequence[str], **settings: Unpack[ServerSettings]
+        ) -> None: ...
+
+    def __new__(cls, *values: Any, **settings: Any) -> Self:
+        refuse_unknown_fields(cls, values, settings)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name, meant in (
+            ("url", _urls_in),
+            ("stage", _folder_of),
+            ("visible_at", _mapping),
+            ("headers", _mapping),
+        ):
+            object.__setattr__(self, name, meant(getattr(self, name)))
+        check_settings(self, _RULES)
+        if not _is_header_map(self.headers):
+            # without them: they may be tokens
+            raise ConfigError("headers: expected names with values, all text")
+        object.__setattr__(self, "timeout_seconds", float(self.timeout_seconds))
+        self._check_chain()
+        self._check_urls()
+
+    def clients(self) -> list[Client]:
+        """A client of each server.
+
+        Raises ConfigError for an address, a header or a token that cannot be sent.
+        """
+        return [Client(url, self.headers, self.timeout_seconds) for url in self.url]
+
+    def _check_chain(self) -> None:
+        """Raise ConfigError for options of servers that come with `delta`, and of chains that come
+        without it.
+        """
+        defaults = {each.name: each.default for each in fields(self) if each.default is not MISSING}
+        changed = {name for name, default in defaults.items() if getattr(self, name) != default} - {
+            "url"
+        }
+        if self.delta:
+            wrong, reason = (
+                sorted(changed - {*_OF_CHAINS}),
+                "of servers; a chain (delta=True) has no such",
+            )
+        else:
+            wrong, reason = sorted(changed & {"anchor_every"}), "of chains; give delta=True"
+        if wrong:
+            raise ConfigError(f"{listing(wrong, ', ')}: {reason}")
+
+    def _check_urls(self) -> None:
+        """Raise ConfigError for invalid or repeated URLs, a chain without `delta`, a server or two
+        chains with it.
+        """
+        distinct = {url.rstrip("/") for url in self.url}
+        if not distinct or len(distinct) < len(self.url):
+            raise ConfigError(
+                f"{', '.join(self.url) or 'no url'}: expected one or more servers, each once"
+            )
+        if not self.delta:
+            self.clients()
+            return
+        for url in self.url:
+            if url.partition("://")[0].lower() in ("http", "https"):
+                raise ConfigError(
+                    f"{url}: delta=True appends to a chain, expected a folder or a bucket; a "
+                    "server gets an entry of the chain by another publish, with stage="
+                )
+        if len(self.url) > 1:
+            raise ConfigError(f"{', '.join(self.url)}: expected one chain")
+
+
+def server_options(
+    url: str | Sequence[str] | ServerOptions, settings: Mapping[str, Any]
+) -> ServerOptions:
+    """The options given as an object, or as URLs and keywords, not both. Raises ConfigError."""
+    if not isinstance(url, ServerOptions):
+        return ServerOptions(url=url, **settings)
+    if settings:
+        raise ConfigError(
+            f"ServerOptions and {', '.join(sorted(settings))}= were both given; "
+            "use one of the two ways"
+        )
+    return url
+
+
+def _urls_in(url: Any) -> tuple[str, ...]:
+    """The URLs in an argument: one, or several. Raises ConfigError for anything but text."""
+    is_group = isinstance(url, Iterable) and not isinstance(url, (str, bytes, Mapping))
+    urls: tuple[Any, ...] = tuple(url) if is_group else (url,)
+    for text in urls:
+        if not _is_text(text):
+            raise ConfigError(
+                f"url={text!r}: expected the address of a server or a chain as text, or several"
+            )
+    return urls
+
+
+def _folder_of(stage: Any) -> Path | None:
+    """The folder in the argument `stage`.
+
+    Raises ConfigError for anything but a local folder or None.
+    """
+    if stage is None:
+        return None
+    text = os.fspath(stage) if isinstance(stage, (str, os.PathLike)) else stage
+    if not _is_path(text):
+        raise ConfigError(f"stage={stage!r}: expected a folder of this machine, or None")
+    return Path(text)
+
+
+def _mapping(value: Any) -> Any:
+    return {} if value is None else value
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and "\0" not in value
+
+
+def _is_name(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and re.fullmatch(r"[\w.-]+", value) is not None)
+
+
+def _is_path(text: Any) -> bool:
+    return _is_text(text) and bool(text) and not is_url(text)
+
+
+def _is_map_of_folders(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(map(_is_path, [*value, *value.values()]))
+
+
+def _is_base(value: Any) -> bool:
+    is_model = callable(getattr(value, "named_modules", None))
+    return value is None or is_model or isinstance(value, Place) or _is_text(os.fspath(value))
+
+
+def _is_header_map(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(text, str) for text in [*value, *value.values()]
+    )
+
+
+def _one_of(name: str, choices: Sequence[str]) -> Rule:
+    return (
+        name,
+        lambda value: isinstance(value, str) and value in choices,
+        f"one of {', '.join(choices)}",
+    )
+
+
+_NAME = "letters, digits, dots, dashes and underscores"
+_RULES: list[Rule] = [
+    ("name", _is_name, _NAME),
+    ("version", _is_name, _NAME),
+    _one_of("kind", _KINDS),
+    ("part", lambda part: part is None or isinstance(part, str), "the name of a part, or None"),
+    ("visible_at", _is_map_of_folders, "folders of this machine with their paths on the servers"),
+    ("keep", lambda keep: is_number(keep, 0, whole=True), "a number of older versions, at least 0"),
+    _one_of("in_flight", _IN_FLIGHT),
+    _one_of("check", _CHECKS),
+    ("base", _is_base, "a model, the path or the name of one, or None"),
+    (
+        "timeout_seconds",
+        lambda seconds: (
+            is_number(seconds, _MIN_TIMEOUT_SECONDS, _MAX_TIMEOUT_SECONDS)
+            and math.isfinite(seconds)
+        ),
+        f"a number of seconds from {_MIN_TIMEOUT_SECONDS:g} to {_MAX_TIMEOUT_SECONDS:,.0f}",
+    ),
+    ("delta", lambda delta: isinstance(delta, bool), "True or False"),
+    (
+        "anchor_every",
+        lambda count: is_number(count, 1, whole=True),
+        "a number of entries, at least 1",
+    ),
+]

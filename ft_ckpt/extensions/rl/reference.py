@@ -1,0 +1,41 @@
+"""Reference answers of transformers and PEFT, to compare with those of a server."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ft_ckpt.extensions.rl.servers import PROBE_PROMPTS
+from ft_ckpt.model import load_model
+
+_TOP = 5
+
+
+def reference_answers(
+    checkpoint: Path, part: str, base: Any
+) -> tuple[list[list[float]], list[list[float]]]:
+    """The highest log probabilities after each of PROBE_PROMPTS: of the base, and of the adapter on
+    it.
+
+    Computed in float32 on the CPU. Raises the errors of `load_model`.
+    """
+    model = load_model(checkpoint, part=part or None, base=base).float().eval()
+    with model.disable_adapter():
+        plain = _answers(model)
+    return plain, _answers(model)
+
+
+def model_answers(checkpoint: Path, part: str) -> list[list[float]]:
+    """The highest log probabilities of full weights after each of PROBE_PROMPTS, computed as by
+    `reference_answers`.
+    """
+    return _answers(load_model(checkpoint, part=part or None).float().eval())
+
+
+@torch.no_grad()
+def _answers(model: Any) -> list[list[float]]:
+    found = []
+    for prompt in PROBE_PROMPTS:
+        logits = model(input_ids=torch.tensor([prompt], device="cpu")).logits[0, -1]
+        found.append(torch.log_softmax(logits.float(), -1).topk(_TOP).values.tolist())
+    return found

@@ -1,0 +1,442 @@
+"""The session of a run: processes beside the trainer, its writers, hand in their parts of each
+checkpoint.
+
+It consists of files below the folder of the run, on a disk or in a bucket:
+
+    .ft_ckpt-writers/session.json              the open session; written by the trainer alone
+    .ft_ckpt-writers/TOKEN/joined/NAME         the mark of the process that is the writer NAME
+    .ft_ckpt-writers/TOKEN/STEP/NAME/...       the files that NAME hands in for STEP
+    .ft_ckpt-writers/TOKEN/STEP/NAME/HANDED    their list with digests, written last
+
+The trainer asks for a step in session.json, waits for HANDED of each writer, and takes the files
+into the stage of its save, below state/writers/NAME. So they are files of one checkpoint, which one
+manifest commits. Every start of the trainer, and every resume, opens a session with a new token:
+files of an earlier session are never used.
+
+The age of a mark is measured by the store's clock alone. Process liveness is decided as for other
+marks, see `guards`.
+"""
+
+import json
+import re
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import asdict, dataclass, field, replace
+
+from ft_ckpt.checkpoint import (
+    Manifest,
+    load_manifest,
+    mark_holder,
+    may_live,
+    put_mark,
+    read_mark,
+    renewed,
+    store_time,
+)
+from ft_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    NameTakenError,
+    TargetError,
+    WriterError,
+    listing,
+)
+from ft_ckpt.messages import LOG
+from ft_ckpt.schema import FieldError, as_record
+from ft_ckpt.storage import (
+    PREFIX,
+    FileRecord,
+    LocalStore,
+    Place,
+    Store,
+    copy_object,
+    is_inside,
+    locks,
+    open_place,
+    read_record,
+    read_text,
+)
+
+ROOM = f"{PREFIX}writers"  # folder in that of the run
+SESSION, HANDED = "session.json", "handed.json"
+PARTS = "state/writers"  # folder in a checkpoint
+STATE_FILE = "state.safetensors"  # of a writer's state, in its folder
+_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.2  # between polls of a disk
+_BUCKET_PAUSE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class LastCheckpoint:
+    """The checkpoint from which a process that joins now must continue."""
+
+    path: str  # its name in the folder of the run; its location if it is elsewhere
+    identity: str  # see OpenCheckpoint
+    step: int | None
+
+    def place(self, run: Place) -> Place:
+        """Its place, for a process that sees the run at `run`."""
+        return Place(run.folder, self.path) if "/" not in self.path else open_place(self.path)
+
+
+@dataclass(frozen=True)
+class Session:
+    """The contents of session.json."""
+
+    token: str
+    writers: tuple[str, ...]
+    optional: tuple[str, ...]  # a checkpoint may be committed without these
+    last: LastCheckpoint | None
+    asked: int | None = None  # the step whose state is requested
+
+    def group(self, name: str) -> tuple[str, ...]:
+        """The writers `name`-0, `name`-1, ..."""
+        return tuple(each for each in self.writers if re.fullmatch(rf"{re.escape(name)}-\d+", each))
+
+
+@dataclass(frozen=True)
+class HandedIn:
+    """The contents of HANDED: the files of one writer for one step, or the error that one of its
+    functions raised.
+    """
+
+    # a `linked` file is not handed in: it equals that of the checkpoint `last`
+    files: tuple[FileRecord, ...] = ()
+    last: str | None = None  # path of that checkpoint, as in `LastCheckpoint`
+    error: str | None = None
+
+
+def room_of(run: Store) -> Store:
+    """The folder of the sessions of the run whose checkpoints are in `run`."""
+    return run.within(ROOM)
+
+
+def read_session(room: Store) -> Session | None:
+    """The session in session.json, which may have ended; None without one."""
+    with suppress(CheckpointError, FieldError, ValueError):
+        return as_record(json.loads(read_text(room, SESSION)), Session)
+    return None
+
+
+def mark_of(session: Session, name: str) -> str:
+    """The name of the mark of the writer `name`."""
+    return f"{session.token}/joined/{name}"
+
+
+def handed_folder(session: Session, step: int, name: str) -> str:
+    """The folder of the files that the writer `name` hands in for `step`."""
+    return f"{session.token}/{step}/{name}"
+
+
+def is_open(room: Store) -> bool:
+    """Whether the process that opened the session may be alive.
+
+    Writes an object to read the clock of the store.
+    """
+    if locks.is_gone(read_mark(room, SESSION)):
+        return False
+    found = room.stat(SESSION)
+    return found is not None and may_live(room, found, store_time(room))
+
+
+def pauses(store: Store) -> Iterator[float]:
+    """Seconds to sleep between polls of `store`, which grow to a limit."""
+    pause = _FIRST_PAUSE_SECONDS if isinstance(store, LocalStore) else _BUCKET_PAUSE_SECONDS
+    while True:
+        yield pause
+        pause = max(pause, min(1.5 * pause, _LONGEST_PAUSE_SECONDS))
+
+
+def check_writer_names(names: Iterable[str]) -> None:
+    """Raise ConfigError for invalid or repeated names of writers, and for none."""
+    names = list(names)
+    wrong = [repr(name) for name in names if not isinstance(name, str) or not _NAME.fullmatch(name)]
+    wrong += sorted({f"{name!r} twice" for name in names if names.count(name) > 1})
+    if wrong or not names:
+        raise ConfigError(
+            f"writers: {listing(wrong, ', ') or 'none'}; expected names of letters, digits, '.', "
+            "'_' and '-', each once"
+        )
+
+
+def parts_of(manifest: Manifest) -> dict[str, tuple[FileRecord, ...]]:
+    """The files of each writer in a checkpoint, with paths relative to the writer's folder."""
+    found: dict[str, tuple[FileRecord, ...]] = {}
+    for file in manifest.files:
+        if file.path.startswith(f"{PARTS}/"):
+            name, _, path = file.path.removeprefix(f"{PARTS}/").partition("/")
+            found[name] = (*found.get(name, ()), replace(file, path=path))
+    return found
+
+
+def default_rule(parts: Sequence[str], writers: Sequence[str]) -> dict[str, list[str]]:
+    """The parts of a checkpoint that each writer of a group gets: those of its own name, the others
+    in turns.
+
+    With four parts and two writers, writer 0 gets parts 0 and 2, writer 1 gets parts 1 and 3.
+    """
+    found: dict[str, list[str]] = {name: [name] if name in parts else [] for name in writers}
+    others = [part for part in parts if part not in found]
+    for number, part in enumerate(others):
+        found[writers[number % len(writers)]].append(part)
+    return found
+
+
+@dataclass(eq=False)
+class OpenSession:
+    """The session that this process, the trainer's first rank, keeps open."""
+
+    run: Place
+    session: Session
+    timeout_seconds: float
+    room: Store = field(init=False)
+    _asked_at: float = 0.0
+    _over: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        self.room = room_of(self.run.folder)
+
+    def open(self) -> None:
+        """Write the session, and keep its mark alive.
+
+        Raises TargetError while another process has one open.
+        """
+        facts, mine = read_mark(self.room, SESSION), locks.process_facts()
+        is_own = facts and all(
+            facts.get(key) == mine[key]
+            for key in ("host", "machine", "namespace", "pid", "started")
+        )
+        if facts and not is_own and is_open(self.room):
+            raise self._taken()
+        self._delete_below("")  # of sessions that are over
+        try:
+            put_mark(self.room, SESSION, create_only=True, **asdict(self.session))
+        except NameTakenError:
+            raise self._taken() from None
+        self._over.enter_context(renewed(self._write))
+
+    def ask(self, step: int) -> None:
+        """Ask all writers for their state at `step`.
+
+        Raises WriterError if another process has taken the run over.
+        """
+        found = read_session(self.room)
+        if found is not None and found.token != self.session.token:
+            raise WriterError(f"step {step}: {self._taken()}")
+        self.session, self._asked_at = replace(self.session, asked=step), time.monotonic()
+        self._write()
+
+    def collect(self, step: int, stage: Store) -> tuple[list[FileRecord], list[str]]:
+        """Wait for the files of all writers for `step`, and take them into `stage`; returns their
+        records, and notes.
+
+        May be repeated with another stage. Raises WriterError naming all required writers that have
+        ended, failed, or handed in nothing `timeout_seconds` after `ask`; optional ones become
+        notes. TargetError if `stage` cannot be written.
+        """
+        records, notes, waiting = list[FileRecord](), list[str](), [*self.session.writers]
+        pause = pauses(self.room)
+        while waiting:
+            is_late = time.monotonic() > self._asked_at + self.timeout_seconds
+            reasons = {
+                name: self._why_ended(name) or (self._why_late(name) if is_late else "")
+                for name in waiting
+            }
+            ready = self._ready(step)  # after the processes are checked: one may hand in and end
+            problems = {
+                name: reason for name, reason in reasons.items() if reason and name not in ready
+            }
+            for name in [name for name in waiting if name in ready]:
+                waiting.remove(name)
+                taken, problem = self._take(step, name, stage)
+                records += taken
+                if problem:
+                    problems[name] = problem
+            if required := [
+                f"writer {name}: {why}"
+                for name, why in problems.items()
+                if name not in self.session.optional
+            ]:
+                raise WriterError(f"step {step}: {listing(required)}; nothing was committed")
+            notes += [f"writer {name}: left out: {why}" for name, why in problems.items()]
+            waiting = [name for name in waiting if name not in problems]
+            if waiting:
+                time.sleep(next(pause))
+        return records, notes
+
+    def note_committed(self, last: LastCheckpoint) -> None:
+        """Let processes that join from now on continue from the checkpoint `last`.
+
+        Files that were handed in for earlier steps are deleted. Those of its own step stay, for a
+        repeated save.
+        """
+        asked = self.session.asked
+        self.session = replace(self.session, last=last, asked=None if asked == last.step else asked)
+        self._write()
+        steps = [each.name for each in self.room.within(self.session.token).list_folder().folders]
+        for step in steps:
+            if step.isdecimal() and last.step is not None and int(step) < last.step:
+                self._delete_below(f"{self.session.token}/{step}")
+
+    def close(self) -> None:
+        """End the session: its writers end, too."""
+        self._over.close()
+        with suppress(CheckpointError):
+            if (found := read_session(self.room)) is not None and found.token == self.session.token:
+                self._delete_below("")
+
+    def _taken(self) -> TargetError:
+        return TargetError(
+            f"{self.room.where(SESSION)}: {mark_holder(self.room, SESSION)} trains this run, or "
+            "was killed less than ten minutes ago on another machine; end it, or use another folder"
+        )
+
+    def _write(self) -> None:
+        put_mark(self.room, SESSION, **asdict(self.session))
+
+    def _delete_below(self, folder: str) -> None:
+        names = [each.name for each in self.room.list(folder)]
+        if isinstance(self.room, LocalStore):  # with drafts and folders of writers that were killed
+            (LocalStore(self.room.folder / folder) if folder else self.room).delete_all()
+        else:
+            self.room.delete(names)
+
+    def _ready(self, step: int) -> set[str]:
+        below = self.room.within(f"{self.session.token}/{step}")
+        if isinstance(below, LocalStore):
+            names = {each.name for each in below.list_folder().folders}
+            return {name for name in names if below.stat(f"{name}/{HANDED}") is not None}
+        found = (each.name.partition("/") for each in below.list())
+        return {name for name, _, path in found if path == HANDED}
+
+    def _why_ended(self, name: str) -> str:
+        facts = (
+            read_mark(self.room, mark_of(self.session, name))
+            if isinstance(self.room, LocalStore)
+            else {}
+        )
+        if facts and locks.is_gone(facts):
+            return (
+                f"its process {facts.get('pid')} on {facts.get('host')} has ended; start it again"
+            )
+        return ""
+
+    def _why_late(self, name: str) -> str:
+        mark = mark_of(self.session, name)
+        if self.room.stat(mark) is None:
+            return f"has not joined within {self.timeout_seconds:g} s; start it, or invite others"
+        return (
+            f"{mark_holder(self.room, mark)} handed in nothing within {self.timeout_seconds:g} s; "
+            "check that process, or give invite() a larger timeout_seconds"
+        )
+
+    def _checkpoint_with(self, file: FileRecord, last: str) -> Store:
+        """The checkpoint `last`, which has `file`; the newest one if `last` is deleted and that has
+        the file, too.
+        """
+        found = LastCheckpoint(last, "", None).place(self.run).folder
+        if found.stat(file.path) is None and self.session.last is not None:
+            newest = self.session.last.place(self.run).folder
+            wanted = (file.path, file.size_bytes, file.digest)
+            if any(
+                (one.path, one.size_bytes, one.digest) == wanted
+                for one in load_manifest(newest).files
+            ):
+                return newest
+        return found
+
+    def _take(self, step: int, name: str, stage: Store) -> tuple[list[FileRecord], str]:
+        """Take the files of one writer into the stage: their records, and the problem, if there is
+        one.
+        """
+        below = self.room.within(handed_folder(self.session, step, name))
+        try:
+            handed = as_record(json.loads(read_text(below, HANDED)), HandedIn)
+        except (FieldError, ValueError) as error:
+            return [], f"{below.where(HANDED)}: {error}; of another version of ft_ckpt?"
+        if handed.error is not None:
+            return [], handed.error
+        records = []
+        for file in handed.files:
+            if not is_inside(file.path):
+                return [], f"{file.path!r}: no path of a file"
+            source, path = below, file.path
+            goal = f"{PARTS}/{name}/{file.path}"
+            try:
+                if file.linked and handed.last is not None:
+                    source, path = (
+                        self._checkpoint_with(replace(file, path=goal), handed.last),
+                        goal,
+                    )
+                if not stage.copy(path, goal, source):
+                    with closing(source.open(path)) as opened:
+                        copy_object(opened, stage, goal)
+                found = stage.stat(goal)
+                wrong = found is None or found.size_bytes != file.size_bytes
+                # the commit of a bucket compares its objects
+                if isinstance(stage, LocalStore) and not wrong:
+                    wrong = read_record(stage, goal).digest != file.digest
+            except TargetError:
+                raise  # the stage cannot be written, which is no fault of the writer
+            except CheckpointError as error:
+                return [], str(error)
+            if wrong:
+                return [], f"{source.where(path)}: not the bytes that were handed in"
+            records.append(replace(file, path=goal))
+        return records, ""
+
+
+def open_session(
+    run: Place,
+    writers: Mapping[str, bool],
+    last: LastCheckpoint | None,
+    parts: Iterable[str],
+    allow: Iterable[str],
+    timeout_seconds: float,
+) -> OpenSession:
+    """Open a session for `writers` (True: optional), whose processes continue from the checkpoint
+    `last` with `parts`.
+
+    Raises WriterError for writers without a part there, and parts without a writer, that `allow`
+    does not name; TargetError while another process has a session open.
+    """
+    check_writer_names(writers)
+    optional = tuple(name for name, is_optional in writers.items() if is_optional)
+    if last is not None:
+        _compare_with_parts(last, tuple(writers), set(parts), {*allow, *optional})
+    session = Session(uuid.uuid4().hex, tuple(writers), optional, last)
+    opened = OpenSession(run, session, timeout_seconds)
+    opened.open()
+    LOG.info("writers %s are invited to %s", ", ".join(writers), run)
+    return opened
+
+
+def _compare_with_parts(
+    last: LastCheckpoint, writers: Sequence[str], parts: set[str], allowed: set[str]
+) -> None:
+    def family(name: str) -> str:
+        return re.sub(r"-\d+$", "", name)
+
+    known, invited = {family(part) for part in parts}, {family(name) for name in writers}
+    problems = [
+        f"no part of writer {name}"
+        for name in writers
+        if family(name) not in known and not {name, family(name)} & allowed
+    ]
+    problems += [
+        f"the part of {name}, which is not invited"
+        for name in sorted(parts)
+        if family(name) not in invited and not {name, family(name)} & allowed
+    ]
+    if problems:
+        raise WriterError(
+            f"{last.path}: holds {listing(problems, ', ')}; invite the same writers, or "
+            "invite(..., allow=[names]) to go on without"
+        )
+
+
+def handed_to_json(handed: HandedIn) -> bytes:
+    """The text of HANDED."""
+    return json.dumps(asdict(handed)).encode()

@@ -1,0 +1,476 @@
+"""`Writer`: a process beside the trainer that hands in its part of each checkpoint of a run."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ft_ckpt.checkpoint import (
+    ExclusiveLease,
+    load_manifest,
+    mark_holder,
+    may_live,
+    open_checkpoint,
+    read_mark,
+    store_time,
+)
+from ft_ckpt.config import whole_step
+from ft_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    NameTakenError,
+    TargetError,
+    WriterError,
+    is_number,
+    listing,
+)
+from ft_ckpt.extensions.rl.session import (
+    HANDED,
+    PARTS,
+    SESSION,
+    STATE_FILE,
+    HandedIn,
+    Session,
+    check_writer_names,
+    default_rule,
+    handed_folder,
+    handed_to_json,
+    is_open,
+    mark_of,
+    parts_of,
+    pauses,
+    read_session,
+    room_of,
+)
+from ft_ckpt.extensions.tools import load, save
+from ft_ckpt.messages import warn
+from ft_ckpt.storage import (
+    FileRecord,
+    LocalStore,
+    Place,
+    Store,
+    copy_object,
+    is_inside,
+    locks,
+    make_like,
+    open_place,
+    read_record,
+    record_of,
+)
+
+Files = Mapping[str, str | os.PathLike[str] | bytes]
+Rule = Callable[[Sequence[str], Sequence[str]], Mapping[str, Sequence[str]]]
+_LIVE_SECONDS = 2.0  # between checks that the trainer's process is alive
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a writer in a checkpoint."""
+
+    path: Path | str
+    """The checkpoint."""
+    step: int | None
+    """Its step."""
+    states: Mapping[str, Any] = field(repr=False)
+    """The states by the name of the writer that handed them in: usually one, with tensors on the
+    CPU.
+    """
+    files: Mapping[str, tuple[Path, ...]]
+    """The files, copied to the folder given to `resume`, by the name of the writer that handed them
+    in.
+    """
+
+    @property
+    def state(self) -> Any:
+        """The one state. Raises WriterError if there is none, or several."""
+        if len(self.states) != 1:
+            raise WriterError(
+                f"{self.path}: {len(self.states)} states ({', '.join(self.states)}); see `states`"
+            )
+        return next(iter(self.states.values()))
+
+
+class Writer:
+    """Hands in the state of this process as a part of each checkpoint that a trainer elsewhere
+    commits.
+
+    `run`: the directory of the trainer's `CheckpointSaver`, as this machine sees it, or its URL.
+    `name`: a name that the trainer invites (`CheckpointSaver.invite`); with `index`, member `index`
+    of the group `name`. Waits up to `timeout_seconds` for the trainer's session, or for the session
+    with the token `session`.
+
+    A checkpoint gets the state that a function of `provide` returns when the trainer asks, or that
+    `put` hands in for its step. `resume` gives the part of the checkpoint that the trainer
+    continues from. When the trainer ends or resumes, the session is over: `ended` is true, and a
+    new `Writer` joins the next one.
+
+    Raises ConfigError for an invalid name, index or timeout; WriterError if the name is not invited
+    or in use by another living process, or if there is no session in time.
+    """
+
+    def __init__(
+        self,
+        run: str | os.PathLike[str] | Place,
+        name: str,
+        *,
+        index: int | None = None,
+        session: str | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        check_writer_names([name])
+        if index is not None and not is_number(index, 0, whole=True):
+            raise ConfigError(
+                f"index={index!r:.80}: expected the number of the writer in its group, from 0 on"
+            )
+        if not is_number(timeout_seconds, 0):
+            raise ConfigError(
+                f"timeout_seconds={timeout_seconds!r:.80}: expected seconds from 0 on"
+            )
+        self.run = open_place(run).absolute
+        self.name = name if index is None else f"{name}-{index}"
+        self._group = None if index is None else name
+        self._room = room_of(self.run.folder)
+        self._lock, self._over = threading.RLock(), threading.Event()
+        self._session = self._await_session(session, timeout_seconds)
+        self._lease = self._join()
+        self._provided: tuple[Callable[[], Any] | None, Callable[[], Files] | None] | None = None
+        self._handed: set[int] = set()
+        self._reason = ""
+        self._thread = threading.Thread(
+            target=self._watch, name=f"ft_ckpt-writer-{self.name}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the session is over: the trainer has ended or opened another session, or `close`
+        was called.
+        """
+        return self._over.is_set()
+
+    @property
+    def asked(self) -> int | None:
+        """The step whose state the trainer waits for, unless this writer has handed it in."""
+        step = self._session.asked
+        return None if self.ended or step in self._handed else step
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the session is over, at most `timeout` seconds; returns whether it is."""
+        return self._over.wait(timeout)
+
+    def provide(
+        self, state: Callable[[], Any] | None = None, *, files: Callable[[], Files] | None = None
+    ) -> None:
+        """Let a thread call these functions whenever the trainer asks, and hand in their results as
+        `put` does.
+
+        They run beside other threads of the process, so they must lock what these change. If one
+        raises, the trainer's save fails with its error.
+        """
+        if state is None and files is None:
+            raise ConfigError("provide(): expected a function for the state, or for files, or both")
+        self._provided = (state, files)
+
+    def put(self, step: int, state: Any = None, *, files: Files | None = None) -> None:
+        """Hand in the state of this process at `step`, before or after the trainer asks for it.
+
+        `state`: any nesting that `ft_ckpt.save` takes. `files`: files or bytes by their path in the
+        part; a file that is in the last checkpoint already, with equal bytes, is not stored again.
+
+        Raises ConfigError unless `step` is a whole number from 0 on and `files` a mapping;
+        WriterError if the session is over, or for a step that was handed in or committed before;
+        what `ft_ckpt.save` raises for a state that cannot be stored.
+        """
+        step = whole_step(step)
+        if files is not None and not isinstance(files, Mapping):
+            raise ConfigError(
+                f"files={files!r:.80}: expected files or bytes by their path in the part"
+            )
+        with self._lock:
+            self._refuse_over()
+            self._session = self._current() or self._session
+            last = self._session.last
+            if step in self._handed or (
+                last is not None and last.step is not None and step <= last.step
+            ):
+                raise WriterError(
+                    f"step {step}: {'handed in' if step in self._handed else 'committed'} before "
+                    "by the run; hand in each step once, in order"
+                )
+            self._hand_in(step, state, files or {})
+
+    def resume(
+        self, folder: str | os.PathLike[str] | None = None, *, rule: Rule = default_rule
+    ) -> Part | None:
+        """This writer's part of the checkpoint that the trainer continues from, or last saved; None
+        if there is none.
+
+        Files of the part are copied into `folder`/NAME. In a group, `rule` divides the parts of the
+        checkpoint among the invited writers: it is called with the names of both and returns the
+        parts by writer; by default each gets its own, and those of absent writers are distributed
+        in turn. All digests are compared.
+
+        Raises WriterError if the checkpoint is not that of the session, or the part has files and
+        `folder` is None; what `ft_ckpt.load` raises for damaged files.
+        """
+        self._refuse_over()
+        self._session = self._current() or self._session
+        last = self._session.last
+        if last is None:
+            return None
+        with ExitStack() as undo, open_checkpoint(last.place(self.run)) as held:
+            if held.identity != last.identity:
+                raise WriterError(
+                    f"{held.location}: another checkpoint than the one that the "
+                    "trainer continues from"
+                )
+            parts = parts_of(held.manifest)
+            names = self._mine(list(parts), rule)
+            held.refuse_damaged(
+                {f"{PARTS}/{name}/{file.path}" for name in names for file in parts[name]}
+            )
+            states = {
+                name: load(
+                    Place(held.store, f"{PARTS}/{name}/{STATE_FILE}"),
+                    map_location="cpu",
+                    mapped=False,
+                )
+                for name in names
+                if any(file.path == STATE_FILE for file in parts[name])
+            }
+            files = {
+                name: [file.path for file in parts[name] if file.path != STATE_FILE]
+                for name in names
+            }
+            if any(files.values()) and folder is None:
+                raise WriterError(
+                    f"{held.location}: the part of {self.name} has files; give "
+                    "resume() a folder for them"
+                )
+            copied: dict[str, tuple[Path, ...]] = dict.fromkeys(names, ())
+            for name, path in [(each, path) for each in names for path in files[each]]:
+                target = _copy_out(held.store, f"{PARTS}/{name}", path, Path(str(folder), name))
+                undo.callback(target.unlink, missing_ok=True)
+                copied[name] += (target,)
+            undo.pop_all()
+            return Part(held.location, held.manifest.step, states, copied)
+
+    def close(self) -> None:
+        """Leave the session; the trainer's next save fails unless the writer is optional or joins
+        again.
+        """
+        self._end("closed")
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._lease.release()
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _await_session(self, token: str | None, timeout_seconds: float) -> Session:
+        until, pause = time.monotonic() + timeout_seconds, pauses(self._room)
+        while True:
+            found = read_session(self._room)
+            if found is not None and token in (None, found.token) and is_open(self._room):
+                if self.name not in found.writers:
+                    raise WriterError(
+                        f"{self.run}: writer {self.name} is not invited, "
+                        f"{listing(list(found.writers), ', ')} are; invite it, or "
+                        "choose another name"
+                    )
+                return found
+            if time.monotonic() > until:
+                raise WriterError(
+                    f"{self._room.where(SESSION)}: no trainer has invited writers "
+                    f"within {timeout_seconds:g} s; call CheckpointSaver.invite "
+                    "there, and give both the same folder"
+                )
+            time.sleep(next(pause))
+
+    def _join(self) -> ExclusiveLease:
+        mark = mark_of(self._session, self.name)
+        lease = ExclusiveLease(self._room, mark)
+        try:
+            lease.put(create_only=True)
+        except NameTakenError:
+            found = self._room.stat(mark)
+            if found is not None and may_live(self._room, found, store_time(self._room)):
+                raise WriterError(
+                    f"{self.run}: writer {self.name} is {mark_holder(self._room, mark)}; use "
+                    "another name"
+                ) from None
+            lease.put()
+        lease.begin()
+        return lease
+
+    def _mine(self, parts: Sequence[str], rule: Rule) -> list[str]:
+        if self._group is None:
+            return [self.name] if self.name in parts else []
+        stem = f"{self._group}-"
+        own = [
+            part for part in parts if part.startswith(stem) and part.removeprefix(stem).isdecimal()
+        ]
+        own.sort(key=lambda part: int(part.removeprefix(stem)))
+        return list(rule(own, self._session.group(self._group)).get(self.name, ()))
+
+    def _current(self) -> Session | None:
+        """The session now; None if it cannot be read.
+
+        If it is over, ends this writer and raises WriterError.
+        """
+        found = read_session(self._room)
+        if found is not None and found.token == self._session.token:
+            return found
+        if found is not None or self._room.stat(SESSION) is None:
+            # A resuming trainer has no session for a moment, so an end cannot be told from a new
+            # start here.
+            self._end("the trainer has ended or begun anew")
+            self._refuse_over()
+        return None  # not readable now
+
+    def _end(self, reason: str) -> None:
+        with self._lock:
+            if not self._over.is_set():
+                self._reason = reason
+                self._over.set()
+        self._lease.stop()
+
+    def _refuse_over(self) -> None:
+        if self._over.is_set():
+            raise WriterError(
+                f"{self.run}: writer {self.name}: the session is over ({self._reason}); open a new "
+                "Writer, and resume()"
+            )
+
+    def _watch(self) -> None:
+        """Follow the session, and hand in what is provided when the trainer asks."""
+        pause, version = pauses(self._room), ""
+        looked = time.monotonic()
+        while not self._over.wait(next(pause)):
+            now = time.monotonic()
+            try:
+                if now > looked + _LIVE_SECONDS:
+                    looked = now
+                    if locks.is_gone(read_mark(self._room, SESSION)):
+                        self._end("the trainer's process has ended")
+                        return
+                seen = self._room.stat(SESSION)
+                if seen is None or seen.version != version:
+                    self._session = self._current() or self._session
+                    version = "" if seen is None else seen.version
+                step = self.asked
+                if step is not None and self._provided is not None:
+                    pause = pauses(self._room)
+                    self._hand_in_provided(step, *self._provided)
+            except WriterError:
+                return
+            except (CheckpointError, OSError) as error:  # the next poll may succeed
+                warn(f"{self.run}: writer {self.name}: {error}", stacklevel=2)
+
+    def _hand_in_provided(
+        self, step: int, state: Callable[[], Any] | None, files: Callable[[], Files] | None
+    ) -> None:
+        with self._lock:
+            if step in self._handed:
+                return
+            try:
+                self._hand_in(
+                    step, None if state is None else state(), {} if files is None else files()
+                )
+            except Exception as error:  # noqa: BLE001 - the trainer raises it
+                is_store = isinstance(error, TargetError)
+                why = (
+                    "its files were not written:"
+                    if is_store
+                    else "its state or files function raised"
+                )
+                self._room.within(handed_folder(self._session, step, self.name)).write(
+                    HANDED, handed_to_json(HandedIn(error=f"{why} {type(error).__name__}: {error}"))
+                )
+                self._handed.add(step)
+                warn(f"step {step}: writer {self.name} handed in nothing: {error!r}", stacklevel=2)
+
+    def _hand_in(self, step: int, state: Any, files: Files) -> None:
+        """Write the files of a hand-over, and their list last."""
+        if state is None and not files:
+            raise WriterError(
+                f"step {step}: writer {self.name} has neither a state nor files to hand in"
+            )
+        if wrong := [
+            repr(path) for path in files if not is_inside(path) or path in (STATE_FILE, HANDED)
+        ]:
+            raise WriterError(
+                f"step {step}: {listing(wrong, ', ')}: no path for a file of a "
+                "part; use another name"
+            )
+        store = self._room.within(handed_folder(self._session, step, self.name))
+        if isinstance(store, LocalStore):
+            make_like(store, self.run.folder)
+            store = replace(store, syncs=False)  # the commit of the trainer makes the files durable
+        known, records = self._in_last_checkpoint(), list[FileRecord]()
+        if state is not None:
+            save(state, Place(store, STATE_FILE))
+            record = read_record(store, STATE_FILE)
+            if _is_known(record, known):
+                store.delete([STATE_FILE])
+                record = replace(record, linked=True)
+            records.append(record)
+        for path, source in files.items():
+            records.append(_store_file(store, path, source, known))
+        last = self._session.last
+        store.write(
+            HANDED, handed_to_json(HandedIn(tuple(records), None if last is None else last.path))
+        )
+        self._handed.add(step)
+
+    def _in_last_checkpoint(self) -> dict[str, FileRecord]:
+        """The files of this writer in the last checkpoint, by path; none if it was deleted."""
+        last = self._session.last
+        if last is None:
+            return {}
+        with suppress(CheckpointError):
+            manifest = load_manifest(last.place(self.run).folder)
+            return {file.path: file for file in parts_of(manifest).get(self.name, ())}
+        return {}
+
+
+def _is_known(record: FileRecord, known: Mapping[str, FileRecord]) -> bool:
+    other = known.get(record.path)
+    return other is not None and (other.size_bytes, other.digest) == (
+        record.size_bytes,
+        record.digest,
+    )
+
+
+def _store_file(
+    store: Store, path: str, source: str | os.PathLike[str] | bytes, known: Mapping[str, FileRecord]
+) -> FileRecord:
+    if isinstance(source, bytes):
+        record = record_of(path, source)
+        if not _is_known(record, known):
+            store.write(path, source)
+            return record
+        return replace(record, linked=True)
+    place = open_place(source)
+    record = replace(read_record(place.store, place.name), path=path)
+    if _is_known(record, known):
+        return replace(record, linked=True)
+    with closing(place.open()) as opened:  # a copy: the process may change its file later
+        copy_object(opened, store, path)
+    return read_record(store, path)
+
+
+def _copy_out(store: Store, folder: str, path: str, goal: Path) -> Path:
+    with closing(store.open(f"{folder}/{path}")) as opened:
+        copy_object(opened, LocalStore(goal), path)
+    return goal / path
+
+
+__all__ = ["Part", "Writer"]

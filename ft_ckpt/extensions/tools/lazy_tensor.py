@@ -1,0 +1,275 @@
+"""A tensor that is read from its file at its first use.
+
+Shape, dtype and device need no read. Indexing by an int or a slice may read only these rows. Any
+other operation reads (small tensors) or maps (large ones) the values, keeps them and runs on them.
+Every use checks that the file has not changed since it was opened: after a truncation or a write in
+place it raises CorruptError instead of returning wrong values. `release` drops the values.
+
+Values are mapped because touching all of a mapped file costs a fifth of reading it into memory. A
+mapped tensor that outlives the file object (a parameter set by `load_state_dict(assign=True)`, a
+view) is as safe as with `torch.load(mmap=True)` or safetensors: deleting or replacing the file is
+safe, truncating it in place is not. `load(..., mapped=False)` copies instead.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ft_ckpt.errors import CorruptError
+from ft_ckpt.formats import PLAIN, IndexedFile
+
+_GETTERS = (
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "layout",
+    "is_meta",
+    "is_cuda",
+    "is_cpu",
+    "is_sparse",
+    "is_sparse_csr",
+    "is_quantized",
+    "is_mkldnn",
+    "is_nested",
+    "is_mps",
+    "is_xpu",
+    "is_xla",
+    "itemsize",
+    "nbytes",
+    "requires_grad",
+    "is_leaf",
+    "grad",
+    "grad_fn",
+    "output_nr",
+    "names",
+    "_backward_hooks",
+)
+_METHODS = (
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "element_size",
+    "is_floating_point",
+    "is_complex",
+    "is_signed",
+    "is_contiguous",
+    "stride",
+    "storage_offset",
+    "__len__",
+    "get_device",
+    "is_pinned",
+    "has_names",
+    "is_conj",
+    "is_neg",
+)
+_ABOUT: set[Any] = (  # functions that need no values
+    {getattr(torch.Tensor, name).__get__ for name in _GETTERS if hasattr(torch.Tensor, name)}
+    | {getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)}
+    | {
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+        torch.is_tensor,
+        torch.is_conj,
+        torch.is_neg,
+    }
+)
+
+
+class _Held:
+    """One stored tensor with its values while they are loaded, shared by all lazy tensors made from
+    it.
+    """
+
+    __slots__ = ("dtype", "file", "name", "shape", "values")
+
+    def __init__(
+        self, file: IndexedFile, name: str, shape: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        self.file, self.name, self.shape, self.dtype = file, name, shape, dtype
+        self.values: torch.Tensor | None = None
+
+    def get(self) -> torch.Tensor:
+        """The values as a 1-D tensor. Raises CorruptError when the file has changed."""
+        if self.values is None:
+            self.values = self.file.read(self.name)
+        else:
+            self.file.check()
+        return self.values
+
+    def rows(self, key: int | slice) -> torch.Tensor | None:
+        """The rows `key` of a tensor that is not mapped, read alone; None if all values must be
+        read.
+        """
+        shape = self.shape
+        if self.values is not None or not shape or self.file.maps(self.name):
+            return None
+        rows = range(shape[0])[key]
+        row = math.prod(shape[1:])
+        if isinstance(rows, int):
+            return self.file.read(self.name, rows * row, (rows + 1) * row).view(shape[1:])
+        if rows.step != 1 or not len(rows) or not row:
+            return None
+        return self.file.read(self.name, rows.start * row, rows.stop * row).view(
+            len(rows), *shape[1:]
+        )
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor of a file, on the CPU. Behaves as a plain tensor; `release()` drops its values."""
+
+    _held: _Held
+    # this object's view of the values, with its own `requires_grad`
+    _own: torch.Tensor | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if args and type(args[0]) is LazyTensor:
+                if args[0]._own is None and func in _ABOUT:
+                    return func(*args, **(kwargs or {}))
+                special = _SPECIAL.get(func)
+                if special is not None:
+                    return special(*args, **(kwargs or {}))
+            return _on_values(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return _on_values(func, args, kwargs)
+
+    def values(self) -> torch.Tensor:
+        """The plain tensor.
+
+        Raises CorruptError when the file was truncated or rewritten in place.
+        """
+        found = self._held.get()
+        if self._own is None:
+            self._own = found.view(self._held.shape)
+        return self._own
+
+    def release(self) -> None:
+        """Drop the values, including writes to them; the next use reads them again."""
+        self._own = self._held.values = None
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the values are in memory or mapped."""
+        return self._held.values is not None
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        state = "loaded" if self.is_loaded else "not loaded"
+        held = self._held
+        return f"LazyTensor({held.name!r}, shape={tuple(held.shape)}, dtype={held.dtype}, {state})"
+
+    @property
+    def _is_param(self) -> bool:
+        """Set by torch.nn.Parameter on tensors of other classes; setting it turns this object into
+        a parameter.
+        """
+        return False
+
+    @_is_param.setter
+    def _is_param(self, _: bool) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            values = self.values()
+            torch.utils.swap_tensors(  # type: ignore[no-untyped-call]
+                self, torch.nn.Parameter(values.detach(), requires_grad=values.requires_grad)
+            )
+
+
+PLAIN.add(LazyTensor)
+
+
+def _on_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
+    if not kwargs:
+        return func(*map(_unwrap_lazy, args))
+    return func(
+        *map(_unwrap_lazy, args), **{name: _unwrap_lazy(value) for name, value in kwargs.items()}
+    )
+
+
+def _unwrap_lazy(value: Any) -> Any:
+    """`value` with lazy tensors replaced by plain ones, also inside lists, tuples and dicts."""
+    if type(value) is LazyTensor:
+        return value.values()
+    if isinstance(value, (list, tuple, dict)):
+        return pytree.tree_map_only(LazyTensor, LazyTensor.values, value)
+    return value
+
+
+def _require_grad(lazy: LazyTensor, requires_grad: bool = True) -> LazyTensor:
+    lazy.values().requires_grad_(requires_grad)
+    return lazy
+
+
+def _index_lazy(lazy: LazyTensor, key: Any) -> Any:
+    bounds = (key.start, key.stop, key.step) if type(key) is slice else (key,)
+    if (
+        lazy._own is None
+        and key is not None
+        and all(part is None or type(part) is int for part in bounds)
+    ):
+        rows = lazy._held.rows(key)
+        if rows is not None:
+            return rows
+    return lazy.values()[_unwrap_lazy(key)]
+
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.detach: lambda lazy: _make_lazy(lazy._held),
+    torch.Tensor.requires_grad_: _require_grad,
+    torch.Tensor.__getitem__: _index_lazy,
+    torch.Tensor.__repr__: LazyTensor.__repr__,
+}
+
+
+def _plain_buffer(
+    _module: torch.nn.Module, _name: str, value: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Replace a lazy buffer by its values, so that `load_state_dict(assign=True)` sets plain
+    tensors.
+    """
+    return value.values() if isinstance(value, LazyTensor) else None
+
+
+torch.nn.modules.module.register_module_buffer_registration_hook(_plain_buffer)  # type: ignore[arg-type]
+
+
+_make = torch.Tensor._make_wrapper_subclass
+
+
+def _make_lazy(held: _Held) -> LazyTensor:
+    lazy: LazyTensor = _make(LazyTensor, held.shape, dtype=held.dtype)
+    lazy._held = held
+    return lazy
+
+
+def lazy_tensor(file: IndexedFile, name: str, shape: Sequence[int], dtype: str) -> LazyTensor:
+    """The tensor `name` of `file`; `dtype` is torch's name.
+
+    Raises CorruptError for an impossible shape or dtype.
+    """
+    try:
+        return _make_lazy(_Held(file, name, shape, getattr(torch, dtype)))
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise CorruptError(
+            f"{name}: {shape} of type {dtype!r}, which this torch cannot have ({error})"
+        ) from error

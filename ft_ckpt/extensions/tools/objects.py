@@ -1,0 +1,306 @@
+"""`save` and `load`: any state in one file, used like torch.save and torch.load."""
+
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ft_ckpt.checkpoint import MANIFEST_NAME, listing_manifest
+from ft_ckpt.devices import host_pieces, is_accelerator
+from ft_ckpt.errors import ConfigError, CorruptError, damaged_input, explained
+from ft_ckpt.extensions.tools.lazy_tensor import LazyTensor, lazy_tensor
+from ft_ckpt.formats import (
+    DeviceTensors,
+    FilePlan,
+    IndexedFile,
+    Layout,
+    Leaf,
+    RawFile,
+    Spec,
+    TensorFormat,
+    detect_format,
+    flatten,
+    format_by_suffix,
+    format_named,
+    tensor_formats,
+    unflatten,
+    write_file,
+)
+from ft_ckpt.messages import expected_one_of
+from ft_ckpt.storage import (
+    LocalStore,
+    Place,
+    Readable,
+    Region,
+    Writer,
+    digest_of_open,
+    object_target,
+    open_place,
+    replaced_object,
+    scratch_file,
+)
+
+
+def save(
+    obj: Any,
+    path: str | Path | Place,
+    format: str | None = None,  # noqa: A002
+    *,
+    native_floats: bool = False,
+    compression: str | None = None,
+) -> None:
+    """Save `obj` to the file `path` or the object at a URL, durably; after an error the previous
+    file is unchanged.
+
+    `obj` is any nesting of dicts, lists, tuples, numbers, strings, bytes, numpy arrays and tensors.
+    `format` is "h5", "dual", "safetensors" or "torch"; by default the suffix of `path` decides.
+    `native_floats` stores bfloat16 in HDF5 files as a type that every reader understands.
+    `compression="gzip"` compresses HDF5 files, after a shuffle of bytes; meanwhile it needs the
+    space of the uncompressed tensors.
+
+    Raises SelectionError naming the path inside `obj` of a value that cannot be stored, ConfigError
+    for unknown settings, TargetError when `path` cannot be written, NoSpaceError when the disk is
+    full.
+    """
+    target = object_target(path)
+    known = format_by_suffix(str(target)) if format is None else _object_format(format)
+    _check_compression(known, compression)
+    with _no_collection():
+        plan = None if compression is not None else _plan_object(obj, known, native_floats)
+    with explained(target):
+        if compression is not None:
+            with scratch_file(target) as file:
+                _write_compressed(obj, known, file, native_floats)
+            return
+        if known.save_object is not None:
+            with scratch_file(target) as file:
+                known.save_object(obj, file)
+            return
+        with replaced_object(target) as stage:
+            if plan is not None:
+                layout, leaves = plan
+                pairs = zip(layout.specs, layout.starts, strict=True)
+                regions = (_leaf_regions(start, spec, leaves[spec.name]) for spec, start in pairs)
+                _write_plan(stage, layout, chain.from_iterable(regions))
+
+
+def compress_file(place: Place, compression: str) -> None:
+    """Replace an HDF5 file of ours by a compressed one with the same contents.
+
+    Raises what `load` and `save` raise.
+    """
+    known = format_by_suffix(str(place)).name
+    save(load(place, format=known), place, known, compression=compression)
+
+
+def load(
+    path: str | Path | Place,
+    map_location: str | torch.device | None = None,
+    format: str | None = None,  # noqa: A002
+    *,
+    mapped: bool = True,
+    verify: bool = False,
+) -> Any:
+    """Load the object in the file `path`. Without `map_location`, tensors are read at their first
+    use.
+
+    `map_location` gives plain tensors on that device; on the CPU large ones are mapped.
+    `mapped=False` copies values instead of mapping them. `verify` compares digests: for HDF5 files
+    of ours when a tensor is read, for other files at once, with the manifest beside the file or the
+    checksums in a torch file. `format` is detected from the content.
+
+    Raises CorruptError for a file that is damaged, incomplete or would run code, FileNotFoundError
+    when it is absent, ConfigError when `verify` finds no digests, or for a device that is not
+    available.
+    """
+    place = open_place(path)
+    _refuse_device(map_location)
+    with _no_collection(), damaged_input(place.basename):
+        raw = RawFile(place.open())
+        known = detect_format(raw) if format is None else _object_format(format)
+        if known.load_object is not None:
+            with closing(raw):
+                return known.load_object(raw, map_location, mapped, verify)
+        file = known.open_file(raw.file, mapped or map_location is not None, verify)
+        if verify and not file.has_digests:
+            _check_listed(raw.file, place)
+        if map_location is None:
+            return _restore_object(file, None)
+        device = torch.device(map_location)
+        if not (file.readers or is_accelerator(device) or (mapped and file.raw.can_map)):
+            file.raw.read_in()  # by several threads, into memory with no pages allocated yet
+        return _restore_object(file, device)
+
+
+def _refuse_device(map_location: str | torch.device | None) -> None:
+    """Raise ConfigError for a device that is not available."""
+    try:
+        if map_location is not None:
+            torch.empty(0, device=torch.device(map_location))
+    except (AssertionError, RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"map_location={map_location!r}: {reason}; give a device of this machine"
+        ) from error
+
+
+def _check_listed(source: Readable, place: Place) -> None:
+    """Compare a file without digests with the manifest beside it.
+
+    Raises ConfigError if no manifest lists the file.
+    """
+    name, listed = place.basename, listing_manifest(place)
+    if listed is None:
+        raise ConfigError(
+            f"verify=True: {name} has no digests, and no {MANIFEST_NAME} beside it lists it; leave "
+            "verify out, or save it as HDF5, which has them"
+        )
+    if digest_of_open(source, listed[2]) != listed[2].digest:
+        raise CorruptError(f"{name} is damaged (its digest differs); use another copy of the file")
+
+
+def _object_format(name: str) -> TensorFormat:
+    """The format `name`. Raises ConfigError when it is unknown or cannot store objects."""
+    names = [known.name for known in tensor_formats() if known.serves_objects]
+    if name not in names:
+        raise ConfigError(f"format {name!r}: {expected_one_of(name, names)}")
+    return format_named(name)
+
+
+def _check_compression(known: TensorFormat, compression: str | None) -> None:
+    """Raise ConfigError unless files of the format can be compressed so."""
+    if compression is None or compression in known.compressions:
+        return
+    if not known.compressions:
+        raise ConfigError(
+            f"compression {compression!r}: only for HDF5 files, this one is "
+            f"{known.name!r}; leave it out"
+        )
+    methods = ", ".join(map(repr, known.compressions))
+    raise ConfigError(
+        f"compression {compression!r}: {known.name!r} files are written with {methods} or None; "
+        "other filters are read only, use h5repack to write them"
+    )
+
+
+def _plan_object(
+    obj: Any, known: TensorFormat, native_floats: bool
+) -> tuple[Layout, dict[str, Leaf]] | None:
+    """The layout of the file and its leaves by name; None if a library writes the format."""
+    if known.check_object is not None:
+        known.check_object(obj)
+    if known.lay_out_object is None:
+        return None
+    root, leaves = flatten(obj, known.object_dtypes)
+    specs = [Spec("", leaf.shape, leaf.dtype) for leaf in leaves]
+    arrays = [index for index, leaf in enumerate(leaves) if leaf.is_array]
+    layout, names = known.lay_out_object(root, specs, arrays, native_floats)
+    return layout, dict(zip(names, leaves, strict=True))
+
+
+def _write_plan(stage: Place, layout: Layout, regions: Iterable[Region]) -> None:
+    with Writer(
+        local_bytes=layout.size_bytes if isinstance(stage.store, LocalStore) else None
+    ) as writer:
+        write_file(FilePlan(stage.name, layout), regions, stage.store, writer)
+
+
+def _leaf_regions(start: int, spec: Spec, leaf: Leaf) -> Iterator[Region]:
+    if spec.size_bytes and isinstance(leaf.data, torch.Tensor) and is_accelerator(leaf.data.device):
+        for piece in host_pieces(_plain_values(leaf.data).reshape(-1)):
+            yield Region(start, piece.data_ptr(), piece.nbytes, piece)
+            start += piece.nbytes
+    elif spec.size_bytes:
+        address, keeper = _leaf_memory(leaf)
+        yield Region(start, address, spec.size_bytes, keeper)
+
+
+def _write_compressed(obj: Any, known: TensorFormat, path: Path, native_floats: bool) -> None:
+    """Write a new compressed file."""
+    root, leaves = flatten(obj, known.object_dtypes)
+    specs = [Spec("", leaf.shape, leaf.dtype) for leaf in leaves]
+    arrays = [index for index, leaf in enumerate(leaves) if leaf.is_array]
+    assert known.write_compressed is not None, "a format with compressions"
+
+    def values_of(number: int) -> Any:
+        return _leaf_bytes(leaves[number])
+
+    known.write_compressed(path, root, specs, arrays, native_floats, values_of)
+
+
+def _leaf_memory(leaf: Leaf) -> tuple[int, Any]:
+    """The address of the contiguous values of `leaf`, and the object that owns the memory."""
+    values = _contiguous_values(leaf)
+    return (values.ctypes.data if isinstance(values, np.ndarray) else values.data_ptr()), values
+
+
+def _leaf_bytes(leaf: Leaf) -> Any:
+    """The contiguous values of `leaf` as a flat numpy array of bytes."""
+    values = _contiguous_values(leaf)
+    if isinstance(values, np.ndarray):
+        return values.reshape(-1).view(np.uint8)
+    return values.reshape(-1).view(torch.uint8).numpy()
+
+
+def _contiguous_values(leaf: Leaf) -> Any:
+    """The values of `leaf` as a contiguous numpy array, or a contiguous tensor on the CPU."""
+    if leaf.is_array:
+        return np.ascontiguousarray(leaf.data)
+    source = leaf.data
+    fresh = isinstance(source, LazyTensor) and not source.is_loaded
+    tensor = source.values() if isinstance(source, LazyTensor) else source
+    tensor = _plain_values(tensor).cpu().contiguous()
+    if fresh:
+        source.release()  # so that converting a large file does not keep all of it in memory
+    return tensor
+
+
+def _plain_values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _restore_object(file: IndexedFile, device: torch.device | None) -> Any:
+    index, tensors = file.index, {}
+    on_device = (
+        None if device is None or not is_accelerator(device) else DeviceTensors(file, device)
+    )
+
+    def tensor(number: int) -> Any:
+        if number not in tensors:
+            name = index.names[number]
+            dtype, shape, *_ = index.rows[name]
+            if on_device is not None:
+                tensors[number] = on_device.new_tensor(name)
+            else:
+                lazy = lazy_tensor(file, name, shape, dtype)
+                tensors[number] = lazy if device is None else lazy.values().to(device)
+        return tensors[number]
+
+    if index.root is None and device is None:
+        return {
+            name: lazy_tensor(file, name, index.rows[name][1], index.rows[name][0])
+            for name in index.names
+        }
+    restored = unflatten(index.tree, tensor, file.read_array)
+    if on_device is not None:
+        on_device.read_all()
+    return restored
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Disable the cyclic garbage collector: scanning 20,000 new tensors costs more than creating
+    them.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

@@ -1,0 +1,372 @@
+"""Push and pull: the kinds of places by URL scheme, and the queue of pushes."""
+
+import atexit
+import concurrent.futures.thread  # noqa: F401 - the exit hook below must be registered after the hook of this module
+import importlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, TypedDict, overload
+from weakref import WeakSet
+
+from typing_extensions import Unpack
+
+from ft_ckpt.checkpoint import OpenCheckpoint, is_delta, open_checkpoint
+from ft_ckpt.errors import ConfigError, listing
+from ft_ckpt.extensions.transfer.outgoing import PullReport, PushOptions, PushReport
+from ft_ckpt.messages import LOG, short, warn
+from ft_ckpt.storage import (
+    SCHEMES,
+    LocalStore,
+    Place,
+    is_hub_bucket,
+    is_url,
+    local_path,
+    location_name,
+    open_place,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class PendingPush:
+    """A push in the background."""
+
+    path: Path | str
+    """The checkpoint that is pushed: its path, or its URL."""
+    url: str
+    """The URL of its destination."""
+    future: "Future[PushReport]"
+    """The future of the report."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the push has ended, with or without an error."""
+        return self.future.done()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the push, at most `timeout` seconds; returns whether it has ended, with or
+        without an error.
+        """
+        return bool(wait([self.future], timeout).done)
+
+    def result(self, timeout: float | None = None) -> PushReport:
+        """Wait for the push, at most `timeout` seconds, and return its report.
+
+        Raises the error of the push; TimeoutError when time is up.
+        """
+        return self.future.result(timeout)
+
+
+class PushQueue:
+    """A queue of jobs, one at a time, each in a daemon thread. The process waits for them at exit.
+
+    Not a ThreadPoolExecutor: Python joins its threads at exit even after an interrupt of that wait.
+    """
+
+    def __init__(self, at_exit: Callable[[], object] | None = None) -> None:
+        self.lock = threading.Lock()
+        self.last: threading.Thread | None = None
+        self.at_exit = at_exit or self.join
+        _QUEUES.add(self)
+
+    def begin(self, name: str, job: Callable[[], object]) -> None:
+        """Run `job`, which must not raise, in a thread of that name after all earlier jobs."""
+        with self.lock:
+            before = self.last
+
+            def run() -> None:
+                if before is not None:
+                    before.join()
+                job()
+
+            self.last = threading.Thread(target=run, name=name, daemon=True)
+            self.last.start()
+
+    def join(self, seconds: float | None = None) -> bool:
+        """Wait for all jobs, at most `seconds`; returns whether all have ended.
+
+        A forked process has no jobs.
+        """
+        last = self.last
+        if last is None:
+            return True
+        last.join(seconds)
+        return not last.is_alive()
+
+
+_QUEUES: WeakSet[PushQueue] = WeakSet()
+_QUEUE = PushQueue()
+
+
+def start_push(place: Place, url: str, send: Callable[[OpenCheckpoint], PushReport]) -> PendingPush:
+    """Send the checkpoint at `place` in the background, leased from now on.
+
+    All errors are raised from the handle.
+    """
+    push = PendingPush(place.location, url, Future())
+    stack = ExitStack()
+    try:
+        held = stack.enter_context(open_checkpoint(place))
+    except Exception as error:  # noqa: BLE001 - raised from the handle
+        _end_failed(push, error)
+        return push
+
+    def send_held() -> None:
+        try:
+            with stack:
+                report = send(held)
+        except BaseException as error:  # noqa: BLE001 - raised from the handle
+            _end_failed(push, error)
+        else:
+            push.future.set_result(report)
+
+    _QUEUE.begin(f"ft_ckpt-push-{location_name(push.path)}", send_held)
+    return push
+
+
+def wait_for_pushes(pushes: Sequence[PendingPush]) -> None:
+    """Wait until all pushes have ended; warns of the others on an interrupt."""
+    waiting = [push for push in pushes if not push.done]
+    for push in waiting:
+        LOG.info("waiting until %s is pushed to %s", location_name(push.path), push.url)
+    try:
+        wait([push.future for push in waiting])
+    except BaseException:
+        warn_of_unpushed(waiting)
+        raise
+
+
+def warn_of_unpushed(pushes: Sequence[PendingPush]) -> None:
+    """Warn of pushes that have not ended."""
+    if left := [f"{push.path} to {push.url}" for push in pushes if not push.done]:
+        warn(f"{listing(left)}: not pushed yet; run `ft-ckpt push` to try again", stacklevel=3)
+
+
+def _end_failed(push: PendingPush, error: BaseException) -> None:
+    warn(
+        f"{push.path}: not pushed: {error}; the checkpoint is not touched; run `ft-ckpt push "
+        f"{push.path} {push.url}` to try again",
+        stacklevel=4,
+    )
+    push.future.set_exception(error)
+
+
+def _end_queues() -> None:
+    for queue in list(_QUEUES):
+        queue.at_exit()
+
+
+# Uploads use thread pools, which accept no work after their own exit hook. Hooks run in reverse
+# order of registration, so this one runs before it.
+getattr(threading, "_register_atexit", atexit.register)(_end_queues)
+
+
+# For each scheme the module with `destination_url`, `send_checkpoint` and `fetch_checkpoint`. They
+# are imported on use, because their clients are slow to import.
+_HUB, _HUB_BUCKETS = "ft_ckpt.extensions.transfer.hub", "ft_ckpt.extensions.transfer.hub_buckets"
+_MODULES = {"hf": _HUB, **dict.fromkeys(SCHEMES, "ft_ckpt.extensions.transfer.buckets")}
+Checkpoint = str | os.PathLike[str] | Place
+
+
+class PushArguments(TypedDict, total=False):
+    """The keywords of `push` as type checkers see them, but for `background`."""
+
+    revision: str | None
+    private: bool | None
+    token: str | None
+    state: bool
+    base_id: str | None
+    message: str | None
+
+
+@overload
+def push(
+    checkpoint: Checkpoint,
+    destination: str | Place,
+    *,
+    background: Literal[False] = False,
+    **arguments: Unpack[PushArguments],
+) -> PushReport: ...
+
+
+@overload
+def push(
+    checkpoint: Checkpoint,
+    destination: str | Place,
+    *,
+    background: Literal[True],
+    **arguments: Unpack[PushArguments],
+) -> PendingPush: ...
+
+
+@overload
+def push(
+    checkpoint: Checkpoint,
+    destination: str | Place,
+    *,
+    background: bool,
+    **arguments: Unpack[PushArguments],
+) -> PushReport | PendingPush: ...
+
+
+def push(
+    checkpoint: Checkpoint,
+    destination: str | Place,
+    *,
+    revision: str | None = None,
+    private: bool | None = None,
+    token: str | None = None,
+    state: bool = False,
+    base_id: str | None = None,
+    message: str | None = None,
+    background: bool = False,
+) -> PushReport | PendingPush:
+    """Push the committed `checkpoint` to a model repository on the Hub, as one commit; it is leased
+    during the push.
+
+    `destination` is "user/name", or "hf://user/name[@revision][/folder]". A missing repository or
+    branch is created, as a private one if `private` is True. All digests are compared first. The
+    commit has weights, configs, tokenizer and a manifest of these files, and the training state if
+    `state` is True. Local paths are replaced by `base_id`, the name of the base model, or removed.
+    An existing model card keeps its text; its metadata are updated. The same commit deletes files
+    of older checkpoints that the old manifest lists or that readers would confuse with these.
+    Existing files are not sent again; if nothing changes, there is no commit.
+
+    To a bucket ("s3://...", or a `Place` there) the checkpoint is copied as by `copy`, also without
+    the state; `revision`, `private`, `token`, `base_id` and `message` raise ConfigError. A
+    checkpoint in a bucket is pulled into the cache before it is pushed to the Hub. A storage bucket
+    of the Hub, "hf://buckets/user/name[/folder]", takes `token` and `private`; a missing one is
+    made, a private one unless `private` is False. Its manifest is sent last.
+
+    With `background` a handle is returned at once; pushes run one after the other, and a failure is
+    a warning.
+
+    Raises ConfigError for an invalid destination, NotACheckpointError when nothing is committed at
+    `checkpoint`, CorruptError when its files differ from its manifest, TargetError when the Hub
+    refuses or cannot be reached, or when a .gitignore in the repository has dropped files from the
+    commit.
+    """
+    options = PushOptions(revision, private, token, state, base_id, message)
+    return (begin_push if background else push_now)(checkpoint, destination, options)
+
+
+def push_now(checkpoint: Checkpoint, destination: str | Place, options: PushOptions) -> PushReport:
+    """Like `push`, with the options in one object."""
+    sender = _module_for(destination)
+    sender.destination_url(destination, options)
+    with _open_for(sender, open_place(checkpoint)) as held:
+        report: PushReport = sender.send_checkpoint(held, destination, options)
+        return report
+
+
+def begin_push(
+    checkpoint: Checkpoint, destination: str | Place, options: PushOptions
+) -> PendingPush:
+    """Like `push` in the background, with the options in one object."""
+    sender = _module_for(destination)
+    url: str = sender.destination_url(destination, options)
+    place, quiet = open_place(checkpoint), replace(options, quiet=True)
+
+    def send(_leased: OpenCheckpoint) -> PushReport:
+        with _open_for(sender, place) as held:  # in the thread, because it may be pulled first
+            report: PushReport = sender.send_checkpoint(held, destination, quiet)
+            return report
+
+    return start_push(place, url, send)
+
+
+def push_goal(destination: str, **options: Any) -> str | Place:
+    """The destination of a push; in a bucket, with a client of these `options`.
+
+    Raises ConfigError if it is invalid.
+    """
+    if not isinstance(destination, str):
+        raise ConfigError(
+            f"push: {short(destination)}, expected a Hub repository as 'user/name', "
+            "or a URL, as text"
+        )
+    goal = open_place(destination, **options) if is_url(destination) else destination
+    _module_for(goal).destination_url(goal, PushOptions())
+    return goal
+
+
+def pull(
+    source: Checkpoint,
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    token: str | None = None,
+    overwrite: bool = False,
+) -> PullReport:
+    """Fetch the checkpoint at `source` into `folder`, or, from a bucket, into the cache; its path
+    is in the report.
+
+    `source` is "hf://user/name[@revision][/folder]", read from a single commit, or the URL or
+    `Place` of a checkpoint in a bucket ("s3://...", "hf://buckets/user/name/..."), or the absolute
+    path or `Place` of a checkpoint in a folder. With a manifest, every file is compared with it,
+    and the checkpoint is committed like a save, or not at all. Files on the Hub without a manifest
+    are fetched as they are. `folder` must be new or empty; with `overwrite`, a checkpoint may
+    replace another one.
+
+    A delta, see `publish`, is rebuilt to the checkpoint that it stands for, byte for byte. Its base
+    is read beside `folder` if it is there, else rebuilt from the chain.
+
+    Without `folder`, a checkpoint in a bucket, but not one of the Hub, is fetched into the cache:
+    FT_CKPT_CACHE, or ft_ckpt in HF_HOME. An entry of the cache is compared and not fetched again,
+    nor are files of 1 MiB or more that another entry has; of several processes one fetches. Do not
+    change files in the cache. The least recently pulled checkpoints are deleted when the cache
+    exceeds 200 GB, or FT_CKPT_CACHE_SIZE, unless they are pinned, in use, or were pulled within the
+    hour.
+
+    Raises ConfigError for an invalid source, MissingError when there is no such repository,
+    revision or folder, NotACheckpointError when the bucket has no committed checkpoint there,
+    UnreadableError when the Hub is not reached, CorruptError or ManifestError when files and
+    manifest differ, or entries of a chain are missing, NameTakenError when `folder` is taken,
+    TargetError or NoSpaceError when it cannot be written.
+    """
+    target = None if folder is None else local_path(folder)
+    if not isinstance(source, (str, os.PathLike, Place)):
+        raise ConfigError(
+            f"pull: {short(source)}, expected hf://user/name, the URL of a checkpoint, or its path"
+        )
+    if isinstance(source, os.PathLike):
+        source = os.fspath(source)
+    is_here = (
+        isinstance(source.store, LocalStore)
+        if isinstance(source, Place)
+        else Path(source).is_absolute()
+    )
+    if is_here:
+        fetcher = importlib.import_module("ft_ckpt.extensions.transfer.buckets")
+    else:
+        fetcher = _module_for(source)
+    report: PullReport = fetcher.fetch_checkpoint(source, target, token=token, overwrite=overwrite)
+    return report
+
+
+@contextmanager
+def _open_for(sender: ModuleType, place: Place) -> Iterator[OpenCheckpoint]:
+    """Open the checkpoint where the sender can read it.
+
+    The Hub's client reads local files only, so a checkpoint in a bucket is pulled first. So is a
+    delta, because the Hub gets all weights.
+    """
+    is_of_hub = sender.__name__ in (_HUB, _HUB_BUCKETS)
+    is_readable = not is_of_hub or (isinstance(place.store, LocalStore) and not is_delta(place))
+    with open_checkpoint(place if is_readable else pull(place).path) as held:
+        yield held
+
+
+def _module_for(place: str | Place) -> ModuleType:
+    scheme, mark, _ = str(place).partition("://")
+    scheme = scheme.lower() if mark else "hf"
+    if is_hub_bucket(place):
+        return importlib.import_module(_HUB_BUCKETS)
+    if scheme not in _MODULES:
+        known = ", ".join(f"{each}://" for each in _MODULES)
+        raise ConfigError(f"{place}: unknown URL scheme {scheme}://; expected {known}")
+    return importlib.import_module(_MODULES[scheme])

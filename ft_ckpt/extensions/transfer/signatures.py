@@ -1,0 +1,92 @@
+"""Carries the signature of a checkpoint with a copy of it.
+
+A signature covers the bytes of the manifest. A copy on a disk gets exactly this manifest. In a
+bucket the manifest differs, because it has the ETags of the objects: there the object
+`guards.SIGNED` keeps the signature and the signed manifest, for later copies to a disk.
+"""
+
+import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+
+from ft_ckpt.checkpoint import (
+    MANIFEST_LIMIT_BYTES,
+    MANIFEST_NAME,
+    SIGNATURE_NAME,
+    SIGNED,
+    Manifest,
+    manifest_text,
+    parse_manifest,
+)
+from ft_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    ManifestError,
+    MissingError,
+    UnreadableError,
+)
+from ft_ckpt.messages import warn
+from ft_ckpt.storage import LocalStore, Store, permission_bits, read_text
+
+_LIMIT_BYTES = 2 * MANIFEST_LIMIT_BYTES
+
+
+@dataclass(frozen=True)
+class Signed:
+    """A signature, and the text of the manifest that it covers."""
+
+    bundle: str
+    text: str
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """None if the text is not a manifest."""
+        with suppress(ManifestError):
+            return parse_manifest(self.text, SIGNED)
+        return None
+
+
+def read_signature(store: Store) -> Signed | None:
+    """The signature of the checkpoint in `store`, not checked; None without one, with a warning if
+    it is no text.
+    """
+    with suppress(MissingError):
+        if isinstance(store, LocalStore):
+            try:
+                return Signed(read_text(store, SIGNATURE_NAME, _LIMIT_BYTES), manifest_text(store))
+            except CorruptError as error:
+                if isinstance(error, (MissingError, UnreadableError)):
+                    raise
+                warn(f"{error}; taken for no signature", stacklevel=4)
+                return None
+        with suppress(KeyError, TypeError, ValueError):
+            found = json.loads(read_text(store, SIGNED, _LIMIT_BYTES))
+            return Signed(str(found["bundle"]), str(found["text"]))
+    return None
+
+
+def put_signature(store: Store, signed: Signed) -> None:
+    """Write a signature beside the copy in `store`; warns if the copy has another manifest, or
+    writing fails.
+    """
+    try:
+        if read_signature(store) == signed:
+            return
+        if not isinstance(store, LocalStore):
+            store.write(SIGNED, json.dumps(asdict(signed)).encode())
+            return
+        why = (
+            ""
+            if manifest_text(store) == signed.text
+            else "the manifest of the copy differs from the signed one"
+        )
+        if not why:
+            mode = permission_bits(store.path(MANIFEST_NAME))
+            replace(store, max_mode=mode).write(SIGNATURE_NAME, signed.bundle.encode())
+    except CheckpointError as error:
+        why = str(error)
+    if why:
+        warn(
+            f"{store.where(SIGNATURE_NAME)}: not copied: {why}; `ft-ckpt sign` signs the copy",
+            stacklevel=4,
+        )

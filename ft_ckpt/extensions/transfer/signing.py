@@ -1,0 +1,65 @@
+"""Signs a committed checkpoint, see `signature`."""
+
+import os
+from pathlib import Path
+
+from ft_ckpt.checkpoint import (
+    MANIFEST_NAME,
+    SIGNATURE_NAME,
+    make_signature,
+    manifest_text,
+    open_checkpoint,
+    text_identity,
+    unlisted_files,
+)
+from ft_ckpt.errors import CorruptError, listing
+from ft_ckpt.storage import LocalStore, Place, folder_of, open_place, permission_bits
+
+
+def sign(
+    path: str | os.PathLike[str] | Place,
+    key: str | os.PathLike[str] | None,
+    *,
+    password: str | None = None,
+    provider: str | None = None,
+) -> Path:
+    """Sign the checkpoint `path`, after comparing digests; returns the path of the signature, its
+    file `model.sig`.
+
+    It covers the manifest and every file that the manifest lists, in the format of OpenSSF's
+    model-signing. Files whose SHA-256 was stored with the save (SaverConfig.digest) are not read:
+    if one is damaged, the signature does not match it, and verification fails. All other files are
+    read and compared with their digests. `key`: the PEM file of a private key (P-256, P-384 or
+    P-521), encrypted with `password` if given. None: Sigstore's keyless signing, which needs a
+    network, and the credentials of the environment or a login at `provider`. An older signature is
+    replaced.
+
+    Raises NotACheckpointError when nothing is committed there; CorruptError when files differ from
+    the manifest, other files are in the folder, or the checkpoint is replaced meanwhile;
+    ConfigError for a checkpoint in a bucket, an unusable key, or without the library (the extra
+    sign, docs/install.md); TargetError when it cannot be written.
+    """
+    place = open_place(path)
+    folder = folder_of(place.folder)
+    with open_checkpoint(place) as held:
+        known = {file.path for file in held.manifest.files if file.sha256}
+        if problems := held.find_problems(deep=True, left_out=known):
+            raise CorruptError(
+                f"{folder}: {listing(list(problems))}; not signed, use another checkpoint"
+            )
+        if unlisted := unlisted_files(folder, held.manifest):
+            raise CorruptError(
+                f"{folder}: {listing(unlisted, ', ')}: not listed by the "
+                "manifest; move it away and sign"
+            )
+        if any(file.path == SIGNATURE_NAME for file in held.manifest.files):
+            raise CorruptError(
+                f"{folder}: {SIGNATURE_NAME}: listed by the manifest, expected no file of this name"
+            )
+        bundle = make_signature(held.store, held.manifest, key, password, provider)
+        store = LocalStore(folder, max_mode=permission_bits(folder / MANIFEST_NAME))
+        store.write(SIGNATURE_NAME, bundle)
+        if text_identity(manifest_text(store).encode()) != held.identity:
+            store.delete([SIGNATURE_NAME])
+            raise CorruptError(f"{folder}: replaced while it was signed; sign it again")
+    return folder / SIGNATURE_NAME

@@ -1,0 +1,115 @@
+from .detect import (
+    TreeFile as TreeFile,
+    detect_format as detect_format,
+    format_by_suffix as format_by_suffix,
+    open_tensor_file as open_tensor_file,
+)
+from .dtypes import (
+    all_finite as all_finite,
+    dtype_name as dtype_name,
+    dtype_of as dtype_of,
+    is_within as is_within,
+)
+from .file_io import (
+    THREADS as THREADS,
+    DeviceTensors as DeviceTensors,
+    FilePlan as FilePlan,
+    Landing as Landing,
+    StraightLanding as StraightLanding,
+    bytes_at as bytes_at,
+    copy_bytes as copy_bytes,
+    read_onto as read_onto,
+    read_runs as read_runs,
+    whole_run as whole_run,
+    write_file as write_file,
+)
+from .layout import (
+    ITEM_BYTES as ITEM_BYTES,
+    Layout as Layout,
+    Spec as Spec,
+    TensorFile as TensorFile,
+    TensorRecord as TensorRecord,
+    checked_sizes as checked_sizes,
+)
+from .pickles import (
+    PLAIN_VALUES as PLAIN_VALUES,
+    OpaqueObject as OpaqueObject,
+    Sealed as Sealed,
+    StandIn as StandIn,
+    stand_in as stand_in,
+    unpickle as unpickle,
+)
+from .pytree import (
+    MAPPINGS as MAPPINGS,
+    MOST_LEVELS as MOST_LEVELS,
+    PLAIN as PLAIN,
+    SCALARS as SCALARS,
+    Leaf as Leaf,
+    Node as Node,
+    decode_node as decode_node,
+    decode_value as decode_value,
+    dump_object as dump_object,
+    encode_node as encode_node,
+    encode_value as encode_value,
+    flatten as flatten,
+    leaf_numbers as leaf_numbers,
+    load_object as load_object,
+    quoted_key as quoted_key,
+    try_flatten as try_flatten,
+    unflatten as unflatten,
+)
+from .registry import (
+    DEFAULT_FORMAT as DEFAULT_FORMAT,
+    FolderWriter as FolderWriter,
+    TensorFormat as TensorFormat,
+    checkpoint_format_of as checkpoint_format_of,
+    format_named as format_named,
+    tensor_formats as tensor_formats,
+    written_formats as written_formats,
+)
+from .safetensors import (
+    HELPER as HELPER,
+    NAMES as NAMES,
+    HeaderEntry as HeaderEntry,
+    SafetensorsHeader as SafetensorsHeader,
+    begins_with_header as begins_with_header,
+    lay_out_safetensors as lay_out_safetensors,
+    parse_header as parse_header,
+    read_header as read_header,
+)
+from .safetensors_file import (
+    is_safetensors as is_safetensors,
+    link_second_names as link_second_names,
+    tree_metadata as tree_metadata,
+)
+from .shards import (
+    shard_index as shard_index,
+    split_into_files as split_into_files,
+)
+from .tensor_file import (
+    FOOTER_BYTES as FOOTER_BYTES,
+    FREE_BYTES as FREE_BYTES,
+    MAP_BYTES as MAP_BYTES,
+    NO_DIGEST as NO_DIGEST,
+    ZIP_MAGIC as ZIP_MAGIC,
+    FileStream as FileStream,
+    IndexedFile as IndexedFile,
+    ListedFile as ListedFile,
+    MemoryFile as MemoryFile,
+    RawFile as RawFile,
+    RenamedFile as RenamedFile,
+    Row as Row,
+    Span as Span,
+    SpanFile as SpanFile,
+    TensorIndex as TensorIndex,
+    as_tensor as as_tensor,
+    flat_tree as flat_tree,
+    index_footer as index_footer,
+    index_text as index_text,
+    is_flat as is_flat,
+    moved_index as moved_index,
+    read_in_steps as read_in_steps,
+    read_index as read_index,
+    record_span as record_span,
+    with_digests as with_digests,
+)

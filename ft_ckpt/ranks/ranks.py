@@ -1,0 +1,489 @@
+"""This rank, its process group, and collective operations that end on all ranks when one fails.
+
+Agreement uses the process group's key-value store, not a collective. So no rank waits in a GPU
+operation while rank 0 writes (no watchdog fires), and errors name a missing rank by number. An
+error on one rank reaches the others within a second: the failed rank reports it under the next
+agreement, and the others poll for such reports wherever they wait. The same calls work with one
+process and no process group.
+"""
+
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import islice
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ft_ckpt.errors import CheckpointError, RankError, RanksDisagreeError
+from ft_ckpt.ranks import agreement
+from ft_ckpt.ranks.agreement import (
+    ADVICE,
+    Agreed,
+    AnsweringStore,
+    Values,
+    delete_value,
+    get_values,
+    put_value,
+    rank_numbers,
+)
+
+
+@contextmanager
+def beside_thread(name: str, work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run `work` in a daemon thread during the block; it must return soon after its event is
+    set.
+    """
+    done = threading.Event()
+    thread = threading.Thread(target=work, args=(done,), name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+_BEAT_SECONDS = 1.0  # between signs of life of a rank at work; well below any sensible time-out
+_POLL_SECONDS = 0.1  # between polls of a working rank for failure reports
+_POLLS_PER_SECOND = 1000  # at most, of all ranks together: one process answers them
+_MOST_POLLED = 32  # ranks whose signs of life are polled at a time
+
+
+@dataclass
+class Ranks:
+    """This process among its peers: `rank` of `size`, connected by a key-value `store` (None with
+    one process).
+    """
+
+    rank: int
+    size: int
+    store: Any = None
+    timeout_seconds: float = 600.0
+    rounds: int = 0
+    slots: int = 0
+    channel: str = ""  # separates the agreements of another thread from the main one's
+    scope: str = ""  # of the attempts this rank is in: their agreements are counted separately
+    ahead: tuple[str, ...] = ()  # keys of the agreements after these attempts
+    # this rank's keys that no rank needs after the next agreement
+    spent: list[str] = field(default_factory=list)
+    # number of parts of this rank's values, by key
+    further: dict[str, int] = field(default_factory=dict)
+    polled_at: float = 0.0  # for failure reports
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def shows(self) -> bool:
+        """Whether this rank shows progress and warnings: rank 0, outside of background threads."""
+        return self.is_main and not self.channel
+
+    def agree(
+        self,
+        what: str,
+        value: Mapping[str, Any] | None = None,
+        error: BaseException | None = None,
+        same: tuple[str, ...] = (),
+        timeout_seconds: float | None = None,
+        decide: Callable[[Values], Any] = agreement.value_of_leader,
+    ) -> Agreed:
+        """Exchange a `value` (JSON) of each rank: rank 0 calls `decide` with all, and every rank
+        gets its result.
+
+        `what` names the call in errors. The result should not grow with the number of ranks,
+        because every rank reads it. `decide` may take long: rank 0 reports meanwhile that it is
+        alive. The fields named in `same` must be equal on all ranks. Raises this rank's own `error`
+        unchanged; on the other ranks RankError naming the rank that failed, NoSpaceError or
+        LeaseTakenError; on all ranks the error of `decide`; RanksDisagreeError if values differ, or
+        if a rank does not call it within `timeout_seconds` (default: the object's) or can no longer
+        call it.
+        """
+        if self.size == 1:
+            if error is not None:
+                raise error
+            alone = [json.loads(json.dumps(dict(value or {})))]  # JSON, as with several ranks
+            return Agreed(json.loads(json.dumps(decide(alone))), alone)
+        own = {"what": what, "value": dict(value or {}), **agreement.error_facts(error)}
+        self._report_failure(error)
+        self.rounds, self.slots = self.rounds + 1, 0
+        limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        try:
+            self._check_failures()
+            self._put_value(f"{self.rounds}/{self.rank}", own)
+            values: Values = ()
+            if self.is_main:
+                found, values = self._collect_entries(what, same, limit, decide)
+            else:
+                found = self._await_verdict(what, limit)
+        except CheckpointError as problem:
+            raise (problem if error is None else error) from None
+        if error is not None:
+            raise error
+        if found["problem"]:
+            agreement.raise_problem(found)
+        return Agreed(found["result"], values)
+
+    def attempt(self, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+        """The result of `action` and None, or None and its error.
+
+        All ranks call it, and then agree on the outcome.
+
+        Meanwhile this rank reports that it is alive. Its error is raised on the other ranks as
+        well, as soon as they wait or poll (`check_peers`) inside their `action`, so that all reach
+        the agreement.
+        """
+        if self.size == 1:
+            return try_action(action)
+        outside = self.scope, self.rounds, self.ahead
+        self.ahead = (*self.ahead, self._store_key(f"{self.rounds + 1}"))
+        self.scope = f"{self.scope}{self.rounds}/"
+        try:
+            with self.working():
+                result, error = try_action(action)
+        finally:
+            self.scope, self.rounds, self.ahead = outside
+        self._report_failure(error)
+        return result, error
+
+    def check_peers(self) -> None:
+        """Raise the failure of another rank: NoSpaceError, LeaseTakenError, or RankError naming it.
+
+        Cheap enough for any loop.
+        """
+        now = time.monotonic()
+        if self.size > 1 and now >= self.polled_at + max(
+            _POLL_SECONDS, self.size / _POLLS_PER_SECOND
+        ):
+            self.polled_at = now
+            self._check_failures()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Report during the block that this rank is alive, so that the others continue to wait.
+
+        A thread reports, because the work may be one long system call. It ends with the process.
+        """
+        if self.size == 1:
+            yield
+            return
+
+        def send_beats(done: threading.Event) -> None:
+            with suppress(RankError):  # the store is gone: raised where something waits for it
+                while not done.wait(_BEAT_SECONDS):
+                    self.store.set(self._beat_key(self.rank), str(time.monotonic_ns()))
+
+        with beside_thread("ft_ckpt-beat", send_beats):
+            yield
+
+    def open_receive_slot(self, senders: Sequence[int]) -> None:
+        """Announce that this rank is ready to receive, after waiting until all `senders` are ready
+        to send.
+
+        A send without a receiver, or a receive from a failed rank, would block until the process
+        group times out. Raises as `await_receive_slot` does.
+        """
+        self.slots += 1
+        turn = f"{self.rounds}/turn/{self.slots}"
+        self.spent.append(self._store_key(turn))
+        if not self._await_names(
+            [f"{turn}/{rank}" for rank in senders], senders, self.timeout_seconds
+        ):
+            ranks, seconds = rank_numbers(senders), self.timeout_seconds
+            raise RankError(
+                f"rank(s) {ranks} did not start sending tensors within {seconds:g} s "
+                "of a sign of life"
+            )
+        self.store.set(self._store_key(turn), "")
+
+    def await_receive_slot(self, sends: bool, to: int = 0) -> None:
+        """On other ranks: wait until the rank `to` is ready to receive, if this one `sends`
+        tensors.
+
+        Raises the failure of another rank; RankError if the rank `to` falls silent or has entered a
+        later agreement.
+        """
+        self.slots += 1
+        turn = f"{self.rounds}/turn/{self.slots}"
+        if not sends:
+            return
+        own = self._store_key(f"{turn}/{self.rank}")
+        self.store.set(own, "")
+        if not self._await_names([turn], [to], self.timeout_seconds):
+            raise RankError(
+                f"rank {to} did not start receiving tensors within {self.timeout_seconds:g} s of a "
+                "sign of life"
+            )
+        self._delete_key(own)
+
+    def _collect_entries(
+        self, what: str, same: tuple[str, ...], limit: float, decide: Callable[[Values], Any]
+    ) -> tuple[dict[str, Any], Values]:
+        """Collect the entries of all ranks and store the verdict for the others.
+
+        Each rank deletes its own keys, because one rank would need a call for each of the others.
+        """
+        names = [f"{self.rounds}/{rank}" for rank in range(self.size)]
+        all_came = self._await_names(names[1:], range(1, self.size), limit)
+        here = [rank for rank, name in enumerate(names) if all_came or self._are_here([name])]
+        keys = [self._store_key(names[rank]) for rank in here]
+        entries = dict(zip(here, get_values(self.store, keys), strict=True))
+        problem = agreement.judge_entries(what, entries, self.size, same, limit)
+        values: Values = [entry["value"] for entry in entries.values()]
+        with self.working():
+            found = problem or agreement.verdict_on(values, decide)
+        self._put_value(f"{self.rounds}/verdict", found)
+        left = [
+            f"{self.rounds}/verdict",
+            *([*names, f"{self.rounds}/failed"] if found["problem"] else names[:1]),
+        ]
+        # so all have read the previous verdict and used its receive slots
+        if len(here) == self.size:
+            self._forget_spent()
+        self.spent += map(self._store_key, left)
+        return found, values
+
+    def _await_verdict(self, what: str, limit: float) -> dict[str, Any]:
+        """Wait for rank 0 as long as it reports that it is alive, and then at most `limit` for its
+        verdict.
+        """
+        arrived = self._await_names([f"{self.rounds}/0"], [0], limit)
+        if arrived and self._await_names([f"{self.rounds}/verdict"], [0], limit + 60.0):
+            verdict: agreement.Verdict
+            (verdict,) = get_values(self.store, [self._store_key(f"{self.rounds}/verdict")])
+            if not verdict["problem"]:  # else a late rank must see which ranks went on
+                self._delete_key(self._store_key(f"{self.rounds}/{self.rank}"))
+                self._forget_spent()  # all have arrived, so this rank's receive slots are used
+            return verdict
+        # Rank 0 may still arrive: it must not count this entry as the presence of this rank.
+        own = {
+            "what": what,
+            "value": {},
+            "error": f"gave up after {limit:g} s",
+            "raises": RankError.__name__,
+        }
+        self._put_value(f"{self.rounds}/{self.rank}", own)
+        found = "rank 0 came and then fell silent" if arrived else f"rank(s) 0 did not enter {what}"
+        return agreement.disagreement(f"{what}: {found} within {limit:g} s; {ADVICE}")
+
+    def _await_names(self, names: Sequence[str], awaited: Iterable[int], limit: float) -> bool:
+        """Wait for `names`, each set by one of the ranks `awaited`; False after `limit` seconds
+        without a sign of life.
+
+        If many are missing, only the first ones are polled. Raises as `_check_failures` does.
+        """
+        deadline, heard, missing = (
+            time.monotonic() + limit,
+            b"",
+            deque(zip(names, awaited, strict=True)),
+        )
+        while not self._have_arrived(
+            missing, min(_BEAT_SECONDS, max(deadline - time.monotonic(), 0.001))
+        ):
+            first = [*islice(missing, _MOST_POLLED)]
+            self._check_failures(first)
+            beats = [self._beat_key(rank) for _, rank in first]
+            beat = b" ".join(self.store.get(key) for key in beats if self.store.check([key]))
+            if beat != heard:
+                # The first beat seen may be an old one: only a change counts as a sign of life.
+                heard, deadline = beat, time.monotonic() + limit if heard else deadline
+            if time.monotonic() > deadline:
+                return False
+        return True
+
+    def _check_failures(self, missing: Sequence[tuple[str, int]] = ()) -> None:
+        """Raise if keys in `missing` will never be set: a rank has failed, or has gone on without
+        this one.
+        """
+        for later in (*self.ahead, self._store_key(f"{self.rounds + 1}")):
+            failed = self.store.check([f"{later}/failed"])
+            gone = [rank for _, rank in missing if self.store.check([f"{later}/{rank}"])]
+            if not (failed or gone) or (missing and self._are_here([name for name, _ in missing])):
+                # a rank that has set the last of them may have entered the next agreement already
+                continue
+            if not failed:
+                raise RanksDisagreeError(
+                    f"rank(s) {rank_numbers(gone)} went on without this one; {ADVICE}"
+                )
+            agreement.raise_problem(json.loads(self.store.get(f"{later}/failed")))
+
+    def _report_failure(self, error: BaseException | None) -> None:
+        """Report at the next agreement that this rank has failed; the first report of any rank
+        counts.
+        """
+        if error is not None:
+            report = json.dumps(agreement.failure_of_rank(self.rank, error))
+            with suppress(RankError):  # the store is gone: report the local failure
+                self.store.compare_set(self._store_key(f"{self.rounds + 1}/failed"), "", report)
+
+    def _have_arrived(self, missing: "deque[tuple[str, int]]", seconds: float) -> bool:
+        """Wait at most `seconds` until all names are set, else remove the leading set ones.
+
+        Whether none is missing.
+        """
+        try:
+            self.store.wait(
+                [self._store_key(name) for name, _ in missing], timedelta(seconds=seconds)
+            )
+        except RuntimeError:  # DistStoreError: time is up
+            while missing and self._are_here([missing[0][0]]):
+                missing.popleft()
+            return not missing
+        return True
+
+    def _are_here(self, names: Iterable[str]) -> bool:
+        return bool(self.store.check([self._store_key(name) for name in names]))
+
+    def _forget_spent(self) -> None:
+        for key in self.spent:
+            self._delete_key(key)
+        self.spent.clear()
+
+    def _delete_key(self, key: str) -> None:
+        with suppress(RuntimeError, NotImplementedError):  # stores without deletion only grow
+            delete_value(self.store, key, self.further.pop(key, 1))
+
+    def _store_key(self, name: str) -> str:
+        return f"ft_ckpt/{self._launch}/{self.channel}/{self.scope}{name}"
+
+    def _beat_key(self, rank: int) -> str:
+        return f"ft_ckpt/{self._launch}/{self.channel}/beat/{rank}"
+
+    @property
+    def _launch(self) -> str:
+        """Separates the ranks from those before a restart by torchrun, whose store outlives
+        them.
+        """
+        return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{self.size}"
+
+    def _put_value(self, name: str, value: dict[str, Any]) -> None:
+        key = self._store_key(name)
+        parts = put_value(self.store, key, value)
+        if parts > 1:
+            self.further[key] = parts
+
+
+_by_itself: ContextVar[bool] = ContextVar("_by_itself", default=False)
+# by process group, kept alive so that its id is not reused, and channel
+_shared: dict[tuple[Any, str], Ranks] = {}
+
+
+def current_ranks(
+    timeout_seconds: float = 600.0, channel: str = "", *, needs_group: bool = False
+) -> Ranks:
+    """The ranks of the default process group, or one rank when there is none.
+
+    One object per process group and `channel`: its count of rounds must be the same on every rank
+    and for every saver. A channel is for one thread, and separates its agreements from those of
+    other threads. Raises RanksDisagreeError in a process that was launched as one of several and
+    has no process group; with `needs_group` also if only the number of processes shows it.
+    """
+    import torch.distributed as dist
+
+    alone = Ranks(0, 1, channel=channel)
+    if _by_itself.get():
+        return alone
+    if not (dist.is_available() and dist.is_initialized()):
+        _refuse_split_brain(needs_group)
+        return alone
+    if dist.get_world_size() == 1:
+        return alone
+    from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
+
+    group = _get_default_group()
+    if (group, "") not in _shared:
+        _shared.clear()  # a destroyed group's store is gone with it
+        _shared[group, ""] = Ranks(
+            dist.get_rank(), dist.get_world_size(), AnsweringStore(_get_default_store())
+        )
+    if (group, channel) not in _shared:  # a thread that waits in a store blocks the others
+        store = _shared[group, ""].store.clone()
+        _shared[group, channel] = Ranks(
+            dist.get_rank(), dist.get_world_size(), store, channel=channel
+        )
+    ranks = _shared[group, channel]
+    ranks.timeout_seconds = ranks.store.silent_seconds = timeout_seconds
+    return ranks
+
+
+@contextmanager
+def by_itself() -> Iterator[None]:
+    """Let this process act as the only rank in the block, for objects that it holds whole and no
+    other rank awaits.
+    """
+    token = _by_itself.set(True)
+    try:
+        yield
+    finally:
+        _by_itself.reset(token)
+
+
+def _refuse_split_brain(needs_group: bool) -> None:
+    """Raise if this is one of several launched processes without a process group: all would write
+    the same folder.
+    """
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if launched.isdigit() and int(launched) > 1 and (needs_group or "RANK" in os.environ):
+        raise RanksDisagreeError(
+            f"WORLD_SIZE={launched} in the environment, but this process has no process group: "
+            "every rank would take itself for the only one. Use Accelerator(cpu=True) or "
+            "ACCELERATE_USE_CPU=true on a machine without accelerators, or "
+            "torch.distributed.init_process_group; unset WORLD_SIZE if the process really is alone"
+        )
+
+
+def try_action(action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """The result of `action` and None, or None and its error: for steps on whose outcome the ranks
+    agree next.
+    """
+    try:
+        return action(), None
+    except Exception as error:  # noqa: BLE001 - passed to `agree`, which reports and raises it
+        return None, error
+
+
+_in_order: MutableMapping[Any, Sequence[int]] = WeakKeyDictionary()  # by process group
+
+
+def global_rank() -> int:
+    """The rank of this process; 0 without a process group."""
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def group_members(group: Any) -> tuple[int, ...]:
+    """The global ranks of a process group in its order; rank 0 alone without one."""
+    import torch.distributed as dist
+
+    return tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
+
+
+def ranks_in_order(group: Any) -> Sequence[int]:
+    """The `group_members`, as a range if they are evenly spaced, because groups may be large."""
+    import torch.distributed as dist
+
+    key = dist.group.WORLD if group is None else group
+    if key is None:
+        return group_members(None)
+    if key not in _in_order:
+        members = group_members(group)
+        step = members[1] - members[0] if len(members) > 1 else 1
+        even = range(members[0], members[0] + len(members) * step, step) if step else members
+        _in_order[key] = even if (*even,) == members else members
+    return _in_order[key]
+
+
+def is_subset_of_ranks(count: int) -> bool:
+    """Whether `count` is less than the number of ranks: then the other ranks hold replicas."""
+    import torch.distributed as dist
+
+    return dist.is_initialized() and bool(count < dist.get_world_size())

@@ -1,0 +1,133 @@
+"""Pending gradients: those that gradient accumulation has summed on this rank since the last
+step.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ft_ckpt.errors import SelectionError
+from ft_ckpt.ranks import unwrap, wrappers
+
+_TAKEN = "_ft_ckpt_taken"  # attribute of a gradient that a step has used: its version then
+
+
+class StepWatch:
+    """Tracks pending gradients: a step post-hook marks the gradients that an optimizer has used.
+
+    Gradients made or changed since then are pending.
+    """
+
+    def __init__(self) -> None:
+        # by id of the optimizer, which is kept alive
+        self._hooks: dict[int, tuple[torch.optim.Optimizer, Any]] = {}
+        self._has_stepped = False
+        self._counts: dict[int, int] = {}  # steps of each hooked optimizer, by its id
+
+    @property
+    def count(self) -> int:
+        """Steps of the hooked optimizer that has done most of them."""
+        return max(self._counts.values(), default=0)
+
+    def watch_optimizers(self, optimizers: Iterable[Any]) -> None:
+        """Hook the optimizers that are torch's and call step hooks; others cannot be tracked."""
+        for optimizer in optimizers:
+            is_hooked = isinstance(optimizer, torch.optim.Optimizer) and getattr(
+                type(optimizer).step, "hooked", False
+            )
+            if is_hooked and id(optimizer) not in self._hooks:
+                self._hooks[id(optimizer)] = (
+                    optimizer,
+                    optimizer.register_step_post_hook(self._mark_taken),
+                )
+
+    def is_unfinished(self, models: Callable[[], Iterable[nn.Module]]) -> bool:
+        """Whether gradients are pending and no step was taken since the last call."""
+        stepped, self._has_stepped = self._has_stepped, False
+        return not stepped and self.is_pending(models)
+
+    def is_pending(self, models: Callable[[], Iterable[nn.Module]]) -> bool:
+        """Whether a gradient exists that no step has used.
+
+        Checked are the parameters of the hooked optimizers, and those of `models` that FSDP2 keeps
+        unsharded.
+        """
+        if not self._hooks:
+            return False
+        optimizers = [optimizer for optimizer, _ in self._hooks.values()]
+        gradients = (gradient for optimizer in optimizers for gradient in _gradients_of(optimizer))
+        if any(getattr(gradient, _TAKEN, None) != gradient._version for gradient in gradients):
+            return True
+        kept = (
+            one for model in models() for one in wrappers.kept_gradients(unwrap(model)).values()
+        )
+        return any(one.read() is not None for one in kept)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for _, handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
+    def _mark_taken(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._has_stepped = True
+        self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
+        for gradient in _gradients_of(optimizer):
+            setattr(gradient, _TAKEN, gradient._version)
+
+
+def pending_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's gradients of an incomplete step, by raw parameter name.
+
+    Raises SelectionError under engines that hide them until the step is complete.
+    """
+    root = unwrap(model)
+    hiding = wrappers.hiding_gradients(model)
+    if hiding and any(parameter.grad is not None for parameter in model.parameters()):
+        raise SelectionError(
+            f"gradients: accumulated by {hiding[0]} where they cannot be read; save when the "
+            "optimizer has stepped, as saver.step() does, or after zero_grad()"
+        )
+    return dict(_accumulated_gradients(root))
+
+
+def restore_gradients(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
+    """Restore the gradients of `pending_gradients`; other parameters get None, as before the first
+    backward.
+    """
+    root = unwrap(model)
+    whole = wrappers.kept_gradients(root)
+    wrappers.drop_kept_gradients(root)
+    for name, parameter in root.named_parameters():
+        parameter.grad = None
+        if name in whole:
+            whole[name].write(None)
+        if name not in stored:
+            continue
+        if name in whole and stored[name].shape == parameter.shape:
+            whole[name].write(stored[name].to(parameter.device))
+        elif wrappers.is_distributed(parameter.detach()):
+            gradient = torch.zeros_like(parameter.detach())
+            if (local := wrappers.local_part(gradient)) is not None:
+                local.copy_(stored[name])
+            parameter.grad = gradient
+        else:
+            parameter.grad = stored[name].to(parameter.device)
+
+
+def _gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield parameter.grad
+
+
+def _accumulated_gradients(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    whole = wrappers.kept_gradients(root)
+    for name, parameter in root.named_parameters():
+        pending = whole[name].read() if name in whole else None
+        gradient = pending if pending is not None else parameter.grad
+        if gradient is not None and (local := wrappers.local_part(gradient)) is not None:
+            yield name, local

@@ -1,0 +1,86 @@
+"""Notices a training loop that has a schedule and never calls `saver.step()`, so that nothing is
+saved.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from ft_ckpt.messages import warn
+from ft_ckpt.runs.gradients import StepWatch
+from ft_ckpt.schedule import Every
+
+Models = Callable[[], list[nn.Module]]
+
+
+class StepReminder:
+    """Warns once if the run has trained under a schedule and `step` was never called.
+
+    That it has trained is proved by a step of its optimizers or by weights that have changed. A
+    loop is told when the schedule's number of optimizer steps is reached, at the end of the data,
+    or when its saver is closed.
+    """
+
+    def __init__(self, every: Every | None, steps: StepWatch) -> None:
+        self._every, self._steps = every, steps
+        self._is_settled = every is None
+        self._batches = 0
+        # of the weights at the beginning, by id of the parameter
+        self._versions: dict[int, int] = {}
+
+    def note_call(self) -> None:
+        """Record that the schedule is asked: there is nothing to remind of."""
+        self._is_settled = True
+
+    def watch_batches(
+        self, batches: Iterator[Any], models: Models, *, is_main: bool
+    ) -> Iterator[Any]:
+        """Yield the batches of a loop, and remind it when a save was due.
+
+        `models`: those of the run, if known.
+        """
+        if self._is_settled:
+            yield from batches
+            return
+        if not self._versions:
+            self._versions = _versions_of(models())
+        due_steps = self._every.steps if self._every is not None else None
+        for batch in batches:
+            self._batches += 1
+            yield batch
+            if due_steps is not None and self._steps.count >= due_steps:
+                self.remind(models, is_main=is_main)
+        self.remind(models, is_main=is_main)
+
+    def remind(self, models: Models, *, is_main: bool) -> None:
+        """Warn, on rank 0, if the run has trained and `step` was never called."""
+        if self._is_settled or not self._has_trained(models):
+            return
+        self._is_settled = True
+        if is_main:
+            done = [f"{self._batches} batch(es)"] if self._batches else []
+            done += [f"{self._steps.count} optimizer step(s)"] if self._steps.count else []
+            warn(
+                f"saver.step(): not called in {' and '.join(done)}, so every=... has saved "
+                "nothing; call it on every rank after each batch",
+                stacklevel=4,
+            )
+
+    def _has_trained(self, models: Models) -> bool:
+        if self._steps.count:
+            return True
+        now = _versions_of(models()) if self._versions else {}
+        return any(now.get(key, version) != version for key, version in self._versions.items())
+
+
+def _versions_of(models: list[nn.Module]) -> dict[int, int]:
+    """The counters of torch that rise whenever weights are written in place, as optimizers write
+    them.
+    """
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    return {
+        id(parameter): parameter._version
+        for parameter in parameters
+        if not parameter.is_inference()
+    }

@@ -1,0 +1,160 @@
+"""The directory of a run and its local staging directory, each tested before the first save."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ft_ckpt.checkpoint import commit, list_checkpoints
+from ft_ckpt.config import SaverConfig
+from ft_ckpt.errors import CheckpointError, ConfigError, NameTakenError, TargetError, listing
+from ft_ckpt.messages import warn
+from ft_ckpt.storage import (
+    IF_NEW,
+    PREFIX,
+    LocalStore,
+    Place,
+    Store,
+    folder_of,
+    open_place,
+    try_place,
+)
+
+_QUICK_TRIALS = {IF_NEW, "reading ranges", "listing at once"}
+
+
+def check_directory(directory: Place, config: SaverConfig, *, is_main: bool) -> None:
+    """Refuse a directory that checkpoints cannot be saved in. Only rank 0 (`is_main`) tries a
+    bucket.
+
+    Raises ConfigError for settings that cannot work there, and what `commit.check_target` and
+    `try_bucket` raise.
+    """
+    store = directory.folder
+    if isinstance(store, LocalStore):
+        commit.check_target(store.folder, 0)
+        return
+    if "{step}" not in config.name_template and not config.overwrite:
+        raise ConfigError(
+            f"name_template={config.name_template!r}: saves replace each other, which in a bucket "
+            "takes overwrite=True; give each a name of its own by {step}"
+        )
+    if is_main:
+        try_bucket(store)
+
+
+def try_bucket(store: Store) -> None:
+    """Write an object into the bucket twice, read it, list it and delete it; warns if the store
+    ignores conditions.
+
+    Raises ConfigError if there is no such bucket, TargetError if it refuses the credentials or
+    takes no writes.
+    """
+    try:
+        abilities = try_place(store, _QUICK_TRIALS)
+    except ConfigError:
+        raise
+    except CheckpointError as error:
+        raise TargetError(f"{store.url}: {_why_unwritable(store)} ({error})") from error
+    failed = [
+        f"{each.name}: {each.detail}"
+        for each in abilities
+        if not each.works and each.name != IF_NEW
+    ]
+    if failed:
+        raise TargetError(
+            f"{store.url}: can be written, but not read or listed ({listing(failed)})"
+        )
+    if not all(each.works for each in abilities):
+        warn(
+            f"{store.url}: the store ignores conditional writes, so two runs that save the same "
+            "step would mix their files; let one run at a time save there",
+            stacklevel=5,
+        )
+
+
+def _why_unwritable(store: Store) -> str:
+    try:
+        store.list_folder()
+    except (CheckpointError, OSError):
+        return "cannot be used with these credentials, endpoint and region; correct them"
+    return "can be read, and not written; use credentials that may write there"  # or delete
+
+
+_CLAIM = f"{PREFIX}staging"  # file in a staging folder that names its bucket
+
+
+@dataclass(frozen=True)
+class RunPlaces:
+    """The directory of a run and its local staging directory."""
+
+    directory: Place | None = None  # of its checkpoints
+    staging: Place | None = None  # they are committed here first, if given, and uploaded afterwards
+
+    @property
+    def target(self) -> Place | None:
+        """The folder that saves are committed to."""
+        return self.directory if self.staging is None else self.staging
+
+    @property
+    def folders(self) -> tuple[Place, ...]:
+        return tuple(each for each in (self.directory, self.staging) if each is not None)
+
+    def beside(self, checkpoint: Place) -> tuple[Place, ...]:
+        """The locations of a checkpoint, one per folder of the run; only its own if it is outside
+        of them.
+        """
+        if not any(checkpoint.beside.identity == each.folder.identity for each in self.folders):
+            return (checkpoint,)
+        return tuple(Place(each.folder, checkpoint.basename) for each in self.folders)
+
+
+def open_run_places(
+    directory: str | os.PathLike[str] | Place | None,
+    config: SaverConfig,
+    is_main: Callable[[], bool],
+) -> RunPlaces:
+    """The folders of a run as absolute places, each tested; a bucket by a real write of rank 0.
+
+    Raises ConfigError for settings that cannot work there, or a staging folder of another run, and
+    what `check_directory` raises.
+    """
+    if directory is None:
+        if config.staging is not None:
+            raise ConfigError(
+                f"staging={str(config.staging)!r}: for a run in a bucket; give "
+                "the saver its directory"
+            )
+        return RunPlaces()
+    place = open_place(directory, **config.client_options).absolute
+    if config.staging is not None and isinstance(place.folder, LocalStore):
+        raise ConfigError(
+            f"staging={str(config.staging)!r}: {place} is on a disk itself; leave staging out"
+        )
+    check_directory(place, config, is_main=is_main())
+    if config.staging is None:
+        return RunPlaces(place)
+    staging = open_place(config.staging)
+    commit.check_target(folder_of(staging.folder), 0)
+    if is_main():
+        _claim_staging(staging, place)
+    return RunPlaces(place, staging)
+
+
+def _claim_staging(staging: Place, directory: Place) -> None:
+    """Record in a staging folder which bucket it is for: its checkpoints would be uploaded to any
+    other as well.
+    """
+    store, url = staging.folder, directory.folder.url
+    found = store.read(_CLAIM).decode(errors="replace") if store.stat(_CLAIM) is not None else None
+    if found is None and list_checkpoints(staging).found:
+        raise ConfigError(
+            f"{staging}: holds checkpoints that were not staged there; `ft-ckpt sync {staging} "
+            f"{url}` brings them to the bucket; use an empty folder"
+        )
+    try:
+        store.write(_CLAIM, url.encode(), create_only=True)
+    except NameTakenError:
+        if found != url:
+            raise ConfigError(
+                f"{staging}: for {found}, expected {url}; give each run a staging folder of its own"
+            ) from None

@@ -1,0 +1,513 @@
+"""The saves of a run: scheduled ones, the last one, and those that the script requests."""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ft_ckpt.checkpoint import (
+    CARD_NAME,
+    damage_of,
+    list_checkpoints,
+    load_manifest,
+    manifest_text,
+    parse_manifest,
+    text_identity,
+)
+from ft_ckpt.config import SaverConfig
+from ft_ckpt.errors import CheckpointError, ConfigError, LeaseTakenError, TargetError, listing
+from ft_ckpt.extensions.rl import LastCheckpoint, OpenSession, open_session, parts_of
+from ft_ckpt.extensions.transfer import (
+    LONGEST_EXIT_SECONDS,
+    UploadTerms,
+    wait_for_pushes,
+    warn_of_unpushed,
+)
+from ft_ckpt.messages import LOG, warn
+from ft_ckpt.model import is_adapter_run
+from ft_ckpt.ranks import Ranks, current_ranks, try_action
+from ft_ckpt.runs.choose import refuse_replacing
+from ft_ckpt.runs.follow_up import AfterSave, FollowUp
+from ft_ckpt.runs.items import model_sources
+from ft_ckpt.runs.prune import prune_after_save
+from ft_ckpt.runs.run import TrainingRun
+from ft_ckpt.runs.run_lease import RunLease, lease_run
+from ft_ckpt.runs.run_places import RunPlaces
+from ft_ckpt.runs.signals import exit_code
+from ft_ckpt.saving import (
+    PendingSave,
+    SaveReport,
+    SaveRunner,
+    as_in_training,
+    describe_differences,
+    differing_settings,
+    library_versions,
+    report_differences,
+    request_of,
+)
+from ft_ckpt.schedule import LoggedSave, append_save
+from ft_ckpt.storage import LocalStore, Place, open_place
+
+T = TypeVar("T")
+_SAVES_WITHOUT_METRIC = 3  # before a warning, in a run without any metrics
+
+
+@dataclass(eq=False)
+class RunSaves:
+    """The saves of one run by one saver. Call its methods on every rank."""
+
+    run: TrainingRun
+    pending: SaveRunner
+    places: RunPlaces
+    tokenizer: Any
+    is_rehearsal: bool
+    follow_up: FollowUp
+    is_closed: bool = False
+    # the writers, and seconds to wait for them
+    invited: tuple[Mapping[str, bool], float] | None = None
+    session: OpenSession | None = None  # of the writers, on rank 0
+    last_saved: Place | None = None  # the last checkpoint that this process saved, on rank 0
+    last_files: frozenset[str] = frozenset()  # of it, if it is on a disk
+    lease: RunLease | None = None  # of the directory, on rank 0
+    leased_in: int | None = None  # the process that has it; on every rank the id of its own process
+
+    def close(self) -> None:
+        """Refuse later saves."""
+        self.is_closed = True
+
+    def take_lease(self) -> None:
+        """Take the lease of the run's directory, for the first save or resume. Collective.
+
+        A directory that cannot be written now gets no lease: the save says so itself. Saves that
+        are staged do not need the directory, so they ask for its lease once only. Raises
+        LeaseTakenError naming another process that trains into the directory, RanksDisagreeError if
+        this process has no group of its ranks.
+        """
+        directory, config = self.places.directory, self.run.config
+        is_exempt = self.is_rehearsal or self.is_closed or not config.lease
+        if directory is None or is_exempt or self.leased_in == os.getpid():
+            return
+        ranks = current_ranks(config.enter_timeout_seconds, needs_group=True)
+
+        def take_on_leader() -> bool:
+            if not ranks.is_main:
+                return False
+            try:
+                self.lease = lease_run(directory, self)
+            except LeaseTakenError:
+                raise
+            except CheckpointError as error:
+                LOG.warning(
+                    "%s: no lease of it, so other processes may train into it, too: %s",
+                    directory,
+                    error,
+                )
+            return self.lease is not None
+
+        is_taken, error = ranks.attempt(take_on_leader)
+        verdict = ranks.agree("the lease of the run", {"taken": is_taken}, error)
+        if verdict.result["taken"] or config.staging is not None:
+            self.leased_in = os.getpid()
+
+    def check_lease(self) -> None:
+        """On rank 0: raise LeaseTakenError if another process has taken the directory over."""
+        if self.lease is not None:
+            self.lease.check()
+
+    def end_lease(self) -> None:
+        """Release the lease, unless another saver of this process uses it."""
+        if self.lease is not None:
+            self.lease.leave(self)
+        self.lease = self.leased_in = None
+
+    def save_if_due(self, metrics: dict[str, float]) -> SaveReport | PendingSave | None:
+        """Save if `every` asks for it; after a save on a signal the process exits (SystemExit)."""
+        if self.pending.has_ended(self._current_ranks()):
+            self._warn_on_failure(self.pending.wait_for_save)
+        metrics, every = (
+            self.run.agree_on_metrics(metrics, self._current_ranks()),
+            self.run.config.every,
+        )
+        reason = self.run.reason_to_save(metrics, self._current_ranks())
+        if reason is None:
+            return None
+        ends = reason == "deadline" or reason.startswith("SIG") or self.is_rehearsal
+        config = replace(self.run.config, background=self.run.config.background and not ends)
+        report = self._warn_on_failure(lambda: self.save(reason, config, None, metrics))
+        if reason.startswith("SIG"):
+            self.close()
+            self.run.close()
+            self.pending.close()
+            try_action(lambda: self._finish_uploads(LONGEST_EXIT_SECONDS))
+            raise SystemExit(exit_code(reason, every.exit_code if every else None))
+        return report
+
+    def read_until_signal(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches.
+
+        A signal to the whole job may end the workers that read them: a run on one rank is then
+        saved as it was after the last step, and the process exits (SystemExit).
+        """
+        try:
+            yield from batches
+        except RuntimeError:
+            if self.run.poll.is_signalled and self._current_ranks().size == 1:
+                self.save_if_due({})
+            raise
+
+    @as_in_training
+    def save_last(self) -> None:
+        """Save the last step if the run has a schedule and the step was not saved."""
+        if self.run.config.every is None or self.places.target is None or self.is_rehearsal:
+            return
+        if self.run.has_begun and self.run.step > self.run.history.saved_step:
+            config = replace(self.run.config, background=False)
+            metrics = self.run.agree_on_metrics(self.run.last_metrics, self._current_ranks())
+            self._warn_on_failure(lambda: self.save("end", config, None, metrics))
+        self.run.warn_of_absent_metrics(1)
+
+    def save(
+        self,
+        reason: str | None,
+        config: SaverConfig,
+        path: str | Path | Place | None,
+        metrics: dict[str, float],
+        adapter_only: bool | None = None,
+        extra_files: Mapping[str, str | bytes] | None = None,
+    ) -> SaveReport | PendingSave:
+        """Save the state of the run, then delete checkpoints by `keep`.
+
+        `reason` is None if the script asked for it.
+        """
+        self.pending.wait_for_save()
+        self._warn_of_lost_files()
+        run, begun = self.run, time.monotonic()
+        history = run.history
+        run.note_saved(reason, metrics)
+        entry = LoggedSave(run.step, time.time(), reason, metrics)
+        run.history = replace(run.history, saves=append_save(history.saves, entry))
+        if self.follow_up.publisher is not None:
+            run.published = self.follow_up.publisher.version or run.published
+        try:
+            self.take_lease()
+            if self.invited is not None:  # first: the writers prepare their files meanwhile
+                self._ask_writers()
+            captured = run.capture_state(self._current_ranks(), library_versions())
+            if differing := differing_settings(captured.document):
+                report_differences(
+                    describe_differences(differing),
+                    f"step {run.step}",
+                    self._current_ranks(),
+                    config,
+                )
+            found, attribute = model_sources(captured.found), config.attribute
+            adapters = is_adapter_run(run.model, found, attribute)
+            adapters = run.base.is_left_out(
+                run.model, adapters, adapter_only, self._current_ranks()
+            )
+            report = self.pending.save(
+                config,
+                lambda: request_of(
+                    config,
+                    run.model,
+                    self.target_folder(path, run.step, has_state=True),
+                    adapter_only=adapters,
+                    attribute=attribute,
+                    tokenizer=self.tokenizer,
+                    step=run.step,
+                    metrics=metrics,
+                    captured=captured,
+                    run_id=run.run_id,
+                    protect=self._protected_paths(),
+                    extra_files=extra_files or {},
+                    collect=None
+                    if self.session is None
+                    else partial(self.session.collect, run.step),
+                    notes=(*run.notes_on_weights(run.model), *run.notes_on_averages()),
+                    check_lease=self.check_lease,
+                ),
+                self.plan_follow_up(prunes=True),
+            )
+        except BaseException:
+            run.history = history
+            run.note_saved(reason, {})  # so that the next try is an interval later
+            raise
+        run.warn_of_absent_metrics(_SAVES_WITHOUT_METRIC)
+        cost = time.monotonic() - begun
+        entry = replace(entry, stall_seconds=cost)
+        if isinstance(report, PendingSave):
+            self.pending.before = history  # its cost and outcome are known later
+        else:
+            run.history = history
+            run.note_saved(reason, metrics, cost)
+            entry = replace(entry, seconds=report.seconds, size_bytes=report.bytes)
+        run.history = replace(run.history, saves=append_save(history.saves, entry))
+        return report
+
+    def target_folder(
+        self, path: str | Path | Place | None, step: int | None, *, has_state: bool
+    ) -> Place:
+        """The folder to save to.
+
+        Raises ConfigError when none is known, TargetError if it must not be replaced.
+        """
+        if self.is_closed:
+            raise CheckpointError("this saver is closed; make a new one to save again")
+        if path is not None:
+            target = open_place(path, **self.run.config.client_options)
+        elif self.places.target is None or step is None:
+            raise ConfigError(
+                "save() without a path needs the saver's directory and a step; "
+                "give it a path, or both"
+            )
+        else:
+            name = self.run.config.name_template.format(
+                step=step, epoch=self.run.feeds.epochs_ended
+            )
+            target = Place(self.places.target.folder, name)
+        if self._current_ranks().is_main:
+            # A rehearsal runs one script several times in one folder, on purpose.
+            is_run = path is None and has_state and not self.is_rehearsal
+            refuse_replacing(target, has_state, self.run.own_ids if is_run else None)
+            if path is None:
+                self.check_lease()
+        return target.absolute
+
+    def plan_follow_up(
+        self,
+        *,
+        prunes: bool = False,
+        push_to: str | Place | None = None,
+        base_id: str | None = None,
+    ) -> AfterSave:
+        """The follow-up of a save that is made now."""
+        is_main, prune = self._current_ranks().is_main, None
+        if prunes:
+            directory = self.places.target if is_main else None
+            prune = partial(
+                prune_after_save,
+                directory,
+                self.run.config.keep,
+                self.run.run_id,
+                self._protected_paths(),
+            )
+        terms = self._upload_terms()
+        return self.follow_up.plan(
+            is_main,
+            prune=prune,
+            terms=terms,
+            push_to=push_to,
+            base_id=base_id,
+            publishes=prunes,
+            committed=self._note_committed if is_main and prunes else None,
+        )
+
+    def invite(
+        self, writers: Mapping[str, bool], allow: Iterable[str], timeout_seconds: float
+    ) -> str:
+        """Open a session for `writers` (True: optional); return its token.
+
+        Raises as `CheckpointSaver.invite` does.
+        """
+        run, ranks = self.places.directory, self._current_ranks()
+        if run is None or self.places.staging is not None:
+            raise ConfigError(
+                "invite(): writers hand in their files in the directory of the run; give the saver "
+                "one, without staging"
+            )
+        self.invited = writers, timeout_seconds
+
+        def open_on_leader() -> str:
+            if not ranks.is_main:
+                return ""
+            self.end_session()
+            start = self.last_saved or self.run.resumed_from
+            last, parts = None, dict[str, Any]()
+            if start is not None:
+                last, parts = _last_checkpoint(run, start), parts_of(load_manifest(start.folder))
+            self.session = open_session(run.absolute, writers, last, parts, allow, timeout_seconds)
+            return self.session.session.token
+
+        token, error = ranks.attempt(open_on_leader)
+        value = {"writers": sorted(writers), "token": token}
+        return str(ranks.agree("saver.invite()", value, error, same=("writers",)).result["token"])
+
+    def reopen_session(self) -> None:
+        """Open a new session after a resume, because the writers resume too."""
+        self.last_saved = None
+        if self.invited is not None:
+            self.invite(self.invited[0], self.invited[0], self.invited[1])
+
+    def end_session(self) -> None:
+        """Close the session, after which the writers end."""
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+
+    def _ask_writers(self) -> None:
+        """Ask the writers for their state at this step.
+
+        Collective; raises as `OpenSession.ask` does.
+        """
+        session, ranks = self.session, self._current_ranks()
+        _, error = ranks.attempt(lambda: None if session is None else session.ask(self.run.step))
+        ranks.agree("the writers of save_state()", error=error)
+
+    def _warn_of_lost_files(self) -> None:
+        """Warn if files of the last checkpoint were deleted since its commit, but not the
+        checkpoint.
+        """
+        if self.last_saved is None or not self.last_files:
+            return
+        folder = self.last_saved.folder
+        gone = self.last_files - {each.name for each in folder.list()}
+        if not gone:
+            return
+        with suppress(CheckpointError):  # pruned, or replaced by another program
+            lost = sorted(
+                gone.intersection(file.path for file in load_manifest(folder).files) - {CARD_NAME}
+            )
+            if lost:
+                warn(
+                    f"{self.last_saved}: {listing(lost, ', ')}: deleted after the save, so that it "
+                    "cannot be resumed; keep the files that ft_ckpt.json lists",
+                    stacklevel=5,
+                )
+
+    def _note_committed(self, report: SaveReport) -> None:
+        self.last_saved = report.place.absolute
+        folder = self.last_saved.folder
+        self.last_files = frozenset()
+        if isinstance(folder, LocalStore):
+            self.last_files = frozenset(each.name for each in folder.list())
+        if self.session is not None and self.places.directory is not None:
+            try:
+                self.session.note_committed(
+                    _last_checkpoint(self.places.directory, self.last_saved)
+                )
+            except CheckpointError as error:
+                warn(
+                    f"{report.path}: saved, but its writers could not be notified: {error}",
+                    stacklevel=4,
+                )
+
+    def upload_leftovers(self) -> None:
+        """Upload checkpoints that earlier processes have left in the staging folder."""
+        if self.follow_up.uploads is not None and self._current_ranks().is_main:
+            self.follow_up.uploads.begin_round(self._upload_terms())
+
+    def publish_resumed(self) -> None:
+        """Publish the resumed checkpoint, or the version published before it, to servers that may
+        lack it; wait.
+        """
+        publisher, resumed, ranks = (
+            self.follow_up.publisher,
+            self.run.resumed_from,
+            self._current_ranks(),
+        )
+        if publisher is None or resumed is None:
+            return
+
+        def publish_on_leader() -> str:
+            place, note = resumed, ""
+            if ranks.is_main and publisher.after_resume == "published":
+                place, note = self._last_published(resumed)
+                LOG.info("%s", note)
+            if ranks.is_main:
+                publisher.begin(place).wait()
+            return note
+
+        note, error = ranks.attempt(publish_on_leader)
+        if note := ranks.agree("the publish of resume()", {"note": note}, error).result["note"]:
+            self.run.report = replace(self.run.report, notes=(*self.run.report.notes, note))
+
+    def _last_published(self, resumed: Place) -> tuple[Place, str]:
+        """The checkpoint of the version that engines had when `resumed` was saved, else `resumed`;
+        and the reason.
+        """
+        version, why = self.run.published, "it was saved before any version was published"
+        if version is not None:
+            why = f"the run has no checkpoint of the version {version}"
+            for info in (
+                info for folder in self.places.folders for info in list_checkpoints(folder).found
+            ):
+                identity = text_identity(manifest_text(info.store).encode())
+                # of weights, of an adapter
+                if not version.endswith((f"#{identity[:16]}", f"-{identity[:8]}")):
+                    continue
+                if problems := damage_of(info.place, deep=True):
+                    why = (
+                        f"{info.name}, which has the version {version}, is damaged: "
+                        f"{listing(list(problems))}"
+                    )
+                else:
+                    return (
+                        info.place,
+                        f"publishing {info.name}: engines had it when {resumed.basename} was saved",
+                    )
+        return resumed, f"publishing {resumed.basename}: {why}"
+
+    def end_follow_up(self, *, wait: bool) -> None:
+        """Wait for uploads, pushes and publishes, or only name those that go on until the process
+        ends.
+
+        Raises TargetError on all ranks for checkpoints that were not uploaded, unless
+        on_failure="warn".
+        """
+        try:
+            if wait:
+                self._finish_uploads()
+            elif self.follow_up.uploads is not None:
+                self.follow_up.uploads.warn_of_left()
+        finally:
+            (wait_for_pushes if wait else warn_of_unpushed)(self.follow_up.pushes)
+            if self.follow_up.publisher is not None:
+                self.follow_up.publisher.end(wait_for=wait)
+
+    def _finish_uploads(self, seconds: float | None = None) -> None:
+        """Wait on all ranks for rank 0's uploads. After `seconds`, warn of those that are left."""
+        uploads, ranks = self.follow_up.uploads, self._current_ranks()
+        if uploads is None:
+            return
+        left, error = ranks.attempt(lambda: uploads.finish(seconds) if ranks.is_main else "")
+        if left and seconds is None and self.run.config.on_failure == "raise":
+            error = TargetError(left)
+        elif left:
+            warn(left, stacklevel=4)
+        ranks.agree("the uploads of close()", error=error)
+
+    def _upload_terms(self) -> UploadTerms:
+        return UploadTerms(
+            self.run.run_id, self.run.own_ids, self.run.config.keep, self._protected_paths()
+        )
+
+    def _warn_on_failure(self, action: Callable[[], T]) -> T | None:
+        try:
+            return action()
+        except CheckpointError as error:
+            if self.run.config.on_failure == "raise" or isinstance(error, LeaseTakenError):
+                raise
+            warn(
+                f"step {self.run.step}: no checkpoint was made, training goes on: {error}",
+                stacklevel=5,
+            )
+            return None
+
+    def _protected_paths(self) -> tuple[Place, ...]:
+        return () if self.run.resumed_from is None else self.places.beside(self.run.resumed_from)
+
+    def _current_ranks(self) -> Ranks:
+        return current_ranks(self.run.config.enter_timeout_seconds)
+
+
+def _last_checkpoint(run: Place, checkpoint: Place) -> LastCheckpoint:
+    text = manifest_text(checkpoint.folder)
+    is_inside = checkpoint.beside.identity == run.folder.identity
+    path = checkpoint.basename if is_inside else str(checkpoint.absolute)
+    return LastCheckpoint(
+        path, text_identity(text.encode()), parse_manifest(text, str(checkpoint)).step
+    )

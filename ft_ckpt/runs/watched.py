@@ -1,0 +1,112 @@
+"""Models beside the trained one, such as a reference model or a teacher: stored once their values
+have changed.
+
+The script makes them at each start. One that stays as it was made costs a digest of its tensors at
+each save and is not stored; one that moves, as an average does, is registered with the run at the
+first save that finds it changed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import xxhash
+from torch import nn
+
+from ft_ckpt.ranks import ModelTensors, Ranks, Values, digests_of
+
+
+@dataclass(frozen=True)
+class ModelDigest:
+    """A digest of all tensors in a model's state dict, as far as this rank has them."""
+
+    bits: str  # hexadecimal
+    devices: tuple[str, ...]  # types of the devices: digests of equal tensors differ between them
+    is_whole: bool  # whether this rank has all elements
+
+    @property
+    def text(self) -> str:
+        """The digest for other runs to compare; "" if they may hold other parts of the model."""
+        return f"{'+'.join(self.devices)}:{self.bits}" if self.is_whole else ""
+
+
+@dataclass(frozen=True, eq=False)
+class WatchedModel:
+    """A model, and the digest of its values as the script has made them."""
+
+    model: nn.Module
+    digest: ModelDigest
+
+
+def watch_model(model: nn.Module) -> WatchedModel:
+    """Record the values of `model`.
+
+    Raises as `ModelTensors.sources` for tensors that cannot be stored.
+    """
+    return WatchedModel(model, digest_of_model(model))
+
+
+def digest_of_model(model: nn.Module) -> ModelDigest:
+    """The digest of the model's values now. Raises as `ModelTensors.sources`."""
+    sources = ModelTensors(model).sources(allow_meta=True)
+    local = {}
+    for name, source in sources.items():
+        part = source.local
+        if part is not None and not part.is_meta:
+            local[name] = part
+    digests = digests_of(local)
+    facts = [(name, digests.get(name, "")) for name in sources]
+    is_whole = len(local) == len(sources) and not any(
+        source.sharding.is_sharded for source in sources.values()
+    )
+    devices = {part.device.type for part in local.values()}
+    return ModelDigest(
+        xxhash.xxh3_128_hexdigest(repr(facts).encode()), tuple(sorted(devices)), is_whole
+    )
+
+
+def changed_models(watched: Mapping[str, WatchedModel], ranks: Ranks) -> list[str]:
+    """The names of watched models whose values have changed on any rank.
+
+    Collective, unless nothing is watched.
+    """
+    if not watched:
+        return []
+
+    def changed_on_rank() -> list[str]:
+        return [
+            name
+            for name, record in watched.items()
+            if digest_of_model(record.model) != record.digest
+        ]
+
+    names, error = ranks.attempt(changed_on_rank)
+    agreed = ranks.agree(
+        "the models beside the trained one", {"names": names}, error, decide=_all_names
+    )
+    return list(agreed.result)
+
+
+def _all_names(values: Values) -> list[str]:
+    return sorted({name for value in values for name in value["names"]})
+
+
+def watched_digests(watched: Mapping[str, WatchedModel]) -> dict[str, str]:
+    """The digests of unchanged models, for the state of a run."""
+    return {name: record.digest.text for name, record in watched.items()}
+
+
+def differing_models(watched: Mapping[str, WatchedModel], saved: Mapping[str, str]) -> list[str]:
+    """A sentence for each watched model whose values are others than in the saved run, which had
+    not changed it.
+
+    `saved` are the `watched_digests` of that run.
+    """
+    differing = []
+    for name, digest in saved.items():
+        text = watched[name].digest.text if name in watched else ""
+        is_comparable = text.partition(":")[0] == digest.partition(":")[0]
+        if text and digest and is_comparable and text != digest:
+            differing.append(
+                f"{name}: has other values than in the saved run, which did not change it"
+            )
+    return differing

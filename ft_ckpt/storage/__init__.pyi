@@ -1,0 +1,142 @@
+from .digests import (
+    SMALL_BYTES as SMALL_BYTES,
+    Cut as Cut,
+    FileRecord as FileRecord,
+    PassingProblem as PassingProblem,
+    RunningDigest as RunningDigest,
+    chunk_of_rank as chunk_of_rank,
+    digest_of_bytes as digest_of_bytes,
+    digest_of_open as digest_of_open,
+    joined_digest as joined_digest,
+    read_record as read_record,
+    record_of as record_of,
+    size_problem as size_problem,
+    whole_digest as whole_digest,
+)
+from .direct_io import (
+    LocalWriting as LocalWriting,
+)
+from .frozen_view import (
+    CachedObject as CachedObject,
+    ListedStore as ListedStore,
+    hold_listed as hold_listed,
+)
+from .local_disk import (
+    ABANDONED_SECONDS as ABANDONED_SECONDS,
+    HUB_BUCKETS as HUB_BUCKETS,
+    PREFIX as PREFIX,
+    clear_drafts as clear_drafts,
+    list_names as list_names,
+    local_path as local_path,
+    make_locked_folder as make_locked_folder,
+    permission_bits as permission_bits,
+    regular_descriptor as regular_descriptor,
+    walk_tree as walk_tree,
+)
+from .local_file import (
+    LocalFile as LocalFile,
+    MappedBytes as MappedBytes,
+    open_local_file as open_local_file,
+)
+from .local_store import (
+    LocalStore as LocalStore,
+    clear_old_drafts as clear_old_drafts,
+    folder_of as folder_of,
+    make_like as make_like,
+    temporary_store as temporary_store,
+)
+from .mounts import (
+    MountedFrom as MountedFrom,
+    mount_of as mount_of,
+)
+from .place import (
+    SCHEMES as SCHEMES,
+    Place as Place,
+    absolute_location as absolute_location,
+    is_hub_bucket as is_hub_bucket,
+    is_url as is_url,
+    location_name as location_name,
+    open_place as open_place,
+    refuse_secrets as refuse_secrets,
+    shown_location as shown_location,
+    source_mode as source_mode,
+)
+from .prefetch import (
+    BLOCK_BYTES as BLOCK_BYTES,
+    Block as Block,
+    BlockKeeper as BlockKeeper,
+    ByteRun as ByteRun,
+    Memory as Memory,
+    address_of as address_of,
+    is_cold as is_cold,
+    new_block as new_block,
+    new_block_of as new_block_of,
+    read_ahead as read_ahead,
+    read_whole as read_whole,
+)
+from .progress import (
+    is_worth_showing as is_worth_showing,
+    track_bytes as track_bytes,
+    track_reads as track_reads,
+)
+from .scratch import (
+    SMALL_COPY_BYTES as SMALL_COPY_BYTES,
+    LibraryFile as LibraryFile,
+    check_files_inside as check_files_inside,
+    check_prefix_inside as check_prefix_inside,
+    copy_object as copy_object,
+    files_below as files_below,
+    files_made_by as files_made_by,
+    leads_out as leads_out,
+    local_folder as local_folder,
+    local_version as local_version,
+    object_target as object_target,
+    replaced_object as replaced_object,
+    scratch_file as scratch_file,
+    scratch_folder as scratch_folder,
+    spool_file as spool_file,
+)
+from .store import (
+    Folder as Folder,
+    FolderListing as FolderListing,
+    Readable as Readable,
+    Store as Store,
+    Stored as Stored,
+    changed_object as changed_object,
+    checked_name as checked_name,
+    etag_of as etag_of,
+    is_inside as is_inside,
+    is_utf8 as is_utf8,
+    missing_object as missing_object,
+    read_object as read_object,
+    read_range as read_range,
+    read_text as read_text,
+    refuse_beyond as refuse_beyond,
+    refuse_other_length as refuse_other_length,
+)
+from .trials import (
+    BUCKET_NEEDS as BUCKET_NEEDS,
+    FOLDER_NEEDS as FOLDER_NEEDS,
+    IF_NEW as IF_NEW,
+    TRIAL as TRIAL,
+    Ability as Ability,
+    is_on_bucket as is_on_bucket,
+    refuse_unfit as refuse_unfit,
+    try_place as try_place,
+)
+from .verify_files import (
+    PartDigests as PartDigests,
+    compare_digests as compare_digests,
+    digest_problems as digest_problems,
+    digest_shares as digest_shares,
+    share_files as share_files,
+)
+from .writer import (
+    DurableFile as DurableFile,
+    Region as Region,
+    Writer as Writer,
+    WriteTuning as WriteTuning,
+    digest_regions as digest_regions,
+    region_of as region_of,
+    tuning_for as tuning_for,
+)

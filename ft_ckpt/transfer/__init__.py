@@ -1,7 +1,0 @@
-"""Copies committed checkpoints to and from folders, buckets and the Hugging Face Hub.
-
-Nothing here decides the content of a checkpoint or needs torch. Begin at `push`, which has a module
-for each URL scheme, and at `copies`, which copies between folders and buckets. `outgoing` selects
-the files for a repository on the Hub; `hub` is the client for repositories, `hub_buckets` for the
-Hub's storage buckets.
-"""
