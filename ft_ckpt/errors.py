@@ -32,9 +32,9 @@ import errno
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -151,9 +151,23 @@ class RanksDisagreeError(RankError):
     """Ranks called the same operation with different arguments, or some did not call it."""
 
 
-def listing(items: list[str], separator: str = "; ", most: int = 8) -> str:
+@dataclass(frozen=True)
+class Problem:
+    """A problem of a file or a checkpoint.
+
+    `is_transient`: the system cannot read the file now; the file may be whole.
+    """
+
+    text: str
+    is_transient: bool = False
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def listing(items: Sequence[str | Problem], separator: str = "; ", most: int = 8) -> str:
     """The first `most` of `items` in one line, and the number of the others."""
-    shown = separator.join(items[:most])
+    shown = separator.join(str(item) for item in items[:most])
     return shown if len(items) <= most else f"{shown}{separator}and {len(items) - most} more"
 
 

@@ -25,12 +25,12 @@ from .catalog import (
 )
 from .checks import (
     CARD_NAME as CARD_NAME,
+    are_transient as are_transient,
     checkpoint_problems as checkpoint_problems,
     file_key as file_key,
     is_misleading as is_misleading,
     large_files as large_files,
-    look_again as look_again,
-    may_pass as may_pass,
+    retry_transient as retry_transient,
     stored_bytes as stored_bytes,
     with_current_cards as with_current_cards,
 )

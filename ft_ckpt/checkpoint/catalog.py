@@ -13,9 +13,9 @@ from functools import cached_property
 from pathlib import Path
 
 from ft_ckpt.checkpoint.checks import (
+    are_transient,
     checkpoint_problems,
-    look_again,
-    may_pass,
+    retry_transient,
     stored_bytes,
     with_current_cards,
 )
@@ -37,6 +37,7 @@ from ft_ckpt.errors import (
     ManifestError,
     MissingError,
     NotACheckpointError,
+    Problem,
     UnreadableError,
     damaged_input,
     listing,
@@ -44,7 +45,6 @@ from ft_ckpt.errors import (
 from ft_ckpt.messages import warn
 from ft_ckpt.storage import (
     LocalStore,
-    PassingProblem,
     Place,
     Store,
     hold_listed,
@@ -120,6 +120,8 @@ class VerifyReport:
     """Their size, in bytes."""
     notes: tuple[str, ...] = ()
     """Changes since the save that are no problem: a model card that was written again."""
+    is_transient: bool = False
+    """Whether the only problems are files that cannot be read now: they may be whole."""
 
 
 def read_manifest(path: str | os.PathLike[str] | Place) -> Manifest:
@@ -250,7 +252,9 @@ def list_readable(root: str | os.PathLike[str] | Place) -> Listing:
     NotACheckpointError if `root` is a file.
     """
     place = open_place(root)
-    listed = look_again(lambda: list_checkpoints(place), lambda found: bool(found.unreadable))
+    listed = retry_transient(
+        lambda: list_checkpoints(place), lambda listed: bool(listed.unreadable)
+    )
     listed.require_readable()
     if not listed.found and place.is_object:
         raise NotACheckpointError(why_no_checkpoint(place))
@@ -340,15 +344,21 @@ def verify(
             raise NotACheckpointError(why_no_checkpoint(Place(store))) from None
         with damaged_input(found_at):
             current, notes = with_current_cards(seen, manifest)
-            problems = tuple(dict.fromkeys(checkpoint_problems(seen, current, deep=deep)))
+            problems = list(dict.fromkeys(checkpoint_problems(seen, current, deep=deep)))
             if signed_by is not None:
-                problems += signature_problems(store, store, manifest, signed_by)
+                problems += map(Problem, signature_problems(store, store, manifest, signed_by))
         # A concurrent save may have overwritten the checkpoint, so that a mixture of both was read.
         # Read again.
         if not problems or _manifest_version(store) == before:
             size_bytes = stored_bytes(seen, current)
             return VerifyReport(
-                found_at, not problems, problems, len(manifest.files), size_bytes, notes
+                found_at,
+                ok=not problems,
+                problems=tuple(str(problem) for problem in problems),
+                files=len(manifest.files),
+                bytes=size_bytes,
+                notes=notes,
+                is_transient=are_transient(problems),
             )
 
 
@@ -434,16 +444,17 @@ def damage_of(place: Place, *, deep: bool = False) -> tuple[str, ...]:
     now.
     """
 
-    def look() -> tuple[str, ...]:
+    def find_problems() -> tuple[Problem, ...]:
         try:
-            return verify(place, deep=deep).problems
+            report = verify(place, deep=deep)
         except UnreadableError as error:
-            return (PassingProblem(error),)
+            return (Problem(str(error), is_transient=True),)
+        return tuple(Problem(text, report.is_transient) for text in report.problems)
 
-    problems = look_again(look, may_pass)
-    if may_pass(problems):
-        raise UnreadableError(f"{place}: {listing(list(problems))}; try again")
-    return problems
+    problems = retry_transient(find_problems, are_transient)
+    if are_transient(problems):
+        raise UnreadableError(f"{place}: {listing(problems)}; try again")
+    return tuple(problem.text for problem in problems)
 
 
 def _wanted_ranking(

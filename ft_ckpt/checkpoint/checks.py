@@ -20,6 +20,7 @@ from ft_ckpt.errors import (
     CheckpointError,
     CorruptError,
     MissingError,
+    Problem,
     UnreadableError,
     listing,
     reason_of,
@@ -29,7 +30,6 @@ from ft_ckpt.storage import (
     SMALL_BYTES,
     FileRecord,
     LocalStore,
-    PassingProblem,
     Store,
     Stored,
     digest_problems,
@@ -37,6 +37,7 @@ from ft_ckpt.storage import (
     read_record,
     read_text,
     size_problem,
+    unread_problem,
 )
 
 PAUSES_SECONDS = (0.2, 1.0)  # before each retry of a read that the system refused
@@ -94,29 +95,27 @@ def with_current_cards(
     return (replace(manifest, files=tuple(files)) if notes else manifest), tuple(notes)
 
 
-def may_pass(problems: Collection[str]) -> bool:
-    """True if every problem is a file that the system cannot read now: the checkpoint may be
-    whole.
+def are_transient(problems: Collection[Problem]) -> bool:
+    """True if there are problems, all of files that the system cannot read now: the checkpoint may
+    be whole.
     """
-    return bool(problems) and all(isinstance(problem, PassingProblem) for problem in problems)
+    return bool(problems) and all(problem.is_transient for problem in problems)
 
 
-def look_again(look: Callable[[], _T], is_passing: Callable[[_T], bool]) -> _T:
-    """The result of `look`, which is called up to three times while the result is a temporary
-    fault.
-    """
+def retry_transient(read: Callable[[], _T], is_transient: Callable[[_T], bool]) -> _T:
+    """The result of `read`, which is called up to three times while its result is transient."""
     for seconds in PAUSES_SECONDS:
-        found = look()
-        if not is_passing(found):
-            return found
+        result = read()
+        if not is_transient(result):
+            return result
         time.sleep(seconds)
-    return look()
+    return read()
 
 
 def checkpoint_problems(
     store: Store, manifest: Manifest, *, deep: bool, left_out: Collection[str] = ()
-) -> Iterator[str]:
-    """Every problem that `catalog.verify` reports, a line each.
+) -> Iterator[Problem]:
+    """Every problem that `catalog.verify` reports.
 
     The digests of small files are always compared, `deep`: those of all files but `left_out` and
     hard links to these.
@@ -131,10 +130,7 @@ def checkpoint_problems(
     }
     yield from bad.values()
     for name in misleading_files(store, manifest):
-        yield (
-            f"{name}: not of this checkpoint, and readers would take it for its weights; move "
-            "it away"
-        )
+        yield misleading_problem(name)
     sound = [file for file in manifest.files if file.path not in bad]
     yield from _tensor_problems(store, manifest, {file.path for file in sound})
     for part in manifest.parts:
@@ -146,6 +142,12 @@ def checkpoint_problems(
         linked = {file_key(store, name) for name in left_out}
         hashed = [file for file in hashed if file_key(store, file.path) not in linked]
     yield from digest_problems(store, distinct_files(store, hashed))
+
+
+def misleading_problem(name: str) -> Problem:
+    """The problem of a file that `misleading_files` names."""
+    where = "not of this checkpoint, and readers would take it for its weights; move it away"
+    return Problem(f"{name}: {where}")
 
 
 def large_files(store: Store, manifest: Manifest) -> list[FileRecord]:
@@ -165,8 +167,10 @@ def distinct_files(store: Store, files: Iterable[FileRecord]) -> list[FileRecord
     return [*reversed(by_content.values())]
 
 
-def replaced_problems(store: Store, manifest: Manifest, listed: Mapping[str, Stored]) -> list[str]:
-    """A line for each object that was written after the commit with other bytes than the
+def replaced_problems(
+    store: Store, manifest: Manifest, listed: Mapping[str, Stored]
+) -> list[Problem]:
+    """A problem for each object that was written after the commit with other bytes than the
     manifest's.
 
     A copy made by another tool is not a problem: it is another version of the same bytes.
@@ -176,8 +180,8 @@ def replaced_problems(store: Store, manifest: Manifest, listed: Mapping[str, Sto
     )
 
 
-def file_problems(store: Store, file: FileRecord) -> list[str]:
-    """A line if the size or the digest of the file differs from its record."""
+def file_problems(store: Store, file: FileRecord) -> list[Problem]:
+    """A problem if the size or the digest of the file differs from its record."""
     wrong = _size_problem(store, file, None)
     return [wrong] if wrong else digest_problems(store, [file])
 
@@ -224,7 +228,7 @@ def _is_other(file: FileRecord, found: Stored | None) -> bool:
     return found is not None and None not in (file.etag, found.etag) and file.etag != found.etag
 
 
-def _size_problem(store: Store, file: FileRecord, found: Stored | None) -> str | None:
+def _size_problem(store: Store, file: FileRecord, found: Stored | None) -> Problem | None:
     """The size problem of a file that was listed as `found`; if it was not listed, opening it gives
     the reason.
     """
@@ -235,17 +239,17 @@ def _size_problem(store: Store, file: FileRecord, found: Stored | None) -> str |
             with closing(store.open(file.path)) as opened:
                 size_bytes = opened.size_bytes
     except MissingError as error:
-        return f"{file.path}: missing ({reason_of(error)})"
+        return Problem(f"{file.path}: missing ({reason_of(error)})")
     except UnreadableError as error:
-        return PassingProblem(f"{file.path}: cannot be read ({reason_of(error)})")
+        return unread_problem(file.path, error)
     except CorruptError:
-        return f"{file.path}: not a file"
+        return Problem(f"{file.path}: not a file")
     if size_bytes != file.size_bytes:
-        return f"{file.path}: {size_problem(size_bytes, file.size_bytes)}"
+        return Problem(f"{file.path}: {size_problem(size_bytes, file.size_bytes)}")
     return None
 
 
-def _tensor_problems(store: Store, manifest: Manifest, sound: set[str]) -> Iterator[str]:
+def _tensor_problems(store: Store, manifest: Manifest, sound: set[str]) -> Iterator[Problem]:
     records: dict[str, list[TensorRecord]] = {}
     for part in manifest.parts:
         for tensor in part.tensors:
@@ -253,36 +257,38 @@ def _tensor_problems(store: Store, manifest: Manifest, sound: set[str]) -> Itera
     listed = {file.path for file in manifest.files}
     for file, tensors in records.items():
         if file not in listed:
-            yield f"{file}: holds {len(tensors)} tensors but is not among the listed files"
+            unlisted = f"{file}: holds {len(tensors)} tensors but is not among the listed files"
+            yield Problem(unlisted)
         elif file in sound and file.endswith(".safetensors"):
             yield from _header_problems(store, file, tensors)
 
 
-def _header_problems(store: Store, file: str, tensors: list[TensorRecord]) -> Iterator[str]:
+def _header_problems(store: Store, file: str, tensors: list[TensorRecord]) -> Iterator[Problem]:
     try:
         with closing(store.open(file)) as opened:
             found = read_header(opened)
     except UnreadableError as error:
-        yield PassingProblem(f"{file}: cannot be read ({reason_of(error)})")
+        yield unread_problem(file, error)
         return
     except CorruptError as error:
-        yield f"{file}: not a readable safetensors file ({error})"
+        yield Problem(f"{file}: not a readable safetensors file ({error})")
         return
     expected = {t.name: (t.dtype, t.shape, t.start, t.end) for t in tensors}
     if lost := expected.keys() - found.keys():
-        yield f"{file}: tensors missing: {listing(sorted(lost), ', ')}"
+        yield Problem(f"{file}: tensors missing: {listing(sorted(lost), ', ')}")
     if extra := found.keys() - expected.keys() - {HELPER}:
-        yield f"{file}: tensors that the manifest does not list: {listing(sorted(extra), ', ')}"
+        unlisted = listing(sorted(extra), ", ")
+        yield Problem(f"{file}: tensors that the manifest does not list: {unlisted}")
     changed = [name for name in expected.keys() & found.keys() if expected[name] != found[name]]
     if changed:
         facts = (
             f"{name} is {_tensor_fact(found[name])}, expected {_tensor_fact(expected[name])}"
             for name in sorted(changed)
         )
-        yield f"{file}: {listing(list(facts), ', ')}"
+        yield Problem(f"{file}: {listing(list(facts), ', ')}")
 
 
-def _part_index_problems(store: Store, part: PartRecord, sound: set[str]) -> Iterator[str]:
+def _part_index_problems(store: Store, part: PartRecord, sound: set[str]) -> Iterator[Problem]:
     """Check that the index of a part maps each tensor to its file, and that several shards have an
     index.
     """
@@ -297,7 +303,7 @@ def _part_index_problems(store: Store, part: PartRecord, sound: set[str]) -> Ite
     if (
         sharded and not indexes and part.kind != "state"
     ):  # a training state has one file for each rank, and its own reader
-        yield (
+        yield Problem(
             f"{folder or './'}: {len(files)} shards without an index; readers of sharded "
             "weights need one"
         )
@@ -310,14 +316,14 @@ def _part_index_problems(store: Store, part: PartRecord, sound: set[str]) -> Ite
         try:
             found = _indexed_files(store, name, folder)
         except UnreadableError as error:
-            yield PassingProblem(f"{name}: cannot be read ({reason_of(error)})")
+            yield unread_problem(name, error)
             continue
         places = {**{key: file for key, file in tied.items() if key in found}, **expected}
         if found != places:
             wrong = sorted(
                 key for key in places.keys() | found.keys() if places.get(key) != found.get(key)
             )
-            yield (
+            yield Problem(
                 f"{name}: maps these tensors to other files than the manifest: "
                 f"{listing(wrong, ', ')}"
             )

@@ -14,10 +14,11 @@ from pathlib import Path
 
 from ft_ckpt.checkpoint.catalog import load_manifest, manifest_text, parse_manifest
 from ft_ckpt.checkpoint.checks import (
+    are_transient,
     checkpoint_problems,
     distinct_files,
-    may_pass,
     misleading_files,
+    misleading_problem,
     replaced_problems,
     with_current_cards,
 )
@@ -33,6 +34,7 @@ from ft_ckpt.errors import (
     ManifestError,
     NoSpaceError,
     NotACheckpointError,
+    Problem,
     UnreadableError,
     listing,
 )
@@ -82,7 +84,7 @@ class OpenCheckpoint:
         """
         return folder_of(self.store)
 
-    def find_problems(self, deep: bool, left_out: Collection[str] = ()) -> tuple[str, ...]:
+    def find_problems(self, deep: bool, left_out: Collection[str] = ()) -> tuple[Problem, ...]:
         """The problems of the open files, as `catalog.verify` reports them, and of files beside
         them.
 
@@ -96,10 +98,9 @@ class OpenCheckpoint:
         found = tuple(checkpoint_problems(self.store, self.manifest, deep=deep, left_out=left_out))
         if not isinstance(self.store, OpenFolder):
             return found  # the listing contains the files beside it
-        where = "not of this checkpoint, and readers would take it for its weights; move it away"
         whole_folder = LocalStore(self.store.folder, shown=self.store.shown)
-        beside = (f"{name}: {where}" for name in misleading_files(whole_folder, self.manifest))
-        return (*found, *beside)
+        names = misleading_files(whole_folder, self.manifest)
+        return (*found, *map(misleading_problem, names))
 
     def fetch_files(self, paths: Collection[str]) -> None:
         """Download files of a checkpoint in a bucket once, into a temporary folder; they are
@@ -123,10 +124,10 @@ class OpenCheckpoint:
         problems = digest_problems(self.store, distinct_files(self.store, files))
         if not problems:
             return
-        told = listing([type(problem)(f"{self.location}: {problem}") for problem in problems])
-        if may_pass(problems):
-            raise UnreadableError(f"{told}; try again")
-        raise CorruptError(f"{told}; use another checkpoint")
+        text = listing([f"{self.location}: {problem}" for problem in problems])
+        if are_transient(problems):
+            raise UnreadableError(f"{text}; try again")
+        raise CorruptError(f"{text}; use another checkpoint")
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def verify_listed(place: Place) -> VerifyReport | None:
     store, manifest, record = found
     current, notes = with_current_cards(store, manifest)
     record = next((file for file in current.files if file.path == record.path), record)
-    problems = tuple(file_problems(store, record))
+    problems = tuple(str(problem) for problem in file_problems(store, record))
     return VerifyReport(place.location, not problems, problems, 1, record.size_bytes, notes)
 
 

@@ -32,6 +32,7 @@ from ft_ckpt.errors import (
     LoadError,
     ManifestError,
     NotACheckpointError,
+    Problem,
     UnreadableError,
     listing,
 )
@@ -229,9 +230,9 @@ def _load_best(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: Ex
         raise LoadError(f"{path}: the best model was not loaded: {outcome.detail}")
 
 
-def _refuse_damaged_best(path: Path, problems: Sequence[str]) -> None:
+def _refuse_damaged_best(path: Path, problems: Sequence[Problem]) -> None:
     if problems:
-        raise CorruptError(f"{path}: {listing(list(problems))}; the best model was not loaded")
+        raise CorruptError(f"{path}: {listing(problems)}; the best model was not loaded")
 
 
 def _has_file(path: Path, name: str) -> bool:

@@ -90,7 +90,7 @@ def base_of(
         with open_checkpoint(Place(around[0])) as held_base:
             if problems := held_base.find_problems(deep=verify):
                 raise CorruptError(
-                    f"{held_base.location}: {listing(list(problems))}; use another copy of the base"
+                    f"{held_base.location}: {listing(problems)}; use another copy of the base"
                 )
     elif where.is_folder:
         names = [each.name for each in where.folder.list_folder().objects]

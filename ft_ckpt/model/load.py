@@ -293,7 +293,7 @@ def _refuse_unsigned(held: OpenCheckpoint, required: SignedBy | None) -> None:
         return
     problems = signature_problems(held.place.folder, held.store, held.manifest, required)
     if problems:
-        raise CorruptError(f"{held.place.folder.url}: {listing(list(problems))}; not loaded")
+        raise CorruptError(f"{held.place.folder.url}: {listing(problems)}; not loaded")
 
 
 def _track_load(
@@ -314,7 +314,7 @@ def _track_load(
 def _refuse_damaged(held: OpenCheckpoint, options: _LoadOptions) -> None:
     """Raise CorruptError if files differ from the manifest."""
     if problems := held.find_problems(deep=options.verify):
-        raise CorruptError(f"{held.store.url}: {listing(list(problems))}; use an older checkpoint")
+        raise CorruptError(f"{held.store.url}: {listing(problems)}; use an older checkpoint")
 
 
 @contextmanager

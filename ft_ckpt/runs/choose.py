@@ -16,21 +16,22 @@ from ft_ckpt.checkpoint import (
     Listing,
     Manifest,
     OpenCheckpoint,
+    are_transient,
     in_run_order,
     large_files,
     list_checkpoints,
     list_readable,
     load_manifest,
-    look_again,
-    may_pass,
     open_checkpoint,
     read_manifest,
+    retry_transient,
 )
 from ft_ckpt.errors import (
     ConfigError,
     CorruptError,
     ManifestError,
     NotACheckpointError,
+    Problem,
     TargetError,
     UnreadableError,
     damaged_input,
@@ -46,7 +47,7 @@ from ft_ckpt.runs.prune import recover_all
 from ft_ckpt.runs.run_places import RunPlaces
 from ft_ckpt.runs.state import Document, ResumePoint, open_resume_point
 from ft_ckpt.runs.verify_shared import verify_files
-from ft_ckpt.storage import LocalStore, PassingProblem, Place, open_place
+from ft_ckpt.storage import LocalStore, Place, open_place
 
 MODES = ("auto", "must", "never")
 _AUTO = ("latest", "newest", "last", "True", "true")
@@ -119,7 +120,7 @@ class Wanted:
 
 
 # the problems of checkpoints that are known to be damaged, by place
-Damage: TypeAlias = Mapping[str, tuple[str, ...]]
+Damage: TypeAlias = Mapping[str, tuple[Problem, ...]]
 
 
 def open_chosen(
@@ -151,14 +152,14 @@ def open_chosen(
         point, problems = _open_one_of(copies, damage, stack, deep=False)
         if point is not None:
             return point
-        if mode != "auto" or may_pass(problems):
+        if mode != "auto" or are_transient(problems):
             older = _newest_whole(candidates[number + 1 :], wanted.deep, damage)
             advice = (
                 f"the newest whole one is {older}"
                 if older
                 else "there is no older one that is whole"
             )
-            kind = UnreadableError if may_pass(problems) else CorruptError
+            kind = UnreadableError if are_transient(problems) else CorruptError
             raise kind(f"{listing(problems)}; {advice}")
         warn(f"{listing(problems)}; damaged, trying an older one", stacklevel=2)
     if candidates:
@@ -235,34 +236,31 @@ def _folder_exists(place: Place) -> bool:
 
 def _open_one_of(
     copies: Sequence[Place], damage: Damage, stack: ExitStack, deep: bool
-) -> tuple[ResumePoint | None, list[str]]:
+) -> tuple[ResumePoint | None, list[Problem]]:
     """Open the first whole copy of a checkpoint until `stack` closes; or None and the problems.
 
     If the system could not read some copies just now, which may be whole, only their problems are
     returned.
     """
-    problems: list[str] = []
+    problems: list[Problem] = []
     for place in copies:
         found_before = damage.get(_place_key(place))
         if found_before is not None:
             point, lines = None, found_before
         else:
             look = partial(_open_whole, place, stack, deep)
-            point, lines = look_again(look, lambda tried: may_pass(tried[1]))
+            point, lines = retry_transient(look, lambda tried: are_transient(tried[1]))
         if point is not None:
             if problems:
                 warn(f"{listing(problems)}; damaged, taking its copy {place}", stacklevel=2)
             return point, []
-        kind = PassingProblem if may_pass(lines) else str
-        problems.append(kind(f"{place}: {listing(list(lines))}"))
-    return None, [
-        problem for problem in problems if isinstance(problem, PassingProblem)
-    ] or problems
+        problems.append(Problem(f"{place}: {listing(lines)}", are_transient(lines)))
+    return None, [problem for problem in problems if problem.is_transient] or problems
 
 
 def _open_whole(
     place: Place, stack: ExitStack, deep: bool
-) -> tuple[ResumePoint | None, tuple[str, ...]]:
+) -> tuple[ResumePoint | None, tuple[Problem, ...]]:
     """Open the checkpoint at `place` until `stack` closes; or None and its problems."""
     with ExitStack() as trial:
         try:
@@ -273,9 +271,9 @@ def _open_whole(
                 stack.push(trial.pop_all())
                 return point, ()
         except UnreadableError as error:
-            return None, (PassingProblem(error),)
+            return None, (Problem(str(error), is_transient=True),)
         except (ManifestError, CorruptError, OSError) as error:
-            return None, (str(error),)
+            return None, (Problem(str(error)),)
     return None, problems
 
 
@@ -365,7 +363,7 @@ def open_to_all(
     ranks: Ranks,
     stack: ExitStack,
     deep: bool,
-) -> tuple[ResumePoint | None, tuple[str, ...]]:
+) -> tuple[ResumePoint | None, tuple[Problem, ...]]:
     """Open rank 0's checkpoint, `point` there, on all ranks until `stack` closes; or None and its
     problems. Collective.
 
@@ -399,7 +397,7 @@ def open_to_all(
 
 def _verify_large_files(
     local: ResumePoint | None, ranks: Ranks, sharers: Sequence[int]
-) -> tuple[str, ...]:
+) -> tuple[Problem, ...]:
     if local is None:
         return verify_files(None, (), ranks, sharers)
     checkpoint = local.checkpoint
@@ -449,7 +447,7 @@ def _open_received(
     problems = received.find_problems(deep)
     if problems:
         raise CorruptError(
-            f"{place}: damaged on the way to this node: {listing(list(problems))}; resume again"
+            f"{place}: damaged on the way to this node: {listing(problems)}; resume again"
         )
     return open_resume_point(replace(received, place=place), stack)
 
@@ -482,7 +480,7 @@ def choose_checkpoint(wanted: Wanted, ranks: Ranks, stack: ExitStack) -> Choice:
     All its digests are compared, if `wanted` asks for it: a damaged checkpoint is left out, and the
     next one chosen. Raises what `open_chosen` raises, RankError if another rank failed.
     """
-    damage: dict[str, tuple[str, ...]] = {}
+    damage: dict[str, tuple[Problem, ...]] = {}
     while True:
         with ExitStack() as trial:
             choice, facts = _agree_on_choice(wanted, damage, ranks, trial)

@@ -147,4 +147,4 @@ def _enter_whole(lease: ExitStack, info: CheckpointInfo) -> None:
     problems = opened.find_problems(deep=False)
     if problems:
         lease.close()
-        raise CorruptError(f"{info.path}: {listing(list(problems))}")
+        raise CorruptError(f"{info.path}: {listing(problems)}")

@@ -4,13 +4,15 @@ rank uses them.
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
-from ft_ckpt.checkpoint import OpenCheckpoint, look_again
+from ft_ckpt.checkpoint import OpenCheckpoint, are_transient, retry_transient
+from ft_ckpt.errors import Problem
 from ft_ckpt.ranks import Ranks, Values, try_action
+from ft_ckpt.schema import as_record
 from ft_ckpt.storage import (
     FileRecord,
     PartDigests,
-    PassingProblem,
     compare_digests,
     digest_shares,
     share_files,
@@ -22,22 +24,23 @@ def verify_files(
     files: Sequence[FileRecord],
     ranks: Ranks,
     sharers: Sequence[int],
-) -> tuple[str, ...]:
-    """The problems of `files`, a line each; the same on all ranks. Collective.
+) -> tuple[Problem, ...]:
+    """The problems of `files`; the same on all ranks. Collective.
 
     The ranks `sharers` see the same files and divide the work. The others may have None as their
     `checkpoint`.
     """
     parts, error = try_action(lambda: _digest_own_share(checkpoint, files, ranks, sharers))
-    own = {"parts": [asdict(part) for part in parts or ()]}
+    digests = {"parts": [asdict(part) for part in parts or ()]}
 
-    def compare_all(values: Values) -> list[tuple[str, bool]]:
-        all_parts = [PartDigests(**part) for value in values for part in value["parts"]]
-        problems = compare_digests(files, all_parts)
-        return [(str(problem), isinstance(problem, PassingProblem)) for problem in problems]
+    def compare_all(values: Values) -> list[dict[str, Any]]:
+        all_parts: list[PartDigests] = []
+        for value in values:
+            all_parts += [as_record(part, PartDigests) for part in value["parts"]]
+        return [asdict(problem) for problem in compare_digests(files, all_parts)]
 
-    agreed = ranks.agree("comparing the checkpoint of resume()", own, error, decide=compare_all)
-    return tuple(PassingProblem(text) if is_passing else text for text, is_passing in agreed.result)
+    agreed = ranks.agree("comparing the checkpoint of resume()", digests, error, decide=compare_all)
+    return tuple(Problem(**problem) for problem in agreed.result)
 
 
 def _digest_own_share(
@@ -49,12 +52,8 @@ def _digest_own_share(
     if checkpoint is None or ranks.rank not in sharers:
         return []
     shares = share_files(files, sharers.index(ranks.rank), len(sharers))
-    return look_again(lambda: digest_shares(checkpoint.store, shares), _may_pass)
+    return retry_transient(lambda: digest_shares(checkpoint.store, shares), _are_transient)
 
 
-def _may_pass(parts: Sequence[PartDigests]) -> bool:
-    """Whether a second try may succeed: all problems are of files that the system cannot read
-    now.
-    """
-    problems = [part for part in parts if part.problem is not None]
-    return bool(problems) and all(part.is_passing for part in problems)
+def _are_transient(parts: Sequence[PartDigests]) -> bool:
+    return are_transient([part.problem for part in parts if part.problem is not None])

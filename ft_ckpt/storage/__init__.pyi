@@ -2,7 +2,6 @@ from .digests import (
     SMALL_BYTES as SMALL_BYTES,
     Cut as Cut,
     FileRecord as FileRecord,
-    PassingProblem as PassingProblem,
     RunningDigest as RunningDigest,
     chunk_of_rank as chunk_of_rank,
     digest_of_bytes as digest_of_bytes,
@@ -11,6 +10,7 @@ from .digests import (
     read_record as read_record,
     record_of as record_of,
     size_problem as size_problem,
+    unread_problem as unread_problem,
     whole_digest as whole_digest,
 )
 from .direct_io import (

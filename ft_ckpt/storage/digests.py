@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from ft_ckpt.errors import CorruptError, MissingError, UnreadableError, reason_of
+from ft_ckpt.errors import CorruptError, MissingError, Problem, UnreadableError, reason_of
 from ft_ckpt.schema import Count, Positive
 from ft_ckpt.storage.local_file import LocalFile
 from ft_ckpt.storage.progress import note_read
@@ -134,24 +134,20 @@ def new_digest() -> xxhash.xxh3_128:
     return xxhash.xxh3_128()
 
 
-def digest_problem(record: FileRecord, digest: str) -> str | None:
-    """The message for a file whose `digest` differs from its record; None if it is equal."""
+def digest_problem(record: FileRecord, digest: str) -> Problem | None:
+    """The problem of a file whose `digest` differs from its record; None if it is equal."""
     if digest == record.digest:
         return None
-    return f"{record.path}: digest {digest}, expected {record.digest}: its bytes have changed"
+    change = f"digest {digest}, expected {record.digest}: its bytes have changed"
+    return Problem(f"{record.path}: {change}")
 
 
-class PassingProblem(str):
-    """A file that the system cannot read now; the file may be whole."""
-
-    __slots__ = ()
-
-
-def unread_problem(path: str, error: CorruptError) -> str:
+def unread_problem(path: str, error: CorruptError) -> Problem:
     """The problem of a file whose reading ended in `error`."""
     if isinstance(error, UnreadableError):
-        return PassingProblem(f"{path}: cannot be read ({reason_of(error)})")
-    return f"{path}: unreadable ({reason_of(error) if isinstance(error, MissingError) else error})"
+        return Problem(f"{path}: cannot be read ({reason_of(error)})", is_transient=True)
+    reason = reason_of(error) if isinstance(error, MissingError) else error
+    return Problem(f"{path}: unreadable ({reason})")
 
 
 class RunningDigest:

@@ -11,10 +11,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from os import cpu_count
 
-from ft_ckpt.errors import CorruptError
+from ft_ckpt.errors import CorruptError, Problem
 from ft_ckpt.storage.digests import (
     FileRecord,
-    PassingProblem,
     digest_problem,
     file_digest,
     part_digests,
@@ -47,12 +46,11 @@ class PartDigests:
     path: str
     first: int = 0
     digests: tuple[str, ...] = ()
-    problem: str | None = None
-    is_passing: bool = False  # the system cannot read the file now; the file may be whole
+    problem: Problem | None = None
 
 
-def digest_problems(store: Store, records: Collection[FileRecord]) -> list[str]:
-    """The problems of files in `store`, a line each; see `PassingProblem`."""
+def digest_problems(store: Store, records: Collection[FileRecord]) -> list[Problem]:
+    """The problems of files in `store`."""
     shares = [FileShare(record, range(record.ranks)) for record in records]
     return compare_digests(records, digest_shares(store, shares))
 
@@ -96,23 +94,18 @@ def _digest_share(store: Store, share: FileShare) -> PartDigests:
         with closing(store.open(path)) as file:
             digests = part_digests(file, share.record, share.owners)
     except CorruptError as error:
-        problem = unread_problem(path, error)
-        return PartDigests(
-            path, problem=str(problem), is_passing=isinstance(problem, PassingProblem)
-        )
+        return PartDigests(path, problem=unread_problem(path, error))
     return PartDigests(path, share.owners.start, digests)
 
 
-def compare_digests(records: Iterable[FileRecord], parts: Iterable[PartDigests]) -> list[str]:
-    """The problems of files, a line each: those found in `parts`, and digests that differ from the
-    records.
-    """
-    problems: list[str] = []
+def compare_digests(records: Iterable[FileRecord], parts: Iterable[PartDigests]) -> list[Problem]:
+    """The problems of files: those in `parts`, and digests that differ from the records."""
+    problems: list[Problem] = []
     unread = set()
     digests: dict[str, dict[int, str]] = {}
     for part in parts:
         if part.problem is not None:
-            problems.append(PassingProblem(part.problem) if part.is_passing else part.problem)
+            problems.append(part.problem)
             unread.add(part.path)
         digests.setdefault(part.path, {}).update(enumerate(part.digests, part.first))
     for record in records:
@@ -120,7 +113,10 @@ def compare_digests(records: Iterable[FileRecord], parts: Iterable[PartDigests])
             continue
         in_rank_order = [digest for _, digest in sorted(digests.get(record.path, {}).items())]
         if len(in_rank_order) < record.ranks:
-            problems.append(f"{record.path}: not all of it was compared; please report it")
-        elif problem := digest_problem(record, file_digest(in_rank_order)):
+            incomplete = f"{record.path}: not all of it was compared; please report it"
+            problems.append(Problem(incomplete))
+            continue
+        problem = digest_problem(record, file_digest(in_rank_order))
+        if problem is not None:
             problems.append(problem)
     return list(dict.fromkeys(problems))  # without duplicates from several processes

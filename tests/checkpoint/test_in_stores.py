@@ -135,12 +135,12 @@ def test_stores_that_fail_are_said_and_never_taken_for_empty(local):
         load_manifest(TornStore(local, MANIFEST_NAME))
     with pytest.raises(UnreadableError, match="refused"):
         problems(Watch(refusing(["list_folder"])).store(local))
-    assert problems(TornStore(local, SHARD))[0].startswith(
+    assert problems(TornStore(local, SHARD))[0].text.startswith(
         f"{SHARD}: not a readable safetensors file"
     )
     (shard,) = (record for record in load_manifest(local).files if record.path == SHARD)
     (refused,) = file_problems(Watch(refusing(["open"], "policy")).store(local), shard)
-    assert refused.startswith(f"{SHARD}: cannot be read (")
+    assert refused.text.startswith(f"{SHARD}: cannot be read (")
     with pytest.raises(NotACheckpointError, match=r"no ft_ckpt\.json in it"):
         load_manifest(LocalStore(local.folder / "policy"))
 

@@ -380,4 +380,4 @@ def test_a_large_file_that_cannot_be_read_on_is_a_problem_of_its_checkpoint(tmp_
     # nor into the page cache
     monkeypatch.setattr(MappedBytes, "read_in", lambda mapped, start, stop: False)
     (problem,) = digest_problems(LocalStore(tmp_path / "checkpoint"), [large])
-    assert problem.startswith("model.safetensors: cannot be read (")
+    assert problem.text.startswith("model.safetensors: cannot be read (")

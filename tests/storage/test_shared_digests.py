@@ -76,16 +76,16 @@ def test_processes_share_files_and_find_every_flipped_byte(tmp_path_factory, fil
         flipped[at % len(content)] ^= 1
         (folder / record.path).write_bytes(flipped)
         (problem,) = problems_of(folder, records, count)
-        assert problem.startswith(f"{record.path}: digest ")
+        assert problem.text.startswith(f"{record.path}: digest ")
 
 
 def test_what_cannot_be_read_is_told_once(tmp_path):
     _, record = write_cut(tmp_path / "there", 50, (), 1)
     gone = FileRecord("gone", 9, "xxh3-128:0", ranks=3)
     (told,) = problems_of(tmp_path, [record, gone], 2)
-    assert told.startswith("gone: unreadable (")
+    assert told.text.startswith("gone: unreadable (")
     (told,) = compare_digests([record], [])
-    assert told.startswith("there: not all of it was compared")
+    assert told.text.startswith("there: not all of it was compared")
 
 
 @pytest.mark.parametrize("size", [20 << 20, (70 << 20) + 13])
@@ -104,4 +104,4 @@ def test_a_large_file_is_compared_in_parts(tmp_path, size):
     flipped[size - 100] ^= 1
     (tmp_path / "file").write_bytes(flipped)
     (problem,) = problems_of(tmp_path, [record], 2)
-    assert problem.startswith("file: digest ")
+    assert problem.text.startswith("file: digest ")

@@ -264,7 +264,7 @@ def _opened(
     with open_checkpoint(place) as held:
         if problems := held.find_problems(deep=True) if compares else ():
             raise CorruptError(
-                f"{held.path}: {listing(list(problems))}; not published, use another checkpoint"
+                f"{held.path}: {listing(problems)}; not published, use another checkpoint"
             )
         yield held, _chosen_part(held, options)
 
@@ -525,7 +525,7 @@ def _undone(
     gone = sorted({name for target in new for name in target.unloaded})
     older = f"{listing(gone, ', ')}: unloaded before" if gone else "older versions answer as before"
     return EngineError(
-        f"{listing(list(problems))}; {adapter.name} (from {adapter.folder}) was unloaded where it "
+        f"{listing(problems)}; {adapter.name} (from {adapter.folder}) was unloaded where it "
         f"was new; {older}{still}"
     )
 

@@ -50,9 +50,7 @@ def refuse_damaged(held: OpenCheckpoint) -> None:
     """Raise CorruptError if a file differs from the manifest."""
     problems = held.find_problems(deep=True)
     if problems:
-        raise CorruptError(
-            f"{held.path}: {listing(list(problems))}; not sent, use another checkpoint"
-        )
+        raise CorruptError(f"{held.path}: {listing(problems)}; not sent, use another checkpoint")
 
 
 def outgoing_files(held: OpenCheckpoint, *, state: bool, base_id: str | None) -> OutgoingFiles:

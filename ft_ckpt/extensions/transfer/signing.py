@@ -44,9 +44,7 @@ def sign(
     with open_checkpoint(place) as held:
         known = {file.path for file in held.manifest.files if file.sha256}
         if problems := held.find_problems(deep=True, left_out=known):
-            raise CorruptError(
-                f"{folder}: {listing(list(problems))}; not signed, use another checkpoint"
-            )
+            raise CorruptError(f"{folder}: {listing(problems)}; not signed, use another checkpoint")
         if unlisted := unlisted_files(folder, held.manifest):
             raise CorruptError(
                 f"{folder}: {listing(unlisted, ', ')}: not listed by the "
