@@ -19,7 +19,9 @@ from ft_ckpt.storage import (
     Region,
     Store,
     Writer,
+    is_in_page_cache,
     read_ahead,
+    read_in_place,
     region_of,
     whole_digest,
 )
@@ -64,8 +66,17 @@ def read_runs(
     Tensors on accelerators are filled through pinned blocks, and are complete for all streams when
     this returns.
     """
+    in_place: dict[ByteRun, Tensor] = {}
+    for run, landing in landings.items():
+        tensor = _tensor_to_fill(run, landing)
+        if tensor is not None:
+            in_place[run] = tensor
+    read_in_place({run: tensor.data_ptr() for run, tensor in in_place.items()}, threads)
+    for tensor in in_place.values():
+        torch.autograd.graph.increment_version(tensor)
     order = {id(file): place for place, file in enumerate(run.file for run in landings)}
-    runs = sorted(landings, key=lambda run: (order[id(run.file)], run.start))
+    streamed = landings.keys() - in_place.keys()
+    runs = sorted(streamed, key=lambda run: (order[id(run.file)], run.start))
     places = {one.local.device for one in landings.values() if isinstance(one, StraightLanding)}
     devices = frozenset(filter(has_streams, places))
     keeper = PinnedBlocks(devices) if devices else None
@@ -75,7 +86,16 @@ def read_runs(
             landing.put(data, lasts=landing.local.device in devices)
         else:
             landing.put(data)
-    return sum(run.size_bytes for run in runs)
+    return sum(run.size_bytes for run in landings)
+
+
+def _tensor_to_fill(run: ByteRun, landing: Landing) -> Tensor | None:
+    """The host tensor whose whole memory takes the bytes of `run` as they are in the page cache."""
+    if not isinstance(landing, StraightLanding) or landing.local.device.type != "cpu":
+        return None
+    if landing.at or landing.local.nbytes != run.size_bytes or not is_in_page_cache(run):
+        return None
+    return landing.local
 
 
 class DeviceTensors:

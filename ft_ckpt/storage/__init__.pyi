@@ -69,9 +69,11 @@ from .prefetch import (
     Memory as Memory,
     address_of as address_of,
     is_cold as is_cold,
+    is_in_page_cache as is_in_page_cache,
     new_block as new_block,
     new_block_of as new_block_of,
     read_ahead as read_ahead,
+    read_in_place as read_in_place,
     read_whole as read_whole,
 )
 from .progress import (

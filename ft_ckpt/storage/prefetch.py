@@ -9,7 +9,7 @@ import errno
 import mmap
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -229,6 +229,39 @@ def read_ahead(
                 )
             keeper.leave_block(block)
             free.append(block)
+
+
+def is_in_page_cache(run: ByteRun) -> bool:
+    """Whether a large run of a local file is in the page cache as a whole: `read_in_place` is then
+    faster than `read_ahead`, which copies twice.
+    """
+    if not isinstance(run.file, LocalFile) or run.size_bytes < _LEAST_DIRECT_BYTES:
+        return False
+    return is_cached(run.file.descriptor, run.start, run.size_bytes)
+
+
+def read_in_place(targets: Mapping[ByteRun, int], threads: int = 4) -> None:
+    """Read each run through the page cache to its address in memory, in `threads` threads.
+
+    Raises CorruptError when a file is too short, cannot be read, or has changed since it was
+    opened.
+    """
+    with ThreadPoolExecutor(threads, "ft_ckpt-read") as pool:
+        reads: dict[Future[None], int] = {}
+        for run, address in targets.items():
+            memory = memoryview((ctypes.c_char * run.size_bytes).from_address(address)).cast("B")
+            for offset in range(0, run.size_bytes, BLOCK_BYTES):
+                step = memory[offset : offset + BLOCK_BYTES]
+                start = run.start + offset
+                job = _BlockRead(run.file, start, start + len(step))
+                reads[pool.submit(_read_block, job, step, None)] = len(step)
+        try:
+            for read, size_bytes in reads.items():
+                read.result()
+                note_read(size_bytes)
+        finally:
+            for read in reads:
+                read.cancel()  # the first error is enough
 
 
 def read_into(

@@ -11,13 +11,16 @@ import sys
 import threading
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 from seeds import examples
 
+import ft_ckpt
 from ft_ckpt.errors import CorruptError
+from ft_ckpt.formats import file_io
 from ft_ckpt.storage import libc, prefetch as blocks
 from ft_ckpt.storage.local_file import open_local_file
-from ft_ckpt.storage.prefetch import ALIGNMENT, ByteRun, read_ahead
+from ft_ckpt.storage.prefetch import ALIGNMENT, ByteRun, read_ahead, read_in_place
 
 SIZE = (3 << 20) + 4097
 BLOCK = 1 << 20
@@ -179,6 +182,34 @@ def test_a_file_cut_short_or_rewritten_is_an_error(tmp_path, direct):
     feed.close()
 
 
+def in_place(path, ranges):
+    """The bytes of each range, read into memory of its own."""
+    file = open_local_file(path)
+    memory = [ctypes.create_string_buffer(size) for _, size in ranges]
+    targets = {}
+    for (start, size), buffer in zip(ranges, memory, strict=True):
+        targets[ByteRun("x", file, start, size)] = ctypes.addressof(buffer)
+    read_in_place(targets)
+    return [buffer.raw for buffer in memory]
+
+
+@pytest.mark.parametrize("ranges", [[(5, 100)], [(0, SIZE)], [(7, 1 << 20), (1, 9), (4096, 3)]])
+def test_reading_in_place(source, ranges, monkeypatch):
+    path, content = source
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 18)
+    assert in_place(path, ranges) == [content[start : start + size] for start, size in ranges]
+
+
+def test_in_place_too_a_file_cut_short_is_an_error(tmp_path):
+    path = tmp_path / "x.bin"
+    path.write_bytes(os.urandom(SIZE))
+    file = open_local_file(path)
+    memory = ctypes.create_string_buffer(SIZE)
+    os.truncate(path, SIZE // 2)
+    with pytest.raises(CorruptError, match=r"x\.bin"):
+        read_in_place({ByteRun("x", file, 0, SIZE): ctypes.addressof(memory)})
+
+
 def test_a_file_that_is_replaced_stays_whole(tmp_path):
     path = tmp_path / "x.bin"
     path.write_bytes(b"a" * SIZE)
@@ -220,3 +251,23 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     size, grown = map(int, done.stdout.split())
     assert size == 512 << 20
     assert grown < 64 << 10, "KiB above what the process had"
+
+
+def test_large_tensors_in_the_page_cache_are_resumed_in_place(tmp_path, monkeypatch):
+    model, other = torch.nn.Linear(1024, 300), torch.nn.Linear(1024, 300)
+    ft_ckpt.CheckpointSaver().save_state(model, tmp_path / "a")
+    (tmp_path / "a" / "model.safetensors").read_bytes()  # it is in the page cache now
+    in_place = []
+    real = file_io.read_in_place
+
+    def noted(targets, threads):
+        in_place.extend(run.size_bytes for run in targets)
+        real(targets, threads)
+
+    monkeypatch.setattr(file_io, "read_in_place", noted)
+    version = other.weight._version
+    ft_ckpt.CheckpointSaver(on_difference="ignore").resume(tmp_path / "a", model=other)
+    assert in_place == [4 * 1024 * 300]
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(other.bias, model.bias)
+    assert other.weight._version > version
