@@ -369,7 +369,7 @@ def _saved_by_training(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
 
 def _read_all(stores: Sequence[Store]) -> list[CheckpointInfo | CheckpointError | None]:
     """`_checkpoint_info` of each; in parallel for buckets, where each takes a request."""
-    if isinstance(stores[0], LocalStore):
+    if stores[0].local_folder is not None:
         return list(map(_checkpoint_info, stores))
     from concurrent.futures import ThreadPoolExecutor  # lazily: listing a disk does not need it
 

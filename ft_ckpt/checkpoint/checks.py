@@ -29,7 +29,6 @@ from ft_ckpt.formats import HELPER, TensorRecord, read_header
 from ft_ckpt.storage import (
     SMALL_BYTES,
     FileRecord,
-    LocalStore,
     Store,
     Stored,
     digest_problems,
@@ -196,7 +195,7 @@ def file_key(store: Store, name: str) -> object:
     object.
     """
     try:
-        found = store.stat(name) if isinstance(store, LocalStore) else None
+        found = None if store.local_folder is None else store.stat(name)
     except UnreadableError:
         found = None
     return store.where(name) if found is None else (found.version, found.modified)

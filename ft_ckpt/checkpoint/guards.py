@@ -128,7 +128,7 @@ def pin(path: str | os.PathLike[str] | Place, reason: str = "") -> None:
     made = datetime.now(timezone.utc).isoformat(timespec="seconds")
     store.write(PIN, json.dumps({"reason": reason, "time": made, "user": _user_name()}).encode())
     try:
-        if not isinstance(store, LocalStore):
+        if store.local_folder is None:
             settled_list(store, PIN)
         _check_committed(store)
     except NotACheckpointError:  # deleted meanwhile, by a removal that may have missed the pin
@@ -180,11 +180,11 @@ def hold_lease(path: str | os.PathLike[str] | Place) -> Iterator[str | None]:
     `settled_list`.
     """
     store = open_place(path).folder
-    if not isinstance(store, LocalStore):
+    if store.local_folder is None:
         with lease_in_bucket(store) as name:
             yield name
         return
-    lease = _take_lease(store)
+    lease = _take_lease(store, store.local_folder)
     if lease is None:
         yield None
         return
@@ -235,11 +235,10 @@ class _FileLease(Lease):
             (folder_of(self.store) / self.name).unlink(missing_ok=True)
 
 
-def _take_lease(store: LocalStore) -> _FileLease | None:
+def _take_lease(store: Store, path: Path) -> _FileLease | None:
     """A new lease on the checkpoint in `store`; None without one, and if its folder cannot be
     written.
     """
-    path = store.folder
     lease = _FileLease(store, f"{LEASE}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         if not (path / MANIFEST_NAME).is_file():

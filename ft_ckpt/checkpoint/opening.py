@@ -70,6 +70,11 @@ class OpenCheckpoint:
         return self.store.asked.count if isinstance(self.store, ListedStore) else 0
 
     @property
+    def is_local(self) -> bool:
+        """Whether its files are on a disk of this machine."""
+        return self.store.local_folder is not None
+
+    @property
     def location(self) -> Path | str:
         return self.place.location
 
@@ -142,11 +147,11 @@ def open_checkpoint(place: str | os.PathLike[str] | Place) -> Iterator[OpenCheck
     cannot be exchanged, without a lease, and without /proc) the checkpoint was replaced meanwhile.
     """
     store = open_place(place).folder
-    if not isinstance(store, LocalStore):
+    if store.local_folder is None:
         with ExitStack() as stack:
             yield _open_listed(store, stack)
         return
-    path = store.folder.absolute()
+    path = store.local_folder.absolute()
     with ExitStack() as stack:
         while (held := _open_local(path, stack)) is None:  # replaced meanwhile
             stack.close()

@@ -271,8 +271,8 @@ def open_staging_at(
     On a disk, `max_mode` limits the permissions of what is committed.
     """
     store = target.folder
-    if isinstance(store, LocalStore):
-        return open_staging(store.folder, direct_bytes, max_mode)
+    if store.local_folder is not None:
+        return open_staging(store.local_folder, direct_bytes, max_mode)
     return open_object_staging(target.beside, target.basename, run_id=run_id, overwrite=overwrite)
 
 
@@ -281,8 +281,8 @@ def settle_staging_at(target: Place) -> None:
     possible.
     """
     store = target.folder
-    if isinstance(store, LocalStore):
-        recover_target(store.folder)
+    if store.local_folder is not None:
+        recover_target(store.local_folder)
     else:
         clear_spent_mark(store)
 

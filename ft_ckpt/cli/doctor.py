@@ -14,7 +14,6 @@ from ft_ckpt.storage import (
     BUCKET_NEEDS,
     FOLDER_NEEDS,
     Ability,
-    LocalStore,
     MountedFrom,
     mount_of,
     open_place,
@@ -84,12 +83,12 @@ def examine_place(location: str) -> PlaceReport:
     """
     place = open_place(location)
     store = place.folder
-    if isinstance(store, LocalStore) and not place.is_folder:
+    if place.is_local and not place.is_folder:
         problem = (
             "a file, expected a folder" if place.is_object else "no such folder; make it first"
         )
         raise TargetError(f"{place}: {problem}")
-    mount = mount_of(store.folder) if isinstance(store, LocalStore) else None
+    mount = None if store.local_folder is None else mount_of(store.local_folder)
     return PlaceReport(str(place), mount, store.free_bytes(), try_place(store))
 
 

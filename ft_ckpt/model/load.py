@@ -65,7 +65,7 @@ from ft_ckpt.ranks import (
     keeps_weights,
     wrapper_chain,
 )
-from ft_ckpt.storage import LocalStore, Place, Store, open_place, track_reads
+from ft_ckpt.storage import Place, Store, open_place, track_reads
 
 
 @dataclass(frozen=True)
@@ -257,11 +257,7 @@ def load_model(
     result = next(iter(models.values())) if is_single else models
     if not with_report:
         return result
-    origin = (
-        held.place.folder.folder
-        if isinstance(held.place.folder, LocalStore)
-        else held.place.folder.url
-    )
+    origin = held.place.folder.local_folder or held.place.folder.url
     reports = [report for _, report in loaded.values()]
     is_copied = device is not None and torch.device(device).type != "cpu"
     return result, summary_of(origin, wanted or "", reports, copied=is_copied)
@@ -328,7 +324,7 @@ def _explain_errors(held: OpenCheckpoint) -> Iterator[None]:
         raise
     except Exception as error:
         text = str(error) if isinstance(error, (OSError, ValueError)) else shown(error)
-        if isinstance(held.store, LocalStore):
+        if held.is_local:
             text = text.replace(str(held.folder), str(held.path))
         raise LoadError(
             f"{held.place}: no model can be made of it: {printable(text)[:2000]}"

@@ -196,8 +196,8 @@ def resumable(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
 
 def accelerate_folder_at(place: Place) -> Path | None:
     """The local folder at `place` if Accelerate's `save_state` wrote it, else None."""
-    store = place.folder
-    return find_accelerate_folder(store.folder) if isinstance(store, LocalStore) else None
+    folder = place.folder.local_folder
+    return None if folder is None else find_accelerate_folder(folder)
 
 
 def _grouped_copies(infos: Iterable[CheckpointInfo]) -> list[list[Place]]:
@@ -456,7 +456,7 @@ def _manifest_place(held: OpenCheckpoint) -> list[int]:
     """Inode, size and mtime of the manifest; empty for a bucket, which is the same on all
     machines.
     """
-    if not isinstance(held.place.folder, LocalStore):
+    if not held.place.is_local:
         return []
     with damaged_input(held.path):
         status = (held.path / MANIFEST_NAME).stat()

@@ -221,7 +221,7 @@ RunFolder = LocalRun | BucketRun  # checkpoints in it are named by their locatio
 def open_run_folder(root: Place) -> RunFolder:
     """The folder of a run at `root`."""
     store = root.folder
-    return LocalRun(store.folder) if isinstance(store, LocalStore) else BucketRun(store)
+    return BucketRun(store) if store.local_folder is None else LocalRun(store.local_folder)
 
 
 @dataclass(frozen=True)

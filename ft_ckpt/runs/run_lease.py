@@ -19,14 +19,14 @@ import os
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
 from ft_ckpt.checkpoint import ExclusiveLease, holder_of, parse_mark
 from ft_ckpt.errors import CheckpointError, LeaseTakenError, MissingError, NameTakenError, explained
 from ft_ckpt.messages import LOG
-from ft_ckpt.storage import LocalStore, Place, Store, local_disk, locks
+from ft_ckpt.storage import Place, Store, local_disk, locks
 
 RUN_LEASE = f"{local_disk.PREFIX}run"
 LEASE_SECONDS, RENEW_SECONDS = 60.0, 20.0
@@ -172,7 +172,7 @@ class RunLease(ExclusiveLease):
 
     def _take_over(self) -> None:
         self.put()
-        time.sleep(_SETTLE_SECONDS[not isinstance(self.store, LocalStore)])
+        time.sleep(_SETTLE_SECONDS[self.store.local_folder is None])
         if not self.is_ours:
             raise LeaseTakenError(_busy(self.store, parse_mark(_mark_text(self.store) or ""), 0.0))
 
@@ -185,11 +185,11 @@ def lease_run(directory: Place, user: object) -> RunLease:
     TargetError if the mark cannot be written, UnreadableError if it cannot be read.
     """
     store = directory.absolute.folder
-    if isinstance(store, LocalStore):
-        with explained(store.folder):
-            local_disk.make_folder(store.folder)
-        # a power cut ends the process, too; and no renewal makes the folder again
-        store = replace(store, syncs=False)
+    if store.local_folder is not None:
+        with explained(store.local_folder):
+            local_disk.make_folder(store.local_folder)
+    # a power cut ends the process, too; and no renewal makes the folder again
+    store = store.unsynced
     with _taking:
         with _change:
             lease = _of_process.get(store.identity)

@@ -11,7 +11,6 @@ from ft_ckpt.messages import warn
 from ft_ckpt.storage import (
     IF_NEW,
     PREFIX,
-    LocalStore,
     Place,
     Store,
     folder_of,
@@ -30,8 +29,8 @@ def check_directory(directory: Place, config: SaverConfig, *, is_main: bool) -> 
     `try_bucket` raise.
     """
     store = directory.folder
-    if isinstance(store, LocalStore):
-        commit.check_target(store.folder, 0)
+    if store.local_folder is not None:
+        commit.check_target(store.local_folder, 0)
         return
     if "{step}" not in config.name_template and not config.overwrite:
         raise ConfigError(
@@ -126,7 +125,7 @@ def open_run_places(
             )
         return RunPlaces()
     place = open_place(directory, **config.client_options).absolute
-    if config.staging is not None and isinstance(place.folder, LocalStore):
+    if config.staging is not None and place.is_local:
         raise ConfigError(
             f"staging={str(config.staging)!r}: {place} is on a disk itself; leave staging out"
         )

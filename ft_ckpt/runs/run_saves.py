@@ -50,7 +50,7 @@ from ft_ckpt.saving import (
     request_of,
 )
 from ft_ckpt.schedule import LoggedSave, append_save
-from ft_ckpt.storage import LocalStore, Place, open_place
+from ft_ckpt.storage import Place, open_place
 
 T = TypeVar("T")
 _SAVES_WITHOUT_METRIC = 3  # before a warning, in a run without any metrics
@@ -382,7 +382,7 @@ class RunSaves:
         self.last_saved = report.place.absolute
         folder = self.last_saved.folder
         self.last_files = frozenset()
-        if isinstance(folder, LocalStore):
+        if folder.local_folder is not None:
             self.last_files = frozenset(each.name for each in folder.list())
         if self.session is not None and self.places.directory is not None:
             try:

@@ -20,7 +20,6 @@ from ft_ckpt.saving.plan import BaseSamples
 from ft_ckpt.saving.request import SaveRequest
 from ft_ckpt.saving.reuse_frozen import Offer
 from ft_ckpt.saving.stage import StagedSave
-from ft_ckpt.storage import LocalStore
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +133,7 @@ def _describe_save(
         "state_dict": request.state_dict is not None,
         "samples": staged.plan.samples,
         # in which ranks may write files together
-        "stage": store.url if isinstance(store, LocalStore) else None,
+        "stage": store.url if store is not None and store.local_folder is not None else None,
         "offers": {path: [offer.ranks, offer.digests] for path, offer in staged.offers.items()},
         "replicas": replicas.digests_by_place(digests),
     }

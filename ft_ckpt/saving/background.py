@@ -44,7 +44,6 @@ from ft_ckpt.saving.snapshot import (
 from ft_ckpt.saving.stage import StagedSave
 from ft_ckpt.saving.write_plan import plan_writes
 from ft_ckpt.schedule import History, after_commit
-from ft_ckpt.storage import LocalStore
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -281,7 +280,7 @@ class SaveRunner:
         has_state_dict = request.state_dict is not None
         writes = plan_writes(plan, request.target, config, ranks.size, state_dict=has_state_dict)
         prepared = PreparedSave(plan, writes)
-        gathers = ranks.size > 1 and not isinstance(request.target.folder, LocalStore)
+        gathers = ranks.size > 1 and not request.target.is_local
         if has_state_dict if gathers else writes.moves_tensors:
             return prepared, None
         owned = frozenset[int]() if has_state_dict else ids_changed_by_steps(steppers)

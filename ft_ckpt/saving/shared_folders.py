@@ -41,7 +41,7 @@ def all_ranks_see(store: Store, ranks: Ranks) -> bool:
     probe = ranks.agree(
         "the files of save()", {"folder": store.url, "name": name, "token": token}, error
     ).result
-    there = LocalStore(Path(probe["folder"])) if isinstance(store, LocalStore) else store
+    there = store if store.local_folder is None else LocalStore(Path(probe["folder"]))
 
     def look() -> dict[str, bool]:
         try:

@@ -62,7 +62,7 @@ def write_tensors(
             assert isinstance(store, LocalStore), "files are shared on disks alone"
             with Writer(tuning, advance=advance) as writer:
                 return {"digests": _write_shares(writes, sources, store, writer, ranks)}
-        with Writer(tuning, total if isinstance(store, LocalStore) else None, advance) as writer:
+        with Writer(tuning, None if store.local_folder is None else total, advance) as writer:
             records = _write_whole_files(
                 writes, sources, store, writer, ranks, config.nonfinite == "raise"
             )

@@ -20,7 +20,6 @@ from ft_ckpt.storage import (
     BLOCK_BYTES,
     Cut,
     FileRecord,
-    LocalStore,
     Place,
     chunk_of_rank,
     joined_digest,
@@ -199,7 +198,7 @@ def _choose_mode(
 ) -> Mode:
     if ranks == 1 or state_dict or config.each_rank_writes == "off":
         return Mode.MAIN
-    if isinstance(target.folder, LocalStore):
+    if target.is_local:
         is_plain = all(format_named(part.format).is_plain for part in plan.plans)
         can_share = is_plain and config.compression is None and config.nonfinite != "raise"
         return Mode.SHARED if can_share else Mode.MAIN

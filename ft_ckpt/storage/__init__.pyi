@@ -102,6 +102,7 @@ from .store import (
     Folder as Folder,
     FolderListing as FolderListing,
     Readable as Readable,
+    RemoteStore as RemoteStore,
     Store as Store,
     Stored as Stored,
     changed_object as changed_object,

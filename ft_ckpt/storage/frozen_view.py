@@ -15,6 +15,7 @@ from ft_ckpt.storage.store import (
     Folder,
     FolderListing,
     Readable,
+    RemoteStore,
     Store,
     Stored,
     checked_name,
@@ -46,7 +47,7 @@ class _CountedObject:
 
 
 @dataclass(frozen=True)
-class ListedStore:
+class ListedStore(RemoteStore):
     """The objects of `inner` that are `listed`, by name, in the versions listed; nothing can be
     written.
 
@@ -176,11 +177,9 @@ def hold_listed(store: Store) -> Store:
     """A remote `store` as it is listed now, so that later requests only read bytes; a local store
     itself.
     """
-    return (
-        store
-        if isinstance(store, LocalStore)
-        else ListedStore(store, {each.name: each for each in store.list()})
-    )
+    if store.local_folder is not None:
+        return store
+    return ListedStore(store, {stored.name: stored for stored in store.list()})
 
 
 # the latency of a request equals the transfer of about 1 MB

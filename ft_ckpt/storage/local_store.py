@@ -57,6 +57,22 @@ class LocalStore:
         return os.path.realpath(self.folder)
 
     @property
+    def local_folder(self) -> Path:
+        return self.folder
+
+    @property
+    def absolute(self) -> "LocalStore":
+        shown = None if self.shown is None else self.shown.absolute()
+        return replace(self, folder=self.folder.absolute(), shown=shown)
+
+    @property
+    def unsynced(self) -> "LocalStore":
+        return replace(self, syncs=False)
+
+    def limited(self, max_mode: int) -> "LocalStore":
+        return replace(self, max_mode=self.max_mode & max_mode)
+
+    @property
     def parent(self) -> "LocalStore | None":
         here = Path(self.url).absolute()
         return None if here == here.parent else LocalStore(here.parent)
@@ -166,9 +182,10 @@ class LocalStore:
         False also for a link, and for a file with more permissions for other users than `max_mode`.
         """
         store = self if source is None else source
-        if not isinstance(store, LocalStore):
+        if store.local_folder is None:
             return False
-        origin, goal = store.path(name), self.path(other)
+        origin = store.local_folder / checked_name(name, is_name)
+        goal = self.path(other)
         if store.stat(name) is None:
             raise _missing(store.where(name))
         if local_disk.permission_bits(origin) & ~self.max_mode & 0o077:
@@ -252,9 +269,9 @@ def folder_of(store: Store) -> Path:
 
     Raises ConfigError when the store is not a local folder.
     """
-    if not isinstance(store, LocalStore):
+    if store.local_folder is None:
         raise ConfigError(f"{store.url}: not on this machine's disks; give a local folder")
-    return store.folder
+    return store.local_folder
 
 
 def linked_path(path: Path) -> Path | None:
@@ -305,11 +322,12 @@ def _mode_of(path: Path) -> int:
 
 def make_like(store: Store, other: Store) -> None:
     """Make the folder of `store`, no more open than the one of `other`; does nothing in buckets."""
-    if isinstance(store, LocalStore) and isinstance(other, LocalStore):
-        with explained(store.folder):
-            mode = local_disk.permission_bits(other.folder) | stat.S_IRWXU
-            local_disk.make_folder(store.folder.parent)
-            local_disk.make_folder(store.folder, mode)
+    folder, pattern = store.local_folder, other.local_folder
+    if folder is not None and pattern is not None:
+        with explained(folder):
+            mode = local_disk.permission_bits(pattern) | stat.S_IRWXU
+            local_disk.make_folder(folder.parent)
+            local_disk.make_folder(folder, mode)
 
 
 @contextlib.contextmanager

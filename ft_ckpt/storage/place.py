@@ -105,17 +105,17 @@ class Place:
     @property
     def location(self) -> Path | str:
         """The location in messages: a local path, or a URL."""
-        return Path(str(self)) if isinstance(self.store, LocalStore) else str(self)
+        return Path(str(self)) if self.is_local else str(self)
 
     @property
     def absolute(self) -> "Place":
         """The same place, independent of the working directory."""
-        if not isinstance(self.store, LocalStore):
-            return self
-        shown = None if self.store.shown is None else self.store.shown.absolute()
-        return Place(
-            replace(self.store, folder=self.store.folder.absolute(), shown=shown), self.name
-        )
+        return replace(self, store=self.store.absolute)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is on a disk of this machine."""
+        return self.store.local_folder is not None
 
     @property
     def beside(self) -> Store:
@@ -164,7 +164,7 @@ class Place:
         For a symbolic link, those of its destination follow.
         """
         yield from _parents(self, levels)
-        destination = linked_path(Path(str(self))) if isinstance(self.store, LocalStore) else None
+        destination = linked_path(Path(str(self))) if self.is_local else None
         if destination is not None:
             yield from _parents(open_place(destination), levels)
 
@@ -235,9 +235,10 @@ def source_mode(source: Place, goal: Place) -> int:
 
     On local disks, see `readable_mode`; no limit if a bucket is involved.
     """
-    if not isinstance(source.store, LocalStore) or not isinstance(goal.store, LocalStore):
+    folder = source.store.local_folder
+    if folder is None or not goal.is_local:
         return 0o777
-    return readable_mode(source.store.folder / source.name, Path(str(goal)))
+    return readable_mode(folder / source.name, Path(str(goal)))
 
 
 def location_name(location: Path | str) -> str:
@@ -246,6 +247,6 @@ def location_name(location: Path | str) -> str:
 
 
 def _basename(store: Store) -> str:
-    if isinstance(store, LocalStore):
-        return Path(store.url).absolute().name
-    return store.url.rpartition("/")[2]
+    if store.local_folder is None:
+        return store.url.rpartition("/")[2]
+    return Path(store.url).absolute().name

@@ -7,7 +7,6 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
@@ -34,8 +33,8 @@ def copy_object(
     `watch` is called with all bytes in order, before they are written. Between local folders the
     copy is no more open than the file. Raises what reading and writing do.
     """
-    if isinstance(store, LocalStore) and isinstance(file, LocalFile):
-        store = replace(store, max_mode=store.max_mode & file.mode)
+    if isinstance(file, LocalFile):
+        store = store.limited(file.mode)
     if file.size_bytes <= SMALL_COPY_BYTES:
         content = read_range(file, 0, file.size_bytes)
         watch(memoryview(content))
@@ -83,9 +82,9 @@ def check_files_inside(folder: Store, names: Iterable[str] | None = None) -> Non
 
     Links within the folder are followed. Names that do not exist are skipped.
     """
-    if not isinstance(folder, LocalStore):
+    top, is_all = folder.local_folder, names is None
+    if top is None:
         return
-    top, is_all = folder.folder, names is None
     if names is None:
         found = (
             Path(at, name) for at, folders, files in os.walk(top) for name in (*folders, *files)
@@ -112,14 +111,12 @@ def check_files_inside(folder: Store, names: Iterable[str] | None = None) -> Non
 
 def check_prefix_inside(folder: Store, prefix: str) -> None:
     """As `check_files_inside`, for the files whose names begin with `prefix`."""
-    if isinstance(folder, LocalStore):
-        above, _, begin = prefix.rpartition("/")
-        names = (
-            entry.name
-            for entry in list_entries(folder.folder / above)
-            if entry.name.startswith(begin)
-        )
-        check_files_inside(folder, [f"{above}/{name}".lstrip("/") for name in names])
+    if folder.local_folder is None:
+        return
+    above, _, begin = prefix.rpartition("/")
+    entries = list_entries(folder.local_folder / above)
+    names = [entry.name for entry in entries if entry.name.startswith(begin)]
+    check_files_inside(folder, [f"{above}/{name}".lstrip("/") for name in names])
 
 
 @contextmanager
@@ -130,8 +127,8 @@ def local_folder(place: Place, wanted: Callable[[str], bool] = lambda _: True) -
     Errors of the block name the place, not the copy.
     """
     store = place.folder
-    if isinstance(store, LocalStore):
-        yield store.folder
+    if store.local_folder is not None:
+        yield store.local_folder
         return
     with temporary_store() as room:
         copy = room.within(place.basename)
@@ -161,7 +158,7 @@ def object_target(path: str | os.PathLike[str] | Place) -> Place:
     a whole bucket.
     """
     place = open_place(path)
-    if not isinstance(place.store, LocalStore):
+    if not place.is_local:
         if not place.name:
             raise ConfigError(f"{place}: a whole bucket; name an object in it")
         return place
@@ -185,7 +182,7 @@ def replaced_object(target: Place, max_mode: int = 0o777) -> Iterator[Place]:
     OSError or TargetError.
     """
     store = target.store
-    if isinstance(store, LocalStore):
+    if target.is_local:
         path = Path(store.where(target.name))
         local_disk.make_folder(path.parent)
         start = os.fsencode(path.name)[:_NAME_BYTES].decode("utf-8", "ignore")
@@ -213,8 +210,8 @@ def scratch_file(target: Place) -> Iterator[Path]:
     `replaced_object`.
     """
     with replaced_object(target) as stage:
-        if isinstance(stage.store, LocalStore):
-            yield stage.store.path(stage.name)
+        if stage.store.local_folder is not None:
+            yield stage.store.local_folder / stage.name
             return
         with temporary_store() as room:
             yield room.path(stage.basename)
@@ -227,8 +224,8 @@ def scratch_folder(store: Store) -> Iterator[Path]:
     """Yield a folder for a library to fill: the local store's own, or a temporary one that is
     copied into the store.
     """
-    if isinstance(store, LocalStore):
-        yield store.folder
+    if store.local_folder is not None:
+        yield store.local_folder
         return
     with temporary_store() as room:
         yield room.folder

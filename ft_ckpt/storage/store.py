@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ft_ckpt.errors import ConfigError, CorruptError, MissingError, damaged_input
 
@@ -136,7 +137,10 @@ class Writable(Protocol):
 
 
 class Store(Protocol):
-    """A folder of named bytes: a local one, or the prefix of a bucket."""
+    """A folder of named bytes: a local one, or the prefix of a bucket.
+
+    Stores that are not on a disk of this machine inherit from `RemoteStore`.
+    """
 
     @property
     def url(self) -> str:
@@ -146,6 +150,27 @@ class Store(Protocol):
     @property
     def identity(self) -> str:
         """The canonical name of this store: equal for different links to it."""
+        ...
+
+    @property
+    def local_folder(self) -> Path | None:
+        """Its folder on a disk of this machine, whose files are renamed, linked, locked, mapped and
+        written by several processes; None for a remote store.
+        """
+        ...
+
+    @property
+    def absolute(self) -> "Store":
+        """The same store, independent of the working directory."""
+        ...
+
+    @property
+    def unsynced(self) -> "Store":
+        """The same store for files that need not survive a power cut."""
+        ...
+
+    def limited(self, max_mode: int) -> "Store":
+        """The same store, whose new files have no permission bits beyond `max_mode`."""
         ...
 
     @property
@@ -212,6 +237,28 @@ class Store(Protocol):
     def free_bytes(self) -> int | None:
         """Bytes that can still be written; None if there is no limit."""
         ...
+
+
+_Remote = TypeVar("_Remote", bound="RemoteStore")
+
+
+class RemoteStore:
+    """What a `Store` answers that is not on a disk of this machine: it has no paths and no
+    permissions, and all its objects are durable.
+    """
+
+    local_folder = None
+
+    @property
+    def absolute(self: _Remote) -> _Remote:
+        return self
+
+    @property
+    def unsynced(self: _Remote) -> _Remote:
+        return self
+
+    def limited(self: _Remote, max_mode: int) -> _Remote:
+        return self
 
 
 def checked_name(name: str, may_be: Callable[[str], bool] = is_inside) -> str:

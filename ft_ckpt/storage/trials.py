@@ -52,10 +52,10 @@ def try_place(store: Store, names: Collection[str] | None = None) -> tuple[Abili
     again.
     """
     trials: Mapping[str, Callable[[Any], str]] = (
-        FOLDER_TRIALS if isinstance(store, LocalStore) else BUCKET_TRIALS
+        BUCKET_TRIALS if store.local_folder is None else FOLDER_TRIALS
     )
     with _trial_folder(store) as room:
-        place = room.folder if isinstance(room, LocalStore) else room
+        place = room if room.local_folder is None else room.local_folder
         return tuple(
             _tried(name, trial, place)
             for name, trial in trials.items()
@@ -93,8 +93,9 @@ def is_on_bucket(folder: Path) -> bool:
 @contextmanager
 def _trial_folder(store: Store) -> Iterator[Store]:
     """A new hidden folder in `store` with one file, deleted after the block."""
-    if isinstance(store, LocalStore):
-        with explained(store.folder), temporary_store(store.folder, TRIAL) as local:
+    folder = store.local_folder
+    if folder is not None:
+        with explained(folder), temporary_store(folder, TRIAL) as local:
             (local.folder / _FILE).write_bytes(_CONTENT)
             yield local
         return

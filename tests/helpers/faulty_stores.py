@@ -14,14 +14,14 @@ import pytest
 
 from ft_ckpt.errors import CorruptError, MissingError, TargetError, UnreadableError
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.store import FolderListing, Readable, Store, Stored
+from ft_ckpt.storage.store import FolderListing, Readable, RemoteStore, Store, Stored
 
 READS = ("read", "open", "list", "list_folder", "stat")
 WRITES = ("write", "create", "copy", "delete")
 Hook = Callable[[str, str], object]
 
 
-class Wrapped:
+class Wrapped(RemoteStore):
     """A store that delegates to `inner`; its subclasses change one thing each."""
 
     def __init__(self, inner: Store) -> None:

@@ -33,6 +33,7 @@ from ft_ckpt.messages import clean_causes, without_secrets
 from ft_ckpt.storage import (
     Folder,
     FolderListing,
+    RemoteStore,
     Store,
     Stored,
     changed_object,
@@ -319,7 +320,7 @@ _MADE_UP = "~"  # prefix of the version of an object without an etag
 
 
 @dataclass(frozen=True)
-class ObjectStore:
+class ObjectStore(RemoteStore):
     """The objects of `client` below `prefix` ("" or a path with a slash at its end); `url` is for
     messages.
     """

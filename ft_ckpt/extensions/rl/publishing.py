@@ -257,7 +257,7 @@ def _opened(
     """The checkpoint on this machine, leased, and the part to publish; with `compares`, digests are
     compared.
     """
-    if not isinstance(place.store, LocalStore) or is_delta(place):
+    if not place.is_local or is_delta(place):
         place = open_place(
             pull(place).path if options.stage is None else _pull_to_stage(place, options.stage)
         )

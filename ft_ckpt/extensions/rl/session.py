@@ -143,7 +143,7 @@ def is_open(room: Store) -> bool:
 
 def pauses(store: Store) -> Iterator[float]:
     """Seconds to sleep between polls of `store`, which grow to a limit."""
-    pause = _FIRST_PAUSE_SECONDS if isinstance(store, LocalStore) else _BUCKET_PAUSE_SECONDS
+    pause = _BUCKET_PAUSE_SECONDS if store.local_folder is None else _FIRST_PAUSE_SECONDS
     while True:
         yield pause
         pause = max(pause, min(1.5 * pause, _LONGEST_PAUSE_SECONDS))
@@ -297,15 +297,14 @@ class OpenSession:
         put_mark(self.room, SESSION, **asdict(self.session))
 
     def _delete_below(self, folder: str) -> None:
-        names = [each.name for each in self.room.list(folder)]
-        if isinstance(self.room, LocalStore):  # with drafts and folders of writers that were killed
-            (LocalStore(self.room.folder / folder) if folder else self.room).delete_all()
+        if self.room.local_folder is not None:  # with drafts and folders of killed writers
+            LocalStore(self.room.local_folder / folder).delete_all()
         else:
-            self.room.delete(names)
+            self.room.delete([stored.name for stored in self.room.list(folder)])
 
     def _ready(self, step: int) -> set[str]:
         below = self.room.within(f"{self.session.token}/{step}")
-        if isinstance(below, LocalStore):
+        if below.local_folder is not None:
             names = {each.name for each in below.list_folder().folders}
             return {name for name in names if below.stat(f"{name}/{HANDED}") is not None}
         found = (each.name.partition("/") for each in below.list())
@@ -313,9 +312,9 @@ class OpenSession:
 
     def _why_ended(self, name: str) -> str:
         facts = (
-            read_mark(self.room, mark_of(self.session, name))
-            if isinstance(self.room, LocalStore)
-            else {}
+            {}
+            if self.room.local_folder is None
+            else read_mark(self.room, mark_of(self.session, name))
         )
         if facts and locks.is_gone(facts):
             return (
@@ -376,7 +375,7 @@ class OpenSession:
                 found = stage.stat(goal)
                 wrong = found is None or found.size_bytes != file.size_bytes
                 # the commit of a bucket compares its objects
-                if isinstance(stage, LocalStore) and not wrong:
+                if stage.local_folder is not None and not wrong:
                     wrong = read_record(stage, goal).digest != file.digest
             except TargetError:
                 raise  # the stage cannot be written, which is no fault of the writer

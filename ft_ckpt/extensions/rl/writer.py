@@ -411,9 +411,8 @@ class Writer:
                 "part; use another name"
             )
         store = self._room.within(handed_folder(self._session, step, self.name))
-        if isinstance(store, LocalStore):
-            make_like(store, self.run.folder)
-            store = replace(store, syncs=False)  # the commit of the trainer makes the files durable
+        make_like(store, self.run.folder)
+        store = store.unsynced  # the commit of the trainer makes the files durable
         known, records = self._in_last_checkpoint(), list[FileRecord]()
         if state is not None:
             save(state, Place(store, STATE_FILE))

@@ -68,7 +68,6 @@ from ft_ckpt.model import ADAPTER_FILE, folder
 from ft_ckpt.storage import (
     ByteRun,
     FileRecord,
-    LocalStore,
     Place,
     Region,
     Store,
@@ -183,7 +182,7 @@ def convert_options(
 ) -> ConvertOptions:
     """Check the arguments of `convert`. Raises ConfigError or TargetError."""
     place = open_place(dst)
-    target = open_place(place.folder.identity) if isinstance(place.store, LocalStore) else place
+    target = open_place(place.folder.identity) if place.is_local else place
     name = target.basename
     writable = [known.name for known in written_formats()]
     if format is not None and format not in writable:
@@ -725,8 +724,8 @@ def _staging_with_room(options: ConvertOptions, size_bytes: int) -> Staging:
 
 def _check_room(store: Store, size_bytes: int) -> None:
     """Check the free space of a local folder, see `commit.check_target`; buckets have no limit."""
-    if isinstance(store, LocalStore):
-        commit.check_target(store.folder, size_bytes)
+    if store.local_folder is not None:
+        commit.check_target(store.local_folder, size_bytes)
 
 
 def _convert_by_library(

@@ -33,7 +33,6 @@ from ft_ckpt.formats import (
 )
 from ft_ckpt.messages import expected_one_of
 from ft_ckpt.storage import (
-    LocalStore,
     Place,
     Readable,
     Region,
@@ -204,9 +203,7 @@ def _plan_object(
 
 
 def _write_plan(stage: Place, layout: Layout, regions: Iterable[Region]) -> None:
-    with Writer(
-        local_bytes=layout.size_bytes if isinstance(stage.store, LocalStore) else None
-    ) as writer:
+    with Writer(local_bytes=layout.size_bytes if stage.is_local else None) as writer:
         write_file(FilePlan(stage.name, layout), regions, stage.store, writer)
 
 

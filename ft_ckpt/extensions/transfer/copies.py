@@ -41,7 +41,6 @@ from ft_ckpt.schema import values_of
 from ft_ckpt.storage import (
     SMALL_COPY_BYTES,
     FileRecord,
-    LocalStore,
     Place,
     RunningDigest,
     Store,
@@ -161,7 +160,7 @@ def copy_open(
     if not may_replace:
         refuse_occupied(goal)
     label = f"copying {goal.basename}"
-    listed = held.store if isinstance(held.store, LocalStore) else held.place.folder
+    listed = held.store if held.is_local else held.place.folder
     max_mode = source_mode(Place(listed), goal)
     with (
         _staging_at(goal, manifest, max_mode, overwrite=may_replace) as staging,
@@ -172,7 +171,7 @@ def copy_open(
         )
         copying.refuse_full(manifest.files)
         records = copying.copy_all(manifest.files)
-        if exactly is None or not isinstance(goal.folder, LocalStore):
+        if exactly is None or not goal.is_local:
             exactly = manifest if exact else replace(manifest, files=records, token=None)
         staging.commit(exactly)
     if signed is not None:
@@ -217,7 +216,7 @@ def refuse_occupied(goal: Place) -> None:
         raise NameTakenError(
             f"{goal}: exists already; choose another place, or overwrite=True (--force)"
         )
-    listed = goal.folder.list_folder() if isinstance(goal.store, LocalStore) else None
+    listed = goal.folder.list_folder() if goal.is_local else None
     if listed is not None and (listed.folders or listed.objects):
         raise NameTakenError(
             f"{goal}: not empty; choose another place, or overwrite=True (--force)"
@@ -330,7 +329,7 @@ class _Copying:
 
         Services compare their own copies.
         """
-        if not isinstance(self.store, LocalStore):
+        if self.store.local_folder is None:
             return True
         with suppress(CorruptError), closing(self.store.open(file.path)) as opened:
             if digest_of_open(opened, file) == file.digest:

@@ -221,16 +221,17 @@ def copy_checkpoint(
     if is_hub_bucket(source):
         folder = _folder_at(str(source))
         target = None if is_hub_bucket(destination) else destination_place(destination, folder.name)
-        if target is None or not isinstance(target.folder, LocalStore):
+        local_folder = None if target is None else target.folder.local_folder
+        if local_folder is None:
             raise ConfigError(
                 f"{destination}: a checkpoint comes from a bucket of the Hub to a disk only; copy "
                 f"{source} to a folder, and that folder to the other bucket"
             )
-        return _fetch(folder, target.folder.folder, overwrite=overwrite)[0]
+        return _fetch(folder, local_folder, overwrite=overwrite)[0]
     with open_checkpoint(source) as checkpoint:
         folder = _folder_at(str(destination), within=checkpoint.place.basename)
         terms = _Terms(overwrite=overwrite)
-        if isinstance(checkpoint.store, LocalStore):
+        if checkpoint.is_local:
             return _send(checkpoint, folder, checkpoint.manifest, terms)
         cached = pull_cached(checkpoint, checkpoint.manifest).path
         with open_checkpoint(cached) as local:

@@ -22,7 +22,6 @@ from ft_ckpt.extensions.transfer.outgoing import PullReport, PushOptions, PushRe
 from ft_ckpt.messages import LOG, short, warn
 from ft_ckpt.storage import (
     SCHEMES,
-    LocalStore,
     Place,
     is_hub_bucket,
     is_url,
@@ -335,11 +334,7 @@ def pull(
         )
     if isinstance(source, os.PathLike):
         source = os.fspath(source)
-    is_here = (
-        isinstance(source.store, LocalStore)
-        if isinstance(source, Place)
-        else Path(source).is_absolute()
-    )
+    is_here = source.is_local if isinstance(source, Place) else Path(source).is_absolute()
     if is_here:
         fetcher = importlib.import_module("ft_ckpt.extensions.transfer.buckets")
     else:
@@ -356,7 +351,7 @@ def _open_for(sender: ModuleType, place: Place) -> Iterator[OpenCheckpoint]:
     delta, because the Hub gets all weights.
     """
     is_of_hub = sender.__name__ in (_HUB, _HUB_BUCKETS)
-    is_readable = not is_of_hub or (isinstance(place.store, LocalStore) and not is_delta(place))
+    is_readable = not is_of_hub or (place.is_local and not is_delta(place))
     with open_checkpoint(place if is_readable else pull(place).path) as held:
         yield held
 

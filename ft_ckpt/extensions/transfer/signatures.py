@@ -7,7 +7,7 @@ bucket the manifest differs, because it has the ETags of the objects: there the 
 
 import json
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from ft_ckpt.checkpoint import (
     MANIFEST_LIMIT_BYTES,
@@ -26,7 +26,7 @@ from ft_ckpt.errors import (
     UnreadableError,
 )
 from ft_ckpt.messages import warn
-from ft_ckpt.storage import LocalStore, Store, permission_bits, read_text
+from ft_ckpt.storage import Store, permission_bits, read_text
 
 _LIMIT_BYTES = 2 * MANIFEST_LIMIT_BYTES
 
@@ -51,7 +51,7 @@ def read_signature(store: Store) -> Signed | None:
     it is no text.
     """
     with suppress(MissingError):
-        if isinstance(store, LocalStore):
+        if store.local_folder is not None:
             try:
                 return Signed(read_text(store, SIGNATURE_NAME, _LIMIT_BYTES), manifest_text(store))
             except CorruptError as error:
@@ -72,7 +72,7 @@ def put_signature(store: Store, signed: Signed) -> None:
     try:
         if read_signature(store) == signed:
             return
-        if not isinstance(store, LocalStore):
+        if store.local_folder is None:
             store.write(SIGNED, json.dumps(asdict(signed)).encode())
             return
         why = (
@@ -81,8 +81,8 @@ def put_signature(store: Store, signed: Signed) -> None:
             else "the manifest of the copy differs from the signed one"
         )
         if not why:
-            mode = permission_bits(store.path(MANIFEST_NAME))
-            replace(store, max_mode=mode).write(SIGNATURE_NAME, signed.bundle.encode())
+            mode = permission_bits(store.local_folder / MANIFEST_NAME)
+            store.limited(mode).write(SIGNATURE_NAME, signed.bundle.encode())
     except CheckpointError as error:
         why = str(error)
     if why:

@@ -47,7 +47,7 @@ from ft_ckpt.extensions.transfer.pushing import PendingPush, PushQueue
 from ft_ckpt.messages import LOG, warn
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs import PruneReport, prune_after_save, recover_all, remove_checkpoints
-from ft_ckpt.storage import LocalStore, Place, folder_of, location_name, make_like, open_place
+from ft_ckpt.storage import Place, folder_of, location_name, make_like, open_place
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def _copy_or_error(info: CheckpointInfo, goal: Place) -> CopyReport | Exception:
 
 def _settle_present(plan: _SyncPlan, goal: Place) -> None:
     """Delete leftovers of an earlier sync that was killed after its last commit."""
-    if not isinstance(goal.store, LocalStore):
+    if not goal.is_local:
         recover_all(goal)  # from one listing
         return
     for info in plan.present:
