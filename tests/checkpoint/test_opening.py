@@ -34,7 +34,8 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_to_json
 from ft_ckpt.checkpoint.opening import open_checkpoint
 from ft_ckpt.cli import main
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
-from ft_ckpt.extensions.tools import converting, diff
+from ft_ckpt.extensions import tools
+from ft_ckpt.extensions.tools import converting
 from ft_ckpt.model import load
 from ft_ckpt.runs import resume
 
@@ -381,7 +382,7 @@ def test_what_is_compared_is_held_open(tmp_path, monkeypatch, capsys, below):
     """A part of a checkpoint, and a file in one, as well as all of it."""
     for number in (1, 2):
         CheckpointSaver().save(Pair(number), tmp_path / f"{number}", attribute=PARTS)
-    real = diff.compare_files
+    real = tools.compare_files
 
     def overwritten_before(*asked):
         assert lease_reasons(tmp_path / "1")
@@ -389,7 +390,7 @@ def test_what_is_compared_is_held_open(tmp_path, monkeypatch, capsys, below):
         CheckpointSaver().save(Pair(3), tmp_path / "2", attribute=PARTS)
         return real(*asked)
 
-    monkeypatch.setattr(diff, "compare_files", overwritten_before)
+    monkeypatch.setattr(tools, "compare_files", overwritten_before)
     places = [str(tmp_path / number / below) for number in "12"]
     monkeypatch.setattr(sys, "argv", ["ft-ckpt", "diff", *places, "--json"])
     with pytest.raises(SystemExit, match="1"):
