@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-STUBS = sorted((ROOT / "ft_ckpt").rglob("__init__.pyi"))
+STUBS = sorted((ROOT / "ft_ckpt").glob("*/**/__init__.pyi"))
 # Modules that others still enter as modules; the list only gets shorter.
 ENTERED = {
     "ft_ckpt.checkpoint.catalog",

@@ -1,0 +1,72 @@
+__version__: str
+
+from . import (
+    errors as errors,
+)
+from .checkpoint import (
+    CheckpointInfo as CheckpointInfo,
+    best as best,
+    latest as latest,
+    verify as verify,
+)
+from .closure import (
+    checkpoint_closure as checkpoint_closure,
+)
+from .config import (
+    SaverConfig as SaverConfig,
+)
+from .extensions.rl import (
+    Frontier as Frontier,
+    PendingPublish as PendingPublish,
+    PublishReport as PublishReport,
+    ServerOptions as ServerOptions,
+    Writer as Writer,
+    check_for as check_for,
+    export as export,
+    publish as publish,
+)
+from .extensions.tools import (
+    average as average,
+    convert as convert,
+    load as load,
+    merge as merge,
+    save as save,
+)
+from .extensions.transfer import (
+    CopyReport as CopyReport,
+    PendingPush as PendingPush,
+    PullReport as PullReport,
+    PushReport as PushReport,
+    SyncReport as SyncReport,
+    copy as copy,
+    pull as pull,
+    push as push,
+    sign as sign,
+    sync as sync,
+)
+from .model import (
+    LoadReport as LoadReport,
+    load_model as load_model,
+)
+from .retention import (
+    Keep as Keep,
+)
+from .runs import (
+    RestoreReport as RestoreReport,
+    follow as follow,
+)
+from .saver import (
+    CheckpointSaver as CheckpointSaver,
+    Progress as Progress,
+    SaveReport as SaveReport,
+)
+from .saving import (
+    PendingSave as PendingSave,
+)
+from .schedule import (
+    Every as Every,
+)
+from .storage import (
+    Place as Place,
+    open_place as open_place,
+)
