@@ -15,7 +15,7 @@ from ft_ckpt.cli.run_facts import gather_facts
 from ft_ckpt.cli.show import run_checkpoints_in, run_folder
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, NotACheckpointError
-from ft_ckpt.storage import LocalStore, Place, local_path, source_mode
+from ft_ckpt.storage import LocalStore, Place, local_path
 
 
 def add_report(parser: ArgumentParser) -> None:
@@ -52,7 +52,7 @@ def _report(options: Namespace) -> None:
         views.print_json({**vars(facts), "disk_bytes": facts.disk_bytes})
         return
     goal = Place(LocalStore(target.parent), target.name)
-    modes = [source_mode(info.place, goal) for info in infos]
+    modes = [info.place.mode_at(goal) for info in infos]
     store = LocalStore(target.absolute().parent, max_mode=reduce(and_, modes))
     store.write(target.name, page_text(facts).encode("utf-8", "backslashreplace"))
     size = human_size(facts.disk_bytes)

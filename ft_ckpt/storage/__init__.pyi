@@ -23,11 +23,9 @@ from .frozen_view import (
 )
 from .local_disk import (
     ABANDONED_SECONDS as ABANDONED_SECONDS,
-    HUB_BUCKETS as HUB_BUCKETS,
     PREFIX as PREFIX,
     clear_drafts as clear_drafts,
     list_names as list_names,
-    local_path as local_path,
     make_locked_folder as make_locked_folder,
     permission_bits as permission_bits,
     regular_descriptor as regular_descriptor,
@@ -45,21 +43,22 @@ from .local_store import (
     make_like as make_like,
     temporary_store as temporary_store,
 )
+from .locations import (
+    HUB_BUCKETS as HUB_BUCKETS,
+    local_path as local_path,
+    location_name as location_name,
+    refuse_secrets as refuse_secrets,
+    shown_location as shown_location,
+)
 from .mounts import (
     MountedFrom as MountedFrom,
     mount_of as mount_of,
 )
 from .place import (
-    SCHEMES as SCHEMES,
     Place as Place,
     absolute_location as absolute_location,
     is_hub_bucket as is_hub_bucket,
-    is_url as is_url,
-    location_name as location_name,
     open_place as open_place,
-    refuse_secrets as refuse_secrets,
-    shown_location as shown_location,
-    source_mode as source_mode,
 )
 from .prefetch import (
     BLOCK_BYTES as BLOCK_BYTES,
@@ -92,7 +91,6 @@ from .scratch import (
     leads_out as leads_out,
     local_folder as local_folder,
     local_version as local_version,
-    object_target as object_target,
     replaced_object as replaced_object,
     scratch_file as scratch_file,
     scratch_folder as scratch_folder,
@@ -116,6 +114,10 @@ from .store import (
     read_text as read_text,
     refuse_beyond as refuse_beyond,
     refuse_other_length as refuse_other_length,
+)
+from .stores import (
+    is_url as is_url,
+    schemes as schemes,
 )
 from .trials import (
     BUCKET_NEEDS as BUCKET_NEEDS,

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 
-from ft_ckpt.errors import ConfigError, CorruptError, TargetError
+from ft_ckpt.errors import CorruptError, TargetError
 from ft_ckpt.messages import warn
 from ft_ckpt.storage import libc, locks
 from ft_ckpt.storage.store import Stored
@@ -33,34 +33,6 @@ _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _CANNOT_CHMOD = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 CANNOT_LINK = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
 _without_modes: set[int] = set()  # devices that were warned about
-
-HUB_BUCKETS = "hf://buckets/"  # prefix of the URLs of storage buckets of the Hugging Face Hub
-# two letters or more before the colon; Path leaves one slash
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
-
-
-_HUB_BUCKET_ADVICE = (
-    "a bucket of the Hub takes and gives whole checkpoints, by push, pull and cp; to save a run "
-    "there, or to list and read in place, use its S3 gateway: s3://NAME/folder for "
-    "hf://buckets/NAMESPACE/NAME/folder, with AWS_ENDPOINT_URL=https://s3.hf.co/NAMESPACE, "
-    "AWS_REGION=us-east-1 and keys made from a token"
-)
-
-
-def local_path(place: str | os.PathLike[str]) -> Path:
-    """`place` as a path of this machine.
-
-    Raises ConfigError for a URL ("s3://...", "hf://...", "file://..."), which would become a folder
-    of that name.
-    """
-    scheme = _URL.match(os.fspath(place))
-    if os.fspath(place).lower().startswith(HUB_BUCKETS):
-        raise ConfigError(f"{os.fspath(place)}: {_HUB_BUCKET_ADVICE}")
-    if scheme is not None:
-        others = "give a local folder, or, where buckets are supported, s3://, gs:// or az://"
-        advice = "leave out the scheme" if scheme[1] == "file" else others
-        raise ConfigError(f"{os.fspath(place)}: {scheme[1]}://: not a local path; {advice}")
-    return Path(place)
 
 
 def regular_descriptor(path: Path) -> int:

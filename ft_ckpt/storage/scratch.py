@@ -10,14 +10,14 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
-from ft_ckpt.errors import ConfigError, CorruptError, TargetError, explained, listing
+from ft_ckpt.errors import CorruptError, explained, listing
 from ft_ckpt.messages import printable, printable_lines
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.direct_io import allocate_space
 from ft_ckpt.storage.local_disk import DRAFTS, list_entries, locked_folder
 from ft_ckpt.storage.local_file import LocalFile, open_local_file
 from ft_ckpt.storage.local_store import LocalStore, temporary_store
-from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.prefetch import ByteRun, read_ahead
 from ft_ckpt.storage.store import Readable, Store, Stored, read_range
 
@@ -149,26 +149,6 @@ def local_folder(place: Place, wanted: Callable[[str], bool] = lambda _: True) -
 
 _MEMORY, _PLENTY_BYTES = "/dev/shm", 1 << 30  # noqa: S108 - used for a new folder in it
 _NAME_BYTES = 150  # of the target's name in the hidden folder's; 255 are allowed
-
-
-def object_target(path: str | os.PathLike[str] | Place) -> Place:
-    """The place of an object to write; links are resolved.
-
-    Raises TargetError for a local folder, and if the parent folder does not exist; ConfigError for
-    a whole bucket.
-    """
-    place = open_place(path)
-    if not place.is_local:
-        if not place.name:
-            raise ConfigError(f"{place}: a whole bucket; name an object in it")
-        return place
-    target = Path(os.path.realpath(str(place)))
-    if target.is_dir() or not target.parent.is_dir():
-        raise TargetError(
-            f"{place}: {'a folder' if target.is_dir() else 'its folder does not exist'}; name a "
-            "file"
-        )
-    return Place(LocalStore(target.parent), target.name)
 
 
 @contextmanager

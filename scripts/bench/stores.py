@@ -81,8 +81,8 @@ def transfer(_setting: Setting, direction: str, way: str, size_bytes: int) -> li
 
 
 def _ours_up(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
-    from ft_ckpt.storage.place import open_store
     from ft_ckpt.storage.prefetch import BLOCK_BYTES
+    from ft_ckpt.storage.stores import open_store
 
     store, view = open_store(folder), memoryview(memory)
 
@@ -96,8 +96,8 @@ def _ours_up(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
 
 
 def _ours_down(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
-    from ft_ckpt.storage.place import open_store
     from ft_ckpt.storage.prefetch import read_into
+    from ft_ckpt.storage.stores import open_store
 
     store, view = open_store(folder), memoryview(memory)
     return lambda: read_into(view, store.open(_NAME), len(view))
@@ -105,7 +105,7 @@ def _ours_down(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
 
 def _client(folder: str) -> tuple[Any, str]:
     """A bare client with the same settings, and the object's name in its bucket."""
-    from ft_ckpt.storage.place import open_store
+    from ft_ckpt.storage.stores import open_store
 
     store: Any = open_store(folder)
     return store.client, store.key(_NAME)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place, open_store
+from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.store import Store
+from ft_ckpt.storage.stores import open_store
 
 
 def new_bucket(prefix: str = "team/runs") -> Store:

@@ -14,7 +14,7 @@ from places import WORKERS, python_path
 from ft_ckpt import verify
 from ft_ckpt.checkpoint.catalog import load_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.storage.place import open_store
+from ft_ckpt.storage.stores import open_store
 
 pytest.importorskip("obstore")
 NAMES, STEPS = ("a", "b"), 50

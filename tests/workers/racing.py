@@ -14,7 +14,7 @@ from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.staging import open_object_staging, put_manifest
 from ft_ckpt.errors import CheckpointError
 from ft_ckpt.storage.digests import record_of
-from ft_ckpt.storage.place import open_store
+from ft_ckpt.storage.stores import open_store
 
 FILE, SIZE_BYTES = "model.bin", 2 << 20
 

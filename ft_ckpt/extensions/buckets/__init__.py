@@ -3,7 +3,3 @@
 Nothing here depends on tensors, and nothing here imports torch. Begin at `object_store`, the
 store.
 """
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -81,7 +81,6 @@ from ft_ckpt.storage import (
     read_range,
     read_text,
     record_of,
-    source_mode,
 )
 
 DELTA = "delta"  # the kind in its manifest
@@ -227,7 +226,7 @@ def _append_delta(
     files = tuple(replace(file, linked=False, etag=None) for file in manifest.files)
     manifest = replace(manifest, files=files)
     content = content_digest(manifest)
-    max_mode = source_mode(Place(held.store), goal)
+    max_mode = Place(held.store).mode_at(goal)
     with open_checkpoint(newest.place) as entry, open_whole(entry, held.place.beside) as base:
         staging = open_staging_at(goal, run_id=f"delta to {content}", max_mode=max_mode)
         try:

@@ -34,7 +34,7 @@ from ft_ckpt.extensions.tools import (
 )
 from ft_ckpt.formats import MemoryFile, TensorFile
 from ft_ckpt.model import FolderPart, WeightsFolder, adapter_settings
-from ft_ckpt.storage import Place, open_place, source_mode
+from ft_ckpt.storage import Place, open_place
 
 _CONFIG = "adapter_config.json"
 _ANY_RANK = 1 << 20
@@ -88,7 +88,7 @@ def export(
         config = f"{part.path}/{_CONFIG}".lstrip("/")
         options = replace(
             options,
-            max_mode=source_mode(place, options.target),
+            max_mode=place.mode_at(options.target),
             made_from=(source.basename,),
             replaced={config: text},
         )

@@ -43,7 +43,7 @@ from ft_ckpt.model import (
     is_irreproducible,
     quantisation_of,
 )
-from ft_ckpt.storage import Place, open_place, source_mode
+from ft_ckpt.storage import Place, open_place
 
 _NO_MEAN = (  # powers of two, used as scales; two numbers per byte; complex numbers
     "float8_e8m0fnu",
@@ -108,7 +108,7 @@ def average(
     with ExitStack() as stack:
         held = [stack.enter_context(hold_open(place)) for place in places]
         opened = [stack.enter_context(closing(open_source(place))) for place in held]
-        modes = [source_mode(place, options.target) for place in held]
+        modes = [place.mode_at(options.target) for place in held]
         options = dataclasses.replace(options, max_mode=reduce(and_, modes))
         averaged = _averaged_source(opened, shares, options)
         report = write_converted(averaged, held[-1], options)

@@ -81,7 +81,6 @@ from ft_ckpt.storage import (
     region_of,
     replaced_object,
     scratch_folder,
-    source_mode,
     track_bytes,
 )
 
@@ -646,7 +645,7 @@ def convert(
     check_apart([source], options)
     with hold_open(source) as place, closing(open_source(place)) as opened:
         check_used(names, [*opened.specs, *getattr(opened, "ties", {})], str(source))
-        options = dataclasses.replace(options, max_mode=source_mode(place, options.target))
+        options = dataclasses.replace(options, max_mode=place.mode_at(options.target))
         return write_converted(opened, place, options)
 
 

@@ -63,7 +63,6 @@ from ft_ckpt.storage import (
     open_place,
     read_range,
     read_text,
-    source_mode,
 )
 
 _CONFIG = "adapter_config.json"
@@ -332,8 +331,8 @@ def merge(
         given: dict[str, Any] = {"merged": choice, "made_from": (source.basename, found.basename)}
         given["check"] = None if check is None else live_logits(model, check)
         given["extra_files"] = _companion_files(opened, stored)
-        given["max_mode"] = source_mode(place, options.target)
-        given["max_mode"] &= source_mode(Place(stored.held.store), options.target)
+        given["max_mode"] = place.mode_at(options.target)
+        given["max_mode"] &= Place(stored.held.store).mode_at(options.target)
         report = _save_merged(model, options, given, begun)
     left = (
         [f"{listing(list(based.left), ', ')}: the base's model has no place for it, left out"]

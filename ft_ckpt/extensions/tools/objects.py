@@ -38,7 +38,6 @@ from ft_ckpt.storage import (
     Region,
     Writer,
     digest_of_open,
-    object_target,
     open_place,
     replaced_object,
     scratch_file,
@@ -66,7 +65,7 @@ def save(
     for unknown settings, TargetError when `path` cannot be written, NoSpaceError when the disk is
     full.
     """
-    target = object_target(path)
+    target = open_place(path).as_target()
     known = format_by_suffix(str(target)) if format is None else _object_format(format)
     _check_compression(known, compression)
     with _no_collection():

@@ -51,7 +51,6 @@ from ft_ckpt.storage import (
     is_hub_bucket,
     open_place,
     size_problem,
-    source_mode,
     track_bytes,
 )
 
@@ -161,7 +160,7 @@ def copy_open(
         refuse_occupied(goal)
     label = f"copying {goal.basename}"
     listed = held.store if held.is_local else held.place.folder
-    max_mode = source_mode(Place(listed), goal)
+    max_mode = Place(listed).mode_at(goal)
     with (
         _staging_at(goal, manifest, max_mode, overwrite=may_replace) as staging,
         track_bytes(size_bytes if shown else 0, label) as track,

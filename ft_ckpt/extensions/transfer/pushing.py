@@ -21,13 +21,13 @@ from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.extensions.transfer.outgoing import PullReport, PushOptions, PushReport
 from ft_ckpt.messages import LOG, short, warn
 from ft_ckpt.storage import (
-    SCHEMES,
     Place,
     is_hub_bucket,
     is_url,
     local_path,
     location_name,
     open_place,
+    schemes,
 )
 
 
@@ -165,10 +165,11 @@ def _end_queues() -> None:
 getattr(threading, "_register_atexit", atexit.register)(_end_queues)
 
 
-# For each scheme the module with `destination_url`, `send_checkpoint` and `fetch_checkpoint`. They
-# are imported on use, because their clients are slow to import.
-_HUB, _HUB_BUCKETS = "ft_ckpt.extensions.transfer.hub", "ft_ckpt.extensions.transfer.hub_buckets"
-_MODULES = {"hf": _HUB, **dict.fromkeys(SCHEMES, "ft_ckpt.extensions.transfer.buckets")}
+# Modules with `destination_url`, `send_checkpoint` and `fetch_checkpoint`. They are imported on
+# use, because their clients are slow to import.
+_HUB = "ft_ckpt.extensions.transfer.hub"
+_HUB_BUCKETS = "ft_ckpt.extensions.transfer.hub_buckets"
+_BUCKETS = "ft_ckpt.extensions.transfer.buckets"
 Checkpoint = str | os.PathLike[str] | Place
 
 
@@ -361,7 +362,9 @@ def _module_for(place: str | Place) -> ModuleType:
     scheme = scheme.lower() if mark else "hf"
     if is_hub_bucket(place):
         return importlib.import_module(_HUB_BUCKETS)
-    if scheme not in _MODULES:
-        known = ", ".join(f"{each}://" for each in _MODULES)
-        raise ConfigError(f"{place}: unknown URL scheme {scheme}://; expected {known}")
-    return importlib.import_module(_MODULES[scheme])
+    if scheme == "hf":
+        return importlib.import_module(_HUB)
+    if is_url(str(place)):
+        return importlib.import_module(_BUCKETS)
+    expected = ", ".join(f"{name}://" for name in ("hf", *schemes()))
+    raise ConfigError(f"{place}: unknown URL scheme {scheme}://; expected {expected}")

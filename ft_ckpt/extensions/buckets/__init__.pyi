@@ -1,3 +1,0 @@
-from .object_store import (
-    ObjectStore as ObjectStore,
-)

@@ -1,0 +1,117 @@
+"""Which store serves a URL: a table of schemes, and the stores that other packages bring.
+
+A package brings a store by an entry point of the group `ft_ckpt.stores`. Its name is the scheme,
+its object a function like `ObjectStore.from_url`: it takes the URL of a bucket (scheme://name) and
+the options of `open_place`, and returns a `Store`. Installed packages are searched at the first
+scheme that is not in the table.
+"""
+
+import os
+import re
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, TypeAlias
+
+from ft_ckpt.errors import ConfigError
+from ft_ckpt.messages import install_extra
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.locations import refuse_secrets
+from ft_ckpt.storage.store import Store
+
+Opener: TypeAlias = Callable[..., Store]
+
+ENTRY_POINTS = "ft_ckpt.stores"
+_OBJECT_STORE = "ft_ckpt.extensions.buckets:ObjectStore.from_url"
+_OPENERS = {
+    "s3": _OBJECT_STORE,
+    "s3a": _OBJECT_STORE,
+    "gs": _OBJECT_STORE,
+    "az": _OBJECT_STORE,
+    "azure": _OBJECT_STORE,
+    "adl": _OBJECT_STORE,
+    "abfs": _OBJECT_STORE,
+    "abfss": _OBJECT_STORE,
+    "memory": _OBJECT_STORE,
+}
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/]*)/*(.*)", re.DOTALL)
+# prefixes of the environment variables that a client reads
+_CLIENT_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
+# by bucket, options and variables; the options are kept alive: repr may name them by address
+_clients: dict[str, tuple[Store, dict[str, Any]]] = {}
+
+
+def is_url(location: str | os.PathLike[str]) -> bool:
+    """Whether `location` is the URL of a store, not a path."""
+    match = _URL.fullmatch(os.fspath(location))
+    if match is None:
+        return False
+    scheme = match[1].lower()
+    return scheme in _OPENERS or scheme in _installed_openers()
+
+
+def schemes() -> tuple[str, ...]:
+    """The schemes of the URLs of stores."""
+    return (*_OPENERS, *_installed_openers())
+
+
+def open_store(location: str | os.PathLike[str], **options: Any) -> Store:
+    """The store at `location`: the path of a local folder, or a URL (s3://, gs://, az://,
+    memory://).
+
+    `options` go to the client of an object store, which is shared for equal bucket, options and
+    variables; credentials, endpoint and region come from the environment variables of the services'
+    tools. Raises ConfigError for a URL that no client supports or that contains a key, and if the
+    package for object stores is not installed.
+    """
+    text = os.fspath(location)
+    match = _URL.fullmatch(text)
+    if match is None:
+        return LocalStore(Path(location))
+    refuse_secrets(
+        text,
+        "the variables of its tools, such as AWS_SECRET_ACCESS_KEY, or as options of open_place",
+    )
+    scheme, bucket, folder = match[1], match[2], match[3].strip("/")
+    if scheme.lower() not in schemes():
+        raise ConfigError(
+            f"{text}: {scheme}://: unsupported scheme; expected {', '.join(schemes())}"
+        )
+    client = _open_client(f"{scheme}://{bucket}", scheme.lower(), options)
+    return client.within(folder) if folder else client
+
+
+def _open_client(url: str, scheme: str, options: dict[str, Any]) -> Store:
+    """The store of a whole bucket, which reuses the connections of its client."""
+    variables = []
+    for name, value in os.environ.items():
+        if name.upper().startswith(_CLIENT_VARIABLES):
+            variables.append((name, value))
+    key = repr((url, sorted(options.items()), sorted(variables)))
+    if key not in _clients:
+        _clients[key] = _opener_of(url, scheme)(url, **options), options
+    return _clients[key][0]
+
+
+def _opener_of(url: str, scheme: str) -> Opener:
+    opener: Opener
+    try:
+        if scheme in _OPENERS:
+            opener = resolve_name(_OPENERS[scheme])
+        else:
+            opener = _installed_openers()[scheme].load()
+    except ModuleNotFoundError as error:
+        if error.name == "obstore":
+            advice = f"object stores need obstore; {install_extra('remote')}"
+        else:
+            advice = f"its store cannot be imported ({error}); install what its package needs"
+        raise ConfigError(f"{url}: {advice}") from error
+    return opener
+
+
+@cache
+def _installed_openers() -> dict[str, Any]:
+    """The entry points of installed packages, by scheme."""
+    return {point.name.lower(): point for point in entry_points(group=ENTRY_POINTS)}
