@@ -24,7 +24,7 @@ from ft_ckpt.storage.store import Store
 Opener: TypeAlias = Callable[..., Store]
 
 ENTRY_POINTS = "ft_ckpt.stores"
-_OBJECT_STORE = "ft_ckpt.extensions.buckets:ObjectStore.from_url"
+_OBJECT_STORE = "ft_ckpt.extensions.buckets.object_store:ObjectStore.from_url"
 _OPENERS = {
     "s3": _OBJECT_STORE,
     "s3a": _OBJECT_STORE,
