@@ -40,44 +40,44 @@ Figures = dict[str, Any]  # "machine", and "rows" of all measures
 def main() -> None:
     args = _arguments()
     _silence()
-    found = _begin(args)
+    figures = _begin(args)
     for name in args.only:
         for size in MEASURES[name].sizes(args.sizes):
             with scratch(args.folder) as folder:
-                rows = MEASURES[name].run(
-                    Setting(args.rounds, folder, tuple(args.ways)), parse_size(size)
-                )
-            _add(found, name, size, rows)
-            show(name, size, found)
+                setting = Setting(args.rounds, folder, tuple(args.ways))
+                rows = MEASURES[name].run(setting, parse_size(size))
+            _add(figures, name, size, rows)
+            show(name, size, figures)
             if args.json:
-                write(found, args.json)
+                write(figures, args.json)
     if args.chart:
-        draw(found, args.chart)
+        draw(figures, args.chart)
     if args.docs:
-        write_pages(found, args.docs)
+        write_pages(figures, args.docs)
 
 
 def _begin(args: argparse.Namespace) -> Figures:
     """The stored figures, which must be of this machine unless everything is measured again."""
-    known: Figures = (
-        json.loads(args.json.read_text()) if args.json and args.json.exists() else {"rows": []}
-    )
-    if not args.only and "machine" in known:
-        return known
+    stored: Figures = {"rows": []}
+    if args.json and args.json.exists():
+        stored = json.loads(args.json.read_text())
+    if not args.only and "machine" in stored:
+        return stored
     machine = facts(args.folder) | {"rounds": args.rounds}
-    if "machine" not in known or args.only == list(MEASURES):
-        rows = known["rows"] if _place(known) == _place({"machine": machine}) else []
+    is_same_machine = _place(stored) == _place({"machine": machine})
+    if "machine" not in stored or args.only == list(MEASURES):
+        rows = stored["rows"] if is_same_machine else []
         return {"machine": machine, "missing": missing(), "rows": rows}
-    if _place(known) != _place({"machine": machine}):
+    if not is_same_machine:
         raise SystemExit(
-            f"{args.json}: has figures of {_place(known)}; measure all anew, or give another file"
+            f"{args.json}: has figures of {_place(stored)}; measure all again, or name another file"
         )
-    return known
+    return stored
 
 
-def _place(found: Figures) -> dict[str, Any]:
+def _place(figures: Figures) -> dict[str, Any]:
     """The properties that machines must share for their figures to be compared."""
-    machine = found.get("machine", {})
+    machine = figures.get("machine", {})
     return {name: machine.get(name) for name in ("processor", "cores", "gpu", "file_system")}
 
 
@@ -152,35 +152,30 @@ def _silence() -> None:
     logging.disable(logging.ERROR)
 
 
-def write(found: Figures, path: Path) -> None:
+def write(figures: Figures, path: Path) -> None:
     """Write figures as JSON, a row in a line."""
-    head, rows = (
-        json.dumps({**found, "rows": []}, indent=1),
-        [json.dumps(_rounded(row)) for row in found["rows"]],
-    )
-    path.write_text(
-        head.replace('"rows": []', '"rows": [\n  ' + ",\n  ".join(rows) + "\n ]") + "\n"
-    )
+    head = json.dumps({**figures, "rows": []}, indent=1)
+    rows = ",\n  ".join(json.dumps(_rounded(row)) for row in figures["rows"])
+    path.write_text(head.replace('"rows": []', f'"rows": [\n  {rows}\n ]') + "\n")
 
 
 def _rounded(value: Any) -> Any:
     """Each number to five digits, which is more than was measured."""
     if isinstance(value, dict):
-        return {name: _rounded(each) for name, each in value.items()}
+        return {name: _rounded(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_rounded(each) for each in value]
+        return [_rounded(item) for item in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def _add(found: Figures, measure: str, size: str, rows: list[dict[str, Any]]) -> None:
+def _add(figures: Figures, measure: str, size: str, rows: list[dict[str, Any]]) -> None:
     """Replace the rows of the same measure and size by the new ones."""
     date = datetime.now(timezone.utc).isoformat(timespec="minutes")
-    old = [row for row in found["rows"] if (row["measure"], row["size"]) != (measure, size)]
-    new = [
-        {"measure": measure, "size": size, "date": date, **row, **ratios_of(measure, row, rows)}
-        for row in rows
-    ]
-    found["rows"] = old + new
+    kept = [row for row in figures["rows"] if (row["measure"], row["size"]) != (measure, size)]
+    for row in rows:
+        ratios = ratios_of(measure, row, rows)
+        kept.append({"measure": measure, "size": size, "date": date, **row, **ratios})
+    figures["rows"] = kept
 
 
 if __name__ == "__main__":

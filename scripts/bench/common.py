@@ -1,6 +1,4 @@
-"""Shared by the measures: rounds in which all ways take turns, files and memory of a way, child
-processes.
-"""
+"""Shared by the measures: rounds in which all ways take turns, files, memory, child processes."""
 
 import ctypes
 import json
@@ -34,8 +32,10 @@ DEVICE = ACCELERATOR or torch.device("cpu")
 
 @dataclass(frozen=True)
 class Setting:
-    """Counted rounds, after an uncounted one, and an empty folder to write in; `ways`: those to
-    measure, () for all.
+    """What a measure gets.
+
+    `rounds`: counted rounds, after an uncounted one. `folder`: an empty one to write in. `ways`:
+    those to measure, () for all.
     """
 
     rounds: int
@@ -48,11 +48,12 @@ class Setting:
 
     def chosen(self, ways: Mapping[str, T]) -> dict[str, T]:
         """The selected ones of `ways`, and the limits."""
-        return {
-            name: way
-            for name, way in ways.items()
-            if name in (self.ways or ways) or name.startswith("limit")
-        }
+        selected = self.ways or ways
+        chosen = {}
+        for name, way in ways.items():
+            if name in selected or name.startswith("limit"):
+                chosen[name] = way
+        return chosen
 
 
 def is_installed(module: str) -> bool:
@@ -63,16 +64,18 @@ def is_installed(module: str) -> bool:
 def in_turns(
     ways: Mapping[str, Way], setting: Setting, before: Callable[[str], Any] = lambda way: os.sync()
 ) -> list[Row]:
-    """The medians of each way; all take turns in every round, and `before` prepares for the named
-    one.
+    """The medians of each way; all take turns in every round.
 
-    A peer that fails is left out of the following rounds, and its row says why.
+    `before` gets the name of a way and prepares for it. A peer that fails is left out of the
+    following rounds, and its row says why.
     """
     ways = setting.chosen(ways)
-    found: dict[str, list[Row]] = {name: [] for name in ways}
+    counted: dict[str, list[Row]] = {name: [] for name in ways}
     failed: dict[str, str] = {}
     for turn in range(setting.rounds + 1):
-        for name in [name for name in ways if name not in failed]:
+        for name in ways:
+            if name in failed:
+                continue
             before(name)
             try:
                 figures = ways[name]()
@@ -82,11 +85,12 @@ def in_turns(
                 failed[name] = describe(error)
                 continue
             if turn:
-                found[name].append(figures)
-    return [
-        {"way": name, **({"error": failed[name]} if name in failed else medians(found[name]))}
-        for name in ways
-    ]
+                counted[name].append(figures)
+    rows = []
+    for name in ways:
+        result = {"error": failed[name]} if name in failed else medians(counted[name])
+        rows.append({"way": name, **result})
+    return rows
 
 
 def describe(error: BaseException) -> str:
@@ -97,13 +101,16 @@ def describe(error: BaseException) -> str:
 def medians(rows: Iterable[Row]) -> Row:
     """Of each figure the median over `rows`, and of "seconds" all values as well."""
     rows = list(rows)
-    middle = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    return middle | ({"rounds": [row["seconds"] for row in rows]} if "seconds" in middle else {})
+    middle: Row = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    if "seconds" in middle:
+        middle["rounds"] = [row["seconds"] for row in rows]
+    return middle
 
 
 def seconds(action: Callable[[], Any]) -> float:
-    """How long `action` takes, with what it starts on the device's current stream; copies on other
-    streams go on.
+    """How long `action` takes, with what it starts on the device's current stream.
+
+    Copies on other streams go on.
     """
     begun = time.perf_counter()
     action()
@@ -129,11 +136,9 @@ def scratch(place: Path | None) -> Iterator[Path]:
 
 def files(folder: Path) -> list[Path]:
     """All files below `folder`, or the file itself."""
-    return (
-        [folder]
-        if folder.is_file()
-        else sorted(path for path in folder.rglob("*") if path.is_file())
-    )
+    if folder.is_file():
+        return [folder]
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def sync_tree(folder: Path) -> None:
@@ -146,9 +151,11 @@ def sync_tree(folder: Path) -> None:
 
 def bytes_of(folder: Path) -> int:
     """Bytes of all files below `folder`, those with two names counted once."""
-    return sum(
-        {(s.st_dev, s.st_ino): s.st_size for s in (path.stat() for path in files(folder))}.values()
-    )
+    sizes = {}
+    for path in files(folder):
+        status = path.stat()
+        sizes[status.st_dev, status.st_ino] = status.st_size
+    return sum(sizes.values())
 
 
 def drop_cached(folder: Path) -> None:
@@ -170,10 +177,8 @@ def fill_cache(folder: Path) -> None:
 
 def touch(loaded: Any) -> None:
     """Read a byte of every page of every tensor: what is only mapped has not been loaded."""
-    tensors: Iterable[Tensor] = (
-        loaded.state_dict().values() if isinstance(loaded, nn.Module) else loaded.values()
-    )
-    for tensor in tensors:
+    state = loaded.state_dict() if isinstance(loaded, nn.Module) else loaded
+    for tensor in state.values():
         if tensor.numel():
             tensor.detach().reshape(-1).view(torch.uint8)[::4096].sum().item()
 
@@ -196,28 +201,25 @@ def peak_bytes(action: Callable[[], Any]) -> int:
 
 
 def _status(name: str) -> int:
-    line = next(
-        line
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith(f"{name}:")
-    )
-    return int(line.split()[1]) * 1024
+    """A size in the kernel's status of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(name)
 
 
 def in_child(module: str, setting: Setting, *arguments: object, ranks: int = 0) -> list[Row]:
     """The rows that `module` of this package measures in a child process, or on several ranks."""
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        if ranks
-        else []
-    )
-    given = json.dumps([setting.rounds, str(setting.folder), setting.ways, *arguments])
-    command = [sys.executable, *launcher, "-m", f"scripts.bench.{module}", given]
-    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))} if ranks else {}
+    launcher: list[str] = []
+    environment = dict(os.environ)
+    if ranks:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
+    call = json.dumps([setting.rounds, str(setting.folder), setting.ways, *arguments])
     done = subprocess.run(
-        command,
+        [sys.executable, *launcher, "-m", f"scripts.bench.{module}", call],
         cwd=ROOT,
-        env=os.environ | environment,
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         check=False,

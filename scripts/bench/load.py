@@ -7,7 +7,9 @@ loaded.
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from scripts.bench import limits
 from scripts.bench.common import (
@@ -21,7 +23,7 @@ from scripts.bench.common import (
     timed,
     touch,
 )
-from scripts.bench.loaders import FIRST, LOADERS
+from scripts.bench.loaders import FIRST, LOADERS, FirstLoader, Loader
 from scripts.bench.models import Subject, make_subject
 from scripts.bench.savers import RUN, SAVERS
 
@@ -30,6 +32,7 @@ COLD, WARM, FIRST_TENSOR = (
     "load from the page cache",
     "first tensor, from the disk",
 )
+AnyLoader = TypeVar("AnyLoader", Loader, FirstLoader)
 LIMIT = limits.READ
 LIMITS = {LIMIT: limits.read, limits.READ_AND_KEEP: limits.read_and_keep}
 
@@ -45,19 +48,15 @@ def warm(setting: Setting, size_bytes: int) -> list[Row]:
 
 
 def first(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for each way to open a file that is in no cache and read one tensor, from the
-    middle.
-    """
+    """A row for each way to open a file that is in no cache and read one tensor in its middle."""
     subject = make_subject(size_bytes)
     name = list(subject.state)[len(subject.state) // 2]
-    found = setting.chosen({way: one for way, one in FIRST.items() if is_installed(one.module)})
-    folders = _written(setting.folder, subject, {way: one.saved_by for way, one in found.items()})
-    ways = {
-        way: partial(
-            _timed, lambda one, path: {name: one.load(path, name)}, one, folders[way] / one.file
-        )
-        for way, one in found.items()
-    }
+    loaders = setting.chosen(_installed(FIRST))
+    folders = _saved(setting.folder, subject, _savers(loaders))
+    ways = {}
+    for way, loader in loaders.items():
+        load = partial(loader.load, folders[way] / loader.file, name)
+        ways[way] = partial(_timed_tensor, load)
     rows = in_turns(ways, setting, lambda way: drop_cached(folders[way]))
     return [row | {"tensor_bytes": subject.size_bytes} for row in rows]
 
@@ -66,34 +65,42 @@ def _whole(
     setting: Setting,
     size_bytes: int,
     prepare: Callable[[Path], None],
-    reads: Mapping[str, Callable[[Path], Any]],
+    limits_by_name: Mapping[str, Callable[[Path], Any]],
 ) -> list[Row]:
     subject = make_subject(size_bytes)
-    found = setting.chosen({name: one for name, one in LOADERS.items() if is_installed(one.module)})
-    folders = _written(
-        setting.folder,
-        subject,
-        {name: one.saved_by for name, one in found.items()} | dict.fromkeys(reads, "ours"),
-    )
-    ways = {
-        name: partial(timed, partial(read, folders[name] / "model.safetensors"))
-        for name, read in reads.items()
-    }
-    ways |= {
-        name: partial(_timed, lambda one, folder: one.load(folder, subject), one, folders[name])
-        for name, one in found.items()
-    }
+    loaders = setting.chosen(_installed(LOADERS))
+    savers = _savers(loaders) | dict.fromkeys(limits_by_name, "ours")
+    folders = _saved(setting.folder, subject, savers)
+    ways = {}
+    for name, read in limits_by_name.items():
+        ways[name] = partial(timed, partial(read, folders[name] / "model.safetensors"))
+    for name, loader in loaders.items():
+        ways[name] = partial(_timed, partial(loader.load, folders[name], subject))
     rows = in_turns(ways, setting, lambda way: prepare(folders[way]))
     return [row | {"tensor_bytes": subject.size_bytes} for row in rows]
 
 
-def _written(place: Path, subject: Subject, savers: dict[str, str]) -> dict[str, Path]:
+def _installed(loaders: Mapping[str, AnyLoader]) -> dict[str, AnyLoader]:
+    return {name: loader for name, loader in loaders.items() if is_installed(loader.module)}
+
+
+def _savers(loaders: Mapping[str, AnyLoader]) -> dict[str, str]:
+    """By loader, the name of the saver whose files it reads."""
+    return {name: loader.saved_by for name, loader in loaders.items()}
+
+
+def _saved(folder: Path, subject: Subject, savers: Mapping[str, str]) -> dict[str, Path]:
     """The folder that each way reads, written by its saver."""
-    for saver in sorted(set(savers.values())):
-        (RUN if saver == RUN.name else SAVERS[saver])(subject, place / saver)
-        sync_tree(place / saver)  # what is not on the disk stays in the page cache
-    return {way: place / saver for way, saver in savers.items()}
+    for name in sorted(set(savers.values())):
+        save = RUN if name == RUN.name else SAVERS[name]
+        save(subject, folder / name)
+        sync_tree(folder / name)  # what is not on the disk stays in the page cache
+    return {way: folder / name for way, name in savers.items()}
 
 
-def _timed(load: Callable[..., Any], *arguments: Any) -> Row:
-    return timed(lambda: touch(load(*arguments)))
+def _timed(load: Callable[[], Any]) -> Row:
+    return timed(lambda: touch(load()))
+
+
+def _timed_tensor(load: Callable[[], Tensor]) -> Row:
+    return timed(lambda: touch({"tensor": load()}))

@@ -169,7 +169,7 @@ LOADERS = {
 
 
 @dataclass(frozen=True)
-class First:
+class FirstLoader:
     """One way to open `file`, written by the saver `saved_by`, and return the tensor of a name."""
 
     saved_by: str
@@ -179,20 +179,20 @@ class First:
 
 
 FIRST = {
-    "ours": First("ours", "model.safetensors", lambda path, name: ft_ckpt.load(path)[name]),
-    "ours, h5": First("ours, h5", "model.h5", lambda path, name: ft_ckpt.load(path)[name]),
-    "safetensors safe_open": First(
+    "ours": FirstLoader("ours", "model.safetensors", lambda path, name: ft_ckpt.load(path)[name]),
+    "ours, h5": FirstLoader("ours, h5", "model.h5", lambda path, name: ft_ckpt.load(path)[name]),
+    "safetensors safe_open": FirstLoader(
         "safetensors", "model.safetensors", lambda path, name: _opened(path, name)
     ),
-    "safetensors load_file": First(
+    "safetensors load_file": FirstLoader(
         "safetensors", "model.safetensors", lambda path, name: load_file(path)[name]
     ),
-    "torch.load": First("torch.save", "model.pt", lambda path, name: torch.load(path)[name]),
-    "torch.load, mmap": First(
+    "torch.load": FirstLoader("torch.save", "model.pt", lambda path, name: torch.load(path)[name]),
+    "torch.load, mmap": FirstLoader(
         "torch.save", "model.pt", lambda path, name: torch.load(path, mmap=True)[name]
     ),
-    "h5py": First("h5py", "model.h5", lambda path, name: _bits(path, name)),
-    "tensorizer, lazy": First("tensorizer", "model.tensors", _tensorizer_first, "tensorizer"),
+    "h5py": FirstLoader("h5py", "model.h5", lambda path, name: _bits(path, name)),
+    "tensorizer, lazy": FirstLoader("tensorizer", "model.tensors", _tensorizer_first, "tensorizer"),
 }
 
 

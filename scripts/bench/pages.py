@@ -24,14 +24,17 @@ _PLACE = re.compile(r"(<!-- figures: (\w+) -->\n)(?:.+\n)*")
 _NOT_MEASURED = "Not measured.\n"
 
 
-def write_pages(found: Figures, checkout: Path) -> None:
+def write_pages(figures: Figures, checkout: Path) -> None:
     """Write the tables of all pages. Raises KeyError when a page names an unknown table."""
+
+    def with_table(place: re.Match[str]) -> str:
+        comment, name = place.groups()
+        return f"{comment}{TABLES[name](figures)}"
+
     for page in PAGES:
         path = checkout / page
-        text = _PLACE.sub(
-            lambda place: place[1] + TABLES[place[2]](found), path.read_text(encoding="utf-8")
-        )
-        path.write_text(text, encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        path.write_text(_PLACE.sub(with_table, text), encoding="utf-8")
 
 
 # The README's
@@ -39,11 +42,12 @@ def write_pages(found: Figures, checkout: Path) -> None:
 
 @dataclass(frozen=True)
 class Compared:
-    """A line of the README: figures of ours, the limit, and the best peers by the first of the
-    figures.
+    """A line of the README: figures of ft_ckpt, of the machine's limit, and of peers.
+
+    Peers are those that `peers` names, or so many of the best by the first of `figures`.
     """
 
-    words: str  # a template with figures of our row
+    words: str  # a template with figures of the row `ours`
     measure: str
     size: str
     figures: tuple[str, ...] = ("seconds",)
@@ -86,57 +90,54 @@ COMPARED = (
 )
 
 
-def _readme(found: Figures) -> str:
+def _readme(figures: Figures) -> str:
     head = ("", "the machine's own limit", "ft_ckpt", "the best peers")
-    return _table(head, [cells for line in COMPARED if (cells := _compared(found, line))])
+    lines = [_compared(figures, line) for line in COMPARED]
+    return _table(head, [cells for cells in lines if cells])
 
 
-def _compared(found: Figures, line: Compared) -> list[str]:
+def _compared(figures: Figures, line: Compared) -> list[str]:
     """The cells of a line; none where it was not measured."""
-    ways = {row["way"]: row for row in _rows(found, line.measure, line.size)}
-    own = ways.get(line.ours)
-    if own is None:
+    rows = {row["way"]: row for row in _rows(figures, line.measure, line.size)}
+    if line.ours not in rows:
         return []
-    words = line.words.format_map(
-        {name: figure_text(name, v) for name, v in own.items() if name.endswith("bytes")}
-    )
-    best: Iterable[str] = (
-        line.peers if isinstance(line.peers, tuple) else _best(ways, line.figures[0])[: line.peers]
-    )
-    peers = [
-        f"{_figures(ways[way], line)} ({label(line.measure, way)})" for way in best if way in ways
-    ]
-    limit = (
-        f"{_figures(ways[line.limit], line)} ({_LIMITS[line.limit]})" if line.limit in ways else ""
-    )
-    return [words, limit, _figures(own, line), ", ".join(peers)]
+    row = rows[line.ours]
+    sizes = {name: figure_text(name, row[name]) for name in row if name.endswith("bytes")}
+    limit = ""
+    if line.limit in rows:
+        limit = f"{_figures(rows[line.limit], line)} ({_LIMITS[line.limit]})"
+    if isinstance(line.peers, tuple):
+        peers = [way for way in line.peers if way in rows]
+    else:
+        peers = _best(rows, line.figures[0])[: line.peers]
+    cells = [f"{_figures(rows[way], line)} ({label(line.measure, way)})" for way in peers]
+    return [line.words.format_map(sizes), limit, _figures(row, line), ", ".join(cells)]
 
 
 def _figures(row: Row, line: Compared) -> str:
     return ", ".join(figure_text(figure, row[figure]) for figure in line.figures if figure in row)
 
 
-def _best(ways: dict[str, Row], figure: str) -> list[str]:
+def _best(rows: dict[str, Row], figure: str) -> list[str]:
     """The peers from best to worst."""
-    peers = [
-        way
-        for way in ways
-        if not is_ours(way) and not way.startswith("limit") and figure in ways[way]
-    ]
-    return sorted(peers, key=lambda way: ways[way][figure])
+    peers = []
+    for way, row in rows.items():
+        if figure in row and not is_ours(way) and not way.startswith("limit"):
+            peers.append(way)
+    return sorted(peers, key=lambda way: rows[way][figure])
 
 
-def _measured(found: Figures) -> str:
+def _measured(figures: Figures) -> str:
     """The versions, the date and the machine of the figures, as a paragraph."""
-    machine = found["machine"]
-    where = (
-        f"{machine['cores']} cores ({machine['processor']}), {machine['memory_bytes'] / 1e9:.0f} GB"
-    )
-    where += f", {machine['gpu']}" if machine["gpu"] else ""
+    machine = figures["machine"]
+    memory = f"{machine['memory_bytes'] / 1e9:.0f} GB"
+    hardware = f"{machine['cores']} cores ({machine['processor']}), {memory}"
+    if machine["gpu"]:
+        hardware += f", {machine['gpu']}"
     words = (
         f"Medians of {machine['rounds']} rounds in which ft_ckpt {machine['versions']['ft_ckpt']}, "
         f"the peers and the machine's own limits took turns, measured on {machine['date'][:10]}: "
-        f"{where}, a disk with {machine['file_system']}."
+        f"{hardware}, a disk with {machine['file_system']}."
     )
     return textwrap.fill(words, 120, break_long_words=False, break_on_hyphens=False) + "\n"
 
@@ -194,84 +195,86 @@ _CONVERT = (Column("convert", "1GB", head="seconds"),)
 _WRITERS = (Column("writers", "1GB", head="{size} of weights: seconds"),)
 
 
-def _table_of(found: Figures, columns: Sequence[Column], without: Sequence[str] = ()) -> str:
-    """A line for each way that has one of these figures: limits, then ours and the peers from best
-    to worst.
-    """
-    values = [
-        {row["way"]: row[column.figure] for row in rows if column.figure in row}
-        for column in columns
-        for rows in [_rows(found, column.measure, column.size)]
-    ]
-    by = MEASURES[columns[0].measure].figure
-    own = [
-        at
-        for at, column in enumerate(columns)
-        if (column.measure, column.figure) == (columns[0].measure, by)
-    ]
-    order = max((at for at in own if values[at]), default=0)
-    ways = [
-        way for way in dict.fromkeys(way for each in values for way in each) if way not in without
-    ]
-    ways.sort(key=lambda way: (not way.startswith("limit"), values[order].get(way, float("inf"))))
-    lines = []
-    for way in ways:
-        cells = [_cell(column, each.get(way)) for column, each in zip(columns, values, strict=True)]
-        lines.append([label(columns[0].measure, way), *cells])
-    kept = [at for at in range(len(columns)) if values[at]]
-    heads = [_head(found, columns[at]) for at in kept]
-    return (
-        _table(["", *heads], [[line[0], *(line[at + 1] for at in kept)] for line in lines])
-        if lines
-        else _NOT_MEASURED
+def _table_of(figures: Figures, columns: Sequence[Column], without: Sequence[str] = ()) -> str:
+    """A line for each way that has a figure: limits first, then all from best to worst."""
+    measured = []  # columns with a value for some way, and their values by way
+    for column in columns:
+        rows = _rows(figures, column.measure, column.size)
+        values = {row["way"]: row[column.figure] for row in rows if column.figure in row}
+        if values:
+            measured.append((column, values))
+    if not measured:
+        return _NOT_MEASURED
+    ranking = _ranking(columns[0].measure, measured)
+    ways: dict[str, None] = {}  # in the order in which they were measured
+    for _, values in measured:
+        ways |= dict.fromkeys(way for way in values if way not in without)
+    in_order = sorted(
+        ways, key=lambda way: (not way.startswith("limit"), ranking.get(way, float("inf")))
     )
+    lines = []
+    for way in in_order:
+        cells = [_cell(column, values.get(way)) for column, values in measured]
+        lines.append([label(columns[0].measure, way), *cells])
+    heads = [_head(figures, column) for column, _ in measured]
+    return _table(["", *heads], lines)
+
+
+def _ranking(measure: str, measured: Sequence[tuple[Column, dict[str, float]]]) -> dict[str, float]:
+    """The values that order the lines: those of the last column with the measure's own figure."""
+    figure = MEASURES[measure].figure
+    ranking: dict[str, float] = {}
+    for column, values in measured:
+        if (column.measure, column.figure) == (measure, figure):
+            ranking = values
+    return ranking or measured[0][1]
 
 
 def _cell(column: Column, value: float | None) -> str:
     if value is None:
         return ""
-    return (
-        seconds_text(value)
-        if column.figure.endswith("seconds")
-        else figure_text(column.figure, value)
-    )
+    if column.figure.endswith("seconds"):
+        return seconds_text(value)
+    return figure_text(column.figure, value)
 
 
-def _head(found: Figures, column: Column) -> str:
-    sizes = [
-        row["tensor_bytes"]
-        for row in _rows(found, column.measure, column.size)
-        if "tensor_bytes" in row
-    ]
-    return column.head.format(size=figure_text("bytes", sizes[0]) if sizes else column.size)
+def _head(figures: Figures, column: Column) -> str:
+    size = column.size
+    for row in _rows(figures, column.measure, column.size):
+        if "tensor_bytes" in row:
+            size = figure_text("bytes", row["tensor_bytes"])
+            break
+    return column.head.format(size=size)
 
 
-def _rows(found: Figures, measure: str, size: str) -> list[Row]:
-    return [
-        row
-        for row in found["rows"]
-        if (row["measure"], row["size"]) == (measure, size) and "error" not in row
-    ]
+def _rows(figures: Figures, measure: str, size: str) -> list[Row]:
+    """The rows of a measure at a size, without those of ways that failed."""
+    rows = []
+    for row in figures["rows"]:
+        if (row["measure"], row["size"]) == (measure, size) and "error" not in row:
+            rows.append(row)
+    return rows
 
 
 def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     rule = ["---"] * len(head)
-    return "".join(
-        f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|\n"
-        for cells in (head, rule, *lines)
-    )
+    text = ""
+    for cells in (head, rule, *lines):
+        padded = [f" {cell} " if cell else " " for cell in cells]
+        text += f"|{'|'.join(padded)}|\n"
+    return text
 
 
 TABLES = {
     "readme": _readme,
     "measured": _measured,
-    "save": lambda found: _table_of(found, _SAVE, without=[limits.COPY]),
-    "stall": lambda found: _table_of(found, _STALL),
-    "load": lambda found: _table_of(found, _LOAD),
-    "first": lambda found: _table_of(found, _FIRST),
-    "many": lambda found: _table_of(found, _MANY),
-    "ranks": lambda found: _table_of(found, _RANKS),
-    "frozen": lambda found: _table_of(found, _FROZEN),
-    "convert": lambda found: _table_of(found, _CONVERT),
-    "writers": lambda found: _table_of(found, _WRITERS),
+    "save": lambda figures: _table_of(figures, _SAVE, without=[limits.COPY]),
+    "stall": lambda figures: _table_of(figures, _STALL),
+    "load": lambda figures: _table_of(figures, _LOAD),
+    "first": lambda figures: _table_of(figures, _FIRST),
+    "many": lambda figures: _table_of(figures, _MANY),
+    "ranks": lambda figures: _table_of(figures, _RANKS),
+    "frozen": lambda figures: _table_of(figures, _FROZEN),
+    "convert": lambda figures: _table_of(figures, _CONVERT),
+    "writers": lambda figures: _table_of(figures, _WRITERS),
 }

@@ -25,56 +25,62 @@ _HIDDEN = {
 _WIDTH = 150  # if the output is not a terminal
 
 
-def show(name: str, size: str, found: dict[str, Any]) -> None:
+def show(name: str, size: str, figures: dict[str, Any]) -> None:
     """Print the table of one measure at one size."""
-    measure = MEASURES[name]
-    rows = [row for row in found["rows"] if (row["measure"], row["size"]) == (name, size)]
-    figures = list(dict.fromkeys(figure for row in rows for figure in row if figure not in _HIDDEN))
-    table = Table(title=f"{name}, {size}: {measure.title}", title_justify="left")
+    rows = [row for row in figures["rows"] if (row["measure"], row["size"]) == (name, size)]
+    columns: dict[str, None] = {}  # in the order in which they come
+    for row in rows:
+        columns |= dict.fromkeys(figure for figure in row if figure not in _HIDDEN)
+    table = Table(title=f"{name}, {size}: {MEASURES[name].title}", title_justify="left")
     table.add_column("", no_wrap=True)
-    for figure in figures:
+    for figure in columns:
         table.add_column(_heading(figure), justify="right")
     for row in rows:
         if "error" not in row:
             star = "" if row.get("syncs", True) else " *"
-            table.add_row(
-                row["way"] + star, *(_text(figure, row.get(figure)) for figure in figures)
-            )
+            cells = [_text(figure, row.get(figure)) for figure in columns]
+            table.add_row(row["way"] + star, *cells)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     console.print(table)
-    if any(not row.get("syncs", True) for row in rows):
-        console.print("* does not wait for the disk by itself: synced by us, in the time given")
+    if not all(row.get("syncs", True) for row in rows):
+        console.print("* does not wait for the disk itself: the bench syncs, in the time given")
     for row in rows:
         if "error" in row:
             console.print(f"{row['way']}: failed ({row['error']})", markup=False)
-    if found["missing"]:
-        console.print(f"not installed: {', '.join(found['missing'])}")
+    if figures["missing"]:
+        console.print(f"not installed: {', '.join(figures['missing'])}")
 
 
 def ratios_of(name: str, row: Row, rows: Sequence[Row]) -> Row:
-    """Ratios of a row: "of_limit", limit / figure (1: as fast); "times_best_peer", best peer /
-    figure.
+    """Ratios of a row.
+
+    "of_limit": limit / figure, 1 is as fast; "times_best_peer": best peer / figure.
     """
     measure = MEASURES[name]
-    values = {one["way"]: one[measure.figure] for one in rows if one.get(measure.figure, 0) > 0}
-    own, limit, best = values.get(row["way"]), measure.limit, best_peer(name, rows)
-    found = {}
-    if own and limit in values:
-        found["of_limit"] = values[limit] / own
-    if own and best is not None:
-        found["times_best_peer"] = values[best] / own
-    return found
+    values = {}
+    for other in rows:
+        if other.get(measure.figure, 0) > 0:
+            values[other["way"]] = other[measure.figure]
+    value = values.get(row["way"])
+    if not value:
+        return {}
+    ratios = {}
+    if measure.limit in values:
+        ratios["of_limit"] = values[measure.limit] / value
+    best = best_peer(name, rows)
+    if best is not None:
+        ratios["times_best_peer"] = values[best] / value
+    return ratios
 
 
 def best_peer(name: str, rows: Sequence[Row]) -> str | None:
-    """The way with the least figure that is neither ours nor a limit; None if there is none."""
+    """The way with the least figure that is neither of ft_ckpt nor a limit; None without one."""
     figure = MEASURES[name].figure
-    peers = {
-        row["way"]: row[figure]
-        for row in rows
-        if row.get(figure, 0) > 0 and not is_ours(row["way"])
-    }
-    peers = {way: value for way, value in peers.items() if not way.startswith("limit")}
+    peers = {}
+    for row in rows:
+        way, value = row["way"], row.get(figure, 0)
+        if value > 0 and not is_ours(way) and not way.startswith("limit"):
+            peers[way] = value
     return min(peers, key=lambda way: peers[way]) if peers else None
 
 
@@ -84,13 +90,11 @@ def is_ours(way: str) -> bool:
 
 
 def _heading(figure: str) -> str:
-    name, _, unit = figure.rpartition("_")
     units = {"seconds": "s", "bytes": "MB"}
-    return (
-        f"{name.replace('_', ' ')} {units[unit]}".strip()
-        if unit in units
-        else figure.replace("_", " ")
-    )
+    name, _, unit = figure.rpartition("_")
+    if unit not in units:
+        return figure.replace("_", " ")
+    return f"{name.replace('_', ' ')} {units[unit]}".strip()
 
 
 def _text(figure: str, value: float | None) -> str:

@@ -152,7 +152,7 @@ def test_figures_of_two_machines_are_not_mixed(tmp_path):
     found = json.loads(stored.read_text(encoding="utf-8"))
     found["machine"]["processor"] = "another"
     stored.write_text(json.dumps(found), encoding="utf-8")
-    with pytest.raises(AssertionError, match=r"figures of .*'another'.* measure all anew"):
+    with pytest.raises(AssertionError, match=r"figures of .*'another'.* measure all again"):
         run_bench("--json", stored, "--only", "many")
     assert json.loads(stored.read_text(encoding="utf-8")) == found
 
