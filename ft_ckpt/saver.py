@@ -2,9 +2,10 @@
 
 import atexit
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, cast, overload
 from weakref import WeakSet
@@ -23,12 +24,13 @@ from ft_ckpt.extensions.rl import (
     publish,
     server_options,
 )
-from ft_ckpt.extensions.tools import live_logits
 from ft_ckpt.extensions.transfer import push_goal
 from ft_ckpt.messages import LOG, announce
 from ft_ckpt.model import (
     Attribute,
     Merged,
+    Part,
+    View,
     check_model,
     has_adapters,
     is_of_adapters,
@@ -52,6 +54,7 @@ from ft_ckpt.runs import (
     open_run_places,
     parse_mode,
     resume_run,
+    room_maker,
     triggers,
 )
 from ft_ckpt.saving import (
@@ -195,7 +198,7 @@ class CheckpointSaver(Generic[SaveResult]):
             )
         self._run = TrainingRun(accelerator, self.config)
         self._epochs: int | None = None  # argument of `remaining`
-        self._pending = SaveRunner(self._run)
+        self._pending = SaveRunner(self._run.steppers, background=self.config.background)
         follow_up, is_rehearsal = (
             make_follow_up(on_saved, self._places, self.config),
             self._rehearsal is not None,
@@ -320,6 +323,7 @@ class CheckpointSaver(Generic[SaveResult]):
             self._saves.take_lease()
         excluded = {"adapter_only": adapter_only, "attribute": attribute, "state_dict": state_dict}
         attribute = self.config.attribute if attribute is None else attribute
+        follow_up = self._saves.plan_follow_up(push_to=push_to, base_id=config.base_id)
 
         def make_request() -> SaveRequest:
             check_model(model)
@@ -327,21 +331,20 @@ class CheckpointSaver(Generic[SaveResult]):
                 config,
                 model,
                 self._saves.target_folder(path, step, has_state=False),
-                merged=merge_choice(merged, excluded),
-                check=None if check is None else live_logits(model, check),
-                adapter_only=False
-                if merged
-                else self._is_of_adapters(model, adapter_only, attribute),
+                merge=_merge_step(merged, excluded, config.dtype),
+                check=_logits_check(model, check),
+                adapter_only=not merged and self._is_of_adapters(model, adapter_only, attribute),
                 attribute=attribute,
                 tokenizer=self.tokenizer if tokenizer is None else tokenizer,
                 state_dict=state_dict,
                 extra_files=dict(extra_files or {}),
                 notes=() if state_dict is not None else self._run.notes_on_weights(model),
+                make_room=room_maker(config.keep, facts["step"], facts.get("run_id")),
+                follow_up=follow_up,
                 **facts,
             )
 
-        follow_up = self._saves.plan_follow_up(push_to=push_to, base_id=config.base_id)
-        return self._pending.save(config, make_request, follow_up)
+        return self._pending.save(make_request, config)
 
     def publish(
         self,
@@ -729,6 +732,32 @@ class CheckpointSaver(Generic[SaveResult]):
 
     def _current_ranks(self) -> Ranks:
         return current_ranks(self.config.enter_timeout_seconds)
+
+
+def _merge_step(
+    merged: Merged, excluded: Mapping[str, Any], dtype: str
+) -> Callable[[View], Part] | None:
+    """Merges the adapters that `merged` chooses; None if it chooses none.
+
+    Raises ConfigError for an invalid choice, and for arguments that a merge excludes.
+    """
+    choice = merge_choice(merged, excluded)
+    if choice is None:
+        return None
+    from ft_ckpt.extensions.tools import merged_part  # imports PEFT, which is slow
+
+    return partial(merged_part, dtype=dtype, choice=choice)
+
+
+def _logits_check(
+    model: nn.Module, check: str | Mapping[str, Any] | None
+) -> Callable[[Path], str] | None:
+    """Compares the logits of the saved model with the current ones of `model`. Collective."""
+    if check is None:
+        return None
+    from ft_ckpt.extensions.tools import live_logits
+
+    return live_logits(model, check).compare
 
 
 def open_savers() -> list["CheckpointSaver[Any]"]:

@@ -84,6 +84,8 @@ class TensorFormat:
     """Writes an object to a new file by a library, without a layout known beforehand."""
     write_compressed: Callable[..., None] | None = None
     """Writes an object to a new compressed file, see `hdf5_compressed.write_compressed`."""
+    compress_file: "Callable[[Place, str], None] | None" = None
+    """Replaces a file of ours by one with the same contents, in the given compression."""
     load_object: Callable[..., Any] | None = None
     """Loads the object that `save_object` wrote, from (open file, map_location, mapped, verify)."""
     open_folder: "Callable[[Place], TensorFile] | None" = None
@@ -234,6 +236,7 @@ register_format(
         open_tensors=_Lazily("ft_ckpt.extensions.foreign.keras:open_hdf5_tensors"),
         object_dtypes=frozenset(ITEM_BYTES),
         write_compressed=_Lazily("ft_ckpt.extensions.hdf5.hdf5_compressed:write_compressed"),
+        compress_file=_Lazily("ft_ckpt.extensions.tools.objects:compress_file"),
         compressions=("gzip",),
         native_floats=True,
         holds_aliases=True,

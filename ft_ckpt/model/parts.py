@@ -1,6 +1,6 @@
 """Turns a save request into parts, one for each loadable folder."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -19,7 +19,7 @@ from ft_ckpt.model.adapters import (
 )
 from ft_ckpt.model.base_model import irreproducible, refuse_merged
 from ft_ckpt.model.diffusers import in_lora_layout
-from ft_ckpt.model.entries import MergeChoice, Part
+from ft_ckpt.model.entries import Part
 from ft_ckpt.model.selection import View, model_part, module_at, view_of
 from ft_ckpt.ranks import Source
 
@@ -122,23 +122,20 @@ def parts_of(
     attribute: Attribute,
     dtype: str,
     extra: Mapping[str, Any] | None = None,
-    merged: MergeChoice | None = None,
+    merge: Callable[[View], Part] | None = None,
 ) -> list[Part]:
     """The parts of a save.
 
     A single attribute is stored in the checkpoint's root, each of a list in its own folder.
 
-    `extra`: non-tensor values of the model's state dict; `merged`: adapters to merge into the base.
-    Raises SelectionError or a subclass if the request does not fit the model, IncompleteError
-    naming tensors that no part stores and no rule omits.
+    `extra`: non-tensor values of the model's state dict; `merge`: makes the part of the model with
+    its adapters merged into the base. Raises SelectionError or a subclass if the request does not
+    fit the model, IncompleteError naming tensors that no part stores and no rule omits.
     """
     if attribute is None or isinstance(attribute, str):
         whole = view_of(model, found, attribute or "", extra)
-        if merged is not None:
-            # here, because it imports PEFT, which is slow
-            from ft_ckpt.extensions.tools import merged_part
-
-            return _refuse_missing([merged_part(whole, "", dtype, merged)], [whole], adapter_only)
+        if merge is not None:
+            return _refuse_missing([merge(whole)], [whole], adapter_only)
         return _refuse_missing(
             _parts_of_view(whole, attribute or "", "", adapter_only, dtype), [whole], adapter_only
         )

@@ -28,6 +28,7 @@ from .module_state import (
     wrapper_steps as wrapper_steps,
 )
 from .ranks import (
+    Outcome as Outcome,
     Ranks as Ranks,
     by_itself as by_itself,
     current_ranks as current_ranks,
@@ -56,6 +57,9 @@ from .source import (
 )
 from .tensor_digests import (
     digests_of as digests_of,
+)
+from .tensor_names import (
+    name_differing_tensors as name_differing_tensors,
 )
 from .tensors import (
     ModelTensors as ModelTensors,

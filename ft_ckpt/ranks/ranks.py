@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from ft_ckpt.errors import CheckpointError, RankError, RanksDisagreeError
@@ -33,6 +33,8 @@ from ft_ckpt.ranks.agreement import (
     put_value,
     rank_numbers,
 )
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -54,6 +56,24 @@ _BEAT_SECONDS = 1.0  # between signs of life of a rank at work; well below any s
 _POLL_SECONDS = 0.1  # between polls of a working rank for failure reports
 _POLLS_PER_SECOND = 1000  # at most, of all ranks together: one process answers them
 _MOST_POLLED = 32  # ranks whose signs of life are polled at a time
+
+
+@dataclass
+class Outcome:
+    """How a block has ended: with this error, or None."""
+
+    error: BaseException | None = None
+
+    def raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    @contextmanager
+    def catching(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - passed to `agree`, which reports and raises it
+            self.error = error
 
 
 @dataclass
@@ -132,27 +152,45 @@ class Ranks:
             agreement.raise_problem(found)
         return Agreed(found["result"], values)
 
-    def attempt(self, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        """The result of `action` and None, or None and its error.
+    @contextmanager
+    def attempting(self) -> "Iterator[Outcome]":
+        """Catch the error of the block in the outcome; then all ranks agree on it.
 
-        All ranks call it, and then agree on the outcome.
-
-        Meanwhile this rank reports that it is alive. Its error is raised on the other ranks as
-        well, as soon as they wait or poll (`check_peers`) inside their `action`, so that all reach
-        the agreement.
+        All ranks call it. Meanwhile this rank reports that it is alive. Its error is raised on the
+        other ranks as well, as soon as they wait or poll (`check_peers`) inside their block, so
+        that all reach the agreement.
         """
+        outcome = Outcome()
         if self.size == 1:
-            return try_action(action)
+            with outcome.catching():
+                yield outcome
+            return
         outside = self.scope, self.rounds, self.ahead
         self.ahead = (*self.ahead, self._store_key(f"{self.rounds + 1}"))
         self.scope = f"{self.scope}{self.rounds}/"
         try:
-            with self.working():
-                result, error = try_action(action)
+            with self.working(), outcome.catching():
+                yield outcome
         finally:
             self.scope, self.rounds, self.ahead = outside
-        self._report_failure(error)
-        return result, error
+        self._report_failure(outcome.error)
+
+    def attempt(self, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+        """The result of `action` and None, or None and its error; see `attempting`."""
+        result = None
+        with self.attempting() as outcome:
+            result = action()
+        return result, outcome.error
+
+    def run(self, what: str, action: Callable[[], T]) -> T:
+        """The result of `action` on this rank, once it has succeeded on all ranks.
+
+        `what` names it in errors. Raises as `agree` does.
+        """
+        with self.attempting() as outcome:
+            result = action()
+        self.agree(what, error=outcome.error)
+        return result
 
     def check_peers(self) -> None:
         """Raise the failure of another rank: NoSpaceError, LeaseTakenError, or RankError naming it.

@@ -19,11 +19,9 @@ from .data_position import (
     position_in_state as position_in_state,
 )
 from .follow_up import (
-    AfterSave as AfterSave,
     SaveHook as SaveHook,
     hooks_of as hooks_of,
     make_follow_up as make_follow_up,
-    yield_to_training as yield_to_training,
 )
 from .following import (
     FOLLOW_SECONDS as FOLLOW_SECONDS,
@@ -36,9 +34,6 @@ from .following import (
 from .items import (
     bare_identity as bare_identity,
     known_sources as known_sources,
-    model_sources as model_sources,
-    name_differing_tensors as name_differing_tensors,
-    optimizers_among as optimizers_among,
     run_items as run_items,
     walk_models as walk_models,
 )
@@ -58,6 +53,7 @@ from .prune import (
     prune_run as prune_run,
     recover_all as recover_all,
     remove_checkpoints as remove_checkpoints,
+    room_maker as room_maker,
     survey_run as survey_run,
 )
 from .restore import (
@@ -80,15 +76,9 @@ from .run_saves import (
     RunSaves as RunSaves,
 )
 from .state import (
-    DOCUMENT_NAME as DOCUMENT_NAME,
-    FOLDER as FOLDER,
-    Captured as Captured,
-    Document as Document,
     ResumePoint as ResumePoint,
     open_resume_point as open_resume_point,
     read_document as read_document,
-    settings_by_rank as settings_by_rank,
-    state_part as state_part,
 )
 from .triggers import (
     END as END,

@@ -1,15 +1,11 @@
-"""The steps after a commit: retention, upload, push, publish, callbacks; the priority of background
-threads.
+"""The steps after a commit: retention, upload, push, publish, callbacks.
 
 They run in this order in the thread that finished the save. Their errors do not fail the save,
 which is committed.
 """
 
-import os
-import sys
-import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,25 +19,11 @@ from ft_ckpt.extensions.transfer import (
     UploadTerms,
     begin_push,
 )
+from ft_ckpt.jobs import BackgroundJob, yield_to_training
 from ft_ckpt.messages import short, warn
 from ft_ckpt.runs.run_places import RunPlaces
 from ft_ckpt.saving import SaveReport
 from ft_ckpt.storage import Place
-
-_NICE = 10  # about a tenth of a normal thread's share of a busy processor
-
-
-def yield_to_training() -> None:
-    """Lower the priority of the calling thread for good; threads that it starts inherit it.
-
-    No effect on systems without thread priorities, or if they forbid it.
-    """
-    if not sys.platform.startswith("linux"):
-        return  # elsewhere the priority is that of the whole process
-    thread = threading.get_native_id()
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), _NICE))
-
 
 SaveHook = Callable[[SaveReport], object]  # a function of the script
 AfterSave = Callable[[SaveReport], SaveReport]
@@ -74,6 +56,7 @@ class FollowUp:
         """
 
         def follow(report: SaveReport) -> SaveReport:
+            jobs: dict[str, BackgroundJob[Any]] = {}
             if committed is not None:
                 committed(report)
             if prune is not None:
@@ -85,13 +68,14 @@ class FollowUp:
                 and self.uploads is not None
                 and self.uploads.takes(report.place)
             ):
-                report = replace(report, upload=self.uploads.begin_upload(report.place, terms))
+                jobs["upload"] = self.uploads.begin_upload(report.place, terms)
             if is_main and push_to is not None:
                 push = begin_push(report.place, push_to, PushOptions(base_id=base_id))
                 self.pushes.append(push)
-                report = replace(report, push=push)
+                jobs["push"] = push
             if is_main and publishes and self.publisher is not None:
-                report = replace(report, publish=self.publisher.begin(report.place))
+                jobs["publish"] = self.publisher.begin(report.place)
+            report = replace(report, follow_ups=jobs)
             for hook in self.hooks if is_main else ():
                 _call_hook(hook, report)
             return report

@@ -8,7 +8,7 @@ Objects cannot have the names that a state uses itself.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import xxhash
@@ -18,9 +18,7 @@ from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, Selection
 from ft_ckpt.extensions.deepspeed import EngineCounters, is_zero, zero_optimizer
 from ft_ckpt.ranks import (
     ModelTensors,
-    Ranks,
     Source,
-    Values,
     rank_numbers,
     refuse_one_way_state,
     unwrap,
@@ -193,54 +191,6 @@ def check_same_items(everyone: Sequence[Mapping[str, str]]) -> None:
             f"{listing(problems)}; register the same objects on every rank, not under `if "
             "is_main_process`"
         )
-
-
-def name_differing_tensors(
-    ranks: Ranks, what: str, digest: str, names_of: Callable[[], Iterable[str]]
-) -> None:
-    """Raise RanksDisagreeError naming the tensors that some ranks lack; `digest` covers this
-    rank's. Collective.
-
-    Only the first rank with each digest sends its names.
-    """
-    first = ranks.agree(what, {"digest": digest}, decide=_first_by_digest).result
-    names = [*names_of()] if ranks.rank in first else []
-    ranks.agree(f"{what}, by name", {"digest": digest, "names": names}, decide=_refuse_differing)
-
-
-def _first_by_digest(values: Values) -> list[int]:
-    first: dict[str, int] = {}
-    return [
-        rank for rank, value in enumerate(values) if first.setdefault(value["digest"], rank) == rank
-    ]
-
-
-def _refuse_differing(values: Values) -> NoReturn:
-    groups: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        groups.setdefault(value["digest"], []).append(rank)
-    owners: dict[str, list[int]] = {}
-    for group in groups.values():
-        for name in values[group[0]]["names"]:
-            owners.setdefault(name, []).extend(group)
-    # as in a pipeline: tensors by the ranks that alone hold them
-    stages: dict[tuple[int, ...], list[str]] = {}
-    for name, holders in owners.items():
-        if len(holders) < len(values):
-            stages.setdefault(tuple(holders), []).append(name)
-    partial = [
-        f"{listing(names, ', ')} on rank(s) {rank_numbers([*held])} alone"
-        for held, names in stages.items()
-    ]
-    problem = (
-        listing(partial)
-        if partial
-        else "tensors: of another shape or dtype, or in another order, on some ranks"
-    )
-    raise RanksDisagreeError(
-        f"{problem}; every rank has to hold or share all tensors of the model: one whose layers "
-        "are spread over the ranks (pipeline parallelism) is saved by the library that spread it"
-    )
 
 
 def optimizers_among(items: Iterable[Item]) -> list[tuple[Item, ModuleType, Any]]:

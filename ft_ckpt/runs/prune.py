@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -42,8 +41,7 @@ from ft_ckpt.checkpoint import (
     unfinished_deletions,
     without_state,
 )
-from ft_ckpt.config import SaverConfig
-from ft_ckpt.errors import CheckpointError, ConfigError, NoSpaceError, UnreadableError
+from ft_ckpt.errors import CheckpointError, ConfigError, UnreadableError
 from ft_ckpt.messages import LOG, warn
 from ft_ckpt.retention import (
     HeldCheckpoint,
@@ -295,6 +293,15 @@ def prune_after_save(
         warn(f"{root}: an old checkpoint was not deleted: {problem}", stacklevel=4)
 
 
+def room_maker(
+    keep: Keep | None, step: int | None, run_id: str | None, protect: Iterable[Place] = ()
+) -> Callable[[Path], PruneReport] | None:
+    """Deletes from a run's folder what a save of `step` may delete; None if that is nothing."""
+    if keep is None:
+        return None
+    return partial(make_room, keep=keep, step=step, run_id=run_id, protect=protect)
+
+
 def make_room(
     root: str | os.PathLike[str] | Place,
     keep: Keep,
@@ -472,54 +479,3 @@ def _dry_report(run: RunFolder, plan: PrunePlan) -> PruneReport:
         rest = {file.path for file in without_state(info.manifest).files}
         sizes.append(run.releasable(info.store, {file.path for file in info.manifest.files} - rest))
     return PruneReport(plan.keep, plan.drop, plan.strip, sum(sizes))
-
-
-ROOM_POLL_SECONDS = 10.0
-
-
-def ensure_space(
-    target: Place,
-    needed_bytes: int,
-    config: SaverConfig,
-    *,
-    step: int | None = None,
-    run_id: str | None = None,
-    protect: Iterable[Place] = (),
-    tries: int = 0,
-) -> None:
-    """Return when `target` can be written and its disk has `needed_bytes`; at once in a bucket.
-
-    `tries`: how often this save has filled the disk already. Raises NoSpaceError when there is no
-    room and `config.when_full` allows no further step, TargetError when `target` cannot be written.
-    """
-    if target.folder.free_bytes() is None:
-        return
-    path = folder_of(target.folder)
-    if config.when_full == "wait":
-        _wait_for_space(path, needed_bytes, tries)
-        return
-    if tries == 0:
-        try:
-            commit.check_target(path, needed_bytes)
-        except NoSpaceError:
-            if config.when_full == "raise" or config.keep is None:
-                raise
-        else:
-            return
-    if config.keep is not None and tries < 2:
-        make_room(path.parent, config.keep, step, run_id=run_id, protect=protect)
-    elif tries:
-        raise NoSpaceError(f"{target}: the disk was full {tries} times; make room and save again")
-    commit.check_target(path, needed_bytes)
-
-
-def _wait_for_space(target: Path, needed_bytes: int, tries: int) -> None:
-    while True:
-        if tries:  # an earlier check found room, and the save filled the disk
-            time.sleep(ROOM_POLL_SECONDS)
-        try:
-            commit.check_target(target, needed_bytes)
-        except NoSpaceError:
-            tries += 1
-        else:
-            return

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from ft_ckpt import schedule
@@ -35,6 +36,7 @@ from ft_ckpt.runs.items import (
     Key,
     main_model,
     object_signatures,
+    optimizers_among,
     plain_optimizers,
     refuse_unsaveable,
     run_items,
@@ -540,6 +542,19 @@ class TrainingRun:
         step = self.step if step is None else step
         known = self.last_metrics if step == self.step else {}
         return {"step": step, "metrics": dict(metrics) or dict(known), "run_id": self.run_id}
+
+    def steppers(self) -> dict[Optimizer, list[Tensor]]:
+        """The optimizers that call a hook before they step, each with the further tensors that its
+        steps change.
+        """
+        hooked: dict[Optimizer, list[Tensor]] = {}
+        items = run_items(self.accelerator, self.registered)
+        for _, kind, optimizer in optimizers_among(items):
+            inner, further = kind.hooked_optimizer(optimizer)
+            has_hooks = getattr(type(inner).step, "hooked", False)
+            if isinstance(inner, Optimizer) and has_hooks:
+                hooked[inner] = further
+        return hooked
 
     def notes_on_weights(self, model: nn.Module) -> tuple[str, ...]:
         """What a reader of the weights of `model` should know of the optimizers that train them."""

@@ -33,23 +33,25 @@ from ft_ckpt.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.runs.choose import refuse_replacing
 from ft_ckpt.runs.follow_up import AfterSave, FollowUp
 from ft_ckpt.runs.items import model_sources
-from ft_ckpt.runs.prune import prune_after_save
+from ft_ckpt.runs.prune import prune_after_save, room_maker
 from ft_ckpt.runs.run import TrainingRun
 from ft_ckpt.runs.run_lease import RunLease, lease_run
 from ft_ckpt.runs.run_places import RunPlaces
 from ft_ckpt.runs.signals import exit_code
+from ft_ckpt.runs.state import differing_settings
 from ft_ckpt.saving import (
     PendingSave,
     SaveReport,
+    SaveRequest,
     SaveRunner,
     as_in_training,
     describe_differences,
-    differing_settings,
+    difference_note,
     library_versions,
     report_differences,
     request_of,
 )
-from ft_ckpt.schedule import LoggedSave, append_save
+from ft_ckpt.schedule import History, LoggedSave, after_commit, append_save
 from ft_ckpt.storage import Place, open_place
 
 T = TypeVar("T")
@@ -197,21 +199,26 @@ class RunSaves:
             if self.invited is not None:  # first: the writers prepare their files meanwhile
                 self._ask_writers()
             captured = run.capture_state(self._current_ranks(), library_versions())
-            if differing := differing_settings(captured.document):
-                report_differences(
-                    describe_differences(differing),
-                    f"step {run.step}",
-                    self._current_ranks(),
-                    config,
-                )
+            differing = differing_settings(captured.document)
+            if differing:
+                text = describe_differences(differing)
+                report_differences(text, f"step {run.step}", self._current_ranks(), config)
             found, attribute = model_sources(captured.found), config.attribute
             adapters = is_adapter_run(run.model, found, attribute)
             adapters = run.base.is_left_out(
                 run.model, adapters, adapter_only, self._current_ranks()
             )
-            report = self.pending.save(
-                config,
-                lambda: request_of(
+            follow_up = self.plan_follow_up(prunes=True)
+
+            def make_request() -> SaveRequest:
+                notes = [*run.notes_on_weights(run.model), *run.notes_on_averages()]
+                if differing:
+                    notes.append(difference_note(differing))
+                collect = None
+                if self.session is not None:
+                    collect = partial(self.session.collect, run.step)
+                protect = self._protected_paths()
+                return request_of(
                     config,
                     run.model,
                     self.target_folder(path, run.step, has_state=True),
@@ -220,18 +227,17 @@ class RunSaves:
                     tokenizer=self.tokenizer,
                     step=run.step,
                     metrics=metrics,
-                    captured=captured,
+                    extra_state=captured.as_extra_state(),
                     run_id=run.run_id,
-                    protect=self._protected_paths(),
                     extra_files=extra_files or {},
-                    collect=None
-                    if self.session is None
-                    else partial(self.session.collect, run.step),
-                    notes=(*run.notes_on_weights(run.model), *run.notes_on_averages()),
+                    notes=tuple(notes),
+                    make_room=room_maker(config.keep, run.step, run.run_id, protect),
+                    collect=collect,
                     check_lease=self.check_lease,
-                ),
-                self.plan_follow_up(prunes=True),
-            )
+                    follow_up=follow_up,
+                )
+
+            report = self.pending.save(make_request, config)
         except BaseException:
             run.history = history
             run.note_saved(reason, {})  # so that the next try is an interval later
@@ -240,13 +246,24 @@ class RunSaves:
         cost = time.monotonic() - begun
         entry = replace(entry, stall_seconds=cost)
         if isinstance(report, PendingSave):
-            self.pending.before = history  # its cost and outcome are known later
+            # its cost and outcome are known later
+            self.pending.on_end = partial(self._note_outcome, history)
         else:
             run.history = history
             run.note_saved(reason, metrics, cost)
             entry = replace(entry, seconds=report.seconds, size_bytes=report.bytes)
         run.history = replace(run.history, saves=append_save(history.saves, entry))
         return report
+
+    def _note_outcome(
+        self, before: History, report: SaveReport | None, waited_seconds: float
+    ) -> None:
+        """Take the outcome of a background save into the history; `before` is that before it."""
+        run = self.run
+        if report is None:
+            run.history = replace(run.history, best=before.best, saves=before.saves)
+        else:
+            run.history = after_commit(run.history, report.seconds, report.bytes, waited_seconds)
 
     def target_folder(
         self, path: str | Path | Place | None, step: int | None, *, has_state: bool

@@ -57,6 +57,7 @@ from ft_ckpt.ranks import (
     held_source,
     is_distributed,
     layouts_of,
+    name_differing_tensors,
     runs_of,
     source_of_tensor,
     try_action,
@@ -68,7 +69,6 @@ from ft_ckpt.runs.items import (
     check_same_items,
     labelled_sources,
     model_sources,
-    name_differing_tensors,
     optimizer_of,
     optimizers_among,
     tied_names,
@@ -76,6 +76,7 @@ from ft_ckpt.runs.items import (
 )
 from ft_ckpt.runs.optimizer_values import LEAVES, decode_setting, is_dense, tensors_of_entry
 from ft_ckpt.runs.optimizers import Description
+from ft_ckpt.saving import STATE_DOCUMENT, Differences, ExtraState
 from ft_ckpt.schedule import begin_history
 from ft_ckpt.schema import Count, as_record
 from ft_ckpt.storage import ListedStore, Store
@@ -132,6 +133,15 @@ def _refuse_differing_containers(
             )
 
 
+def differing_settings(document: Mapping[str, Any]) -> Differences:
+    """The settings and numbers of optimizers that differ between ranks in the state of a run."""
+    differing = {}
+    for item, described in document.get("items", {}).items():
+        for setting, ranks in settings_by_rank(described.get("optimizer", {})).items():
+            differing[f"{item}: {setting}"] = dict.fromkeys(ranks, "")
+    return differing
+
+
 def settings_by_rank(description: Description) -> Mapping[str, Sequence[int]]:
     """The settings and numbers that differ from rank 0's, by name, and the ranks that differ."""
     by_setting: Mapping[str, Sequence[int]] = description.get("differing", {})
@@ -154,7 +164,7 @@ def _differing_settings(description: Description, together: Description) -> list
     return differing
 
 
-FOLDER, FILE, DOCUMENT_NAME = "state", "training", "training.json"
+FOLDER, FILE = "state", "training"
 DOCUMENT_VERSION = 1
 Document = dict[str, Any]
 
@@ -544,11 +554,9 @@ def read_document(store: Store, manifest: Manifest) -> Document:
     Raises CorruptError when it cannot be read, naming every value that is of another type or out of
     range, and every tensor of the state that it does not refer to.
     """
-    file = store.where(f"{FOLDER}/{DOCUMENT_NAME}")
+    file = store.where(STATE_DOCUMENT)
     with damaged_input(f"{file}; resume from another checkpoint"):
-        document: Document = json.loads(
-            store.read(f"{FOLDER}/{DOCUMENT_NAME}"), parse_constant=_refuse_constant
-        )
+        document: Document = json.loads(store.read(STATE_DOCUMENT), parse_constant=_refuse_constant)
         version = document["version"]
         if type(version) is int and version > DOCUMENT_VERSION:
             raise CorruptError(
@@ -894,6 +902,19 @@ class Captured:
     @property
     def document(self) -> Document:
         return {} if self.state is None else self.state.document
+
+    def as_extra_state(self) -> ExtraState:
+        """The state as a save stores it. Raises the error that prevented it."""
+        if self.error is not None:
+            raise self.error
+        assert self.state is not None, "without an error there is a state"
+        return ExtraState(
+            tensors=self.tensors,
+            sources=model_sources(self.found) or self.tensors.sources(),
+            all_sources=tuple(self.found.values()),
+            make_part=partial(state_part, self.state),
+            document=self.state.document,
+        )
 
 
 def capture_run(

@@ -8,29 +8,28 @@ one writer, the call gathers the elements that the writer lacks.
 
 import atexit
 import math
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
-from functools import partial, wraps
+from dataclasses import replace
+from functools import wraps
 from itertools import count
-from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from ft_ckpt.config import SaverConfig, parse_size
+from ft_ckpt.jobs import JobQueue, yield_to_training
 from ft_ckpt.messages import warn
 from ft_ckpt.model import load_conversion_table
-from ft_ckpt.ranks import Ranks, current_ranks, try_action
-from ft_ckpt.runs import AfterSave, TrainingRun, optimizers_among, run_items, yield_to_training
+from ft_ckpt.ranks import Outcome, Ranks, current_ranks
 from ft_ckpt.saving.agree import agree_on_plan
-from ft_ckpt.saving.execute import PreparedSave, run_save
-from ft_ckpt.saving.plan import plan_save
-from ft_ckpt.saving.report import SaveReport
+from ft_ckpt.saving.context import SaveContext
+from ft_ckpt.saving.execute import Attempt, run_save
+from ft_ckpt.saving.plan import SavePlan, plan_save
+from ft_ckpt.saving.report import PendingSave, SaveReport
 from ft_ckpt.saving.request import SaveRequest
 from ft_ckpt.saving.shared_folders import SharedFolders
 from ft_ckpt.saving.snapshot import (
@@ -41,12 +40,19 @@ from ft_ckpt.saving.snapshot import (
     ids_changed_by_steps,
     plan_snapshot,
 )
-from ft_ckpt.saving.stage import StagedSave
+from ft_ckpt.saving.stage import OpenStage
 from ft_ckpt.saving.write_plan import plan_writes
-from ft_ckpt.schedule import History, after_commit
 
 P = ParamSpec("P")
 T = TypeVar("T")
+# Optimizers that call a hook before they step -> the further tensors that their steps change
+Steppers = Mapping[torch.optim.Optimizer, Sequence[Tensor]]
+# called with the report, or None after an error, and the seconds that optimizers waited for copies
+OnEnd = Callable[[SaveReport | None, float], object]
+
+_LAG_SECONDS = 0.001  # lets the caller go on before the thread takes the GIL
+_MAX_STEPS_BETWEEN_LOOKS = 64  # whether a save has ended on all ranks
+_channels = count(1)  # channel ids; incremented in lockstep on all ranks
 
 
 def as_in_training(method: Callable[P, T]) -> Callable[P, T]:
@@ -64,263 +70,174 @@ def as_in_training(method: Callable[P, T]) -> Callable[P, T]:
     return call_outside
 
 
-_LAG_SECONDS = 0.001  # lets the caller go on before the worker takes the GIL
+class SaveRunner:
+    """Runs the saves of one saver: in the foreground, or one at a time in the background.
 
-
-class Worker:
-    """Runs one job at a time, each in a new thread."""
-
-    def __init__(self) -> None:
-        self.thread: threading.Thread | None = None
-        self.future: Future[Any] | None = None  # of the last job, until its result is taken
-        _OPEN.add(self)
-
-    def start_job(self, job: Callable[[], Any]) -> "Future[Any]":
-        """Start `job`. Call `take_result` for the previous job first."""
-        future = self.future = Future()
-
-        def run_job() -> None:
-            time.sleep(_LAG_SECONDS)
-            try:
-                future.set_result(job())
-            except BaseException as error:  # noqa: BLE001 - raised by `take_result`
-                future.set_exception(error)
-
-        self.thread = threading.Thread(target=run_job, name="ft_ckpt-save")
-        self.thread.start()
-        return future
-
-    def take_result(self) -> Any:
-        """Wait for the job and return its result or raise its error, once; None without a job."""
-        if self.future is None:
-            return None
-        wait([self.future])
-        future, self.future = self.future, None
-        return future.result()
-
-
-_OPEN: WeakSet[Worker] = WeakSet()
-
-
-def _join_workers() -> None:
-    for worker in list(_OPEN):
-        if worker.thread is not None:  # in a forked child it counts as ended
-            worker.thread.join()
-
-
-def _warn_of_unread_errors() -> None:
-    for worker in list(_OPEN):
-        if (
-            worker.future is not None
-            and worker.future.done()
-            and (error := worker.future.exception()) is not None
-        ):
-            warn(
-                "a background save failed, and the program ended without "
-                f"reading its result: {error}",
-                stacklevel=1,
-            )
-
-
-# Jobs may use thread pools, which take no more work once the interpreter shuts down, so jobs are
-# joined before that.
-getattr(threading, "_register_atexit", atexit.register)(_join_workers)
-atexit.register(_warn_of_unread_errors)
-
-
-_channels = count(1)  # channel ids; incremented in lockstep on all ranks
-
-
-@dataclass(frozen=True, eq=False)
-class PendingSave:
-    """A background save to the folder `path`, which exists once the save is committed.
-
-    It is done from the start if no thread could carry out the save: the call then returned after
-    the commit.
+    `steppers` returns the optimizers that wait for the copies of a background save.
     """
 
-    path: Path | str
-    """The folder of the checkpoint; its URL if it is in a bucket."""
-    future: "Future[SaveReport]"
-    """Resolves to the SaveReport."""
-
-    @property
-    def done(self) -> bool:
-        """Whether the save has ended, with success or not."""
-        return self.future.done()
-
-    def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait at most `timeout` seconds and return the report.
-
-        Raises the error of the save, which the saver's next call raises as well; TimeoutError after
-        `timeout`.
-        """
-        return self.future.result(timeout)
-
-
-class SaveRunner:
-    """Runs the saves of one saver: in the foreground, or one at a time in the background."""
-
-    def __init__(self, run: TrainingRun) -> None:
-        # before the save in flight, if that saves the state of the run
-        self.before: History | None = None
-        self._run = run
+    def __init__(self, steppers: Callable[[], Steppers], *, background: bool = False) -> None:
+        self.on_end: OnEnd | None = None  # of the save in flight, called once by `wait_for_save`
         self.snapshot = Snapshot()
-        self._worker = Worker()
+        self.queue = JobQueue()
+        self.future: Future[SaveReport] | None = None  # of the last save, until it is waited for
+        self._steppers = steppers
         self._channel = ""
         self._steps_in_flight = 0
         self._shared = SharedFolders()
-        if run.config.background:
+        _runners.add(self)
+        if background:
             load_conversion_table()
 
     def save(
-        self, config: SaverConfig, make: Callable[[], SaveRequest], then: AfterSave
+        self, make_request: Callable[[], SaveRequest], config: SaverConfig
     ) -> SaveReport | PendingSave:
-        """Carry out the request that `make` returns, in the background if `config` says so.
+        """Carry out a request, in the background if `config` says so.
 
-        Returns `then(report)`, or a handle that resolves to it. Collective; raises what `run_save`
-        raises.
+        Returns the report, or a handle that resolves to it. An error of `make_request` is raised on
+        all ranks. Collective; raises what `run_save` raises.
         """
-        begun, ranks = time.monotonic(), current_ranks(config.enter_timeout_seconds)
-        request, error = try_action(make)
+        ranks = current_ranks(config.enter_timeout_seconds)
+        context = SaveContext(ranks, config, shared=self._shared)
         if config.background:
-            return self._start_in_background(request, error, ranks, config, begun, then)
-        return then(run_save(request, error, ranks, config, begun, None, self._shared))
+            return self._start_in_background(make_request, context)
+        return run_save(Attempt(make_request), context)
 
     def _start_in_background(
-        self,
-        request: SaveRequest | None,
-        error: BaseException | None,
-        ranks: Ranks,
-        config: SaverConfig,
-        begun: float,
-        then: AfterSave,
+        self, make_request: Callable[[], SaveRequest], context: SaveContext
     ) -> PendingSave:
-        """Start `request` in the background, or carry it out now if no snapshot of it can be taken.
+        """Start a save in the background, or carry it out now if no snapshot of it can be taken.
 
         That is the case if the copies exceed their limit, if tensors must move between ranks while
         files are written, or if not all ranks see the target folder.
         """
-        request, prepared, snapshot = self._agree_on_snapshot(request, error, ranks, config)
+        attempt, snapshot = self._plan_and_agree(make_request, context)
+        request, ranks = attempt.make_request(), context.ranks
         self._steps_in_flight, self.snapshot.waited_seconds = 0, 0.0
         if snapshot is None or not self._shared.is_seen_by_all(request.target.beside, ranks):
-            prepared = PreparedSave(prepared.plan)
-            report = then(run_save(request, None, ranks, config, begun, prepared, self._shared))
-            done = self._worker.future = Future()
-            done.set_result(report)
-            return PendingSave(report.path, done)
-        _, error = try_action(lambda: self.snapshot.begin_copies(snapshot.now, snapshot.late))
+            report = run_save(replace(attempt, writes=None), context)
+            self.future = Future()
+            self.future.set_result(report)
+            return PendingSave(path=report.path, future=self.future)
+        beginning = Outcome()  # raised in the thread, where the ranks agree on it
+        with beginning.catching():
+            self.snapshot.begin_copies(snapshot.now, snapshot.late)
         try:
-            gathered = gather_for_writers(snapshot, ranks)
+            copies = gather_for_writers(snapshot, ranks)
             self._channel = self._channel or f"background-{next(_channels)}"
-            ranks = current_ranks(config.enter_timeout_seconds, self._channel)
+            ranks = current_ranks(context.config.enter_timeout_seconds, self._channel)
+            config = context.config
             if snapshot.gathers:  # digests of earlier files need the elements of all ranks
                 config = replace(config, reuse_frozen="off")
+            in_thread = replace(context, ranks=ranks, config=config)
 
-            def finish() -> SaveReport:
-                copied, copy_error = try_action(self.snapshot.finish_copies)
-                yield_to_training()  # after the copies: the optimizer waits for them
-                sources = SnapshotSources({**(copied or {}), **gathered}, snapshot.gathered_keys)
-                from_copies = replace(prepared, sources=sources)
-                return then(
-                    run_save(
-                        request,
-                        error or copy_error,
-                        ranks,
-                        config,
-                        begun,
-                        from_copies,
-                        self._shared,
-                    )
-                )
+            def take_copies() -> SaveRequest:
+                try:
+                    copies.update(self.snapshot.finish_copies())
+                finally:
+                    yield_to_training()  # after the copies: the optimizer waits for them
+                beginning.raise_error()
+                return request
 
-            return PendingSave(request.target.location, self._worker.start_job(finish))
+            # the thread takes the copies before it reads from them
+            sources = SnapshotSources(copies, snapshot.gathered_keys)
+            from_copies = replace(attempt, make_request=take_copies, sources=sources)
+
+            def save_snapshot() -> SaveReport:
+                time.sleep(_LAG_SECONDS)
+                return run_save(from_copies, in_thread)
+
+            self.future = self.queue.start("ft_ckpt-save", save_snapshot)
+            return PendingSave(path=request.target.location, future=self.future)
         except BaseException:
             self.snapshot.drop_copies()
             raise
 
-    def _agree_on_snapshot(
-        self,
-        request: SaveRequest | None,
-        error: BaseException | None,
-        ranks: Ranks,
-        config: SaverConfig,
-    ) -> tuple[SaveRequest, PreparedSave, SnapshotPlan | None]:
-        """The request with the replicas that differ, its plan, and its snapshot, or None if the
-        save must run now.
+    def _plan_and_agree(
+        self, make_request: Callable[[], SaveRequest], context: SaveContext
+    ) -> tuple[Attempt, SnapshotPlan | None]:
+        """The planned save, with the replicas that differ, and its snapshot; None if the save must
+        run now.
         """
-        prepared: PreparedSave | None = None
+        attempt = Attempt(make_request)
         snapshot: SnapshotPlan | None = None
-        if request is not None:
-            planned, error = try_action(partial(self._plan_snapshot, request, ranks, config))
-            prepared, snapshot = planned or (None, None)
-        staged = None if prepared is None else StagedSave(prepared.plan)
-        max_bytes = math.inf if config.snapshot_bytes is None else parse_size(config.snapshot_bytes)
-        fits = snapshot is not None and snapshot.size_bytes <= max_bytes
+        with context.ranks.attempting() as planning:
+            attempt, snapshot = self._plan_snapshot(make_request(), context)
+        limit = context.config.snapshot_bytes
+        max_bytes = math.inf if limit is None else parse_size(limit)
         agreed = agree_on_plan(
-            "save() in the background", request, staged, error, ranks, config, fits=fits
+            "save() in the background",
+            attempt.plan,
+            OpenStage(),
+            planning.error,
+            context,
+            fits=snapshot is not None and snapshot.size_bytes <= max_bytes,
         )
-        assert prepared is not None, "the agreement has raised the error"
+        request = agreed.plan.request
         if agreed.replicas_differ:
-            return self._agree_on_snapshot(agreed.request, None, ranks, config)
-        return agreed.request, prepared, snapshot if agreed.fits else None
+            return self._plan_and_agree(lambda: request, context)
+        attempt = replace(attempt, make_request=lambda: request, plan=agreed.plan)
+        return attempt, snapshot if agreed.fits else None
 
     def _plan_snapshot(
-        self, request: SaveRequest, ranks: Ranks, config: SaverConfig
-    ) -> tuple[PreparedSave, SnapshotPlan | None]:
+        self, request: SaveRequest, context: SaveContext
+    ) -> tuple[Attempt, SnapshotPlan | None]:
         """The plan and its snapshot; None if tensors move between ranks while files are written.
 
         The next step of the run's optimizers waits for the copies from here on.
         """
-        steppers = {} if request.adapter_only else _hooked_optimizers(self._run)
+        ranks, config = context.ranks, context.config
+        steppers = {} if request.adapter_only else self._steppers()
         self.snapshot.watch_optimizers(steppers)
-        plan = plan_save(request, ranks, config)
+        plan: SavePlan = plan_save(request, ranks, config)
         if config.each_rank_writes == "auto":  # the thread cannot gather what other ranks hold
             config = replace(config, each_rank_writes="on")
         has_state_dict = request.state_dict is not None
-        writes = plan_writes(plan, request.target, config, ranks.size, state_dict=has_state_dict)
-        prepared = PreparedSave(plan, writes)
+        writes = plan_writes(plan, config, ranks.size, has_state_dict)
+        attempt = Attempt(lambda: request, plan, writes)
         gathers = ranks.size > 1 and not request.target.is_local
         if has_state_dict if gathers else writes.moves_tensors:
-            return prepared, None
+            return attempt, None
         owned = frozenset[int]() if has_state_dict else ids_changed_by_steps(steppers)
-        return prepared, plan_snapshot(writes, ranks, owned, gathers=gathers)
+        return attempt, plan_snapshot(writes, ranks, owned, gathers=gathers)
 
     def wait_for_save(self) -> SaveReport | None:
         """Wait for the save in flight and return its report or raise its error; None when there is
         none.
         """
-        before, self.before = self.before, None
-        report, error = try_action(self._worker.take_result)
-        if before is not None and error is not None:
-            self._run.history = replace(self._run.history, best=before.best, saves=before.saves)
-        elif before is not None:
-            waited = self.snapshot.waited_seconds
-            self._run.history = after_commit(
-                self._run.history, report.seconds, report.bytes, waited
-            )
-        if error is not None:
-            raise error
-        return report  # type: ignore[no-any-return]  # `try_action` takes any function
+        if self.future is not None:
+            wait([self.future])  # an interrupt of it leaves the save in flight
+        future, self.future = self.future, None
+        on_end, self.on_end = self.on_end, None
+        report: SaveReport | None = None
+        try:
+            if future is not None:
+                report = future.result()
+            return report
+        finally:
+            if on_end is not None:
+                on_end(report, self.snapshot.waited_seconds)
 
     def has_ended(self, ranks: Ranks) -> bool:
         """Whether the save in flight has ended on all ranks; called at every step, on all ranks.
 
         Ranks exchange it at steps 1, 2, 4, ... after the start of the save, then at every 64th.
         """
-        future = self._worker.future
-        if future is None or ranks.size == 1:
-            return future is not None and future.done()
+        if self.future is None:
+            return False
+        has_ended = self.future.done()
+        if ranks.size == 1:
+            return has_ended
         self._steps_in_flight += 1
         is_power_of_two = self._steps_in_flight.bit_count() == 1
-        if not is_power_of_two and self._steps_in_flight % 64:
+        if not is_power_of_two and self._steps_in_flight % _MAX_STEPS_BETWEEN_LOOKS:
             return False
-        ended = {"ended": future.done()}
-        return bool(
-            ranks.agree(
-                "saver.step()", ended, decide=lambda values: all(v["ended"] for v in values)
-            ).result
+        agreed = ranks.agree(
+            "saver.step()",
+            {"ended": has_ended},
+            decide=lambda values: all(value["ended"] for value in values),
         )
+        return bool(agreed.result)
 
     def close(self) -> None:
         """Wait for the save in flight, unhook the optimizers and free the memory."""
@@ -330,15 +247,18 @@ class SaveRunner:
             self.snapshot.close()
 
 
-def _hooked_optimizers(run: TrainingRun) -> dict[torch.optim.Optimizer, list[Tensor]]:
-    """The optimizers that call a hook before they step, each with the further tensors that its
-    steps change.
-    """
-    items = optimizers_among(run_items(run.accelerator, run.registered))
-    optimizers = [kind.hooked_optimizer(optimizer) for _, kind, optimizer in items]
-    return {
-        optimizer: further
-        for optimizer, further in optimizers
-        if isinstance(optimizer, torch.optim.Optimizer)
-        and getattr(type(optimizer).step, "hooked", False)
-    }
+_runners: WeakSet[SaveRunner] = WeakSet()
+
+
+@atexit.register
+def _warn_of_unread_errors() -> None:
+    for runner in list(_runners):
+        if runner.future is None or not runner.future.done():
+            continue
+        error = runner.future.exception()
+        if error is not None:
+            warn(
+                "a background save failed, and the program ended without "
+                f"reading its result: {error}",
+                stacklevel=1,
+            )

@@ -20,7 +20,6 @@ from ft_ckpt.ranks import (
     is_known_to_all,
     sample_elements,
 )
-from ft_ckpt.runs import Captured, model_sources, state_part
 from ft_ckpt.saving import replicas
 from ft_ckpt.saving.files import PartPlan, frozen_names, plan_part
 from ft_ckpt.saving.request import SaveRequest
@@ -34,12 +33,12 @@ BaseSamples = Mapping[str, Mapping[str, Mapping[str, float]]]
 class SavePlan:
     """The parts of a checkpoint with their weight files, and the sidecar files."""
 
+    request: SaveRequest
     plans: tuple[PartPlan, ...]
     engine: str
     ties_to_check: tuple[tuple[Source, Source], ...]
     is_spread: bool = True  # whether every rank can gather a file; else rank 0 alone can
-    # part -> tensor -> element
-    samples: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    samples: BaseSamples = field(default_factory=dict)
     companions: Companions = field(default_factory=Companions)
 
 
@@ -49,48 +48,53 @@ def plan_save(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePl
     Raises SelectionError or a subclass when the model lacks what was requested, IncompleteError for
     tensors that the files would lack, CompanionError when tokenizer, config and model do not fit.
     """
-    captured = request.captured or Captured(ModelTensors(request.model))
-    if captured.error is not None:
-        raise captured.error
-    sources = model_sources(captured.found) or captured.tensors.sources()
+    state = request.extra_state
+    tensors = ModelTensors(request.model) if state is None else state.tensors
+    sources = tensors.sources() if state is None else state.sources
     # Before a state dict replaces the tensors, so that all ranks plan the same files.
-    frozen = frozenset(
-        source.key for source in sources.values() if not source.trainable and source.is_parameter
-    )
+    frozen = set()
+    for source in sources.values():
+        if source.is_parameter and not source.trainable:
+            frozen.add(source.key)
     if request.state_dict is not None:
         sources = from_state_dict(request.state_dict, sources, ranks)
-    parts = _parts_to_save(request, captured, sources)
+    parts = _parts_to_save(request, tensors, sources)
     # an export shares no files
-    can_link = format_named(request.format).is_plain and request.merged is None
+    can_link = format_named(request.format).is_plain and request.merge is None
     reuse = config.reuse_frozen if can_link else "off"
+    described = [*sources.values(), *(() if state is None else state.all_sources)]
     plans = []
+    stored: list[Source] = []
+    doubtful: list[tuple[Source, Source]] = []
+    samples = {}
     for part in parts:
-        separate = frozen_names(part, frozen, reuse)
+        separate = frozen_names(part, frozenset(frozen), reuse)
         plans.append(plan_part(part, request.max_shard_bytes, request.format, separate))
-    stored = [source for part in parts for entry in part.entries for source in entry.sources]
-    samples = {
-        part.name: sample_elements(identifying_tensors(part), ranks.rank)
-        for part in parts
-        if part.base
-    }
+        doubtful += part.doubtful
+        for entry in part.entries:
+            stored += entry.sources
+        if part.base:
+            samples[part.name] = sample_elements(identifying_tensors(part), ranks.rank)
     return SavePlan(
+        request,
         tuple(plans),
-        engine=engine_names([*sources.values(), *captured.found.values()]),
-        ties_to_check=tuple(pair for part in parts for pair in part.doubtful),
+        engine=engine_names(described),
+        ties_to_check=tuple(doubtful),
         is_spread=all(is_known_to_all(source.sharding, ranks.size) for source in stored),
         samples=samples,
-        companions=companions_of(request, plans, captured.document, ranks),
+        companions=companions_of(request, plans, ranks),
     )
 
 
 def _parts_to_save(
-    request: SaveRequest, captured: Captured, sources: Mapping[str, Source]
+    request: SaveRequest, tensors: ModelTensors, sources: Mapping[str, Source]
 ) -> list[Part]:
     """The parts of the checkpoint, the state of a run among them."""
+    state = request.extra_state
     not_tensors: dict[str, Any] = {}  # entries of the model's state dict
     # a run of an adapter has them in its state
-    if not request.adapter_only or captured.state is None:
-        for name, added in captured.tensors.added().items():
+    if not request.adapter_only or state is None:
+        for name, added in tensors.added().items():
             if not isinstance(added.value, Tensor):
                 not_tensors[name] = added.value
     parts = parts_of(
@@ -98,16 +102,17 @@ def _parts_to_save(
         sources,
         adapter_only=request.adapter_only,
         attribute=request.attribute,
-        merged=request.merged,
+        merge=request.merge,
         dtype=request.dtype,
         extra=not_tensors,
     )
-    parts = without_own_layouts(parts, captured.state is not None)
-    if captured.state is not None:
-        parts.append(state_part(captured.state, parts, sources))
+    parts = without_own_layouts(parts, state is not None)
+    if state is not None:
+        parts.append(state.make_part(parts, sources))
     if request.differing:
         parts = replicas.take_first_values(parts, request.differing)
-        captured.document["differing"] = sorted(request.differing)
+        if state is not None:
+            state.document["differing"] = sorted(request.differing)
     adapted = {id(part.module): part.module for part in parts if part.kind == "adapter"}
     for module in adapted.values():
         refuse_merged(module)

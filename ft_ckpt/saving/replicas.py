@@ -7,7 +7,6 @@ holds the tensor is stored, and that rank alone writes it.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any
 
 import xxhash
 
@@ -23,7 +22,6 @@ from ft_ckpt.ranks import (
     place_of,
     rank_numbers,
 )
-from ft_ckpt.runs import settings_by_rank
 from ft_ckpt.saving.files import PartPlan
 
 # Tensor, as a run names it -> rank whose value differs from the first rank's -> its place (see
@@ -107,15 +105,6 @@ def differing_replicas(
     return {
         name: {int(rank): place for rank, place in differing.items()}
         for name, differing in found.items()
-    }
-
-
-def differing_settings(document: Mapping[str, Any]) -> Differences:
-    """The settings and numbers of optimizers that differ between ranks in the state of a run."""
-    return {
-        f"{item}: {setting}": dict.fromkeys(ranks, "")
-        for item, about in document.get("items", {}).items()
-        for setting, ranks in settings_by_rank(about.get("optimizer", {})).items()
     }
 
 

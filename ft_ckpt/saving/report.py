@@ -1,12 +1,16 @@
-"""The report of a finished save."""
+"""The report of a finished save, and the handle of a save in the background."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ft_ckpt.extensions.rl import PendingPublish
-from ft_ckpt.extensions.transfer import PendingPush
+from ft_ckpt.jobs import BackgroundJob
 from ft_ckpt.storage import Place, open_place
+
+if TYPE_CHECKING:  # the types of handles that a run puts into `follow_ups`
+    from ft_ckpt.extensions.rl import PendingPublish
+    from ft_ckpt.extensions.transfer import PendingPush
 
 
 @dataclass(frozen=True)
@@ -33,13 +37,27 @@ class SaveReport:
     """Decisions of the saver that affect a reader of the checkpoint."""
     step: int | None
     """Training step of this checkpoint."""
-    push: PendingPush | None = None
-    """The push to the Hub that the save requested; on rank 0 alone."""
-    upload: PendingPush | None = None
-    """The upload from the staging folder to the bucket, if there is one; on rank 0 alone."""
-    publish: PendingPublish | None = None
-    """The publish to the servers of the setting `publish`; on rank 0 alone."""
+    follow_ups: Mapping[str, BackgroundJob[Any]] = field(default_factory=dict)
+    """The jobs that the save has started, by kind: "push", "upload", "publish"; on rank 0 alone."""
     target: Place | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def push(self) -> "PendingPush | None":
+        """The push to the Hub that the save requested; on rank 0 alone."""
+        job: Any = self.follow_ups.get("push")
+        return job  # type: ignore[no-any-return]  # what the run has put there
+
+    @property
+    def upload(self) -> "PendingPush | None":
+        """The upload from the staging folder to the bucket, if there is one; on rank 0 alone."""
+        job: Any = self.follow_ups.get("upload")
+        return job  # type: ignore[no-any-return]  # what the run has put there
+
+    @property
+    def publish(self) -> "PendingPublish | None":
+        """The publish to the servers of the setting `publish`; on rank 0 alone."""
+        job: Any = self.follow_ups.get("publish")
+        return job  # type: ignore[no-any-return]  # what the run has put there
 
     @property
     def place(self) -> Place:
@@ -47,3 +65,12 @@ class SaveReport:
         it.
         """
         return open_place(self.path) if self.target is None else self.target
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PendingSave(BackgroundJob[SaveReport]):
+    """A background save to the folder `path`, which exists once the save is committed.
+
+    It is done from the start if no thread could carry out the save: the call then returned after
+    the commit. The saver's next call raises the error of the save, as `result` does.
+    """

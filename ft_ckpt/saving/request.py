@@ -1,22 +1,38 @@
-"""The request of one save."""
+"""The request of one save: all that the caller decides, with defaults filled in."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from ft_ckpt.checkpoint import STATE
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.extensions.tools import LogitsCheck
-from ft_ckpt.model import Attribute, MergeChoice
-from ft_ckpt.runs import Captured
+from ft_ckpt.model import Attribute, Part, View
+from ft_ckpt.ranks import ModelTensors, Source
 from ft_ckpt.saving.replicas import Differences
+from ft_ckpt.saving.report import SaveReport
 from ft_ckpt.storage import FileRecord, Place, Store
+
+STATE_DOCUMENT = f"{STATE}/training.json"  # its path in the checkpoint
+
+
+@dataclass(frozen=True, eq=False)
+class ExtraState:
+    """What a run adds to the checkpoint of its model: a part of tensors and a JSON document."""
+
+    tensors: ModelTensors  # of the saved model
+    sources: Mapping[str, Source]  # the same by name
+    all_sources: tuple[Source, ...]  # of all models of the run
+    # makes the part from the other parts and `sources`, and completes the document
+    make_part: Callable[[Sequence[Part], Mapping[str, Source]], Part]
+    document: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class SaveRequest:
-    """The arguments of one save, with defaults filled in."""
+    """The arguments of one save, and what its caller does in some of the steps."""
 
     model: nn.Module
     target: Place
@@ -31,24 +47,28 @@ class SaveRequest:
     base_id: str | None = None
     attribute: Attribute = None
     state_dict: Mapping[str, Tensor] | None = None
-    # the tensors and, for a run, its state; None: captured by `plan_save`
-    captured: Captured | None = None
+    extra_state: ExtraState | None = None  # of a run
     run_id: str | None = None
-    protect: tuple[Place, ...] = ()  # checkpoints that are not deleted to make room
     # from the caller, by path in the checkpoint
     extra_files: Mapping[str, str | bytes] = field(default_factory=dict)
     # replicas that differ between ranks; None: not compared yet
     differing: Differences | None = None
     made_from: tuple[str, ...] = ()  # names of the checkpoints that the weights were computed from
     max_mode: int = 0o777  # see LocalStore; less where the checkpoint is made of other files
-    merged: MergeChoice | None = None  # the adapters that are merged into the base
-    # compared with the output of the written folder before the commit
-    check: LogitsCheck | None = None
-    # collects the writers' files in it
-    collect: Callable[[Store], tuple[list[FileRecord], list[str]]] | None = None
     notes: tuple[str, ...] = ()  # further ones for the report and the manifest
-    # raises if another process has taken the run's directory over
+
+    # merges adapters into the base: the one part that is saved in place of the model's parts
+    merge: Callable[[View], Part] | None = None
+    # if the disk is full: deletes from the run's folder what the run may lose; None: nothing
+    make_room: Callable[[Path], object] | None = None
+    # adds files of other processes: their records, and notes on those that are missing
+    collect: Callable[[Store], tuple[list[FileRecord], list[str]]] | None = None
+    # compares the written folder with the live model before the commit; returns a note
+    check: Callable[[Path], str] | None = None
+    # raises if another process has taken the run's directory over; before the commit
     check_lease: Callable[[], None] | None = None
+    # the steps after the commit; returns the report with their handles
+    follow_up: Callable[[SaveReport], SaveReport] | None = None
 
 
 def request_of(

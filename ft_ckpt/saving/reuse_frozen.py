@@ -7,7 +7,7 @@ hard-linked instead, or copied by the object store. If neither is possible, the 
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ft_ckpt.checkpoint import EarlierCheckpoint, Staging, earlier_checkpoints, take_earlier
 from ft_ckpt.errors import CorruptError, TargetError
@@ -42,6 +42,33 @@ def frozen_files(plans: Iterable[PartPlan], ranks: int) -> list[FileWrites]:
         if frozen:
             chosen.append(replace(plan, files=frozen))
     return divide_files(chosen, ranks)
+
+
+@dataclass(frozen=True, eq=False)
+class ReusedFiles:
+    """The frozen files that an earlier checkpoint has."""
+
+    digests: Mapping[str, str] = field(default_factory=dict)  # by path
+    records: Sequence[FileRecord] = ()  # on rank 0, which has linked them
+
+
+def reuse_files(
+    plans: Sequence[PartPlan],
+    offers: Mapping[str, Offer],
+    store: Store | None,
+    sources: SourceView,
+    ranks: Ranks,
+) -> ReusedFiles:
+    """Link the frozen files of `plans` that equal one of rank 0's `offers` in its `store`.
+
+    Collective, if there are offers. Raises TargetError if a file cannot be linked.
+    """
+    if not offers:
+        return ReusedFiles()
+    frozen = frozen_files(plans, ranks.size)
+    equal = equal_files(frozen, offers, ranks, sources)
+    records = [] if store is None else place_equal_files(frozen, equal, store)
+    return ReusedFiles(equal, records)
 
 
 def link_candidates(

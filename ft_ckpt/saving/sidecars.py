@@ -25,9 +25,8 @@ from ft_ckpt.model import (
     write_config,
 )
 from ft_ckpt.ranks import Ranks, user_class
-from ft_ckpt.runs import DOCUMENT_NAME, FOLDER, Document
 from ft_ckpt.saving.files import PartPlan
-from ft_ckpt.saving.request import SaveRequest
+from ft_ckpt.saving.request import STATE_DOCUMENT, SaveRequest
 from ft_ckpt.storage import files_made_by, is_inside
 
 
@@ -41,26 +40,26 @@ class Companions:
     bases: Mapping[str, BaseRecord] = field(default_factory=dict)  # of adapters, by part name
     # class names of the modules, by part name
     classes: Mapping[str, str] = field(default_factory=dict)
-    document: Document = field(default_factory=dict)  # the state of a run
+    document: Mapping[str, Any] | None = None  # the state of a run
     notes: tuple[str, ...] = ()  # on the tokenizer
 
     def contents(self) -> dict[str, bytes]:
         """All files by path; the document is encoded here, because planning still changes it."""
-        text = json.dumps(self.document, separators=(",", ":")).encode()
-        return {**self.files, **({f"{FOLDER}/{DOCUMENT_NAME}": text} if self.document else {})}
+        contents = dict(self.files)
+        if self.document is not None:
+            contents[STATE_DOCUMENT] = json.dumps(self.document, separators=(",", ":")).encode()
+        return contents
 
 
-def companions_of(
-    request: SaveRequest, plans: Sequence[PartPlan], document: Document, ranks: Ranks
-) -> Companions:
+def companions_of(request: SaveRequest, plans: Sequence[PartPlan], ranks: Ranks) -> Companions:
     """The sidecar files of the live objects as they are now; empty on ranks other than 0.
 
-    `document` is the state of a run. Raises CompanionError when tokenizer, config and model do not
-    fit, ConfigError for extra files outside the folder.
+    Raises CompanionError when tokenizer, config and model do not fit, ConfigError for extra files
+    outside the folder.
     """
     if not ranks.is_main:
         return Companions()
-    reserved = {MANIFEST_NAME, f"{FOLDER}/{DOCUMENT_NAME}"}
+    reserved = {MANIFEST_NAME, STATE_DOCUMENT}
     for plan in plans:
         reserved.add(plan.index_path)
         reserved.update(file.path for file in plan.files)
@@ -90,6 +89,7 @@ def companions_of(
             files[path_in(plan.part, EXTRA_FILE)] = extra.encode()
         if plan.index is not None:
             files[plan.index_path] = plan.index.encode()
+    document = None if request.extra_state is None else request.extra_state.document
     return Companions({**files, **extras}, bases, classes, document, tuple(notes))
 
 
@@ -167,7 +167,7 @@ def check_configs(
 
     Raises CompanionError for one that its config does not describe.
     """
-    is_run = request.captured is not None and request.captured.state is not None
+    is_run = request.extra_state is not None
     notes = [*sidecars.notes]
     for plan in plans:
         if plan.part.tensors:

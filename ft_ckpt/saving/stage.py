@@ -5,48 +5,54 @@ from dataclasses import dataclass, field
 
 from ft_ckpt.checkpoint import Staging, staging
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.ranks import Ranks
-from ft_ckpt.runs import prune
-from ft_ckpt.saving import reuse_frozen
+from ft_ckpt.saving import reuse_frozen, space
+from ft_ckpt.saving.context import SaveContext
 from ft_ckpt.saving.plan import SavePlan
-from ft_ckpt.saving.request import SaveRequest
 from ft_ckpt.saving.reuse_frozen import Offer
 from ft_ckpt.saving.sidecars import check_configs
-from ft_ckpt.storage import BLOCK_BYTES, FileRecord, WriteTuning, record_of, tuning_for
+from ft_ckpt.storage import BLOCK_BYTES, FileRecord, Store, WriteTuning, record_of, tuning_for
 
 _MANIFEST_BYTES = 16 << 20  # reserved in the check of free space
 
 
 @dataclass(frozen=True, eq=False)
-class StagedSave:
-    """A planned save; on rank 0 with a staging that holds everything except the weights."""
+class OpenStage:
+    """The stage of a save; on rank 0 with everything in it but the weights."""
 
-    plan: SavePlan
-    staging: Staging | None = None
+    staging: Staging | None = None  # on rank 0
     files: tuple[FileRecord, ...] = ()  # already written
     # earlier files that frozen ones may equal, by path
     offers: Mapping[str, Offer] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # on what transformers would not load
 
+    @property
+    def store(self) -> Store | None:
+        """The store of the stage, on rank 0."""
+        return None if self.staging is None else self.staging.store
 
-def prepare_stage(
-    request: SaveRequest,
+    def discard(self) -> None:
+        """Delete the stage, unless it is committed."""
+        if self.staging is not None:
+            self.staging.discard()
+
+
+def open_stage(
     plan: SavePlan,
-    ranks: Ranks,
-    config: SaverConfig,
-    tries: int,
-    changed: frozenset[str],
-    *,
-    may_gather: bool,
-) -> StagedSave:
+    context: SaveContext,
+    tries: int = 0,
+    changed: frozenset[str] = frozenset(),
+    may_gather: bool = True,
+) -> OpenStage:
     """On rank 0 open a stage and write everything except weights into it.
 
-    It also gets the frozen files of earlier checkpoints, except those known to have `changed`;
-    `may_gather`: whether tensors may move between ranks for their comparison. Raises CompanionError
-    for a model that its config does not describe.
+    It also gets the frozen files of earlier checkpoints, except those known to have `changed`.
+    `tries`: how often this save has filled the disk. `may_gather`: whether tensors may move between
+    ranks to compare frozen files. Raises CompanionError for a model that its config does not
+    describe, TargetError or NoSpaceError when it cannot be written.
     """
-    if not ranks.is_main:
-        return StagedSave(plan)
+    request, config = plan.request, context.config
+    if not context.ranks.is_main:
+        return OpenStage()
     contents = sorted(plan.companions.contents().items())
     notes = check_configs(plan.plans, plan.companions, request)
     stage = staging.open_staging_at(
@@ -57,29 +63,35 @@ def prepare_stage(
         max_mode=request.max_mode,
     )
     try:
-        offers: dict[str, Offer] = {}
-        reads_all_values = config.nonfinite == "raise" or request.state_dict is not None
-        if config.reuse_frozen != "off" and not reads_all_values:
-            frozen = reuse_frozen.frozen_files(plan.plans, ranks.size)
-            frozen = [planned for planned in frozen if planned.file.path not in changed]
-            gathers = may_gather and config.each_rank_writes != "on"
-            offers = reuse_frozen.link_candidates(frozen, stage, ranks, gathers)
-        prune.ensure_space(
-            request.target,
-            _needed_bytes(plan, offers) + sum(len(content) for _, content in contents),
-            config,
-            step=request.step,
-            run_id=request.run_id,
-            protect=request.protect,
-            tries=tries,
-        )
+        offers = _offered_files(plan, stage, context, changed, may_gather)
+        needed_bytes = _needed_bytes(plan, offers)
+        needed_bytes += sum(len(content) for _, content in contents)
+        space.ensure_space(request.target, needed_bytes, config, tries, request.make_room)
         for path, content in contents:
             stage.store.write(path, content)
         records = tuple(record_of(path, content) for path, content in contents)
-        return StagedSave(plan, stage, records, offers, notes)
+        return OpenStage(stage, records, offers, notes)
     except BaseException:
         stage.discard()
         raise
+
+
+def _offered_files(
+    plan: SavePlan,
+    stage: Staging,
+    context: SaveContext,
+    changed: frozenset[str],
+    may_gather: bool,
+) -> dict[str, Offer]:
+    """Link frozen files of earlier checkpoints into the stage, which the planned ones may equal."""
+    ranks, config = context.ranks, context.config
+    reads_all_values = config.nonfinite == "raise" or plan.request.state_dict is not None
+    if config.reuse_frozen == "off" or reads_all_values:
+        return {}
+    frozen = reuse_frozen.frozen_files(plan.plans, ranks.size)
+    frozen = [planned for planned in frozen if planned.file.path not in changed]
+    gathers = may_gather and config.each_rank_writes != "on"
+    return reuse_frozen.link_candidates(frozen, stage, ranks, gathers)
 
 
 def _needed_bytes(plan: SavePlan, offers: Mapping[str, Offer]) -> int:

@@ -1,7 +1,7 @@
 """Writes the tensors of a save into its files, as its write plan says."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -12,16 +12,52 @@ from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import IncompleteError, listing
 from ft_ckpt.formats import write_file
 from ft_ckpt.ranks import Ranks, Values, are_equal
+from ft_ckpt.saving.agree import AgreedSave
+from ft_ckpt.saving.context import SaveContext
 from ft_ckpt.saving.regions import Gathering, SourceView, file_turns, write_own_bytes
-from ft_ckpt.saving.shared_folders import SharedFolders
-from ft_ckpt.saving.stage import saver_tuning
+from ft_ckpt.saving.reuse_frozen import ReusedFiles
+from ft_ckpt.saving.stage import OpenStage, saver_tuning
 from ft_ckpt.saving.write_plan import FileWrites, Mode, WritePlan
 from ft_ckpt.schema import as_record
 from ft_ckpt.storage import FileRecord, LocalStore, Place, Region, Store, Writer, track_bytes
 
 
-def where_all_see(
-    writes: WritePlan, stage: str | None, target: Place, shared: SharedFolders, ranks: Ranks
+@dataclass(frozen=True, eq=False)
+class WrittenFiles:
+    """The files of a save on one rank."""
+
+    writes: WritePlan  # of those that were written
+    facts: Mapping[str, Any]  # for `written_records` on rank 0
+    reused: ReusedFiles
+
+
+def write_files(
+    writes: WritePlan,
+    reused: ReusedFiles,
+    sources: SourceView,
+    stage: OpenStage,
+    agreed: AgreedSave,
+    context: SaveContext,
+) -> WrittenFiles:
+    """Write all files that are not reused. Collective.
+
+    Raises what `write_tensors` raises.
+    """
+    # a gather that made the dict leaves other ranks with {} or None
+    if agreed.state_dict and not context.ranks.is_main:
+        return WrittenFiles(writes, {}, reused)
+    target = agreed.plan.request.target
+    store = stage.store
+    if store is None:
+        store = store_of_rank(agreed.stage, target, context.config)
+    writes = writes.without(frozenset(reused.digests))
+    writes = _where_all_see(writes, agreed.stage, target, context)
+    facts = write_tensors(writes, sources, store, target, context.ranks, context.config)
+    return WrittenFiles(writes, facts, reused)
+
+
+def _where_all_see(
+    writes: WritePlan, stage: str | None, target: Place, context: SaveContext
 ) -> WritePlan:
     """The plan, or that of rank 0 alone where not all ranks see the files. Collective.
 
@@ -34,7 +70,9 @@ def where_all_see(
     if stage is not None:
         probed = LocalStore(Path(stage))
         folder = LocalStore(probed.folder.parent)
-    return writes if shared.is_seen_by_all(folder, ranks, probed) else writes.by_rank_0()
+    if context.shared.is_seen_by_all(folder, context.ranks, probed):
+        return writes
+    return writes.by_rank_0()
 
 
 def write_tensors(

@@ -20,7 +20,6 @@ from ft_ckpt.storage import (
     BLOCK_BYTES,
     Cut,
     FileRecord,
-    Place,
     chunk_of_rank,
     joined_digest,
 )
@@ -140,14 +139,12 @@ class WritePlan:
         ]
 
 
-def plan_writes(
-    plan: SavePlan, target: Place, config: SaverConfig, ranks: int, *, state_dict: bool
-) -> WritePlan:
-    """The plan for `ranks` ranks which all see the files of `target`.
+def plan_writes(plan: SavePlan, config: SaverConfig, ranks: int, state_dict: bool) -> WritePlan:
+    """The plan for `ranks` ranks which all see the files of the save.
 
     `state_dict`: whether rank 0 was given the tensors.
     """
-    mode = _choose_mode(plan, target, config, ranks, state_dict)
+    mode = _choose_mode(plan, config, ranks, state_dict)
     shared = divide_files(plan.plans, ranks if mode is Mode.SHARED else 1)
     if mode is Mode.SHARED:
         in_cuts = sum(cut.stop - cut.start for writes in shared for cut in writes.all_cuts)
@@ -193,12 +190,10 @@ def assign_writers(files: Sequence[FilePlan], ranks: int) -> list[int]:
     return writers
 
 
-def _choose_mode(
-    plan: SavePlan, target: Place, config: SaverConfig, ranks: int, state_dict: bool
-) -> Mode:
+def _choose_mode(plan: SavePlan, config: SaverConfig, ranks: int, state_dict: bool) -> Mode:
     if ranks == 1 or state_dict or config.each_rank_writes == "off":
         return Mode.MAIN
-    if target.is_local:
+    if plan.request.target.is_local:
         is_plain = all(format_named(part.format).is_plain for part in plan.plans)
         can_share = is_plain and config.compression is None and config.nonfinite != "raise"
         return Mode.SHARED if can_share else Mode.MAIN

@@ -25,8 +25,7 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver, devices, load_model, verify
 from ft_ckpt.errors import IncompleteError
 from ft_ckpt.formats import file_io
-from ft_ckpt.saving import snapshot
-from ft_ckpt.saving.background import PendingSave
+from ft_ckpt.saving import PendingSave, snapshot
 from ft_ckpt.storage.prefetch import read_ahead
 
 sealed = pytest.mark.skipif(bool(sealed_device.why_missing()), reason=sealed_device.why_missing())

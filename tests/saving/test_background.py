@@ -24,8 +24,7 @@ from torch import nn
 from ft_ckpt import CheckpointSaver, Every, Keep, SaveReport, latest, verify
 from ft_ckpt.checkpoint import commit
 from ft_ckpt.errors import CheckpointError, ConfigError, NoSpaceError
-from ft_ckpt.saving import snapshot, write
-from ft_ckpt.saving.background import PendingSave
+from ft_ckpt.saving import PendingSave, snapshot, write
 
 
 class Stamp(torch.optim.Optimizer):
@@ -291,7 +290,7 @@ def test_training_goes_on_where_failures_are_warned_of(tmp_path, failing):
     _model, _optimizer, saver = stamped(tmp_path, every=every, on_failure="warn")
     failing.set()
     saver.step({"loss": 1.0})
-    saver._pending._worker.thread.join()
+    saver._pending.queue.join()
     failing.clear()
     with pytest.warns(UserWarning, match="no space left"):
         saver.step({"loss": 2.0})

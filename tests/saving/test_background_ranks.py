@@ -20,8 +20,7 @@ from wrappers import WRAPPERS, Live
 from ft_ckpt import CheckpointSaver, verify
 from ft_ckpt.errors import CheckpointError, NoSpaceError
 from ft_ckpt.ranks.ranks import Ranks
-from ft_ckpt.saving import shared_folders, snapshot
-from ft_ckpt.saving.background import PendingSave
+from ft_ckpt.saving import PendingSave, shared_folders, snapshot
 from ft_ckpt.saving.snapshot import Snapshot
 from ft_ckpt.storage.direct_io import LocalWriting
 

@@ -20,8 +20,7 @@ from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig, load_model, verif
 from ft_ckpt.checkpoint.catalog import discover, read_manifest
 from ft_ckpt.checkpoint.delete import delete_checkpoint
 from ft_ckpt.errors import NoSpaceError
-from ft_ckpt.runs import prune
-from ft_ckpt.saving import files, write
+from ft_ckpt.saving import files, space, write
 
 FROZEN, TRAINED = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -368,7 +367,7 @@ def test_a_given_state_dict_is_written(model, tmp_path):
 
 def test_links_need_no_room(model, tmp_path, monkeypatch):
     needed = []
-    monkeypatch.setattr(prune, "ensure_space", lambda target, size, *_, **__: needed.append(size))
+    monkeypatch.setattr(space, "ensure_space", lambda target, size, *_, **__: needed.append(size))
     twice(model, tmp_path)
     assert needed[0] - needed[1] > 6_000_000
 
@@ -384,7 +383,7 @@ def test_a_frozen_file_that_changed_needs_room_at_the_next_try(model, tmp_path, 
             raise NoSpaceError("full")
         return real(*given)
 
-    monkeypatch.setattr(prune, "ensure_space", lambda target, size, *_, **__: needed.append(size))
+    monkeypatch.setattr(space, "ensure_space", lambda target, size, *_, **__: needed.append(size))
     monkeypatch.setattr(write, "write_file", full_once)
     path = twice(model, tmp_path, write_in_place, when_full="wait")
     assert needed[0] - needed[1] > 6_000_000

@@ -32,7 +32,8 @@ from ft_ckpt.errors import (
     NotACheckpointError,
     TargetError,
 )
-from ft_ckpt.runs import prune, triggers
+from ft_ckpt.runs import triggers
+from ft_ckpt.saving import space
 from ft_ckpt.storage.place import open_place
 
 LAST = 5
@@ -266,7 +267,7 @@ def test_what_is_sent_although_the_rules_drop_it_goes_from_the_bucket(s3, tmp_pa
 
 
 def test_a_full_disk_makes_room_by_uploads(s3, tmp_path, monkeypatch):
-    monkeypatch.setattr(prune, "ROOM_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(space, "POLL_SECONDS", 0.02)
     real, waits = commit.check_target, []
 
     def has_room_for_two(target, needed_bytes):

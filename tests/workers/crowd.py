@@ -35,10 +35,11 @@ from ft_ckpt.runs import choose, rng, state
 from ft_ckpt.runs.restore import Restored, agree_on_outcomes
 from ft_ckpt.runs.state import LocalState
 from ft_ckpt.saving.agree import agree_on_plan
-from ft_ckpt.saving.plan import plan_save
-from ft_ckpt.saving.request import SaveRequest, request_of
+from ft_ckpt.saving.context import SaveContext
+from ft_ckpt.saving.plan import SavePlan, plan_save
+from ft_ckpt.saving.request import request_of
 from ft_ckpt.saving.shared_folders import all_ranks_see
-from ft_ckpt.saving.stage import StagedSave
+from ft_ckpt.saving.stage import OpenStage
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
 
@@ -129,11 +130,9 @@ def live_whole(folder: Path, phase: str) -> None:
     _here.saver.save_state(path=folder / phase)
 
 
-def live_meetings(
-    folder: Path, own: tuple[SaveRequest, LocalState, StagedSave], phase: str
-) -> None:
+def live_meetings(folder: Path, own: tuple[LocalState, SavePlan], phase: str) -> None:
     """The exchanges of a phase alone, by the functions that make them."""
-    ranks, (request, local, staged) = _here.ranks[""], own
+    ranks, (local, plan) = _here.ranks[""], own
     random.seed(ranks.rank)
     tree = state.flatten_tree(rng.capture_generators(), "rng", False)[0]
     local = replace(local, facts={**local.facts, "own": {"rng": tree}})
@@ -155,7 +154,7 @@ def live_meetings(
     assert len(state.exchange_facts(local, [], ranks, {})[1]) == ranks.size
     if phase == "first save":
         assert all_ranks_see(LocalStore(folder), ranks)
-    agree_on_plan("save()", request, staged, None, ranks, SaverConfig())
+    agree_on_plan("save()", plan, OpenStage(), None, SaveContext(ranks, SaverConfig()))
     written = {"full": False, "digests": ["0" * 32] * 20}
     assert (
         len(ranks.agree("commit", written, decide=lambda _: None).values)
@@ -163,8 +162,8 @@ def live_meetings(
     )
 
 
-def looked_up(folder: Path) -> tuple[SaveRequest, LocalState, StagedSave]:
-    """The data of the exchanges: a request, the state of its run, its plan."""
+def looked_up(folder: Path) -> tuple[LocalState, SavePlan]:
+    """The data of the exchanges: the state of a run, the plan of its save."""
     folder.mkdir(parents=True, exist_ok=True)
     alone = Ranks(0, 1)
     _here.ranks = {"": alone}
@@ -174,7 +173,7 @@ def looked_up(folder: Path) -> tuple[SaveRequest, LocalState, StagedSave]:
         saver.config,
         saver._run.model,
         Place(LocalStore(folder)),
-        captured=captured,
+        extra_state=captured.as_extra_state(),
         adapter_only=False,
         tokenizer=None,
         step=1,
@@ -182,7 +181,7 @@ def looked_up(folder: Path) -> tuple[SaveRequest, LocalState, StagedSave]:
         differing={},  # a comparison of replicas would start a thread for each rank
     )
     plan = plan_save(request, alone, saver.config)
-    return request, state.local_state([], {}, {}), StagedSave(plan)
+    return state.local_state([], {}, {}), plan
 
 
 def saver_of(folder: Path) -> CheckpointSaver:

@@ -13,7 +13,7 @@ from ft_ckpt.errors import CheckpointError, ConfigError, TargetError, Unreadable
 from ft_ckpt.extensions.rl.options import ServerOptions
 from ft_ckpt.extensions.rl.publishing import PublishReport, publish
 from ft_ckpt.extensions.rl.servers import connect
-from ft_ckpt.extensions.transfer import PushQueue
+from ft_ckpt.jobs import BackgroundJob, JobQueue
 from ft_ckpt.messages import LOG, warn
 from ft_ckpt.runs import FOLLOW_SECONDS, CheckpointKey, key_of, looks, stop_on_signal
 from ft_ckpt.storage import Place, location_name, open_place
@@ -21,34 +21,15 @@ from ft_ckpt.storage import Place, location_name, open_place
 _MAX_FAILURES = 2  # of one checkpoint, while all servers answer
 
 
-@dataclass(frozen=True, eq=False)
-class PendingPublish:
-    """A publish in the background."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PendingPublish(BackgroundJob[PublishReport | None]):
+    """A publish in the background.
 
-    path: Path | str
-    """The checkpoint: its path, or its URL."""
+    Its report is None if a newer checkpoint was waiting before it began.
+    """
+
     urls: tuple[str, ...]
     """The servers."""
-    future: "Future[PublishReport | None]"
-    """Resolves to the report; to None if a newer checkpoint was waiting before it began."""
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, with or without an error."""
-        return self.future.done()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for it, at most `timeout` seconds; returns whether it has ended, with or without an
-        error.
-        """
-        return bool(wait([self.future], timeout).done)
-
-    def result(self, timeout: float | None = None) -> PublishReport | None:
-        """Wait for it, at most `timeout` seconds, and return its report.
-
-        Raises the error of the publish; TimeoutError after `timeout` seconds.
-        """
-        return self.future.result(timeout)
 
 
 class Publisher:
@@ -59,41 +40,44 @@ class Publisher:
     def __init__(self, options: ServerOptions, after_resume: str = "resumed") -> None:
         self.options, self.after_resume = options, after_resume
         self.version: str | None = None  # of the last publish
-        self._queue, self._pending = PushQueue(), list[PendingPublish]()
+        self._queue = JobQueue()
+        self._pending: list[PendingPublish] = []
+        self._started = 0  # publishes
 
     def begin(self, place: Place) -> PendingPublish:
         """Publish the checkpoint at `place`, leased from now on.
 
         An error is a warning, and raised by the handle.
         """
-        pending = PendingPublish(place.location, self.options.url, Future())
+        path = place.location
         stack = ExitStack()
         try:
             stack.enter_context(open_checkpoint(place))
         except Exception as error:  # noqa: BLE001 - raised from the handle
-            self._end_failed(pending, error)
-            return pending
-        self._pending = [*(each for each in self._pending if not each.done), pending]
+            self._warn_not_published(path, error)
+            failed: Future[PublishReport | None] = Future()
+            failed.set_exception(error)
+            return PendingPublish(path=path, future=failed, urls=self.options.url)
+        self._started += 1
+        number = self._started
 
-        def publish_held() -> None:
-            report = None
+        def publish_held() -> PublishReport | None:
             try:
                 with stack:
-                    if self._pending[-1] is pending:
-                        report = publish(place, self.options)
-                        self.version = report.version
-                        LOG.info(
-                            "published %s as %s to %s",
-                            pending.path,
-                            report.version,
-                            ", ".join(self.options.url),
-                        )
-            except BaseException as error:  # noqa: BLE001 - raised from the handle
-                self._end_failed(pending, error)
-            else:
-                pending.future.set_result(report)
+                    if number < self._started:  # a newer one waits
+                        return None
+                    report = publish(place, self.options)
+            except BaseException as error:
+                self._warn_not_published(path, error)
+                raise
+            self.version = report.version
+            urls = ", ".join(self.options.url)
+            LOG.info("published %s as %s to %s", path, report.version, urls)
+            return report
 
-        self._queue.begin(f"ft_ckpt-publish-{location_name(pending.path)}", publish_held)
+        future = self._queue.start(f"ft_ckpt-publish-{location_name(path)}", publish_held)
+        pending = PendingPublish(path=path, future=future, urls=self.options.url)
+        self._pending = [*(each for each in self._pending if not each.done), pending]
         return pending
 
     def end(self, *, wait_for: bool) -> None:
@@ -114,12 +98,11 @@ class Publisher:
         if left:
             warn(f"{listing([str(each.path) for each in left])}: not published yet", stacklevel=3)
 
-    def _end_failed(self, pending: PendingPublish, error: BaseException) -> None:
-        pending.future.set_exception(error)
+    def _warn_not_published(self, path: Path | str, error: BaseException) -> None:
+        option = " --delta" if self.options.delta else ""
         warn(
-            f"{pending.path}: not published: {error}; training goes on; run `ft-ckpt publish "
-            f"{pending.path} {' '.join(pending.urls)}{' --delta' if self.options.delta else ''}` "
-            "to try again",
+            f"{path}: not published: {error}; training goes on; run `ft-ckpt publish "
+            f"{path} {' '.join(self.options.url)}{option}` to try again",
             stacklevel=3,
         )
 

@@ -17,7 +17,6 @@ from .diff import (
     compare_settings as compare_settings,
 )
 from .logits import (
-    LogitsCheck as LogitsCheck,
     live_logits as live_logits,
 )
 from .merge_files import (
@@ -27,7 +26,6 @@ from .merging import (
     merged_part as merged_part,
 )
 from .objects import (
-    compress_file as compress_file,
     load as load,
     save as save,
 )

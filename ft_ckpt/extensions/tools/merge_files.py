@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from ft_ckpt.extensions.tools.converting import (
     open_source,
 )
 from ft_ckpt.extensions.tools.logits import live_logits
+from ft_ckpt.extensions.tools.merging import merged_part
 from ft_ckpt.formats import TensorFile, TensorRecord, checkpoint_format_of, open_tensor_file
 from ft_ckpt.model import (
     FileModel,
@@ -55,7 +57,7 @@ from ft_ckpt.model import (
     weight_files,
 )
 from ft_ckpt.ranks import Ranks
-from ft_ckpt.saving import SaveRequest, SharedFolders, request_of, run_save
+from ft_ckpt.saving import Attempt, SaveContext, SaveReport, request_of, run_save
 from ft_ckpt.storage import (
     Place,
     Store,
@@ -328,12 +330,12 @@ def merge(
         model, added = attach_adapters(
             based.model, stored.held, stored.records, check_base=sampled, beside=beside
         )
-        given: dict[str, Any] = {"merged": choice, "made_from": (source.basename, found.basename)}
-        given["check"] = None if check is None else live_logits(model, check)
+        given: dict[str, Any] = {"made_from": (source.basename, found.basename)}
+        given["check"] = None if check is None else live_logits(model, check).compare
         given["extra_files"] = _companion_files(opened, stored)
         given["max_mode"] = place.mode_at(options.target)
         given["max_mode"] &= Place(stored.held.store).mode_at(options.target)
-        report = _save_merged(model, options, given, begun)
+        report = _save_merged(model, options, choice, given, begun)
     left = (
         [f"{listing(list(based.left), ', ')}: the base's model has no place for it, left out"]
         if based.left
@@ -347,8 +349,12 @@ def merge(
 
 
 def _save_merged(
-    model: Any, options: ConvertOptions, given: Mapping[str, Any], begun: float
-) -> Any:
+    model: Any,
+    options: ConvertOptions,
+    choice: MergeChoice | None,
+    given: Mapping[str, Any],
+    begun: float,
+) -> SaveReport:
     """Save by this process alone, even inside a process group."""
     settings = {"dtype": options.dtype or "as_is", "format": options.format.name}
     config = make_config(
@@ -356,9 +362,11 @@ def _save_merged(
         {**settings, "max_shard_size": options.max_shard_bytes, "overwrite": options.overwrite},
     )
     own: dict[str, Any] = {"adapter_only": False, "step": None, "metrics": {}, "tokenizer": None}
-    request: SaveRequest = request_of(config, model, options.target, **own, **given)
+    if choice is not None:
+        own["merge"] = partial(merged_part, dtype=config.dtype, choice=choice)
+    request = request_of(config, model, options.target, **own, **given)
     ranks = Ranks(0, 1, channel="" if options.progress else "quiet")
-    return run_save(request, None, ranks, config, begun, None, SharedFolders())
+    return run_save(Attempt(lambda: request), SaveContext(ranks, config, begun))
 
 
 def base_on_files(

@@ -383,7 +383,7 @@ class _BasePlan:
     split: tuple[tuple[str, ...], ...] = ()
 
 
-def merged_part(view: View, path: str, dtype: str, choice: MergeChoice) -> Part:
+def merged_part(view: View, *, dtype: str, choice: MergeChoice) -> Part:
     """The part for the base of `view` with its adapters merged into it.
 
     By default the active adapters are merged, as the live model applies them. A tied tensor that an
@@ -402,7 +402,7 @@ def merged_part(view: View, path: str, dtype: str, choice: MergeChoice) -> Part:
     layers = adapted_layers(view, names, choice)
     refuse_unmergeable(view, names, layers)
     plan = _plan_base(base_view(view), layers)
-    part = model_part(plan.view, "", path, dtype)
+    part = model_part(plan.view, "", "", dtype)
     _refuse_lost(plan, part)
     entries = _merged_entries(part.entries, plan)
     used = {source.key for entry in entries for source in entry.sources}

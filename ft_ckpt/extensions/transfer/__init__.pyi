@@ -16,7 +16,6 @@ from .outgoing import (
 )
 from .pushing import (
     PendingPush as PendingPush,
-    PushQueue as PushQueue,
     begin_push as begin_push,
     pull as pull,
     push as push,

@@ -1,10 +1,7 @@
 """Push and pull: the kinds of places by URL scheme, and the queue of pushes."""
 
-import atexit
-import concurrent.futures.thread  # noqa: F401 - the exit hook below must be registered after the hook of this module
 import importlib
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
@@ -12,13 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypedDict, overload
-from weakref import WeakSet
 
 from typing_extensions import Unpack
 
 from ft_ckpt.checkpoint import OpenCheckpoint, is_delta, open_checkpoint
 from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.extensions.transfer.outgoing import PullReport, PushOptions, PushReport
+from ft_ckpt.jobs import BackgroundJob, JobQueue
 from ft_ckpt.messages import LOG, short, warn
 from ft_ckpt.storage import (
     Place,
@@ -31,75 +28,15 @@ from ft_ckpt.storage import (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class PendingPush:
-    """A push in the background."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PendingPush(BackgroundJob[PushReport]):
+    """A push in the background, or an upload of a staged checkpoint."""
 
-    path: Path | str
-    """The checkpoint that is pushed: its path, or its URL."""
     url: str
     """The URL of its destination."""
-    future: "Future[PushReport]"
-    """The future of the report."""
-
-    @property
-    def done(self) -> bool:
-        """Whether the push has ended, with or without an error."""
-        return self.future.done()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the push, at most `timeout` seconds; returns whether it has ended, with or
-        without an error.
-        """
-        return bool(wait([self.future], timeout).done)
-
-    def result(self, timeout: float | None = None) -> PushReport:
-        """Wait for the push, at most `timeout` seconds, and return its report.
-
-        Raises the error of the push; TimeoutError when time is up.
-        """
-        return self.future.result(timeout)
 
 
-class PushQueue:
-    """A queue of jobs, one at a time, each in a daemon thread. The process waits for them at exit.
-
-    Not a ThreadPoolExecutor: Python joins its threads at exit even after an interrupt of that wait.
-    """
-
-    def __init__(self, at_exit: Callable[[], object] | None = None) -> None:
-        self.lock = threading.Lock()
-        self.last: threading.Thread | None = None
-        self.at_exit = at_exit or self.join
-        _QUEUES.add(self)
-
-    def begin(self, name: str, job: Callable[[], object]) -> None:
-        """Run `job`, which must not raise, in a thread of that name after all earlier jobs."""
-        with self.lock:
-            before = self.last
-
-            def run() -> None:
-                if before is not None:
-                    before.join()
-                job()
-
-            self.last = threading.Thread(target=run, name=name, daemon=True)
-            self.last.start()
-
-    def join(self, seconds: float | None = None) -> bool:
-        """Wait for all jobs, at most `seconds`; returns whether all have ended.
-
-        A forked process has no jobs.
-        """
-        last = self.last
-        if last is None:
-            return True
-        last.join(seconds)
-        return not last.is_alive()
-
-
-_QUEUES: WeakSet[PushQueue] = WeakSet()
-_QUEUE = PushQueue()
+_queue = JobQueue()  # pushes run one after the other
 
 
 def start_push(place: Place, url: str, send: Callable[[OpenCheckpoint], PushReport]) -> PendingPush:
@@ -107,25 +44,26 @@ def start_push(place: Place, url: str, send: Callable[[OpenCheckpoint], PushRepo
 
     All errors are raised from the handle.
     """
-    push = PendingPush(place.location, url, Future())
+    path = place.location
     stack = ExitStack()
     try:
         held = stack.enter_context(open_checkpoint(place))
     except Exception as error:  # noqa: BLE001 - raised from the handle
-        _end_failed(push, error)
-        return push
+        _warn_not_pushed(path, url, error)
+        failed: Future[PushReport] = Future()
+        failed.set_exception(error)
+        return PendingPush(path=path, future=failed, url=url)
 
-    def send_held() -> None:
+    def send_held() -> PushReport:
         try:
             with stack:
-                report = send(held)
-        except BaseException as error:  # noqa: BLE001 - raised from the handle
-            _end_failed(push, error)
-        else:
-            push.future.set_result(report)
+                return send(held)
+        except BaseException as error:
+            _warn_not_pushed(path, url, error)
+            raise
 
-    _QUEUE.begin(f"ft_ckpt-push-{location_name(push.path)}", send_held)
-    return push
+    future = _queue.start(f"ft_ckpt-push-{location_name(path)}", send_held)
+    return PendingPush(path=path, future=future, url=url)
 
 
 def wait_for_pushes(pushes: Sequence[PendingPush]) -> None:
@@ -146,23 +84,12 @@ def warn_of_unpushed(pushes: Sequence[PendingPush]) -> None:
         warn(f"{listing(left)}: not pushed yet; run `ft-ckpt push` to try again", stacklevel=3)
 
 
-def _end_failed(push: PendingPush, error: BaseException) -> None:
+def _warn_not_pushed(path: Path | str, url: str, error: BaseException) -> None:
     warn(
-        f"{push.path}: not pushed: {error}; the checkpoint is not touched; run `ft-ckpt push "
-        f"{push.path} {push.url}` to try again",
+        f"{path}: not pushed: {error}; the checkpoint is not touched; run `ft-ckpt push "
+        f"{path} {url}` to try again",
         stacklevel=4,
     )
-    push.future.set_exception(error)
-
-
-def _end_queues() -> None:
-    for queue in list(_QUEUES):
-        queue.at_exit()
-
-
-# Uploads use thread pools, which accept no work after their own exit hook. Hooks run in reverse
-# order of registration, so this one runs before it.
-getattr(threading, "_register_atexit", atexit.register)(_end_queues)
 
 
 # Modules with `destination_url`, `send_checkpoint` and `fetch_checkpoint`. They are imported on

@@ -43,7 +43,8 @@ from ft_ckpt.extensions.transfer.copies import (
     is_there,
 )
 from ft_ckpt.extensions.transfer.outgoing import PushReport
-from ft_ckpt.extensions.transfer.pushing import PendingPush, PushQueue
+from ft_ckpt.extensions.transfer.pushing import PendingPush
+from ft_ckpt.jobs import JobQueue
 from ft_ckpt.messages import LOG, warn
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs import PruneReport, prune_after_save, recover_all, remove_checkpoints
@@ -283,7 +284,7 @@ class RunUploads:
         self.give_way = give_way  # called first in each thread
         self.sweeping = threading.Lock()  # held while checkpoints of the staging folder are deleted
         self.problems: dict[str, Exception] = {}  # of the last round
-        self._queue = PushQueue(self._end_with_process)
+        self._queue = JobQueue(self._end_with_process)
         self._change = threading.Lock()
         self._waiting: list[PendingPush] = []
         self._terms: UploadTerms | None = None
@@ -302,9 +303,8 @@ class RunUploads:
         The handle raises NotACheckpointError if `terms.keep` deletes the checkpoint before it is
         uploaded.
         """
-        push = PendingPush(
-            checkpoint.location, _place_in(self.bucket, checkpoint.basename).folder.url, Future()
-        )
+        url = _place_in(self.bucket, checkpoint.basename).folder.url
+        push = PendingPush(path=checkpoint.location, future=Future(), url=url)
         with self._change:
             self._waiting = [*(each for each in self._waiting if not each.done), push]
         self.begin_round(terms)
@@ -317,7 +317,7 @@ class RunUploads:
             if self._is_queued:
                 return
             self._is_queued = True
-        self._queue.begin("ft_ckpt-uploads", self._do_round)
+        self._queue.start("ft_ckpt-uploads", self._do_round)
 
     def finish(self, seconds: float | None = None) -> str:
         """Wait for all uploads, at most `seconds`, and retry failed ones once.

@@ -1,0 +1,132 @@
+"""Jobs in background threads: one handle, one queue, one end at exit."""
+
+import atexit
+import concurrent.futures.thread  # noqa: F401 - its exit hook must be registered before the one below
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+from weakref import WeakSet
+
+Result = TypeVar("Result")
+
+_NICE = 10  # about a tenth of a normal thread's share of a busy processor
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BackgroundJob(Generic[Result]):
+    """A job on one checkpoint in the background."""
+
+    path: Path | str
+    """The folder of the checkpoint; its URL if it is in a bucket."""
+    future: "Future[Result]"
+    """Resolves to the report of the job."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the job has ended, with or without an error."""
+        return self.future.done()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the job, at most `timeout` seconds; returns whether it has ended, with or
+        without an error.
+        """
+        return bool(wait([self.future], timeout).done)
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for the job, at most `timeout` seconds, and return its report.
+
+        Raises the error of the job; TimeoutError after `timeout` seconds.
+        """
+        return self.future.result(timeout)
+
+
+class JobQueue:
+    """Runs jobs one after the other, each in a daemon thread. The process waits for them at exit.
+
+    It is not a ThreadPoolExecutor, whose threads Python joins at exit even after an interrupt of
+    that wait. `at_exit` replaces the wait of this queue.
+    """
+
+    def __init__(self, at_exit: Callable[[], object] | None = None) -> None:
+        self.at_exit = at_exit or self.join
+        self._lock = threading.Lock()
+        self._last: threading.Thread | None = None
+        _queues.add(self)
+
+    def start(self, name: str, job: Callable[[], Result]) -> "Future[Result]":
+        """Run `job` in a thread of that name after all earlier jobs; the future has its outcome."""
+        future: Future[Result] = Future()
+        with self._lock:
+            previous = self._last
+
+            def run() -> None:
+                if previous is not None:
+                    previous.join()
+                try:
+                    result = job()
+                except BaseException as error:  # noqa: BLE001 - raised by the future
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+
+            self._last = threading.Thread(target=run, name=name, daemon=True)
+            self._last.start()
+        return future
+
+    def join(self, seconds: float | None = None) -> bool:
+        """Wait for all jobs, at most `seconds`; returns whether all have ended.
+
+        A forked process has no jobs.
+        """
+        last = self._last
+        if last is None:
+            return True
+        last.join(seconds)
+        return not last.is_alive()
+
+    @property
+    def last_thread(self) -> threading.Thread | None:
+        """The thread of the newest job."""
+        return self._last
+
+
+_queues: WeakSet[JobQueue] = WeakSet()
+
+
+def end_queues() -> None:
+    """Wait for the jobs of all queues.
+
+    A job may start others in another queue, as a save starts uploads, so this looks again until no
+    queue has a new job.
+    """
+    seen: set[threading.Thread | None] = {None}
+    while True:
+        waiting = [queue for queue in list(_queues) if queue.last_thread not in seen]
+        if not waiting:
+            return
+        for queue in waiting:
+            seen.add(queue.last_thread)
+            queue.at_exit()
+
+
+# Jobs use thread pools, which accept no work after their own exit hook. Hooks run in reverse order
+# of registration, so this one runs before it.
+getattr(threading, "_register_atexit", atexit.register)(end_queues)
+
+
+def yield_to_training() -> None:
+    """Lower the priority of the calling thread for good; threads that it starts inherit it.
+
+    No effect on systems without thread priorities, or if they forbid it.
+    """
+    if not sys.platform.startswith("linux"):
+        return  # elsewhere the priority is that of the whole process
+    thread = threading.get_native_id()
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), _NICE))

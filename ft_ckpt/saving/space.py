@@ -1,0 +1,59 @@
+"""Waits for free space on a disk, or makes room, before a save writes to it."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ft_ckpt.checkpoint import commit
+from ft_ckpt.config import SaverConfig
+from ft_ckpt.errors import NoSpaceError
+from ft_ckpt.storage import Place, folder_of
+
+POLL_SECONDS = 10.0
+_MAX_TRIES = 2  # that fill the disk although there was room
+
+
+def ensure_space(
+    target: Place,
+    needed_bytes: int,
+    config: SaverConfig,
+    tries: int,
+    make_room: Callable[[Path], object] | None,
+) -> None:
+    """Return when `target` can be written and its disk has `needed_bytes`; at once in a bucket.
+
+    `tries`: how often this save has filled the disk already. `make_room` deletes what may be
+    deleted from the folder of the run. Raises NoSpaceError when there is no room and
+    `config.when_full` allows no further step, TargetError when `target` cannot be written.
+    """
+    if target.folder.free_bytes() is None:
+        return
+    folder = folder_of(target.folder)
+    if config.when_full == "wait":
+        _wait_for_space(folder, needed_bytes, tries)
+        return
+    if tries == 0:
+        try:
+            commit.check_target(folder, needed_bytes)
+        except NoSpaceError:
+            if config.when_full == "raise" or make_room is None:
+                raise
+        else:
+            return
+    if make_room is not None and tries < _MAX_TRIES:
+        make_room(folder.parent)
+    elif tries:
+        raise NoSpaceError(f"{target}: the disk was full {tries} times; make room and save again")
+    commit.check_target(folder, needed_bytes)
+
+
+def _wait_for_space(folder: Path, needed_bytes: int, tries: int) -> None:
+    while True:
+        if tries:  # an earlier check found room, and the save filled the disk
+            time.sleep(POLL_SECONDS)
+        try:
+            commit.check_target(folder, needed_bytes)
+        except NoSpaceError:
+            tries += 1
+        else:
+            return
