@@ -377,9 +377,11 @@ class CheckpointSaver(Generic[SaveResult]):
         )
         place = (saved.result() if isinstance(saved, PendingSave) else saved).place
         ranks = self._current_ranks()
-        report: PublishReport | None
-        report, error = ranks.attempt(lambda: publish(place, options) if ranks.is_main else None)
-        ranks.agree("saver.publish()", error=error)
+
+        def publish_on_rank_0() -> PublishReport | None:
+            return publish(place, options) if ranks.is_main else None
+
+        report = ranks.run("saver.publish()", publish_on_rank_0)
         if report is not None:
             self._run.published = report.version
         return report

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,9 +207,8 @@ def load_best_weights(model: nn.Module, path: Path, deep: bool, ranks: Ranks) ->
     files, LoadError when the weights do not fit.
     """
     with ExitStack() as stack:
-        _, error = ranks.attempt(lambda: _load_best(model, path, deep, ranks, stack))
-        # before the copies on other nodes are deleted
-        ranks.agree("load_best_model_at_end", {}, error)
+        # all ranks have loaded before the stack deletes the copies on other nodes
+        ranks.run("load_best_model_at_end", partial(_load_best, model, path, deep, ranks, stack))
 
 
 def _load_best(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: ExitStack) -> None:

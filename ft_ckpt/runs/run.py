@@ -373,8 +373,7 @@ class TrainingRun:
         """
         if self.config.every is None or self.config.on_failure != "raise":
             return
-        _, error = ranks.attempt(self.check_objects)
-        ranks.agree("the first step", error=error)
+        ranks.run("the first step", self.check_objects)
 
     def capture_state(self, ranks: Ranks, versions: Mapping[str, str]) -> Captured:
         """Capture the state of the whole run, and the sources of its models.

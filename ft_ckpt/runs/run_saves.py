@@ -371,8 +371,12 @@ class RunSaves:
         Collective; raises as `OpenSession.ask` does.
         """
         session, ranks = self.session, self._current_ranks()
-        _, error = ranks.attempt(lambda: None if session is None else session.ask(self.run.step))
-        ranks.agree("the writers of save_state()", error=error)
+
+        def ask_on_rank_0() -> None:
+            if session is not None:
+                session.ask(self.run.step)
+
+        ranks.run("the writers of save_state()", ask_on_rank_0)
 
     def _warn_of_lost_files(self) -> None:
         """Warn if files of the last checkpoint were deleted since its commit, but not the

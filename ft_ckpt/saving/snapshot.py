@@ -242,6 +242,5 @@ def gather_for_writers(plan: SnapshotPlan, ranks: Ranks) -> dict[int, Tensor]:
             for key, tensor in gather_tensors(by_key, ranks, writer).items():
                 gathered[int(key)] = tensor
 
-    _, error = ranks.attempt(gather_all)
-    ranks.agree("the copies of save()", error=error)
+    ranks.run("the copies of save()", gather_all)
     return gathered
