@@ -28,7 +28,6 @@ ENTERED = {
     "ft_ckpt.ranks.wrappers",
     "ft_ckpt.runs.gradients",
     "ft_ckpt.runs.optimizers",
-    "ft_ckpt.runs.prune",
     "ft_ckpt.runs.rng",
     "ft_ckpt.runs.triggers",
     "ft_ckpt.storage.local_disk",
