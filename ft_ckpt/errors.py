@@ -138,9 +138,7 @@ class TicketError(CheckpointError, ValueError):
 
 
 class WriterError(CheckpointError, RuntimeError):
-    """A writer of the run has ended, hands in nothing or something else, or belongs to another
-    session.
-    """
+    """A writer of the run has ended, handed in a wrong part or none, or is of another session."""
 
 
 class RankError(CheckpointError, RuntimeError):
@@ -176,18 +174,15 @@ Rule: TypeAlias = tuple[str, Callable[[Any], bool], str]
 
 
 def check_settings(settings: Any, rules: Iterable[Rule]) -> None:
-    """Raise ConfigError naming every field of `settings` whose value does not satisfy the predicate
-    of its rule.
+    """Raise ConfigError that names every field whose value does not satisfy its rule.
 
     `settings` is a dataclass. Of fields that its repr leaves out, only text is shown: others may
     contain secrets.
     """
-    secret = {each.name for each in fields(settings) if not each.repr}
-    values = [
-        (field, getattr(settings, field), is_valid, words) for field, is_valid, words in rules
-    ]
+    secret = {field.name for field in fields(settings) if not field.repr}
     problems = []
-    for field, value, is_valid, words in values:
+    for field, is_valid, words in rules:
+        value = getattr(settings, field)
         if _satisfies(is_valid, value):
             continue
         is_secret = field in secret and not isinstance(value, str)
@@ -198,8 +193,9 @@ def check_settings(settings: Any, rules: Iterable[Rule]) -> None:
 
 
 def refuse_unknown_fields(kind: type[Any], values: Iterable[Any], names: Iterable[str]) -> None:
-    """Raise ConfigError for arguments of the dataclass `kind`: `values` without a name, and `names`
-    that it lacks.
+    """Raise ConfigError for arguments that the dataclass `kind` does not take.
+
+    `values` came without a name; of `names` those are wrong that the class lacks.
     """
     choices = [field.name for field in fields(kind)]
     for value in values:
@@ -213,9 +209,7 @@ def refuse_unknown_fields(kind: type[Any], values: Iterable[Any], names: Iterabl
 
 
 def _satisfies(is_valid: Callable[[Any], bool], value: Any) -> bool:
-    """The answer of a predicate; False for a value of a type that it was not made for, or too large
-    for it.
-    """
+    """The answer of a predicate; False for a value that it cannot take."""
     with suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return is_valid(value)
     return False
@@ -224,18 +218,14 @@ def _satisfies(is_valid: Callable[[Any], bool], value: Any) -> bool:
 def is_number(
     value: Any, least: float = -math.inf, most: float = math.inf, *, whole: bool = False
 ) -> bool:
-    """Whether `value` is a real number in [least, most], an integer if `whole`; False for a
-    bool.
-    """
+    """Whether `value` is a real number in [least, most], an integer if `whole`. A bool is none."""
     kind: Any = Integral if whole else Real
     return isinstance(value, kind) and not isinstance(value, bool) and least <= value <= most
 
 
 @contextmanager
 def explained(target: object) -> Iterator[None]:
-    """Convert every OSError of the block into a TargetError, or a NoSpaceError if the disk is
-    full.
-    """
+    """Convert every OSError of the block into a TargetError; of a full disk, a NoSpaceError."""
     try:
         yield
     except CheckpointError:
@@ -245,19 +235,20 @@ def explained(target: object) -> Iterator[None]:
             raise NoSpaceError(
                 f"{target}: no room on its device ({error}); make room and save again"
             ) from error
-        found = TargetError(
+        refusal = TargetError(
             f"{target}: cannot be written ({error}); check its permissions and its disk, or choose "
             "another path"
         )
-        found.errno = error.errno
-        raise found from error
+        refusal.errno = error.errno
+        raise refusal from error
 
 
-class damaged_input:  # noqa: N801 - reads as a statement where it is used; a class, since it is entered for each tensor
+class damaged_input:  # noqa: N801 - reads as a statement where it is used
     """Convert errors of the block, which reads `source`, into errors of ft_ckpt that name `source`.
 
     An OSError becomes an UnreadableError, a missing file a NotACheckpointError; any other error is
-    attributed to damaged bytes and becomes a CorruptError.
+    attributed to damaged bytes and becomes a CorruptError. It is a class because it is entered for
+    each tensor, where a generator costs half as much again.
     """
 
     __slots__ = ("source",)
@@ -274,9 +265,8 @@ class damaged_input:  # noqa: N801 - reads as a statement where it is used; a cl
         error: BaseException | None,
         _at: TracebackType | None,
     ) -> None:
-        if type(error) is CorruptError and printable(str(self.source).partition(":")[0]) not in str(
-            error
-        ):
+        name = printable(str(self.source).partition(":")[0])
+        if type(error) is CorruptError and name not in str(error):
             raise CorruptError(f"{self.source}: {error}") from error
         if error is None or isinstance(error, CheckpointError) or not isinstance(error, Exception):
             return
@@ -284,27 +274,25 @@ class damaged_input:  # noqa: N801 - reads as a statement where it is used; a cl
         if isinstance(error, FileNotFoundError) and error.errno is not None:
             raise NotACheckpointError(f"{self.source}: no such file ({error})") from error
         if isinstance(error, OSError) and error.errno is not None:
-            found = UnreadableError(
+            unreadable = UnreadableError(
                 f"{self.source}: cannot be read ({error}); try again, or use another copy"
             )
-            found.errno = error.errno
-            raise found from error
+            unreadable.errno = error.errno
+            raise unreadable from error
         raise CorruptError(
             f"{self.source}: not whole ({shown(error)}); use another copy"
         ) from error
 
 
 def system_error(error: BaseException | None) -> OSError | None:
-    """The OSError that caused `error`, if there is one; libraries wrap it in errors of their
-    own.
-    """
+    """The OSError that caused `error`, if there is one; libraries wrap it in their errors."""
     while error is not None and not (isinstance(error, OSError) and error.errno is not None):
         error = error.__cause__ or error.__context__
     return error
 
 
 def reason_of(error: OSError) -> str:
-    """The system's message for an OSError, or for an error of ours with its errno."""
+    """The system's message for an OSError, or for an error of ft_ckpt with its errno."""
     return error.strerror or (os.strerror(error.errno) if error.errno else str(error))
 
 

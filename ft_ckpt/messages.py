@@ -44,25 +44,27 @@ def install_extra(name: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """`text` with "***" for tokens, and for user info and signing parameters in URLs, with or
-    without a scheme.
+    """`text` with "***" for tokens, and for user info and signing parameters in URLs.
+
+    URLs are recognised with and without a scheme.
     """
-    text = _TOKEN.sub(lambda found: f"{found['kind'] or found['scheme']}{SECRET}", text)
+    text = _TOKEN.sub(lambda token: f"{token['kind'] or token['scheme']}{SECRET}", text)
     if ":" in text:
         text = _USER_INFO.sub(_hide_user_info, text)
-    return _PARAMETER.sub(rf"\g<1>{SECRET}", text) if "=" in text or "%3" in text else text
+    if "=" in text or "%3" in text:
+        text = _PARAMETER.sub(rf"\g<1>{SECRET}", text)
+    return text
 
 
 def printable(text: str) -> str:
-    r"""`text` without secrets, in one line: what `str.isprintable` refuses is escaped, as in "\x1b"
-    and "\n".
+    r"""`text` without secrets, in one line.
 
-    These are control characters, line separators, marks of direction, and surrogates (undecodable
-    bytes of file names).
+    What `str.isprintable` refuses is escaped, as in "\x1b" and "\n": control characters, line
+    separators, marks of direction, and surrogates (undecodable bytes of file names).
     """
     if not text.isprintable():
         text = "".join(
-            one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+            char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
         )
     return without_secrets(text)
 
@@ -76,17 +78,14 @@ class _CleanRepr(reprlib.Repr):
             text = without_secrets(repr(x))
         except Exception:  # noqa: BLE001 - of an object of any class
             return super().repr_instance(x, level)
+        if len(text) <= self.maxother:
+            return text
         half = (self.maxother - 3) // 2
-        return (
-            text
-            if len(text) <= self.maxother
-            else f"{text[:half]}...{text[3 + half - self.maxother :]}"
-        )
+        return f"{text[:half]}...{text[3 + half - self.maxother :]}"
 
 
 def short(value: Any, most: int = 30) -> str:
-    """`repr(value)` with a few elements of containers and `most` characters of each text or object,
-    from its ends.
+    """`repr(value)`, shortened: a few elements of containers, `most` characters of each text.
 
     Secrets are removed before shortening: in a part of a URL they are not recognised.
     """
@@ -101,13 +100,10 @@ def printable_lines(text: str) -> str:
 
 
 def clean_causes(error: BaseException | None) -> None:
-    """Make the messages of a library's error and its causes printable in place: tracebacks show
-    them.
-    """
+    """Make the messages of a library's error and its causes printable: tracebacks show them."""
     while error is not None:
-        error.args = tuple(
-            printable_lines(arg) if isinstance(arg, str) else arg for arg in error.args
-        )
+        args = [printable_lines(arg) if isinstance(arg, str) else arg for arg in error.args]
+        error.args = tuple(args)
         error = error.__cause__ or error.__context__
 
 
@@ -121,20 +117,17 @@ def nearest_names(words: Iterable[str], choices: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(words: Iterable[str], choices: Iterable[str]) -> str:
-    """The question "did you mean ...?" with the choice nearest to each of `words`; "" if none is
-    near.
-    """
+    """The question "did you mean ...?" with the choices near to `words`; "" if none is near."""
     nearest = nearest_names(words, choices)
     return f"did you mean {', '.join(nearest)}?" if nearest else ""
 
 
 def expected_one_of(word: str, choices: Iterable[str]) -> str:
-    """The text "expected one of ...", then the choice nearest to the unknown `word`, if one is
-    near.
-    """
+    """The text "expected one of ...", then the choice nearest to the unknown `word`, if any."""
     names = list(choices)
+    text = f"expected one of {', '.join(names)}"
     question = did_you_mean([word], names)
-    return f"expected one of {', '.join(names)}{'; ' if question else ''}{question}"
+    return f"{text}; {question}" if question else text
 
 
 class CheckpointWarning(UserWarning):
@@ -145,10 +138,12 @@ def warn(text: str, stacklevel: int = 1) -> None:
     warnings.warn(printable(text), CheckpointWarning, stacklevel=stacklevel + 1)
 
 
-def _hide_user_info(found: re.Match[str]) -> str:
-    scheme = found.string[max(0, found.start() - 5) : found.start()]
-    is_name = not found["rest"] and ":" not in found["user"] and _NAMED_CONTAINER.search(scheme)
-    return found[0] if is_name else f"{found['mark']}{SECRET}{'' if found['rest'] else '@'}"
+def _hide_user_info(match: re.Match[str]) -> str:
+    if match["rest"]:
+        return f"{match['mark']}{SECRET}"
+    scheme = match.string[max(0, match.start() - 5) : match.start()]
+    is_container = ":" not in match["user"] and _NAMED_CONTAINER.search(scheme) is not None
+    return match[0] if is_container else f"{match['mark']}{SECRET}@"
 
 
 def _clean_record(record: logging.LogRecord) -> bool:
@@ -161,8 +156,7 @@ LOG.addFilter(_clean_record)
 
 
 def announce(text: str) -> None:
-    """Tell the user of a run one fact: as a record of the logger, or on stderr in a program that
-    configures no logging.
+    """Tell the user of a run one fact: by the logger, or on stderr where none is configured.
 
     `logging.getLogger("ft_ckpt").setLevel(logging.WARNING)` silences it.
     """

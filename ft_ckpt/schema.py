@@ -1,6 +1,4 @@
-"""Reads JSON values as frozen records, by msgspec: the types of a record's fields are its
-schema.
-"""
+"""Reads JSON values as frozen records, by msgspec: the types of the fields are the schema."""
 
 import re
 from dataclasses import fields
@@ -27,9 +25,9 @@ class FieldError(ValueError):
 
 
 def as_record(value: Any, kind: type[_Kind]) -> _Kind:
-    """The JSON value as a `kind`: a dataclass, named tuple, `tuple[X, ...]`, `Mapping[str, X]`, or
-    a plain type.
+    """The JSON value as a `kind`.
 
+    Kinds are dataclasses, named tuples, `tuple[X, ...]`, `Mapping[str, X]` and plain types.
     Undeclared fields are dropped. Raises FieldError for the first value of another type or range,
     for a missing field, and for a key that UTF-8 does not encode.
     """
@@ -46,9 +44,7 @@ def as_record(value: Any, kind: type[_Kind]) -> _Kind:
 
 
 def values_of(record: Any) -> dict[str, Any]:
-    """The values of a dataclass by field, in the order of the declaration; `vars` has the order of
-    the JSON text.
-    """
+    """The values of a dataclass by field, in the order of the declaration."""
     kind: Any = type(record)
     return {name: getattr(record, name) for name in _field_names(kind)}
 
@@ -59,9 +55,7 @@ def _field_names(kind: Any) -> tuple[str, ...]:
 
 
 def _field_first(text: str, value: Any) -> str:
-    """msgspec's text with field and value first, as `parts[0].tensors[7].start: 'x', expected
-    int`.
-    """
+    """msgspec's text with field and value first: `parts[0].tensors[7].start: 'x', expected int`."""
     located = _PLACE.fullmatch(text)
     if located is None:
         return text
