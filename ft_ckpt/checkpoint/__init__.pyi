@@ -35,6 +35,7 @@ from .checks import (
     with_current_cards as with_current_cards,
 )
 from .commit import (
+    check_target as check_target,
     place_files as place_files,
     uncommit as uncommit,
 )

@@ -71,7 +71,7 @@ from .libraries import (
 from .load import (
     load_model as load_model,
 )
-from .load_weights import (
+from .load_report import (
     LoadReport as LoadReport,
 )
 from .mapped_model import (

@@ -16,7 +16,8 @@ from ft_ckpt.model.adapters import base_name, embedding_of
 from ft_ckpt.model.base_config import changed_fields, config_for, plain_config
 from ft_ckpt.model.base_files import names_of_today
 from ft_ckpt.model.libraries import PREFIX
-from ft_ckpt.model.pretrained import model_class, without_memory
+from ft_ckpt.model.making import without_memory
+from ft_ckpt.model.pretrained import model_class
 from ft_ckpt.model.settings import absurd_counts
 
 _MAX_LABELS = 1 << 20  # rows of a stored head that are taken for labels

@@ -15,7 +15,8 @@ from ft_ckpt.formats import TensorFile
 from ft_ckpt.model.base_class import BaseClass
 from ft_ckpt.model.base_files import FileOrigin, find_origins
 from ft_ckpt.model.conversion import with_whole_parameters
-from ft_ckpt.model.pretrained import add_folder_settings, model_class, without_memory
+from ft_ckpt.model.making import without_memory
+from ft_ckpt.model.pretrained import add_folder_settings, model_class
 from ft_ckpt.model.selection import put_at, tensor_at
 from ft_ckpt.ranks import stand_in_parameter
 

@@ -24,8 +24,8 @@ from ft_ckpt import CheckpointSaver
 from ft_ckpt.cli import run_command
 from ft_ckpt.cli.files import show_file
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, TargetError
-from ft_ckpt.extensions.tools import converting as convert_room
-from ft_ckpt.extensions.tools.converting import convert, open_source, read_map, rename_tensors
+from ft_ckpt.extensions.tools import convert, converting as convert_room, open_source
+from ft_ckpt.extensions.tools.rename_rules import read_map, rename_tensors
 from ft_ckpt.formats.safetensors import NAMES
 from ft_ckpt.storage.place import open_place
 
@@ -120,7 +120,7 @@ def test_any_tensors_survive_any_road(tmp_path_factory, kinds, names, formats, s
     path = folder / "0.pt"
     torch.save(tensors, path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ft_ckpt.extensions.tools.converting.SLICE_BYTES", slice_bytes)
+        patch.setattr("ft_ckpt.extensions.tools.copy_check.SLICE_BYTES", slice_bytes)
         for step, kind in enumerate(formats, 1):
             source, path = path, folder / f"{step}{Path(FILES[kind]).suffix}"
             convert(source, path, format=kind, verify=True)
@@ -431,7 +431,7 @@ def test_a_folder_whose_name_is_no_utf_8(tmp_path, llama):
 
 LIMITED = """
 import resource, sys
-from ft_ckpt.extensions.tools.converting import convert
+from ft_ckpt.extensions.tools import convert
 from ft_ckpt.errors import TargetError
 source, target, format, limit = sys.argv[1:]
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit),) * 2)
@@ -595,7 +595,7 @@ def test_killed_at_any_moment_nothing_is_half_done(tmp_path, target):
 
 MEMORY = """
 import sys
-from ft_ckpt.extensions.tools.converting import convert
+from ft_ckpt.extensions.tools import convert
 def peak(): return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024
 convert(sys.argv[1], sys.argv[1] + ".warm.pt", map={"big": "b"})  # what is imported on the way
 before = peak()

@@ -20,8 +20,7 @@ from seeds import examples
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.extensions.tools import diff as room
-from ft_ckpt.extensions.tools.converting import open_source
+from ft_ckpt.extensions.tools import diff as room, open_source
 from ft_ckpt.extensions.tools.diff import by_layer, compare_files, layer_of
 from ft_ckpt.formats.safetensors import NAMES
 
@@ -244,7 +243,7 @@ def test_memory_is_that_of_slices(tmp_path):
 import resource, sys
 from contextlib import closing
 from pathlib import Path
-from ft_ckpt.extensions.tools.converting import open_source
+from ft_ckpt.extensions.tools import open_source
 from ft_ckpt.extensions.tools.diff import compare_files
 one, other = map(Path, sys.argv[1:])
 with closing(open_source(one)) as one, closing(open_source(other)) as other:

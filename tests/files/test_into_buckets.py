@@ -14,8 +14,7 @@ from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import ConfigError, CorruptError, NameTakenError, SelectionError
-from ft_ckpt.extensions.tools import converting as converting
-from ft_ckpt.extensions.tools.converting import open_source
+from ft_ckpt.extensions.tools import converting as converting, open_source
 
 STATE = {"w": torch.arange(300_000.0).view(3, -1), "n": [1, "two"]}
 

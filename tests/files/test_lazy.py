@@ -141,7 +141,7 @@ def test_assigned_parameters_are_mapped_not_copied(tmp_path):
 def test_slices_read_only_their_bytes(path, monkeypatch):
     read = []
     found = load(path, mapped=False)["big"]
-    raw = found._held.file.raw
+    raw = found._stored.file.raw
     original = raw.bytes
     monkeypatch.setattr(
         raw, "bytes", lambda start, size: read.append(size) or original(start, size)

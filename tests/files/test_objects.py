@@ -29,7 +29,7 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.extensions.foreign import torch_file
 from ft_ckpt.extensions.hdf5 import cerebras
-from ft_ckpt.extensions.tools.converting import convert
+from ft_ckpt.extensions.tools import convert
 from ft_ckpt.extensions.tools.objects import load, save
 from ft_ckpt.formats import pytree
 from ft_ckpt.storage import local_disk

@@ -34,7 +34,7 @@ from seeds import chosen_seed
 from ft_ckpt import load, save
 from ft_ckpt.checkpoint.manifest import Manifest, PartRecord
 from ft_ckpt.errors import CheckpointError
-from ft_ckpt.extensions.tools.converting import open_source
+from ft_ckpt.extensions.tools import open_source
 from ft_ckpt.formats import pickles as pickles_module, tensor_file
 from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.formats.pytree import decode_node, unflatten

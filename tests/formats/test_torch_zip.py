@@ -21,7 +21,7 @@ from seeds import examples
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, LoadError, SelectionError
 from ft_ckpt.extensions.foreign import torch_file
 from ft_ckpt.extensions.foreign.torch_file import named_leaves
-from ft_ckpt.extensions.tools.converting import convert
+from ft_ckpt.extensions.tools import convert
 from ft_ckpt.extensions.tools.objects import load
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
 from ft_ckpt.formats.tensor_file import record_span

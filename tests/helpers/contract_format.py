@@ -16,7 +16,7 @@ from buckets import in_bucket
 from launch import run_and_signal, run_python
 
 from ft_ckpt.errors import CorruptError, SelectionError, TargetError
-from ft_ckpt.extensions.tools.converting import open_source
+from ft_ckpt.extensions.tools import open_source
 from ft_ckpt.extensions.tools.objects import load, save
 from ft_ckpt.formats.layout import ITEM_BYTES
 

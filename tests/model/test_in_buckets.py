@@ -31,7 +31,7 @@ from ft_ckpt.errors import (
     TargetError,
 )
 from ft_ckpt.extensions.buckets.object_store import RemoteObject
-from ft_ckpt.extensions.tools.converting import open_source
+from ft_ckpt.extensions.tools import open_source
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
 

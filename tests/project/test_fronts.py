@@ -24,7 +24,6 @@ ENTERED = {
     "ft_ckpt.formats.safetensors",
     "ft_ckpt.formats.tensor_file",
     "ft_ckpt.model.companions",
-    "ft_ckpt.model.folder",
     "ft_ckpt.ranks.wrappers",
     "ft_ckpt.runs.gradients",
     "ft_ckpt.runs.optimizers",

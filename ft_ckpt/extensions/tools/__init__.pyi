@@ -2,11 +2,13 @@ from .averaging import (
     average as average,
     parse_weights as parse_weights,
 )
+from .convert_request import (
+    check_apart as check_apart,
+    convert_options as convert_options,
+)
 from .converting import (
     ConvertReport as ConvertReport,
-    check_apart as check_apart,
     convert as convert,
-    convert_options as convert_options,
     open_source as open_source,
     write_converted as write_converted,
 )

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ft_ckpt.extensions.tools.converting import SLICE_BYTES, UntiedFile
+from ft_ckpt.extensions.tools.copy_check import SLICE_BYTES
+from ft_ckpt.extensions.tools.translated_file import UntiedFile
 from ft_ckpt.formats import Spec, TensorFile
 from ft_ckpt.model import WeightsFolder, differing_class, differing_settings
 from ft_ckpt.storage import Place
@@ -66,80 +67,81 @@ class Difference:
         """Norm of B - A divided by the norm of A; infinite if only A is zero, or if they cannot be
         subtracted.
         """
-        if (
-            self.status not in ("equal", "changed")
-            or self.sums.unbounded
-            or (self.sums.squares and not self.sums.norm)
-        ):
+        sums = self.sums
+        if self.status not in ("equal", "changed") or sums.unbounded:
             return math.inf
-        return math.sqrt(self.sums.squares / self.sums.norm) if self.sums.norm else 0.0
+        if not sums.norm:
+            return math.inf if sums.squares else 0.0
+        return math.sqrt(sums.squares / sums.norm)
 
 
-def compare_files(one: TensorFile, other: TensorFile) -> list[Difference]:
-    """Compare every tensor of A (`one`) and B (`other`), largest change first; memory holds a few
-    slices.
+def compare_files(first: TensorFile, second: TensorFile) -> list[Difference]:
+    """Compare every tensor of A (`first`) and B (`second`), largest change first; memory holds a
+    few slices.
 
     A name stands for the tensor that it is tied to. A pair of tensors is compared once, under the
     first name that both files have. A name in one file only is left out if its tensor is compared
     under another name.
     """
-    first, second = UntiedFile(one), UntiedFile(other)
-    names: dict[tuple[str, str], str] = {}
-    for name in first.old:
-        if name in second.old:
-            names.setdefault((first.old[name], second.old[name]), name)
-    alone: dict[tuple[int, str], str] = {}
+    untied = UntiedFile(first), UntiedFile(second)
+    differences = [_tensor_difference(*untied, name) for name in _names_to_compare(*untied)]
+    return _most_changed_first(differences)
+
+
+def _names_to_compare(first: UntiedFile, second: UntiedFile) -> list[str]:
+    pairs: dict[tuple[str, str], str] = {}  # stored names in both -> name
+    for name, stored_name in first.stored_names.items():
+        if name in second.stored_names:
+            pairs.setdefault((stored_name, second.stored_names[name]), name)
+    names = list(pairs.values())
     for side, file in enumerate((first, second)):
-        compared = {pair[side] for pair in names}
-        for name, stored in file.old.items():
-            if stored not in compared:
-                alone.setdefault((side, stored), name)
-    return _most_changed_first(
-        _tensor_difference(first, second, name) for name in (*names.values(), *alone.values())
-    )
+        compared = {pair[side] for pair in pairs}
+        for name, stored_name in file.stored_names.items():
+            if stored_name not in compared:
+                compared.add(stored_name)
+                names.append(name)
+    return names
 
 
-def compare_settings(one: TensorFile, other: TensorFile) -> list[tuple[str, str, str]]:
+def compare_settings(first: TensorFile, second: TensorFile) -> list[tuple[str, str, str]]:
     """(name, in A, in B) of the settings that differ and change the output; empty unless both are
     folders.
 
     Raises CorruptError for a settings file that cannot be parsed.
     """
-    if not isinstance(one, WeightsFolder) or not isinstance(other, WeightsFolder):
+    if not isinstance(first, WeightsFolder) or not isinstance(second, WeightsFolder):
         return []
-    parts = {(part.path, part.kind): part for part in other.parts}
+    second_parts = {(part.path, part.kind): part for part in second.parts}
     differences = []
-    for part in one.parts:
-        second = parts.get((part.path, part.kind))
-        if second is None:
+    for part in first.parts:
+        second_part = second_parts.get((part.path, part.kind))
+        if second_part is None:
             continue
-        first_store = Place(one.store, part.path).folder
-        second_store = Place(other.store, part.path).folder
-        settings = [
-            *differing_class(part, second),
-            *differing_settings(first_store, second_store, part.kind),
-        ]
+        first_store = Place(first.store, part.path).folder
+        second_store = Place(second.store, part.path).folder
+        settings = differing_class(part, second_part)
+        settings += differing_settings(first_store, second_store, part.kind)
         for name, before, after in settings:
             differences.append((f"{part.path}/{name}".lstrip("/"), before, after))
     return differences
 
 
-def by_layer(found: Iterable[Difference]) -> list[Difference]:
+def by_layer(differences: Iterable[Difference]) -> list[Difference]:
     """The differences by layer, such as "model.layers.3", or by module for names without a
     number.
     """
     layers: dict[str, list[Difference]] = {}
-    for each in found:
-        layers.setdefault(layer_of(each.name), []).append(each)
-    by_name = []
+    for difference in differences:
+        layers.setdefault(layer_of(difference.name), []).append(difference)
+    summaries = []
     for layer, members in layers.items():
-        changed, sums = (
-            sum(each.changed for each in members),
-            sum((each.sums for each in members), Sums()),
-        )
+        changed = sum(difference.changed for difference in members)
+        sums = sum((difference.sums for difference in members), Sums())
         status = "changed" if changed else "equal"
-        by_name.append(Difference(layer, status, sums=sums, tensors=len(members), changed=changed))
-    return _most_changed_first(by_name)
+        summaries.append(
+            Difference(layer, status, sums=sums, tensors=len(members), changed=changed)
+        )
+    return _most_changed_first(summaries)
 
 
 def layer_of(name: str) -> str:
@@ -148,50 +150,71 @@ def layer_of(name: str) -> str:
     return numbered[0] if numbered else name.rpartition(".")[0] or name
 
 
-def _most_changed_first(found: Iterable[Difference]) -> list[Difference]:
-    return sorted(found, key=lambda each: (each.status == "equal", -each.relative))
+def _most_changed_first(differences: Iterable[Difference]) -> list[Difference]:
+    def order(difference: Difference) -> tuple[bool, float]:
+        return difference.status == "equal", -difference.relative
+
+    return sorted(differences, key=order)
 
 
 def _tensor_difference(first: UntiedFile, second: UntiedFile, name: str) -> Difference:
     before, after = first.specs.get(name), second.specs.get(name)
-    if before is None or after is None or before.shape != after.shape:
-        status = "only in B" if before is None else "only in A" if after is None else "shape"
-        return Difference(name, status, before, after, changed=1)
-    equal, sums = True, Sums()
-    for low in range(0, before.numel, _SLICE):
-        high = min(low + _SLICE, before.numel)
-        same, more = _compare_slices(first.read(name, low, high), second.read(name, low, high))
-        equal, sums = equal and same, sums + more
-    return Difference(
-        name, "equal" if equal else "changed", before, after, sums, changed=int(not equal)
-    )
-
-
-def _compare_slices(one: Tensor, other: Tensor) -> tuple[bool, Sums]:
-    """Whether two slices are equal, and the sums over them."""
-    same_dtype = one.dtype == other.dtype
-    equal = same_dtype and torch.equal(_byte_view(one), _byte_view(other))
-    if any(str(data.dtype).endswith(_PACKED) for data in (one, other)):
-        same = (
-            _byte_view(one) == _byte_view(other)
-            if same_dtype
-            else torch.zeros(one.numel(), dtype=torch.bool, device="cpu")
+    if before is None:
+        return Difference(name, "only in B", before, after, changed=1)
+    if after is None:
+        return Difference(name, "only in A", before, after, changed=1)
+    if before.shape != after.shape:
+        return Difference(name, "shape", before, after, changed=1)
+    is_equal, sums = True, Sums()
+    for start in range(0, before.numel, _SLICE):
+        stop = min(start + _SLICE, before.numel)
+        slice_is_equal, slice_sums = _compare_slices(
+            first.read(name, start, stop), second.read(name, start, stop)
         )
-        return equal, Sums(one.numel(), unbounded=int((~same).sum()))
-    is_complex = one.is_complex() or other.is_complex()
-    before = _float64_values(one, is_complex)
+        is_equal = is_equal and slice_is_equal
+        sums += slice_sums
+    status = "equal" if is_equal else "changed"
+    return Difference(name, status, before, after, sums, changed=int(not is_equal))
+
+
+def _compare_slices(first: Tensor, second: Tensor) -> tuple[bool, Sums]:
+    """Whether two slices are equal, and the sums over them."""
+    has_same_dtype = first.dtype == second.dtype
+    has_same_bytes = has_same_dtype and torch.equal(_byte_view(first), _byte_view(second))
+    if _is_packed(first) or _is_packed(second):
+        return has_same_bytes, _packed_sums(first, second)
+    is_complex = first.is_complex() or second.is_complex()
+    before = _float64_values(first, is_complex)
     norm = float(before.nan_to_num(0.0, 0.0, 0.0).square().sum())
-    if equal:
+    if has_same_bytes:
         return True, Sums(before.numel(), norm=norm)
-    after = _float64_values(other, is_complex)
-    same = (before == after) | (before.isnan() & after.isnan())
-    change = torch.where(same, 0.0, after - before).abs()
-    bounded = change.isfinite()
-    change = torch.where(bounded, change, 0.0)
+    after = _float64_values(second, is_complex)
+    is_same = (before == after) | (before.isnan() & after.isnan())
+    change = torch.where(is_same, 0.0, after - before).abs()
+    is_bounded = change.isfinite()
+    change = torch.where(is_bounded, change, 0.0)
     sums = Sums(
-        before.numel(), float(change.sum()), float(change.square().sum()), norm, float(change.max())
+        before.numel(),
+        float(change.sum()),
+        float(change.square().sum()),
+        norm,
+        float(change.max()),
+        int((~is_bounded).sum()),
     )
-    return not same_dtype and bool(same.all()), sums + Sums(unbounded=int((~bounded).sum()))
+    # values of two dtypes may be equal; different bytes of one dtype are not, as 0.0 and -0.0
+    return not has_same_dtype and bool(is_same.all()), sums
+
+
+def _is_packed(data: Tensor) -> bool:
+    return str(data.dtype).endswith(_PACKED)
+
+
+def _packed_sums(first: Tensor, second: Tensor) -> Sums:
+    """The elements that differ; by how much is unknown."""
+    if first.dtype != second.dtype:
+        return Sums(first.numel(), unbounded=first.numel())
+    is_changed = _byte_view(first) != _byte_view(second)
+    return Sums(first.numel(), unbounded=int(is_changed.sum()))
 
 
 def _byte_view(data: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ _METHODS = (
     "is_conj",
     "is_neg",
 )
-_ABOUT: set[Any] = (  # functions that need no values
+_WITHOUT_VALUES: set[Any] = (  # functions of shape, dtype and the like
     {getattr(torch.Tensor, name).__get__ for name in _GETTERS if hasattr(torch.Tensor, name)}
     | {getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)}
     | {
@@ -82,7 +82,7 @@ _ABOUT: set[Any] = (  # functions that need no values
 )
 
 
-class _Held:
+class _StoredTensor:
     """One stored tensor with its values while they are loaded, shared by all lazy tensors made from
     it.
     """
@@ -111,20 +111,20 @@ class _Held:
         if self.values is not None or not shape or self.file.maps(self.name):
             return None
         rows = range(shape[0])[key]
-        row = math.prod(shape[1:])
+        row_numel = math.prod(shape[1:])
         if isinstance(rows, int):
-            return self.file.read(self.name, rows * row, (rows + 1) * row).view(shape[1:])
-        if rows.step != 1 or not len(rows) or not row:
+            data = self.file.read(self.name, rows * row_numel, (rows + 1) * row_numel)
+            return data.view(shape[1:])
+        if rows.step != 1 or not len(rows) or not row_numel:
             return None
-        return self.file.read(self.name, rows.start * row, rows.stop * row).view(
-            len(rows), *shape[1:]
-        )
+        data = self.file.read(self.name, rows.start * row_numel, rows.stop * row_numel)
+        return data.view(len(rows), *shape[1:])
 
 
 class LazyTensor(torch.Tensor):
     """A tensor of a file, on the CPU. Behaves as a plain tensor; `release()` drops its values."""
 
-    _held: _Held
+    _stored: _StoredTensor
     # this object's view of the values, with its own `requires_grad`
     _own: torch.Tensor | None = None
 
@@ -138,7 +138,7 @@ class LazyTensor(torch.Tensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if args and type(args[0]) is LazyTensor:
-                if args[0]._own is None and func in _ABOUT:
+                if args[0]._own is None and func in _WITHOUT_VALUES:
                     return func(*args, **(kwargs or {}))
                 special = _SPECIAL.get(func)
                 if special is not None:
@@ -160,24 +160,24 @@ class LazyTensor(torch.Tensor):
 
         Raises CorruptError when the file was truncated or rewritten in place.
         """
-        found = self._held.get()
+        stored = self._stored.get()  # checks the file at each use
         if self._own is None:
-            self._own = found.view(self._held.shape)
+            self._own = stored.view(self._stored.shape)
         return self._own
 
     def release(self) -> None:
         """Drop the values, including writes to them; the next use reads them again."""
-        self._own = self._held.values = None
+        self._own = self._stored.values = None
 
     @property
     def is_loaded(self) -> bool:
         """Whether the values are in memory or mapped."""
-        return self._held.values is not None
+        return self._stored.values is not None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         state = "loaded" if self.is_loaded else "not loaded"
-        held = self._held
-        return f"LazyTensor({held.name!r}, shape={tuple(held.shape)}, dtype={held.dtype}, {state})"
+        name, shape, dtype = self._stored.name, tuple(self._stored.shape), self._stored.dtype
+        return f"LazyTensor({name!r}, shape={shape}, dtype={dtype}, {state})"
 
     @property
     def _is_param(self) -> bool:
@@ -199,11 +199,10 @@ PLAIN.add(LazyTensor)
 
 
 def _on_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
+    values = [_unwrap_lazy(value) for value in args]
     if not kwargs:
-        return func(*map(_unwrap_lazy, args))
-    return func(
-        *map(_unwrap_lazy, args), **{name: _unwrap_lazy(value) for name, value in kwargs.items()}
-    )
+        return func(*values)
+    return func(*values, **{name: _unwrap_lazy(value) for name, value in kwargs.items()})
 
 
 def _unwrap_lazy(value: Any) -> Any:
@@ -220,21 +219,26 @@ def _require_grad(lazy: LazyTensor, requires_grad: bool = True) -> LazyTensor:
     return lazy
 
 
+def _selects_rows(key: Any) -> bool:
+    if type(key) is not slice:
+        return type(key) is int
+    return all(bound is None or type(bound) is int for bound in (key.start, key.stop, key.step))
+
+
 def _index_lazy(lazy: LazyTensor, key: Any) -> Any:
-    bounds = (key.start, key.stop, key.step) if type(key) is slice else (key,)
-    if (
-        lazy._own is None
-        and key is not None
-        and all(part is None or type(part) is int for part in bounds)
-    ):
-        rows = lazy._held.rows(key)
+    if lazy._own is None and _selects_rows(key):
+        rows = lazy._stored.rows(key)
         if rows is not None:
             return rows
     return lazy.values()[_unwrap_lazy(key)]
 
 
+def _detach_lazy(lazy: LazyTensor) -> LazyTensor:
+    return _make_lazy(lazy._stored)
+
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.detach: lambda lazy: _make_lazy(lazy._held),
+    torch.Tensor.detach: _detach_lazy,
     torch.Tensor.requires_grad_: _require_grad,
     torch.Tensor.__getitem__: _index_lazy,
     torch.Tensor.__repr__: LazyTensor.__repr__,
@@ -256,9 +260,9 @@ torch.nn.modules.module.register_module_buffer_registration_hook(_plain_buffer) 
 _make = torch.Tensor._make_wrapper_subclass
 
 
-def _make_lazy(held: _Held) -> LazyTensor:
-    lazy: LazyTensor = _make(LazyTensor, held.shape, dtype=held.dtype)
-    lazy._held = held
+def _make_lazy(stored: _StoredTensor) -> LazyTensor:
+    lazy: LazyTensor = _make(LazyTensor, stored.shape, dtype=stored.dtype)
+    lazy._stored = stored
     return lazy
 
 
@@ -268,7 +272,7 @@ def lazy_tensor(file: IndexedFile, name: str, shape: Sequence[int], dtype: str) 
     Raises CorruptError for an impossible shape or dtype.
     """
     try:
-        return _make_lazy(_Held(file, name, shape, getattr(torch, dtype)))
+        return _make_lazy(_StoredTensor(file, name, shape, getattr(torch, dtype)))
     except (RuntimeError, TypeError, AttributeError) as error:
         raise CorruptError(
             f"{name}: {shape} of type {dtype!r}, which this torch cannot have ({error})"

@@ -27,14 +27,9 @@ from ft_ckpt.checkpoint import (
 )
 from ft_ckpt.config import make_config
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, listing
-from ft_ckpt.extensions.tools.converting import (
-    ConvertOptions,
-    ConvertReport,
-    check_apart,
-    convert_options,
-    named_base,
-    open_source,
-)
+from ft_ckpt.extensions.tools.convert_folder import base_of_config
+from ft_ckpt.extensions.tools.convert_request import ConvertOptions, check_apart, convert_options
+from ft_ckpt.extensions.tools.converting import ConvertReport, open_source
 from ft_ckpt.extensions.tools.logits import live_logits
 from ft_ckpt.extensions.tools.merging import merged_part
 from ft_ckpt.formats import TensorFile, TensorRecord, checkpoint_format_of, open_tensor_file
@@ -218,7 +213,7 @@ def _foreign_record(store: Store, path: str, name: str) -> PartRecord:
     facts = PartRecord(
         name, path, "adapter", checkpoint_format_of(files[0]).name, "PeftModel", tensors
     )
-    return replace(facts, adapter=name, active=name == "default", base=named_base(settings))
+    return replace(facts, adapter=name, active=name == "default", base=base_of_config(settings))
 
 
 def _adapter_settings(store: Store) -> dict[str, Any]:
@@ -328,7 +323,7 @@ def merge(
         beside = stored.has_base and base is None
         sampled = check_base and not beside
         model, added = attach_adapters(
-            based.model, stored.held, stored.records, check_base=sampled, beside=beside
+            based.model, stored.held, stored.records, check_base=sampled, base_is_stored=beside
         )
         given: dict[str, Any] = {"made_from": (source.basename, found.basename)}
         given["check"] = None if check is None else live_logits(model, check).compare

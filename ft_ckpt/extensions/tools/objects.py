@@ -1,9 +1,8 @@
 """`save` and `load`: any state in one file, used like torch.save and torch.load."""
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -66,25 +65,23 @@ def save(
     full.
     """
     target = open_place(path).as_target()
-    known = format_by_suffix(str(target)) if format is None else _object_format(format)
-    _check_compression(known, compression)
-    with _no_collection():
-        plan = None if compression is not None else _plan_object(obj, known, native_floats)
+    file_format = format_by_suffix(str(target)) if format is None else _object_format(format)
+    _check_compression(file_format, compression)
+    plan = None
+    if compression is None:
+        with _no_collection():
+            plan = _plan_object(obj, file_format, native_floats)
     with explained(target):
         if compression is not None:
             with scratch_file(target) as file:
-                _write_compressed(obj, known, file, native_floats)
-            return
-        if known.save_object is not None:
+                _write_compressed(obj, file_format, file, native_floats)
+        elif file_format.save_object is not None:
             with scratch_file(target) as file:
-                known.save_object(obj, file)
-            return
-        with replaced_object(target) as stage:
-            if plan is not None:
-                layout, leaves = plan
-                pairs = zip(layout.specs, layout.starts, strict=True)
-                regions = (_leaf_regions(start, spec, leaves[spec.name]) for spec, start in pairs)
-                _write_plan(stage, layout, chain.from_iterable(regions))
+                file_format.save_object(obj, file)
+        else:
+            with replaced_object(target) as stage:
+                if plan is not None:
+                    _write_plan(stage, *plan)
 
 
 def compress_file(place: Place, compression: str) -> None:
@@ -92,8 +89,8 @@ def compress_file(place: Place, compression: str) -> None:
 
     Raises what `load` and `save` raise.
     """
-    known = format_by_suffix(str(place)).name
-    save(load(place, format=known), place, known, compression=compression)
+    name = format_by_suffix(str(place)).name
+    save(load(place, format=name), place, name, compression=compression)
 
 
 def load(
@@ -120,11 +117,11 @@ def load(
     _refuse_device(map_location)
     with _no_collection(), damaged_input(place.basename):
         raw = RawFile(place.open())
-        known = detect_format(raw) if format is None else _object_format(format)
-        if known.load_object is not None:
+        file_format = detect_format(raw) if format is None else _object_format(format)
+        if file_format.load_object is not None:
             with closing(raw):
-                return known.load_object(raw, map_location, mapped, verify)
-        file = known.open_file(raw.file, mapped or map_location is not None, verify)
+                return file_format.load_object(raw, map_location, mapped, verify)
+        file = file_format.open_file(raw.file, mapped or map_location is not None, verify)
         if verify and not file.has_digests:
             _check_listed(raw.file, place)
         if map_location is None:
@@ -152,13 +149,15 @@ def _check_listed(source: Readable, place: Place) -> None:
 
     Raises ConfigError if no manifest lists the file.
     """
-    name, listed = place.basename, listing_manifest(place)
+    name = place.basename
+    listed = listing_manifest(place)
     if listed is None:
         raise ConfigError(
             f"verify=True: {name} has no digests, and no {MANIFEST_NAME} beside it lists it; leave "
             "verify out, or save it as HDF5, which has them"
         )
-    if digest_of_open(source, listed[2]) != listed[2].digest:
+    _, _, record = listed
+    if digest_of_open(source, record) != record.digest:
         raise CorruptError(f"{name} is damaged (its digest differs); use another copy of the file")
 
 
@@ -170,69 +169,76 @@ def _object_format(name: str) -> TensorFormat:
     return format_named(name)
 
 
-def _check_compression(known: TensorFormat, compression: str | None) -> None:
+def _check_compression(file_format: TensorFormat, compression: str | None) -> None:
     """Raise ConfigError unless files of the format can be compressed so."""
-    if compression is None or compression in known.compressions:
+    if compression is None or compression in file_format.compressions:
         return
-    if not known.compressions:
+    if not file_format.compressions:
         raise ConfigError(
             f"compression {compression!r}: only for HDF5 files, this one is "
-            f"{known.name!r}; leave it out"
+            f"{file_format.name!r}; leave it out"
         )
-    methods = ", ".join(map(repr, known.compressions))
+    methods = ", ".join(map(repr, file_format.compressions))
     raise ConfigError(
-        f"compression {compression!r}: {known.name!r} files are written with {methods} or None; "
-        "other filters are read only, use h5repack to write them"
+        f"compression {compression!r}: {file_format.name!r} files are written with {methods} or "
+        "None; other filters are read only, use h5repack to write them"
     )
 
 
 def _plan_object(
-    obj: Any, known: TensorFormat, native_floats: bool
+    obj: Any, file_format: TensorFormat, native_floats: bool
 ) -> tuple[Layout, dict[str, Leaf]] | None:
     """The layout of the file and its leaves by name; None if a library writes the format."""
-    if known.check_object is not None:
-        known.check_object(obj)
-    if known.lay_out_object is None:
+    if file_format.check_object is not None:
+        file_format.check_object(obj)
+    if file_format.lay_out_object is None:
         return None
-    root, leaves = flatten(obj, known.object_dtypes)
-    specs = [Spec("", leaf.shape, leaf.dtype) for leaf in leaves]
-    arrays = [index for index, leaf in enumerate(leaves) if leaf.is_array]
-    layout, names = known.lay_out_object(root, specs, arrays, native_floats)
+    root, leaves = flatten(obj, file_format.object_dtypes)
+    specs, arrays = _describe_leaves(leaves)
+    layout, names = file_format.lay_out_object(root, specs, arrays, native_floats)
     return layout, dict(zip(names, leaves, strict=True))
 
 
-def _write_plan(stage: Place, layout: Layout, regions: Iterable[Region]) -> None:
+def _describe_leaves(leaves: Sequence[Leaf]) -> tuple[list[Spec], list[int]]:
+    """The specs of the leaves, without names, and the indices of those that are arrays."""
+    specs = [Spec("", leaf.shape, leaf.dtype) for leaf in leaves]
+    arrays = [index for index, leaf in enumerate(leaves) if leaf.is_array]
+    return specs, arrays
+
+
+def _write_plan(stage: Place, layout: Layout, leaves: Mapping[str, Leaf]) -> None:
     with Writer(local_bytes=layout.size_bytes if stage.is_local else None) as writer:
-        write_file(FilePlan(stage.name, layout), regions, stage.store, writer)
+        plan = FilePlan(stage.name, layout)
+        write_file(plan, _regions_of(layout, leaves), stage.store, writer)
+
+
+def _regions_of(layout: Layout, leaves: Mapping[str, Leaf]) -> Iterator[Region]:
+    for spec, start in zip(layout.specs, layout.starts, strict=True):
+        if spec.size_bytes:
+            yield from _leaf_regions(start, spec, leaves[spec.name])
 
 
 def _leaf_regions(start: int, spec: Spec, leaf: Leaf) -> Iterator[Region]:
-    if spec.size_bytes and isinstance(leaf.data, torch.Tensor) and is_accelerator(leaf.data.device):
+    if isinstance(leaf.data, torch.Tensor) and is_accelerator(leaf.data.device):
         for piece in host_pieces(_plain_values(leaf.data).reshape(-1)):
             yield Region(start, piece.data_ptr(), piece.nbytes, piece)
             start += piece.nbytes
-    elif spec.size_bytes:
-        address, keeper = _leaf_memory(leaf)
-        yield Region(start, address, spec.size_bytes, keeper)
-
-
-def _write_compressed(obj: Any, known: TensorFormat, path: Path, native_floats: bool) -> None:
-    """Write a new compressed file."""
-    root, leaves = flatten(obj, known.object_dtypes)
-    specs = [Spec("", leaf.shape, leaf.dtype) for leaf in leaves]
-    arrays = [index for index, leaf in enumerate(leaves) if leaf.is_array]
-    assert known.write_compressed is not None, "a format with compressions"
-
-    def values_of(number: int) -> Any:
-        return _leaf_bytes(leaves[number])
-
-    known.write_compressed(path, root, specs, arrays, native_floats, values_of)
-
-
-def _leaf_memory(leaf: Leaf) -> tuple[int, Any]:
-    """The address of the contiguous values of `leaf`, and the object that owns the memory."""
+        return
     values = _contiguous_values(leaf)
-    return (values.ctypes.data if isinstance(values, np.ndarray) else values.data_ptr()), values
+    address = values.ctypes.data if isinstance(values, np.ndarray) else values.data_ptr()
+    yield Region(start, address, spec.size_bytes, values)
+
+
+def _write_compressed(obj: Any, file_format: TensorFormat, path: Path, native_floats: bool) -> None:
+    """Write a new compressed file."""
+    root, leaves = flatten(obj, file_format.object_dtypes)
+    specs, arrays = _describe_leaves(leaves)
+    assert file_format.write_compressed is not None, "a format with compressions"
+
+    def values_of(index: int) -> Any:
+        return _leaf_bytes(leaves[index])
+
+    file_format.write_compressed(path, root, specs, arrays, native_floats, values_of)
 
 
 def _leaf_bytes(leaf: Leaf) -> Any:
@@ -247,13 +253,14 @@ def _contiguous_values(leaf: Leaf) -> Any:
     """The values of `leaf` as a contiguous numpy array, or a contiguous tensor on the CPU."""
     if leaf.is_array:
         return np.ascontiguousarray(leaf.data)
-    source = leaf.data
-    fresh = isinstance(source, LazyTensor) and not source.is_loaded
-    tensor = source.values() if isinstance(source, LazyTensor) else source
-    tensor = _plain_values(tensor).cpu().contiguous()
-    if fresh:
-        source.release()  # so that converting a large file does not keep all of it in memory
-    return tensor
+    tensor = leaf.data
+    if not isinstance(tensor, LazyTensor):
+        return _plain_values(tensor).cpu().contiguous()
+    was_loaded = tensor.is_loaded
+    values = _plain_values(tensor.values()).cpu().contiguous()
+    if not was_loaded:
+        tensor.release()  # so that converting a large file does not keep all of it in memory
+    return values
 
 
 def _plain_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -261,31 +268,35 @@ def _plain_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _restore_object(file: IndexedFile, device: torch.device | None) -> Any:
-    index, tensors = file.index, {}
-    on_device = (
-        None if device is None or not is_accelerator(device) else DeviceTensors(file, device)
-    )
+    """The stored object; its tensors are lazy without `device`."""
+    index = file.index
+    if index.root is None and device is None:
+        return {name: _lazy_of(file, name) for name in index.names}
+    on_device = None
+    if device is not None and is_accelerator(device):
+        on_device = DeviceTensors(file, device)
+    tensors: dict[int, Any] = {}  # an object may hold a tensor several times
 
-    def tensor(number: int) -> Any:
+    def tensor_of(number: int) -> Any:
         if number not in tensors:
             name = index.names[number]
-            dtype, shape, *_ = index.rows[name]
             if on_device is not None:
                 tensors[number] = on_device.new_tensor(name)
+            elif device is not None:
+                tensors[number] = _lazy_of(file, name).values().to(device)
             else:
-                lazy = lazy_tensor(file, name, shape, dtype)
-                tensors[number] = lazy if device is None else lazy.values().to(device)
+                tensors[number] = _lazy_of(file, name)
         return tensors[number]
 
-    if index.root is None and device is None:
-        return {
-            name: lazy_tensor(file, name, index.rows[name][1], index.rows[name][0])
-            for name in index.names
-        }
-    restored = unflatten(index.tree, tensor, file.read_array)
+    restored = unflatten(index.tree, tensor_of, file.read_array)
     if on_device is not None:
         on_device.read_all()
     return restored
+
+
+def _lazy_of(file: IndexedFile, name: str) -> LazyTensor:
+    dtype, shape, *_ = file.index.rows[name]
+    return lazy_tensor(file, name, shape, dtype)
 
 
 @contextmanager
@@ -293,10 +304,10 @@ def _no_collection() -> Iterator[None]:
     """Disable the cyclic garbage collector: scanning 20,000 new tensors costs more than creating
     them.
     """
-    collecting = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collecting:
+        if was_enabled:
             gc.enable()
