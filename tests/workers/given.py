@@ -88,7 +88,7 @@ def on_lora(script: int) -> dict[str, Any]:
     save_base("base")
     torch.manual_seed(7)
     save_base("other")
-    return on_saved(script)
+    return {**on_saved(script), "data": trainers.Sentences(noise=False)}
 
 
 def on_merge(script: int) -> dict[str, Any]:
