@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ft_ckpt._version import __version__
 from ft_ckpt.cli.options import accept_any_text, checked_output, print_lines
@@ -114,7 +114,9 @@ GROUPS = {
         ),
     },
 }
-COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+COMMANDS: dict[str, Command] = {}
+for _commands in GROUPS.values():
+    COMMANDS.update(_commands)
 _FAMILIAR_NAMES = {  # what other programs call it
     "check": "verify",
     "clean": "prune",
@@ -152,20 +154,20 @@ compdef _ft_ckpt_completion ft-ckpt""",
 class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         command = self.prog.removeprefix(_NAME).strip()
-        message = message.removeprefix("argument ").replace(
-            "the following arguments are required:", "expected"
-        )
+        prefix = f"{command}: " if command else ""
+        message = message.removeprefix("argument ")
+        message = message.replace("the following arguments are required:", "expected")
         end = " See" if message.endswith("?") else "; see"
-        raise ConfigError(f"{command + ': ' if command else ''}{message}{end} `{self.prog} --help`")
+        raise ConfigError(f"{prefix}{message}{end} `{self.prog} --help`")
 
     def read(self, words: Sequence[str], *, mixed: bool) -> Namespace:
         """The arguments and options in `words`; `mixed`: options may follow a variable number of
         arguments.
         """
         parse = self.parse_known_intermixed_args if mixed else self.parse_known_args
-        options, left = parse(words)
-        if left:
-            self.error(self._surplus_text(left))
+        options, surplus = parse(words)
+        if surplus:
+            self.error(self._surplus_text(surplus))
         return options
 
     def _surplus_text(self, words: Sequence[str]) -> str:
@@ -173,18 +175,15 @@ class _Parser(ArgumentParser):
         if not unknown:
             return f"{words[0]}: one argument too many"
         # Without the dashes, which would count as likeness.
-        nearest = nearest_names(
-            [unknown[0].lstrip("-")], [name.lstrip("-") for name in self._option_string_actions]
-        )
+        names = [name.lstrip("-") for name in self._option_string_actions]
+        nearest = nearest_names([unknown[0].lstrip("-")], names)
         question = f"; did you mean --{nearest[0]}?" if nearest else ""
         return f"{unknown[0]}: no such option{question}"
 
     def completions(self, word: str) -> list[str]:
-        return [
-            name
-            for name in self._option_string_actions
-            if word.startswith("-") and name.startswith(word)
-        ]
+        if not word.startswith("-"):
+            return []
+        return [name for name in self._option_string_actions if name.startswith(word)]
 
 
 class _GlobalParser(_Parser):
@@ -213,15 +212,18 @@ def main() -> NoReturn:
     undo; 2 for an error, printed in one line; 141 on a broken pipe.
     """
     accept_any_text()
-    sys.excepthook = lambda *crash: print_lines(
-        *"".join(traceback.format_exception(*crash)).split("\n"), file=sys.stderr
-    )
+    sys.excepthook = _print_crash
     warnings.showwarning = _warning_printer()
     try:
         sys.exit(run_command(sys.argv[1:]))
     except (CheckpointError, OSError) as error:
         print_lines(f"{_NAME}: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _print_crash(*crash: Any) -> None:
+    text = "".join(traceback.format_exception(*crash))
+    print_lines(*text.split("\n"), file=sys.stderr)
 
 
 def _warning_printer() -> Callable[..., None]:
@@ -296,7 +298,9 @@ def _instead_of(word: str) -> str:
 def _command_parser(name: str) -> _Parser:
     command = COMMANDS[name]
     parser = _Parser(f"{_NAME} {name}", f"%(prog)s {command.usage}", allow_abbrev=False)
-    getattr(import_module(f"ft_ckpt.cli.{command.module}"), f"add_{name.replace('-', '_')}")(parser)
+    module = import_module(f"ft_ckpt.cli.{command.module}")
+    declare_arguments = getattr(module, f"add_{name.replace('-', '_')}")
+    declare_arguments(parser)
     parser.description = parser.get_default("run").__doc__
     return parser
 
@@ -320,9 +324,12 @@ def _global_parser() -> _GlobalParser:
 def _completions(words: Sequence[str]) -> list[str]:
     """The commands or options that begin with the last word."""
     if len(words) < 2:
-        known = [name for name in COMMANDS if name.startswith(words[0] if words else "")]
-        return known or _global_parser().completions(words[0])
-    return _command_parser(words[0]).completions(words[-1]) if words[0] in COMMANDS else []
+        word = words[0] if words else ""
+        names = [name for name in COMMANDS if name.startswith(word)]
+        return names or _global_parser().completions(word)
+    if words[0] not in COMMANDS:
+        return []
+    return _command_parser(words[0]).completions(words[-1])
 
 
 def tensorflow_to_h5() -> None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import chain
 
 from ft_ckpt.messages import printable
 
@@ -188,27 +189,28 @@ def line_chart(title: str, series: Sequence[Series], *, unit: str = "", note: st
 
     `unit` follows each tick of y; `note` stands below the title.
     """
-    drawn = [Series(one.label, tuple(thinned(one.marks))) for one in series]
-    marks = [mark for one in drawn for mark in one.marks]
+    drawn = [Series(line.label, tuple(thinned(line.marks))) for line in series]
+    marks = list(chain.from_iterable(line.marks for line in drawn))
     x_axis = value_axis((mark.x for mark in marks), whole=True)
     y_axis = value_axis(mark.y for mark in marks)
     ticks = [(x_axis.share(tick), f"{tick:.0f}") for tick in x_axis.ticks]
     body = [_grid(y_axis, unit), _x_ticks(ticks)]
     is_small = len(marks) > _MAX_LARGE_MARKS
-    for number, one in enumerate(drawn, 1):
+    for number, line in enumerate(drawn, 1):
         body.append(f'<g class="series-{number}">')
-        body.append(_curve(one.marks, x_axis, y_axis))
-        for mark in one.marks:
+        body.append(_curve(line.marks, x_axis, y_axis))
+        for mark in line.marks:
             y = _height_at(mark, y_axis)
             body.append(_mark_at(mark, x_axis.share(mark.x), y, is_small))
         body.append("</g>")
-    count = sum(len(one.marks) for one in series)
+    count = sum(len(line.marks) for line in series)
     notes = [note] if note else []
-    notes += ["log scale"] if y_axis.is_log else []
+    if y_axis.is_log:
+        notes.append("log scale")
     if len(marks) < count:
         drawn_count = f"{len(marks)} of {count} points"
         notes.append(f"{drawn_count}, with the lowest and highest of each interval")
-    legend = _legend([one.label for one in series]) if len(series) > 1 else ""
+    legend = _legend([line.label for line in series]) if len(series) > 1 else ""
     return _figure(title, "; ".join(notes), _HEIGHT, body, legend)
 
 
@@ -305,7 +307,7 @@ def shade_chart(
 
     Values that are not finite have another colour.
     """
-    axis = value_axis(value for row in values for value in row if value > 0)
+    axis = value_axis(value for value in chain.from_iterable(values) if value > 0)
     height, width = _SHADE * len(names), 100 / len(columns)
     body = []
     for number, (name, row) in enumerate(zip(names, values, strict=True)):
@@ -319,7 +321,8 @@ def shade_chart(
             body.append(f"<rect {_shade_look(value, axis)} {place}><title>{text}</title></rect>")
     body.append(_x_ticks(_column_ticks(columns, max_ticks=5), height))
     notes = [note] if note else []
-    notes += ["log scale"] if axis.is_log else []
+    if axis.is_log:
+        notes.append("log scale")
     return _figure(title, "; ".join(notes), height, body, "", margin="wide")
 
 

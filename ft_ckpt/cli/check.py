@@ -8,16 +8,19 @@ import subprocess
 import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.errors import CheckpointError, ConfigError, LoadError, listing
 from ft_ckpt.runs import END, VARIABLE, Rehearsal, Step, read_steps
 from ft_ckpt.storage import open_place, spool_file, temporary_store
+
+if TYPE_CHECKING:
+    from ft_ckpt.model import JoinedFile
 
 _TAIL_LINES = 30  # of the output of a script that failed
 
@@ -113,42 +116,38 @@ def _check_resume(options: Namespace) -> int:
     if stop is not None and stop >= steps:
         raise ConfigError(f"check-resume: --stop {stop}: expected less than --steps {steps}")
     command = _launch_command([options.script, *options.arguments], options.nproc, options.launch)
-    with temporary_store(options.scratch, "ft_ckpt-rehearsal-") as room:
-        found = rehearse_script(command, room.folder.absolute(), steps, stop or steps // 2)
-    _show_finding(found, as_json=options.as_json)
-    return 0 if found.is_equal else 1
+    with temporary_store(options.scratch, "ft_ckpt-rehearsal-") as scratch:
+        finding = rehearse_script(command, scratch.folder.absolute(), steps, stop or steps // 2)
+    _show_finding(finding, as_json=options.as_json)
+    return 0 if finding.is_equal else 1
 
 
-def rehearse_script(command: Sequence[str], room: Path, steps: int, stop: int) -> Finding:
-    """Run `command` three times with checkpoints in `room`: for `steps`, up to `stop`, and resumed
-    from there.
+def rehearse_script(command: Sequence[str], folder: Path, steps: int, stop: int) -> Finding:
+    """Run `command` three times: for `steps`, up to `stop`, and resumed from there.
+
+    Checkpoints go to `folder`.
 
     Raises CheckpointError if the script fails, ends too soon, makes no saver or never calls its
     `step`, and LoadError if it does not resume.
     """
-    one, other = (Rehearsal(str(room / name), "", steps) for name in ("through", "resumed"))
-    through = _run_script(
-        command, replace(one, record=str(room / "through.jsonl")), f"{steps} steps without a stop"
-    )
-    before = _run_script(
-        command,
-        replace(other, record=str(room / "before.jsonl"), stop=stop),
-        f"a stop after step {stop}",
-    )
+    whole = Rehearsal(str(folder / "through"), str(folder / "through.jsonl"), steps)
+    through = _run_script(command, whole, f"{steps} steps without a stop")
+    first_part = Rehearsal(str(folder / "resumed"), str(folder / "before.jsonl"), steps, stop=stop)
+    before = _run_script(command, first_part, f"a stop after step {stop}")
     stopped = before[-1].number
-    after = _run_script(
-        command, replace(other, record=str(room / "after.jsonl")), f"resumed at step {stopped}"
-    )
+    second_part = replace(first_part, record=str(folder / "after.jsonl"), stop=None)
+    after = _run_script(command, second_part, f"resumed at step {stopped}")
     if after[0].number <= stopped:
         raise LoadError(
             f"{_script_name(command)}: started again it began with step {after[0].number}, though "
             f"there was a checkpoint of step {stopped}: call saver.resume() before the loop, with "
             "no path and no step of your own"
         )
-    tensors, different = _compare_ends(Path(one.directory) / END, Path(other.directory) / END)
-    return Finding(
-        stopped, tuple(_compare_steps(through, [*before, *after])), tensors, tuple(different)
+    tensors, different = _compare_ends(
+        Path(whole.directory) / END, Path(second_part.directory) / END
     )
+    rows = tuple(_compare_steps(through, [*before, *after]))
+    return Finding(stopped, rows, tensors, tuple(different))
 
 
 def _launch_command(words: Sequence[str], nproc: int, launch: str | None) -> list[str]:
@@ -172,23 +171,23 @@ def _run_script(command: Sequence[str], rehearsal: Rehearsal, what: str) -> list
     print_lines(f"ft-ckpt: {what} ...", file=sys.stderr)
     last = rehearsal.steps if rehearsal.stop is None else rehearsal.stop
     code, tail = _run_process(command, rehearsal)
-    found = read_steps(Path(rehearsal.record))
+    steps = read_steps(Path(rehearsal.record))
     if code:
         problem = f"ended with exit code {code}"
-    elif found is None:
+    elif steps is None:
         problem = (
             "made no CheckpointSaver: make one, call its resume() before the loop and its "
             "step() in it"
         )
-    elif not found:
+    elif not steps:
         problem = "never called saver.step(): call it after each batch, with metrics={'loss': loss}"
-    elif found[-1].number < last:
+    elif steps[-1].number < last:
         problem = (
-            f"ended after step {found[-1].number}, {last} are needed: let it run longer, or "
+            f"ended after step {steps[-1].number}, {last} are needed: let it run longer, or "
             "give fewer --steps"
         )
     else:
-        return found
+        return steps
     shown = (f"  {line}" for line in tail.splitlines())
     print_lines(f"{what}; the end of the script's output:", *shown, file=sys.stderr)
     raise CheckpointError(f"{_script_name(command)}: {problem}")
@@ -216,72 +215,75 @@ def _script_name(command: Sequence[str]) -> str:
 
 
 def _compare_steps(through: Sequence[Step], resumed: Sequence[Step]) -> Iterator[MetricRow]:
-    ones, others = ({step.number: step for step in steps} for steps in (through, resumed))
-    for number in sorted(ones.keys() | others.keys()):
-        one, other = (
-            ones.get(number, Step(number, {}, None)),
-            others.get(number, Step(number, {}, None)),
-        )
-        seen = (
-            one.batches is not None
-            or other.batches is not None
-            or (number in ones) != (number in others)
-        )
-        alike = (
-            one.batches == other.batches and number in ones and number in others if seen else None
-        )
-        for name in dict.fromkeys([*one.metrics, *other.metrics]) or [None]:
-            yield MetricRow(
-                number, name, one.metrics.get(name or ""), other.metrics.get(name or ""), alike
-            )
+    through_steps = {step.number: step for step in through}
+    resumed_steps = {step.number: step for step in resumed}
+    for number in sorted(through_steps.keys() | resumed_steps.keys()):
+        no_step = Step(number, {}, None)
+        first = through_steps.get(number, no_step)
+        second = resumed_steps.get(number, no_step)
+        is_in_both = number in through_steps and number in resumed_steps
+        are_alike: bool | None = is_in_both and first.batches == second.batches
+        if is_in_both and first.batches is None and second.batches is None:
+            are_alike = None  # the digests were not recorded
+        for name in dict.fromkeys([*first.metrics, *second.metrics]) or [None]:
+            through_value = first.metrics.get(name or "")
+            resumed_value = second.metrics.get(name or "")
+            yield MetricRow(number, name, through_value, resumed_value, are_alike)
 
 
-def _compare_ends(one: Path, other: Path) -> tuple[int, list[str]]:
+def _compare_ends(through: Path, resumed: Path) -> tuple[int, list[str]]:
     """The number of tensors at the end, and the names of those that differ; per-rank state is not
     compared.
     """
-    from ft_ckpt.checkpoint import open_checkpoint
     from ft_ckpt.extensions.tools import compare_files
+
+    with _open_joined(through) as first, _open_joined(resumed) as second:
+        differences = compare_files(first, second)
+    shared = [difference for difference in differences if not _is_of_rank(difference.name)]
+    return len(shared), [difference.name for difference in shared if difference.changed]
+
+
+def _is_of_rank(name: str) -> bool:
+    return name.startswith("state/rank-")
+
+
+@contextmanager
+def _open_joined(path: Path) -> "Iterator[JoinedFile]":
+    """The tensors of all parts of a checkpoint."""
+    from ft_ckpt.checkpoint import open_checkpoint
     from ft_ckpt.formats import detect
     from ft_ckpt.model import JoinedFile
 
-    with ExitStack() as stack:
-        joined = []
-        for path in (one, other):
-            held = stack.enter_context(open_checkpoint(path))
-            held.refuse_damaged()
-            parts = {
-                tensor.file: part.path for part in held.manifest.parts for tensor in part.tensors
-            }
-            files = [
-                (f"{part}/" if part else "", detect.open_tensor_file(held.store.open(file)))
-                for file, part in parts.items()
-            ]
-            joined.append(JoinedFile(files, path.name))
-            stack.callback(joined[-1].close)
-        found = [each for each in compare_files(*joined) if not each.name.startswith("state/rank-")]
-    return len(found), [each.name for each in found if each.changed]
+    with open_checkpoint(path) as checkpoint:
+        checkpoint.refuse_damaged()
+        folders = {}
+        for part in checkpoint.manifest.parts:
+            for tensor in part.tensors:
+                folders[tensor.file] = f"{part.path}/" if part.path else ""
+        files = []
+        for file, folder in folders.items():
+            files.append((folder, detect.open_tensor_file(checkpoint.store.open(file))))
+        with closing(JoinedFile(files, path.name)) as joined:
+            yield joined
 
 
-def _show_finding(found: Finding, *, as_json: bool) -> None:
+def _show_finding(finding: Finding, *, as_json: bool) -> None:
     if as_json:
-        views.print_json(_finding_json(found))
+        views.print_json(_finding_json(finding))
         return
     heads = ("step", "metric", "without a stop", "stopped and resumed", "batches", "")
-    views.print_table(heads, (_finding_cells(row, found) for row in found.rows))
-    print_lines(_verdict_text(found))
+    views.print_table(heads, (_finding_cells(row, finding) for row in finding.rows))
+    print_lines(_verdict_text(finding))
 
 
-def _finding_cells(row: MetricRow, found: Finding) -> tuple[str, ...]:
+def _finding_cells(row: MetricRow, finding: Finding) -> tuple[str, ...]:
     batches = {None: "-", True: "same", False: "differ"}[row.batches]
-    stopped = "stopped here" if row.step == found.stop else ""
-    mark = (
-        "<- first difference"
-        if row is found.first_difference
-        else "differs"
-        if not row.is_equal
-        else stopped
-    )
+    if row is finding.first_difference:
+        mark = "<- first difference"
+    elif not row.is_equal:
+        mark = "differs"
+    else:
+        mark = "stopped here" if row.step == finding.stop else ""
     return (
         str(row.step),
         row.metric or "-",
@@ -296,33 +298,25 @@ def _exact_number(exact: str | None) -> str:
     return "-" if exact is None else repr(float.fromhex(exact))
 
 
-def _verdict_text(found: Finding) -> str:
-    first, ends = (
-        found.first_difference,
-        f"{len(found.different)} of {found.tensors} tensors differ at the end",
-    )
-    if found.is_equal:
-        lacking = (
-            ""
-            if any(row.metric for row in found.rows)
-            else "; no metrics were given to saver.step()"
-        )
+def _verdict_text(finding: Finding) -> str:
+    if finding.is_equal:
+        has_metrics = any(row.metric for row in finding.rows)
+        note = "" if has_metrics else "; no metrics were given to saver.step()"
         return (
-            f"the same, to the bit, with {found.tensors} tensors of weights and training state "
-            f"at the end{lacking}"
+            f"the same, to the bit, with {finding.tensors} tensors of weights and training state "
+            f"at the end{note}"
         )
+    ends = f"{len(finding.different)} of {finding.tensors} tensors differ at the end"
+    first = finding.first_difference
     if first is None:
-        return (
-            f"not the same: {ends}, though no metric does: {listing(list(found.different), ', ')}"
-        )
-    numbers = (
-        f"{first.metric} {_exact_number(first.through)} and {_exact_number(first.resumed)}"
-        if first.metric
-        else "the batches"
-    )
+        return f"not the same: {ends}, though no metric does: {listing(finding.different, ', ')}"
+    numbers = "the batches"
+    if first.metric:
+        numbers = f"{first.metric} {_exact_number(first.through)}"
+        numbers += f" and {_exact_number(first.resumed)}"
     return (
         f"not the same: they differ from step {first.step} on ({numbers}); {ends}. "
-        f"{_advice_text(first, found.stop)}"
+        f"{_advice_text(first, finding.stop)}"
     )
 
 
@@ -337,11 +331,9 @@ def _advice_text(first: MetricRow, stop: int) -> str:
             "The resumed run got other data: take batches from saver.remaining(loader), and "
             "seed all that it draws"
         )
-    data = (
-        "The data was the same"
-        if first.batches
-        else "If the data was the same (see saver.remaining)"
-    )
+    data = "If the data was the same (see saver.remaining)"
+    if first.batches:
+        data = "The data was the same"
     return (
         f"{data}: something that moves the loss is not in the checkpoint, such as a "
         "scheduler that is neither prepared by Accelerate nor registered, or random "
@@ -349,24 +341,25 @@ def _advice_text(first: MetricRow, stop: int) -> str:
     )
 
 
-def _finding_json(found: Finding) -> dict[str, Any]:
-    rows = [
-        {
-            **asdict(row),
-            "equal": row.is_equal,
-            "through": _number(row.through),
-            "resumed": _number(row.resumed),
-        }
-        for row in found.rows
-    ]
-    first = rows[found.rows.index(found.first_difference)] if found.first_difference else None
-    ends = {"tensors": found.tensors, "different": list(found.different)}
+def _finding_json(finding: Finding) -> dict[str, Any]:
+    rows = [_row_json(row) for row in finding.rows]
+    first = finding.first_difference
+    ends = {"tensors": finding.tensors, "different": list(finding.different)}
     return {
-        "equal": found.is_equal,
-        "stop": found.stop,
-        "first_difference": first,
+        "equal": finding.is_equal,
+        "stop": finding.stop,
+        "first_difference": None if first is None else _row_json(first),
         "end": ends,
         "rows": rows,
+    }
+
+
+def _row_json(row: MetricRow) -> dict[str, Any]:
+    return {
+        **asdict(row),
+        "equal": row.is_equal,
+        "through": _number(row.through),
+        "resumed": _number(row.resumed),
     }
 
 

@@ -59,27 +59,31 @@ class ModelFacts:
         """
         what = self.class_name or ""
         if self.adapter is not None:
-            what = f"{self.adapter} adapter{' of ' if what else ''}{what}"
+            what = f"{self.adapter} adapter of {what}" if what else f"{self.adapter} adapter"
         unit = "parameters" if self.quantisation is None else "stored elements"
-        dtypes = f" in {' and '.join(self.dtypes)}" if self.dtypes else ""
-        return f"{what}{', ' if what else ''}{human_count(self.parameters)} {unit}{dtypes}"
+        size = f"{human_count(self.parameters)} {unit}"
+        if self.dtypes:
+            size += f" in {' and '.join(self.dtypes)}"
+        return f"{what}, {size}" if what else size
 
     def details(self) -> Iterator[str]:
         """A line for the architecture, one for the adapter, one for its base; as far as they are
         known.
         """
-        sizes = [_SIZES[field].format(size) for field, size in (self.sizes or {}).items()]
-        shape = ", ".join([*([self.model_type] if self.model_type else []), *sizes])
-        if shape:
-            yield shape
+        architecture = [self.model_type] if self.model_type else []
+        for field, size in (self.sizes or {}).items():
+            architecture.append(_SIZES[field].format(size))
+        if architecture:
+            yield ", ".join(architecture)
         if self.quantisation is not None:
             yield f"quantised by {self.quantisation}"
         if self.rank is not None:
-            alpha = "" if self.alpha is None else f", alpha {self.alpha:g}"
-            targets = (
-                f", on {listing(list(self.targets), ', ', _MAX_TARGETS)}" if self.targets else ""
-            )
-            yield f"rank {self.rank}{alpha}{targets}"
+            line = f"rank {self.rank}"
+            if self.alpha is not None:
+                line += f", alpha {self.alpha:g}"
+            if self.targets:
+                line += f", on {listing(self.targets, ', ', _MAX_TARGETS)}"
+            yield line
         if self.adapter is not None:
             yield f"base: {self.base or 'a model built in memory'}"
 
@@ -192,17 +196,20 @@ def rules_of_run(infos: Sequence[CheckpointInfo]) -> Keep | None:
     """
     for info in reversed(infos):
         for part in info.manifest.parts:
-            if part.kind != STATE:
-                continue
-            documents = [
-                file.path for file in info.manifest.files if file.path.startswith(f"{part.path}/")
-            ]
-            document = next((path for path in documents if path.endswith(".json")), "")
-            record = document_in(info.store, document, _MAX_STATE_BYTES).get("keep")
-            if not isinstance(record, dict):
-                return None
-            try:
-                return keep_from_record(record)
-            except (CheckpointError, KeyError, TypeError, ValueError):
-                return None
+            if part.kind == STATE:
+                return _rules_in_state(info, part)
     return None
+
+
+def _rules_in_state(info: CheckpointInfo, state: PartRecord) -> Keep | None:
+    paths = [file.path for file in info.manifest.files if file.path.startswith(f"{state.path}/")]
+    documents = [path for path in paths if path.endswith(".json")]
+    if not documents:
+        return None
+    record = document_in(info.store, documents[0], _MAX_STATE_BYTES).get("keep")
+    if not isinstance(record, dict):
+        return None
+    try:
+        return keep_from_record(record)
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return None

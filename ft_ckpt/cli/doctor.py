@@ -45,15 +45,13 @@ class PlaceReport:
     def dangers(self) -> tuple[str, ...]:
         """The reasons why saves are not safe there."""
         needed = FOLDER_NEEDS | (BUCKET_NEEDS if self.mount is None else set())
-        found = [
-            f"{each.name}: {each.detail}"
-            for each in self.abilities
-            if not each.works and each.name in needed
-        ]
-        return (
-            *((self.mount.warning,) if self.mount is not None and self.mount.is_bucket else ()),
-            *found,
-        )
+        dangers = []
+        if self.mount is not None and self.mount.is_bucket:
+            dangers.append(self.mount.warning)
+        broken = [ability for ability in self.abilities if not ability.works]
+        lacking = [ability for ability in broken if ability.name in needed]
+        dangers += [f"{ability.name}: {ability.detail}" for ability in lacking]
+        return tuple(dangers)
 
 
 def add_doctor(parser: ArgumentParser) -> None:
@@ -95,11 +93,15 @@ def examine_place(location: str) -> PlaceReport:
 def _show_place(report: PlaceReport) -> None:
     print_lines(*_place_facts(report))
     rows = []
-    for each in report.abilities:
-        instead = f"{each.detail}; {_INSTEAD.get(each.name, '')}".rstrip("; ")
-        rows.append((each.name, "yes", "") if each.works else (each.name, "no", instead))
+    for ability in report.abilities:
+        if ability.works:
+            rows.append((ability.name, "yes", ""))
+        else:
+            fallback = f"{ability.detail}; {_INSTEAD.get(ability.name, '')}".rstrip("; ")
+            rows.append((ability.name, "no", fallback))
     views.print_table(("", "works", "else"), rows)
-    print_lines(*([f"not safe: {each}" for each in report.dangers] or ["saves are safe here"]))
+    verdicts = [f"not safe: {danger}" for danger in report.dangers]
+    print_lines(*(verdicts or ["saves are safe here"]))
 
 
 def _place_facts(report: PlaceReport) -> Iterator[str]:

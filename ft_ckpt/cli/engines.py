@@ -126,16 +126,15 @@ def _choice_of(*choices: str) -> dict[str, Any]:
     return {"type": one_of(*choices), "metavar": "|".join(choices)}
 
 
-def _pairs(option: str, given: list[str]) -> dict[str, str]:
-    found = {
-        name: value
-        for name, mark, value in (text.partition("=") for text in given)
-        if mark and name and value
-    }
-    if len(found) < len(given):
-        # without the text: it may be a token
-        raise ConfigError(f"{option}: expected NAME=VALUE, each name once")
-    return found
+def _pairs(option: str, texts: list[str]) -> dict[str, str]:
+    pairs = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if not name or not value or name in pairs:
+            # without the text: it may be a token
+            raise ConfigError(f"{option}: expected NAME=VALUE, each name once")
+        pairs[name] = value
+    return pairs
 
 
 def _publish(options: Namespace) -> None:
@@ -146,11 +145,8 @@ def _publish(options: Namespace) -> None:
     """
     from ft_ckpt.extensions.rl import ServerOptions, ServerSettings, follow_run, publish
 
-    settings = {
-        name: value
-        for name, value in vars(options).items()
-        if name in ServerSettings.__annotations__
-    }
+    names = vars(options).keys() & ServerSettings.__annotations__
+    settings = {name: getattr(options, name) for name in names}
     for name, flag in (("visible_at", "--visible-at"), ("headers", "--header")):
         if name in settings:
             settings[name] = _pairs(flag, settings[name])
@@ -186,16 +182,11 @@ def _print_report(report: "PublishReport", *, as_json: bool) -> None:
             f"{shown_location(report.path)} -> {report.name} ({report.kind} {report.version}): "
             f"{report.seconds:.1f} s"
         )
-        rows = (
-            (
-                each.url,
-                each.engine,
-                each.before or "-",
-                each.checked if each.is_new else f"there already; {each.checked}",
-                f"{each.paused_seconds:.1f} s",
-            )
-            for each in report.servers
-        )
+        rows = []
+        for server in report.servers:
+            checked = server.checked if server.is_new else f"there already; {server.checked}"
+            paused = f"{server.paused_seconds:.1f} s"
+            rows.append((server.url, server.engine, server.before or "-", checked, paused))
         views.print_table(("server", "engine", "before", "checked", "paused"), rows)
     sys.stdout.flush()  # at once, with --follow
 
@@ -248,21 +239,18 @@ def _check_for(options: Namespace) -> int:
     """
     from ft_ckpt.extensions.rl import check_for
 
-    found = check_for(options.engine, options.folder, max_lora_rank=options.max_lora_rank)
+    findings = check_for(options.engine, options.folder, max_lora_rank=options.max_lora_rank)
     if options.as_json:
         result: dict[str, Any] = {
             "path": options.folder,
             "engine": options.engine,
-            "findings": found,
+            "findings": findings,
         }
         views.print_json(result)
+    elif findings:
+        print_lines(*findings)
     else:
         print_lines(
-            *(
-                found
-                or [
-                    f"{options.folder}: nothing that {options.engine} would refuse, drop or misread"
-                ]
-            )
+            f"{options.folder}: nothing that {options.engine} would refuse, drop or misread"
         )
-    return 1 if found else 0
+    return 1 if findings else 0

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from ft_ckpt.extensions.tools import ConvertReport, Difference
     from ft_ckpt.formats import Spec
 
-_HERE = "\0"  # key in a node of the tree: full name of the tensor at this node
+_MAX_SKIPPED = 8  # tensors that are named
+_TENSOR = "\0"  # key in a node of the tree: full name of the tensor at this node
 
 
 def _add_output_options(parser: ArgumentParser) -> None:
-    formats = ", ".join(known.name for known in written_formats())
+    formats = ", ".join(tensor_format.name for tensor_format in written_formats())
     parser.add_argument("--format", help=f"Format: {formats} (default: by the suffix).")
     parser.add_argument("--dtype", help="Cast floats to float64, float32, bfloat16 or float16.")
     parser.add_argument(
@@ -85,8 +86,11 @@ def _convert(options: Namespace) -> None:
 def refuse_existing(target: str, force: bool) -> None:
     """Raise TargetError if `target` exists, unless it is an empty folder or `force` is set."""
     place = open_place(target)
-    found = place.folder.list_folder()
-    if not force and (found.folders or found.objects if place.is_folder else found.exists):
+    listed = place.folder.list_folder()
+    is_taken = listed.exists
+    if place.is_folder:
+        is_taken = bool(listed.folders or listed.objects)
+    if is_taken and not force:
         raise TargetError(
             f"{target}: exists already; give --force to replace it, or choose another path"
         )
@@ -110,14 +114,15 @@ def show_file(source: Place, *, as_json: bool) -> None:
             "tensors": tensors,
             "ties": ties,
             "others": skipped,
+            "model": model,
         }
-        views.print_json({**document, "model": model})
+        views.print_json(document)
         return
     print_lines(f"{source}: {model.headline()}", *(f"  {line}" for line in model.details()))
     print_lines(f"  {views.count_of(len(specs), 'tensor')}, {human_size(size)}", "")
     views.print_table(("tensor", "shape", "dtype", "size"), _tensor_rows(specs, ties))
-    for other in skipped:
-        print_lines(f"  {other}")
+    for line in skipped:
+        print_lines(f"  {line}")
 
 
 def _tensor_rows(
@@ -129,7 +134,7 @@ def _tensor_rows(
         node = root
         for step in name.split("."):
             node = node.setdefault(step, {})
-        node[_HERE] = name
+        node[_TENSOR] = name
     for step, node in root.items():
         yield from _node_rows(node, step, 0, specs, ties)
 
@@ -137,20 +142,20 @@ def _tensor_rows(
 def _node_rows(
     node: dict[str, Any], label: str, depth: int, specs: dict[str, "Spec"], ties: dict[str, str]
 ) -> Iterator[tuple[str, str, str, str]]:
-    below = [(step, inner) for step, inner in node.items() if step != _HERE]
-    if _HERE not in node and len(below) == 1:
-        yield from _node_rows(below[0][1], f"{label}.{below[0][0]}", depth, specs, ties)
+    name = node.get(_TENSOR)
+    below = [(step, inner) for step, inner in node.items() if step != _TENSOR]
+    if name is None and len(below) == 1:
+        step, inner = below[0]
+        yield from _node_rows(inner, f"{label}.{step}", depth, specs, ties)
         return
-    name, label = node.get(_HERE), "  " * depth + label
+    label = "  " * depth + label
     if name in specs:
-        yield (
-            label,
-            views.human_shape(specs[name].shape),
-            specs[name].dtype,
-            human_size(specs[name].size_bytes),
-        )
+        spec = specs[name]
+        yield label, views.human_shape(spec.shape), spec.dtype, human_size(spec.size_bytes)
+    elif name is None:
+        yield label, "", "", ""
     else:
-        yield label, "" if name is None else f"= {ties[name]}", "", ""
+        yield label, f"= {ties[name]}", "", ""
     for step, inner in below:
         yield from _node_rows(inner, step, depth + 1, specs, ties)
 
@@ -164,13 +169,17 @@ def print_conversion(
         return
     casts = ", ".join(f"{count} x {cast}" for cast, count in report.casts.items())
     facts = [f"{report.tensors} tensors", human_size(report.bytes), f"{report.seconds:.1f} s"]
-    facts += [f"cast {casts}"] if casts else []
-    facts += ["verified"] if verified else []
+    if casts:
+        facts.append(f"cast {casts}")
+    if verified:
+        facts.append("verified")
     print_lines(f"{source} -> {report.path} ({report.format}): {', '.join(facts)}")
     for note in report.notes:
         print_lines(f"  {note}")
     if report.skipped:
-        shown = ", ".join(report.skipped[:8]) + (", ..." if len(report.skipped) > 8 else "")
+        shown = ", ".join(report.skipped[:_MAX_SKIPPED])
+        if len(report.skipped) > _MAX_SKIPPED:
+            shown += ", ..."
         print_lines(f"  {len(report.skipped)} left out: {shown}")
 
 
@@ -196,93 +205,94 @@ def _diff(options: Namespace) -> int:
 
     Settings that affect the output are compared, too. The exit code is 1 if they differ.
     """
-    one, other, top = options.one, options.other, options.top
     from ft_ckpt.checkpoint import hold_open
     from ft_ckpt.extensions.tools import by_layer, compare_files, compare_settings, open_source
 
     with ExitStack() as stack:
-        places = [stack.enter_context(hold_open(each)) for each in (one, other)]
+        places = [stack.enter_context(hold_open(path)) for path in (options.one, options.other)]
         opened = [stack.enter_context(closing(open_source(place))) for place in places]
         tensors, settings = compare_files(*opened), compare_settings(*opened)
-    layers, most = by_layer(tensors), top if top > 0 else None
-    counts = Counter(each.status for each in tensors)
-    differ = bool(settings) or any(each.changed for each in tensors)
+    layers = by_layer(tensors)
+    max_rows = options.top or None
+    counts = Counter(tensor.status for tensor in tensors)
     if options.as_json:
-        found = {
-            "tensors": list(map(_difference_json, tensors[:most])),
-            "layers": list(map(_difference_json, layers[:most])),
+        document = {
+            "a": options.one,
+            "b": options.other,
+            "counts": counts,
+            "tensors": [_difference_json(tensor) for tensor in tensors[:max_rows]],
+            "layers": [_difference_json(layer) for layer in layers[:max_rows]],
+            "settings": [{"name": name, "a": old, "b": new} for name, old, new in settings],
         }
-        found["settings"] = [
-            {"name": name, "a": before, "b": after} for name, before, after in settings
-        ]
-        views.print_json({"a": one, "b": other, "counts": counts, **found})
-        return 1 if differ else 0
-    print_lines(
-        f"{one} -> {other}: "
-        f"{', '.join(f'{count} {status}' for status, count in counts.items()) or 'no tensors'}"
-    )
-    for name, before, after in settings:
-        print_lines(f"{name}: {before} -> {after}")
-    _print_differences(("layer", "tensors", *_HEADS[1:]), layers, most)
-    _print_differences(("tensor", *_HEADS), tensors, most)
+        views.print_json(document)
+    else:
+        totals = ", ".join(f"{count} {status}" for status, count in counts.items())
+        print_lines(f"{options.one} -> {options.other}: {totals or 'no tensors'}")
+        for name, old, new in settings:
+            print_lines(f"{name}: {old} -> {new}")
+        _print_differences(("layer", "tensors", *_HEADS[1:]), layers, max_rows)
+        _print_differences(("tensor", *_HEADS), tensors, max_rows)
+    differ = bool(settings) or any(tensor.changed for tensor in tensors)
     return 1 if differ else 0
 
 
 def _print_differences(
-    heads: tuple[str, ...], found: Sequence["Difference"], most: int | None
+    heads: tuple[str, ...], differences: Sequence["Difference"], max_rows: int | None
 ) -> None:
-    unequal = [each for each in found if each.changed]
+    unequal = [difference for difference in differences if difference.changed]
     if not unequal:
         return
     print_lines()
-    nothing = ("", "", "")  # none were comparable
-    rows = (
-        (
-            each.name,
-            " ".join(_change_words(each)),
-            *(_change_figures(each) if each.sums.elements else nothing),
-        )
-        for each in unequal[:most]
-    )
+    shown = unequal[:max_rows]
+    rows = []
+    for difference in shown:
+        words = " ".join(_change_words(difference))
+        rows.append((difference.name, words, *_change_figures(difference)))
     views.print_table(heads, rows)
-    if len(unequal) > len(unequal[:most]):
-        print_lines(f"and {len(unequal) - len(unequal[:most])} more; see --top")
+    if len(unequal) > len(shown):
+        print_lines(f"and {len(unequal) - len(shown)} more; see --top")
 
 
-def _change_words(each: "Difference") -> Iterator[str]:
+def _change_words(difference: "Difference") -> Iterator[str]:
     """For a layer the number of changed tensors; for a tensor its status, shapes and dtypes."""
-    if each.before is None and each.after is None:
-        yield f"{each.changed} of {each.tensors}"
+    sides = [spec for spec in (difference.before, difference.after) if spec is not None]
+    if not sides:
+        yield f"{difference.changed} of {difference.tensors}"
         return
-    sides = [spec for spec in (each.before, each.after) if spec is not None]
-    yield from [each.status] if each.status != "changed" else []
-    shapes = list(dict.fromkeys(views.human_shape(spec.shape) for spec in sides))
-    yield " -> ".join(shapes)
+    if difference.status != "changed":
+        yield difference.status
+    yield " -> ".join(dict.fromkeys(views.human_shape(spec.shape) for spec in sides))
     yield " -> ".join(dict.fromkeys(spec.dtype for spec in sides))
 
 
-def _change_figures(each: "Difference") -> Iterator[str]:
-    yield f"{each.sums.largest:.3g}" + (
-        f" ({each.sums.unbounded} not finite)" if each.sums.unbounded else ""
-    )
-    yield f"{each.mean:.3g}"
-    yield f"{each.relative:.3g}" if math.isfinite(each.relative) else "-"
+def _change_figures(difference: "Difference") -> tuple[str, str, str]:
+    sums = difference.sums
+    if not sums.elements:  # none were comparable
+        return "", "", ""
+    largest = f"{sums.largest:.3g}"
+    if sums.unbounded:
+        largest += f" ({sums.unbounded} not finite)"
+    relative = f"{difference.relative:.3g}" if math.isfinite(difference.relative) else "-"
+    return largest, f"{difference.mean:.3g}", relative
 
 
-def _difference_json(each: "Difference") -> dict[str, Any]:
-    sides = {
-        side: {"shape": list(spec.shape), "dtype": spec.dtype}
-        for side, spec in (("a", each.before), ("b", each.after))
-        if spec is not None
-    }
+def _difference_json(difference: "Difference") -> dict[str, Any]:
+    sides: dict[str, Any] = {}
+    for side, spec in (("a", difference.before), ("b", difference.after)):
+        if spec is not None:
+            sides[side] = {"shape": list(spec.shape), "dtype": spec.dtype}
+    if not sides:
+        sides = {"tensors": difference.tensors, "changed": difference.changed}
+    has_elements = difference.sums.elements > 0
+    is_relative = has_elements and math.isfinite(difference.relative)
     return {
-        "name": each.name,
-        "status": each.status,
-        **(sides or {"tensors": each.tensors, "changed": each.changed}),
-        "largest": each.sums.largest if each.sums.elements else None,
-        "mean": each.mean if each.sums.elements else None,
-        "relative": each.relative if each.sums.elements and math.isfinite(each.relative) else None,
-        "not_finite": each.sums.unbounded,
+        "name": difference.name,
+        "status": difference.status,
+        **sides,
+        "largest": difference.sums.largest if has_elements else None,
+        "mean": difference.mean if has_elements else None,
+        "relative": difference.relative if is_relative else None,
+        "not_finite": difference.sums.unbounded,
     }
 
 

@@ -46,18 +46,18 @@ def one_of(*choices: str) -> Callable[[str], str]:
 
 
 def bounded(
-    kind: Callable[[str], float], least: float, most: float = math.inf
+    kind: Callable[[str], float], low: float, high: float = math.inf
 ) -> Callable[[str], float]:
-    """The argument type of a finite number from `least` to `most`."""
+    """The argument type of a finite number from `low` to `high`."""
     number = "a whole number" if kind is int else "a number"
 
     def parse(text: str) -> float:
         with suppress(ValueError):
             value = kind(text)
-            if least <= value <= most and math.isfinite(value):
+            if low <= value <= high and math.isfinite(value):
                 return value
-        upper = "" if math.isinf(most) else f" to {most:g}"
-        raise ArgumentTypeError(f"{text}: expected {number} from {least:g}{upper}")
+        upper = "" if math.isinf(high) else f" to {high:g}"
+        raise ArgumentTypeError(f"{text}: expected {number} from {low:g}{upper}")
 
     return parse
 

@@ -6,6 +6,7 @@ import secrets
 import time
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from ft_ckpt.checkpoint import catalog, describe_contents, stored_bytes, why_no_checkpoint
 from ft_ckpt.cli import views
@@ -117,29 +118,29 @@ def _plan(options: Namespace) -> None:
     folder = None if options.folder is None else open_place(options.folder)
     if folder and not folder.is_folder:
         raise NotACheckpointError(why_no_checkpoint(folder))
-    model_size, step_time, save_time, mtbf = (
-        options.model_size,
-        options.step_time,
-        options.save_time,
-        options.mtbf,
-    )
-    size_of = model_size or save_time or folder
     needs = {
-        "--step-time": step_time,
-        "--mtbf": mtbf,
-        "--model-size, --save-time or FOLDER": size_of,
+        "--step-time": options.step_time,
+        "--mtbf": options.mtbf,
+        "--model-size, --save-time or FOLDER": options.model_size or options.save_time or folder,
     }
-    missing = [name for name, given in needs.items() if not given]
+    missing = [name for name, value in needs.items() if not value]
     if missing:
         raise ConfigError(f"plan: expected {'; '.join(missing)}; see `ft-ckpt plan --help`")
-    size = parse_size(model_size) if model_size else _folder_bytes(folder) if folder else None
-    room = folder or open_place(".")
+    size = None
+    if options.model_size:
+        size = parse_size(options.model_size)
+    elif folder:
+        size = _folder_bytes(folder)
+    is_measured = not options.save_time
+    if is_measured:
+        target = folder or open_place(".")
+        save_seconds = _measure_save(target.folder, size or 0)
+    else:
+        save_seconds = parse_seconds(options.save_time)
     job = PlannedRun(
-        step_seconds=parse_seconds(step_time),
-        save_seconds=parse_seconds(save_time)
-        if save_time
-        else _measure_save(room.folder, size or 0),
-        mtbf_seconds=parse_seconds(mtbf) / options.nodes,
+        step_seconds=parse_seconds(options.step_time),
+        save_seconds=save_seconds,
+        mtbf_seconds=parse_seconds(options.mtbf) / options.nodes,
         restart_seconds=parse_seconds(options.restart_time),
         size_bytes=size,
         keep_last=options.keep_last,
@@ -152,19 +153,17 @@ def _plan(options: Namespace) -> None:
             f"{human_time(job.mtbf_seconds)}"
         )
         raise ConfigError(f"plan: {times}: the run would never get from one checkpoint to the next")
-    _show_plan(job, interval_rows(job), measured=not save_time, as_json=options.as_json)
+    _show_plan(job, interval_rows(job), measured=is_measured, as_json=options.as_json)
 
 
 def best_steps(job: PlannedRun) -> int:
     """The number of steps between saves with the least total overhead, within the limit on the cost
     of saving.
     """
-    least = math.ceil(bounded_interval(job.save_seconds, job.max_overhead) / job.step_seconds)
-    wanted = int(optimal_interval(job.save_seconds, job.mtbf_seconds) / job.step_seconds)
-    return min(
-        (max(1, least, steps) for steps in (wanted, wanted + 1)),
-        key=lambda steps: total_overhead(job, steps),
-    )
+    min_steps = math.ceil(bounded_interval(job.save_seconds, job.max_overhead) / job.step_seconds)
+    optimum = int(optimal_interval(job.save_seconds, job.mtbf_seconds) / job.step_seconds)
+    candidates = [max(1, min_steps, steps) for steps in (optimum, optimum + 1)]
+    return min(candidates, key=lambda steps: total_overhead(job, steps))
 
 
 def saving_overhead(job: PlannedRun, steps: float) -> float:
@@ -182,31 +181,32 @@ def total_overhead(job: PlannedRun, steps: float) -> float:
 def interval_rows(job: PlannedRun) -> list[IntervalRow]:
     """The optimum, and the round numbers of steps around it."""
     best = best_steps(job)
-    rounds = (
-        digit * 10**power for power in range(len(str(best * _SPREAD)) + 1) for digit in _ROUND
-    )
-    around = {steps for steps in rounds if best / _SPREAD <= steps <= best * _SPREAD}
-    return [_interval_row(job, steps, steps == best) for steps in sorted({best, *around})]
+    shown = {best}
+    for power in range(len(str(best * _SPREAD)) + 1):
+        for digit in _ROUND:
+            steps = digit * 10**power
+            if best / _SPREAD <= steps <= best * _SPREAD:
+                shown.add(steps)
+    return [_interval_row(job, steps, steps == best) for steps in sorted(shown)]
 
 
 def _interval_row(job: PlannedRun, steps: int, optimum: bool) -> IntervalRow:
-    interval, overhead, share = (
-        steps * job.step_seconds,
-        total_overhead(job, steps),
-        saving_overhead(job, steps),
-    )
+    interval = steps * job.step_seconds
+    overhead = total_overhead(job, steps)
+    share = saving_overhead(job, steps)
     saves = int(job.hours * 3600 / (interval * (1 + overhead)))
     # and one being written
-    held = saves if job.keep_last is None else min(saves, job.keep_last + 1)
-    disk = None if job.size_bytes is None else held * job.size_bytes
+    stored = saves if job.keep_last is None else min(saves, job.keep_last + 1)
+    disk = None if job.size_bytes is None else stored * job.size_bytes
     return IntervalRow(steps, interval, saves, disk, share, overhead - share, overhead, optimum)
 
 
-def _show_plan(job: PlannedRun, found: list[IntervalRow], *, measured: bool, as_json: bool) -> None:
+def _show_plan(
+    job: PlannedRun, intervals: list[IntervalRow], *, measured: bool, as_json: bool
+) -> None:
     if as_json:
-        best = next(row.steps for row in found if row.optimum)
-        # JSON has no inf
-        table = [{k: None if v == math.inf else v for k, v in asdict(row).items()} for row in found]
+        best = next(row.steps for row in intervals if row.optimum)
+        table = [_row_json(row) for row in intervals]
         views.print_json(
             {**asdict(job), "measured": measured, "optimum_steps": best, "rows": table}
         )
@@ -223,7 +223,7 @@ def _show_plan(job: PlannedRun, found: list[IntervalRow], *, measured: bool, as_
     )
     heads = ("steps", "interval", "saves", "disk", "saving", "recomputation", "total", "")
     rows = []
-    for row in found:
+    for row in intervals:
         disk = "-" if row.disk_bytes is None else human_size(row.disk_bytes)
         shares = map(_percent_text, (row.saving, row.recomputation, row.total))
         mark = "<- optimum" if row.optimum else ""
@@ -231,6 +231,11 @@ def _show_plan(job: PlannedRun, found: list[IntervalRow], *, measured: bool, as_
             (f"{row.steps}", human_time(row.interval_seconds), f"{row.saves}", disk, *shares, mark)
         )
     views.print_table(heads, rows)
+
+
+def _row_json(row: IntervalRow) -> dict[str, Any]:
+    """Its fields; None in place of infinity, which JSON does not have."""
+    return {name: None if value == math.inf else value for name, value in asdict(row).items()}
 
 
 def _percent_text(fraction: float) -> str:
@@ -247,10 +252,10 @@ def human_time(seconds: float) -> str:
 
 def _folder_bytes(folder: Place) -> int:
     """Bytes of a checkpoint, of the newest in a run, or of the files of any other model folder."""
-    found = catalog.discover(folder)
-    if found:
-        return stored_bytes(found[-1].store, found[-1].manifest)
-    size = sum(each.size_bytes for each in folder.folder.list_folder().objects)
+    infos = catalog.discover(folder)
+    if infos:
+        return stored_bytes(infos[-1].store, infos[-1].manifest)
+    size = sum(stored.size_bytes for stored in folder.folder.list_folder().objects)
     if not size:
         raise NotACheckpointError(
             f"{folder}: {describe_contents(folder).text}; give a model, or --model-size"
@@ -268,12 +273,12 @@ def _measure_save(store: Store, size_bytes: int) -> float:
     sample = max(1, min(size_bytes, _SAMPLE_BYTES))
     chunk = os.urandom(min(sample, _CHUNK_BYTES))  # incompressible
     name = f".ft_ckpt-plan-{secrets.token_hex(8)}/sample"
-    began = time.perf_counter()
+    start = time.perf_counter()
     try:
         with Writer() as writer, writer.fill(store.create(name, sample)) as file:
-            for start in range(0, sample, len(chunk)):
-                file.put_region(region_of(start, chunk[: sample - start]))
+            for offset in range(0, sample, len(chunk)):
+                file.put_region(region_of(offset, chunk[: sample - offset]))
             file.finish()
-            return (time.perf_counter() - began) * max(size_bytes, 1) / sample
+            return (time.perf_counter() - start) * max(size_bytes, 1) / sample
     finally:
         store.delete([name])

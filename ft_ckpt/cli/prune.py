@@ -100,35 +100,34 @@ def _unpin(options: Namespace) -> int:
 
 
 def _best_rule_of(text: str) -> Best:
-    found = re.fullmatch(r"(.+?):(min|max)(?::(\d+))?", text)
-    if found is None:
+    rule = re.fullmatch(r"(.+?):(min|max)(?::(\d+))?", text)
+    if rule is None:
         raise ConfigError(
             f"--best {text}: expected a metric, min or max, and perhaps how many, as in "
             "eval_loss:min:2"
         )
-    return found[1], found[2], int(found[3] or 1)
+    return rule[1], rule[2], int(rule[3] or 1)
 
 
-def _run_id(root: Place, asked: str | None) -> str | None:
+def _run_id(root: Place, run_id: str | None) -> str | None:
     """The id of the run to prune; None for all.
 
     Raises ConfigError for an unknown id, or for several runs without one. Checkpoints without a run
     id (exported weights, averages) belong to no run, unless there are no others.
     """
-    found = Counter(
-        info.manifest.run_id for info in run_checkpoints_in(root) if not info.manifest.export
-    )
-    runs = {name: count for name, count in found.items() if name is not None}
-    if asked == "all" or (asked is None and not runs):
+    infos = [info for info in run_checkpoints_in(root) if not info.manifest.export]
+    counts = Counter(info.manifest.run_id for info in infos)
+    counts.pop(None, None)
+    if run_id == "all" or (run_id is None and not counts):
         return None
-    if asked is None and len(runs) == 1:
-        return next(iter(runs))
-    if asked is None or asked not in runs:
-        there = [f"{name} ({count} checkpoints)" for name, count in runs.items()]
+    if run_id is None and len(counts) == 1:
+        return next(iter(counts))
+    if run_id is None or run_id not in counts:
+        runs = [f"{name} ({count} checkpoints)" for name, count in counts.items()]
         raise ConfigError(
-            f"{root}: holds the runs {listing(there, ', ')}; give --run with one of them, or all"
+            f"{root}: holds the runs {listing(runs, ', ')}; give --run with one of them, or all"
         )
-    return asked
+    return run_id
 
 
 def _show_report(root: Place, report: PruneReport, *, dry_run: bool, as_json: bool) -> None:
@@ -136,14 +135,9 @@ def _show_report(root: Place, report: PruneReport, *, dry_run: bool, as_json: bo
         views.print_json({"path": str(root), "dry_run": dry_run, **vars(report)})
         return
     rows = [(location_name(path), "drop", "") for path in report.dropped]
-    for path, why in report.kept.items():
-        rows.append(
-            (
-                location_name(path),
-                "keep without state" if path in report.stripped else "keep",
-                ", ".join(why),
-            )
-        )
+    for path, reasons in report.kept.items():
+        verdict = "keep without state" if path in report.stripped else "keep"
+        rows.append((location_name(path), verdict, ", ".join(reasons)))
     views.print_table(("checkpoint", "verdict", "why"), rows)
     print_lines(
         f"{root}: {human_size(report.freed_bytes)} {'would be freed' if dry_run else 'freed'}"

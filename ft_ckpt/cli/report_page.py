@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import chain
 
 from ft_ckpt._version import __version__
 from ft_ckpt.checkpoint import parse_time
@@ -130,7 +131,7 @@ def _now_text() -> str:
 
 
 def _count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
 def _lead(facts: RunFacts) -> str:
@@ -346,7 +347,10 @@ def _size_unit(sizes: Iterable[int]) -> tuple[int, str]:
     """The unit for a column of sizes: bytes in it, and its name."""
     largest = max(sizes, default=0)
     units = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
-    return next(((scale, name) for scale, name in units if largest >= scale), (1, "B"))
+    for scale, name in units:
+        if largest >= scale:
+            return scale, name
+    return 1, "B"
 
 
 def _retention(facts: RunFacts) -> Iterable[str]:
@@ -365,10 +369,12 @@ def _retention(facts: RunFacts) -> Iterable[str]:
             title = f"step {save.step}, {moment:%Y-%m-%d %H:%M:%S} UTC: deleted"
             deleted.append(Mark(save.saved_at, 0.0, title, is_hollow=True))
     series = [Series(row, tuple(marks)) for row, marks in rows.items()]
-    series += [Series("deleted", tuple(deleted))] if deleted else []
+    if deleted:
+        series.append(Series("deleted", tuple(deleted)))
     yield '<h2 id="retention">What is kept</h2>'
     yield f"<p>{escaped(_rules_text(facts.rules))}</p>"
-    moments = [mark.x for row in series for mark in row.marks]
+    marks = chain.from_iterable(row.marks for row in series)
+    moments = [mark.x for mark in marks]
     if moments:
         chart = row_chart("Checkpoints by the rule that keeps them", series, moments, "time in UTC")
         yield f'<div class="charts">{chart}</div>'
@@ -416,7 +422,7 @@ def _saves(facts: RunFacts) -> Iterable[str]:
     waits = [(save.step, save.stall_seconds) for save in facts.saves]
     waited = _time_series(waits, "training waited")
     written = _time_series([(save.step, save.seconds) for save in facts.saves], "until on the disk")
-    series = [one for one in (waited, written) if one.marks]
+    series = [line for line in (waited, written) if line.marks]
     if series:
         chart = line_chart("Time of each save", series, unit=" s")
         yield f'<div class="charts">{chart}</div>'
@@ -490,14 +496,18 @@ def _drift(facts: RunFacts) -> Iterable[str]:
     names = _changed_layers(facts.drift)
     steps = {checkpoint.name: checkpoint.step for checkpoint in facts.checkpoints}
     columns = [str(steps.get(drift.after) or drift.after) for drift in facts.drift]
-    values = [[drift.layers.get(name, 0.0) for drift in facts.drift] for name in names]
+    values = [_layer_changes(facts.drift, name) for name in names]
     note = "by step, since the checkpoint before"
-    if any(not math.isfinite(value) for row in values for value in row):
+    if not all(map(math.isfinite, chain.from_iterable(values))):
         note += "; orange: the layer was zero before, or is not a number"
     yield '<h2 id="drift">Change of each layer</h2><div class="charts">'
     title = "Norm of the change, relative to the norm of the layer"
     yield shade_chart(title, names, columns, values, note=note)
     yield "</div>"
+
+
+def _layer_changes(drifts: Sequence[Drift], layer: str) -> list[float]:
+    return [drift.layers.get(layer, 0.0) for drift in drifts]
 
 
 def _changed_layers(drifts: Sequence[Drift]) -> list[str]:

@@ -132,9 +132,11 @@ class RunFacts:
 
         Of one step, the value of the checkpoint is newer than that of the log.
         """
-        records = [(each.step, each.metrics) for each in self.checkpoints if each.is_own]
+        of_run = [checkpoint for checkpoint in self.checkpoints if checkpoint.is_own]
+        records = [(checkpoint.step, checkpoint.metrics) for checkpoint in of_run]
         records += [(save.step, save.metrics) for save in self.saves]
-        records += [(step, each.metrics) for step, each in self.saved_checkpoints.items()]
+        for step, checkpoint in self.saved_checkpoints.items():
+            records.append((step, checkpoint.metrics))
         values = {step: metrics[name] for step, metrics in records if name in metrics}
         return sorted((step, value) for step, value in values.items() if step is not None)
 
@@ -168,6 +170,9 @@ def gather_facts(run: Path | Place, metrics: Sequence[str], *, comparisons: int)
     run_ids = {document["run_id"], *document.get("ancestors", ())} if document else None
     fates = _Fates(run, rules, document.get("run_id"))
     checkpoints = tuple(_kept_checkpoints(infos, fates, run_ids))
+    rankings: dict[str, str] = {}
+    for info in infos:
+        rankings.update(info.manifest.rankings)
     return RunFacts(
         run=str(run),
         checkpoints=checkpoints,
@@ -175,7 +180,7 @@ def gather_facts(run: Path | Place, metrics: Sequence[str], *, comparisons: int)
         drift=_drifts(infos, comparisons, notes),
         metrics=tuple(metrics),
         notes=tuple(notes),
-        rankings={name: mode for info in infos for name, mode in info.manifest.rankings.items()},
+        rankings=rankings,
         models=_models_of(infos),
         training=training,
         rules=rules,
@@ -317,12 +322,13 @@ def _file_sizes(info: CheckpointInfo) -> dict[object, tuple[int, bool]]:
     """(bytes, whether it is of the training state) of each file, by a key equal for hard links."""
     state = tuple(f"{part.path}/" for part in info.manifest.parts if part.kind == STATE)
     store = hold_listed(info.store)
-    found = {file.path: store.stat(file.path) for file in info.manifest.files}
-    return {
-        file_key(info.store, name): (stored.size_bytes, name.startswith(state))
-        for name, stored in found.items()
-        if stored is not None
-    }
+    sizes: dict[object, tuple[int, bool]] = {}
+    for file in info.manifest.files:
+        stored = store.stat(file.path)
+        if stored is not None:
+            is_state = file.path.startswith(state)
+            sizes[file_key(info.store, file.path)] = (stored.size_bytes, is_state)
+    return sizes
 
 
 def _drifts(infos: Sequence[CheckpointInfo], count: int, notes: list[str]) -> tuple[Drift, ...]:
@@ -338,9 +344,10 @@ def _drifts(infos: Sequence[CheckpointInfo], count: int, notes: list[str]) -> tu
 def _drift(before: CheckpointInfo, after: CheckpointInfo, notes: list[str]) -> Drift | None:
     try:
         with ExitStack() as stack:
-            places = [stack.enter_context(hold_open(each.place)) for each in (before, after)]
+            places = [stack.enter_context(hold_open(info.place)) for info in (before, after)]
             opened = [stack.enter_context(closing(open_source(place))) for place in places]
-            changes = {each.name: each.relative for each in by_layer(compare_files(*opened))}
+            layers = by_layer(compare_files(*opened))
+            changes = {layer.name: layer.relative for layer in layers}
     except CheckpointError as error:
         notes.append(f"{before.name} and {after.name} were not compared: {error}")
         return None

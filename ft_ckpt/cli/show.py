@@ -120,7 +120,7 @@ def _rows_of_contents(place: Place, contents: Contents) -> list[dict[str, Any]]:
     if contents.kind in (CHECKPOINT, "weights") or not contents.names:
         return [_row_of(place, contents)]
     inside = [Place(place.folder.within(name)) for name in contents.names]
-    return [_row_of(each, describe_contents(each)) for each in inside]
+    return [_row_of(inner, describe_contents(inner)) for inner in inside]
 
 
 def _row_of(place: Place, contents: Contents) -> dict[str, Any]:
@@ -192,11 +192,10 @@ def _latest(options: Namespace) -> int:
 def _say_there_is_none(run: Place) -> int:
     """Say on standard error why a folder has no valid checkpoint."""
     contents = describe_contents(run)
-    text = f"{run}: no valid checkpoint in it; `ft-ckpt verify {run}` says why"
-    print_lines(
-        f"ft-ckpt: {text if contents.kind in (CHECKPOINT, RUN) else contents.sentence(run)}",
-        file=sys.stderr,
-    )
+    text = contents.sentence(run)
+    if contents.kind in (CHECKPOINT, RUN):
+        text = f"{run}: no valid checkpoint in it; `ft-ckpt verify {run}` says why"
+    print_lines(f"ft-ckpt: {text}", file=sys.stderr)
     return 1
 
 
@@ -222,7 +221,9 @@ def _best(options: Namespace) -> int:
     if best is not None:
         views.show_latest(best, as_json=options.as_json)
         return 0
-    measured = {metric for info in catalog.list_checkpoints(run).found for metric in info.metrics}
+    measured: set[str] = set()
+    for info in catalog.list_checkpoints(run).found:
+        measured.update(info.metrics)
     metric = ranking[0] if isinstance(ranking, tuple) else ranking
     if measured and metric is not None:
         raise NotACheckpointError(
@@ -251,9 +252,8 @@ def _show(options: Namespace) -> None:
 
         show_file(place, as_json=options.as_json)
         return
-    views.show_checkpoint(
-        CheckpointInfo(store, catalog.load_manifest(store)), as_json=options.as_json
-    )
+    info = CheckpointInfo(store, catalog.load_manifest(store))
+    views.show_checkpoint(info, as_json=options.as_json)
 
 
 def add_verify(parser: ArgumentParser) -> None:
@@ -291,25 +291,28 @@ def _verify(options: Namespace) -> int:
     place, deep = open_place(options.path), not options.fast
     if not place.exists:
         raise NotACheckpointError(why_no_checkpoint(place))
-    found = _checkpoints_at(place.folder)
-    if not found and place.is_folder:
+    checkpoints = _checkpoints_at(place.folder)
+    if not checkpoints and place.is_folder:
         contents = describe_contents(place)
         if contents.kind == RUNS:
             raise NotACheckpointError(contents.sentence(place))
-    if signed_by is not None and not found:
+    if signed_by is not None and not checkpoints:
         raise NotACheckpointError(f"{place}: no checkpoint, so it has no signature to check")
-    listed = verify_listed(place) if deep and not found else None
-    reports = [_report_on(each, deep, signed_by) for each in found] or [
-        listed or verify_foreign(place)
-    ]
-    note = "" if found or listed or not reports[0].ok else _UNCHECKED
+    note = ""
+    reports = [_report_on(checkpoint, deep, signed_by) for checkpoint in checkpoints]
+    if not checkpoints:
+        listed = verify_listed(place) if deep else None
+        reports = [listed or verify_foreign(place)]
+        if listed is None and reports[0].ok:
+            note = _UNCHECKED
     views.show_reports(reports, note, as_json=options.as_json)
     return 0 if all(report.ok for report in reports) else 1
 
 
 def _wanted_signer(options: Namespace) -> SignedBy | None:
     keyless = options.identity, options.identity_provider
-    if (options.signed_by is not None and any(keyless)) or any(keyless) != all(keyless):
+    is_incomplete = any(keyless) and not all(keyless)
+    if is_incomplete or (any(keyless) and options.signed_by is not None):
         raise ConfigError(
             "verify: expected --signed-by, or both of --identity and --identity-provider"
         )
@@ -318,14 +321,13 @@ def _wanted_signer(options: Namespace) -> SignedBy | None:
 
 def _checkpoints_at(store: Store) -> list[Store]:
     """The folder itself and those directly below it, if they have a manifest or cannot be read."""
+    checkpoints = [info.store for info in catalog.discover(Place(store))]  # in order of steps
     folders = store.list_folder().folders
-    below = sorted(
-        each.name for each in folders if not each.name.startswith(".") and not each.is_link
-    )
-    # in order of steps; unreadable checkpoints follow
-    here = [info.store for info in catalog.discover(Place(store))]
-    stores = [store, *(store.within(name) for name in below)]
-    return [*here, *(each for each in stores if each not in here and _may_be_checkpoint(each))]
+    names = [folder.name for folder in folders if not folder.is_link]
+    visible = sorted(name for name in names if not name.startswith("."))
+    candidates = [store, *(store.within(name) for name in visible)]
+    unlisted = [candidate for candidate in candidates if candidate not in checkpoints]
+    return checkpoints + [candidate for candidate in unlisted if _may_be_checkpoint(candidate)]
 
 
 def _may_be_checkpoint(store: Store) -> bool:

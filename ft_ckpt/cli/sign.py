@@ -32,9 +32,9 @@ def add_sign(parser: ArgumentParser) -> None:
 
 def _sign(options: Namespace) -> None:
     """Verify CHECKPOINT, then write its signature model.sig in OpenSSF's model-signing format."""
-    if (options.key is None) != options.keyless or (
-        options.identity_provider and not options.keyless
-    ):
+    has_one_way = (options.key is None) == options.keyless
+    has_stray_provider = options.identity_provider and not options.keyless
+    if not has_one_way or has_stray_provider:
         raise ConfigError(
             "sign: expected --key PRIVATE, or --keyless with or without --identity-provider"
         )

@@ -52,16 +52,14 @@ def _push(options: Namespace) -> None:
     if options.as_json:
         views.print_json(report)
         return
-    facts = f"{len(report.files)} files, {human_size(report.bytes)}, {report.seconds:.1f} s"
-    print_lines(
-        f"{checkpoint} -> {report.url}: "
-        f"{facts if report.is_new else 'all of it was there, nothing was sent'}"
-    )
-    for note in (
-        *report.notes,
-        *(f"{name}: deleted, of an older checkpoint" for name in report.deleted),
-    ):
+    outcome = f"{len(report.files)} files, {human_size(report.bytes)}, {report.seconds:.1f} s"
+    if not report.is_new:
+        outcome = "all of it was there, nothing was sent"
+    print_lines(f"{checkpoint} -> {report.url}: {outcome}")
+    for note in report.notes:
         print_lines(f"  {note}")
+    for name in report.deleted:
+        print_lines(f"  {name}: deleted, of an older checkpoint")
 
 
 def add_pull(parser: ArgumentParser) -> None:
@@ -88,23 +86,20 @@ def _pull(options: Namespace) -> None:
     url, folder = options.url, options.folder
     from ft_ckpt.extensions.transfer import pull
 
-    place = open_place(url) if "://" not in url else None
-    is_here = place is not None and place.folder.stat(MANIFEST_NAME) is not None
-    report = pull(
-        place if place is not None and is_here else _checked_url(url),
-        folder,
-        overwrite=options.force,
-    )
+    place = None if "://" in url else open_place(url)
+    if place is None or place.folder.stat(MANIFEST_NAME) is None:
+        report = pull(_checked_url(url), folder, overwrite=options.force)
+    else:
+        report = pull(place, folder, overwrite=options.force)
     if options.as_json:
         views.print_json(report)
         return
     if folder is None:
         print_path(report.path)
         return
-    found = "verified" if report.verified else "not verified: no manifest there"
-    print_lines(
-        f"{url} -> {report.path}: {len(report.files)} files, {human_size(report.bytes)}, {found}"
-    )
+    verdict = "verified" if report.verified else "not verified: no manifest there"
+    size = f"{len(report.files)} files, {human_size(report.bytes)}"
+    print_lines(f"{url} -> {report.path}: {size}, {verdict}")
 
 
 def add_cp(parser: ArgumentParser) -> None:
@@ -137,10 +132,9 @@ def _copy_facts(report: "CopyReport") -> str:
     size = f"{len(report.files)} files, {human_size(report.bytes)}"
     if not report.is_new:
         return f"{size}, all of it was there"
-    sent = (
-        "" if report.sent_bytes == report.bytes else f", {human_size(report.sent_bytes)} of it sent"
-    )
-    return f"{size}{sent}, {report.seconds:.1f} s"
+    if report.sent_bytes != report.bytes:
+        size += f", {human_size(report.sent_bytes)} of it sent"
+    return f"{size}, {report.seconds:.1f} s"
 
 
 def add_sync(parser: ArgumentParser) -> None:
@@ -175,11 +169,17 @@ def _sync(options: Namespace) -> int:
 
 def _sync_lines(report: "SyncReport", *, dry_run: bool) -> Iterator[str]:
     would = "would be " if dry_run else ""
-    yield from (f"{location_name(each.path)}: {_copy_facts(each)}" for each in report.copied)
-    yield from (f"{name}: would be copied" for name in report.missing if dry_run)
-    yield from (f"{name}: {would}deleted there" for name in report.dropped)
-    yield from (f"{name}: {would}training state deleted there" for name in report.stripped)
-    yield from (f"{name}: stays there: {listing(list(why))}" for name, why in report.kept.items())
+    for copied in report.copied:
+        yield f"{location_name(copied.path)}: {_copy_facts(copied)}"
+    if dry_run:
+        for name in report.missing:
+            yield f"{name}: would be copied"
+    for name in report.dropped:
+        yield f"{name}: {would}deleted there"
+    for name in report.stripped:
+        yield f"{name}: {would}training state deleted there"
+    for name, reasons in report.kept.items():
+        yield f"{name}: stays there: {listing(reasons)}"
     yield from report.problems
     yield f"{len(report.present)} of {len(report.present) + len(report.missing)} were there"
 

@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ft_ckpt.checkpoint import (
     STATE,
     CheckpointInfo,
     Contents,
+    Manifest,
     PartRecord,
     VerifyReport,
     age_of,
@@ -76,15 +78,14 @@ def show_run(rows: Sequence[dict[str, Any]], metrics: Sequence[str], *, as_json:
         print_json(list(rows))
         return
     columns = _run_columns(rows, metrics)
-    invalid = [number for number, each in enumerate(rows) if not each["valid"]]
+    invalid = [number for number, row in enumerate(rows) if not row["valid"]]
     print_table(tuple(columns), zip(*columns.values(), strict=True), red=invalid)
-    others = {
-        name for each in rows for name in each["metrics"] if _metric_head(name) not in columns
-    }
-    if others:
-        print_lines(f"{len(others)} more metrics: `ft-ckpt show`, or --metrics")
-    for each in rows:
-        _print_problems(each["path"], each["problems"])
+    all_metrics = set(chain.from_iterable(row["metrics"] for row in rows))
+    hidden = [name for name in all_metrics if _metric_head(name) not in columns]
+    if hidden:
+        print_lines(f"{len(hidden)} more metrics: `ft-ckpt show`, or --metrics")
+    for row in rows:
+        _print_problems(row["path"], row["problems"])
 
 
 def show_contents(
@@ -104,16 +105,8 @@ def show_contents(
         cells = []
         for row in rows:
             age = "-" if row["created"] is None else _age_text(row["created"])
-            step = _or_dash(row["step"])
-            cells.append(
-                (
-                    location_name(row["path"]),
-                    str(row["checkpoints"]),
-                    step,
-                    age,
-                    human_size(row["bytes"]),
-                )
-            )
+            step, size = _or_dash(row["step"]), human_size(row["bytes"])
+            cells.append((location_name(row["path"]), str(row["checkpoints"]), step, age, size))
         print_table(heads, cells)
     if rows and contents.kind != "other":
         command = "ls" if contents.kind == RUNS else "show"
@@ -125,14 +118,16 @@ def ranked_metrics(infos: Iterable[CheckpointInfo]) -> list[str]:
     """The metrics of a run by importance: metrics that it ranks by, then the loss, then
     evaluations, then others.
     """
-    infos = list(infos)
-    ranked = {name for info in infos for name in info.manifest.rankings}
-    known = dict.fromkeys(name for info in infos for name in info.metrics)
+    ranked: set[str] = set()
+    metrics: dict[str, None] = {}  # in the order of the checkpoints
+    for info in infos:
+        ranked.update(info.manifest.rankings)
+        metrics.update(dict.fromkeys(info.metrics))
 
     def metric_weight(name: str) -> tuple[bool, bool, bool]:
         return name not in ranked, name not in ("eval_loss", "loss"), not name.startswith("eval_")
 
-    return sorted(known, key=metric_weight)
+    return sorted(metrics, key=metric_weight)
 
 
 def show_latest(info: CheckpointInfo, *, as_json: bool) -> None:
@@ -168,9 +163,8 @@ def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:
     Of tensors: name, shape, dtype, size, and file if there are several.
     """
     manifest = info.manifest
-    facts = {
-        part.name: facts_of_part(info.store, part) for part in manifest.parts if part.kind != STATE
-    }
+    models = [part for part in manifest.parts if part.kind != STATE]
+    facts = {part.name: facts_of_part(info.store, part) for part in models}
     if as_json:
         print_json(
             {"path": info.path, **values_of(manifest), "metrics": info.metrics, "models": facts}
@@ -179,34 +173,33 @@ def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:
     if len(facts) == 1:
         (model,) = facts.values()
         print_lines(f"{info.path}: {model.headline()}", *(f"  {line}" for line in model.details()))
+    elif facts:
+        print_lines(f"{info.path}: {count_of(len(facts), 'part')}")
     else:
-        print_lines(
-            f"{info.path}: {count_of(len(facts), 'part')}"
-            if facts
-            else f"{info.path}: training state only"
-        )
+        print_lines(f"{info.path}: training state only")
     step = "" if manifest.step is None else f"step {manifest.step}, "
-    state = (
-        ", with training state"
-        if facts and any(part.kind == STATE for part in manifest.parts)
-        else ""
-    )
+    has_state = len(models) < len(manifest.parts)
+    state = ", with training state" if facts and has_state else ""
     size = human_size(stored_bytes(info.store, manifest))
     print_lines(f"  {step}saved {human_moment(manifest.created)}, {manifest.kind}, {size}{state}")
     if info.metrics:
-        print_lines("  " + ", ".join(f"{name} {value:.6g}" for name, value in info.metrics.items()))
+        metrics = ", ".join(f"{name} {value:.6g}" for name, value in info.metrics.items())
+        print_lines(f"  {metrics}")
     for part in manifest.parts:
-        _show_part(part, facts.get(part.name) if len(facts) > 1 and part.kind != STATE else None)
-    if writers := parts_of(manifest):
+        is_described = len(facts) > 1 and part.kind != STATE
+        _show_part(part, facts[part.name] if is_described else None)
+    _show_writers(manifest)
+
+
+def _show_writers(manifest: Manifest) -> None:
+    """Print the parts that writers have handed in, if there are any."""
+    rows = []
+    for name, files in parts_of(manifest).items():
+        size_bytes = sum(file.size_bytes for file in files)
+        rows.append((name, str(len(files)), human_size(size_bytes)))
+    if rows:
         print_lines("", "parts of writers")
-        sizes = {
-            name: human_size(sum(file.size_bytes for file in files))
-            for name, files in writers.items()
-        }
-        print_table(
-            ("writer", "files", "size"),
-            ((name, str(len(writers[name])), sizes[name]) for name in writers),
-        )
+        print_table(("writer", "files", "size"), rows)
 
 
 def _show_part(part: PartRecord, facts: ModelFacts | None) -> None:
@@ -217,12 +210,15 @@ def _show_part(part: PartRecord, facts: ModelFacts | None) -> None:
     name = part.name or ("training state" if part.kind == STATE else "model")
     details = [] if facts is None else [f"  {line}" for line in facts.details()]
     print_lines("", f"{name}: {headline}{count_of(len(part.tensors), 'tensor')}{place}", *details)
-    heads = ("tensor", "shape", "dtype", "size", "file")[: 5 if len(files) > 1 else 4]
-    tensors = (
-        (t.name, human_shape(t.shape), t.dtype, human_size(t.end - t.start), t.file)
-        for t in part.tensors
-    )
-    print_table(heads, (cells[: len(heads)] for cells in tensors))
+    heads = ["tensor", "shape", "dtype", "size"]
+    if len(files) > 1:
+        heads.append("file")
+    rows = []
+    for tensor in part.tensors:
+        size = human_size(tensor.end - tensor.start)
+        cells = (tensor.name, human_shape(tensor.shape), tensor.dtype, size, tensor.file)
+        rows.append(cells[: len(heads)])
+    print_table(heads, rows)
 
 
 def _run_columns(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> dict[str, list[str]]:
@@ -236,9 +232,9 @@ def _run_columns(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> dict
         columns[_metric_head(name)] = [_metric_cell(row, name) for row in rows]
     for head in ("kept", "valid"):
         columns[head] = [_column_cell(row, head) for row in rows]
-    columns = {
-        head: cells for head, cells in columns.items() if set(cells) != {_ORDINARY.get(head, "")}
-    }
+    for head in list(columns):
+        if set(columns[head]) == {_ORDINARY.get(head, "")}:
+            del columns[head]
     heads = [_metric_head(name) for name in metrics]
     for head in ("parts", "age", "kept", "kind", *reversed(heads)):
         if _table_width(columns) <= _terminal_width():
@@ -255,26 +251,27 @@ def _metric_cell(row: Mapping[str, Any], name: str) -> str:
 
 
 def _metric_head(metric: str) -> str:
-    return (
-        f"metric {metric}"
-        if metric in ("checkpoint", "age", "size", "kind", *_ORDINARY)
-        else metric
-    )
+    is_taken = metric in ("checkpoint", "age", "size", "kind", *_ORDINARY)
+    return f"metric {metric}" if is_taken else metric
 
 
-def _column_cell(each: Mapping[str, Any], head: str) -> str:
+def _column_cell(row: Mapping[str, Any], head: str) -> str:
     if head == "checkpoint":
-        return Path(each["path"]).name or str(each["path"])
+        return Path(row["path"]).name or str(row["path"])
     if head == "parts":
-        return ", ".join(name or "model" for name in each["parts"])
+        return ", ".join(name or "model" for name in row["parts"])
     if head == "kept":
-        return ", ".join(each["kept"])
+        return ", ".join(row["kept"])
     if head == "kind":
-        kind = each["adapter"] or each["kind"]
-        return f"{kind}+state" if each["state"] and kind != STATE else kind
-    if head in ("age", "size"):
-        return _age_text(each["created"]) if head == "age" else human_size(each["bytes"])
-    return ("yes" if each[head] else "no") if isinstance(each[head], bool) else _or_dash(each[head])
+        kind = row["adapter"] or row["kind"]
+        return f"{kind}+state" if row["state"] and kind != STATE else kind
+    if head == "age":
+        return _age_text(row["created"])
+    if head == "size":
+        return human_size(row["bytes"])
+    if isinstance(row[head], bool):
+        return "yes" if row[head] else "no"
+    return _or_dash(row[head])
 
 
 def _table_width(columns: Mapping[str, Sequence[str]]) -> int:
@@ -307,27 +304,28 @@ def print_table(
     from rich.table import Table
     from rich.text import Text
 
-    cells, width = [tuple(map(printable, line)) for line in rows], _terminal_width()
+    cells = [tuple(map(printable, line)) for line in rows]
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
     for number, head in enumerate(heads):
-        right = head in _NUMBERS
+        is_number = head in _NUMBERS
         name = Text(printable(head))  # not str: a name may look like markup
         table.add_column(
             name,
-            justify="right" if right else "left",
+            justify="right" if is_number else "left",
             overflow="fold",
-            no_wrap=number == 0 or right,
+            no_wrap=number == 0 or is_number,
         )
     for number, line in enumerate(cells):
         table.add_row(*map(Text, line), style="red" if number in red else None)
     first = max((len(line[0]) for line in cells), default=0)
-    narrowest = first + (len(heads) - 1) * (_GAP + 4)  # the terminal breaks longer names
-    Console(width=max(width, narrowest)).print(table)
+    min_width = first + (len(heads) - 1) * (_GAP + 4)  # the terminal breaks longer names
+    Console(width=max(_terminal_width(), min_width)).print(table)
 
 
 def _print_problems(path: str, problems: Iterable[str]) -> None:
+    prefix = f"{path}: " if path else ""
     for problem in problems:
-        print_lines(f"  {path + ': ' if path else ''}{problem}")
+        print_lines(f"  {prefix}{problem}")
 
 
 def print_json(value: Any) -> None:
@@ -341,16 +339,17 @@ def _json_value(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         value = values_of(value)
     if isinstance(value, Mapping):
-        return {str(key): _json_value(each) for key, each in value.items()}
+        return {str(key): _json_value(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_json_value(each) for each in value]
-    is_text = isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value))
-    return str(value) if is_text else value
+        return [_json_value(entry) for entry in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return str(value) if isinstance(value, Path) else value
 
 
 def count_of(number: int, thing: str) -> str:
     """A number of things, as in "1 file" or "2 files"."""
-    return f"{number} {thing}{'' if number == 1 else 's'}"
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _or_dash(value: object) -> str:

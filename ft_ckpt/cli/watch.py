@@ -93,14 +93,14 @@ def _evaluate(checkpoint: "CheckpointInfo", options: Namespace) -> None:
     """Measure a checkpoint that lacks the metric, store what was measured, and print it."""
     if options.metric in checkpoint.metrics:
         return
-    begun = time.monotonic()
+    start = time.monotonic()
     command = [word.replace(_PATH, str(checkpoint.path)) for word in options.command]
     metrics = _measure(command, options.metric)
     try:
         checkpoint.write_metrics(metrics)
     except ConfigError as error:
         raise _CommandError(f"{printable(' '.join(command))}: {error}") from error
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start
     if options.as_json:
         result: dict[str, Any] = {
             "path": str(checkpoint.path),
@@ -122,7 +122,7 @@ def _measure(command: Sequence[str], metric: str) -> Mapping[str, float]:
     try:
         # The command is the user's own. In a new session, so that Ctrl-C in a terminal ends only
         # the watcher.
-        done = subprocess.run(  # noqa: S603 - see above
+        process = subprocess.run(  # noqa: S603 - see above
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -132,12 +132,11 @@ def _measure(command: Sequence[str], metric: str) -> Mapping[str, float]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{command[0]}: cannot be started ({error})") from error
     shown = printable(" ".join(command))
-    if done.returncode:
-        reason = (
-            f"exit code {done.returncode}" if done.returncode > 0 else f"signal {-done.returncode}"
-        )
+    code = process.returncode
+    if code:
+        reason = f"exit code {code}" if code > 0 else f"signal {-code}"
         raise _CommandError(f"{shown}: ended with {reason}")
-    lines = done.stdout.decode(errors="replace").strip().splitlines()
+    lines = process.stdout.decode(errors="replace").strip().splitlines()
     line = lines[-1].strip() if lines else ""
     numbers = _numbers_in(line, metric)
     if metric not in numbers:
@@ -155,10 +154,11 @@ def _numbers_in(line: str, metric: str) -> dict[str, float]:
     """
     with suppress(ValueError):
         return {metric: float(line)}
-    numbers = dict[str, float]()
+    numbers: dict[str, float] = {}
     with suppress(ValueError, OverflowError, RecursionError):
         document = json.loads(line)
-        for name, value in document.items() if isinstance(document, dict) else ():
-            if type(value) in (int, float):
-                numbers[name] = float(value)
+        if isinstance(document, dict):
+            for name, value in document.items():
+                if type(value) in (int, float):
+                    numbers[name] = float(value)
     return numbers

@@ -10,7 +10,7 @@ from ft_ckpt.checkpoint.catalog import read_manifest, verify
 from ft_ckpt.checkpoint.opening import open_checkpoint
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.extensions.transfer.copies import copy
+from ft_ckpt.extensions.transfer import copy
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
 

@@ -31,10 +31,7 @@ from ft_ckpt.checkpoint.guards import hold_lease, pin
 from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import ConfigError, CorruptError, ManifestError, NotACheckpointError
-from ft_ckpt.extensions.transfer.copies import copy
-from ft_ckpt.extensions.transfer.pushing import push
-from ft_ckpt.extensions.transfer.signing import sign
-from ft_ckpt.extensions.transfer.syncing import sync
+from ft_ckpt.extensions.transfer import copy, push, sign, sync
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs.prune import prune_run
 from ft_ckpt.storage.place import Place

@@ -21,7 +21,7 @@ import ft_ckpt as library
 from ft_ckpt import CheckpointSaver, SaverConfig
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.errors import CheckpointError, ConfigError
-from ft_ckpt.extensions.transfer.outgoing import PushOptions
+from ft_ckpt.extensions.transfer import PushOptions
 from ft_ckpt.storage import progress
 
 WITH_KEYS = {

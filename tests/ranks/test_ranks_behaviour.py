@@ -21,7 +21,7 @@ from wrappers import fsdp2
 import ft_ckpt.storage.writer
 from ft_ckpt import CheckpointSaver, errors, latest, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.extensions.rl.session import ROOM
+from ft_ckpt.extensions.rl.session import SESSIONS
 from ft_ckpt.ranks.ranks import current_ranks
 
 BUCKET = 1 << 16  # the smallest: the wide model takes some hundred of them
@@ -137,7 +137,7 @@ def test_a_session_taken_over_is_an_error_on_every_rank(tmp_path):
         optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
     )
     made.invite("replay")
-    file = tmp_path / ROOM / "session.json"
+    file = tmp_path / SESSIONS / "session.json"
     if RANK == 0:
         file.write_text(json.dumps({**json.loads(file.read_text()), "token": "of another trainer"}))
     dist.barrier()

@@ -3,7 +3,7 @@
 import pytest
 from engine_files import EngineFiles, engine_files
 
-import ft_ckpt.extensions.rl.publishing as publishing
+from ft_ckpt.extensions.rl import weights_update
 
 
 @pytest.fixture(scope="session")
@@ -14,4 +14,4 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> EngineFiles:
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publishing, "_RESUME_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(weights_update, "_RESUME_PAUSE_SECONDS", 0.01)

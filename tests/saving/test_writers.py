@@ -36,7 +36,7 @@ from ft_ckpt.errors import (
     TargetError,
     WriterError,
 )
-from ft_ckpt.extensions.rl.session import ROOM
+from ft_ckpt.extensions.rl.session import SESSIONS
 from ft_ckpt.storage.local_store import LocalStore
 
 FORK = multiprocessing.get_context("fork")
@@ -111,7 +111,7 @@ def test_parts_of_one_checkpoint_and_back(tmp_path: Path) -> None:
         "rollout/state.safetensors",
     ]
     assert files == {f"state/writers/{path}" for path in parts}
-    assert not list((tmp_path / ROOM).rglob("*.*")), "nothing is left of the session"
+    assert not list((tmp_path / SESSIONS).rglob("*.*")), "nothing is left of the session"
     # A run that goes on gets what was handed in.
     with trainer(tmp_path) as saver:
         assert saver.resume("must").step == 5
@@ -525,12 +525,12 @@ def test_what_was_handed_in_is_compared(tmp_path: Path) -> None:
         saver.invite("replay")
         writer = Writer(tmp_path, "replay")
         writer.put(1, files={"a.bin": b"right"})
-        (file,) = (tmp_path / ROOM).rglob("a.bin")
+        (file,) = (tmp_path / SESSIONS).rglob("a.bin")
         file.write_bytes(b"wrong")
         with pytest.raises(WriterError, match=r"a\.bin: not the bytes that were handed in"):
             stepped(saver, 1)
         writer.put(2, files={"a.bin": b"right"})
-        next((tmp_path / ROOM).rglob("2/*/handed.json")).write_text(
+        next((tmp_path / SESSIONS).rglob("2/*/handed.json")).write_text(
             '{"files": [["../../x", 1, "d"]]}'
         )
         with pytest.raises(WriterError, match=r"no path of a file|another version"):
@@ -553,7 +553,7 @@ def test_in_a_bucket(s3: S3) -> None:
         part = Writer(run, "rollout").resume()
         assert part is not None
         assert (part.step, part.state) == (2, {"seed": 3})
-    assert not [each.name for each in run.folder.list() if ROOM in each.name]
+    assert not [each.name for each in run.folder.list() if SESSIONS in each.name]
 
 
 def test_what_a_writer_cannot_resume(tmp_path: Path) -> None:
@@ -576,7 +576,7 @@ def test_what_a_writer_cannot_resume(tmp_path: Path) -> None:
 def test_a_trainer_whose_session_was_taken_over_commits_nothing(tmp_path: Path) -> None:
     with trainer(tmp_path) as saver:
         saver.invite("replay")
-        file = tmp_path / ROOM / "session.json"
+        file = tmp_path / SESSIONS / "session.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "token": "of another trainer"}))
         with pytest.raises(
             WriterError, match=r"step 1: .*session\.json: process \d+ on .* trains this run"

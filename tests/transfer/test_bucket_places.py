@@ -150,7 +150,9 @@ def test_what_is_in_a_bucket_goes_to_the_hub_through_the_cache(stored, cache, mo
     from ft_ckpt.extensions.transfer import hub
 
     seen = []
-    monkeypatch.setattr(hub, "send_checkpoint", lambda held, *_: seen.append(held.path))
+    monkeypatch.setattr(
+        hub.HubEndpoint, "push", lambda _, checkpoint, _options: seen.append(checkpoint.path)
+    )
     push(Place(stored, "checkpoint-1"), "user/name")
     assert seen[0].parent == cache
 

@@ -23,7 +23,7 @@ from ft_ckpt import Keep
 from ft_ckpt.checkpoint.catalog import discover, load_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord, manifest_to_json
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, ManifestError, NameTakenError
-from ft_ckpt.extensions.rl import deltas
+from ft_ckpt.extensions.rl import delta_files
 from ft_ckpt.runs.prune import prune_run
 from ft_ckpt.storage.digests import read_record
 from ft_ckpt.storage.local_store import LocalStore
@@ -187,8 +187,8 @@ def test_bits_that_compare_equal_or_never_equal(tmp_path: Path) -> None:
 def test_tensors_that_go_on_in_the_next_file(
     tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deltas, "_PIECE_BYTES", piece_bytes)
-    monkeypatch.setattr(deltas, "_SLICE_BYTES", 1 << 10)
+    monkeypatch.setattr(delta_files, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(delta_files, "_SLICE_BYTES", 1 << 10)
     paths = grow(tmp_path / "run", tmp_path / "chain", 4)
     assert len(list((tmp_path / "chain/checkpoint-2/deltas").rglob("*.safetensors"))) > (
         1 if piece_bytes > 1 else 4
@@ -199,7 +199,7 @@ def test_tensors_that_go_on_in_the_next_file(
 def test_positions_from_two_to_the_31_on_are_int64(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(deltas, "_INT32_ELEMENTS", 1000)
+    monkeypatch.setattr(delta_files, "_INT32_ELEMENTS", 1000)
     paths = grow(tmp_path / "run", tmp_path / "chain", 2)
     found = load_file(tmp_path / "chain/checkpoint-2/deltas/model-1.safetensors/00001.safetensors")
     assert found["a.weight.indices"].dtype == torch.int64

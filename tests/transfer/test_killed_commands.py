@@ -35,7 +35,8 @@ from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.checkpoint.staging import open_staging
 from ft_ckpt.errors import TargetError
 from ft_ckpt.extensions.buckets import object_store
-from ft_ckpt.extensions.rl.deltas import append_checkpoint, drop_rebuilt, mark_staged
+from ft_ckpt.extensions.rl.deltas import append_checkpoint
+from ft_ckpt.extensions.rl.rebuilding import drop_rebuilt, mark_staged
 from ft_ckpt.extensions.transfer import copies
 from ft_ckpt.runs.prune import prune_run
 from ft_ckpt.storage import local_disk, scratch
@@ -45,7 +46,7 @@ LOADED = (
     "obstore",
     "ft_ckpt.extensions.tools.averaging",
     "ft_ckpt.extensions.transfer.syncing",
-    "ft_ckpt.extensions.transfer.buckets",
+    "ft_ckpt.extensions.transfer.stores",
 )
 LOADED_FOR_ALL = (
     *LOADED,
@@ -271,9 +272,7 @@ def act(root, command, step, there, environment):
     tempfile.tempdir = str(root / "tmp")
     Path(tempfile.tempdir).mkdir(exist_ok=True)
     local_disk.fsync = lambda _: None  # no power is cut: spare the disk
-    copies.SMALL_COPY_BYTES = scratch.SMALL_COPY_BYTES = copies._WORTH_LOOKING_BYTES = (
-        LARGE_BYTES // 2
-    )
+    copies.SMALL_COPY_BYTES = scratch.SMALL_COPY_BYTES = copies._MIN_REUSED_BYTES = LARGE_BYTES // 2
     object_store._PART_BYTES = 5 << 20
     COMMANDS[command][step](root, there)
 

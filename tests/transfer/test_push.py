@@ -39,8 +39,8 @@ from ft_ckpt.errors import (
     TargetError,
     UnreadableError,
 )
-from ft_ckpt.extensions.transfer import hub as hub_module, hub_client
-from ft_ckpt.extensions.transfer.hub import HubPlace, parse_place
+from ft_ckpt.extensions.transfer import hub as hub_module, hub_client, model_card
+from ft_ckpt.extensions.transfer.hub_place import HubPlace, parse_place
 from ft_ckpt.storage.place import Place
 
 METRICS = {"eval_loss": 2.0, "eval_accuracy": 0.5, "eval_runtime": 3.0, "learning_rate": 0.1}
@@ -199,10 +199,10 @@ def test_the_card_says_what_the_model_is_and_how_good(hub, made):
 
 @pytest.mark.parametrize("tags", ["5", "[license: mit]", "mine"])
 def test_tags_that_are_no_list_of_texts_stay(tags):
-    facts = hub_module.CardFacts(
+    facts = model_card.CardFacts(
         "model", None, "org/base", "finetune", None, ("base_model:finetune:org/base",), {}
     )
-    text, notes = hub_module.updated_card(f"---\ntags: {tags}\n---\n", facts)
+    text, notes = model_card.updated_card(f"---\ntags: {tags}\n---\n", facts)
     given = {"5": 5, "[license: mit]": {"license": "mit"}}.get(tags, tags)
     assert RepoCard(text).data["tags"] == [given, "base_model:finetune:org/base"]
     assert notes == []

@@ -21,7 +21,7 @@ from wrappers import truth
 import ft_ckpt
 from ft_ckpt import Every
 from ft_ckpt.errors import RankError, TargetError
-from ft_ckpt.extensions.transfer import syncing
+from ft_ckpt.extensions.transfer import uploads
 
 BUCKET = "s3://bucket"
 HERE = Path("/proc/self/cwd")
@@ -67,20 +67,20 @@ def apart(folder: Path) -> None:
 @harness.named
 def failing(folder: Path) -> None:
     """A failed upload is raised on both ranks when the saver is closed, and not before."""
-    real, run = syncing.copy_open, f"{BUCKET}/failing"
+    real, run = uploads.copy_open, f"{BUCKET}/failing"
 
     def refuse(*_: object, **__: object) -> None:
         raise TargetError("the bucket is full")
 
     live = live_model("ddp", "llama")
     saver = saver_of(live, run, staging=folder / "nvme")
-    syncing.copy_open = refuse
+    uploads.copy_open = refuse
     train(live, saver, 0, 2)
     saver.save_state()
     kind = RankError if harness.RANK else TargetError
     with pytest.raises(kind, match="checkpoint-2: not uploaded: the bucket is full"):
         saver.close()
-    syncing.copy_open = real
+    uploads.copy_open = real
     fresh = live_model("ddp", "llama", seed=1)
     with saver_of(fresh, run, staging=folder / "nvme") as saver:
         assert saver.resume("must").step == 2
@@ -90,13 +90,13 @@ def failing(folder: Path) -> None:
 @harness.named
 def signalled(folder: Path) -> None:
     """Both ranks end after the upload by rank 0."""
-    real, run = syncing.copy_open, f"{BUCKET}/signalled"
+    real, run = uploads.copy_open, f"{BUCKET}/signalled"
 
     def take_time(*given: Any, **settings: Any) -> Any:
         time.sleep(1.5)
         return real(*given, **settings)
 
-    syncing.copy_open = take_time
+    uploads.copy_open = take_time
     live = live_model("ddp", "llama")
     with saver_of(live, run, staging=folder / "nvme", every=Every(steps=10_000)) as saver:
         train(live, saver, 0, 2)
@@ -105,7 +105,7 @@ def signalled(folder: Path) -> None:
         with pytest.raises(SystemExit):
             train(live, saver, 2, 10_000)
         assert ft_ckpt.latest(run) == f"{run}/checkpoint-{saver.progress.step}"
-    syncing.copy_open = real
+    uploads.copy_open = real
 
 
 def case(name: str, folder: Path) -> None:

@@ -1,6 +1,3 @@
-from .deltas import (
-    fetch_whole as fetch_whole,
-)
 from .exporting import (
     export as export,
 )
@@ -20,8 +17,10 @@ from .options import (
 from .preflight import (
     check_for as check_for,
 )
-from .publishing import (
+from .publish_reports import (
     PublishReport as PublishReport,
+)
+from .publishing import (
     publish as publish,
 )
 from .session import (

@@ -101,9 +101,8 @@ class Client:
         Raises EngineError if no complete response arrives within `timeout_seconds`, and for a
         redirect, which would send the token to another host and turn a POST into a GET.
         """
-        return self._send(
-            "POST", path, json.dumps(body if body is not None else {}).encode(), query
-        )
+        data = json.dumps({} if body is None else body).encode()
+        return self._send("POST", path, data, query)
 
     def expect(self, answer: Answer, action: str) -> Answer:
         """The response, if it is a success. Raises EngineError with the server's text otherwise."""
@@ -113,18 +112,16 @@ class Client:
 
     def _send(self, method: str, path: str, data: bytes | None, query: Mapping[str, str]) -> Answer:
         parts = urlsplit(self.url)
-        target = f"{parts.path}{path}" + (f"?{urlencode(query)}" if query else "")
-        kind = (
-            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        )
-        until = time.monotonic() + self.timeout_seconds
+        target = f"{parts.path}{path}"
+        if query:
+            target += f"?{urlencode(query)}"
+        deadline = time.monotonic() + self.timeout_seconds
         try:
-            with closing(
-                kind(str(parts.hostname), parts.port, timeout=self.timeout_seconds)
-            ) as connection:
+            with closing(self._connection()) as connection:
                 connection.connect()
                 # each byte restarts the time limit of a socket
-                timer = threading.Timer(max(0.0, until - time.monotonic()), _cut, [connection.sock])
+                seconds_left = max(0.0, deadline - time.monotonic())
+                timer = threading.Timer(seconds_left, _cut, [connection.sock])
                 timer.daemon = True
                 timer.start()
                 try:
@@ -132,29 +129,35 @@ class Client:
                     answer = self._read(connection.getresponse(), path)
                 finally:
                     timer.cancel()
-                if time.monotonic() < until:  # else it was cut, and may look complete
+                if time.monotonic() < deadline:  # else it was cut, and may look complete
                     return answer
                 raise TimeoutError
         except (OSError, ValueError, http.client.HTTPException) as error:
             if isinstance(error, EngineError):
                 raise
-            is_late = time.monotonic() >= until
-            if is_late:
+            if time.monotonic() >= deadline:
                 reason = f"not in {self.timeout_seconds:g} s"
+            elif isinstance(error, OSError):
+                reason = reason_of(error)
             else:
-                reason = (
-                    reason_of(error) if isinstance(error, OSError) else f"not valid HTTP: {error}"
-                )
+                reason = f"not valid HTTP: {error}"
             text = self._clean(
                 f"{self.url}{path}: no answer ({reason}); is the server up, and the address right?"
             )
             raise EngineError(text) from None
 
+    def _connection(self) -> http.client.HTTPConnection:
+        parts = urlsplit(self.url)
+        host = str(parts.hostname)
+        if parts.scheme == "https":
+            return http.client.HTTPSConnection(host, parts.port, timeout=self.timeout_seconds)
+        return http.client.HTTPConnection(host, parts.port, timeout=self.timeout_seconds)
+
     def _read(self, response: http.client.HTTPResponse, path: str) -> Answer:
         if 300 <= response.status < 400:
-            there = self._clean(response.headers.get("Location", "nowhere"))
+            location = self._clean(response.headers.get("Location", "nowhere"))
             raise EngineError(
-                f"{self.url}{path}: redirected to {there}; give the address of the server itself"
+                f"{self.url}{path}: redirected to {location}; give the address of the server itself"
             )
         content = response.read(_ANSWER_LIMIT_BYTES + 1)
         if len(content) > _ANSWER_LIMIT_BYTES:
@@ -164,24 +167,22 @@ class Client:
         if response.length:  # the body ended early
             raise http.client.IncompleteRead(b"", response.length)
         text = content.decode("utf-8", "replace")
-        return Answer(
-            response.status,
-            text,
-            f"{response.status} {self._clean(text).strip()[:_QUOTED_CHARACTERS]}",
-        )
+        beginning = self._clean(text).strip()[:_QUOTED_CHARACTERS]
+        return Answer(response.status, text, f"{response.status} {beginning}")
 
     def _all_headers(self) -> dict[str, str]:
-        found = {"Content-Type": "application/json", **self.headers}
+        headers = {"Content-Type": "application/json", **self.headers}
         token = os.environ.get(TOKEN_VARIABLE, "").strip()
-        if token and not any(name.lower() == "authorization" for name in found):
-            found["Authorization"] = f"Bearer {token}"
-        return found
+        if token and not any(name.lower() == "authorization" for name in headers):
+            headers["Authorization"] = f"Bearer {token}"
+        return headers
 
     def _clean(self, text: str) -> str:
-        """The text without the secrets in our headers, which a server may echo."""
+        """The text without the secrets of the sent headers, which a server may echo."""
         for name, value in self._all_headers().items():
-            for secret in () if name == "Content-Type" else _secrets_in(value):
-                text = text.replace(secret, SECRET)
+            if name != "Content-Type":
+                for secret in _secrets_in(value):
+                    text = text.replace(secret, SECRET)
         return text
 
 
@@ -191,11 +192,8 @@ def _secrets_in(value: str) -> list[str]:
     """
     value = re.sub(r"^[A-Za-z]+ +", "", value.strip())
     words = re.split(r"[\s;,]+|(?<=\w)=(?=[^=])", value)  # no padding of base64
-    return sorted(
-        filter(None, {value, *(word for word in words if len(word) > _SHORT)}),
-        key=len,
-        reverse=True,
-    )
+    secrets = {value, *(word for word in words if len(word) > _SHORT)} - {""}
+    return sorted(secrets, key=len, reverse=True)
 
 
 def _cut(connection: socket.socket) -> None:

@@ -26,19 +26,17 @@ from ft_ckpt.formats import TensorFile
 
 KNOWN_MODELS = frozenset(
     {
-        *(
-            "llama",
-            "mistral",
-            "qwen2",
-            "qwen3",
-            "olmo",
-            "olmo2",
-            "olmo3",
-            "gemma",
-            "gemma2",
-            "smollm3",
-            "granite",
-        ),
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "gemma",
+        "gemma2",
+        "smollm3",
+        "granite",
     }
 )
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -127,48 +125,48 @@ def packed_layers(
 
 
 def compare_digests(
-    found: Mapping[str, str], file: TensorFile, config: Mapping[str, Any]
+    reported: Mapping[str, str], file: TensorFile, config: Mapping[str, Any]
 ) -> Comparison:
     """Compare the SHA-256 digests that an engine reports with those of the tensors in `file`.
 
-    `found`: digests by parameter, with its ranks as prefix, such as
+    `reported`: digests by parameter, with its ranks as prefix, such as
     "dp0:pp0:pcp0:tp1:model.norm.weight". `config`: the model's config.json. A parameter may be
     equal in any dtype that an engine may have cast it to: the file's, bfloat16, float16 or float32.
     """
-    size = 1 + max((_tensor_rank(name) for name in found), default=0)
-    stored = _StoredModel(file, config, size)
-    equal: list[str] = []
-    different: dict[str, frozenset[str]] = {}
-    unknown: list[str] = []
+    ranks = 1 + max((_tensor_rank(name) for name in reported), default=0)
+    stored = _StoredModel(file, config, ranks)
     unused = {name for name in file.specs if not name.endswith("rotary_emb.inv_freq")}
-    unused -= {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
+    if config.get("tie_word_embeddings"):
+        unused.discard("lm_head.weight")
+    ruled: dict[str, list[str]] = {}
+    without_rule = []
+    for name, digest in reported.items():
+        sources = stored.sources(_bare(name))
+        unused.difference_update(stored.ties.get(source, source) for source in sources)
+        if sources and len(digest) == _SHA256_DIGITS:
+            ruled[name] = sources
+        else:
+            without_rule.append(name)
 
     def digests_in_files(name: str, sources: Sequence[str]) -> frozenset[str]:
         """The digests that the parameter may have, up to the one that it has."""
         digests = set()
         for digest in stored.digests(_bare(name), sources, _tensor_rank(name)):
             digests.add(digest)
-            if digest == found[name]:
+            if digest == reported[name]:
                 break
         return frozenset(digests)
 
-    ruled: dict[str, list[str]] = {}
-    for name, digest in found.items():
-        sources = stored.sources(_bare(name))
-        unused.difference_update(stored.ties.get(source, source) for source in sources)
-        if sources and len(digest) == _SHA256_DIGITS:
-            ruled[name] = sources
-        else:
-            unknown.append(name)
     with ThreadPoolExecutor(_THREADS) as pool:  # parallel, because the server is paused meanwhile
-        for name, digests in zip(
-            ruled, pool.map(digests_in_files, ruled, ruled.values()), strict=True
-        ):
-            if found[name] in digests:
-                equal.append(name)
-            else:
-                different[name] = digests
-    return Comparison(tuple(equal), different, tuple(unknown), tuple(sorted(unused)))
+        in_files = list(pool.map(digests_in_files, ruled, ruled.values()))
+    equal = []
+    different = {}
+    for name, digests in zip(ruled, in_files, strict=True):
+        if reported[name] in digests:
+            equal.append(name)
+        else:
+            different[name] = digests
+    return Comparison(tuple(equal), different, tuple(without_rule), tuple(sorted(unused)))
 
 
 def is_unreported(digest: str) -> bool:
@@ -193,17 +191,15 @@ def _bare(name: str) -> str:
 
 
 def _tensor_rank(name: str) -> int:
-    found = re.search(r"(?:^|:)tp(\d+):", name)
-    return int(found[1]) if found else 0
+    match = re.search(r"(?:^|:)tp(\d+):", name)
+    return int(match[1]) if match else 0
 
 
 class _StoredModel:
-    """The tensors of a checkpoint in the form of an engine with `size` ranks of tensor
-    parallelism.
-    """
+    """The tensors of a checkpoint in the form of an engine with `ranks` of tensor parallelism."""
 
-    def __init__(self, file: TensorFile, config: Mapping[str, Any], size: int) -> None:
-        self.file, self.size = file, size
+    def __init__(self, file: TensorFile, config: Mapping[str, Any], ranks: int) -> None:
+        self.file, self.ranks = file, ranks
         heads = int(config.get("num_attention_heads") or 1)
         self.key_heads = int(config.get("num_key_value_heads") or heads)
         self.ties = getattr(file, "ties", {})
@@ -216,58 +212,50 @@ class _StoredModel:
                 names = [name.replace(f".{fused}.", f".{part}.") for part in parts]
         if name == "lm_head.weight" and not self._has(name):
             # tied, and stored once
-            names = [known for known in self.file.specs if _VOCABULARY.search(known)][:1]
+            names = [stored for stored in self.file.specs if _VOCABULARY.search(stored)][:1]
         return names if names and all(map(self._has, names)) else []
 
     def digests(self, name: str, sources: Sequence[str], rank: int) -> Iterator[str]:
         """The digests that the parameter may have on a rank: by dtype, with the vocabulary padded
         or not.
         """
-        own = self.file.specs[self.ties.get(sources[0], sources[0])].dtype
-        for dtype in dict.fromkeys((own, *_DTYPES)):
-            pieces = [self._read(source).to(getattr(torch, dtype)) for source in sources]
-            if len(pieces) > 1:
-                yield _sha256(
-                    torch.cat(
-                        [
-                            self._rows(each, rank, source)
-                            for each, source in zip(pieces, sources, strict=True)
-                        ]
-                    )
-                )
-            elif _VOCABULARY.search(name):
-                padding = -pieces[0].shape[0] % _VOCABULARY_PADDING
-                for padded in dict.fromkeys((0, padding)):
-                    whole = torch.cat(
-                        [pieces[0], pieces[0].new_zeros(padded, *pieces[0].shape[1:])]
-                    )
-                    yield _sha256(self._part(whole, rank, 0))
+        stored_dtype = self.file.specs[self.ties.get(sources[0], sources[0])].dtype
+        for dtype_name in dict.fromkeys((stored_dtype, *_DTYPES)):
+            dtype = getattr(torch, dtype_name)
+            if len(sources) > 1:
+                rows = [self._rows(self._read(source, dtype), rank, source) for source in sources]
+                yield _sha256(torch.cat(rows))
+                continue
+            tensor = self._read(sources[0], dtype)
+            if _VOCABULARY.search(name):
+                padding = -tensor.shape[0] % _VOCABULARY_PADDING
+                for padded_rows in dict.fromkeys((0, padding)):
+                    zeros = tensor.new_zeros(padded_rows, *tensor.shape[1:])
+                    yield _sha256(self._part(torch.cat([tensor, zeros]), rank, 0))
             elif _ROW_PARALLEL.search(name):
-                yield _sha256(self._part(pieces[0], rank, 1))
+                yield _sha256(self._part(tensor, rank, 1))
+            elif _COLUMN_PARALLEL.search(name):
+                yield _sha256(self._rows(tensor, rank, name))
             else:
-                yield _sha256(
-                    self._rows(pieces[0], rank, name)
-                    if _COLUMN_PARALLEL.search(name)
-                    else pieces[0]
-                )
+                yield _sha256(tensor)
 
     def _has(self, name: str) -> bool:
         return name in self.file.specs or name in self.ties
 
-    def _read(self, name: str) -> Tensor:
+    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
         stored = self.ties.get(name, name)
-        return self.file.read(stored).view(self.file.specs[stored].shape)
+        return self.file.read(stored).view(self.file.specs[stored].shape).to(dtype)
 
     def _rows(self, tensor: Tensor, rank: int, source: str) -> Tensor:
         """The rows of a rank; key and value heads are repeated if there are fewer than ranks."""
-        if re.search(r"\.[kv]_proj\.", source) and self.key_heads < self.size:
-            return tensor.chunk(self.key_heads)[rank * self.key_heads // self.size]
+        if re.search(r"\.[kv]_proj\.", source) and self.key_heads < self.ranks:
+            return tensor.chunk(self.key_heads)[rank * self.key_heads // self.ranks]
         return self._part(tensor, rank, 0)
 
     def _part(self, tensor: Tensor, rank: int, dimension: int) -> Tensor:
-        if self.size == 1 or tensor.shape[dimension] % self.size:
+        if self.ranks == 1 or tensor.shape[dimension] % self.ranks:
             return tensor
-        return tensor.chunk(self.size, dimension)[rank]
+        return tensor.chunk(self.ranks, dimension)[rank]
 
 
 def _sha256(tensor: Tensor) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ft_ckpt.checkpoint import describe_contents, hold_open
 from ft_ckpt.errors import LoadError, SelectionError, listing
@@ -54,7 +55,7 @@ def export(
     of lower ranks are padded with zeros. In layers of another scale (alpha_pattern, rank_pattern,
     use_rslora) the outer matrix is multiplied by the ratio, in its dtype if the products are exact
     in it, else in float32; a note counts the layers that are rounded. Everything else is unchanged.
-    `adapter`: a PEFT folder, or a checkpoint of ours, which is compared with its digests;
+    `adapter`: a PEFT folder, or a checkpoint of ft_ckpt, which is compared with its digests;
     `overwrite` as in `convert`.
 
     Raises ConfigError for an unknown engine, SelectionError naming each setting and tensor without
@@ -77,12 +78,15 @@ def export(
     with hold_open(source) as place, closing(open_source(place)) as opened:
         folder, part = _only_adapter(opened, source)
         settings = adapter_settings(Place(folder.store, part.path).folder)
-        if found := list(adapter_findings(settings, part.file, _ANY_RANK)):
-            raise SelectionError(f"{source}: {listing(found)}")
+        problems = list(adapter_findings(settings, part.file, _ANY_RANK))
+        if problems:
+            raise SelectionError(f"{source}: {listing(problems)}")
         plain, settings, notes = _plain_adapter(part.file, settings)
-        manifest = folder.manifest and replace(
-            folder.manifest, made_from=(source.basename,), run_id=None, rankings={}, export=True
-        )
+        manifest = folder.manifest
+        if manifest is not None:
+            manifest = replace(
+                manifest, made_from=(source.basename,), run_id=None, rankings={}, export=True
+            )
         converted = WeightsFolder(folder.place, [replace(part, file=plain)], manifest)
         text = json.dumps(settings, indent=2, sort_keys=True).encode()
         config = f"{part.path}/{_CONFIG}".lstrip("/")
@@ -97,9 +101,8 @@ def export(
 
 
 def _only_adapter(opened: TensorFile, source: Place) -> tuple[WeightsFolder, FolderPart]:
-    if not isinstance(opened, WeightsFolder) or not any(
-        part.kind == "adapter" for part in opened.parts
-    ):
+    parts = opened.parts if isinstance(opened, WeightsFolder) else ()
+    if not isinstance(opened, WeightsFolder) or "adapter" not in [part.kind for part in parts]:
         text = describe_contents(open_place(source)).text
         raise LoadError(f"{source}: {text}; expected a folder with an adapter ({_CONFIG})")
     if len(opened.parts) > 1:
@@ -112,43 +115,56 @@ def _plain_adapter(
     file: TensorFile, settings: Mapping[str, Any]
 ) -> tuple[MemoryFile, dict[str, Any], list[str]]:
     """The converted tensors and settings, and notes."""
-    layers = {head: rank_and_scale(settings, layer) for layer, head in lora_layers(file).items()}
+    layers = {}
+    for layer, head in lora_layers(file).items():
+        layers[head] = rank_and_scale(settings, layer)
     rank = max(rank for rank, _ in layers.values())
     # a layer scaled by 0 gets a matrix of zeros
     scales = Counter(scale for _, scale in layers.values() if scale)
     scale = scales.most_common(1)[0][0] if scales else 1.0
-    tensors, rounded = dict[str, Tensor](), []
-    for head, (own_rank, own_scale) in layers.items():
-        inner, outer = (_matrix(file, f"{head}.lora_{which}.weight") for which in "AB")
-        product = outer.double() * (own_scale / scale)
-        for dtype in (outer.dtype, torch.promote_types(outer.dtype, torch.float32)):
-            outer = product.to(dtype)
-            if torch.equal(outer.double(), product):
-                break
-        else:
+    tensors: dict[str, Tensor] = {}
+    rounded = []
+    for head, (layer_rank, layer_scale) in layers.items():
+        inner = _matrix(file, f"{head}.lora_A.weight")
+        outer, is_exact = _scaled(_matrix(file, f"{head}.lora_B.weight"), layer_scale / scale)
+        if not is_exact:
             rounded.append(head)
             if not torch.isfinite(outer).all():
                 raise SelectionError(
                     f"{head}.lora_B.weight: not finite in float32, scaled by "
-                    f"{own_scale / scale:.6g}; {MERGE}"
+                    f"{layer_scale / scale:.6g}; {MERGE}"
                 )
-        tensors[f"{head}.lora_A.weight"] = torch.nn.functional.pad(
-            inner, (0, 0, 0, rank - own_rank)
-        )
-        tensors[f"{head}.lora_B.weight"] = torch.nn.functional.pad(outer, (0, rank - own_rank))
+        missing_ranks = rank - layer_rank
+        tensors[f"{head}.lora_A.weight"] = pad(inner, (0, 0, 0, missing_ranks))
+        tensors[f"{head}.lora_B.weight"] = pad(outer, (0, missing_ranks))
     alpha = scale * rank
-    plain = {"rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False, "r": rank}
+    plain_settings = {
+        **settings,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "use_rslora": False,
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+    }
     notes = [f"rank {rank} and scale {scale:.6g} for all {len(layers)} layers"]
     if rounded:
         notes.append(
             f"{len(rounded)} of {len(layers)} layers: lora_B is scaled and rounded in float32"
         )
-    order = {name: tensors[name] for name in file.specs}
-    return (
-        MemoryFile(order),
-        {**settings, **plain, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha},
-        notes,
-    )
+    in_order = {name: tensors[name] for name in file.specs}
+    return MemoryFile(in_order), plain_settings, notes
+
+
+def _scaled(tensor: Tensor, factor: float) -> tuple[Tensor, bool]:
+    """The product in the dtype of the tensor if that is exact, else in float32; and whether it is
+    exact.
+    """
+    product = tensor.double() * factor
+    for dtype in (tensor.dtype, torch.promote_types(tensor.dtype, torch.float32)):
+        scaled = product.to(dtype)
+        if torch.equal(scaled.double(), product):
+            return scaled, True
+    return scaled, False
 
 
 def _matrix(file: TensorFile, name: str) -> Tensor:

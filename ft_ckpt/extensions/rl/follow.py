@@ -11,7 +11,8 @@ from pathlib import Path
 from ft_ckpt.checkpoint import CheckpointInfo, in_run_order, open_checkpoint
 from ft_ckpt.errors import CheckpointError, ConfigError, TargetError, UnreadableError, listing
 from ft_ckpt.extensions.rl.options import ServerOptions
-from ft_ckpt.extensions.rl.publishing import PublishReport, publish
+from ft_ckpt.extensions.rl.publish_reports import PublishReport
+from ft_ckpt.extensions.rl.publishing import publish
 from ft_ckpt.extensions.rl.servers import connect
 from ft_ckpt.jobs import BackgroundJob, JobQueue
 from ft_ckpt.messages import LOG, warn

@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, TicketError, listing
@@ -220,9 +220,9 @@ class Frontier:
         """
         with self._changed:
             spans, dropped = self._spans(), self._dropped
-        lengths = chain.from_iterable(
-            (stop - start, later[0] - stop) for (start, stop), later in pairwise(spans)
-        )
+        lengths: list[int] = []
+        for (start, stop), (next_start, _) in pairwise(spans):
+            lengths += (stop - start, next_start - stop)
         return {
             "version": _VERSION,
             "samples": self.samples,
@@ -245,19 +245,17 @@ class Frontier:
         """
         _check_state(state)
         self._compare_settings(state)
-        low, runs, dropped = (
-            state["low"],
-            [int(length) for length in state["runs"].split()],
-            state["dropped"],
-        )
+        low, dropped = state["low"], state["dropped"]
+        runs = [int(length) for length in state["runs"].split()]
         spans, number = [], low
         for opened, settled in zip(runs[::2], runs[1::2], strict=True):
             spans.append((number, number + opened))
             number += opened + settled
-        trained = low + sum(runs[1::2]) - dropped
+        total_settled = low + sum(runs[1::2])
+        trained = total_settled - dropped
         if number > self._end or trained < 0:
             raise CorruptError(
-                f"frontier: {low + sum(runs[1::2])} samples settled, {dropped} of them dropped, "
+                f"frontier: {total_settled} samples settled, {dropped} of them dropped, "
                 f"the last before number {number} of {self._end}; the state is damaged, take "
                 "another checkpoint"
             )
@@ -287,7 +285,8 @@ class Frontier:
         at the end.
         """
         spans: list[tuple[int, int]] = []
-        for start, stop in sorted([*self._open, *((key, key + 1) for key in self._in_flight)]):
+        in_flight = [(key, key + 1) for key in self._in_flight]
+        for start, stop in sorted([*self._open, *in_flight]):
             if spans and start <= spans[-1][1]:
                 spans[-1] = (spans[-1][0], max(stop, spans[-1][1]))
             else:
@@ -332,7 +331,9 @@ class Frontier:
 
     def _check_renewals(self, tickets: Sequence[Ticket]) -> None:
         """Raise TicketError unless all samples are open, once each and of this data."""
-        keys, problems, spans = set(), [], sorted(self._open)
+        keys: set[int] = set()
+        problems = []
+        spans = sorted(self._open)
         for ticket in tickets:
             if not isinstance(ticket, Ticket):
                 problems.append(self._problem_of(ticket))
@@ -357,14 +358,11 @@ class Frontier:
         """Raise LoadError naming each setting that differs from the saved run's."""
         live = {"samples": self.samples, "ids": self._digest, "seed": self._seed}
         words = {"ids": "the digest of the ids", "seed": "the seed (None: not shuffled)"}
-        problems = [
-            (
-                f"{words.get(name, f'the number of {name}')} is {value}, {state[name]} in the "
-                "checkpoint"
-            )
-            for name, value in live.items()
-            if value != state[name]
-        ]
+        problems = []
+        for name, value in live.items():
+            if value != state[name]:
+                what = words.get(name, f"the number of {name}")
+                problems.append(f"{what} is {value}, {state[name]} in the checkpoint")
         if self.epochs is not None and (state["epochs"] is None or self.epochs < state["epochs"]):
             problems.append(
                 f"the number of epochs is {self.epochs}, {state['epochs']} in the checkpoint"
@@ -424,19 +422,22 @@ def _check_state(state: Mapping[str, Any]) -> None:
             "that saved it"
         )
     lengths = state["runs"].split() if isinstance(state["runs"], str) else ["none"]
-    is_run = all(
-        length.isascii() and length.isdigit() and 0 < len(length) < 20 for length in lengths
-    )
+    are_numbers = all(_is_number(length) for length in lengths)
     allowed = {
-        **{name: _is_count(state[name]) for name in ("low", "dropped")},
+        "low": _is_count(state["low"]),
+        "dropped": _is_count(state["dropped"]),
         "epochs": state["epochs"] is None or _is_count(state["epochs"]),
-        "runs": is_run and len(lengths) % 2 == 0 and all(map(int, lengths)),
+        "runs": are_numbers and len(lengths) % 2 == 0 and all(map(int, lengths)),
     }
     wrong = [name for name, is_allowed in allowed.items() if not is_allowed]
     if wrong:
         raise CorruptError(
             f"frontier: {', '.join(wrong)} invalid; it is not what state_dict returns"
         )
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and 0 < len(text) < 20
 
 
 def _is_count(value: object) -> bool:
@@ -451,9 +452,12 @@ def _digest_of(ids: Sequence[Any]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for begin in range(0, len(ids), 4096):
         block = list(ids[begin : begin + 4096])
-        kinds = set(
-            map(type, chain.from_iterable(one if type(one) is tuple else (one,) for one in block))
-        )
+        kinds: set[type] = set()
+        for sample_id in block:
+            if type(sample_id) is tuple:
+                kinds.update(map(type, sample_id))
+            else:
+                kinds.add(type(sample_id))
         if not kinds <= _PLAIN_IDS:
             names = ", ".join(sorted(kind.__name__ for kind in kinds - _PLAIN_IDS))
             raise ConfigError(
@@ -498,10 +502,7 @@ def _random_rounds(
     for number in range(_ROUNDS):
         stream = hashlib.shake_256(f"{seed}/{epoch}/{number}".encode()).digest(8 * (width + height))
         values = struct.unpack(f"<{width + height}Q", stream)
-        rounds.append(
-            (
-                [value % height for value in values[:width]],
-                [value % width for value in values[width:]],
-            )
-        )
+        of_low = [value % height for value in values[:width]]
+        of_high = [value % width for value in values[width:]]
+        rounds.append((of_low, of_high))
     return width, height, tuple(rounds)

@@ -120,18 +120,13 @@ class ServerOptions:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name, meant in (
-            ("url", _urls_in),
-            ("stage", _folder_of),
-            ("visible_at", _mapping),
-            ("headers", _mapping),
-        ):
-            object.__setattr__(self, name, meant(getattr(self, name)))
+        self._set(url=_urls_in(self.url), stage=_folder_of(self.stage))
+        self._set(visible_at=_mapping(self.visible_at), headers=_mapping(self.headers))
         check_settings(self, _RULES)
         if not _is_header_map(self.headers):
             # without them: they may be tokens
             raise ConfigError("headers: expected names with values, all text")
-        object.__setattr__(self, "timeout_seconds", float(self.timeout_seconds))
+        self._set(timeout_seconds=float(self.timeout_seconds))
         self._check_chain()
         self._check_urls()
 
@@ -142,23 +137,26 @@ class ServerOptions:
         """
         return [Client(url, self.headers, self.timeout_seconds) for url in self.url]
 
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
     def _check_chain(self) -> None:
         """Raise ConfigError for options of servers that come with `delta`, and of chains that come
         without it.
         """
-        defaults = {each.name: each.default for each in fields(self) if each.default is not MISSING}
-        changed = {name for name, default in defaults.items() if getattr(self, name) != default} - {
-            "url"
+        settings = [option for option in fields(self) if option.default is not MISSING]
+        changed = {
+            option.name for option in settings if getattr(self, option.name) != option.default
         }
         if self.delta:
-            wrong, reason = (
-                sorted(changed - {*_OF_CHAINS}),
-                "of servers; a chain (delta=True) has no such",
-            )
+            wrong = changed - {"url", *_OF_CHAINS}
+            reason = "of servers; a chain (delta=True) has no such"
         else:
-            wrong, reason = sorted(changed & {"anchor_every"}), "of chains; give delta=True"
+            wrong = changed & {"anchor_every"}
+            reason = "of chains; give delta=True"
         if wrong:
-            raise ConfigError(f"{listing(wrong, ', ')}: {reason}")
+            raise ConfigError(f"{listing(sorted(wrong), ', ')}: {reason}")
 
     def _check_urls(self) -> None:
         """Raise ConfigError for invalid or repeated URLs, a chain without `delta`, a server or two
@@ -230,7 +228,9 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_name(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and re.fullmatch(r"[\w.-]+", value) is not None)
+    if value is None:
+        return True
+    return isinstance(value, str) and re.fullmatch(r"[\w.-]+", value) is not None
 
 
 def _is_path(text: Any) -> bool:

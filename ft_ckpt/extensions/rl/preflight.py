@@ -33,12 +33,12 @@ from ft_ckpt.model import (
 from ft_ckpt.storage import Place, Store, open_place, read_text
 
 ENGINES = ("vllm", "sglang")
-MOST_RANK = 16  # of vLLM without --max-lora-rank
+MAX_RANK = 16  # of vLLM without --max-lora-rank
 MERGE = "merge it (`ft-ckpt merge`) and publish full weights"
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 _INNER, _OUTER = ".lora_A.weight", ".lora_B.weight"
-_MOST_FLOAT = sys.float_info.max
+_MAX_FLOAT = sys.float_info.max
 _OF_TRAINING = (
     "router_aux_loss_coef",
     "router_z_loss_coef",
@@ -46,20 +46,27 @@ _OF_TRAINING = (
     "output_router_logits",
 )
 _UNREAD = (  # fields of LoRA variants that engines ignore
-    *(
-        "use_dora",
-        "lora_bias",
-        "use_bdlora",
-        "use_qalora",
-        "alora_invocation_tokens",
-        "layer_replication",
-    ),
-    *("arrow_config", "kasa_config", "monteclora_config"),
+    "use_dora",
+    "lora_bias",
+    "use_bdlora",
+    "use_qalora",
+    "alora_invocation_tokens",
+    "layer_replication",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
 )
+_TOKENIZER_FILES = {
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "tekken.json",
+    "tokenizer_config.json",
+}
 
 
 def check_for(
-    engine: str, folder: str | os.PathLike[str] | Place, *, max_lora_rank: int = MOST_RANK
+    engine: str, folder: str | os.PathLike[str] | Place, *, max_lora_rank: int = MAX_RANK
 ) -> list[str]:
     """The reasons why `engine` ("vllm" or "sglang") would not serve the adapter or model in
     `folder` as it was trained.
@@ -82,14 +89,14 @@ def check_engine(engine: str) -> None:
 
 
 def findings(
-    engine: str, store: Store, file: TensorFile, max_lora_rank: int = MOST_RANK
+    engine: str, store: Store, file: TensorFile, max_lora_rank: int = MAX_RANK
 ) -> Iterator[str]:
     """As `check_for`, for an open folder."""
     settings = _settings(store, "adapter_config.json")
     if settings is None:
         yield from _model_findings(store, file)
         return
-    if not any(each.name.startswith("adapter_model.") for each in store.list()):
+    if not any(stored.name.startswith("adapter_model.") for stored in store.list()):
         yield "adapter_model.safetensors: missing; expected beside adapter_config.json"
     yield from _scale_findings(engine, settings)
     yield from adapter_findings(settings, file, max_lora_rank)
@@ -132,15 +139,16 @@ def adapter_findings(
     wrong_ranks = list(_rank_findings(settings, max_lora_rank))
     yield from wrong_ranks
     yield from _field_findings(settings)
-    other = sorted({name for name in file.specs if not name.endswith((_INNER, _OUTER))})
-    if other:
+    dropped = sorted(name for name in file.specs if not name.endswith((_INNER, _OUTER)))
+    if dropped:
         yield (
-            f"{other[0]}: one of {len(other)} tensors that are no LoRA matrices, which would "
+            f"{dropped[0]}: one of {len(dropped)} tensors that are no LoRA matrices, which would "
             f"be dropped; {MERGE}"
         )
     if not lora_layers(file):
         yield "adapter_model.safetensors: no LoRA matrices in it; use another copy"
-    yield from [] if wrong_ranks else _matrix_findings(settings, file)
+    if not wrong_ranks:
+        yield from _matrix_findings(settings, file)
     yield from _type_findings(file)
     yield from _nonfinite(file)
 
@@ -151,28 +159,29 @@ def rank_and_scale(settings: Mapping[str, Any], layer: str) -> tuple[int, float]
     In a pattern, the first key applies that matches the whole layer path or its end after a dot, as
     regular expression.
     """
+    rank = _pattern_value(settings, "rank_pattern", layer, settings["r"])
+    alpha = float(_pattern_value(settings, "alpha_pattern", layer, settings.get("lora_alpha", 8)))
+    divisor = math.sqrt(rank) if settings.get("use_rslora") else rank
+    return rank, alpha / divisor
 
-    def chosen(field: str, default: Any) -> Any:
-        pattern = dict(_pattern(settings, field))
-        return next(
-            (value for key, value in pattern.items() if re.match(_expression(key), layer)), default
-        )
 
-    rank = chosen("rank_pattern", settings["r"])
-    alpha = float(chosen("alpha_pattern", settings.get("lora_alpha", 8)))
-    return rank, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+def _pattern_value(settings: Mapping[str, Any], field: str, layer: str, default: Any) -> Any:
+    for key, value in _pattern(settings, field):
+        if re.match(_expression(key), layer):
+            return value
+    return default
 
 
 def lora_layers(file: TensorFile) -> dict[str, str]:
     """The paths of the layers with matrices in the base model, each with the prefix of its tensors'
     names.
     """
-    heads = (
-        name.removesuffix(_INNER).removesuffix(_OUTER)
-        for name in file.specs
-        if name.endswith((_INNER, _OUTER))
-    )
-    return {head.removeprefix(PREFIX): head for head in heads}
+    layers = {}
+    for name in file.specs:
+        if name.endswith((_INNER, _OUTER)):
+            head = name.removesuffix(_INNER).removesuffix(_OUTER)
+            layers[head.removeprefix(PREFIX)] = head
+    return layers
 
 
 def compare_base(record: PartRecord, base_path: str) -> tuple[list[str], str]:
@@ -186,18 +195,18 @@ def compare_base(record: PartRecord, base_path: str) -> tuple[list[str], str]:
         return [], f"{base_path or 'the path of the server'} is not a folder here; see visible_at="
     try:
         place = open_place(base_path)
-        with hold_open(place, compares=False) as held, closing(open_folder(held)) as file:
+        with hold_open(place, compares=False) as opened, closing(open_folder(opened)) as file:
             compared, names = differing_elements(file, record)
     except (CheckpointError, OSError) as error:
         return [], str(error)
     if names:
-        found = (
+        finding = (
             f"{listing(names, ', ', 3)}: {len(names)} of {len(record.base.fingerprint)} sampled "
             f"tensors of the base that the server holds, {base_path}, differ from the one that the "
             f"adapter was trained on ({record.base.id or 'built in memory'}); start the server "
             "with that base"
         )
-        return [found], ""
+        return [finding], ""
     return [], "" if compared else f"{base_path} has none of its sampled tensors"
 
 
@@ -221,26 +230,32 @@ def compare_configs(
     return changing, tokens
 
 
-def _rank_findings(settings: Mapping[str, Any], most: int) -> Iterator[str]:
-    ranks = {f"rank_pattern[{key!r}]": value for key, value in _pattern(settings, "rank_pattern")}
-    for field, rank in {"r": settings.get("r"), **ranks}.items():
-        if not isinstance(rank, int) or not 0 < rank <= most:
+def _rank_findings(settings: Mapping[str, Any], max_rank: int) -> Iterator[str]:
+    ranks = {"r": settings.get("r")}
+    for key, value in _pattern(settings, "rank_pattern"):
+        ranks[f"rank_pattern[{key!r}]"] = value
+    for field, rank in ranks.items():
+        if not isinstance(rank, int) or not 0 < rank <= max_rank:
             yield (
-                f"{field}: {rank}, expected 1 to {most}; start the server with a larger "
+                f"{field}: {rank}, expected 1 to {max_rank}; start the server with a larger "
                 f"--max-lora-rank, or {MERGE}"
             )
-    alphas = {
-        f"alpha_pattern[{key!r}]": value for key, value in _pattern(settings, "alpha_pattern")
-    }
-    for field, alpha in {"lora_alpha": settings.get("lora_alpha", 8), **alphas}.items():
-        if not is_number(alpha, -_MOST_FLOAT, _MOST_FLOAT):
+    alphas = {"lora_alpha": settings.get("lora_alpha", 8)}
+    for key, value in _pattern(settings, "alpha_pattern"):
+        alphas[f"alpha_pattern[{key!r}]"] = value
+    for field, alpha in alphas.items():
+        if not is_number(alpha, -_MAX_FLOAT, _MAX_FLOAT):
             yield f"{field}: {alpha}, expected a number; use another copy"
     for field in _PATTERNS:
         if not isinstance(settings.get(field) or {}, dict):
             yield f"{field}: {settings[field]!r}, expected layers with numbers; use another copy"
-    for key in (key for field in _PATTERNS for key, _ in _pattern(settings, field)):
-        if not _is_expression(key):
-            yield f"rank_pattern, alpha_pattern: {key!r} is no regular expression; use another copy"
+    for field in _PATTERNS:
+        for key, _ in _pattern(settings, field):
+            if not _is_expression(key):
+                yield (
+                    f"rank_pattern, alpha_pattern: {key!r} is no regular expression; use another "
+                    "copy"
+                )
 
 
 def _expression(key: str) -> str:
@@ -261,20 +276,20 @@ def _matrix_findings(settings: Mapping[str, Any], file: TensorFile) -> Iterator[
     wrong = []
     for layer, head in lora_layers(file).items():
         rank, _ = rank_and_scale(settings, layer)
-        shapes = [
-            tuple(file.specs[name].shape) if name in file.specs else ()
-            for name in (head + _INNER, head + _OUTER)
-        ]
-        if [len(shape) for shape in shapes] != [2, 2] or (shapes[0][0], shapes[1][1]) != (
-            rank,
-            rank,
-        ):
+        inner = _shape_of(file, head + _INNER)
+        outer = _shape_of(file, head + _OUTER)
+        are_matrices = len(inner) == len(outer) == 2
+        if not are_matrices or inner[0] != rank or outer[1] != rank:
             wrong.append(
-                f"{layer}: shapes {list(shapes[0])} and {list(shapes[1])}, expected two matrices "
+                f"{layer}: shapes {list(inner)} and {list(outer)}, expected two matrices "
                 f"of rank {rank}"
             )
     if wrong:
         yield f"{listing(wrong, '; ', 3)}; engines have no place for them, {MERGE}"
+
+
+def _shape_of(file: TensorFile, name: str) -> tuple[int, ...]:
+    return tuple(file.specs[name].shape) if name in file.specs else ()
 
 
 def _type_findings(file: TensorFile) -> Iterator[str]:
@@ -326,19 +341,13 @@ def _model_findings(store: Store, file: TensorFile) -> Iterator[str]:
             f"config.json: auto_map {config['auto_map']}: engines run code of its own with "
             "--trust-remote-code only"
         )
-    there = {each.name for each in store.list()}
-    if not any(name.endswith(".safetensors") for name in there):
+    names = {stored.name for stored in store.list()}
+    if not any(name.endswith(".safetensors") for name in names):
         yield (
             "*.safetensors: missing; engines read no other format by default; `ft-ckpt convert "
             "SRC DST`"
         )
-    if not there & {
-        "tokenizer.json",
-        "tokenizer.model",
-        "vocab.json",
-        "tekken.json",
-        "tokenizer_config.json",
-    }:
+    if not names & _TOKENIZER_FILES:
         yield (
             "tokenizer.json: missing; the server would have no tokenizer; save the tokenizer "
             "with the model"
@@ -357,41 +366,39 @@ def _shape_findings(config: Mapping[str, Any], file: TensorFile) -> Iterator[str
     """Contradictions between the config and the tensors, for shapes that every decoder has."""
     text = config.get("text_config")
     inner: Mapping[str, Any] = text if isinstance(text, dict) else config
-    vocabulary, hidden = (
-        inner.get("vocab_size"),
-        inner.get("word_embed_proj_dim", inner.get("hidden_size")),
-    )
+    hidden_size = inner.get("word_embed_proj_dim", inner.get("hidden_size"))
+    fields = (("vocab_size", inner.get("vocab_size")), ("hidden_size", hidden_size))
     for name, spec in file.specs.items():
         if name.endswith("embed_tokens.weight") and len(spec.shape) == 2:
-            for field, expected, size in (
-                ("vocab_size", vocabulary, spec.shape[0]),
-                ("hidden_size", hidden, spec.shape[1]),
-            ):
+            for (field, expected), size in zip(fields, spec.shape, strict=True):
                 if isinstance(expected, int) and expected != size:
-                    shape = list(spec.shape)
                     yield (
-                        f"{name}: shape {shape}, expected {field} {expected} of config.json; "
-                        "use another checkpoint"
+                        f"{name}: shape {list(spec.shape)}, expected {field} {expected} of "
+                        "config.json; use another checkpoint"
                     )
-    layers, held = inner.get("num_hidden_layers"), _layers_in(file.specs)
+    layers = inner.get("num_hidden_layers")
+    if not isinstance(layers, int):
+        return
     # of multi-token prediction, stored after the others or left out
-    further = inner.get("num_nextn_predict_layers")
-    most = layers + (further if isinstance(further, int) else 0) if isinstance(layers, int) else 0
-    if isinstance(layers, int) and held and not any(layers <= count <= most for count in held):
+    prediction_layers = inner.get("num_nextn_predict_layers")
+    max_layers = layers + (prediction_layers if isinstance(prediction_layers, int) else 0)
+    counts = _layers_in(file.specs)
+    if counts and not any(layers <= count <= max_layers for count in counts):
         yield (
-            f"config.json: num_hidden_layers {layers}, and tensors of {max(held)} layers; use "
+            f"config.json: num_hidden_layers {layers}, and tensors of {max(counts)} layers; use "
             "another checkpoint"
         )
 
 
 def _layers_in(names: Iterable[str]) -> set[int]:
     """The number of layers of each stack, such as a decoder and a vision encoder."""
-    found: dict[str, int] = {}
-    for stack, mark, rest in (name.partition(".layers.") for name in names):
+    counts: dict[str, int] = {}
+    for name in names:
+        stack, mark, rest = name.partition(".layers.")
         number = rest.partition(".")[0]
         if mark and number.isdecimal():
-            found[stack] = max(found.get(stack, 0), int(number) + 1)
-    return set(found.values())
+            counts[stack] = max(counts.get(stack, 0), int(number) + 1)
+    return set(counts.values())
 
 
 def _nonfinite(file: TensorFile) -> Iterator[str]:
@@ -401,13 +408,13 @@ def _nonfinite(file: TensorFile) -> Iterator[str]:
 
 
 def _pattern(settings: Mapping[str, Any], field: str) -> list[tuple[str, Any]]:
-    found = settings.get(field)
-    return list(found.items()) if isinstance(found, dict) else []
+    pattern = settings.get(field)
+    return list(pattern.items()) if isinstance(pattern, dict) else []
 
 
 def _settings(store: Store, name: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(read_text(store, name))
+        document = json.loads(read_text(store, name))
     except (CheckpointError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return document if isinstance(document, dict) else None

@@ -34,8 +34,8 @@ def model_answers(checkpoint: Path, part: str) -> list[list[float]]:
 
 @torch.no_grad()
 def _answers(model: Any) -> list[list[float]]:
-    found = []
+    answers = []
     for prompt in PROBE_PROMPTS:
         logits = model(input_ids=torch.tensor([prompt], device="cpu")).logits[0, -1]
-        found.append(torch.log_softmax(logits.float(), -1).topk(_TOP).values.tolist())
-    return found
+        answers.append(torch.log_softmax(logits.float(), -1).topk(_TOP).values.tolist())
+    return answers

@@ -111,20 +111,15 @@ def connect(client: Client) -> Server:
     models = client.get("/v1/models")
     if not models.is_absent:
         client.expect(models, "its list of models")
-    owners = (
-        {str(each.get("owned_by", "")).lower() for each in _listed(models)}
-        if models.is_success
-        else set()
-    )
+    owners = set()
+    if models.is_success:
+        owners = {str(model.get("owned_by", "")).lower() for model in _listed(models)}
     for owner, advice in _REFUSED.items():
         if owner in owners:
             raise ConfigError(f"{client.url}: {advice}")
     if "vllm" in owners:
         return VLLM(client, _version(client, "/version"))
-    information = next(
-        (path for path in ("/server_info", "/get_server_info") if _is_object(client.get(path))),
-        None,
-    )
+    information = _first_object(client, "/server_info", "/get_server_info")
     if "sglang" in owners or information is not None:
         return SGLang(client, _version(client, information or "/server_info"))
     for path, word, advice in _PROBES:
@@ -171,13 +166,23 @@ def _is_object(answer: Answer) -> bool:
     return answer.is_success and isinstance(answer.document, dict)
 
 
+def _first_object(client: Client, *paths: str) -> str | None:
+    """The first of `paths` that answers with a JSON object."""
+    for path in paths:
+        if _is_object(client.get(path)):
+            return path
+    return None
+
+
 def _version(client: Client, path: str) -> str:
-    found = client.get(path).document
-    return str(found.get("version", "unknown")) if isinstance(found, dict) else "unknown"
+    document = client.get(path).document
+    return str(document.get("version", "unknown")) if isinstance(document, dict) else "unknown"
 
 
 def _is_refusal(answer: Answer) -> bool:
-    return not answer.is_success or (_is_object(answer) and answer.document.get("success") is False)
+    if not answer.is_success:
+        return True
+    return _is_object(answer) and answer.document.get("success") is False
 
 
 def _has_loaded(answer: Answer) -> bool:
@@ -189,16 +194,15 @@ def _has_loaded(answer: Answer) -> bool:
 
 def _has_none(answer: Answer) -> bool:
     """Whether a refusal to unload an adapter says that none of its name is loaded."""
-    return _is_refusal(answer) and any(
-        text in answer.text for text in ("not loaded", "does not exist")
-    )
+    says_none = "not loaded" in answer.text or "does not exist" in answer.text
+    return _is_refusal(answer) and says_none
 
 
 def probe(server: Server, model: str) -> list[list[float]]:
     """The highest log probabilities of the first token after each of PROBE_PROMPTS, largest
     first.
     """
-    found = []
+    answers = []
     for prompt in PROBE_PROMPTS:
         body = {
             "model": model,
@@ -220,27 +224,33 @@ def probe(server: Server, model: str) -> list[list[float]]:
                 f"{server.client.url}: a completion by {model!r} has no finite log probabilities: "
                 f"{answer.quoted}"
             )
-        found.append(numbers)
-    return found
+        answers.append(numbers)
+    return answers
 
 
 def _served(client: Client) -> Served:
     listed = _listed(client.expect(client.get("/v1/models"), "its list of models"))
-    models = [each for each in listed if isinstance(each.get("id"), str)]
+    models = [model for model in listed if isinstance(model.get("id"), str)]
     if not models:
         raise EngineError(f"{client.url}: lists no model; is it still starting?")
-    paths = {
-        each["id"]: each["root"] if isinstance(each.get("root"), str) else None for each in models
-    }
-    base = next((each for each in models if not each.get("parent")), models[0])
-    adapters = {each["id"]: paths[each["id"]] for each in models if each.get("parent")}
-    return Served(base["id"], paths[base["id"]], adapters)
+    bases = [model for model in models if not model.get("parent")]
+    base = bases[0] if bases else models[0]
+    adapters = {model["id"]: _root_of(model) for model in models if model.get("parent")}
+    return Served(base["id"], _root_of(base), adapters)
+
+
+def _root_of(model: Mapping[str, Any]) -> str | None:
+    """The path that the server reports for a model."""
+    root = model.get("root")
+    return root if isinstance(root, str) else None
 
 
 def _listed(answer: Answer) -> list[dict[str, Any]]:
     """The entries of a list of models."""
-    found = answer.document.get("data") if isinstance(answer.document, dict) else None
-    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+    entries = answer.document.get("data") if isinstance(answer.document, dict) else None
+    if not isinstance(entries, list):
+        return []
+    return [entry for entry in entries if isinstance(entry, dict)]
 
 
 @dataclass(frozen=True)
@@ -411,8 +421,8 @@ class SGLang:
         answer = self.client.post(path, body)
         if passes(answer):
             return answer
-        found = self.client.expect(answer, action).document
-        if isinstance(found, dict) and found.get("success") is False:
+        document = self.client.expect(answer, action).document
+        if isinstance(document, dict) and document.get("success") is False:
             raise EngineError(f"{self.client.url}: {action}: refused: {answer.quoted}")
         return answer
 
@@ -423,22 +433,25 @@ def _weight_version(client: Client, *paths: str) -> str | None:
         answer = client.get(path)
         if answer.is_absent:
             continue
-        found = client.expect(answer, "the version of its weights").document
-        version = found.get("weight_version") if isinstance(found, dict) else None
+        document = client.expect(answer, "the version of its weights").document
+        version = document.get("weight_version") if isinstance(document, dict) else None
         if version is not None:
             return str(version)
     return None
 
 
 def _digests(client: Client, answer: Answer) -> dict[str, str] | None:
-    if answer.is_absent or answer.status == 409:
-        return None if answer.is_absent else {}
-    found = dict(_digests_in(client.expect(answer, "the digests of its parameters").document))
-    if not found:
+    if answer.is_absent:
+        return None
+    if answer.status == 409:
+        return {}
+    document = client.expect(answer, "the digests of its parameters").document
+    digests = dict(_digests_in(document))
+    if not digests:
         raise EngineError(
             f"{client.url}: the digests of its parameters: none in its answer: {answer.quoted}"
         )
-    return found
+    return digests
 
 
 def _digests_in(value: Any, ranks: str = "") -> Iterator[tuple[str, str]]:
@@ -446,19 +459,17 @@ def _digests_in(value: Any, ranks: str = "") -> Iterator[tuple[str, str]]:
     object.
     """
     if isinstance(value, list):
-        for rank, each in enumerate(value):
-            yield from _digests_in(each, f"tp{rank}:")
+        for rank, entry in enumerate(value):
+            yield from _digests_in(entry, f"tp{rank}:")
     elif isinstance(value, dict):
         place = value.get("parallelism_info")
         if isinstance(place, dict):
             ranks = "".join(f"{kind}{place.get(f'{kind}_rank', 0)}:" for kind in ("dp", "pp", "tp"))
         sums = value.get("checksums")
         if isinstance(sums, dict):
-            yield from (
-                (f"{ranks}{name}", digest.lower())
-                for name, digest in sums.items()
-                if isinstance(digest, str)
-            )
+            for name, digest in sums.items():
+                if isinstance(digest, str):
+                    yield f"{ranks}{name}", digest.lower()
         else:
-            for each in value.values():
-                yield from _digests_in(each, ranks)
+            for entry in value.values():
+                yield from _digests_in(entry, ranks)

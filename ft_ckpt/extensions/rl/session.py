@@ -21,7 +21,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 
@@ -59,13 +59,14 @@ from ft_ckpt.storage import (
     read_text,
 )
 
-ROOM = f"{PREFIX}writers"  # folder in that of the run
+SESSIONS = f"{PREFIX}writers"  # folder in that of the run
 SESSION, HANDED = "session.json", "handed.json"
 PARTS = "state/writers"  # folder in a checkpoint
 STATE_FILE = "state.safetensors"  # of a writer's state, in its folder
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.2  # between polls of a disk
+_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.005, 0.2  # between polls of a disk
 _BUCKET_PAUSE_SECONDS = 1.0
+_PROCESS_KEYS = ("host", "machine", "namespace", "pid", "started")  # that identify a process
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class Session:
 
     def group(self, name: str) -> tuple[str, ...]:
         """The writers `name`-0, `name`-1, ..."""
-        return tuple(each for each in self.writers if re.fullmatch(rf"{re.escape(name)}-\d+", each))
+        member = re.compile(rf"{re.escape(name)}-\d+")
+        return tuple(writer for writer in self.writers if member.fullmatch(writer))
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class HandedIn:
 
 def room_of(run: Store) -> Store:
     """The folder of the sessions of the run whose checkpoints are in `run`."""
-    return run.within(ROOM)
+    return run.within(SESSIONS)
 
 
 def read_session(room: Store) -> Session | None:
@@ -137,8 +139,8 @@ def is_open(room: Store) -> bool:
     """
     if locks.is_gone(read_mark(room, SESSION)):
         return False
-    found = room.stat(SESSION)
-    return found is not None and may_live(room, found, store_time(room))
+    mark = room.stat(SESSION)
+    return mark is not None and may_live(room, mark, store_time(room))
 
 
 def pauses(store: Store) -> Iterator[float]:
@@ -146,7 +148,7 @@ def pauses(store: Store) -> Iterator[float]:
     pause = _BUCKET_PAUSE_SECONDS if store.local_folder is None else _FIRST_PAUSE_SECONDS
     while True:
         yield pause
-        pause = max(pause, min(1.5 * pause, _LONGEST_PAUSE_SECONDS))
+        pause = max(pause, min(1.5 * pause, _MAX_PAUSE_SECONDS))
 
 
 def check_writer_names(names: Iterable[str]) -> None:
@@ -163,12 +165,12 @@ def check_writer_names(names: Iterable[str]) -> None:
 
 def parts_of(manifest: Manifest) -> dict[str, tuple[FileRecord, ...]]:
     """The files of each writer in a checkpoint, with paths relative to the writer's folder."""
-    found: dict[str, tuple[FileRecord, ...]] = {}
+    parts: dict[str, tuple[FileRecord, ...]] = {}
     for file in manifest.files:
         if file.path.startswith(f"{PARTS}/"):
             name, _, path = file.path.removeprefix(f"{PARTS}/").partition("/")
-            found[name] = (*found.get(name, ()), replace(file, path=path))
-    return found
+            parts[name] = (*parts.get(name, ()), replace(file, path=path))
+    return parts
 
 
 def default_rule(parts: Sequence[str], writers: Sequence[str]) -> dict[str, list[str]]:
@@ -177,11 +179,13 @@ def default_rule(parts: Sequence[str], writers: Sequence[str]) -> dict[str, list
 
     With four parts and two writers, writer 0 gets parts 0 and 2, writer 1 gets parts 1 and 3.
     """
-    found: dict[str, list[str]] = {name: [name] if name in parts else [] for name in writers}
-    others = [part for part in parts if part not in found]
-    for number, part in enumerate(others):
-        found[writers[number % len(writers)]].append(part)
-    return found
+    assigned: dict[str, list[str]] = {}
+    for name in writers:
+        assigned[name] = [name] if name in parts else []
+    absent = [part for part in parts if part not in assigned]
+    for number, part in enumerate(absent):
+        assigned[writers[number % len(writers)]].append(part)
+    return assigned
 
 
 @dataclass(eq=False)
@@ -203,12 +207,9 @@ class OpenSession:
 
         Raises TargetError while another process has one open.
         """
-        facts, mine = read_mark(self.room, SESSION), locks.process_facts()
-        is_own = facts and all(
-            facts.get(key) == mine[key]
-            for key in ("host", "machine", "namespace", "pid", "started")
-        )
-        if facts and not is_own and is_open(self.room):
+        facts, process = read_mark(self.room, SESSION), locks.process_facts()
+        is_of_process = all(facts.get(key) == process[key] for key in _PROCESS_KEYS)
+        if facts and not is_of_process and is_open(self.room):
             raise self._taken()
         self._delete_below("")  # of sessions that are over
         try:
@@ -222,10 +223,11 @@ class OpenSession:
 
         Raises WriterError if another process has taken the run over.
         """
-        found = read_session(self.room)
-        if found is not None and found.token != self.session.token:
+        stored = read_session(self.room)
+        if stored is not None and stored.token != self.session.token:
             raise WriterError(f"step {step}: {self._taken()}")
-        self.session, self._asked_at = replace(self.session, asked=step), time.monotonic()
+        self.session = replace(self.session, asked=step)
+        self._asked_at = time.monotonic()
         self._write()
 
     def collect(self, step: int, stage: Store) -> tuple[list[FileRecord], list[str]]:
@@ -236,35 +238,45 @@ class OpenSession:
         ended, failed, or handed in nothing `timeout_seconds` after `ask`; optional ones become
         notes. TargetError if `stage` cannot be written.
         """
-        records, notes, waiting = list[FileRecord](), list[str](), [*self.session.writers]
+        records: list[FileRecord] = []
+        notes: list[str] = []
+        waiting = list(self.session.writers)
         pause = pauses(self.room)
         while waiting:
-            is_late = time.monotonic() > self._asked_at + self.timeout_seconds
-            reasons = {
-                name: self._why_ended(name) or (self._why_late(name) if is_late else "")
-                for name in waiting
-            }
+            problems = self._absences(waiting)
             ready = self._ready(step)  # after the processes are checked: one may hand in and end
-            problems = {
-                name: reason for name, reason in reasons.items() if reason and name not in ready
-            }
             for name in [name for name in waiting if name in ready]:
+                problems.pop(name, None)
                 waiting.remove(name)
-                taken, problem = self._take(step, name, stage)
-                records += taken
+                new_records, problem = self._take(step, name, stage)
+                records += new_records
                 if problem:
                     problems[name] = problem
-            if required := [
-                f"writer {name}: {why}"
-                for name, why in problems.items()
-                if name not in self.session.optional
-            ]:
-                raise WriterError(f"step {step}: {listing(required)}; nothing was committed")
-            notes += [f"writer {name}: left out: {why}" for name, why in problems.items()]
+            self._refuse_required(step, problems)
+            notes += [f"writer {name}: left out: {reason}" for name, reason in problems.items()]
             waiting = [name for name in waiting if name not in problems]
             if waiting:
                 time.sleep(next(pause))
         return records, notes
+
+    def _absences(self, waiting: Sequence[str]) -> dict[str, str]:
+        """Why writers will hand in nothing, or have not in time, by name."""
+        is_late = time.monotonic() > self._asked_at + self.timeout_seconds
+        reasons = {}
+        for name in waiting:
+            reason = self._why_ended(name)
+            if not reason and is_late:
+                reason = self._why_late(name)
+            if reason:
+                reasons[name] = reason
+        return reasons
+
+    def _refuse_required(self, step: int, problems: Mapping[str, str]) -> None:
+        """Raise WriterError for problems of writers that are not optional."""
+        required = [name for name in problems if name not in self.session.optional]
+        if required:
+            reasons = [f"writer {name}: {problems[name]}" for name in required]
+            raise WriterError(f"step {step}: {listing(reasons)}; nothing was committed")
 
     def note_committed(self, last: LastCheckpoint) -> None:
         """Let processes that join from now on continue from the checkpoint `last`.
@@ -275,16 +287,17 @@ class OpenSession:
         asked = self.session.asked
         self.session = replace(self.session, last=last, asked=None if asked == last.step else asked)
         self._write()
-        steps = [each.name for each in self.room.within(self.session.token).list_folder().folders]
-        for step in steps:
-            if step.isdecimal() and last.step is not None and int(step) < last.step:
-                self._delete_below(f"{self.session.token}/{step}")
+        for folder in self.room.within(self.session.token).list_folder().folders:
+            is_step = folder.name.isdecimal()
+            if is_step and last.step is not None and int(folder.name) < last.step:
+                self._delete_below(f"{self.session.token}/{folder.name}")
 
     def close(self) -> None:
         """End the session: its writers end, too."""
         self._over.close()
         with suppress(CheckpointError):
-            if (found := read_session(self.room)) is not None and found.token == self.session.token:
+            stored = read_session(self.room)
+            if stored is not None and stored.token == self.session.token:
                 self._delete_below("")
 
     def _taken(self) -> TargetError:
@@ -305,17 +318,19 @@ class OpenSession:
     def _ready(self, step: int) -> set[str]:
         below = self.room.within(f"{self.session.token}/{step}")
         if below.local_folder is not None:
-            names = {each.name for each in below.list_folder().folders}
+            names = [folder.name for folder in below.list_folder().folders]
             return {name for name in names if below.stat(f"{name}/{HANDED}") is not None}
-        found = (each.name.partition("/") for each in below.list())
-        return {name for name, _, path in found if path == HANDED}
+        ready = set()
+        for stored in below.list():
+            name, _, path = stored.name.partition("/")
+            if path == HANDED:
+                ready.add(name)
+        return ready
 
     def _why_ended(self, name: str) -> str:
-        facts = (
-            {}
-            if self.room.local_folder is None
-            else read_mark(self.room, mark_of(self.session, name))
-        )
+        if self.room.local_folder is None:
+            return ""
+        facts = read_mark(self.room, mark_of(self.session, name))
         if facts and locks.is_gone(facts):
             return (
                 f"its process {facts.get('pid')} on {facts.get('host')} has ended; start it again"
@@ -335,16 +350,13 @@ class OpenSession:
         """The checkpoint `last`, which has `file`; the newest one if `last` is deleted and that has
         the file, too.
         """
-        found = LastCheckpoint(last, "", None).place(self.run).folder
-        if found.stat(file.path) is None and self.session.last is not None:
+        checkpoint = LastCheckpoint(last, "", None).place(self.run).folder
+        if checkpoint.stat(file.path) is None and self.session.last is not None:
             newest = self.session.last.place(self.run).folder
-            wanted = (file.path, file.size_bytes, file.digest)
-            if any(
-                (one.path, one.size_bytes, one.digest) == wanted
-                for one in load_manifest(newest).files
-            ):
-                return newest
-        return found
+            for record in load_manifest(newest).files:
+                if record.path == file.path and is_same_content(record, file):
+                    return newest
+        return checkpoint
 
     def _take(self, step: int, name: str, stage: Store) -> tuple[list[FileRecord], str]:
         """Take the files of one writer into the stage: their records, and the problem, if there is
@@ -361,30 +373,38 @@ class OpenSession:
         for file in handed.files:
             if not is_inside(file.path):
                 return [], f"{file.path!r}: no path of a file"
-            source, path = below, file.path
             goal = f"{PARTS}/{name}/{file.path}"
             try:
                 if file.linked and handed.last is not None:
-                    source, path = (
-                        self._checkpoint_with(replace(file, path=goal), handed.last),
-                        goal,
-                    )
+                    source = self._checkpoint_with(replace(file, path=goal), handed.last)
+                    path = goal
+                else:
+                    source, path = below, file.path
                 if not stage.copy(path, goal, source):
                     with closing(source.open(path)) as opened:
                         copy_object(opened, stage, goal)
-                found = stage.stat(goal)
-                wrong = found is None or found.size_bytes != file.size_bytes
-                # the commit of a bucket compares its objects
-                if stage.local_folder is not None and not wrong:
-                    wrong = read_record(stage, goal).digest != file.digest
+                is_whole = _is_whole(stage, goal, file)
             except TargetError:
                 raise  # the stage cannot be written, which is no fault of the writer
             except CheckpointError as error:
                 return [], str(error)
-            if wrong:
+            if not is_whole:
                 return [], f"{source.where(path)}: not the bytes that were handed in"
             records.append(replace(file, path=goal))
         return records, ""
+
+
+def _is_whole(stage: Store, name: str, file: FileRecord) -> bool:
+    stored = stage.stat(name)
+    if stored is None or stored.size_bytes != file.size_bytes:
+        return False
+    # the commit of a bucket compares its objects
+    return stage.local_folder is None or read_record(stage, name).digest == file.digest
+
+
+def is_same_content(record: FileRecord, other: FileRecord) -> bool:
+    """Whether two files have the same bytes, by their records."""
+    return (record.size_bytes, record.digest) == (other.size_bytes, other.digest)
 
 
 def open_session(
@@ -415,25 +435,26 @@ def open_session(
 def _compare_with_parts(
     last: LastCheckpoint, writers: Sequence[str], parts: set[str], allowed: set[str]
 ) -> None:
-    def family(name: str) -> str:
-        return re.sub(r"-\d+$", "", name)
-
-    known, invited = {family(part) for part in parts}, {family(name) for name in writers}
-    problems = [
-        f"no part of writer {name}"
-        for name in writers
-        if family(name) not in known and not {name, family(name)} & allowed
-    ]
-    problems += [
-        f"the part of {name}, which is not invited"
-        for name in sorted(parts)
-        if family(name) not in invited and not {name, family(name)} & allowed
-    ]
+    lacking = _without_group(writers, parts, allowed)
+    uninvited = _without_group(sorted(parts), writers, allowed)
+    problems = [f"no part of writer {name}" for name in lacking]
+    problems += [f"the part of {name}, which is not invited" for name in uninvited]
     if problems:
         raise WriterError(
             f"{last.path}: holds {listing(problems, ', ')}; invite the same writers, or "
             "invite(..., allow=[names]) to go on without"
         )
+
+
+def _without_group(names: Sequence[str], others: Collection[str], allowed: set[str]) -> list[str]:
+    """The names whose group is not among those of `others`, and that are not allowed."""
+    groups = {_group_of(name) for name in others}
+    missing = [name for name in names if _group_of(name) not in groups]
+    return [name for name in missing if allowed.isdisjoint({name, _group_of(name)})]
+
+
+def _group_of(name: str) -> str:
+    return re.sub(r"-\d+$", "", name)
 
 
 def handed_to_json(handed: HandedIn) -> bytes:

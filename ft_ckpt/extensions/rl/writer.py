@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ft_ckpt.checkpoint import (
     ExclusiveLease,
+    OpenCheckpoint,
     load_manifest,
     mark_holder,
     may_live,
@@ -40,6 +42,7 @@ from ft_ckpt.extensions.rl.session import (
     handed_folder,
     handed_to_json,
     is_open,
+    is_same_content,
     mark_of,
     parts_of,
     pauses,
@@ -222,42 +225,28 @@ class Writer:
         last = self._session.last
         if last is None:
             return None
-        with ExitStack() as undo, open_checkpoint(last.place(self.run)) as held:
-            if held.identity != last.identity:
+        with open_checkpoint(last.place(self.run)) as checkpoint:
+            if checkpoint.identity != last.identity:
                 raise WriterError(
-                    f"{held.location}: another checkpoint than the one that the "
+                    f"{checkpoint.location}: another checkpoint than the one that the "
                     "trainer continues from"
                 )
-            parts = parts_of(held.manifest)
-            names = self._mine(list(parts), rule)
-            held.refuse_damaged(
-                {f"{PARTS}/{name}/{file.path}" for name in names for file in parts[name]}
-            )
-            states = {
-                name: load(
-                    Place(held.store, f"{PARTS}/{name}/{STATE_FILE}"),
-                    map_location="cpu",
-                    mapped=False,
-                )
-                for name in names
-                if any(file.path == STATE_FILE for file in parts[name])
-            }
-            files = {
-                name: [file.path for file in parts[name] if file.path != STATE_FILE]
-                for name in names
-            }
-            if any(files.values()) and folder is None:
+            parts = parts_of(checkpoint.manifest)
+            names = self._assigned_parts(list(parts), rule)
+            paths = {name: [file.path for file in parts[name]] for name in names}
+            stored: set[str] = set()
+            for name in names:
+                stored.update(f"{PARTS}/{name}/{path}" for path in paths[name])
+            checkpoint.refuse_damaged(stored)
+            has_files = any(path != STATE_FILE for path in chain.from_iterable(paths.values()))
+            states = _load_states(checkpoint, paths)
+            if has_files and folder is None:
                 raise WriterError(
-                    f"{held.location}: the part of {self.name} has files; give "
+                    f"{checkpoint.location}: the part of {self.name} has files; give "
                     "resume() a folder for them"
                 )
-            copied: dict[str, tuple[Path, ...]] = dict.fromkeys(names, ())
-            for name, path in [(each, path) for each in names for path in files[each]]:
-                target = _copy_out(held.store, f"{PARTS}/{name}", path, Path(str(folder), name))
-                undo.callback(target.unlink, missing_ok=True)
-                copied[name] += (target,)
-            undo.pop_all()
-            return Part(held.location, held.manifest.step, states, copied)
+            files = _copy_files(checkpoint, paths, Path(str(folder)))
+            return Part(checkpoint.location, checkpoint.manifest.step, states, files)
 
     def close(self) -> None:
         """Leave the session; the trainer's next save fails unless the writer is optional or joins
@@ -275,18 +264,19 @@ class Writer:
         self.close()
 
     def _await_session(self, token: str | None, timeout_seconds: float) -> Session:
-        until, pause = time.monotonic() + timeout_seconds, pauses(self._room)
+        deadline = time.monotonic() + timeout_seconds
+        pause = pauses(self._room)
         while True:
-            found = read_session(self._room)
-            if found is not None and token in (None, found.token) and is_open(self._room):
-                if self.name not in found.writers:
+            session = read_session(self._room)
+            if session is not None and token in (None, session.token) and is_open(self._room):
+                if self.name not in session.writers:
                     raise WriterError(
                         f"{self.run}: writer {self.name} is not invited, "
-                        f"{listing(list(found.writers), ', ')} are; invite it, or "
+                        f"{listing(session.writers, ', ')} are; invite it, or "
                         "choose another name"
                     )
-                return found
-            if time.monotonic() > until:
+                return session
+            if time.monotonic() > deadline:
                 raise WriterError(
                     f"{self._room.where(SESSION)}: no trainer has invited writers "
                     f"within {timeout_seconds:g} s; call CheckpointSaver.invite "
@@ -300,8 +290,8 @@ class Writer:
         try:
             lease.put(create_only=True)
         except NameTakenError:
-            found = self._room.stat(mark)
-            if found is not None and may_live(self._room, found, store_time(self._room)):
+            stored = self._room.stat(mark)
+            if stored is not None and may_live(self._room, stored, store_time(self._room)):
                 raise WriterError(
                     f"{self.run}: writer {self.name} is {mark_holder(self._room, mark)}; use "
                     "another name"
@@ -310,25 +300,27 @@ class Writer:
         lease.begin()
         return lease
 
-    def _mine(self, parts: Sequence[str], rule: Rule) -> list[str]:
+    def _assigned_parts(self, parts: Sequence[str], rule: Rule) -> list[str]:
         if self._group is None:
             return [self.name] if self.name in parts else []
-        stem = f"{self._group}-"
-        own = [
-            part for part in parts if part.startswith(stem) and part.removeprefix(stem).isdecimal()
-        ]
-        own.sort(key=lambda part: int(part.removeprefix(stem)))
-        return list(rule(own, self._session.group(self._group)).get(self.name, ()))
+        numbered: list[tuple[int, str]] = []
+        for part in parts:
+            group, _, number = part.rpartition("-")
+            if group == self._group and number.isdecimal():
+                numbered.append((int(number), part))
+        of_group = [part for _, part in sorted(numbered)]
+        assigned = rule(of_group, self._session.group(self._group))
+        return list(assigned.get(self.name, ()))
 
     def _current(self) -> Session | None:
         """The session now; None if it cannot be read.
 
         If it is over, ends this writer and raises WriterError.
         """
-        found = read_session(self._room)
-        if found is not None and found.token == self._session.token:
-            return found
-        if found is not None or self._room.stat(SESSION) is None:
+        session = read_session(self._room)
+        if session is not None and session.token == self._session.token:
+            return session
+        if session is not None or self._room.stat(SESSION) is None:
             # A resuming trainer has no session for a moment, so an end cannot be told from a new
             # start here.
             self._end("the trainer has ended or begun anew")
@@ -351,20 +343,21 @@ class Writer:
 
     def _watch(self) -> None:
         """Follow the session, and hand in what is provided when the trainer asks."""
-        pause, version = pauses(self._room), ""
-        looked = time.monotonic()
+        pause = pauses(self._room)
+        version = ""  # of the session that was read last
+        checked_at = time.monotonic()
         while not self._over.wait(next(pause)):
             now = time.monotonic()
             try:
-                if now > looked + _LIVE_SECONDS:
-                    looked = now
+                if now > checked_at + _LIVE_SECONDS:
+                    checked_at = now
                     if locks.is_gone(read_mark(self._room, SESSION)):
                         self._end("the trainer's process has ended")
                         return
-                seen = self._room.stat(SESSION)
-                if seen is None or seen.version != version:
+                stored = self._room.stat(SESSION)
+                if stored is None or stored.version != version:
                     self._session = self._current() or self._session
-                    version = "" if seen is None else seen.version
+                    version = "" if stored is None else stored.version
                 step = self.asked
                 if step is not None and self._provided is not None:
                     pause = pauses(self._room)
@@ -381,19 +374,17 @@ class Writer:
             if step in self._handed:
                 return
             try:
-                self._hand_in(
-                    step, None if state is None else state(), {} if files is None else files()
-                )
+                provided_state = None if state is None else state()
+                provided_files = {} if files is None else files()
+                self._hand_in(step, provided_state, provided_files)
             except Exception as error:  # noqa: BLE001 - the trainer raises it
-                is_store = isinstance(error, TargetError)
-                why = (
-                    "its files were not written:"
-                    if is_store
-                    else "its state or files function raised"
-                )
-                self._room.within(handed_folder(self._session, step, self.name)).write(
-                    HANDED, handed_to_json(HandedIn(error=f"{why} {type(error).__name__}: {error}"))
-                )
+                if isinstance(error, TargetError):
+                    reason = "its files were not written:"
+                else:
+                    reason = "its state or files function raised"
+                handed = HandedIn(error=f"{reason} {type(error).__name__}: {error}")
+                store = self._room.within(handed_folder(self._session, step, self.name))
+                store.write(HANDED, handed_to_json(handed))
                 self._handed.add(step)
                 warn(f"step {step}: writer {self.name} handed in nothing: {error!r}", stacklevel=2)
 
@@ -403,9 +394,9 @@ class Writer:
             raise WriterError(
                 f"step {step}: writer {self.name} has neither a state nor files to hand in"
             )
-        if wrong := [
-            repr(path) for path in files if not is_inside(path) or path in (STATE_FILE, HANDED)
-        ]:
+        reserved = (STATE_FILE, HANDED)
+        wrong = [repr(path) for path in files if not is_inside(path) or path in reserved]
+        if wrong:
             raise WriterError(
                 f"step {step}: {listing(wrong, ', ')}: no path for a file of a "
                 "part; use another name"
@@ -413,20 +404,20 @@ class Writer:
         store = self._room.within(handed_folder(self._session, step, self.name))
         make_like(store, self.run.folder)
         store = store.unsynced  # the commit of the trainer makes the files durable
-        known, records = self._in_last_checkpoint(), list[FileRecord]()
+        committed = self._in_last_checkpoint()
+        records = []
         if state is not None:
             save(state, Place(store, STATE_FILE))
             record = read_record(store, STATE_FILE)
-            if _is_known(record, known):
+            if _is_committed(record, committed):
                 store.delete([STATE_FILE])
                 record = replace(record, linked=True)
             records.append(record)
         for path, source in files.items():
-            records.append(_store_file(store, path, source, known))
+            records.append(_store_file(store, path, source, committed))
         last = self._session.last
-        store.write(
-            HANDED, handed_to_json(HandedIn(tuple(records), None if last is None else last.path))
-        )
+        handed = HandedIn(tuple(records), None if last is None else last.path)
+        store.write(HANDED, handed_to_json(handed))
         self._handed.add(step)
 
     def _in_last_checkpoint(self) -> dict[str, FileRecord]:
@@ -440,36 +431,60 @@ class Writer:
         return {}
 
 
-def _is_known(record: FileRecord, known: Mapping[str, FileRecord]) -> bool:
-    other = known.get(record.path)
-    return other is not None and (other.size_bytes, other.digest) == (
-        record.size_bytes,
-        record.digest,
-    )
+def _is_committed(record: FileRecord, committed: Mapping[str, FileRecord]) -> bool:
+    """Whether the last checkpoint has the file with the same bytes."""
+    file = committed.get(record.path)
+    return file is not None and is_same_content(file, record)
 
 
 def _store_file(
-    store: Store, path: str, source: str | os.PathLike[str] | bytes, known: Mapping[str, FileRecord]
+    store: Store,
+    path: str,
+    source: str | os.PathLike[str] | bytes,
+    committed: Mapping[str, FileRecord],
 ) -> FileRecord:
     if isinstance(source, bytes):
         record = record_of(path, source)
-        if not _is_known(record, known):
-            store.write(path, source)
-            return record
-        return replace(record, linked=True)
+        if _is_committed(record, committed):
+            return replace(record, linked=True)
+        store.write(path, source)
+        return record
     place = open_place(source)
     record = replace(read_record(place.store, place.name), path=path)
-    if _is_known(record, known):
+    if _is_committed(record, committed):
         return replace(record, linked=True)
     with closing(place.open()) as opened:  # a copy: the process may change its file later
         copy_object(opened, store, path)
     return read_record(store, path)
 
 
-def _copy_out(store: Store, folder: str, path: str, goal: Path) -> Path:
-    with closing(store.open(f"{folder}/{path}")) as opened:
-        copy_object(opened, LocalStore(goal), path)
-    return goal / path
+def _load_states(checkpoint: OpenCheckpoint, paths: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """The states in the parts of a checkpoint, whose files have these `paths`."""
+    states = {}
+    for name in paths:
+        if STATE_FILE in paths[name]:
+            place = Place(checkpoint.store, f"{PARTS}/{name}/{STATE_FILE}")
+            states[name] = load(place, map_location="cpu", mapped=False)
+    return states
+
+
+def _copy_files(
+    checkpoint: OpenCheckpoint, paths: Mapping[str, Sequence[str]], folder: Path
+) -> dict[str, tuple[Path, ...]]:
+    """Copy the files of parts, but their states, into `folder`/NAME: all, or none."""
+    copied: dict[str, tuple[Path, ...]] = {}
+    with ExitStack() as undo:
+        for name in paths:
+            goal = folder / name
+            copied[name] = tuple(goal / path for path in paths[name] if path != STATE_FILE)
+            for path in paths[name]:
+                if path == STATE_FILE:
+                    continue
+                with closing(checkpoint.store.open(f"{PARTS}/{name}/{path}")) as opened:
+                    copy_object(opened, LocalStore(goal), path)
+                undo.callback((goal / path).unlink, missing_ok=True)
+        undo.pop_all()
+    return copied
 
 
 __all__ = ["Part", "Writer"]

@@ -1,9 +1,9 @@
 """Copies committed checkpoints to and from folders, buckets and the Hugging Face Hub.
 
-Nothing here decides the content of a checkpoint or needs torch. Begin at `pushing`, which has a
-module for each URL scheme, and at `copies`, which copies between folders and buckets. `outgoing`
-selects the files for a repository on the Hub; `hub` is the client for repositories, `hub_buckets`
-for the Hub's storage buckets.
+Nothing here decides the content of a checkpoint or needs torch. Begin at `endpoints`: the kinds of
+places, each with a module (`stores`, `hub`, `hub_buckets`). `copying`, `pushing` and `syncing` are
+the public functions; `copies` copies between two stores, `outgoing` selects the files for a
+repository on the Hub.
 """
 
 import lazy_loader

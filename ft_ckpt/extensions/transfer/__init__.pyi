@@ -1,17 +1,20 @@
 from .copies import (
-    CopyReport as CopyReport,
-    content_identity as content_identity,
-    content_key as content_key,
-    copy as copy,
     copy_open as copy_open,
 )
-from .hub import (
+from .copying import (
+    copy as copy,
+)
+from .endpoints import (
+    PushOptions as PushOptions,
+)
+from .hub_place import (
     HubPlace as HubPlace,
 )
+from .identity import (
+    content_identity as content_identity,
+    content_key as content_key,
+)
 from .outgoing import (
-    PullReport as PullReport,
-    PushOptions as PushOptions,
-    PushReport as PushReport,
     weights_manifest as weights_manifest,
 )
 from .pushing import (
@@ -24,13 +27,20 @@ from .pushing import (
     wait_for_pushes as wait_for_pushes,
     warn_of_unpushed as warn_of_unpushed,
 )
+from .reports import (
+    CopyReport as CopyReport,
+    PullReport as PullReport,
+    PushReport as PushReport,
+    SyncReport as SyncReport,
+)
 from .signing import (
     sign as sign,
 )
 from .syncing import (
+    sync as sync,
+)
+from .uploads import (
     LONGEST_EXIT_SECONDS as LONGEST_EXIT_SECONDS,
     RunUploads as RunUploads,
-    SyncReport as SyncReport,
     UploadTerms as UploadTerms,
-    sync as sync,
 )

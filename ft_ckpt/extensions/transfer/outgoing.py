@@ -1,13 +1,13 @@
-"""Selects the files of a checkpoint to push; options and reports of pushes and pulls.
+"""Selects the files of a checkpoint to push, and removes local paths from its configs.
 
 The pushed manifest lists the files as they are sent. The model card is not listed, because people
 edit it on the Hub.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -46,43 +46,57 @@ class OutgoingFiles:
         return file if isinstance(file, bytes) else LocalStore(file.parent).read(file.name)
 
 
-def refuse_damaged(held: OpenCheckpoint) -> None:
+def refuse_damaged(checkpoint: OpenCheckpoint) -> None:
     """Raise CorruptError if a file differs from the manifest."""
-    problems = held.find_problems(deep=True)
+    problems = checkpoint.find_problems(deep=True)
     if problems:
-        raise CorruptError(f"{held.path}: {listing(problems)}; not sent, use another checkpoint")
+        raise CorruptError(
+            f"{checkpoint.path}: {listing(problems)}; not sent, use another checkpoint"
+        )
 
 
-def outgoing_files(held: OpenCheckpoint, *, state: bool, base_id: str | None) -> OutgoingFiles:
+def outgoing_files(
+    checkpoint: OpenCheckpoint, *, state: bool, base_id: str | None
+) -> OutgoingFiles:
     """The files of an open checkpoint to push; with the training state if `state`.
 
     `base_id`: Hub name of the base.
     """
-    manifest = held.manifest if state else weights_manifest(held.manifest)
+    manifest = checkpoint.manifest if state else weights_manifest(checkpoint.manifest)
     sent = [file for file in manifest.files if not is_hidden(file.path)]
-    left_out = sorted({file.path for file in held.manifest.files} - {file.path for file in sent})
-    notes = [f"{listing(left_out, ', ')}: left out"] if left_out else []
-    if held.place.folder.stat(SIGNATURE_NAME) is not None:
+    configs = _configs_of(checkpoint, sent)
+    base_id = base_id or _base_on_hub(manifest, configs)
+    changed_configs = _changed_configs(configs, _local_bases(manifest), base_id)
+    files: dict[str, Path | bytes] = {}
+    records = []
+    for file in sent:
+        changed = changed_configs.get(file.path)
+        if changed is None:
+            files[file.path] = checkpoint.folder / file.path
+            record = replace(file, linked=False)
+        else:
+            files[file.path] = changed.content
+            record = record_of(file.path, changed.content)
+        if file.path != CARD_NAME:
+            records.append(record)
+    parts = tuple(replace(part, base=_named_base(part.base, base_id)) for part in manifest.parts)
+    manifest = replace(manifest, files=tuple(records), parts=parts)
+    files[MANIFEST_NAME] = manifest_to_json(manifest).encode("utf-8")
+    notes = _notes_on_left_out(checkpoint, sent)
+    notes += [f"{path}: {config.changes}" for path, config in changed_configs.items()]
+    return OutgoingFiles(files, manifest, base_id, tuple(notes))
+
+
+def _notes_on_left_out(checkpoint: OpenCheckpoint, sent: Sequence[FileRecord]) -> list[str]:
+    notes = []
+    left_out = {file.path for file in checkpoint.manifest.files} - {file.path for file in sent}
+    if left_out:
+        notes.append(f"{listing(sorted(left_out), ', ')}: left out")
+    if checkpoint.place.folder.stat(SIGNATURE_NAME) is not None:
         notes.append(
             f"{SIGNATURE_NAME}: left out, because the pushed manifest differs from the signed one"
         )
-    configs = dict(_configs_of(held, sent))
-    base_id = base_id or _base_on_hub(manifest, configs)
-    changed = dict(_changed_configs(configs, _local_bases(manifest), base_id))
-    notes += [f"{path}: {what}" for path, (_, what) in changed.items()]
-    parts = tuple(replace(part, base=_named_base(part.base, base_id)) for part in manifest.parts)
-    records = tuple(
-        record_of(file.path, changed[file.path][0])
-        if file.path in changed
-        else replace(file, linked=False)
-        for file in sent
-        if file.path != CARD_NAME
-    )
-    manifest = replace(manifest, files=records, parts=parts)
-    files: dict[str, Path | bytes] = {file.path: held.folder / file.path for file in sent}
-    files |= {path: content for path, (content, _) in changed.items()}
-    files[MANIFEST_NAME] = manifest_to_json(manifest).encode("utf-8")
-    return OutgoingFiles(files, manifest, base_id, tuple(notes))
+    return notes
 
 
 def weights_manifest(manifest: Manifest) -> Manifest:
@@ -100,33 +114,38 @@ def is_hidden(path: str) -> bool:
 
 
 def _configs_of(
-    held: OpenCheckpoint, files: list[FileRecord]
-) -> Iterator[tuple[str, dict[str, Any]]]:
+    checkpoint: OpenCheckpoint, files: Sequence[FileRecord]
+) -> dict[str, dict[str, Any]]:
     """The config files to send, parsed, by path."""
+    configs = {}
     for file in files:
         name = PurePosixPath(file.path).name
         if name.endswith("config.json") and file.size_bytes <= _CONFIG_LIMIT_BYTES:
             try:
-                found = json.loads(LocalStore(held.folder).read(file.path))
+                config = json.loads(LocalStore(checkpoint.folder).read(file.path))
             except (ValueError, RecursionError):
                 continue
-            if isinstance(found, dict):
-                yield file.path, found
+            if isinstance(config, dict):
+                configs[file.path] = config
+    return configs
 
 
 def _base_on_hub(manifest: Manifest, configs: Mapping[str, dict[str, Any]]) -> str | None:
     """The Hub name of the base, from adapter configs and the manifest."""
     names = [config.get("base_model_name_or_path") for config in configs.values()]
     names += [part.base.id for part in manifest.parts if part.base is not None]
-    return next((name for name in names if isinstance(name, str) and is_hub_name(name)), None)
+    for name in names:
+        if isinstance(name, str) and is_hub_name(name):
+            return name
+    return None
 
 
 def _local_bases(manifest: Manifest) -> set[str]:
-    return {
-        part.base.id
-        for part in manifest.parts
-        if part.base and part.base.id and not is_hub_name(part.base.id)
-    }
+    paths = set()
+    for part in manifest.parts:
+        if part.base and part.base.id and not is_hub_name(part.base.id):
+            paths.add(part.base.id)
+    return paths
 
 
 def _named_base(base: BaseRecord | None, base_id: str | None) -> BaseRecord | None:
@@ -135,38 +154,46 @@ def _named_base(base: BaseRecord | None, base_id: str | None) -> BaseRecord | No
     return replace(base, id=base_id)
 
 
+@dataclass(frozen=True)
+class _ChangedConfig:
+    content: bytes  # without local paths
+    changes: str
+
+
 def _changed_configs(
-    configs: Mapping[str, dict[str, Any]], local: set[str], base_id: str | None
-) -> Iterator[tuple[str, tuple[bytes, str]]]:
-    """The configs that contain local paths, by path: (content without these, description of the
-    change).
-    """
+    configs: Mapping[str, dict[str, Any]], local_bases: set[str], base_id: str | None
+) -> dict[str, _ChangedConfig]:
+    """The configs that contain local paths, by path."""
+    changed = {}
     for path, config in configs.items():
         changes: list[str] = []
-        found = _without_places(config, "", local, base_id, changes)
+        config_to_send = _without_places(config, "", local_bases, base_id, changes)
         if changes:
-            yield path, (f"{json.dumps(found, indent=2)}\n".encode(), "; ".join(changes))
+            content = f"{json.dumps(config_to_send, indent=2)}\n".encode()
+            changed[path] = _ChangedConfig(content, "; ".join(changes))
+    return changed
 
 
 def _without_places(
-    value: Any, key: str, local: set[str], base_id: str | None, changes: list[str]
+    value: Any, key: str, local_bases: set[str], base_id: str | None, changes: list[str]
 ) -> Any:
     """The JSON value without local paths; descriptions of changes are appended to `changes`."""
     if isinstance(value, dict):
-        return {
-            name: _without_places(each, name, local, base_id, changes)
-            for name, each in value.items()
-        }
+        cleaned = {}
+        for name, entry in value.items():
+            cleaned[name] = _without_places(entry, name, local_bases, base_id, changes)
+        return cleaned
     if isinstance(value, list):
-        return [_without_places(each, key, local, base_id, changes) for each in value]
-    is_base = key in _BASE_KEYS and isinstance(value, str) and not is_hub_name(value)
-    if not isinstance(value, str) or not (value in local or is_base or _is_place_here(value)):
+        return [_without_places(entry, key, local_bases, base_id, changes) for entry in value]
+    if not isinstance(value, str):
         return value
-    instead = base_id if key in _BASE_KEYS or value in local else None
-    changes.append(
-        f"{key} was a path of this machine, {'left out' if instead is None else f'now {instead}'}"
-    )
-    return instead
+    is_base = key in _BASE_KEYS and not is_hub_name(value)
+    if not (value in local_bases or is_base or _is_place_here(value)):
+        return value
+    replacement = base_id if key in _BASE_KEYS or value in local_bases else None
+    outcome = "left out" if replacement is None else f"now {replacement}"
+    changes.append(f"{key} was a path of this machine, {outcome}")
+    return replacement
 
 
 def _is_place_here(text: str) -> bool:
@@ -177,72 +204,6 @@ def _is_place_here(text: str) -> bool:
     if not path.is_absolute() or len(path.parts) < 3 or "\0" in text:
         return False
     with suppress(CheckpointError, OSError):
-        return (
-            LocalStore(path.parent).stat(path.name) is not None
-            or LocalStore(path).list_folder().exists
-        )
+        is_file = LocalStore(path.parent).stat(path.name) is not None
+        return is_file or LocalStore(path).list_folder().exists
     return False
-
-
-@dataclass(frozen=True)
-class PushOptions:
-    """How a checkpoint is pushed."""
-
-    revision: str | None = None
-    private: bool | None = None
-    token: str | None = field(default=None, repr=False)
-    state: bool = False  # push the training state, too
-    base_id: str | None = None  # name of the base on the Hub
-    message: str | None = None
-    quiet: bool = False  # no progress bars
-    card: str | None = None  # replaces the card of the repository; None keeps it
-
-
-@dataclass(frozen=True)
-class PushReport:
-    """A finished push."""
-
-    path: Path | str
-    """The checkpoint that was pushed."""
-    url: str
-    """The destination, as `pull` takes it."""
-    repo_id: str
-    """The repository; "" in a bucket."""
-    oid: str
-    """The commit; in a bucket the digest of the manifest of `path`."""
-    commit_url: str
-    """URL of the commit, or of the manifest in a bucket."""
-    is_new: bool
-    """Whether a commit was made; False if the destination had all files."""
-    files: tuple[str, ...]
-    """Paths of the pushed files in the repository; in a bucket, relative to the checkpoint, without
-    the manifest.
-    """
-    deleted: tuple[str, ...]
-    """Paths of files of older checkpoints that were deleted with the same commit."""
-    bytes: int
-    """Size of the files, in bytes."""
-    seconds: float
-    """Duration."""
-    notes: tuple[str, ...]
-    """Files that were left out or changed, and metadata of the card that could not be updated."""
-
-
-@dataclass(frozen=True)
-class PullReport:
-    """A finished pull."""
-
-    path: Path
-    """The folder of the checkpoint."""
-    url: str
-    """The source."""
-    oid: str
-    """The commit; of a bucket the digest of the manifest."""
-    verified: bool
-    """Whether there was a manifest; then all files agree with it."""
-    files: tuple[str, ...]
-    """Paths of its files, relative to the folder."""
-    bytes: int
-    """Size of the files, in bytes."""
-    seconds: float
-    """Duration."""

@@ -22,13 +22,9 @@ from ft_ckpt.checkpoint import (
 )
 from ft_ckpt.config import parse_size
 from ft_ckpt.errors import CheckpointError, ConfigError
-from ft_ckpt.extensions.transfer.copies import (
-    CopyReport,
-    content_identity,
-    content_key,
-    copy_open,
-    is_there,
-)
+from ft_ckpt.extensions.transfer.copies import copy_open
+from ft_ckpt.extensions.transfer.identity import content_identity, content_key, is_there
+from ft_ckpt.extensions.transfer.reports import CopyReport
 from ft_ckpt.storage import PREFIX, LocalStore, Place, locks
 
 # environment variables: its location and largest size
@@ -55,40 +51,37 @@ def cache_folder() -> Path:
     return home / "ft_ckpt"
 
 
-def pull_cached(held: OpenCheckpoint, manifest: Manifest, *, exact: bool = False) -> CopyReport:
+def pull_cached(
+    checkpoint: OpenCheckpoint, manifest: Manifest, *, exact: bool = False
+) -> CopyReport:
     """Fetch the checkpoint into the cache, one process at a time, if it is missing or damaged
     there.
 
-    Raises ConfigError for an invalid size and without a home folder, and what `copies.copy` raises.
+    Raises ConfigError for an invalid size and without a home folder, and what `copying.copy`
+    raises.
     """
-    most_bytes = parse_size(os.environ.get(_SIZE) or _DEFAULT_SIZE)
+    max_bytes = parse_size(os.environ.get(_SIZE) or _DEFAULT_SIZE)
     cache = LocalStore(cache_folder())
-    goal = Place(cache, f"{held.place.basename}-{content_identity(manifest)[-16:]}")
+    goal = Place(cache, f"{checkpoint.place.basename}-{content_identity(manifest)[-16:]}")
     with _sole_puller(cache, goal.name):
         if not is_there(goal, manifest):
-            make_room_in(cache, most_bytes, manifest)
-        report = copy_open(held, goal, manifest, overwrite=True, renews=True, exact=exact)
+            make_room_in(cache, max_bytes, manifest)
+        report = copy_open(checkpoint, goal, manifest, overwrite=True, renews=True, exact=exact)
         goal.folder.write(_USED, b"")
     return report
 
 
-def make_room_in(cache: LocalStore, most_bytes: int, coming: Manifest) -> None:
-    """Delete the least recently used checkpoints until the cache has at most `most_bytes`,
+def make_room_in(cache: LocalStore, max_bytes: int, coming: Manifest) -> None:
+    """Delete the least recently used checkpoints until the cache has at most `max_bytes`,
     including the `coming` one.
 
     Checkpoints that cannot be deleted stay.
     """
-    infos = [
-        info
-        for info in list_checkpoints(cache.folder).found
-        if info.store.identity != cache.identity
-    ]
-    new, young = (
-        {content_key(file): file.size_bytes for file in coming.files},
-        time.time() - _IN_USE_SECONDS,
-    )
+    listed = list_checkpoints(cache.folder).found
+    infos = [info for info in listed if info.store.identity != cache.identity]
+    in_use_since = time.time() - _IN_USE_SECONDS
     for oldest in sorted(infos, key=_last_use):
-        if _distinct_bytes(infos, new) <= most_bytes or _last_use(oldest) > young:
+        if _distinct_bytes(infos, coming) <= max_bytes or _last_use(oldest) > in_use_since:
             return
         with suppress(CheckpointError, OSError):
             if delete_checkpoint(cache.folder / oldest.name).dropped:
@@ -96,14 +89,17 @@ def make_room_in(cache: LocalStore, most_bytes: int, coming: Manifest) -> None:
 
 
 def _last_use(info: CheckpointInfo) -> float:
-    found = info.store.stat(_USED)
-    return 0.0 if found is None else found.modified
+    stamp = info.store.stat(_USED)
+    return 0.0 if stamp is None else stamp.modified
 
 
-def _distinct_bytes(infos: Iterable[CheckpointInfo], new: dict[tuple[str, int], int]) -> int:
+def _distinct_bytes(infos: Iterable[CheckpointInfo], coming: Manifest) -> int:
     """Bytes of all files; files of the same content, which are hard links, count once."""
-    files = {content_key(file): file.size_bytes for info in infos for file in info.manifest.files}
-    return sum({**files, **new}.values())
+    sizes: dict[tuple[str, int], int] = {}
+    for manifest in [*(info.manifest for info in infos), coming]:
+        for file in manifest.files:
+            sizes[content_key(file)] = file.size_bytes
+    return sum(sizes.values())
 
 
 @contextmanager
@@ -115,8 +111,8 @@ def _sole_puller(cache: LocalStore, name: str) -> Iterator[None]:
     while True:
         # not by a temporary file, which would stay if this process were killed
         cache.allocate(lock, 0)
-        with locks.holding_lock(cache.path(lock)) as mine:
-            if mine is not False:
+        with locks.holding_lock(cache.path(lock)) as is_locked:
+            if is_locked is not False:
                 yield
                 return
         time.sleep(_POLL_SECONDS)

@@ -1,30 +1,33 @@
-"""Push and pull: the kinds of places by URL scheme, and the queue of pushes."""
+"""Push and pull, and the queue of pushes."""
 
-import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, TypedDict, overload
 
 from typing_extensions import Unpack
 
 from ft_ckpt.checkpoint import OpenCheckpoint, is_delta, open_checkpoint
 from ft_ckpt.errors import ConfigError, listing
-from ft_ckpt.extensions.transfer.outgoing import PullReport, PushOptions, PushReport
+from ft_ckpt.extensions.transfer.endpoints import (
+    Endpoint,
+    PlaceLike,
+    PushOptions,
+    copy_endpoint_of,
+    endpoint_of,
+)
+from ft_ckpt.extensions.transfer.reports import PullReport, PushReport
 from ft_ckpt.jobs import BackgroundJob, JobQueue
 from ft_ckpt.messages import LOG, short, warn
 from ft_ckpt.storage import (
     Place,
-    is_hub_bucket,
     is_url,
     local_path,
     location_name,
     open_place,
-    schemes,
 )
 
 
@@ -47,22 +50,22 @@ def start_push(place: Place, url: str, send: Callable[[OpenCheckpoint], PushRepo
     path = place.location
     stack = ExitStack()
     try:
-        held = stack.enter_context(open_checkpoint(place))
+        checkpoint = stack.enter_context(open_checkpoint(place))
     except Exception as error:  # noqa: BLE001 - raised from the handle
         _warn_not_pushed(path, url, error)
         failed: Future[PushReport] = Future()
         failed.set_exception(error)
         return PendingPush(path=path, future=failed, url=url)
 
-    def send_held() -> PushReport:
+    def send_leased() -> PushReport:
         try:
             with stack:
-                return send(held)
+                return send(checkpoint)
         except BaseException as error:
             _warn_not_pushed(path, url, error)
             raise
 
-    future = _queue.start(f"ft_ckpt-push-{location_name(path)}", send_held)
+    future = _queue.start(f"ft_ckpt-push-{location_name(path)}", send_leased)
     return PendingPush(path=path, future=future, url=url)
 
 
@@ -80,8 +83,11 @@ def wait_for_pushes(pushes: Sequence[PendingPush]) -> None:
 
 def warn_of_unpushed(pushes: Sequence[PendingPush]) -> None:
     """Warn of pushes that have not ended."""
-    if left := [f"{push.path} to {push.url}" for push in pushes if not push.done]:
-        warn(f"{listing(left)}: not pushed yet; run `ft-ckpt push` to try again", stacklevel=3)
+    unfinished = [f"{push.path} to {push.url}" for push in pushes if not push.done]
+    if unfinished:
+        warn(
+            f"{listing(unfinished)}: not pushed yet; run `ft-ckpt push` to try again", stacklevel=3
+        )
 
 
 def _warn_not_pushed(path: Path | str, url: str, error: BaseException) -> None:
@@ -90,14 +96,6 @@ def _warn_not_pushed(path: Path | str, url: str, error: BaseException) -> None:
         f"{path} {url}` to try again",
         stacklevel=4,
     )
-
-
-# Modules with `destination_url`, `send_checkpoint` and `fetch_checkpoint`. They are imported on
-# use, because their clients are slow to import.
-_HUB = "ft_ckpt.extensions.transfer.hub"
-_HUB_BUCKETS = "ft_ckpt.extensions.transfer.hub_buckets"
-_BUCKETS = "ft_ckpt.extensions.transfer.buckets"
-Checkpoint = str | os.PathLike[str] | Place
 
 
 class PushArguments(TypedDict, total=False):
@@ -113,7 +111,7 @@ class PushArguments(TypedDict, total=False):
 
 @overload
 def push(
-    checkpoint: Checkpoint,
+    checkpoint: PlaceLike,
     destination: str | Place,
     *,
     background: Literal[False] = False,
@@ -123,7 +121,7 @@ def push(
 
 @overload
 def push(
-    checkpoint: Checkpoint,
+    checkpoint: PlaceLike,
     destination: str | Place,
     *,
     background: Literal[True],
@@ -133,7 +131,7 @@ def push(
 
 @overload
 def push(
-    checkpoint: Checkpoint,
+    checkpoint: PlaceLike,
     destination: str | Place,
     *,
     background: bool,
@@ -142,7 +140,7 @@ def push(
 
 
 def push(
-    checkpoint: Checkpoint,
+    checkpoint: PlaceLike,
     destination: str | Place,
     *,
     revision: str | None = None,
@@ -179,32 +177,31 @@ def push(
     commit.
     """
     options = PushOptions(revision, private, token, state, base_id, message)
-    return (begin_push if background else push_now)(checkpoint, destination, options)
+    if background:
+        return begin_push(checkpoint, destination, options)
+    return push_now(checkpoint, destination, options)
 
 
-def push_now(checkpoint: Checkpoint, destination: str | Place, options: PushOptions) -> PushReport:
+def push_now(checkpoint: PlaceLike, destination: str | Place, options: PushOptions) -> PushReport:
     """Like `push`, with the options in one object."""
-    sender = _module_for(destination)
-    sender.destination_url(destination, options)
-    with _open_for(sender, open_place(checkpoint)) as held:
-        report: PushReport = sender.send_checkpoint(held, destination, options)
-        return report
+    endpoint = endpoint_of(destination).destination(destination, options)
+    with _open_for(endpoint, open_place(checkpoint)) as opened:
+        return endpoint.push(opened, options)
 
 
 def begin_push(
-    checkpoint: Checkpoint, destination: str | Place, options: PushOptions
+    checkpoint: PlaceLike, destination: str | Place, options: PushOptions
 ) -> PendingPush:
     """Like `push` in the background, with the options in one object."""
-    sender = _module_for(destination)
-    url: str = sender.destination_url(destination, options)
-    place, quiet = open_place(checkpoint), replace(options, quiet=True)
+    endpoint = endpoint_of(destination).destination(destination, options)
+    place = open_place(checkpoint)
+    quiet = replace(options, quiet=True)
 
     def send(_leased: OpenCheckpoint) -> PushReport:
-        with _open_for(sender, place) as held:  # in the thread, because it may be pulled first
-            report: PushReport = sender.send_checkpoint(held, destination, quiet)
-            return report
+        with _open_for(endpoint, place) as opened:  # in the thread, because it may be pulled first
+            return endpoint.push(opened, quiet)
 
-    return start_push(place, url, send)
+    return start_push(place, endpoint.url, send)
 
 
 def push_goal(destination: str, **options: Any) -> str | Place:
@@ -218,12 +215,12 @@ def push_goal(destination: str, **options: Any) -> str | Place:
             "or a URL, as text"
         )
     goal = open_place(destination, **options) if is_url(destination) else destination
-    _module_for(goal).destination_url(goal, PushOptions())
+    endpoint_of(goal).destination(goal, PushOptions())
     return goal
 
 
 def pull(
-    source: Checkpoint,
+    source: PlaceLike,
     folder: str | os.PathLike[str] | None = None,
     *,
     token: str | None = None,
@@ -262,36 +259,19 @@ def pull(
         )
     if isinstance(source, os.PathLike):
         source = os.fspath(source)
-    is_here = source.is_local if isinstance(source, Place) else Path(source).is_absolute()
-    if is_here:
-        fetcher = importlib.import_module("ft_ckpt.extensions.transfer.buckets")
-    else:
-        fetcher = _module_for(source)
-    report: PullReport = fetcher.fetch_checkpoint(source, target, token=token, overwrite=overwrite)
-    return report
+    is_path = isinstance(source, str) and Path(source).is_absolute()
+    kind = copy_endpoint_of(source) if is_path else endpoint_of(source)
+    return kind.source(source, token).pull(target, overwrite=overwrite)
 
 
 @contextmanager
-def _open_for(sender: ModuleType, place: Place) -> Iterator[OpenCheckpoint]:
-    """Open the checkpoint where the sender can read it.
+def _open_for(endpoint: Endpoint, place: Place) -> Iterator[OpenCheckpoint]:
+    """Open the checkpoint where the endpoint can read it.
 
     The Hub's client reads local files only, so a checkpoint in a bucket is pulled first. So is a
     delta, because the Hub gets all weights.
     """
-    is_of_hub = sender.__name__ in (_HUB, _HUB_BUCKETS)
-    is_readable = not is_of_hub or (place.is_local and not is_delta(place))
-    with open_checkpoint(place if is_readable else pull(place).path) as held:
-        yield held
-
-
-def _module_for(place: str | Place) -> ModuleType:
-    scheme, mark, _ = str(place).partition("://")
-    scheme = scheme.lower() if mark else "hf"
-    if is_hub_bucket(place):
-        return importlib.import_module(_HUB_BUCKETS)
-    if scheme == "hf":
-        return importlib.import_module(_HUB)
-    if is_url(str(place)):
-        return importlib.import_module(_BUCKETS)
-    expected = ", ".join(f"{name}://" for name in ("hf", *schemes()))
-    raise ConfigError(f"{place}: unknown URL scheme {scheme}://; expected {expected}")
+    if endpoint.reads_local_files and (not place.is_local or is_delta(place)):
+        place = open_place(pull(place).path)
+    with open_checkpoint(place) as opened:
+        yield opened

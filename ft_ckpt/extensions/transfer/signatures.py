@@ -15,6 +15,7 @@ from ft_ckpt.checkpoint import (
     SIGNATURE_NAME,
     SIGNED,
     Manifest,
+    OpenCheckpoint,
     manifest_text,
     parse_manifest,
 )
@@ -25,6 +26,7 @@ from ft_ckpt.errors import (
     MissingError,
     UnreadableError,
 )
+from ft_ckpt.extensions.transfer.identity import is_same_copy
 from ft_ckpt.messages import warn
 from ft_ckpt.storage import Store, permission_bits, read_text
 
@@ -60,14 +62,25 @@ def read_signature(store: Store) -> Signed | None:
                 warn(f"{error}; taken for no signature", stacklevel=4)
                 return None
         with suppress(KeyError, TypeError, ValueError):
-            found = json.loads(read_text(store, SIGNED, _LIMIT_BYTES))
-            return Signed(str(found["bundle"]), str(found["text"]))
+            document = json.loads(read_text(store, SIGNED, _LIMIT_BYTES))
+            return Signed(str(document["bundle"]), str(document["text"]))
     return None
 
 
+def signature_of_copy(checkpoint: OpenCheckpoint, manifest: Manifest) -> Signed | None:
+    """The signature of an open checkpoint, if it covers what `manifest` lists: it may cover more
+    files, or be of an older checkpoint.
+    """
+    signed = read_signature(checkpoint.place.folder)
+    if signed is None or not is_same_copy(signed.manifest, manifest):
+        return None
+    return signed
+
+
 def put_signature(store: Store, signed: Signed) -> None:
-    """Write a signature beside the copy in `store`; warns if the copy has another manifest, or
-    writing fails.
+    """Write the signature of the copy in `store`.
+
+    Warns if the copy has another manifest, or writing fails.
     """
     try:
         if read_signature(store) == signed:
@@ -75,18 +88,14 @@ def put_signature(store: Store, signed: Signed) -> None:
         if store.local_folder is None:
             store.write(SIGNED, json.dumps(asdict(signed)).encode())
             return
-        why = (
-            ""
-            if manifest_text(store) == signed.text
-            else "the manifest of the copy differs from the signed one"
-        )
-        if not why:
+        if manifest_text(store) == signed.text:
             mode = permission_bits(store.local_folder / MANIFEST_NAME)
             store.limited(mode).write(SIGNATURE_NAME, signed.bundle.encode())
+            return
+        reason = "the manifest of the copy differs from the signed one"
     except CheckpointError as error:
-        why = str(error)
-    if why:
-        warn(
-            f"{store.where(SIGNATURE_NAME)}: not copied: {why}; `ft-ckpt sign` signs the copy",
-            stacklevel=4,
-        )
+        reason = str(error)
+    warn(
+        f"{store.where(SIGNATURE_NAME)}: not copied: {reason}; `ft-ckpt sign` signs the copy",
+        stacklevel=4,
+    )

@@ -41,23 +41,25 @@ def sign(
     """
     place = open_place(path)
     folder = folder_of(place.folder)
-    with open_checkpoint(place) as held:
-        known = {file.path for file in held.manifest.files if file.sha256}
-        if problems := held.find_problems(deep=True, left_out=known):
+    with open_checkpoint(place) as checkpoint:
+        with_sha256 = {file.path for file in checkpoint.manifest.files if file.sha256}
+        problems = checkpoint.find_problems(deep=True, left_out=with_sha256)
+        if problems:
             raise CorruptError(f"{folder}: {listing(problems)}; not signed, use another checkpoint")
-        if unlisted := unlisted_files(folder, held.manifest):
+        unlisted = unlisted_files(folder, checkpoint.manifest)
+        if unlisted:
             raise CorruptError(
                 f"{folder}: {listing(unlisted, ', ')}: not listed by the "
                 "manifest; move it away and sign"
             )
-        if any(file.path == SIGNATURE_NAME for file in held.manifest.files):
+        if any(file.path == SIGNATURE_NAME for file in checkpoint.manifest.files):
             raise CorruptError(
                 f"{folder}: {SIGNATURE_NAME}: listed by the manifest, expected no file of this name"
             )
-        bundle = make_signature(held.store, held.manifest, key, password, provider)
+        bundle = make_signature(checkpoint.store, checkpoint.manifest, key, password, provider)
         store = LocalStore(folder, max_mode=permission_bits(folder / MANIFEST_NAME))
         store.write(SIGNATURE_NAME, bundle)
-        if text_identity(manifest_text(store).encode()) != held.identity:
+        if text_identity(manifest_text(store).encode()) != checkpoint.identity:
             store.delete([SIGNATURE_NAME])
             raise CorruptError(f"{folder}: replaced while it was signed; sign it again")
     return folder / SIGNATURE_NAME

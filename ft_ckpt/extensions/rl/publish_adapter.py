@@ -1,0 +1,278 @@
+"""Loads an adapter on servers, and proves that they apply it.
+
+Each version of an adapter gets its own name and is never loaded again under it, because the caches
+of servers are keyed by name.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ft_ckpt.errors import EngineError, listing
+from ft_ckpt.extensions.rl.answers import EQUAL_WITHIN, ROUNDING, Answers, distance
+from ft_ckpt.extensions.rl.on_servers import problems_on
+from ft_ckpt.extensions.rl.publish_reports import PublishReport, ServerReport
+from ft_ckpt.extensions.rl.publish_source import PublishedPart, ServedFolder
+from ft_ckpt.extensions.rl.servers import Server, probe
+from ft_ckpt.extensions.rl.weights_update import LOADING
+from ft_ckpt.formats import TensorFile
+from ft_ckpt.messages import LOG
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """The expected answers of an adapter."""
+
+    is_neutral: bool  # the adapter changes nothing: its answers equal the base's
+    # log probabilities of transformers, as `probe` gives them
+    base: Answers | None = None
+    adapted: Answers | None = None
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    name: str
+    folder: ServedFolder
+    reference: _Reference | None  # None: answers are not compared
+    has_version: bool  # its name has the version= of the caller, and not the digest of its content
+
+
+@dataclass
+class _Target:
+    """One server during the publish."""
+
+    server: Server
+    weights: str | None = None  # the version of the weights below the adapter
+    is_new: bool = True
+    checked: str = ""
+    unloaded: tuple[str, ...] = ()
+
+    @property
+    def url(self) -> str:
+        return self.server.client.url
+
+
+def publish_adapter(
+    servers: Sequence[Server],
+    part: PublishedPart,
+    file: TensorFile,
+    uncompared: Mapping[str, str],
+    *,
+    has_version: bool,
+) -> PublishReport:
+    """Load the adapter on all servers and compare the answers; if one fails, unload it where it was
+    new.
+
+    `uncompared`: by URL, why the base of a server was not compared. `has_version`: whether the
+    caller named the version.
+    """
+    reference = _reference(part, file)
+    adapter = _Adapter(part.adapter_name, part.served_folder(), reference, has_version)
+    targets = [_Target(server) for server in servers]
+    problems = problems_on(targets, _prepare, adapter)
+    if problems:
+        raise EngineError(f"{listing(problems)}; no adapter was loaded")
+    new = [target for target in targets if target.is_new]
+    problems = problems_on(new, _load, adapter)
+    if not problems:
+        problems = problems_on(targets, _check, adapter)
+    if problems:
+        raise _undone(new, adapter, problems)
+    still_loaded = problems_on(targets, _unload_older, adapter.name, part.options.keep)
+    problems = problems_on(targets, _expect_weights_below, adapter)
+    problems += problems_on(targets, _expect_listed, adapter)
+    if problems:
+        raise _undone(new, adapter, problems)
+    if still_loaded:
+        LOG.warning(
+            "%s: published, but older versions are still loaded: %s",
+            adapter.name,
+            listing(still_loaded),
+        )
+    return PublishReport(
+        path=part.checkpoint.location,
+        kind="adapter",
+        name=adapter.name,
+        version=adapter.name.partition("@")[2],
+        servers=tuple(_report(target, uncompared) for target in targets),
+        seconds=0.0,
+    )
+
+
+def _report(target: _Target, uncompared: Mapping[str, str]) -> ServerReport:
+    checked = target.checked
+    if target.url in uncompared:
+        checked = f"{checked}; its base was not compared: {uncompared[target.url]}"
+    return ServerReport(
+        url=target.url,
+        engine=f"{target.server.engine} {target.server.version}",
+        before=None,
+        is_new=target.is_new,
+        checked=checked,
+        unloaded=target.unloaded,
+    )
+
+
+def _undone(new: Sequence[_Target], adapter: _Adapter, problems: Sequence[str]) -> EngineError:
+    """Unload the adapter where it was new; the error that says so."""
+    loaded = [target for target in new if target.is_new]  # others were loaded by another publisher
+    failures = problems_on(loaded, _unload, adapter.name)
+    still = f"; {listing(failures)}: it may hold {adapter.name} now" if failures else ""
+    unloaded: set[str] = set()
+    for target in new:
+        unloaded.update(target.unloaded)
+    if unloaded:
+        older = f"{listing(sorted(unloaded), ', ')}: unloaded before"
+    else:
+        older = "older versions answer as before"
+    return EngineError(
+        f"{listing(problems)}; {adapter.name} (from {adapter.folder}) was unloaded where it "
+        f"was new; {older}{still}"
+    )
+
+
+def _prepare(target: _Target, adapter: _Adapter) -> None:
+    """Find out whether it is loaded.
+
+    Raises EngineError for a server that is paused or loading weights: it would not answer. Also for
+    an adapter of a version that the caller has named: the server does not say which content it has
+    read under this name.
+    """
+    server = target.server
+    target.weights = server.weight_version()
+    if (target.weights or "").endswith(LOADING) or server.is_paused():
+        raise EngineError(
+            f"{target.url}: paused, or between two versions of its weights; if no other "
+            "publish is under way, publish full weights again"
+        )
+    target.is_new = adapter.name not in server.served().adapters
+    if adapter.has_version and not target.is_new:
+        raise _already_loaded(target, adapter)
+
+
+def _already_loaded(target: _Target, adapter: _Adapter) -> EngineError:
+    return EngineError(
+        f"{target.url}: {adapter.name}: loaded already, and whether from these files "
+        "is not known; give another version=, or none: then the name has the digest of the files"
+    )
+
+
+def _load(target: _Target, adapter: _Adapter) -> None:
+    server = target.server
+    target.is_new = server.load_adapter(adapter.name, adapter.folder.path_on_servers)
+    if not adapter.has_version:
+        return
+    if not target.is_new:
+        raise _already_loaded(target, adapter)
+    server.drop_caches()  # another adapter of this name may have left its states in a cache
+
+
+def _unload(target: _Target, name: str) -> None:
+    target.server.unload_adapter(name)
+
+
+def _unload_older(target: _Target, name: str, keep: int) -> None:
+    """Unload all but the `keep` newest of the older versions under the same name."""
+    adapter_name, _, _ = name.partition("@")
+    older = []
+    for loaded in target.server.served().adapters:
+        is_version = loaded.partition("@")[0] == adapter_name
+        if is_version and _natural_order(loaded) < _natural_order(name):
+            older.append(loaded)
+    older.sort(key=_natural_order)
+    for version in older[: max(0, len(older) - keep)]:
+        target.server.unload_adapter(version)
+        target.unloaded = (*target.unloaded, version)
+
+
+def _natural_order(text: str) -> list[tuple[int, int, str]]:
+    """A key that sorts numbers in a text by their values, before other text."""
+    key = []
+    for piece in re.split(r"(\d+)", text):
+        if piece.isdecimal():
+            key.append((0, int(piece), ""))
+        elif piece:
+            key.append((1, 0, piece))
+    return key
+
+
+def _expect_weights_below(target: _Target, adapter: _Adapter) -> None:
+    """Raise EngineError if the server's weights are no longer those that the adapter was compared
+    on.
+    """
+    version = target.server.weight_version()
+    if version != target.weights:
+        raise EngineError(
+            f"{target.url}: its weights were {target.weights} and are {version} now: "
+            "it was restarted, or another publisher has replaced them; the answers of "
+            f"{adapter.name} were compared on others"
+        )
+
+
+def _expect_listed(target: _Target, adapter: _Adapter) -> None:
+    """Raise EngineError if the server does not list the adapter, with its path."""
+    adapters = target.server.served().adapters
+    if adapter.name not in adapters:
+        raise EngineError(
+            f"{target.url}: {adapter.name}: not in its list of models after it was loaded; was it "
+            "restarted, or does another publisher unload adapters there?"
+        )
+    path = adapters[adapter.name]
+    if path is not None and path != adapter.folder.path_on_servers:
+        raise EngineError(
+            f"{target.url}: {adapter.name}: loaded from {path}, expected {adapter.folder}; "
+            "give another version="
+        )
+
+
+def _check(target: _Target, adapter: _Adapter) -> None:
+    """Raise EngineError if the server does not list the adapter, or does not apply it."""
+    _expect_listed(target, adapter)
+    target.checked = _compare_answers(target.server, adapter)
+
+
+def _compare_answers(server: Server, adapter: _Adapter) -> str:
+    """The result of the comparison. Raises EngineError for answers that are not the adapter's."""
+    reference = adapter.reference
+    if reference is None:
+        return "listed"
+    if reference.is_neutral:
+        return "listed; the adapter changes nothing, so its answers prove nothing"
+    url, model = server.client.url, server.served().base
+    base = probe(server, model)
+    adapted = probe(server, server.model_name(model, adapter.name))
+    moved = distance(base, adapted)
+    if moved < EQUAL_WITHIN:
+        raise EngineError(
+            f"{url}: {adapter.name}: answers as the base does; the server does not apply it (names "
+            "of its layers?), or it is too close to the base for three prompts: then check='listed'"
+        )
+    if reference.base is None or reference.adapted is None:
+        return f"listed; answers differ from the base's by up to {moved:.3f}"
+    error = distance(reference.adapted, adapted)
+    error_of_base = distance(reference.base, adapted)
+    # processors that multiply in bfloat16 err by more than others
+    rounding = distance(reference.base, base)
+    limit = max(ROUNDING, 2 * min(rounding, ROUNDING))
+    is_distinct = distance(reference.base, reference.adapted) > 2 * ROUNDING
+    if error > limit or (is_distinct and error > error_of_base):
+        raise EngineError(
+            f"{url}: {adapter.name}: its log probabilities are {error:.3f} from those of "
+            f"transformers and PEFT, expected at most {limit:.3g}; the server applies it otherwise "
+            "(scaling, order of layers?)"
+        )
+    return f"listed; answers are those of transformers and PEFT within {error:.3f}"
+
+
+def _reference(part: PublishedPart, file: TensorFile) -> _Reference | None:
+    options = part.options
+    if options.check == "listed":
+        return None
+    outer = [name for name in file.specs if name.endswith("lora_B.weight")]
+    is_neutral = bool(outer) and not any(bool(file.read(name).any()) for name in outer)
+    if options.base is None or is_neutral:
+        return _Reference(is_neutral)
+    from ft_ckpt.extensions.rl.reference import reference_answers  # loads the models
+
+    base, adapted = reference_answers(part.checkpoint.path, part.record.name, options.base)
+    return _Reference(False, base, adapted)

@@ -1,0 +1,277 @@
+"""The checkpoint that is published: opened, compared with its digests, and named."""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ft_ckpt.checkpoint import MANIFEST_NAME, OpenCheckpoint, PartRecord, is_delta, open_checkpoint
+from ft_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptError,
+    LoadError,
+    NameTakenError,
+    damaged_input,
+    listing,
+)
+from ft_ckpt.extensions.rl.exporting import export
+from ft_ckpt.extensions.rl.options import ServerOptions
+from ft_ckpt.extensions.rl.preflight import needs_export
+from ft_ckpt.extensions.rl.rebuilding import drop_rebuilt, is_staged, mark_staged
+from ft_ckpt.extensions.rl.servers import Server
+from ft_ckpt.extensions.transfer import pull
+from ft_ckpt.formats import TensorFile
+from ft_ckpt.messages import LOG
+from ft_ckpt.model import open_folder
+from ft_ckpt.storage import LocalStore, Place, Store, open_place, read_text
+
+_KINDS = {"auto": ("adapter", "model"), "adapter": ("adapter",), "weights": ("model",)}
+
+
+@dataclass(frozen=True)
+class ServedFolder:
+    """The folder to publish."""
+
+    path: Path
+    path_on_servers: str
+
+    @classmethod
+    def of(cls, path: Path, options: ServerOptions) -> "ServedFolder":
+        """Replaces the longest folder of `visible_at` that contains `path` by its path on the
+        servers.
+        """
+        path, visible_at = path.absolute(), options.visible_at
+        fitting = [folder for folder in visible_at if path.is_relative_to(Path(folder).absolute())]
+        if visible_at and not fitting:
+            raise ConfigError(
+                f"{path}: below no folder of visible_at= ({', '.join(visible_at)}); "
+                "the servers do not see it"
+            )
+        if not fitting:
+            return cls(path, str(path))
+        folder = max(fitting, key=len)
+        below = path.relative_to(Path(folder).absolute())
+        return cls(path, str(Path(visible_at[folder]) / below))
+
+    def __str__(self) -> str:
+        if str(self.path) == self.path_on_servers:
+            return str(self.path)
+        return f"{self.path}, for the server {self.path_on_servers}"
+
+
+@dataclass(frozen=True)
+class PublishedPart:
+    """The part of an open checkpoint that is published."""
+
+    checkpoint: OpenCheckpoint
+    record: PartRecord
+    options: ServerOptions
+
+    @property
+    def place(self) -> Place:
+        return Place(self.checkpoint.store, self.record.path)
+
+    @property
+    def path(self) -> Path:
+        return self.checkpoint.path / self.record.path
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.record.kind == "adapter"
+
+    @property
+    def adapter_name(self) -> str:
+        """The name of the adapter on servers, with its version."""
+        step = self.checkpoint.manifest.step
+        head = self.checkpoint.path.name if step is None else str(step)
+        # the same step may have been saved again
+        version = self.options.version or f"{head}-{self.checkpoint.identity[:8]}"
+        return f"{self.options.name}@{version}"
+
+    @property
+    def weights_version(self) -> str:
+        """The version of full weights that servers report."""
+        if self.options.version:
+            return self.options.version
+        checkpoint = self.checkpoint
+        return f"{run_of(checkpoint.place)}/{checkpoint.path.name}#{checkpoint.identity[:16]}"
+
+    def served_folder(self) -> ServedFolder:
+        return ServedFolder.of(self.path, self.options)
+
+    def config(self) -> dict[str, Any]:
+        """Its config.json."""
+        return config_in(self.place.folder)
+
+    @contextmanager
+    def opened_file(self) -> Iterator[TensorFile]:
+        with closing(open_folder(self.place)) as file:
+            yield file
+
+
+def checkpoint_place(checkpoint: Any) -> Place:
+    """The place of a checkpoint. Raises ConfigError for what names none."""
+    is_path = isinstance(checkpoint, (str, os.PathLike, Place)) and str(checkpoint)
+    if not is_path or "\0" in str(checkpoint):
+        raise ConfigError(
+            f"checkpoint={checkpoint!r}: expected the path, the URL or the Place of a checkpoint"
+        )
+    return open_place(checkpoint)
+
+
+@contextmanager
+def open_published(
+    place: Place, servers: Sequence[Server], options: ServerOptions
+) -> Iterator[PublishedPart]:
+    """Open the part to publish, see `open_part`.
+
+    With `stage`, an adapter that the engines would scale wrongly is replaced by its export in that
+    folder.
+    """
+    with open_part(place, options) as part:
+        if options.name is None:
+            part = replace(part, options=replace(options, name=_default_name(place, part)))
+        stage = options.stage
+        engine = _engine_that_misscales(part, servers)
+        if stage is None or engine is None:
+            yield part
+            return
+        with _exported(part, engine, stage) as exported:
+            yield exported
+
+
+@contextmanager
+def open_part(
+    place: Place, options: ServerOptions, *, compares: bool = True
+) -> Iterator[PublishedPart]:
+    """Open the part to publish, on this machine, and lease it; with `compares`, digests are
+    compared.
+    """
+    if not place.is_local or is_delta(place):
+        if options.stage is None:
+            place = open_place(pull(place).path)
+        else:
+            place = open_place(_pull_to_stage(place, options.stage))
+    with open_checkpoint(place) as checkpoint:
+        problems = checkpoint.find_problems(deep=True) if compares else ()
+        if problems:
+            raise CorruptError(
+                f"{checkpoint.path}: {listing(problems)}; not published, use another checkpoint"
+            )
+        yield PublishedPart(checkpoint, _chosen_part(checkpoint, options), options)
+
+
+def drop_rebuilt_entries(entry: Place, options: ServerOptions) -> None:
+    """Delete checkpoints in the stage that were rebuilt from older entries of the chain; log a
+    failure as a warning.
+    """
+    if options.stage is None:
+        return
+    try:
+        drop_rebuilt(Place(entry.absolute.beside), options.stage / run_of(entry))
+    except (CheckpointError, OSError) as error:
+        LOG.warning("%s: rebuilt checkpoints were not deleted: %s", options.stage, error)
+
+
+def path_on_this_machine(path: str | None, visible_at: Mapping[str, str]) -> str:
+    """The path on this machine of the servers' `path`: the same if `visible_at` does not contain
+    it; "" for None.
+    """
+    if not path:
+        return ""
+    fitting = [folder for folder, served in visible_at.items() if Path(path).is_relative_to(served)]
+    if not fitting:
+        return path
+    folder = max(fitting, key=lambda folder: len(visible_at[folder]))
+    return str(Path(folder) / Path(path).relative_to(visible_at[folder]))
+
+
+def run_of(place: Place) -> str:
+    """The name of the folder of a checkpoint, in characters that other names allow."""
+    return as_name(Place(place.absolute.beside).basename) or "run"
+
+
+def as_name(text: str) -> str:
+    """`text` in characters that the names of adapters and versions allow."""
+    return re.sub(r"[^\w.-]+", "-", text)
+
+
+def config_in(store: Store) -> dict[str, Any]:
+    """The config.json of a folder. Raises CorruptError if it is none."""
+    with damaged_input(store.where("config.json")):
+        return dict(json.loads(read_text(store, "config.json")))
+
+
+def _default_name(place: Place, part: PublishedPart) -> str:
+    """The name of the run, with that of the part, if it has one, where the checkpoint has several
+    adapters.
+    """
+    kinds = [record.kind for record in part.checkpoint.manifest.parts]
+    if kinds.count("adapter") > 1 and part.record.name:
+        return f"{run_of(place)}-{as_name(part.record.name)}"
+    return run_of(place)
+
+
+def _engine_that_misscales(part: PublishedPart, servers: Sequence[Server]) -> str | None:
+    """The engine of the servers, the first one by name, that needs an export of the adapter."""
+    if not part.is_adapter:
+        return None
+    store = part.place.folder
+    engines = {server.engine.lower() for server in servers}
+    return min((engine for engine in engines if needs_export(engine, store)), default=None)
+
+
+@contextmanager
+def _exported(part: PublishedPart, engine: str, stage: Path) -> Iterator[PublishedPart]:
+    record = part.record
+    name, _, version = part.adapter_name.partition("@")
+    suffix = f"-{record.path.replace('/', '-')}" if record.path else ""
+    folder = stage / f"{name}-{version}-{part.checkpoint.identity[:8]}{suffix}"
+    if LocalStore(folder).stat(MANIFEST_NAME) is None:
+        export(part.path, folder, engine)
+    options = replace(part.options, part=None, name=name, version=version)
+    with open_part(open_place(folder), options) as exported:
+        yield exported
+
+
+def _pull_to_stage(place: Place, stage: Path) -> Path:
+    """Pull the checkpoint into the stage, where it may take the place of an earlier copy, and of
+    nothing else.
+    """
+    folder = stage / run_of(place) / place.basename
+    if LocalStore(folder).identity == place.folder.identity:
+        raise ConfigError(f"{stage}: stage= is where the chain is, expected another folder")
+    is_copy = is_staged(folder)
+    is_free = LocalStore(folder).stat(MANIFEST_NAME) is None
+    try:
+        path = pull(place, folder, overwrite=is_copy).path
+    except NameTakenError as error:
+        raise NameTakenError(
+            f"{folder}: no publish has put there what it holds, so it is not replaced; expected "
+            f"another folder as stage= ({error})"
+        ) from error
+    if is_copy or is_free:
+        mark_staged(path)
+    return path
+
+
+def _chosen_part(checkpoint: OpenCheckpoint, options: ServerOptions) -> PartRecord:
+    records = checkpoint.manifest.parts
+    kinds = _KINDS[options.kind]
+    parts = [record for record in records if record.kind in kinds]
+    if options.part is not None:
+        parts = [record for record in parts if record.name == options.part]
+    adapters = [record for record in parts if record.kind == "adapter"]
+    candidates = adapters or parts
+    if len(candidates) != 1:
+        contents = [f"{record.name or 'the whole model'} ({record.kind})" for record in records]
+        raise LoadError(
+            f"{checkpoint.path}: {len(candidates) or 'no'} parts to publish as {options.kind}; it "
+            f"holds {', '.join(contents)}; name one of them with part= and kind="
+        )
+    return candidates[0]

@@ -1,0 +1,174 @@
+"""Restores the weights that a server held before a publish that has failed."""
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+from ft_ckpt.checkpoint import MANIFEST_NAME
+from ft_ckpt.errors import CheckpointError, EngineError
+from ft_ckpt.extensions.rl.on_servers import run_on
+from ft_ckpt.extensions.rl.publish_source import ServedFolder, as_name, config_in, open_part
+from ft_ckpt.extensions.rl.weights_update import (
+    FIRST_VERSION,
+    Update,
+    Weights,
+    base_folder,
+    difference,
+)
+from ft_ckpt.model import open_folder
+from ft_ckpt.storage import LocalStore, open_place
+
+# of weights: run, checkpoint, head of its digest
+_VERSION = re.compile(r"([^/]+)/([^/]+)#([0-9a-f]{16})", re.DOTALL)
+WeightsBefore: TypeAlias = Weights | str | None
+
+
+@contextmanager
+def open_weights_before(
+    update: Update, weights: Weights, *, compares: bool = True
+) -> Iterator[WeightsBefore]:
+    """The previous weights: a checkpoint near this one, or the server's initial weights.
+
+    A path if only the servers see them; None if they are unknown. With `compares`, the digests of
+    the checkpoint are compared.
+    """
+    if update.before == FIRST_VERSION:
+        with _initial_weights(update, weights) as before:
+            yield before
+        return
+    version = _VERSION.fullmatch(update.before or "")
+    if version is None:
+        yield None
+        return
+    run, name, identity = version.groups()
+    folder = weights.checkpoint.absolute().parent
+    for path in _possible_places(run, name, folder):
+        if LocalStore(path).stat(MANIFEST_NAME) is None:
+            continue
+        with open_part(open_place(path), weights.options, compares=compares) as part:
+            if not part.checkpoint.identity.startswith(identity):
+                continue  # from another run, or saved again since
+            served_folder = part.served_folder()
+            with part.opened_file() as file:
+                yield Weights(
+                    version=str(update.before),
+                    folder=served_folder,
+                    checkpoint=part.checkpoint.path,
+                    file=file,
+                    config=part.config(),
+                    options=weights.options,
+                )
+            return
+    raise EngineError(
+        f"it is neither in {folder} nor in a run {run!r} near it, or was saved again since"
+    )
+
+
+@contextmanager
+def _initial_weights(update: Update, weights: Weights) -> Iterator[WeightsBefore]:
+    base = base_folder(update, weights.options)
+    if base is None:
+        yield update.base_path
+        return
+    with closing(open_folder(open_place(base))) as file:
+        yield Weights(
+            version=FIRST_VERSION,
+            folder=ServedFolder(base, str(update.base_path)),
+            checkpoint=base,
+            file=file,
+            config=config_in(LocalStore(base)),
+            options=weights.options,
+        )
+
+
+def _possible_places(run: str, name: str, folder: Path) -> Iterator[Path]:
+    """The paths that a checkpoint of a run may have: in the `folder` of the new one, or in a run of
+    this name near it.
+
+    `run` is the name of the run's folder in characters that names allow, see `as_name`.
+    """
+    yield folder / name
+    for parent in (folder, *folder.parents[:2]):
+        yield parent / run / name
+        for entry in sorted(entry.name for entry in LocalStore(parent).list_folder().folders):
+            if entry != run and as_name(entry) == run:
+                yield parent / entry / name
+
+
+def put_all_back(updates: Sequence[Update], weights: Weights) -> list[str]:
+    """Restore the previous weights on each server whose update has begun, unless another publisher
+    was there.
+
+    Returns a line for each on the weights that it now has.
+    """
+    touched = [update for update in updates if update.has_begun or update.is_overtaken]
+    return [str(outcome) for outcome in run_on(touched, _put_back, weights)]
+
+
+def _put_back(update: Update, weights: Weights) -> str:
+    """Restore the previous weights, unless another publisher has replaced them; a line on what the
+    server now has.
+    """
+    server, url, before = update.server, update.url, update.before
+    loading = weights.loading_version
+    try:
+        reported = server.weight_version()
+        is_of_publish = reported in (weights.version, loading)
+        if reported is None and before is None:
+            is_of_publish = True
+        if not update.has_loaded:
+            return _put_version_back(update, reported, is_of_publish=is_of_publish)
+        if is_of_publish and update.is_overtaken:
+            server.set_weight_version(loading)
+            return f"{url} holds other weights, so its version was set to {loading}: publish again"
+        # else it was restarted, perhaps before the load
+        if not is_of_publish and reported not in (before, FIRST_VERSION):
+            if update.digests and server.digests() != update.digests:
+                return f"{url} reports {reported} now, and was left as it is"
+            server.set_weight_version(loading)
+            return (
+                f"{url} reported {reported}, but may hold {weights.version}: set to {loading}, "
+                "publish again"
+            )
+        _restore(update, weights)
+    except (CheckpointError, OSError) as error:
+        return (
+            f"{url} may hold a part of {weights.version}, and {before} was not loaded again "
+            f"({error})"
+        )
+    return f"{url} holds {before} again"
+
+
+def _put_version_back(update: Update, reported: str | None, *, is_of_publish: bool) -> str:
+    """Restore the version of a server whose weights were not touched."""
+    if not is_of_publish and reported != update.before:
+        return f"{update.url} reports {reported} now, and was left as it is"
+    if reported != update.before:
+        update.server.set_weight_version(str(update.before))
+    return f"{update.url} holds {update.before} again"
+
+
+def _restore(update: Update, weights: Weights) -> None:
+    """Load the previous weights.
+
+    Raises EngineError if they are unknown, or the server does not hold them then.
+    """
+    server = update.server
+    with open_weights_before(update, weights) as before:
+        if before is None:
+            raise EngineError(f"where its version {update.before} came from is not known")
+        if update.paused_at is None:
+            update.paused_at = time.monotonic()
+            server.pause(weights.options.in_flight)
+        server.set_weight_version(weights.loading_version)
+        if isinstance(before, str):
+            server.load_weights(before)
+        else:
+            server.load_weights(before.folder.path_on_servers)
+            wrong = difference(update, before)
+            if wrong:
+                raise EngineError(wrong)
+        server.set_weight_version(str(update.before))
