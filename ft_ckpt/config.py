@@ -395,11 +395,14 @@ def keep_of(keep: Any) -> Any:
 
 
 def _rules_of(config: SaverConfig) -> list[Rule]:
-    formats = tensor_formats()
-    methods = {method: known.name for known in formats for method in known.compressions}
+    formats = tensor_formats(str(config.format))
+    methods: dict[str, str] = {}
+    for tensor_format in formats:
+        for method in tensor_format.compressions:
+            methods[method] = tensor_format.name
     choices = {
         "dtype": _DTYPES,
-        "format": tuple(known.name for known in formats if known.serves_checkpoints),
+        "format": tuple(entry.name for entry in formats if entry.serves_checkpoints),
         "nonfinite": ("save", "raise"),
         "direct_io": ("auto", "on", "off"),
         "digest": ("xxh3", "sha256"),

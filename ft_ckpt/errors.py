@@ -246,9 +246,9 @@ def explained(target: object) -> Iterator[None]:
 class damaged_input:  # noqa: N801 - reads as a statement where it is used
     """Convert errors of the block, which reads `source`, into errors of ft_ckpt that name `source`.
 
-    An OSError becomes an UnreadableError, a missing file a NotACheckpointError; any other error is
-    attributed to damaged bytes and becomes a CorruptError. It is a class because it is entered for
-    each tensor, where a generator costs half as much again.
+    An OSError becomes an UnreadableError, a missing file a NotACheckpointError, an ImportError a
+    ConfigError; any other error is attributed to damaged bytes and becomes a CorruptError. It is a
+    class because it is entered for each tensor, where a generator costs half as much again.
     """
 
     __slots__ = ("source",)
@@ -271,6 +271,10 @@ class damaged_input:  # noqa: N801 - reads as a statement where it is used
         if error is None or isinstance(error, CheckpointError) or not isinstance(error, Exception):
             return
         clean_causes(error)
+        if isinstance(error, ImportError):
+            raise ConfigError(
+                f"{self.source}: a module that reads it cannot be imported ({error}); install it"
+            ) from error
         if isinstance(error, FileNotFoundError) and error.errno is not None:
             raise NotACheckpointError(f"{self.source}: no such file ({error})") from error
         if isinstance(error, OSError) and error.errno is not None:

@@ -20,7 +20,7 @@ from ft_ckpt.runs import END, VARIABLE, Rehearsal, Step, read_steps
 from ft_ckpt.storage import open_place, spool_file, temporary_store
 
 if TYPE_CHECKING:
-    from ft_ckpt.model import JoinedFile
+    from ft_ckpt.formats import JoinedFile
 
 _TAIL_LINES = 30  # of the output of a script that failed
 
@@ -251,8 +251,7 @@ def _is_of_rank(name: str) -> bool:
 def _open_joined(path: Path) -> "Iterator[JoinedFile]":
     """The tensors of all parts of a checkpoint."""
     from ft_ckpt.checkpoint import open_checkpoint
-    from ft_ckpt.formats import detect
-    from ft_ckpt.model import JoinedFile
+    from ft_ckpt.formats import JoinedFile, open_tensor_file
 
     with open_checkpoint(path) as checkpoint:
         checkpoint.refuse_damaged()
@@ -262,7 +261,7 @@ def _open_joined(path: Path) -> "Iterator[JoinedFile]":
                 folders[tensor.file] = f"{part.path}/" if part.path else ""
         files = []
         for file, folder in folders.items():
-            files.append((folder, detect.open_tensor_file(checkpoint.store.open(file))))
+            files.append((folder, open_tensor_file(checkpoint.store.open(file))))
         with closing(JoinedFile(files, path.name)) as joined:
             yield joined
 

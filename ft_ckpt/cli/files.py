@@ -102,8 +102,8 @@ def show_file(source: Place, *, as_json: bool) -> None:
     from ft_ckpt.extensions.tools import open_source
 
     with hold_open(source, compares=False) as place, closing(open_source(place)) as file:
-        specs, ties = dict(file.specs), dict(getattr(file, "ties", {}))
-        skipped = list(getattr(file, "skipped", ()))
+        specs, ties = dict(file.specs), dict(file.ties)
+        skipped = list(file.skipped)
     size = sum(spec.size_bytes for spec in specs.values())
     model = facts_of_folder(source.folder, ((spec.dtype, spec.shape) for spec in specs.values()))
     if as_json:

@@ -1,5 +1,4 @@
 from .detect import (
-    TreeFile as TreeFile,
     detect_format as detect_format,
     format_by_suffix as format_by_suffix,
     open_tensor_file as open_tensor_file,
@@ -10,26 +9,36 @@ from .dtypes import (
     dtype_of as dtype_of,
     is_within as is_within,
 )
-from .file_io import (
-    THREADS as THREADS,
-    DeviceTensors as DeviceTensors,
-    FilePlan as FilePlan,
-    Landing as Landing,
-    StraightLanding as StraightLanding,
-    bytes_at as bytes_at,
-    copy_bytes as copy_bytes,
-    read_onto as read_onto,
-    read_runs as read_runs,
-    whole_run as whole_run,
-    write_file as write_file,
+from .file_index import (
+    FOOTER_BYTES as FOOTER_BYTES,
+    NO_DIGEST as NO_DIGEST,
+    Row as Row,
+    TensorIndex as TensorIndex,
+    flat_tree as flat_tree,
+    index_footer as index_footer,
+    index_text as index_text,
+    is_flat as is_flat,
+    moved_index as moved_index,
+    read_index as read_index,
+    with_digests as with_digests,
+)
+from .indexed_file import (
+    IndexedFile as IndexedFile,
+    as_tensor as as_tensor,
+    named_tensors as named_tensors,
 )
 from .layout import (
     ITEM_BYTES as ITEM_BYTES,
     Layout as Layout,
     Spec as Spec,
-    TensorFile as TensorFile,
     TensorRecord as TensorRecord,
     checked_sizes as checked_sizes,
+)
+from .leaf_names import (
+    LEAF_SPEC as LEAF_SPEC,
+    describe_tree as describe_tree,
+    leaf_number as leaf_number,
+    safe_name as safe_name,
 )
 from .pickles import (
     PLAIN_VALUES as PLAIN_VALUES,
@@ -40,30 +49,46 @@ from .pickles import (
     unpickle as unpickle,
 )
 from .pytree import (
-    MAPPINGS as MAPPINGS,
-    MOST_LEVELS as MOST_LEVELS,
+    MAX_LEVELS as MAX_LEVELS,
     PLAIN as PLAIN,
     SCALARS as SCALARS,
     Leaf as Leaf,
     Node as Node,
-    decode_node as decode_node,
-    decode_value as decode_value,
-    dump_object as dump_object,
-    encode_node as encode_node,
-    encode_value as encode_value,
     flatten as flatten,
     leaf_numbers as leaf_numbers,
-    load_object as load_object,
     quoted_key as quoted_key,
     try_flatten as try_flatten,
     unflatten as unflatten,
+    vars_of as vars_of,
+)
+from .pytree_json import (
+    decode_node as decode_node,
+    dump_object as dump_object,
+    encode_node as encode_node,
+    load_object as load_object,
+)
+from .raw_file import (
+    FREE_BYTES as FREE_BYTES,
+    MAP_BYTES as MAP_BYTES,
+    FileStream as FileStream,
+    RawFile as RawFile,
+)
+from .reading import (
+    THREADS as THREADS,
+    DeviceTensors as DeviceTensors,
+    Landing as Landing,
+    StraightLanding as StraightLanding,
+    bytes_at as bytes_at,
+    copy_bytes as copy_bytes,
+    read_onto as read_onto,
+    read_runs as read_runs,
+    whole_run as whole_run,
 )
 from .registry import (
     DEFAULT_FORMAT as DEFAULT_FORMAT,
-    FolderWriter as FolderWriter,
-    TensorFormat as TensorFormat,
     checkpoint_format_of as checkpoint_format_of,
     format_named as format_named,
+    register_format as register_format,
     tensor_formats as tensor_formats,
     written_formats as written_formats,
 )
@@ -80,36 +105,37 @@ from .safetensors import (
 from .safetensors_file import (
     is_safetensors as is_safetensors,
     link_second_names as link_second_names,
+    open_safetensors as open_safetensors,
     tree_metadata as tree_metadata,
 )
 from .shards import (
     shard_index as shard_index,
     split_into_files as split_into_files,
 )
+from .simple_values import (
+    decode_value as decode_value,
+    encode_value as encode_value,
+)
 from .tensor_file import (
-    FOOTER_BYTES as FOOTER_BYTES,
-    FREE_BYTES as FREE_BYTES,
-    MAP_BYTES as MAP_BYTES,
-    NO_DIGEST as NO_DIGEST,
-    ZIP_MAGIC as ZIP_MAGIC,
-    FileStream as FileStream,
-    IndexedFile as IndexedFile,
+    JoinedFile as JoinedFile,
     ListedFile as ListedFile,
     MemoryFile as MemoryFile,
-    RawFile as RawFile,
-    RenamedFile as RenamedFile,
-    Row as Row,
-    Span as Span,
-    SpanFile as SpanFile,
-    TensorIndex as TensorIndex,
-    as_tensor as as_tensor,
-    flat_tree as flat_tree,
-    index_footer as index_footer,
-    index_text as index_text,
-    is_flat as is_flat,
-    moved_index as moved_index,
-    read_in_steps as read_in_steps,
-    read_index as read_index,
+    StoredTensor as StoredTensor,
+    TensorFile as TensorFile,
+    TensorView as TensorView,
+)
+from .tensor_format import (
+    FolderWriter as FolderWriter,
+    LaidOutObjects as LaidOutObjects,
+    LibraryObjects as LibraryObjects,
+    ReadRange as ReadRange,
+    TensorFormat as TensorFormat,
+)
+from .writing import (
+    FilePlan as FilePlan,
+    write_file as write_file,
+)
+from .zip_records import (
+    ZIP_MAGIC as ZIP_MAGIC,
     record_span as record_span,
-    with_digests as with_digests,
 )

@@ -1,19 +1,19 @@
-"""Types of all tensor formats: the layout of a file, the description of a tensor, an open file.
+"""Types of all tensor formats: the description of a tensor, the layout of a file.
 
 A format returns a `Layout` before the first tensor byte is available; the writer is the same for
 all formats.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.schema import Count
 
 if TYPE_CHECKING:
-    import torch
+    from ft_ckpt.storage import Region
 
 ITEM_BYTES = {  # torch's name of a dtype: bytes per element
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu"), 1),
@@ -44,10 +44,9 @@ class Spec(NamedTuple):
 @dataclass(frozen=True)
 class Layout:
     """A file before it is written: its header, the tensors in file order with their offsets, and
-    its trailer.
+    what follows them.
 
-    Bytes between tensors are zero. The trailer is made from the digests of the tensors (16 bytes of
-    xxh3-128 by name); its size is known in advance.
+    Bytes between tensors are zero, unless the format weaves in others.
     """
 
     header: bytes
@@ -55,39 +54,10 @@ class Layout:
     starts: tuple[int, ...]  # absolute, inclusive, ascending
     size_bytes: int  # of the whole file
     trailer_start: int | None = None
+    # made from the xxh3-128 digests of the tensors by name; its size is known in advance
     trailer: Callable[[Mapping[str, bytes]], bytes] | None = None
-
-
-def checked_sizes(given: Any) -> tuple[int, ...]:
-    """A shape, or other sizes and offsets, read from a file.
-
-    Raises CorruptError unless all are integers from 0 on.
-    """
-    found = tuple(given)
-    if any(type(one) is not int or not 0 <= one < 1 << 62 for one in found):
-        raise CorruptError("invalid sizes or offsets")
-    return found
-
-
-class TensorFile(Protocol):
-    """An open file of tensors, of any format. Tensors are read on request."""
-
-    @property
-    def specs(self) -> Mapping[str, Spec]:
-        """The tensors by name, in file order, without reading them."""
-        ...
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> "torch.Tensor":
-        """Flat elements [start, stop) of the tensor in row-major order: 1-D, on the CPU; only their
-        bytes are read.
-
-        Writes to the result never reach the file.
-        """
-        ...
-
-    def close(self) -> None:
-        """Close the file."""
-        ...
+    # all regions of the file from those of its tensors; for bytes between them that depend on them
+    weave: "Callable[[Iterable[Region]], Iterator[Region]] | None" = None
 
 
 @dataclass(frozen=True)
@@ -101,3 +71,15 @@ class TensorRecord:
     # first byte in the file, inclusive; `start` and `end` are 0 for a compressed tensor
     start: Count
     end: Count  # end of its bytes in the file, exclusive
+
+
+def checked_sizes(values: Iterable[Any]) -> tuple[int, ...]:
+    """A shape, or other sizes and offsets, read from a file.
+
+    Raises CorruptError unless all are integers from 0 on.
+    """
+    sizes = tuple(values)
+    for size in sizes:
+        if type(size) is not int or not 0 <= size < 1 << 62:
+            raise CorruptError("invalid sizes or offsets")
+    return sizes

@@ -5,26 +5,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ft_ckpt.errors import CorruptError, UnreadableError, damaged_input
-from ft_ckpt.extensions.hdf5 import leaf_names
-from ft_ckpt.formats.layout import Layout, Spec
-from ft_ckpt.formats.pytree import Node, decode_node, encode_node
-from ft_ckpt.formats.registry import TensorFormat
-from ft_ckpt.formats.safetensors import HELPER, SafetensorsHeader, lay_out_safetensors, parse_header
-from ft_ckpt.formats.tensor_file import (
+from ft_ckpt.formats.file_index import (
     TREE,
-    IndexedFile,
-    RawFile,
     TensorIndex,
     check_index,
     is_flat,
     read_index,
 )
+from ft_ckpt.formats.indexed_file import IndexedFile
+from ft_ckpt.formats.layout import Layout, Spec
+from ft_ckpt.formats.leaf_names import leaf_names
+from ft_ckpt.formats.pytree import Node
+from ft_ckpt.formats.pytree_json import decode_node, encode_node
+from ft_ckpt.formats.raw_file import RawFile
+from ft_ckpt.formats.safetensors import HELPER, SafetensorsHeader, lay_out_safetensors, parse_header
+from ft_ckpt.formats.tensor_format import TensorFormat
 from ft_ckpt.storage import FileRecord, Store, etag_of
 
 
-def lay_out_safetensors_object(
-    root: Node, leaves: Sequence[Spec], _arrays: Sequence[int] = (), _native_floats: bool = False
-) -> tuple[Layout, Sequence[str]]:
+def lay_out_safetensors_object(root: Node, leaves: Sequence[Spec]) -> tuple[Layout, Sequence[str]]:
     """The layout of a file that holds the object `root`, and the name of each leaf in it."""
     names = leaf_names(root, len(leaves))
     specs = [Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(names, leaves, strict=True)]
@@ -33,7 +32,9 @@ def lay_out_safetensors_object(
 
 def tree_metadata(root: Node, names: Sequence[str]) -> dict[str, str]:
     """The metadata of a file that holds the object `root`: its tree, unless it is a flat dict."""
-    return {} if is_flat(root, names) else {TREE: json.dumps([list(names), encode_node(root)])}
+    if is_flat(root, names):
+        return {}
+    return {TREE: json.dumps([list(names), encode_node(root)])}
 
 
 def is_safetensors(file: RawFile) -> bool:
@@ -58,14 +59,20 @@ def open_safetensors(raw: RawFile, verify: bool = False) -> IndexedFile:
             f"{raw.name}: not a whole safetensors file ({error}); use another copy"
         ) from error
     helper = header.tensors.get(HELPER)
-    other = read_index(raw, helper.end) if helper is not None else None
-    if other is not None and (
-        index.specs != other.specs or any(index.start(n) != other.start(n) for n in index.rows)
-    ):
+    hdf5_index = read_index(raw, helper.end) if helper is not None else None
+    if hdf5_index is None:
+        return IndexedFile(raw, index, verify)
+    if not _are_equal(index, hdf5_index):
         raise CorruptError(
             f"{raw.name}: its two tables of tensors differ; use another copy of the file"
         )
-    return IndexedFile(raw, other or index, verify)
+    return IndexedFile(raw, hdf5_index, verify)
+
+
+def _are_equal(index: TensorIndex, hdf5_index: TensorIndex) -> bool:
+    if index.specs != hdf5_index.specs:
+        return False
+    return all(index.start(name) == hdf5_index.start(name) for name in index.rows)
 
 
 def _header_index(header: SafetensorsHeader) -> TensorIndex:
@@ -75,25 +82,28 @@ def _header_index(header: SafetensorsHeader) -> TensorIndex:
     if TREE in metadata:
         names, tree = json.loads(metadata.pop(TREE))
         root = decode_node(tree)
-    leaves = {name: leaf for leaf, name in enumerate(names)}
+    numbers = {name: number for number, name in enumerate(names)}
     rows = {
-        name: [entry.dtype, entry.shape, entry.start, "", leaves[name]]
+        name: [entry.dtype, entry.shape, entry.start, "", numbers[name]]
         for name, entry in tensors.items()
     }
     return TensorIndex(rows, root, metadata)
 
 
 def link_second_names(
-    known: TensorFormat, written: Sequence[FileRecord], store: Store
+    tensor_format: TensorFormat, written: Sequence[FileRecord], store: Store
 ) -> list[FileRecord]:
     """Link files in `store` under the second name of their format, if it has one; the records of
     the links.
 
     Stores without links get none.
     """
+    if not tensor_format.link_suffix:
+        return []
     links = []
-    for record in written if known.second_suffix else ():
-        second = record.path.removesuffix(known.suffixes[0]) + known.second_suffix
+    for record in written:
+        stem = record.path.removesuffix(tensor_format.suffixes[0])
+        second = stem + tensor_format.link_suffix
         if store.copy(record.path, second):
             links.append(replace(record, path=second, etag=etag_of(store, second)))
     return links

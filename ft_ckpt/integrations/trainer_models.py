@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from ft_ckpt.errors import SelectionError
-from ft_ckpt.formats import PLAIN, flatten, safetensors
+from ft_ckpt.formats import NAMES, PLAIN, flatten
 from ft_ckpt.ranks import digests_of
 from ft_ckpt.runs import bare_identity
 
@@ -110,7 +110,7 @@ class BufferedGeneration:
     def is_storable(self) -> bool:
         """Whether the samples consist of tensors and plain values."""
         try:
-            flatten(self.trainer._buffered_inputs, safetensors.NAMES, "inputs", PLAIN)
+            flatten(self.trainer._buffered_inputs, NAMES, "inputs", PLAIN)
         except SelectionError:
             return False
         return True

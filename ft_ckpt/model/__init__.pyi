@@ -55,7 +55,6 @@ from .entries import (
 )
 from .folder import (
     FolderPart as FolderPart,
-    JoinedFile as JoinedFile,
     WeightsFolder as WeightsFolder,
     differing_class as differing_class,
     join_weight_files as join_weight_files,

@@ -349,7 +349,7 @@ def differing_elements(file: TensorFile, record: PartRecord) -> tuple[int, list[
     """
     if record.base is None:
         return 0, []
-    compared, adapted, names, wrong = 0, _adapted_paths(record), getattr(file, "ties", {}), []
+    compared, adapted, names, wrong = 0, _adapted_paths(record), file.ties, []
     for name, values in identifying_samples(record).items():
         stored = names.get(name, name)
         spec = file.specs.get(stored)

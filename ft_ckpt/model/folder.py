@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from torch import Tensor
-
 from ft_ckpt.checkpoint import (
     DIFFUSERS_LORA_FILE,
     DIFFUSERS_MODEL_FILE,
@@ -23,15 +21,18 @@ from ft_ckpt.checkpoint import (
     why_no_checkpoint,
 )
 from ft_ckpt.errors import CorruptError, LoadError, UnreadableError, damaged_input, listing, shown
-from ft_ckpt.extensions.foreign import dcp, jax, lightning, tensorflow
-from ft_ckpt.formats import Spec, TensorFile, detect, format_named, tensor_formats
+from ft_ckpt.formats import (
+    JoinedFile,
+    TensorFile,
+    format_named,
+    open_tensor_file,
+    tensor_formats,
+)
 from ft_ckpt.model.libraries import ADAPTER_FILE
 from ft_ckpt.storage import (
-    ByteRun,
     Place,
     Store,
     Stored,
-    check_files_inside,
     is_inside,
     leads_out,
     read_text,
@@ -46,49 +47,6 @@ _STEMS = {
 _BULK = re.compile(
     r"\.(safetensors|bin|h5|hdf5|mdl|pt|pth|ckpt|msgpack|onnx|onnx_data|gguf|keras|distcp|npz|npy|index)$"
 )
-
-
-class JoinedFile:
-    """Several files as one; the tensor names of each file get a prefix."""
-
-    def __init__(self, files: Sequence[tuple[str, TensorFile]], source: str) -> None:
-        self.files = [file for _, file in files]
-        self.places: dict[str, tuple[TensorFile, str]] = {}
-        self.specs: dict[str, Spec] = {}
-        self.ties: dict[str, str] = {}
-        self.metadata: dict[str, str] = {}
-        self.skipped: list[str] = []
-        twice = []
-        for prefix, file in files:
-            for name, spec in file.specs.items():
-                full = prefix + name
-                twice += [full] if full in self.specs else []
-                self.specs[full] = Spec(full, spec.shape, spec.dtype)
-                self.places[full] = (file, name)
-            self.ties |= {
-                prefix + name: prefix + kept for name, kept in getattr(file, "ties", {}).items()
-            }
-            self.skipped += [prefix + what for what in getattr(file, "skipped", ())]
-            self.metadata |= getattr(file, "metadata", {})
-        if twice:
-            raise LoadError(
-                f"{source}: {listing(twice, ', ')}: in several of its files; "
-                "expected each tensor once"
-            )
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        file, inner = self.places[name]
-        return file.read(inner, start, stop)
-
-    def runs(self, name: str) -> list[ByteRun] | None:
-        """The byte ranges of tensor `name`; None if its file does not store it byte for byte."""
-        file, inner = self.places[name]
-        ask = getattr(file, "runs", None)
-        return None if ask is None else ask(inner)
-
-    def close(self) -> None:
-        for file in self.files:
-            file.close()
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,53 +136,54 @@ def open_folder(place: Place) -> TensorFile:
 
 def _open_any_folder(place: Place) -> TensorFile:
     store = place.folder
-    if tensorflow.bundle_prefixes(place) and not any(
-        weight_files(store, kind)[0] for kind in _STEMS
-    ):
-        return tensorflow.open_tensorflow(place)
-    if not store.list_folder().exists:
-        raise LoadError(why_no_checkpoint(place))
-    if store.stat(MANIFEST_NAME) is not None:
+    exists = store.list_folder().exists
+    if exists and store.stat(MANIFEST_NAME) is not None:
         return _open_own_checkpoint(place)
-    parts = list(_huggingface_parts(store))
+    parts = list(_huggingface_parts(store)) if exists else []
     if parts:
         return WeightsFolder(place, parts)
-    if store.stat(dcp.METADATA) is not None:
-        check_files_inside(store, [lightning.META])
-        opened = dcp.open_dcp(place)
-        return (
-            lightning.module_weights(opened) if store.stat(lightning.META) is not None else opened
-        )
-    tree = jax.orbax_folder(place)
-    if tree is not None:
-        return jax.open_orbax(tree)
+    opened = _open_foreign_folder(place)
+    if opened is not None:
+        return opened
+    if not exists:
+        raise LoadError(why_no_checkpoint(place))
     contents = describe_contents(place)
     if contents.kind in UNREADABLE:
         raise LoadError(contents.sentence(place))
-    endings = dict.fromkeys(known.suffixes[0] for known in tensor_formats() if known.suffixes)
-    expected = ", ".join(f"*{ending}" for ending in endings)
+    endings = [entry.suffixes[0] for entry in tensor_formats() if entry.suffixes]
+    expected = ", ".join(f"*{ending}" for ending in dict.fromkeys(endings))
     raise LoadError(
         f"{place}: no weights found; expected {expected}, a {MANIFEST_NAME}, or a folder of "
         "torch.distributed.checkpoint, TensorFlow or orbax"
     )
 
 
+def _open_foreign_folder(place: Place) -> TensorFile | None:
+    """The tensors in a folder of another program; None if no format recognises it."""
+    # the more specific of two matching formats is registered later
+    for tensor_format in reversed(tensor_formats()):
+        opened = tensor_format.open_folder(place)
+        if opened is not None:
+            return opened
+    return None
+
+
 def _open_own_checkpoint(place: Place) -> TensorFile:
     manifest = load_manifest(place.folder)
     refuse_delta(manifest, place)
-    for known in map(format_named, sorted({part.format for part in manifest.parts})):
-        if known.open_folder is not None:
-            return known.open_folder(place)
+    for name in sorted({part.format for part in manifest.parts}):
+        opened = format_named(name).open_folder(place)
+        if opened is not None:
+            return opened
     parts = []
     for record in (record for record in manifest.parts if record.kind != "state"):
         names = sorted({tensor.file for tensor in record.tensors})
         file = join_weight_files(place.folder, names)
-        file.ties |= {
-            other: group[0]
-            for group in record.ties
-            for other in group[1:]
-            if group[0] in file.specs
-        }
+        ties = dict(file.ties)
+        for name, *aliases in record.ties:
+            if name in file.specs:
+                ties.update(dict.fromkeys(aliases, name))
+        file.ties = ties
         parts.append(FolderPart(record.path, record.kind, file, record, _library_stem(names)))
     return WeightsFolder(place, parts, manifest)
 
@@ -269,20 +228,18 @@ def join_weight_files(store: Store, names: Iterable[str]) -> JoinedFile:
             f"{store.url}: {listing(missing, ', ')}: missing; the folder is incomplete, use "
             "another copy"
         )
-    return JoinedFile(
-        [("", detect.open_tensor_file(store.open(name))) for name in names], store.url
-    )
+    return JoinedFile([("", open_tensor_file(store.open(name))) for name in names], store.url)
 
 
 def _weight_file_names(kind: str) -> Iterator[str]:
     """The names that a weight file may have, in the order of preference of readers."""
-    for known in (known for known in tensor_formats() if known.suffixes):
-        stems = (
-            _STEMS["adapter"]
-            if kind == "adapter"
-            else (*_STEMS["model"], known.model_stem, *known.other_stems)
-        )
-        yield from (f"{stem}{known.suffixes[0]}" for stem in dict.fromkeys(stems))
+    for tensor_format in tensor_formats():
+        if kind == "adapter":
+            stems = _STEMS["adapter"]
+        else:
+            stems = (*_STEMS["model"], *tensor_format.model_stems)
+        for suffix in tensor_format.suffixes[:1]:
+            yield from (f"{stem}{suffix}" for stem in dict.fromkeys(stems))
 
 
 def weight_files(store: Store, kind: str) -> tuple[list[str], str | None]:

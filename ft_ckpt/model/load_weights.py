@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.checkpoint import PartRecord
-from ft_ckpt.extensions.foreign import compare_sums
 from ft_ckpt.formats import (
     IndexedFile,
     RawFile,
@@ -105,8 +104,8 @@ def extra_beside(store: Store, record: PartRecord) -> dict[str, Any]:
 
 def compare_torch_sums(store: Store, names: Iterable[str]) -> None:
     """Compare the checksums in torch's files, which torch itself does not. Raises CorruptError."""
-    suffixes = format_named("torch").suffixes
+    torch_format = format_named("torch")
     for name in names:
-        if name.endswith(suffixes):
+        if name.endswith(torch_format.suffixes):
             with closing(RawFile(store.open(name))) as raw:
-                compare_sums(raw)
+                torch_format.compare_sums(raw)

@@ -27,15 +27,16 @@ from torch.utils._pytree import tree_map_only
 
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.formats import (
+    NAMES,
     PLAIN,
     Leaf,
     Node,
     decode_node,
     decode_value,
     dtype_of,
+    dump_object,
     encode_value,
-    pytree,
-    safetensors,
+    load_object,
     try_flatten,
     unflatten,
 )
@@ -59,7 +60,7 @@ def pack(value: Any, name: str) -> Entry:
     Raises SelectionError, beginning with `name`, for other objects, tensors on several kinds of
     devices, and more than a MiB of tensors.
     """
-    _, leaves, refused = try_flatten(value, safetensors.NAMES, name)
+    _, leaves, refused = try_flatten(value, NAMES, name)
     if refused:
         raise SelectionError(listing(refused))
     devices = sorted({leaf.data.device.type for leaf in leaves if not leaf.is_array})
@@ -69,7 +70,7 @@ def pack(value: Any, name: str) -> Entry:
             f"{name}: {size:,} bytes of tensors on {' and '.join(devices)}, expected "
             f"{_MAX_PACKED_BYTES:,} at most, on one kind of device"
         )
-    return {"text": pytree.dump_object(value, name), "device": devices[0] if devices else "cpu"}
+    return {"text": dump_object(value, name), "device": devices[0] if devices else "cpu"}
 
 
 def unpack(packed: Mapping[str, str], device: Any = None) -> Any:
@@ -78,7 +79,7 @@ def unpack(packed: Mapping[str, str], device: Any = None) -> Any:
 
     Raises CorruptError for a damaged text.
     """
-    value = pytree.load_object(packed["text"])
+    value = load_object(packed["text"])
     target = torch.device(packed["device"] if device is None else device)
     return tree_map_only(Tensor, lambda tensor: tensor.to(target), value)
 
@@ -127,7 +128,7 @@ def flatten_container(key: str, value: Any) -> tuple[Node, list[Leaf], list[str]
     """The nodes and tensors of a container `key` in a parameter's state, and what in it cannot be
     stored, by path.
     """
-    node, leaves, refused = try_flatten(value, safetensors.NAMES, key, LEAVES)
+    node, leaves, refused = try_flatten(value, NAMES, key, LEAVES)
     arrays = [f"{key}: a numpy array of {leaf.dtype}" for leaf in leaves if leaf.is_array]
     return node, leaves, [*refused, *arrays]
 

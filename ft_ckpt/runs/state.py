@@ -28,6 +28,7 @@ from ft_ckpt.errors import (
     shown,
 )
 from ft_ckpt.formats import (
+    NAMES,
     Leaf,
     ListedFile,
     Spec,
@@ -42,7 +43,6 @@ from ft_ckpt.formats import (
     format_named,
     leaf_numbers,
     load_object,
-    safetensors,
     unflatten,
 )
 from ft_ckpt.model import Entry, Part, unchanged_entry
@@ -375,7 +375,7 @@ def source_of(name: str, tensor: Tensor) -> Source:
 
 def flatten_tree(value: Any, name: str, digest: bool) -> tuple[Document, list[Tensor]]:
     """The facts of a tree, and its tensors."""
-    node, leaves = flatten(value, safetensors.NAMES, name, LEAVES)
+    node, leaves = flatten(value, NAMES, name, LEAVES)
     tensors = [_live_leaf(leaf) for leaf in leaves]
     cut = [is_distributed(tensor) for tensor in tensors]
     facts: Document = {
@@ -881,7 +881,7 @@ def _cut_tensors(like: Any) -> dict[int, Tensor]:
     if like is None:
         return {}
     with suppress(SelectionError):  # its state before loading may be of any type
-        leaves = flatten(like.state_dict(), safetensors.NAMES, "state", LEAVES)[1]
+        leaves = flatten(like.state_dict(), NAMES, "state", LEAVES)[1]
         tensors = map(_live_leaf, leaves)
         return {index: tensor for index, tensor in enumerate(tensors) if is_distributed(tensor)}
     return {}

@@ -143,9 +143,7 @@ def _compress_files(
     Returns their new records.
     """
     for file in files:
-        compress_file = format_by_suffix(file.path).compress_file
-        assert compress_file is not None, "the settings have refused the compression"
-        compress_file(Place(store, file.path), compression)
+        format_by_suffix(file.path).compress_file(Place(store, file.path), compression)
     return [read_record(store, file.path) for file in files]
 
 

@@ -24,7 +24,7 @@ from torch import nn
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, devices, load_model, verify
 from ft_ckpt.errors import IncompleteError
-from ft_ckpt.formats import file_io
+from ft_ckpt.formats import reading
 from ft_ckpt.saving import PendingSave, snapshot
 from ft_ckpt.storage.prefetch import read_ahead
 
@@ -306,7 +306,7 @@ def test_a_resume(tmp_path):
 
 def small_blocks():
     """Blocks so small that each is filled several times."""
-    return replaced(file_io, read_ahead=partial(read_ahead, block_bytes=1 << 20))
+    return replaced(reading, read_ahead=partial(read_ahead, block_bytes=1 << 20))
 
 
 @on_device(is_eager=True, is_slow=True)
@@ -470,7 +470,7 @@ def poor(test):
 def test_a_backend_without_streams(tmp_path):
     """A backend that is not torch's accelerator: copies block."""
     with ExitStack() as stack:
-        for place in (devices, devices, devices, file_io):
+        for place in (devices, devices, devices, reading):
             stack.enter_context(replaced(place, has_streams=lambda _: False))
         before = sealed_device.count_late_copies()
         rounds(tmp_path)

@@ -510,7 +510,7 @@ def test_a_file_is_shown_as_a_tree_without_reading_it(tmp_path, capsys, monkeypa
         {"m": {"l.0": torch.ones(2, 3), "l.1": {"w": shared}}, "tied": shared, "n": 1},
         tmp_path / "x.pt",
     )
-    monkeypatch.setattr("ft_ckpt.extensions.foreign.torch_file.TorchFile.read", None)
+    monkeypatch.setattr("ft_ckpt.extensions.foreign.torch_tensors.TorchFile.read", None)
     show_file(open_place(tmp_path / "x.pt"), as_json=False)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     head = next(place for place, line in enumerate(lines) if line[:1] == ["tensor"])

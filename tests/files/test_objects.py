@@ -27,11 +27,11 @@ from ft_ckpt.errors import (
     SelectionError,
     TargetError,
 )
-from ft_ckpt.extensions.foreign import torch_file
-from ft_ckpt.extensions.hdf5 import cerebras
+from ft_ckpt.extensions.foreign import torch_save
+from ft_ckpt.extensions.hdf5 import cerebras_types
 from ft_ckpt.extensions.tools import convert
 from ft_ckpt.extensions.tools.objects import load, save
-from ft_ckpt.formats import pytree
+from ft_ckpt.formats import Node, decode_node, encode_node, unflatten
 from ft_ckpt.storage import local_disk
 
 # torch, whenever it makes a complex32
@@ -92,7 +92,7 @@ TEXTS = st.one_of(
     st.sampled_from(["a", "a.b", "b", "", ".", "a/b", "0"]),
 )
 KEYS = st.one_of(TEXTS, st.integers(), st.tuples(TEXTS, st.integers()))
-DTYPES = sorted(cerebras.DTYPES)
+DTYPES = sorted(cerebras_types.DTYPES)
 ARRAYS = hnp.arrays(
     st.one_of(
         hnp.scalar_dtypes(),
@@ -287,15 +287,13 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path):
 
 
 def test_named_tuples_of_unknown_classes_keep_name_and_fields():
-    node = pytree.Node(
+    node = Node(
         "namedtuple",
         ("no.such.module", "Outer.Pair", ("left", "right")),
         (),
-        (pytree.Node("value", 1),) * 2,
+        (Node("value", 1),) * 2,
     )
-    found = pytree.unflatten(
-        pytree.decode_node(json.loads(json.dumps(pytree.encode_node(node)))), None, None
-    )
+    found = unflatten(decode_node(json.loads(json.dumps(encode_node(node)))), None, None)
     assert (type(found).__name__, found.left, found._fields) == ("Pair", 1, ("left", "right"))
 
 
@@ -314,7 +312,7 @@ def test_named_tuples_of_unknown_classes_keep_name_and_fields():
 )
 def test_damaged_trees_are_refused(text):
     with pytest.raises(CorruptError):
-        pytree.unflatten(pytree.decode_node(json.loads(text)), None, None)
+        unflatten(decode_node(json.loads(text)), None, None)
 
 
 def test_a_file_for_the_owner_alone_stays_so(tmp_path):
@@ -387,8 +385,8 @@ class Disk:
 
 
 def on(monkeypatch, **disk):
-    real = torch_file._CountingStream
-    monkeypatch.setattr(torch_file, "_CountingStream", lambda stream: real(Disk(stream, **disk)))
+    real = torch_save._CountingStream
+    monkeypatch.setattr(torch_save, "_CountingStream", lambda stream: real(Disk(stream, **disk)))
 
 
 def test_torch_files_are_whole_whatever_is_taken_at_a_time(monkeypatch, tmp_path):
@@ -447,7 +445,7 @@ def test_what_is_no_file_is_refused_at_once(suffix, tmp_path):
 )
 def test_leaves_have_numbers_from_zero_on(text):
     with pytest.raises(CorruptError, match="expected the index"):
-        pytree.decode_node(json.loads(text))
+        decode_node(json.loads(text))
 
 
 @pytest.mark.parametrize("kind", ["h5", "dual", "safetensors", "torch"])

@@ -17,7 +17,7 @@ from test_hdf5 import FUZZ
 
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError
-from ft_ckpt.extensions.hdf5 import cerebras
+from ft_ckpt.extensions.hdf5 import cerebras_types
 from ft_ckpt.extensions.tools.lazy_tensor import LazyTensor
 from ft_ckpt.extensions.tools.objects import load, save
 from ft_ckpt.formats.layout import ITEM_BYTES
@@ -62,7 +62,7 @@ def same(found, expected):
 
 
 def test_every_type_comes_back(tmp_path):
-    obj = {dtype: bits(dtype, 700, 23) for dtype in cerebras.DTYPES if hasattr(torch, dtype)}
+    obj = {dtype: bits(dtype, 700, 23) for dtype in cerebras_types.DTYPES if hasattr(torch, dtype)}
     save(obj, tmp_path / "x.h5", compression="gzip")
     same(load(tmp_path / "x.h5", verify=True), obj)
     with h5py.File(tmp_path / "x.h5") as file:
@@ -172,7 +172,7 @@ def rewritten(source, target, options):
     """A copy of the file with other filters, as programs on the HDF5 library make it."""
     with h5py.File(source) as old, h5py.File(target, "w") as new:
         for name, dataset in old.items():
-            if isinstance(dataset, h5py.Dataset) and dataset.size and name != cerebras.INDEX:
+            if isinstance(dataset, h5py.Dataset) and dataset.size and name != cerebras_types.INDEX:
                 copy = new.create_dataset(name, data=dataset[()], chunks=True, **options)
                 for key, value in dataset.attrs.items():
                     copy.attrs[key] = value

@@ -18,7 +18,7 @@ from opened import raw_file
 from seeds import chosen_seed, examples
 
 from ft_ckpt.errors import ConfigError, CorruptError, SelectionError
-from ft_ckpt.extensions.hdf5 import cerebras, hdf5, hdf5_layout
+from ft_ckpt.extensions.hdf5 import cerebras_types, hdf5, hdf5_layout
 from ft_ckpt.extensions.hdf5.hdf5_metadata import Dataset
 from ft_ckpt.extensions.hdf5.hdf5_skeleton import dataset_bytes, hdf5_header
 from ft_ckpt.extensions.tools.objects import load, save
@@ -88,7 +88,7 @@ def test_the_layout_tells_the_library_where_the_bytes_are(tmp_path):
     index = hdf5.open_hdf5(raw_file(tmp_path / "x.h5")).index
     with h5py.File(tmp_path / "x.h5") as file:
         for name, spec in index.specs.items():
-            data = file["/".join(cerebras.dataset_path(name))]
+            data = file["/".join(cerebras_types.dataset_path(name))]
             assert data.shape == spec.shape
             assert data.id.get_offset() == (index.start(name) if spec.size_bytes else None)
 
@@ -378,8 +378,8 @@ def test_the_library_reads_every_type(tmp_path):
     datasets, end = [], 0
     for name in sorted(
         {
-            cerebras.stored_type(dtype, native)
-            for dtype in cerebras.DTYPES
+            cerebras_types.stored_type(dtype, native)
+            for dtype in cerebras_types.DTYPES
             for native in (False, True)
         }
     ):

@@ -35,9 +35,8 @@ from ft_ckpt import load, save
 from ft_ckpt.checkpoint.manifest import Manifest, PartRecord
 from ft_ckpt.errors import CheckpointError
 from ft_ckpt.extensions.tools import open_source
-from ft_ckpt.formats import pickles as pickles_module, tensor_file
+from ft_ckpt.formats import decode_node, file_index, pickles as pickles_module, unflatten
 from ft_ckpt.formats.layout import TensorRecord
-from ft_ckpt.formats.pytree import decode_node, unflatten
 from ft_ckpt.runs.state import DOCUMENT_NAME, FOLDER, read_document
 from ft_ckpt.schedule import History
 from ft_ckpt.storage.local_store import LocalStore
@@ -191,12 +190,12 @@ def crafted_index(folder):
     """A file of ours with a mutated index under a valid digest."""
     save(nested(), folder / "x.h5")
     content = (folder / "x.h5").read_bytes()
-    _, data_start, start, *_ = struct.unpack(tensor_file._FOOTER, content[-64:-8])
+    _, data_start, start, *_ = struct.unpack(file_index._FOOTER, content[-64:-8])
     text = json.loads(content[start:-64])
 
     def attempt(dice):
         index = json.dumps(odd(text, dice)).encode()
-        end = tensor_file.index_footer(index, data_start, start, start + len(index) + 64)
+        end = file_index.index_footer(index, data_start, start, start + len(index) + 64)
         (folder / "x.h5").unlink()
         (folder / "x.h5").write_bytes(content[:start] + index + end)
         both(folder / "x.h5")
@@ -337,7 +336,7 @@ def grow(tree):
 
 
 def trees(folder):
-    from ft_ckpt.formats.pytree import encode_node, flatten
+    from ft_ckpt.formats import encode_node, flatten
 
     whole = encode_node(flatten(nested(), ["float32", "bfloat16", "int16"])[0])
 

@@ -19,12 +19,13 @@ from safetensors.torch import save_file
 from seeds import examples
 
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, LoadError, SelectionError
-from ft_ckpt.extensions.foreign import torch_file
-from ft_ckpt.extensions.foreign.torch_file import named_leaves
+from ft_ckpt.extensions.foreign.torch_tensors import open_torch_file
+from ft_ckpt.extensions.foreign.torch_values import named_leaves
+from ft_ckpt.extensions.foreign.torch_write import lay_out_torch
 from ft_ckpt.extensions.tools import convert
 from ft_ckpt.extensions.tools.objects import load
-from ft_ckpt.formats.layout import ITEM_BYTES, Spec
-from ft_ckpt.formats.tensor_file import record_span
+from ft_ckpt.formats import ITEM_BYTES, Layout, Spec, record_span
+from ft_ckpt.storage import Region
 
 DTYPES = sorted(ITEM_BYTES)
 shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
@@ -34,22 +35,23 @@ def spec_of(name, tensor) -> Spec:
     return Spec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
-def write(path, tensors, ties=None, slice_bytes=7) -> torch_file.TorchArchive:
-    archive = torch_file.lay_out_torch(
-        [spec_of(name, tensor) for name, tensor in tensors.items()], {}, ties
-    )
-    held = [tensors[spec.name].contiguous() for spec in archive.specs]
+def write(path, tensors, ties=None, slice_bytes=7) -> Layout:
+    layout = lay_out_torch([spec_of(name, tensor) for name, tensor in tensors.items()], ties or {})
 
-    def chunks():
-        for tensor in held:
+    def regions():
+        for spec, start in zip(layout.specs, layout.starts, strict=True):
+            tensor = tensors[spec.name].contiguous()
             for low in range(0, tensor.nbytes, slice_bytes):
-                yield tensor.data_ptr() + low, min(slice_bytes, tensor.nbytes - low)
+                size = min(slice_bytes, tensor.nbytes - low)
+                yield Region(start + low, tensor.data_ptr() + low, size, tensor)
 
-    parts = archive.weave_bytes(chunks())
-    path.write_bytes(
-        b"".join(part if isinstance(part, bytes) else ctypes.string_at(*part) for part in parts)
-    )
-    return archive
+    content = bytearray()
+    for region in layout.weave(regions()):
+        assert region.start == len(content)
+        content += ctypes.string_at(region.address, region.size_bytes)
+    assert len(content) == layout.size_bytes
+    path.write_bytes(content)
+    return layout
 
 
 views = {
@@ -73,7 +75,7 @@ def test_every_tensor_torch_saves_is_read(tmp_path_factory, dtype, shape, view, 
     path = tmp_path_factory.mktemp("read") / "x.pt"
     tensor = views[view](filled(shape, dtype))
     torch.save({"a": {"é/b.c": tensor}}, path)
-    file = torch_file.open_torch_file(raw_file(path))
+    file = open_torch_file(raw_file(path))
     assert file.specs == {"a.é/b.c": spec_of("a.é/b.c", tensor)}
     assert bytes_of(file.read("a.é/b.c")) == bytes_of(tensor)
     assert bytes_of(file.read("a.é/b.c", cut // 2, cut)) == bytes_of(
@@ -120,9 +122,7 @@ def test_beyond_4_gib_every_place_is_where_torch_has_it(tmp_path):
         spans = [
             record_span(file, theirs.getinfo(f"sparse/data/{index}")) for index in range(len(sizes))
         ]
-    archive = torch_file.lay_out_torch(
-        [spec_of(name, tensor) for name, tensor in tensors.items()], {}
-    )
+    archive = lay_out_torch([spec_of(name, tensor) for name, tensor in tensors.items()], {})
     assert [stop - start for start, stop in spans] == sizes
     assert list(archive.starts) == [start for start, _ in spans]
 
@@ -132,7 +132,7 @@ def test_tied_tensors_are_found_and_written_once(tmp_path):
     torch.save(
         {"one": shared, "view": shared[1:], "two": shared, "other": shared.t()}, tmp_path / "x.pt"
     )
-    file = torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
+    file = open_torch_file(raw_file(tmp_path / "x.pt"))
     assert (list(file.specs), file.ties) == (["one", "view", "other"], {"two": "one"})
     write(tmp_path / "y.pt", {"one": shared}, {"two": "one"})
     loaded = torch.load(tmp_path / "y.pt")
@@ -148,7 +148,7 @@ def test_what_is_no_tensor_is_named(tmp_path):
         "size": torch.Size([2]),
     }
     torch.save(state, tmp_path / "x.pt")
-    file = torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
+    file = open_torch_file(raw_file(tmp_path / "x.pt"))
     assert list(file.specs) == ["w"]
     assert file.skipped == (
         "step: int",
@@ -164,7 +164,7 @@ def test_what_is_no_tensor_is_named(tmp_path):
 def test_names_that_flatten_alike_are_refused(tmp_path):
     torch.save({"a": {"b": torch.ones(1)}, "a.b": torch.ones(2)}, tmp_path / "x.pt")
     with pytest.raises(LoadError, match=r"a\.b: names of several tensors"):
-        torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
+        open_torch_file(raw_file(tmp_path / "x.pt"))
 
 
 @pytest.mark.parametrize(
@@ -179,13 +179,13 @@ def test_names_that_flatten_alike_are_refused(tmp_path):
 def test_tensors_that_are_more_than_bytes_are_refused_by_name(tmp_path, tensor):
     torch.save({"fine": torch.ones(1), "odd": tensor}, tmp_path / "x.pt")
     with pytest.raises(LoadError, match="odd"):
-        torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
+        open_torch_file(raw_file(tmp_path / "x.pt"))
 
 
 def test_a_file_from_before_torch_1_6_is_read(tmp_path):
     tensors = {"a": torch.randn(3, 2), "b": {"c": torch.arange(4)}}
     torch.save(tensors, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
-    file = torch_file.open_torch_file(raw_file(tmp_path / "old.bin"))
+    file = open_torch_file(raw_file(tmp_path / "old.bin"))
     assert torch.equal(file.read("a"), tensors["a"].reshape(-1))
     assert torch.equal(file.read("b.c", 1, 3), torch.tensor([1, 2]))
 
@@ -195,7 +195,7 @@ def test_a_program_is_no_state_dict(tmp_path):
         pickles.archive(pickles.dump({}), {"constants.pkl": pickles.dump(())})
     )
     with pytest.raises(LoadError, match="a TorchScript program"):
-        torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
+        open_torch_file(raw_file(tmp_path / "x.pt"))
 
 
 # Hostile and damaged files
@@ -209,7 +209,7 @@ def test_a_storage_that_is_larger_than_its_file_is_refused(tmp_path):
     told, larger = (b"J" + number.to_bytes(4, "little") for number in (70_000, 1 << 30))
     assert content.count(told) == 1
     (tmp_path / "old.pt").write_bytes(content.replace(told, larger))
-    for read in (lambda path: torch_file.open_torch_file(raw_file(path)), load):
+    for read in (lambda path: open_torch_file(raw_file(path)), load):
         with pytest.raises(CorruptError, match=r"old\.pt"):
             read(tmp_path / "old.pt")
 
@@ -221,7 +221,7 @@ def test_nothing_in_a_pickle_is_run(tmp_path, way, legacy):
     value = {"w": torch.ones(2), "bad": pickles.evil(mark)[way]}
     torch.save(value, tmp_path / "x.pt", _use_new_zipfile_serialization=not legacy)
     with pytest.raises(LoadError, match=r"x\.pt"):
-        torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
+        open_torch_file(raw_file(tmp_path / "x.pt"))
     assert not mark.exists()
     if way != "getattr" and not legacy and way != "import":
         torch.load(tmp_path / "x.pt", weights_only=False)
@@ -232,9 +232,9 @@ def test_nothing_in_a_pickle_is_run(tmp_path, way, legacy):
 def test_a_pickle_cannot_change_its_reader(tmp_path, way):
     (tmp_path / "x.pt").write_bytes(pickles.archive(pickles.TAMPER[way]))
     with pytest.raises(CheckpointError):
-        torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
+        open_torch_file(raw_file(tmp_path / "x.pt"))
     torch.save({"w": torch.ones(3)}, tmp_path / "y.pt")
-    assert torch_file.open_torch_file(raw_file(tmp_path / "y.pt")).read("w").tolist() == [1, 1, 1]
+    assert open_torch_file(raw_file(tmp_path / "y.pt")).read("w").tolist() == [1, 1, 1]
 
 
 def test_every_foreign_name_is_in_the_error(tmp_path):
@@ -242,7 +242,7 @@ def test_every_foreign_name_is_in_the_error(tmp_path):
         pickles.archive(pickles.dump([pickles.Runs(os.getpid), pickles.Runs(os.getcwd)]))
     )
     with pytest.raises(LoadError, match=r"posix\.getcwd, posix\.getpid"):
-        torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
+        open_torch_file(raw_file(tmp_path / "x.pt"))
 
 
 def test_a_structure_that_holds_itself_ends(tmp_path):
@@ -250,7 +250,7 @@ def test_a_structure_that_holds_itself_ends(tmp_path):
     loop.append(loop)
     (tmp_path / "x.pt").write_bytes(pickles.archive(pickle.dumps(loop, 2)))
     with pytest.raises(CorruptError, match=r"contains itself|recursion"):
-        torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
+        open_torch_file(raw_file(tmp_path / "x.pt"))
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -265,7 +265,7 @@ def test_a_damaged_file_gives_an_error_or_whole_tensors(tmp_path_factory, data):
         content[: data.draw(st.integers(0, len(content)) | st.just(len(content)))]
     )
     try:
-        file = torch_file.open_torch_file(raw_file(folder / "x.pt"))
+        file = open_torch_file(raw_file(folder / "x.pt"))
         for spec in file.specs.values():
             assert file.read(spec.name).nbytes == spec.size_bytes
     except CheckpointError:
@@ -282,7 +282,7 @@ def test_small_records_are_as_long_as_they_say(tmp_path, name):
     at = content.rindex(f"x/{name}".encode()) - 46
     assert content[at : at + 4] == b"PK\1\2"
     path.write_bytes(content[: at + 20] + b"\xff\xff\xff\x7f" * 2 + content[at + 28 :])
-    for read in (lambda path: torch_file.open_torch_file(raw_file(path)), load):
+    for read in (lambda path: open_torch_file(raw_file(path)), load):
         with pytest.raises(CorruptError, match=r"x\.pt"):
             read(path)
 
@@ -337,9 +337,7 @@ def test_a_file_without_checksums_is_read(tmp_path):
         torch.save({"w": torch.arange(9.0)}, tmp_path / "x.pt")
     finally:
         torch.serialization.set_crc32_options(True)
-    assert torch_file.open_torch_file(raw_file(tmp_path / "x.pt")).read("w").tolist() == list(
-        range(9)
-    )
+    assert open_torch_file(raw_file(tmp_path / "x.pt")).read("w").tolist() == list(range(9))
     with pytest.raises(ConfigError, match="no checksums"):
         load(tmp_path / "x.pt", verify=True)
 
@@ -419,7 +417,7 @@ def test_an_old_file_ends_with_its_last_storage(tmp_path, place, count):
     at = len(content) - (20 if place == "inside" else 0)
     (tmp_path / "x.pt").write_bytes(content[:at] + bytes(count) + content[at:])
     with pytest.raises(CorruptError, match=r"x\.pt.*after its last storage"):
-        torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
+        open_torch_file(raw_file(tmp_path / "x.pt"))
 
 
 @pytest.mark.parametrize("change", [-1, 1])
@@ -429,14 +427,14 @@ def test_storages_of_an_old_file_have_as_many_elements_as_its_tensors_say(tmp_pa
     at, data = len(content) - 9 * 4 - 8, content[-9 * 4 :]
     data = data[:-4] if change < 0 else bytes(4) + data
     (tmp_path / "x.pt").write_bytes(content[:at] + (9 + change).to_bytes(8, "little") + data)
-    for read in (lambda path: torch_file.open_torch_file(raw_file(path)), load):
+    for read in (lambda path: open_torch_file(raw_file(path)), load):
         with pytest.raises(CorruptError, match=r"x\.pt.*storage has wrong byte size"):
             read(tmp_path / "x.pt")
 
 
 def test_a_file_that_changes_while_open_is_noticed(tmp_path):
     torch.save({"a": torch.zeros(100_000)}, tmp_path / "x.pt")
-    file = torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
+    file = open_torch_file(raw_file(tmp_path / "x.pt"))
     os.truncate(tmp_path / "x.pt", 2000)
     with pytest.raises(CorruptError, match="changed while it was open"):
         file.read("a")
@@ -444,7 +442,7 @@ def test_a_file_that_changes_while_open_is_noticed(tmp_path):
 
 def test_objects_of_harmless_classes_are_left_out_by_name(tmp_path):
     torch.save({"w": torch.ones(10), "args": argparse.Namespace(lr=1)}, tmp_path / "x.pt")
-    file = torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
+    file = open_torch_file(raw_file(tmp_path / "x.pt"))
     assert (list(file.specs), file.skipped) == (["w"], ("args: argparse.Namespace",))
     with pytest.raises(CorruptError, match=r"x\.pt: torch cannot read it .*argparse\.Namespace"):
         load(tmp_path / "x.pt")
@@ -454,7 +452,7 @@ def test_stand_ins_are_gone_after_a_file_was_read(tmp_path):
     """What torch accepts is the same for the whole process."""
     before = set(map(str, torch.serialization.get_safe_globals()))
     torch.save({"w": torch.ones(10), "args": argparse.Namespace(lr=1)}, tmp_path / "x.pt")
-    torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
+    open_torch_file(raw_file(tmp_path / "x.pt"))
     assert set(map(str, torch.serialization.get_safe_globals())) == before
 
 
@@ -467,12 +465,12 @@ def test_a_record_that_is_shorter_than_its_tensor_is_refused(tmp_path):
         for name, data in records.items():
             archive.writestr(name, data[:8] if name.endswith("data/0") else data)
     with pytest.raises(CorruptError, match=r"x\.pt"):
-        torch_file.open_torch_file(raw_file(path))
+        open_torch_file(raw_file(path))
 
 
 def test_types_torch_has_not_are_refused():
     with pytest.raises(SelectionError, match="w: float3"):
-        torch_file.lay_out_torch([Spec("w", (1,), "float3")], {})
+        lay_out_torch([Spec("w", (1,), "float3")], {})
 
 
 def test_leaves_come_in_order():
@@ -483,7 +481,7 @@ def test_leaves_come_in_order():
 def test_elements_that_are_one_are_not_made_many(tmp_path):
     torch.save({"x": torch.ones(1).expand(1 << 33)}, tmp_path / "x.pt")
     with pytest.raises(CorruptError, match="x takes"):
-        torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
+        open_torch_file(raw_file(tmp_path / "x.pt"))
     assert load(tmp_path / "x.pt")["x"].shape == (1 << 33,)  # as torch has it, without memory
 
 
@@ -494,6 +492,6 @@ def test_an_old_file_is_not_believed_how_large_its_tensors_are(tmp_path):
     (tmp_path / "x.pt").write_bytes(
         content[:at] + (1 << 40).to_bytes(8, "little") + content[at + 8 :]
     )
-    for read in (lambda path: torch_file.open_torch_file(raw_file(path)), load):
+    for read in (lambda path: open_torch_file(raw_file(path)), load):
         with pytest.raises(CorruptError, match=r"x\.pt"):
             read(tmp_path / "x.pt")

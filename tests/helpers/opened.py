@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from ft_ckpt.formats.tensor_file import RawFile
+from ft_ckpt.formats import RawFile
 from ft_ckpt.storage.local_file import open_local_file
 
 

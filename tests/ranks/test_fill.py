@@ -21,8 +21,8 @@ from seeds import examples
 import ft_ckpt
 from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.extensions.hdf5 import hdf5
-from ft_ckpt.formats import safetensors_file, tensor_file as raw_files
-from ft_ckpt.formats.file_io import read_onto
+from ft_ckpt.formats import raw_file as raw_files, safetensors_file
+from ft_ckpt.formats.reading import read_onto
 from ft_ckpt.model.load_weights import fetching_weights
 from ft_ckpt.ranks import fill
 from ft_ckpt.ranks.fill import WantedTensor, fill_all

@@ -17,7 +17,7 @@ from seeds import examples
 
 import ft_ckpt
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.formats import file_io
+from ft_ckpt.formats import reading
 from ft_ckpt.storage import libc, prefetch as blocks
 from ft_ckpt.storage.local_file import open_local_file
 from ft_ckpt.storage.prefetch import ALIGNMENT, ByteRun, read_ahead, read_in_place
@@ -258,13 +258,13 @@ def test_large_tensors_in_the_page_cache_are_resumed_in_place(tmp_path, monkeypa
     ft_ckpt.CheckpointSaver().save_state(model, tmp_path / "a")
     (tmp_path / "a" / "model.safetensors").read_bytes()  # it is in the page cache now
     in_place = []
-    real = file_io.read_in_place
+    real = reading.read_in_place
 
     def noted(targets, threads):
         in_place.extend(run.size_bytes for run in targets)
         real(targets, threads)
 
-    monkeypatch.setattr(file_io, "read_in_place", noted)
+    monkeypatch.setattr(reading, "read_in_place", noted)
     version = other.weight._version
     ft_ckpt.CheckpointSaver(on_difference="ignore").resume(tmp_path / "a", model=other)
     assert in_place == [4 * 1024 * 300]

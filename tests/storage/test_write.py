@@ -20,8 +20,8 @@ from torch import nn
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import IncompleteError, NoSpaceError, TargetError
-from ft_ckpt.formats.file_io import FilePlan, write_file
 from ft_ckpt.formats.layout import Layout, Spec
+from ft_ckpt.formats.writing import FilePlan, write_file
 from ft_ckpt.storage import direct_io, local_disk
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.prefetch import BLOCK_BYTES

@@ -3,7 +3,8 @@ from .accelerate_folder import (
     read_accelerate_folder as read_accelerate_folder,
 )
 from .torch_file import (
-    TorchArchive as TorchArchive,
-    compare_sums as compare_sums,
     load_torch_values as load_torch_values,
+)
+from .torch_sums import (
+    compare_sums as compare_sums,
 )

@@ -21,8 +21,10 @@ from ft_ckpt.formats import (
     RawFile,
     Spec,
     StandIn,
+    TensorFile,
     checked_sizes,
     dtype_name,
+    dtype_of,
     stand_in,
     unpickle,
 )
@@ -48,35 +50,40 @@ _CLASSES = {  # that a `.metadata` names, by module
 }
 _NAMES = [f"{module}.{name}" for module, names in _CLASSES.items() for name in names]
 _GLOBALS = {**PLAIN_VALUES, **{full_name: stand_in(full_name) for full_name in _NAMES}}
-Places = tuple[int, ...]
+Offsets = tuple[int, ...]
+# what is stored for a tensor, by its name and the offsets of the box
+_Infos = dict[tuple[str, Offsets | None], Any]
+_NOTHING: tuple[str | None, Tensor] = (None, torch.empty(0, device="cpu"))
 
 
 @dataclass(frozen=True)
 class _StoredBox:
     """A stored part of a tensor: its offsets in the tensor, its shape, and its location on disk."""
 
-    offsets: Places
-    sizes: Places
+    offsets: Offsets
+    sizes: tuple[int, ...]
     path: str
     start: int
     size_bytes: int
 
 
-class DcpFile:
+class DcpFile(TensorFile):
     """The tensors of a distributed checkpoint.
 
     Each is assembled from its boxes as a whole, one at a time.
     """
 
     def __init__(
-        self, store: Store, specs: Mapping[str, Spec], boxes: Mapping[str, Sequence[_StoredBox]]
+        self,
+        store: Store,
+        specs: Mapping[str, Spec],
+        boxes: Mapping[str, Sequence[_StoredBox]],
+        skipped: Sequence[str],
     ) -> None:
-        self.specs, self.boxes = specs, boxes
-        self.skipped: tuple[str, ...] = ()
-        self.ties: dict[str, str] = {}  # the format stores one tensor under each of its names
-        paths = {box.path for parts in boxes.values() for box in parts}
-        self.files = {path: RawFile(store.open(path)) for path in sorted(paths)}
-        self._assembled: tuple[str | None, Tensor] = (None, torch.empty(0, device="cpu"))
+        self.specs, self.boxes, self.skipped = specs, boxes, tuple(skipped)
+        paths = sorted(_paths_of(boxes))
+        self.files = {path: RawFile(store.open(path)) for path in paths}
+        self._assembled = _NOTHING
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Flat elements [start, stop) of tensor `name` in row-major order: 1-D, on the CPU.
@@ -84,48 +91,50 @@ class DcpFile:
         Raises CorruptError when a file has changed, is damaged or does not match the metadata.
         """
         if self._assembled[0] != name:
-            # frees the last one before the next is read
-            self._assembled = (None, torch.empty(0, device="cpu"))
+            self._assembled = _NOTHING  # frees the last one before the next is read
             with damaged_input(name):
                 self._assembled = (name, self._assemble(name))
         return self._assembled[1][start:stop]
 
     def _assemble(self, name: str) -> Tensor:
-        spec = self.specs[name]
-        boxes = self.boxes[name]
+        spec, boxes = self.specs[name], self.boxes[name]
         if len(boxes) == 1:  # it is the tensor
-            return self._read_box(boxes[0], spec).reshape(-1)
+            return self._read_box(boxes[0], spec).contiguous().view(-1)
         whole: Tensor | None = None
         for box in boxes:
             part = self._read_box(box, spec)
             if whole is None:  # memory by the size in the metadata, after a look at the file
                 whole = torch.empty(spec.shape, dtype=part.dtype, device="cpu")
-            place = tuple(
-                slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True)
-            )
-            whole[place].copy_(part)
+            pairs = zip(box.offsets, box.sizes, strict=True)
+            whole[tuple(slice(low, low + size) for low, size in pairs)].copy_(part)
         if whole is None:  # without elements
-            return torch.empty(0, dtype=getattr(torch, spec.dtype), device="cpu")
+            return torch.empty(0, dtype=dtype_of(spec.dtype), device="cpu")
         return whole.view(-1)
 
     def _read_box(self, box: _StoredBox, spec: Spec) -> Tensor:
         file = self.files[box.path]
         part = load_torch_part(file, box.start, box.size_bytes)
-        if not isinstance(part, Tensor) or (tuple(part.shape), dtype_name(part.dtype)) != (
-            box.sizes,
-            spec.dtype,
-        ):
+        is_box = isinstance(part, Tensor) and tuple(part.shape) == box.sizes
+        if not is_box or dtype_name(part.dtype) != spec.dtype:
             raise CorruptError(
                 f"{spec.name}: {box.path} holds something else at byte {box.start}, expected "
                 f"{spec.dtype} {box.sizes}; the checkpoint is damaged, use another"
             )
         file.promise(max(0, part.nbytes - part.untyped_storage().nbytes()), spec.name)
-        return part.detach()
+        box_tensor: Tensor = part.detach()
+        return box_tensor
 
     def close(self) -> None:
-        self._assembled = (None, torch.empty(0, device="cpu"))
+        self._assembled = _NOTHING
         for file in self.files.values():
             file.close()
+
+
+def _paths_of(boxes: Mapping[str, Sequence[_StoredBox]]) -> set[str]:
+    paths: set[str] = set()
+    for boxes_of_tensor in boxes.values():
+        paths.update(box.path for box in boxes_of_tensor)
+    return paths
 
 
 def open_dcp(place: Place) -> DcpFile:
@@ -137,27 +146,23 @@ def open_dcp(place: Place) -> DcpFile:
     store, source = place.folder, place.basename
     check_files_inside(store, [METADATA])
     with damaged_input(f"{source}/{METADATA}: torch.distributed.checkpoint's"):
-        metadata = _state_of(
-            unpickle(store.read(METADATA), f"{source}/{METADATA}", _GLOBALS), "Metadata"
-        )
-        entries = metadata["state_dict_metadata"]
-        stored = {
-            _box_key(_state_of(index, "MetadataIndex")): _state_of(info, "_StorageInfo")
-            for index, info in metadata["storage_data"].items()
-        }
-        tensors = {
-            name: _state_of(one, "TensorStorageMetadata")
-            for name, one in entries.items()
-            if _kind_of(one) != "BytesStorageMetadata"
-        }
-        specs = {name: _tensor_spec(name, state) for name, state in tensors.items()}
-        boxes = {
-            name: _stored_boxes(name, state["chunks"], stored) for name, state in tensors.items()
-        }
+        document = unpickle(store.read(METADATA), f"{source}/{METADATA}", _GLOBALS)
+        metadata = _state_of(document, "Metadata")
+        infos: _Infos = {}
+        for index, info in metadata["storage_data"].items():
+            infos[_box_key(_state_of(index, "MetadataIndex"))] = _state_of(info, "_StorageInfo")
+        specs: dict[str, Spec] = {}
+        boxes: dict[str, list[_StoredBox]] = {}
+        skipped: list[str] = []
+        for name, entry in metadata["state_dict_metadata"].items():
+            if _kind_of(entry) == "BytesStorageMetadata":
+                skipped.append(f"{name}: an object")
+                continue
+            state = _state_of(entry, "TensorStorageMetadata")
+            specs[name] = _tensor_spec(name, state)
+            boxes[name] = _stored_boxes(name, state["chunks"], infos)
         _check_boxes(place, specs, boxes)
-    opened = DcpFile(store, specs, boxes)
-    opened.skipped = tuple(f"{name}: an object" for name in entries if name not in tensors)
-    return opened
+    return DcpFile(store, specs, boxes, skipped)
 
 
 def _kind_of(value: Any) -> str:
@@ -179,7 +184,7 @@ def _tensor_spec(name: str, state: Mapping[str, Any]) -> Spec:
     return Spec(name, checked_sizes(state["size"]), dtype_name(dtype))
 
 
-def _box_key(index: Mapping[str, Any]) -> tuple[str, Places | None]:
+def _box_key(index: Mapping[str, Any]) -> tuple[str, Offsets | None]:
     if not index.keys() <= {"fqn", "offset", "index"}:
         raise CorruptError(
             f"an index of {', '.join(map(str, index))}, expected fqn, offset and index"
@@ -188,22 +193,20 @@ def _box_key(index: Mapping[str, Any]) -> tuple[str, Places | None]:
     return str(index["fqn"]), None if offset is None else checked_sizes(offset)
 
 
-def _stored_boxes(
-    name: str, chunks: Sequence[Any], stored: Mapping[tuple[str, Places | None], Any]
-) -> list[_StoredBox]:
-    found = []
+def _stored_boxes(name: str, chunks: Sequence[Any], infos: _Infos) -> list[_StoredBox]:
+    boxes = []
     for chunk in chunks:
         place = _state_of(chunk, "ChunkStorageMetadata")
-        offsets, extent = checked_sizes(place["offsets"]), checked_sizes(place["sizes"])
-        info = stored[name, offsets] if (name, offsets) in stored else stored[name, None]
+        offsets, sizes = checked_sizes(place["offsets"]), checked_sizes(place["sizes"])
+        info = infos[name, offsets] if (name, offsets) in infos else infos[name, None]
         if info.get("transform_descriptors"):
             raise LoadError(
                 f"{name}: stored through {info['transform_descriptors']}; load it with torch and "
                 "save it again"
             )
         start, length = checked_sizes((info["offset"], info["length"]))
-        found.append(_StoredBox(offsets, extent, str(info["relative_path"]), start, length))
-    return found
+        boxes.append(_StoredBox(offsets, sizes, str(info["relative_path"]), start, length))
+    return boxes
 
 
 def _check_boxes(
@@ -212,35 +215,39 @@ def _check_boxes(
     """Raise CorruptError naming every tensor whose boxes are not in the folder or do not fill
     it.
     """
-    wrong, store = [], place.folder
-    paths = {box.path for many in boxes.values() for box in many}
-    check_files_inside(store, filter(is_inside, paths))
-    there = {path for path in paths if is_inside(path) and store.stat(path) is not None}
+    store = place.folder
+    wrong: list[str] = []
+    paths = {path for path in _paths_of(boxes) if is_inside(path)}
+    check_files_inside(store, paths)
+    existing = {path for path in paths if store.stat(path) is not None}
     owners: dict[tuple[str, int], str] = {}
     for name, spec in specs.items():
-        for box in boxes[name]:
-            if (box.path, box.start) in owners:
-                wrong.append(f"{owners[box.path, box.start]}, {name}: stored at the same location")
-            owners[box.path, box.start] = name
         if spec.dtype not in ITEM_BYTES:
             raise LoadError(
                 f"{name}: {spec.dtype}, which is no plain dtype; convert it before saving"
             )
-        misfit = any(
-            len(spec.shape) != len(box.sizes) or len(spec.shape) != len(box.offsets)
-            for box in boxes[name]
-        )
-        if (
-            misfit
-            or sum(math.prod(b.sizes) for b in boxes[name]) != spec.numel
-            or _boxes_overlap(boxes[name])
-        ):
+        for box in boxes[name]:
+            location = (box.path, box.start)
+            if location in owners:
+                wrong.append(f"{owners[location]}, {name}: stored at the same location")
+            owners[location] = name
+            if box.path not in existing:
+                wrong.append(f"{name}: {box.path} is missing")
+        if not _fill_tensor(boxes[name], spec):
             wrong.append(f"{name}: its stored parts do not fill {list(spec.shape)}")
-        wrong += [f"{name}: {box.path} is missing" for box in boxes[name] if box.path not in there]
     if wrong:
         raise CorruptError(
             f"{place.basename}: {listing(wrong)}; every rank must have saved to this folder"
         )
+
+
+def _fill_tensor(boxes: Sequence[_StoredBox], spec: Spec) -> bool:
+    """Whether the boxes have each element of the tensor once."""
+    for box in boxes:
+        if not len(box.sizes) == len(box.offsets) == len(spec.shape):
+            return False
+    count = sum(math.prod(box.sizes) for box in boxes)
+    return count == spec.numel and not _boxes_overlap(boxes)
 
 
 def _boxes_overlap(boxes: Sequence[_StoredBox]) -> bool:
@@ -248,11 +255,18 @@ def _boxes_overlap(boxes: Sequence[_StoredBox]) -> bool:
     elements is right.
     """
     ordered = sorted((box for box in boxes if 0 not in box.sizes), key=lambda box: box.offsets)
-    for index, one in enumerate(ordered):
-        for other in ordered[index + 1 :]:
-            if one.offsets and other.offsets[0] >= one.offsets[0] + one.sizes[0]:
+    for number, box in enumerate(ordered):
+        for later in ordered[number + 1 :]:
+            if box.offsets and later.offsets[0] >= box.offsets[0] + box.sizes[0]:
                 break
-            ends = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-            if all(a < d + e and d < a + b for a, b, d, e in ends):
+            if _share_element(box, later):
                 return True
     return False
+
+
+def _share_element(box: _StoredBox, other: _StoredBox) -> bool:
+    dims = zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)
+    for start, size, other_start, other_size in dims:
+        if start >= other_start + other_size or other_start >= start + size:
+            return False
+    return True

@@ -14,24 +14,24 @@ from typing import Any
 import torch
 
 from ft_ckpt.errors import LoadError, listing
-from ft_ckpt.extensions.foreign.torch_file import (
-    TorchFile,
-    check_sums,
+from ft_ckpt.extensions.foreign.dcp import METADATA, open_dcp
+from ft_ckpt.extensions.foreign.torch_file import is_harmless, load_torch_value
+from ft_ckpt.extensions.foreign.torch_sums import check_sums
+from ft_ckpt.extensions.foreign.torch_tensors import TorchFile, local_copy
+from ft_ckpt.extensions.foreign.torch_values import (
     identity_of,
-    is_harmless,
     is_stand_in,
     kind_of_leaf,
-    load_torch_value,
-    local_copy,
     named_leaves,
     split_tensors,
 )
-from ft_ckpt.formats import ZIP_MAGIC, RawFile, RenamedFile, TensorFile
+from ft_ckpt.formats import ZIP_MAGIC, RawFile, TensorFile, TensorView
+from ft_ckpt.storage import Place, check_files_inside
 
 _VERSION = "pytorch-lightning_version"  # the key by which Lightning recognises its files
 _WEIGHTS = "state_dict"
 _SHARDED_WEIGHTS = (_WEIGHTS, "model")  # keys of the weights under model parallelism and FSDP
-META = "meta.pt"  # beside sharded weights: all other values
+_META = "meta.pt"  # beside sharded weights: all other values
 _HEAD_BYTES = 64 << 10  # the version is one of the first keys of the first record
 
 
@@ -73,7 +73,7 @@ def load_lightning(raw: RawFile, map_location: Any, mapped: bool, verify: bool) 
         check_sums(raw)
     contents = _lightning_contents(raw, mapped and map_location is None)
     split_tensors(contents[_WEIGHTS], raw.name)  # refuses tensors that are not plain
-    return _ValueMaker(map_location).make(contents, "")
+    return _ValueBuilder(map_location).build(contents, "")
 
 
 def _lightning_contents(file: RawFile, mapped: bool = True) -> dict[str, Any]:
@@ -98,70 +98,87 @@ def _lightning_contents(file: RawFile, mapped: bool = True) -> dict[str, Any]:
 
 def _describe_rest(contents: Mapping[str, Any]) -> list[str]:
     """A line for each object of an unknown class beside the weights, then a summary of each key."""
-    classes, sums = [], []
-    for key in (key for key in contents if key != _WEIGHTS):
-        leaves = list(named_leaves({key: contents[key]}))
-        classes += [f"{name}: {kind_of_leaf(leaf)}" for name, leaf in leaves if is_stand_in(leaf)]
-        tensors = sum(isinstance(leaf, torch.Tensor) for _, leaf in leaves)
-        counts = [
-            f"{count} {what}"
-            for count, what in ((tensors, "tensors"), (len(leaves) - tensors, "values"))
-            if count
-        ]
-        sums.append(f"{key}: {' and '.join(counts) or 'nothing'}")
-    return classes + sums
+    objects, summaries = [], []
+    for key, content in contents.items():
+        if key == _WEIGHTS:
+            continue
+        tensor_count = value_count = 0
+        for name, leaf in named_leaves({key: content}):
+            if is_stand_in(leaf):
+                objects.append(f"{name}: {kind_of_leaf(leaf)}")
+            if isinstance(leaf, torch.Tensor):
+                tensor_count += 1
+            else:
+                value_count += 1
+        counts = []
+        if tensor_count:
+            counts.append(f"{tensor_count} tensors")
+        if value_count:
+            counts.append(f"{value_count} values")
+        summaries.append(f"{key}: {' and '.join(counts) or 'nothing'}")
+    return objects + summaries
 
 
-def module_weights(folder: TensorFile) -> RenamedFile:
-    """The weights in a sharded checkpoint, a folder of torch.distributed.checkpoint with `META` in
-    it.
+def open_lightning_folder(place: Place) -> TensorView | None:
+    """The weights in a sharded checkpoint: a folder of torch.distributed.checkpoint with `meta.pt`
+    in it; None for any other folder.
 
-    Their names are those of the module. Raises LoadError if there are no weights.
+    Raises as `open_dcp` does; LoadError if there are no weights.
     """
+    store = place.folder
+    if store.stat(METADATA) is None:
+        return None
+    check_files_inside(store, [_META])
+    return _module_weights(open_dcp(place)) if store.stat(_META) is not None else None
+
+
+def _module_weights(folder: TensorFile) -> TensorView:
+    """The weights in a sharded checkpoint under the names of the module."""
     names: dict[str, str] = {}
     others = Counter[str]()
-    for old in folder.specs:
-        key, _, name = old.partition(".")
+    for stored_name in folder.specs:
+        key, _, name = stored_name.partition(".")
         if key in _SHARDED_WEIGHTS and name:
-            names[name] = old
+            names[name] = stored_name
         else:
             others[key] += 1
     if not names:
         raise LoadError(
-            f"{META}: no weights of Lightning beside it, expected "
+            f"{_META}: no weights of Lightning beside it, expected "
             f"{' or '.join(_SHARDED_WEIGHTS)}.* tensors"
         )
     skipped = [f"{key}: {count} tensors" for key, count in others.items()]
-    return RenamedFile(
-        folder,
-        names,
-        [*skipped, *getattr(folder, "skipped", ()), f"{META}: the state of the training"],
-    )
+    skipped += [*folder.skipped, f"{_META}: the state of the training"]
+    return TensorView.of_file(folder, names, skipped=skipped)
 
 
-class _ValueMaker:
+class _ValueBuilder:
     """Creates values from what torch has read; equal tensors become one."""
 
     def __init__(self, map_location: Any) -> None:
         self.device = None if map_location is None else torch.device(map_location)
         self.tensors: dict[tuple[Any, ...], torch.Tensor] = {}
 
-    def make(self, value: Any, name: str) -> Any:
-        """The value that `value` stands for, at the path `name`."""
+    def build(self, value: Any, path: str) -> Any:
+        """The value that `value` stands for, at `path`."""
         if isinstance(value, torch.Tensor):
-            return self.tensors.setdefault(
-                identity_of(value), value if self.device is None else value.to(self.device)
-            )
+            return self._tensor_on_device(value)
         if is_stand_in(value):
-            return SkippedValue(name, value.kind)
+            return SkippedValue(path, value.kind)
         if isinstance(value, dict):
-            items = (
-                (self.make(key, name), self.make(one, f"{name}.{key}".lstrip(".")))
-                for key, one in value.items()
-            )
-            return (OrderedDict if isinstance(value, OrderedDict) else dict)(items)
+            items = {}
+            for key, item in value.items():
+                items[self.build(key, path)] = self.build(item, f"{path}.{key}".lstrip("."))
+            return OrderedDict(items) if isinstance(value, OrderedDict) else items
         if type(value) in (list, tuple):
-            return type(value)(
-                self.make(one, f"{name}.{place}".lstrip(".")) for place, one in enumerate(value)
-            )
+            built = []
+            for number, item in enumerate(value):
+                built.append(self.build(item, f"{path}.{number}".lstrip(".")))
+            return type(value)(built)
         return value
+
+    def _tensor_on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = identity_of(tensor)
+        if key not in self.tensors:
+            self.tensors[key] = tensor if self.device is None else tensor.to(self.device)
+        return self.tensors[key]

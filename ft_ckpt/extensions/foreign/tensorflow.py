@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ft_ckpt.errors import (
     listing,
     shown,
 )
-from ft_ckpt.formats import Spec, TensorFile, read_in_steps
+from ft_ckpt.formats import ReadRange, Spec, StoredTensor, TensorFile, TensorView, dtype_of
 from ft_ckpt.messages import install_extra
 from ft_ckpt.storage import (
     LocalStore,
@@ -46,28 +46,15 @@ _INDEX = ".index"  # suffix of a bundle's index; no other file has it
 SHARDS = "shards.json"
 STATE = "checkpoint"  # the file by which TensorFlow finds the newest prefix in a folder
 SHARD_BYTES = 96 << 20
+_READ_BYTES = 16 << 20  # read at a time from the source of a conversion
 DTYPES = {
     *("bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
-    *(
-        "float16",
-        "bfloat16",
-        "float32",
-        "float64",
-        "complex64",
-        "complex128",
-        "float8_e5m2",
-        "float8_e4m3fn",
-    ),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    *("float8_e5m2", "float8_e4m3fn"),
 }
-_UNSLICED = {
-    "float16",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float8_e5m2",
-    "float8_e4m3fn",
-}  # TensorFlow reads and writes them whole
-Read = Callable[[str, int, int], Tensor]
+# TensorFlow reads and writes them whole
+_UNSLICED = {"float16", "uint16", "uint32", "uint64", "float8_e5m2", "float8_e4m3fn"}
+_NOTHING: tuple[str | None, Tensor] = (None, torch.empty(0, device="cpu"))
 Rows = tuple[int, int] | None  # of the first dimension, stop exclusive; None: the whole tensor
 
 
@@ -89,41 +76,38 @@ def bundle_prefixes(place: Place) -> list[Place]:
     if place.name and place.store.stat(f"{place.name}{_INDEX}") is not None:
         return [place]
     store = place.folder
-    names = [each.name for each in store.list_folder().objects]
+    names = [stored.name for stored in store.list_folder().objects]
     if STATE in names:
         text = read_text(store, STATE, errors="replace")
-        named = re.search(r'^model_checkpoint_path: "(.+)"', text, re.MULTILINE)
-        if named and is_inside(named[1]) and store.stat(f"{named[1]}{_INDEX}") is not None:
-            return [Place(store, named[1])]
-    return [
-        Place(store, name.removesuffix(_INDEX))
-        for name in names
-        if ".ckpt" in name and name.endswith(_INDEX)
-    ]
+        match = re.search(r'^model_checkpoint_path: "(.+)"', text, re.MULTILINE)
+        if match and is_inside(match[1]) and store.stat(f"{match[1]}{_INDEX}") is not None:
+            return [Place(store, match[1])]
+    indexes = [name for name in names if ".ckpt" in name and name.endswith(_INDEX)]
+    return [Place(store, name.removesuffix(_INDEX)) for name in indexes]
 
 
-class TensorFlowFile:
+class TensorFlowFile(TensorFile):
     """The tensors of a bundle, read by TensorFlow in ranges of rows."""
 
     def __init__(self, prefix: Place) -> None:
-        self.tf, self.source, self.room = load_tensorflow(), prefix.basename, ExitStack()
+        self.tf, self.source = load_tensorflow(), prefix.basename
+        self.folder = ExitStack()
         above, _, last = prefix.name.rpartition("/")
         folder = Place(prefix.store, above)
         check_prefix_inside(prefix.store, prefix.name)
         # TensorFlow needs a path
         copied = local_folder(folder, lambda name: name.startswith(f"{last}."))
-        self.prefix = str(self.room.enter_context(copied) / last)
+        self.prefix = str(self.folder.enter_context(copied) / last)
         try:
             reader = self.tf.train.load_checkpoint(self.prefix)
         except (self.tf.errors.OpError, ValueError) as error:
-            self.room.close()
+            self.folder.close()
             raise CorruptError(
                 f"{self.source}: TensorFlow cannot read it ({error}); use another copy"
             ) from error
         self.specs: dict[str, Spec] = {}
-        self.ties: dict[str, str] = {}
         self.skipped: list[str] = []
-        self.held: tuple[str | None, Tensor] = (None, torch.empty(0, device="cpu"))
+        self._whole = _NOTHING  # the last tensor that was read as a whole
         shapes, types = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
         for name in sorted(shapes):
             if types[name].name in DTYPES:
@@ -139,29 +123,25 @@ class TensorFlowFile:
         spec = self.specs[name]
         stop = spec.numel if stop is None else min(stop, spec.numel)
         if stop <= start:
-            return torch.empty(0, dtype=getattr(torch, spec.dtype), device="cpu")
+            return torch.empty(0, dtype=dtype_of(spec.dtype), device="cpu")
         if not spec.shape or spec.dtype in _UNSLICED:
-            if self.held[0] != name:
-                self.held = (
-                    None,
-                    torch.empty(0, device="cpu"),
-                )  # one at a time: the last is freed before the next is read
-                self.held = (name, self._restore_tensor(spec, ""))
-            return self.held[1][start:stop]
+            if self._whole[0] != name:
+                self._whole = _NOTHING  # frees the last one before the next is read
+                self._whole = (name, self._restore_tensor(spec, ""))
+            return self._whole[1][start:stop]
         row = math.prod(spec.shape[1:])
         first, last = start // row, -(-stop // row)
-        return self._restore_tensor(spec, _slice_text(spec.shape, first, last))[
-            start - first * row : stop - first * row
-        ]
+        rows = self._restore_tensor(spec, _slice_text(spec.shape, first, last))
+        return rows[start - first * row : stop - first * row]
 
     def close(self) -> None:
-        self.held = (None, torch.empty(0, device="cpu"))
-        self.room.close()
+        self._whole = _NOTHING
+        self.folder.close()
 
     def _restore_tensor(self, spec: Spec, part: str) -> Tensor:
         try:
             with self.tf.device("CPU:0"):
-                (found,) = self.tf.raw_ops.RestoreV2(
+                (restored,) = self.tf.raw_ops.RestoreV2(
                     prefix=self.prefix,
                     tensor_names=[spec.name],
                     shape_and_slices=[part],
@@ -171,37 +151,27 @@ class TensorFlowFile:
             raise CorruptError(
                 f"{self.source}: {spec.name} cannot be read ({error}); use another copy"
             ) from error
-        data = found.numpy().copy().reshape(-1)  # TensorFlow's array is read-only
-        return torch.from_numpy(data.view("uint8")).view(getattr(torch, spec.dtype))
+        data = restored.numpy().copy().reshape(-1)  # TensorFlow's array is read-only
+        return torch.from_numpy(data.view("uint8")).view(dtype_of(spec.dtype))
 
 
-class _ShardedBundles:
-    """The tensors of several bundles in one folder."""
-
-    def __init__(self, store: Store, places: Mapping[str, str]) -> None:
-        wrong = sorted({prefix for prefix in places.values() if not is_inside(prefix)})
-        if wrong:
-            raise CorruptError(
-                f"{SHARDS}: {listing(wrong, ', ')}: out of the folder; use another copy"
-            )
-        files = {
-            prefix: TensorFlowFile(Place(store, prefix))
-            for prefix in dict.fromkeys(places.values())
-        }
-        lost = [name for name, prefix in places.items() if name not in files[prefix].specs]
-        if lost:
-            raise CorruptError(
-                f"{SHARDS}: {listing(lost, ', ')}: in no shard; the folder is incomplete"
-            )
-        self.files = {name: files[prefix] for name, prefix in places.items()}
-        self.specs = {name: file.specs[name] for name, file in self.files.items()}
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        return self.files[name].read(name, start, stop)
-
-    def close(self) -> None:
-        for file in self.files.values():
-            file.close()
+def _open_sharded(store: Store, prefixes: Mapping[str, str]) -> TensorView:
+    """The tensors of several bundles in one folder; `prefixes`: that of the bundle, by tensor."""
+    outside = [prefix for prefix in prefixes.values() if not is_inside(prefix)]
+    if outside:
+        raise CorruptError(
+            f"{SHARDS}: {listing(sorted(set(outside)), ', ')}: out of the folder; use another copy"
+        )
+    files: dict[str, TensorFlowFile] = {}
+    for prefix in dict.fromkeys(prefixes.values()):
+        files[prefix] = TensorFlowFile(Place(store, prefix))
+    missing = [name for name, prefix in prefixes.items() if name not in files[prefix].specs]
+    if missing:
+        raise CorruptError(
+            f"{SHARDS}: {listing(missing, ', ')}: in no shard; the folder is incomplete"
+        )
+    sources = {name: StoredTensor(files[prefix], name) for name, prefix in prefixes.items()}
+    return TensorView(files.values(), sources)
 
 
 def open_tensorflow(place: Place) -> TensorFile:
@@ -215,16 +185,15 @@ def open_tensorflow(place: Place) -> TensorFile:
     check_files_inside(place.folder, [SHARDS, STATE])
     if place.folder.stat(SHARDS) is not None:
         with damaged_input(f"{place}: {SHARDS}"):
-            return _ShardedBundles(
-                place.folder, json.loads(read_text(place.folder, SHARDS))["weight_map"]
-            )
+            table = json.loads(read_text(place.folder, SHARDS))
+            return _open_sharded(place.folder, table["weight_map"])
     prefixes = bundle_prefixes(place)
     if not prefixes:
         raise CorruptError(
             f"{place}: no TensorFlow checkpoint there; expected {PREFIX}.index or another prefix's"
         )
     if len(prefixes) > 1:
-        names = listing([one.basename for one in prefixes], ", ")
+        names = listing([prefix.basename for prefix in prefixes], ", ")
         raise LoadError(
             f"{place}: holds {names}, and no file {STATE!r} or {SHARDS} that "
             "says which to read; name one"
@@ -242,7 +211,7 @@ def check_tensorflow_types(specs: Iterable[Spec]) -> None:
 
 
 def write_tensorflow(
-    folder: Path, specs: Sequence[Spec], read: Read, shard_bytes: int = SHARD_BYTES
+    folder: Path, specs: Sequence[Spec], read: ReadRange, shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Write `specs` as a bundle into `folder`; `read(name, start, stop)` gives the flat elements of
     a tensor.
@@ -257,22 +226,28 @@ def write_tensorflow(
 
 
 def write_tensorflow_shards(
-    folder: Path, shards: Mapping[str, Sequence[Spec]], read: Read, shard_bytes: int = SHARD_BYTES
+    folder: Path,
+    shards: Mapping[str, Sequence[Spec]],
+    read: ReadRange,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the tensors of each shard as a bundle of its own, `NAME.ckpt`, and a table of them all.
 
     A shard can be loaded by its prefix alone. Needs memory as `write_tensorflow` does.
     """
-    places: dict[str, str] = {}
+    prefixes: dict[str, str] = {}  # by tensor
     for name, specs in shards.items():
         check_tensorflow_types(specs)
-        _write_bundle(folder, f"{name}.ckpt", specs, read, shard_bytes)
-        places |= {spec.name: f"{name}.ckpt" for spec in specs}
-    LocalStore(folder).write(SHARDS, f"{json.dumps({'weight_map': places}, indent=2)}\n".encode())
+        prefix = f"{name}.ckpt"
+        _write_bundle(folder, prefix, specs, read, shard_bytes)
+        for spec in specs:
+            prefixes[spec.name] = prefix
+    text = json.dumps({"weight_map": prefixes}, indent=2)
+    LocalStore(folder).write(SHARDS, f"{text}\n".encode())
 
 
 def _write_bundle(
-    folder: Path, prefix: str, specs: Sequence[Spec], read: Read, shard_bytes: int
+    folder: Path, prefix: str, specs: Sequence[Spec], read: ReadRange, shard_bytes: int
 ) -> None:
     tf = load_tensorflow()
     try:
@@ -284,43 +259,57 @@ def _write_bundle(
 
 
 def _write_parts(
-    tf: Any, folder: Path, prefix: str, specs: Sequence[Spec], read: Read, shard_bytes: int
+    tf: Any, folder: Path, prefix: str, specs: Sequence[Spec], read: ReadRange, shard_bytes: int
 ) -> None:
-    shards: list[str] = []
+    prefixes: list[str] = []
     for shard in _grouped_parts(specs, shard_bytes):
-        shards.append(str(folder / f".shard-{len(shards):05d}" / "part"))
-        parts = [_read_array(tf, spec, rows, read) for spec, rows in shard]
-        places = ["" if rows is None else _slice_text(spec.shape, *rows) for spec, rows in shard]
+        prefixes.append(str(folder / f".shard-{len(prefixes):05d}" / "part"))
+        arrays, slices = [], []
+        for spec, rows in shard:
+            arrays.append(_read_array(tf, spec, rows, read))
+            slices.append("" if rows is None else _slice_text(spec.shape, *rows))
         with tf.device("CPU:0"):
             tf.raw_ops.SaveV2(
-                prefix=shards[-1],
-                tensor_names=[s.name for s, _ in shard],
-                shape_and_slices=places,
-                tensors=parts,
+                prefix=prefixes[-1],
+                tensor_names=[spec.name for spec, _ in shard],
+                shape_and_slices=slices,
+                tensors=arrays,
             )
-        del parts
+        del arrays  # before those of the next shard are read
     with tf.device("CPU:0"):
         tf.raw_ops.MergeV2Checkpoints(
-            checkpoint_prefixes=shards,
+            checkpoint_prefixes=prefixes,
             destination_prefix=str(folder / prefix),
             delete_old_dirs=True,
         )
 
 
-def _read_array(tf: Any, spec: Spec, rows: Rows, read: Read) -> Any:
+def _read_array(tf: Any, spec: Spec, rows: Rows, read: ReadRange) -> Any:
     first, last = rows or (0, spec.shape[0] if spec.shape else 1)
     row = math.prod(spec.shape[1:])
-    data = read_in_steps(read, spec.name, first * row, last * row, getattr(torch, spec.dtype))
+    data = _read_in_steps(read, spec, first * row, last * row)
     shape = (last - first, *spec.shape[1:]) if spec.shape else ()
     array = data.view(torch.uint8).numpy().view(tf.as_dtype(spec.dtype).as_numpy_dtype)
     return tf.constant(array.reshape(shape))
 
 
-def _grouped_parts(specs: Sequence[Spec], most: int) -> Iterator[list[tuple[Spec, Rows]]]:
+def _read_in_steps(read: ReadRange, spec: Spec, start: int, stop: int) -> Tensor:
+    """Flat elements [start, stop) of a tensor in new memory."""
+    dtype = dtype_of(spec.dtype)
+    data = torch.empty(stop - start, dtype=dtype, device="cpu")
+    step = _READ_BYTES // dtype.itemsize
+    for low in range(start, stop, step):
+        high = min(low + step, stop)
+        data[low - start : high - start] = read(spec.name, low, high)
+    return data
+
+
+def _grouped_parts(specs: Sequence[Spec], max_bytes: int) -> Iterator[list[tuple[Spec, Rows]]]:
+    """The tensors and slices of each shard, which has at most `max_bytes`, or one of them."""
     shard: list[tuple[Spec, Rows]] = []
     size = 0
-    for spec, rows, part_bytes in _sliced_parts(specs, most):
-        if shard and size + part_bytes > most:
+    for spec, rows, part_bytes in _sliced_parts(specs, max_bytes):
+        if shard and size + part_bytes > max_bytes:
             yield shard
             shard, size = [], 0
         shard.append((spec, rows))
@@ -329,19 +318,15 @@ def _grouped_parts(specs: Sequence[Spec], most: int) -> Iterator[list[tuple[Spec
         yield shard
 
 
-def _sliced_parts(specs: Sequence[Spec], most: int) -> Iterator[tuple[Spec, Rows, int]]:
-    """Every tensor whole, or as slices of rows none larger than `most` bytes (one row at least)."""
+def _sliced_parts(specs: Sequence[Spec], max_bytes: int) -> Iterator[tuple[Spec, Rows, int]]:
+    """Every tensor whole, or as slices of rows none larger than `max_bytes` (one row at least)."""
     for spec in specs:
-        if (
-            spec.size_bytes <= most
-            or not spec.shape
-            or spec.shape[0] == 1
-            or spec.dtype in _UNSLICED
-        ):
+        can_slice = bool(spec.shape) and spec.shape[0] != 1 and spec.dtype not in _UNSLICED
+        if spec.size_bytes <= max_bytes or not can_slice:
             yield spec, None, spec.size_bytes
             continue
         row = spec.size_bytes // spec.shape[0]
-        step = max(1, most // row)
+        step = max(1, max_bytes // row)
         for first in range(0, spec.shape[0], step):
             last = min(first + step, spec.shape[0])
             yield spec, (first, last), (last - first) * row

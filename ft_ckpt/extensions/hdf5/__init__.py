@@ -4,7 +4,3 @@ Nothing here knows folders of checkpoints. Begin at `hdf5`, the reader; `hdf5_la
 file that our writer fills, `hdf5_skeleton` makes its header, `hdf5_compressed` writes gzip, `dual`
 is one file with two headers, `cerebras` the attributes of a Cerebras checkpoint.
 """
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -15,11 +15,18 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
-from ft_ckpt.extensions.hdf5 import cerebras, hdf5_layout
+from ft_ckpt.extensions.hdf5.cerebras_writer import Content, describe_checkpoint
 from ft_ckpt.extensions.hdf5.hdf5 import has_user_block
+from ft_ckpt.extensions.hdf5.hdf5_layout import (
+    index_dataset,
+    index_rows,
+    named_specs,
+    placed_datasets,
+)
 from ft_ckpt.extensions.hdf5.hdf5_metadata import PAGE_BYTES, Dataset
 from ft_ckpt.extensions.hdf5.hdf5_skeleton import hdf5_header
 from ft_ckpt.formats import (
+    FOOTER_BYTES,
     HELPER,
     ITEM_BYTES,
     NAMES,
@@ -27,9 +34,12 @@ from ft_ckpt.formats import (
     Node,
     RawFile,
     Spec,
+    TensorIndex,
+    flat_tree,
+    index_footer,
+    index_text,
     is_safetensors,
     lay_out_safetensors,
-    tensor_file,
     tree_metadata,
 )
 
@@ -47,7 +57,7 @@ def lay_out_dual(
     Raises SelectionError for unsupported dtypes.
     """
     lay_out_safetensors(specs, {})  # raises for types that only HDF5 has
-    content = cerebras.describe_checkpoint(tensor_file.flat_tree(specs), specs)
+    content = describe_checkpoint(flat_tree(specs), specs)
     return _dual_layout(specs, content, None, {**metadata, **ties})
 
 
@@ -59,47 +69,49 @@ def lay_out_dual_tree(
 
     Raises SelectionError for unsupported dtypes.
     """
-    content = cerebras.describe_checkpoint(root, leaves, arrays, native_floats)
-    specs = [
-        Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(content.names, leaves, strict=True)
-    ]
-    lay_out_safetensors(specs, {})
-    return _dual_layout(specs, content, root, tree_metadata(root, content.names)), content.names
+    content = describe_checkpoint(root, leaves, arrays, native_floats)
+    specs = named_specs(content.names, leaves)
+    lay_out_safetensors(specs, {})  # raises for types that only HDF5 has
+    metadata = tree_metadata(root, content.names)
+    return _dual_layout(specs, content, root, metadata), content.names
 
 
 def _dual_layout(
-    specs: Sequence[Spec], content: cerebras.Content, root: Node | None, metadata: Mapping[str, str]
+    specs: Sequence[Spec], content: Content, root: Node | None, metadata: Mapping[str, str]
 ) -> Layout:
     # aligned, without gaps
-    order = sorted(range(len(specs)), key=lambda leaf: -ITEM_BYTES[specs[leaf].dtype])
-    *starts, end = accumulate((specs[leaf].size_bytes for leaf in order), initial=0)
-    by_leaf = dict(zip(order, starts, strict=True))
-    rows = hdf5_layout.index_rows(specs, order, starts, "")
-    text = tensor_file.index_text(tensor_file.TensorIndex(rows, root, metadata))
-    index_bytes = len(text) + tensor_file.FOOTER_BYTES
+    order = sorted(range(len(specs)), key=lambda number: -ITEM_BYTES[specs[number].dtype])
+    *starts, end = accumulate((specs[number].size_bytes for number in order), initial=0)
+    start_of = dict(zip(order, starts, strict=True))
+    text = index_text(TensorIndex(index_rows(specs, order, starts, ""), root, metadata))
+    index_bytes = len(text) + FOOTER_BYTES
     index_bytes += -index_bytes % PAGE_BYTES
-    datasets = _placed_datasets(content.datasets, by_leaf, index_bytes)
-    widest = _safetensors_header(specs, by_leaf, _MAX_HELPER_BYTES, metadata)
+    datasets = _datasets_behind(content.datasets, start_of, index_bytes)
+    # The size of the HDF5 metadata depends on the user block, which contains the safetensors
+    # header, which contains that size.
+    widest = _safetensors_header(specs, start_of, _MAX_HELPER_BYTES, metadata)
     base = max(PAGE_BYTES, 1 << (len(widest) + 7).bit_length())
     middle = hdf5_header(datasets, content.attributes, base)
     data_start = base + len(middle) + index_bytes
-    text = text.ljust(index_bytes - tensor_file.FOOTER_BYTES)
-    text += tensor_file.index_footer(text, data_start, data_start - index_bytes, data_start + end)
-    head = _safetensors_header(specs, by_leaf, len(middle) + index_bytes, metadata)
+    text = text.ljust(index_bytes - FOOTER_BYTES)
+    text += index_footer(text, data_start, data_start - index_bytes, data_start + end)
+    head = _safetensors_header(specs, start_of, len(middle) + index_bytes, metadata)
     header = (base - 8).to_bytes(8, "little") + head.ljust(base - 8) + middle + text
-    ordered = tuple(specs[leaf] for leaf in order)
-    return Layout(header, ordered, tuple(data_start + start for start in starts), data_start + end)
+    return Layout(
+        header,
+        tuple(specs[number] for number in order),
+        tuple(data_start + start for start in starts),
+        data_start + end,
+    )
 
 
-def _placed_datasets(
-    datasets: Sequence[Dataset],
-    starts: Mapping[int, int],
-    index_bytes: int,
+def _datasets_behind(
+    datasets: Sequence[Dataset], starts: Mapping[int, int], index_bytes: int
 ) -> list[Dataset]:
     """`datasets` behind the index, which begins and ends on a page; there are no gaps."""
-    behind = {leaf: index_bytes + start for leaf, start in starts.items()}
-    placed = hdf5_layout.placed_datasets(datasets, behind, lambda _size_bytes: 1)
-    placed.append(hdf5_layout.index_dataset(index_bytes, 0, PAGE_BYTES))
+    shifted = {number: index_bytes + start for number, start in starts.items()}
+    placed = placed_datasets(datasets, shifted, lambda _size_bytes: 1)
+    placed.append(index_dataset(index_bytes, 0, PAGE_BYTES))
     return placed
 
 
@@ -108,13 +120,13 @@ def _safetensors_header(
 ) -> bytes:
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     header[HELPER] = {"dtype": "U8", "shape": [middle_bytes], "data_offsets": [0, middle_bytes]}
-    for leaf, start in starts.items():
-        spec = specs[leaf]
-        offsets = [middle_bytes + start, middle_bytes + start + spec.size_bytes]
+    for number, start in starts.items():
+        spec = specs[number]
+        first = middle_bytes + start
         header[spec.name] = {
             "dtype": NAMES[spec.dtype],
             "shape": list(spec.shape),
-            "data_offsets": offsets,
+            "data_offsets": [first, first + spec.size_bytes],
         }
     return json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
 

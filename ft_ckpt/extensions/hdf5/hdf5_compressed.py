@@ -21,7 +21,8 @@ import numpy.typing as npt
 import xxhash
 from h5py import h5d, h5s
 
-from ft_ckpt.extensions.hdf5 import cerebras, hdf5_layout
+from ft_ckpt.extensions.hdf5.cerebras_writer import describe_checkpoint
+from ft_ckpt.extensions.hdf5.hdf5_layout import index_dataset, index_rows, named_specs
 from ft_ckpt.extensions.hdf5.hdf5_metadata import Attribute, Dataset
 from ft_ckpt.extensions.hdf5.hdf5_skeleton import (
     GZIP_LEVEL,
@@ -31,7 +32,17 @@ from ft_ckpt.extensions.hdf5.hdf5_skeleton import (
     encoded_path,
     hdf5_type,
 )
-from ft_ckpt.formats import Node, Spec, tensor_file
+from ft_ckpt.formats import (
+    FOOTER_BYTES,
+    NO_DIGEST,
+    Node,
+    Spec,
+    TensorIndex,
+    index_footer,
+    index_text,
+    is_flat,
+    with_digests,
+)
 from ft_ckpt.storage import LibraryFile
 
 Bytes = npt.NDArray[np.uint8]
@@ -54,11 +65,11 @@ def write_compressed(
     `values_of` returns the bytes of a leaf by number. Raises OSError when the disk fails, or has no
     room for the file with its tensors uncompressed.
     """
-    content = cerebras.describe_checkpoint(root, leaves, arrays, native_floats)
+    content = describe_checkpoint(root, leaves, arrays, native_floats)
     index = _index_without_digests(root, leaves, content.names)
-    index_bytes = len(tensor_file.index_text(index)) + tensor_file.FOOTER_BYTES
+    index_bytes = len(index_text(index)) + FOOTER_BYTES
     datasets = [replace(dataset, chunk=_chunk_shape(dataset)) for dataset in content.datasets]
-    datasets.append(hdf5_layout.index_dataset(index_bytes, 0, 1))
+    datasets.append(index_dataset(index_bytes, 0, 1))
     with LibraryFile(path, _max_bytes(datasets, content.attributes)) as file:
         try:
             with created_file(file) as library:
@@ -66,23 +77,17 @@ def write_compressed(
                 leaf_datasets = datasets[: len(leaves)]
                 digests = _write_leaves(library, leaf_datasets, values_of, file.check)
                 by_name = dict(zip(content.names, digests, strict=True))
-                text = tensor_file.index_text(tensor_file.with_digests(index, by_name))
-                text += tensor_file.index_footer(text, 0, 0, 0)
+                text = index_text(with_digests(index, by_name))
+                text += index_footer(text, 0, 0, 0)
                 _write_values(library, datasets[-1], np.frombuffer(text, np.uint8))
         finally:
             file.check()  # an error of the library may be the consequence
 
 
-def _index_without_digests(
-    root: Node,
-    leaves: Sequence[Spec],
-    names: Sequence[str],
-) -> tensor_file.TensorIndex:
-    specs = [Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(names, leaves, strict=True)]
-    everything = range(len(specs))
-    rows = hdf5_layout.index_rows(specs, everything, [0] * len(specs), tensor_file.NO_DIGEST)
-    tree = None if tensor_file.is_flat(root, names) else root
-    return tensor_file.TensorIndex(rows, tree, {})
+def _index_without_digests(root: Node, leaves: Sequence[Spec], names: Sequence[str]) -> TensorIndex:
+    specs = named_specs(names, leaves)
+    rows = index_rows(specs, range(len(specs)), [0] * len(specs), NO_DIGEST)
+    return TensorIndex(rows, None if is_flat(root, names) else root, {})
 
 
 def _chunk_shape(dataset: Dataset) -> tuple[int, ...]:
@@ -129,10 +134,10 @@ def _write_leaves(
     """
     digests = []
     threads = min(_MAX_THREADS, os.cpu_count() or 1)
-    coming: deque[tuple[Any, tuple[int, ...], Future[bytes]]] = deque()
+    jobs: deque[tuple[Any, tuple[int, ...], Future[bytes]]] = deque()
 
     def write_first_chunk() -> None:
-        handle, corner, job = coming.popleft()
+        handle, corner, job = jobs.popleft()
         handle.write_direct_chunk(corner, job.result())
         check()
 
@@ -145,10 +150,11 @@ def _write_leaves(
                 continue
             handle = h5d.open(library, encoded_path(dataset.path))
             for corner, part in _chunks(dataset, values):
-                if len(coming) >= 4 * threads:
+                if len(jobs) >= 4 * threads:
                     write_first_chunk()
-                coming.append((handle, corner, pool.submit(_compress_chunk, part, dataset.chunk)))
-        while coming:
+                job = pool.submit(_compress_chunk, part, dataset.chunk)
+                jobs.append((handle, corner, job))
+        while jobs:
             write_first_chunk()
     return digests
 

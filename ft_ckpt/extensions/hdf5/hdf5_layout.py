@@ -6,8 +6,8 @@ their digests.
 
 The file is a Cerebras checkpoint of format 0.5, and every HDF5 tool lists it. The index is a
 dataset of bytes at the end of the file: JSON (metadata, tree of the object, and for each tensor
-dtype, shape, offset and xxh3-128 digest) and a footer of 64 bytes. Our reader uses the HDF5 library
-only if there is no index, or if the footer shows that another program has moved the data since.
+dtype, shape, offset and xxh3-128 digest) and a footer of 64 bytes. ft_ckpt uses the HDF5 library to
+read it only if there is no index, or if the footer shows that another program has moved the data.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,8 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from ft_ckpt.errors import SelectionError, listing
-from ft_ckpt.extensions.hdf5 import cerebras
+from ft_ckpt.extensions.hdf5.cerebras_types import DTYPES, INDEX
+from ft_ckpt.extensions.hdf5.cerebras_writer import Content, describe_checkpoint
 from ft_ckpt.extensions.hdf5.hdf5_metadata import PAGE_BYTES, Dataset
 from ft_ckpt.extensions.hdf5.hdf5_skeleton import dataset_bytes, hdf5_header
 from ft_ckpt.formats import (
@@ -48,20 +49,19 @@ def lay_out_hdf5(
     `ties`: alias to stored name; with ties, `metadata` is not stored. Raises SelectionError for
     unsupported dtypes.
     """
-    unsupported = [
-        f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in cerebras.DTYPES
-    ]
+    unsupported = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in DTYPES]
     if unsupported:
         raise SelectionError(f"{listing(unsupported, ', ')}: not a type of HDF5 files; convert it")
     if not ties:
-        return _hdf5_layout(
-            specs, cerebras.describe_checkpoint(flat_tree(specs), specs), None, dict(metadata)
-        )
-    leaves = {spec.name: leaf for leaf, spec in enumerate(specs)}
-    leaves |= {alias: leaves[stored] for alias, stored in ties.items()}
-    keys = tuple(Node("value", name) for name in leaves)
-    root = Node("dict", None, keys, tuple(Node("tensor", leaf) for leaf in leaves.values()))
-    return lay_out_hdf5_tree(root, specs, ())[0]
+        content = describe_checkpoint(flat_tree(specs), specs)
+        return _hdf5_layout(specs, content, None, dict(metadata))
+    numbers = {spec.name: number for number, spec in enumerate(specs)}
+    for alias, stored_name in ties.items():
+        numbers[alias] = numbers[stored_name]
+    keys = tuple(Node("value", name) for name in numbers)
+    leaves = tuple(Node("tensor", number) for number in numbers.values())
+    layout, _ = lay_out_hdf5_tree(Node("dict", None, keys, leaves), specs, ())
+    return layout
 
 
 def lay_out_hdf5_tree(
@@ -70,23 +70,27 @@ def lay_out_hdf5_tree(
     """The layout of a file that contains the object `root`, and the names of its leaves, in
     order.
     """
-    content = cerebras.describe_checkpoint(root, leaves, arrays, native_floats)
-    specs = [
-        Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(content.names, leaves, strict=True)
-    ]
-    return _hdf5_layout(
-        specs, content, None if is_flat(root, content.names) else root, {}
-    ), content.names
+    content = describe_checkpoint(root, leaves, arrays, native_floats)
+    specs = named_specs(content.names, leaves)
+    stored_root = None if is_flat(root, content.names) else root
+    return _hdf5_layout(specs, content, stored_root, {}), content.names
+
+
+def named_specs(names: Sequence[str], leaves: Sequence[Spec]) -> list[Spec]:
+    """The specs of `leaves` with their names."""
+    pairs = zip(names, leaves, strict=True)
+    return [Spec(name, leaf.shape, leaf.dtype) for name, leaf in pairs]
 
 
 def index_rows(
     specs: Sequence[Spec], order: Sequence[int], starts: Sequence[int], digest: str
 ) -> dict[str, Row]:
     """The index rows of `specs`, in file order, all with the same `digest`."""
-    return {
-        specs[leaf].name: [specs[leaf].dtype, specs[leaf].shape, start, digest, leaf]
-        for leaf, start in zip(order, starts, strict=True)
-    }
+    rows: dict[str, Row] = {}
+    for number, start in zip(order, starts, strict=True):
+        spec = specs[number]
+        rows[spec.name] = [spec.dtype, spec.shape, start, digest, number]
+    return rows
 
 
 def _alignment_of(size_bytes: int) -> int:
@@ -94,21 +98,24 @@ def _alignment_of(size_bytes: int) -> int:
 
 
 def _place_tensors(specs: Sequence[Spec]) -> tuple[list[int], list[int], int]:
-    """The order of `specs` in the file as indexes, their offsets in that order, and the end of the
+    """The order of `specs` in the file, by number; their offsets in that order; the end of the
     last.
     """
-    large = [index for index, spec in enumerate(specs) if spec.size_bytes >= MAP_BYTES]
-    small = [index for index, spec in enumerate(specs) if spec.size_bytes < MAP_BYTES]
-    starts, at = [], 0
-    for index in large + small:
-        at += -at % _alignment_of(specs[index].size_bytes)
-        starts.append(at)
-        at += specs[index].size_bytes
-    return large + small, starts, at
+    large = [number for number, spec in enumerate(specs) if spec.size_bytes >= MAP_BYTES]
+    small = [number for number, spec in enumerate(specs) if spec.size_bytes < MAP_BYTES]
+    order = large + small
+    starts = []
+    end = 0
+    for number in order:
+        size_bytes = specs[number].size_bytes
+        start = end + -end % _alignment_of(size_bytes)
+        starts.append(start)
+        end = start + size_bytes
+    return order, starts, end
 
 
 def _hdf5_layout(
-    specs: Sequence[Spec], content: cerebras.Content, root: Node | None, metadata: Mapping[str, str]
+    specs: Sequence[Spec], content: Content, root: Node | None, metadata: Mapping[str, str]
 ) -> Layout:
     order, starts, end = _place_tensors(specs)
     index = TensorIndex(index_rows(specs, order, starts, NO_DIGEST), root, metadata)
@@ -118,16 +125,16 @@ def _hdf5_layout(
     datasets = placed_datasets(content.datasets, by_leaf, _alignment_of)
     datasets.append(index_dataset(index_bytes, index_start, _SMALL_STEP))
     header = hdf5_header(datasets, content.attributes)
-    data_start, size_bytes = len(header), len(header) + index_start + index_bytes
+    data_start = len(header)
+    size_bytes = data_start + index_start + index_bytes
 
     def make_trailer(digests: Mapping[str, bytes]) -> bytes:
         text = index_text(with_digests(index, digests))
         return text + index_footer(text, data_start, data_start + index_start, size_bytes)
 
-    ordered = tuple(specs[leaf] for leaf in order)
     return Layout(
         header,
-        ordered,
+        tuple(specs[number] for number in order),
         tuple(data_start + start for start in starts),
         size_bytes,
         data_start + index_start,
@@ -153,4 +160,4 @@ def placed_datasets(
 
 def index_dataset(size_bytes: int, start: int, alignment: int) -> Dataset:
     """The dataset of the index."""
-    return Dataset((cerebras.INDEX,), "u1", (size_bytes,), {}, start, alignment)
+    return Dataset((INDEX,), "u1", (size_bytes,), {}, start, alignment)

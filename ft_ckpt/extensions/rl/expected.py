@@ -202,7 +202,7 @@ class _StoredModel:
         self.file, self.ranks = file, ranks
         heads = int(config.get("num_attention_heads") or 1)
         self.key_heads = int(config.get("num_key_value_heads") or heads)
-        self.ties = getattr(file, "ties", {})
+        self.ties = file.ties
 
     def sources(self, name: str) -> list[str]:
         """The stored tensors that make up the parameter `name`, in order; empty without a rule."""

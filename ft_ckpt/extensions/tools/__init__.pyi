@@ -28,6 +28,7 @@ from .merging import (
     merged_part as merged_part,
 )
 from .objects import (
+    compress_file as compress_file,
     load as load,
     save as save,
 )

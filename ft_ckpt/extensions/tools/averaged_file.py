@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.extensions.tools.copy_check import spec_differences
-from ft_ckpt.extensions.tools.translated_file import FLOAT_DTYPES, metadata_of, skipped_of, ties_of
+from ft_ckpt.extensions.tools.translated_file import FLOAT_DTYPES
 from ft_ckpt.formats import Spec, TensorFile, dtype_of, is_within
 
 _WITHOUT_MEAN = (  # powers of two, used as scales; two numbers per byte; complex numbers
@@ -25,7 +25,7 @@ _WITHOUT_MEAN = (  # powers of two, used as scales; two numbers per byte; comple
 )
 
 
-class AveragedFile:
+class AveragedFile(TensorFile):
     """The averages of several files with the same tensors, as one file.
 
     After reading, `unequal` names the non-floating tensors that differ (an error for adapters,
@@ -51,10 +51,10 @@ class AveragedFile:
         self.files, self.shares, self.is_adapter = list(files), list(shares), is_adapter
         self.ties, self.notes = _common_ties(files, names)
         self.specs, self.casts = _cast_specs(files[-1], dtype)
-        self.metadata = dict(metadata_of(files[-1]))
+        self.metadata = dict(files[-1].metadata)
         skipped: dict[str, None] = {}
         for file in files:
-            skipped |= dict.fromkeys(skipped_of(file))
+            skipped |= dict.fromkeys(file.skipped)
         self.skipped = tuple(skipped)
         self.unequal: set[str] = set()
         self.beyond: set[str] = set()
@@ -147,7 +147,7 @@ def _common_ties(
     ties: dict[str, str] = {}
     problems: list[str] = []
     for source, file in zip(names, files, strict=True):
-        for name, stored_name in ties_of(file).items():
+        for name, stored_name in file.ties.items():
             first = ties.setdefault(name, stored_name)
             if first != stored_name:
                 problems.append(f"{source}: {name}: tied to {stored_name}, expected {first}")
@@ -158,7 +158,7 @@ def _common_ties(
     notes = []
     for name, stored_name in ties.items():
         for source, file in zip(names, files, strict=True):
-            if name not in ties_of(file):
+            if name not in file.ties:
                 notes.append(
                     f"{name}: not in {source}; taken to be tied to {stored_name}, as "
                     "in the other sources"

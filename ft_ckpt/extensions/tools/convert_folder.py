@@ -14,8 +14,8 @@ from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.extensions.tools.convert_request import ConvertOptions
 from ft_ckpt.extensions.tools.output_files import Output, plan_output
 from ft_ckpt.extensions.tools.rename_rules import Names, rename_tensors
-from ft_ckpt.extensions.tools.translated_file import SelectedTensors, TranslatedFile, ties_of
-from ft_ckpt.formats import TensorFile, shard_index, split_into_files
+from ft_ckpt.extensions.tools.translated_file import select_tensors, translate_file
+from ft_ckpt.formats import TensorFile, TensorView, shard_index, split_into_files
 from ft_ckpt.model import ADAPTER_FILE, FolderPart, WeightsFolder
 from ft_ckpt.storage import FileRecord, Place, Store, copy_object, read_record, read_text
 
@@ -25,7 +25,7 @@ class ConvertedPart:
     """One part of a folder with its output files."""
 
     part: FolderPart
-    file: TranslatedFile
+    file: TensorView
     outputs: tuple[Output, ...]
     index_path: str
     index: str | None  # the text of their index; None with one file
@@ -34,7 +34,7 @@ class ConvertedPart:
         """The record of the part in the new manifest."""
         tensors = []
         for output in self.outputs:
-            tensors += output.inner.records()
+            tensors += output.plan.records()
         groups: dict[str, list[str]] = {}
         for name, stored_name in self.file.ties.items():
             groups.setdefault(stored_name, [stored_name]).append(name)
@@ -65,9 +65,9 @@ class ConvertedPart:
 
 def plan_part(part: FolderPart, options: ConvertOptions) -> ConvertedPart:
     """The new files of a part, named and divided as its readers expect."""
-    names = _names_in_part(part, [*part.file.specs, *ties_of(part.file)], options.names)
-    file = TranslatedFile(part.file, names, options.dtype)
-    stem = part.stem or (ADAPTER_FILE if part.kind == "adapter" else options.format.model_stem)
+    names = _names_in_part(part, [*part.file.specs, *part.file.ties], options.names)
+    file = translate_file(part.file, names, options.dtype)
+    stem = part.stem or (ADAPTER_FILE if part.kind == "adapter" else options.format.model_stems[0])
     ending = options.format.suffixes[0]
     folder = f"{part.path}/" if part.path else ""
     shards = {f"{stem}{ending}": list(file.specs)}
@@ -75,7 +75,7 @@ def plan_part(part: FolderPart, options: ConvertOptions) -> ConvertedPart:
         shards = split_into_files(file.specs, stem, ending, options.max_shard_bytes)
     outputs = []
     for file_name, tensor_names in shards.items():
-        selected = SelectedTensors(file, tensor_names)
+        selected = select_tensors(file, tensor_names)
         outputs.append(plan_output(options.format, folder + file_name, selected))
     index = None
     if len(shards) > 1:

@@ -78,8 +78,7 @@ def convert_options(
             f"{target}: a file, expected a folder for {target_format.name}; choose another path"
         )
     _check_shard_size(max_shard_size, target, to_folder)
-    library = target_format.folder_writer
-    if shards is not None and (library is None or library.write_shards is None):
+    if shards is not None and target_format.folder_writer is None:
         raise ConfigError(
             f"shards={str(shards)!r}: format {target_format.name!r} has no shards by name; leave "
             "it out"
@@ -104,9 +103,9 @@ def convert_options(
 def _writable_format(name: str | None) -> TensorFormat | None:
     if name is None:
         return None
-    writable = [known.name for known in written_formats()]
+    writable = [known.name for known in written_formats(name)]
     if name not in writable:
-        writers = {known.name: known.written_by for known in tensor_formats()}
+        writers = {known.name: known.why_read_only for known in tensor_formats()}
         reason = writers.get(name) or expected_one_of(name, writable)
         raise ConfigError(f"format={name!r}: {reason}")
     return format_named(name)

@@ -40,12 +40,16 @@ from ft_ckpt.extensions.tools.output_files import Output, plan_output, write_out
 from ft_ckpt.extensions.tools.rename_rules import check_used, read_map
 from ft_ckpt.extensions.tools.shard_rules import assign_shards
 from ft_ckpt.extensions.tools.translated_file import (
-    TranslatedFile,
-    UntiedFile,
-    skipped_of,
-    ties_of,
+    translate_file,
+    untie_file,
 )
-from ft_ckpt.formats import FolderWriter, TensorFile, link_second_names, open_tensor_file
+from ft_ckpt.formats import (
+    FolderWriter,
+    TensorFile,
+    TensorView,
+    link_second_names,
+    open_tensor_file,
+)
 from ft_ckpt.model import FolderPart, WeightsFolder, join_weight_files, open_folder
 from ft_ckpt.storage import (
     Place,
@@ -125,7 +129,7 @@ def convert(
     )
     check_apart([source], options)
     with hold_open(source) as place, closing(open_source(place)) as tensor_file:
-        check_used(names, [*tensor_file.specs, *ties_of(tensor_file)], str(source))
+        check_used(names, [*tensor_file.specs, *tensor_file.ties], str(source))
         options = replace(options, max_mode=place.mode_at(options.target))
         return write_converted(tensor_file, place, options)
 
@@ -139,7 +143,7 @@ def write_converted(
     """
     begun = time.monotonic()
     if not tensor_file.specs:
-        skipped = skipped_of(tensor_file)
+        skipped = tensor_file.skipped
         reason = "; give a file or folder that has some"
         if skipped:
             reason = f", only {listing(list(skipped))}"
@@ -166,7 +170,7 @@ def open_source(path: str | Path | Place) -> TensorFile:
 
 
 def _convert_to_file(tensor_file: TensorFile, options: ConvertOptions) -> ConvertReport:
-    file, target = TranslatedFile(tensor_file, options.names, options.dtype), options.target
+    file, target = translate_file(tensor_file, options.names, options.dtype), options.target
     _refuse_listed(target)
     output = plan_output(options.format, target.name, file)
     _check_space(target.store, output.plan.layout.size_bytes)
@@ -212,22 +216,22 @@ def _check_space(store: Store, size_bytes: int) -> None:
 def _convert_by_library(
     tensor_file: TensorFile, source: Place, options: ConvertOptions, library: FolderWriter
 ) -> ConvertReport:
-    file = TranslatedFile(tensor_file, options.names, options.dtype)
-    untied = UntiedFile(file)  # these formats have no ties
+    file = translate_file(tensor_file, options.names, options.dtype)
+    untied = untie_file(file)  # these formats have no ties
     specs = list(untied.specs.values())
     library.check_types(specs)
     shards = assign_shards(specs, options.shards) if options.shards else {}
     staging = _open_staging(options, sum(spec.size_bytes for spec in specs))
     try:
         with scratch_folder(staging.store) as stage:
-            if library.write_shards is not None and shards:
+            if shards:
                 library.write_shards(stage, shards, untied.read)
             else:
-                library.write_folder(stage, specs, untied.read)
+                library.write(stage, specs, untied.read)
             if options.verify:
-                open_written = options.format.open_folder
-                assert open_written is not None, "a format that is written is read"
-                with closing(open_written(open_place(stage))) as copied:
+                copied = options.format.open_folder(open_place(stage))
+                assert copied is not None, "a format that is written is read"
+                with closing(copied):
                     check_copy(untied, copied, options.target.basename)
             files = staged_records(open_place(stage).folder, ())
         part = PartRecord("", "", "model", options.format.name, "", (), casts=file.casts)
@@ -283,7 +287,7 @@ def _finish_part(part: ConvertedPart, store: Store, options: ConvertOptions) -> 
 
 def _report_of(
     options: ConvertOptions,
-    files: Sequence[TranslatedFile],
+    files: Sequence[TensorView],
     size_bytes: int,
     notes: tuple[str, ...],
 ) -> ConvertReport:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.errors import CorruptError, listing
-from ft_ckpt.extensions.tools.translated_file import ties_of
 from ft_ckpt.formats import Spec, TensorFile
 
 SLICE_BYTES = 4 << 20  # small, because memory freed by several threads stays in their heaps
@@ -59,6 +58,6 @@ def spec_differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -
 def _all_specs(file: TensorFile) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype by name, tied names included."""
     specs = {name: (spec.shape, spec.dtype) for name, spec in file.specs.items()}
-    for name, stored_name in ties_of(file).items():
+    for name, stored_name in file.ties.items():
         specs[name] = specs[stored_name]
     return specs

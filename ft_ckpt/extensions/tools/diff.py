@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.extensions.tools.copy_check import SLICE_BYTES
-from ft_ckpt.extensions.tools.translated_file import UntiedFile
-from ft_ckpt.formats import Spec, TensorFile
+from ft_ckpt.extensions.tools.translated_file import untie_file
+from ft_ckpt.formats import Spec, TensorFile, TensorView
 from ft_ckpt.model import WeightsFolder, differing_class, differing_settings
 from ft_ckpt.storage import Place
 
@@ -83,12 +83,12 @@ def compare_files(first: TensorFile, second: TensorFile) -> list[Difference]:
     first name that both files have. A name in one file only is left out if its tensor is compared
     under another name.
     """
-    untied = UntiedFile(first), UntiedFile(second)
+    untied = untie_file(first), untie_file(second)
     differences = [_tensor_difference(*untied, name) for name in _names_to_compare(*untied)]
     return _most_changed_first(differences)
 
 
-def _names_to_compare(first: UntiedFile, second: UntiedFile) -> list[str]:
+def _names_to_compare(first: TensorView, second: TensorView) -> list[str]:
     pairs: dict[tuple[str, str], str] = {}  # stored names in both -> name
     for name, stored_name in first.stored_names.items():
         if name in second.stored_names:
@@ -157,7 +157,7 @@ def _most_changed_first(differences: Iterable[Difference]) -> list[Difference]:
     return sorted(differences, key=order)
 
 
-def _tensor_difference(first: UntiedFile, second: UntiedFile, name: str) -> Difference:
+def _tensor_difference(first: TensorView, second: TensorView, name: str) -> Difference:
     before, after = first.specs.get(name), second.specs.get(name)
     if before is None:
         return Difference(name, "only in B", before, after, changed=1)

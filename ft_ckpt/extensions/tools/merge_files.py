@@ -32,10 +32,15 @@ from ft_ckpt.extensions.tools.convert_request import ConvertOptions, check_apart
 from ft_ckpt.extensions.tools.converting import ConvertReport, open_source
 from ft_ckpt.extensions.tools.logits import live_logits
 from ft_ckpt.extensions.tools.merging import merged_part
-from ft_ckpt.formats import TensorFile, TensorRecord, checkpoint_format_of, open_tensor_file
+from ft_ckpt.formats import (
+    JoinedFile,
+    TensorFile,
+    TensorRecord,
+    checkpoint_format_of,
+    open_tensor_file,
+)
 from ft_ckpt.model import (
     FileModel,
-    JoinedFile,
     MergeChoice,
     WeightsFolder,
     attach_adapters,

@@ -17,8 +17,10 @@ from ft_ckpt.formats import (
     DeviceTensors,
     FilePlan,
     IndexedFile,
+    LaidOutObjects,
     Layout,
     Leaf,
+    LibraryObjects,
     RawFile,
     Spec,
     TensorFormat,
@@ -65,23 +67,21 @@ def save(
     full.
     """
     target = open_place(path).as_target()
-    file_format = format_by_suffix(str(target)) if format is None else _object_format(format)
+    file_format = _object_format(format or format_by_suffix(str(target)).name)
     _check_compression(file_format, compression)
-    plan = None
-    if compression is None:
+    objects = file_format.objects
+    if isinstance(objects, LibraryObjects):
+        objects.check(obj)
+        with explained(target), scratch_file(target) as file:
+            objects.save(obj, file)
+    elif objects is not None and compression is not None:
+        with explained(target), scratch_file(target) as file:
+            _write_compressed(obj, objects, file, native_floats)
+    elif objects is not None:
         with _no_collection():
-            plan = _plan_object(obj, file_format, native_floats)
-    with explained(target):
-        if compression is not None:
-            with scratch_file(target) as file:
-                _write_compressed(obj, file_format, file, native_floats)
-        elif file_format.save_object is not None:
-            with scratch_file(target) as file:
-                file_format.save_object(obj, file)
-        else:
-            with replaced_object(target) as stage:
-                if plan is not None:
-                    _write_plan(stage, *plan)
+            layout, leaves = _plan_object(obj, objects, native_floats)
+        with explained(target), replaced_object(target) as stage:
+            _write_plan(stage, layout, leaves)
 
 
 def compress_file(place: Place, compression: str) -> None:
@@ -116,12 +116,12 @@ def load(
     place = open_place(path)
     _refuse_device(map_location)
     with _no_collection(), damaged_input(place.basename):
-        raw = RawFile(place.open())
+        raw = RawFile(place.open(), mapped or map_location is not None)
         file_format = detect_format(raw) if format is None else _object_format(format)
-        if file_format.load_object is not None:
+        if isinstance(file_format.objects, LibraryObjects):
             with closing(raw):
-                return file_format.load_object(raw, map_location, mapped, verify)
-        file = file_format.open_file(raw.file, mapped or map_location is not None, verify)
+                return file_format.objects.load(raw, map_location, mapped, verify)
+        file = file_format.open_indexed(raw, verify)
         if verify and not file.has_digests:
             _check_listed(raw.file, place)
         if map_location is None:
@@ -163,7 +163,11 @@ def _check_listed(source: Readable, place: Place) -> None:
 
 def _object_format(name: str) -> TensorFormat:
     """The format `name`. Raises ConfigError when it is unknown or cannot store objects."""
-    names = [known.name for known in tensor_formats() if known.serves_objects]
+    names = []
+    for file_format in tensor_formats(name):
+        objects = file_format.objects
+        if isinstance(objects, LaidOutObjects) or (objects is not None and objects.is_written):
+            names.append(file_format.name)
     if name not in names:
         raise ConfigError(f"format {name!r}: {expected_one_of(name, names)}")
     return format_named(name)
@@ -186,16 +190,12 @@ def _check_compression(file_format: TensorFormat, compression: str | None) -> No
 
 
 def _plan_object(
-    obj: Any, file_format: TensorFormat, native_floats: bool
-) -> tuple[Layout, dict[str, Leaf]] | None:
-    """The layout of the file and its leaves by name; None if a library writes the format."""
-    if file_format.check_object is not None:
-        file_format.check_object(obj)
-    if file_format.lay_out_object is None:
-        return None
-    root, leaves = flatten(obj, file_format.object_dtypes)
+    obj: Any, objects: LaidOutObjects, native_floats: bool
+) -> tuple[Layout, dict[str, Leaf]]:
+    """The layout of the file and its leaves by name."""
+    root, leaves = flatten(obj, objects.dtypes)
     specs, arrays = _describe_leaves(leaves)
-    layout, names = file_format.lay_out_object(root, specs, arrays, native_floats)
+    layout, names = objects.lay_out(root, specs, arrays, native_floats)
     return layout, dict(zip(names, leaves, strict=True))
 
 
@@ -229,16 +229,15 @@ def _leaf_regions(start: int, spec: Spec, leaf: Leaf) -> Iterator[Region]:
     yield Region(start, address, spec.size_bytes, values)
 
 
-def _write_compressed(obj: Any, file_format: TensorFormat, path: Path, native_floats: bool) -> None:
+def _write_compressed(obj: Any, objects: LaidOutObjects, path: Path, native_floats: bool) -> None:
     """Write a new compressed file."""
-    root, leaves = flatten(obj, file_format.object_dtypes)
+    root, leaves = flatten(obj, objects.dtypes)
     specs, arrays = _describe_leaves(leaves)
-    assert file_format.write_compressed is not None, "a format with compressions"
 
     def values_of(index: int) -> Any:
         return _leaf_bytes(leaves[index])
 
-    file_format.write_compressed(path, root, specs, arrays, native_floats, values_of)
+    objects.write_compressed(path, root, specs, arrays, native_floats, values_of)
 
 
 def _leaf_bytes(leaf: Leaf) -> Any:

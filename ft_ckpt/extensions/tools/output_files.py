@@ -7,9 +7,7 @@ from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 from ft_ckpt.errors import SelectionError, listing
-from ft_ckpt.extensions.foreign import TorchArchive
 from ft_ckpt.extensions.tools.copy_check import read_slices
-from ft_ckpt.extensions.tools.translated_file import byte_runs, metadata_of, ties_of
 from ft_ckpt.formats import FilePlan, Layout, Spec, TensorFile, TensorFormat, write_file
 from ft_ckpt.storage import (
     ByteRun,
@@ -18,7 +16,6 @@ from ft_ckpt.storage import (
     Store,
     Writer,
     read_ahead,
-    region_of,
     track_bytes,
 )
 
@@ -27,17 +24,14 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True)
 class Output:
-    """One planned weight file: the plan of its bytes and the layout of its tensors."""
+    """One planned weight file, and the tensors that go into it."""
 
     plan: FilePlan
-    inner: FilePlan  # the plan with a record for each tensor; differs from `plan` for an archive
     file: TensorFile
-    archive: TorchArchive | None = None
 
     def regions(self) -> Iterator[Region]:
-        """The file's bytes in order."""
-        regions = _tensor_regions(self.file, self.inner.layout)
-        return regions if self.archive is None else _archive_regions(self.archive, regions)
+        """The bytes of the tensors, in the order of the plan."""
+        return _tensor_regions(self.file, self.plan.layout)
 
 
 def plan_output(target_format: TensorFormat, path: str, file: TensorFile) -> Output:
@@ -45,21 +39,16 @@ def plan_output(target_format: TensorFormat, path: str, file: TensorFile) -> Out
 
     Raises SelectionError naming tensors whose dtypes or names the format cannot store.
     """
-    specs, ties = list(file.specs.values()), dict(ties_of(file))
-    # transformers refuses files without it
-    metadata = {"format": "pt", **metadata_of(file)}
-    if target_format.lay_out_archive is not None:
-        archive = target_format.lay_out_archive(specs, metadata, ties)
-        inner = Layout(b"", archive.specs, archive.starts, archive.layout.size_bytes)
-        return Output(FilePlan(path, archive.layout), FilePlan(path, inner), file, archive)
-    plan = FilePlan(path, target_format.lay_out_file(specs, metadata, ties))
-    changed = sorted(file.specs.keys() - {spec.name for spec in plan.layout.specs})
+    # transformers refuses files without "format"
+    metadata = {"format": "pt", **file.metadata}
+    layout = target_format.lay_out_file(list(file.specs.values()), metadata, file.ties)
+    changed = sorted(file.specs.keys() - {spec.name for spec in layout.specs})
     if changed:
         names = [repr(name) for name in changed]
         raise SelectionError(
             f"{listing(names)}: not a name for format {target_format.name!r}; rename it"
         )
-    return Output(plan, plan, file)
+    return Output(FilePlan(path, layout), file)
 
 
 def write_outputs(outputs: Sequence[Output], store: Store, progress: bool) -> list[FileRecord]:
@@ -86,7 +75,7 @@ def _tensor_regions(file: TensorFile, layout: Layout) -> Iterator[Region]:
     slice.
     """
     starts = {spec.name: start for spec, start in zip(layout.specs, layout.starts, strict=True)}
-    runs = {spec.name: byte_runs(file, spec.name) for spec in layout.specs}
+    runs = {spec.name: file.runs(spec.name) for spec in layout.specs}
     for is_copied, group in groupby(layout.specs, lambda spec: runs[spec.name] is not None):
         specs = list(group)
         pieces = _copied_pieces(specs, runs) if is_copied else _read_pieces(file, specs)
@@ -125,18 +114,3 @@ def _prefetched(items: Iterable[_Item]) -> Iterator[_Item]:
                 return
             next_item = reader.submit(next, iterator, end)
             yield item
-
-
-def _archive_regions(archive: TorchArchive, regions: Iterator[Region]) -> Iterator[Region]:
-    """The regions of the tensors with the archive's own bytes between them."""
-    start = 0
-    for chunk in archive.weave_bytes(_addresses(regions)):
-        region = region_of(start, chunk) if isinstance(chunk, bytes) else Region(start, *chunk)
-        if region.size_bytes:
-            yield region
-        start += region.size_bytes
-
-
-def _addresses(regions: Iterator[Region]) -> Iterator[tuple[int, int]]:
-    for region in regions:  # keeps the region's memory alive until the next one
-        yield region.address, region.size_bytes

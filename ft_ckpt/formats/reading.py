@@ -1,30 +1,16 @@
-"""Reads many tensors of a file in parallel, ahead of use, and writes new tensor files."""
+"""Reads many tensors of files in parallel, ahead of use, into memory of the host or a device."""
 
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import xxhash
 from torch import Tensor
 
 from ft_ckpt.devices import PinnedBlocks, has_streams
-from ft_ckpt.errors import IncompleteError
-from ft_ckpt.formats.layout import Layout, TensorFile, TensorRecord
-from ft_ckpt.storage import (
-    ByteRun,
-    DurableFile,
-    FileRecord,
-    Region,
-    Store,
-    Writer,
-    is_in_page_cache,
-    read_ahead,
-    read_in_place,
-    region_of,
-    whole_digest,
-)
+from ft_ckpt.formats.tensor_file import TensorFile
+from ft_ckpt.storage import ByteRun, is_in_page_cache, read_ahead, read_in_place
 
 THREADS = 4
 
@@ -74,11 +60,13 @@ def read_runs(
     read_in_place({run: tensor.data_ptr() for run, tensor in in_place.items()}, threads)
     for tensor in in_place.values():
         torch.autograd.graph.increment_version(tensor)
-    order = {id(file): place for place, file in enumerate(run.file for run in landings)}
+    file_numbers: dict[int, int] = {}
+    for run in landings:
+        file_numbers.setdefault(id(run.file), len(file_numbers))
     streamed = landings.keys() - in_place.keys()
-    runs = sorted(streamed, key=lambda run: (order[id(run.file)], run.start))
-    places = {one.local.device for one in landings.values() if isinstance(one, StraightLanding)}
-    devices = frozenset(filter(has_streams, places))
+    runs = sorted(streamed, key=lambda run: (file_numbers[id(run.file)], run.start))
+    straight = [entry for entry in landings.values() if isinstance(entry, StraightLanding)]
+    devices = frozenset(filter(has_streams, {landing.local.device for landing in straight}))
     keeper = PinnedBlocks(devices) if devices else None
     for part in read_ahead(runs, threads, direct, keeper=keeper):
         landing, data = landings[part.run], bytes_at(part.address, part.size_bytes)
@@ -107,7 +95,8 @@ class DeviceTensors:
 
     def new_tensor(self, name: str) -> Tensor:
         """The tensor `name` of the file; `read_all` fills it."""
-        spec, run = self._file.specs[name], whole_run(self._file, name)
+        spec = self._file.specs[name]
+        run = whole_run(self._file, name)
         if run is None:
             return self._file.read(name).view(spec.shape).to(self._device)
         tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
@@ -125,16 +114,15 @@ class DeviceTensors:
 
 def read_onto(file: TensorFile, device: torch.device) -> dict[str, Tensor]:
     """All tensors of `file` by name, read directly into new memory of `device`."""
-    coming = DeviceTensors(file, device)
-    tensors = {name: coming.new_tensor(name) for name in file.specs}
-    coming.read_all()
+    device_tensors = DeviceTensors(file, device)
+    tensors = {name: device_tensors.new_tensor(name) for name in file.specs}
+    device_tensors.read_all()
     return tensors
 
 
 def whole_run(file: TensorFile, name: str) -> ByteRun | None:
     """The byte range of the tensor in its file; None when it has to be read through its format."""
-    ask = getattr(file, "runs", None)
-    runs = None if ask is None or getattr(file, "verify", False) else ask(name)
+    runs = file.runs(name)
     return runs[0] if runs is not None and len(runs) == 1 else None
 
 
@@ -149,83 +137,3 @@ def copy_bytes(to: Tensor, at: int, data: Tensor) -> None:
     """
     ctypes.memmove(to.data_ptr() + at, data.data_ptr(), data.numel())
     torch.autograd.graph.increment_version(to)
-
-
-@dataclass(frozen=True)
-class FilePlan:
-    """A weight file to write: its path, relative to the checkpoint, and its layout."""
-
-    path: str
-    layout: Layout
-
-    def records(self) -> list[TensorRecord]:
-        """The record of each tensor, with its offsets."""
-        return [
-            TensorRecord(
-                spec.name, spec.shape, spec.dtype, self.path, start, start + spec.size_bytes
-            )
-            for spec, start in zip(self.layout.specs, self.layout.starts, strict=True)
-        ]
-
-
-def write_file(
-    plan: FilePlan, regions: Iterable[Region], store: Store, writer: Writer
-) -> FileRecord:
-    """Write the planned file from `regions`: the bytes of its tensors, in the order of the layout.
-
-    Raises IncompleteError when a region is not the one the layout expects next, NoSpaceError when
-    the disk is full.
-    """
-    layout, feed = plan.layout, iter(regions)
-    with writer.fill(store.create(plan.path, layout.size_bytes)) as file:
-        file.put_region(region_of(0, layout.header))
-        end = _fill_tensors(file, layout, feed)
-        file.put_zeros(end, layout.size_bytes)
-        for extra in feed:
-            raise IncompleteError(
-                f"{plan.path}: {_describe_region(extra)} came after the last planned tensor; "
-                "nothing is kept"
-            )
-        digest = file.finish()
-    etag = None if file.stored is None else file.stored.etag
-    sha256 = None if file.sha256 is None else file.sha256.hexdigest()
-    return FileRecord(plan.path, layout.size_bytes, whole_digest(digest), etag=etag, sha256=sha256)
-
-
-def _fill_tensors(file: DurableFile, layout: Layout, feed: Iterator[Region]) -> int:
-    """Write the tensors and the trailer of a file; returns the offset of their end."""
-    digests = (
-        {spec.name: xxhash.xxh3_128() for spec in layout.specs}
-        if layout.trailer is not None
-        else {}
-    )
-    end = len(layout.header)
-    for spec, start in zip(layout.specs, layout.starts, strict=True):
-        file.put_zeros(end, start)
-        end = start + spec.size_bytes
-        for region in _next_regions(spec.name, start, end, feed):
-            file.put_region(region, digests.get(spec.name))
-    if layout.trailer is None or layout.trailer_start is None:
-        return end
-    file.put_zeros(end, layout.trailer_start)
-    file.await_digests()
-    trailer = layout.trailer({name: digest.digest() for name, digest in digests.items()})
-    file.put_region(region_of(layout.trailer_start, trailer))
-    return layout.trailer_start + len(trailer)
-
-
-def _next_regions(name: str, start: int, end: int, feed: Iterator[Region]) -> Iterator[Region]:
-    """The regions of one tensor. Raises IncompleteError when other regions arrive."""
-    while start < end:
-        region = next(feed, None)
-        if region is None or region.start != start or region.size_bytes > end - start:
-            found = "nothing" if region is None else _describe_region(region)
-            raise IncompleteError(
-                f"{name}: {end - start} bytes missing when {found} came; nothing is kept"
-            )
-        yield region
-        start += region.size_bytes
-
-
-def _describe_region(region: Region) -> str:
-    return f"{region.size_bytes} bytes for byte {region.start} of the file"

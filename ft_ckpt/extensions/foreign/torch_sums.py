@@ -1,0 +1,102 @@
+"""The checksums of torch's zip files, which torch itself does not compare."""
+
+import io
+import zipfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from ft_ckpt.errors import ConfigError, CorruptError, LoadError, damaged_input, listing
+from ft_ckpt.formats import ZIP_MAGIC, FileStream, RawFile
+from ft_ckpt.storage import LocalFile
+
+Source = Path | BinaryIO  # what torch and zipfile read
+STREAM_BYTES = 8 << 20  # read at a time from afar
+_BLOCK_BYTES = 1 << 20  # of a record, read at a time
+
+
+def source_of(file: RawFile) -> Source:
+    """The path of the descriptor of a local file, which stays the same file; a stream for an object
+    in a bucket.
+    """
+    if isinstance(file.file, LocalFile):
+        return Path(f"/proc/self/fd/{file.file.descriptor}")
+    return io.BufferedReader(FileStream(file), STREAM_BYTES)
+
+
+def is_zip(file: RawFile) -> bool:
+    """Whether an open file begins as a zip file."""
+    return bytes(file.bytes(0, min(len(ZIP_MAGIC), file.size_bytes))) == ZIP_MAGIC
+
+
+def check_archive(source: Source, name: str) -> None:
+    """Compare the checksums of all records but the storages.
+
+    Raises LoadError for a program of TorchScript, CorruptError for what torch never writes.
+    """
+    with zipfile.ZipFile(source) as archive:
+        entries = archive.infolist()
+        if any(entry.filename.endswith("/constants.pkl") for entry in entries):
+            raise LoadError(
+                f"{name}: a TorchScript program, expected saved tensors; save "
+                "its state_dict() instead"
+            )
+        compressed = [
+            entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED
+        ]
+        if compressed:
+            raise CorruptError(
+                f"{name}: {listing(compressed, ', ')}: compressed, which torch never does; zip the "
+                "files again with -0"
+            )
+        if _has_sums(entries):
+            small = [entry for entry in entries if "/data/" not in entry.filename]
+            _compare_records(archive, small, name)
+
+
+def compare_archive(source: Source, name: str) -> bool:
+    """Compare all checksums; False if there are none."""
+    with zipfile.ZipFile(source) as archive:
+        entries = archive.infolist()
+        if not _has_sums(entries):
+            return False
+        _compare_records(archive, entries, name)
+        return True
+
+
+def _has_sums(entries: Sequence[zipfile.ZipInfo]) -> bool:
+    return any(entry.CRC for entry in entries)  # torch can omit all of them
+
+
+def _compare_records(
+    archive: zipfile.ZipFile, entries: Iterable[zipfile.ZipInfo], name: str
+) -> None:
+    """Read records to their end, at which zipfile compares their checksum."""
+    for entry in entries:
+        record = entry.filename.partition("/")[2]
+        try:
+            with archive.open(entry) as stream:
+                while stream.read(_BLOCK_BYTES):
+                    pass
+        except zipfile.BadZipFile as error:
+            raise CorruptError(
+                f"{name}: {record} is damaged (its checksum differs); use another copy of the file"
+            ) from error
+
+
+def compare_sums(file: RawFile) -> bool:
+    """Compare the records of a torch file with their checksums; False if it has none.
+
+    Raises CorruptError where one differs.
+    """
+    with damaged_input(file.name):
+        file.check()
+        return is_zip(file) and compare_archive(source_of(file), file.name)
+
+
+def check_sums(file: RawFile) -> None:
+    """As `compare_sums`; raises ConfigError for a file without checksums."""
+    if not compare_sums(file):
+        raise ConfigError(
+            f"verify=True: {file.name} has no checksums, as those of torch before 1.6; leave it out"
+        )

@@ -1,0 +1,151 @@
+"""The bytes of an open tensor file: copied or mapped, checked against changes of the file."""
+
+import io
+from pathlib import PurePosixPath
+from typing import Any
+
+import torch
+
+from ft_ckpt.errors import CorruptError
+from ft_ckpt.storage import CachedObject, MappedBytes, Readable, is_cold, read_whole
+
+# smaller tensors are copied: that is no slower, and safe from changes of the file
+MAP_BYTES = 1 << 16
+# limit for values that are not stored: 16 file sizes plus 64 MiB
+_MAX_PROMISED_SIZES, FREE_BYTES = 16, 64 << 20
+
+
+class FileStream(io.RawIOBase):
+    """Bytes [start, start + size_bytes) of an open file as a file object.
+
+    It does not use the path, which may belong to another file by now. Libraries may also cache
+    state by path.
+    """
+
+    def __init__(self, raw: "RawFile", start: int = 0, size_bytes: int | None = None) -> None:
+        super().__init__()
+        self.raw, self.start, self.at = raw, start, 0
+        self.size_bytes = raw.size_bytes - start if size_bytes is None else size_bytes
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = max(0, offset + (0, self.at, self.size_bytes)[whence])
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill `buffer` from here. Raises CorruptError when the file has changed."""
+        remaining = max(0, self.size_bytes - self.at)
+        count = min(len(buffer), remaining)
+        self.raw.read_into(memoryview(buffer)[:count], self.start + self.at)
+        self.at += count
+        return count
+
+
+class RawFile:
+    """An open object, called `name` in messages; `mapped=False` copies everything that is read."""
+
+    def __init__(self, file: Readable, mapped: bool = True) -> None:
+        self.file = file if file.can_map or isinstance(file, CachedObject) else CachedObject(file)
+        self.mapped = mapped and file.can_map
+        self.name, self.size_bytes = PurePosixPath(file.name).name, file.size_bytes
+        self._promised, self._closed = 0, False
+        self._whole: MappedBytes | None = None
+
+    @property
+    def can_map(self) -> bool:
+        return self.file.can_map
+
+    def close(self) -> None:
+        self._closed = True
+        self.file.close()
+
+    def check(self) -> None:
+        """Raise CorruptError if the file is closed, or can be mapped and was changed since it was
+        opened.
+
+        Other files are always read in the version that was opened.
+        """
+        if self._closed:
+            raise CorruptError(f"{self.name}: closed; load it again")
+        if self.file.can_map:
+            self.file.check()
+
+    def promise(self, size_bytes: int, name: str) -> None:
+        """Count bytes of tensor `name` that are not stored: it is constant, or elements repeat.
+
+        Raises CorruptError when the total is implausible for a file of this size.
+        """
+        self._promised += size_bytes
+        max_bytes = _MAX_PROMISED_SIZES * self.size_bytes + FREE_BYTES
+        if size_bytes < 0 or self._promised > max_bytes:
+            raise CorruptError(
+                f"{self.name}: {name} takes {size_bytes:,} bytes that are not stored, in a file of "
+                f"{self.size_bytes:,} bytes; it is damaged, use another copy"
+            )
+
+    def read_in(self, threads: int = 4, direct: str = "auto") -> bool:
+        """Read the whole file into private memory at the disk's rate; "mapped" tensors then use
+        this memory.
+
+        Returns False if the file is mapped already, or memory is short. Raises CorruptError when it
+        changes meanwhile.
+        """
+        if self._whole is not None:
+            return False
+        self.check()
+        self._whole = read_whole(self.file, threads, direct)
+        self.mapped |= self._whole is not None
+        return self._whole is not None
+
+    def is_cold(self) -> bool:
+        """True when `read_in` is faster than touching the mapped file, see `read_ahead.is_cold`."""
+        return is_cold(self.file)
+
+    def bytes(self, start: int, size_bytes: int) -> bytearray:
+        """A copy of the bytes from `start`.
+
+        Raises CorruptError when the file is shorter or has changed.
+        """
+        data = bytearray(size_bytes)
+        self.read_into(memoryview(data), start)
+        return data
+
+    def read_into(self, memory: memoryview, start: int) -> None:
+        """Fill `memory` with the bytes from `start`. Raises CorruptError as `bytes` does."""
+        self._check_range(start, len(memory))
+        whole = self._whole
+        if whole is not None and whole.is_own and not whole.given_back:
+            memory[:] = whole.memory[start : start + len(memory)]
+        else:
+            self.file.read_into(memory, start)
+
+    def tensor(self, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """`count` elements from byte `start`, 1-D; writes to it do not reach the file."""
+        if not count:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        size_bytes = count * dtype.itemsize
+        is_aligned = start % dtype.itemsize == 0
+        if self.mapped and is_aligned and size_bytes >= MAP_BYTES:
+            self._check_range(start, size_bytes)
+            self._whole = self._whole or self.file.map()
+            if self._whole is not None:
+                part = self._whole.lend(start, size_bytes, self.file.read_into)
+                return torch.frombuffer(part, dtype=dtype, count=count)
+        return torch.frombuffer(self.bytes(start, size_bytes), dtype=dtype, count=count)
+
+    def _check_range(self, start: int, size_bytes: int) -> None:
+        self.check()
+        stop = start + size_bytes
+        if start < 0 or size_bytes < 0 or stop > self.size_bytes:
+            raise CorruptError(
+                f"{self.name}: bytes {start} to {stop} asked for, the file has "
+                f"{self.size_bytes}; it is truncated, or its index is damaged"
+            )

@@ -1,0 +1,48 @@
+"""The format `safetensors`."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ft_ckpt.formats.layout import Layout, Spec
+from ft_ckpt.formats.safetensors import NAMES, lay_out_safetensors
+from ft_ckpt.formats.tensor_format import LaidOutObjects, TensorFormat
+
+if TYPE_CHECKING:
+    from ft_ckpt.formats.indexed_file import IndexedFile
+    from ft_ckpt.formats.pytree import Node
+    from ft_ckpt.formats.raw_file import RawFile
+
+
+class _SafetensorsObjects(LaidOutObjects):
+    dtypes = frozenset(NAMES)
+
+    def lay_out(
+        self, root: "Node", leaves: Sequence[Spec], arrays: Sequence[int], native_floats: bool
+    ) -> tuple[Layout, Sequence[str]]:
+        from ft_ckpt.formats.safetensors_file import lay_out_safetensors_object
+
+        return lay_out_safetensors_object(root, leaves)
+
+
+class Safetensors(TensorFormat):
+    """Files of the safetensors library."""
+
+    name = "safetensors"
+    suffixes = (".safetensors",)
+    serves_checkpoints = is_written = is_plain = read_by_transformers = True
+    objects = _SafetensorsObjects()
+
+    def recognises(self, file: "RawFile") -> bool:
+        from ft_ckpt.formats.safetensors_file import is_safetensors
+
+        return is_safetensors(file)
+
+    def open_indexed(self, file: "RawFile", verify: bool = False) -> "IndexedFile":
+        from ft_ckpt.formats.safetensors_file import open_safetensors
+
+        return open_safetensors(file, verify)
+
+    def lay_out(
+        self, specs: Sequence[Spec], metadata: Mapping[str, str], ties: Mapping[str, str]
+    ) -> Layout:
+        return lay_out_safetensors(specs, metadata, ties)
