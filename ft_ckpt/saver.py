@@ -41,10 +41,10 @@ from ft_ckpt.ranks import Ranks, current_ranks, is_first_process, try_action, wr
 from ft_ckpt.runs import (
     DataPosition,
     Progress,
+    ResumeRequest,
     RunSaves,
     SaveHook,
     TrainingRun,
-    Wanted,
     check_accelerator,
     check_loop,
     check_mappings,
@@ -55,7 +55,7 @@ from ft_ckpt.runs import (
     parse_mode,
     resume_run,
     room_maker,
-    triggers,
+    start_recorder,
 )
 from ft_ckpt.saving import (
     PendingSave,
@@ -175,7 +175,7 @@ class CheckpointSaver(Generic[SaveResult]):
         **settings: Any,
     ) -> None:
         self.config = make_config(config, settings)
-        self._rehearsal = triggers.start_recorder()
+        self._rehearsal = start_recorder()
         if self._rehearsal is not None:
             directory, self.config = (
                 self._rehearsal.directory,
@@ -658,9 +658,11 @@ class CheckpointSaver(Generic[SaveResult]):
         self._pending.wait_for_save()
         self._saves.take_lease()
         self.register(**objects)
-        mode, verify = parse_mode(checkpoint), self.config.verify_resume
-        wanted = Wanted(mode, self._places, self.config.client_options, verify)
-        resume_run(self._run, wanted, self._current_ranks(), allow, library_versions())
+        mode = parse_mode(checkpoint)
+        request = ResumeRequest(
+            mode, self._places, self.config.client_options, self.config.verify_resume
+        )
+        resume_run(self._run, request, self._current_ranks(), allow, library_versions())
         self._saves.upload_leftovers()
         self._saves.publish_resumed()
         self._saves.reopen_session()

@@ -91,6 +91,7 @@ from .manifest import (
     Manifest as Manifest,
     PartRecord as PartRecord,
     age_of as age_of,
+    content_identity as content_identity,
     manifest_from_json as manifest_from_json,
     manifest_to_json as manifest_to_json,
     parse_time as parse_time,

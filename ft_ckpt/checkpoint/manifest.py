@@ -20,7 +20,7 @@ from ft_ckpt.errors import ManifestError, listing, shown
 from ft_ckpt.formats import TensorRecord
 from ft_ckpt.messages import short, without_secrets
 from ft_ckpt.schema import FieldError, Whole, as_record, values_of
-from ft_ckpt.storage import FileRecord, is_inside
+from ft_ckpt.storage import FileRecord, digest_of_bytes, is_inside
 
 # Names of weight files that diffusers reads, without ending and shard number; all other libraries
 # read other names.
@@ -29,6 +29,7 @@ DIFFUSERS_LORA_FILE = "pytorch_lora_weights"
 MANIFEST_NAME = "ft_ckpt.json"
 FORMAT_VERSION = 1  # increased when an older reader could misread a newer manifest
 MANIFEST_LIMIT_BYTES = 256 << 20  # a million tensors
+_OF_COMMITS = ("files", "token")  # fields that depend on the commit, not only on the content
 _DELTA_FIELDS = {"base", "base_content", "content"}
 _MOST_RANKS = 1 << 17  # that may have written one file: each needs a digest state during a check
 _INDEX = re.compile(r"[0-9]{1,19}")
@@ -189,6 +190,15 @@ def manifest_from_json(text: str, source: str = MANIFEST_NAME) -> Manifest:
             "an older one"
         )
     return manifest
+
+
+def content_identity(manifest: Manifest) -> str:
+    """A digest that all copies of a checkpoint share."""
+    facts = values_of(manifest)
+    for name in _OF_COMMITS:
+        del facts[name]
+    files = [(file.path, file.digest, file.size_bytes) for file in manifest.files]
+    return digest_of_bytes(repr((facts, files)).encode())
 
 
 def _part_json(part: PartRecord) -> str:

@@ -35,7 +35,7 @@ from ft_ckpt.messages import warn
 from ft_ckpt.model import is_adapter_run, parts_of, without_own_layouts
 from ft_ckpt.ranks import ModelTensors, Ranks, by_itself, current_ranks, is_distributed, try_action
 from ft_ckpt.retention import Keep
-from ft_ckpt.runs import SaveHook, rng
+from ft_ckpt.runs import GeneratorStates, SaveHook, capture_generators, restore_generators
 from ft_ckpt.storage import local_path, open_place, temporary_store
 
 
@@ -67,7 +67,8 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
     # path of the module whose weights are in the checkpoint's folder; None: the model
     __attribute: str | None = None
     __skip = 0  # finished batches of the first pass
-    __random: rng.State | None = None  # random state of the save, until the first batch is read
+    # random state of the save, until the first batch is read
+    __random: GeneratorStates | None = None
     # the Trainer's iterator over the data, and ours instead of it
     __pass: tuple[Any, Iterator[Any]] | None = None
     __mid_step = False
@@ -152,7 +153,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             if progress.batch and not self.__skip and not self.args.ignore_data_skip:
                 # saved at the end of a pass: ends it, without a batch
                 deque(self.__saver.remaining(self.__loader), 0)
-            self.__random = rng.capture_generators()
+            self.__random = capture_generators()
             self.__saver._run.note_absent(absent)
         self.__saver.register(**absent)
         if self.ft_ckpt.on_resumed is not None:
@@ -240,7 +241,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         self.__skip = 0
         # callbacks or an evaluation since the resume may have drawn random numbers
         if self.__random is not None:
-            rng.restore_generators(self.__random)
+            restore_generators(self.__random)
             self.__random = None
         # the Trainer's own resume restores the random state after the first batches
         for _ in range(skip):

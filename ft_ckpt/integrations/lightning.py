@@ -31,7 +31,15 @@ from ft_ckpt.errors import ConfigError, SelectionError, listing
 from ft_ckpt.model import has_adapters, library_of
 from ft_ckpt.ranks import is_distributed
 from ft_ckpt.retention import Keep
-from ft_ckpt.runs import DataPosition, SaveHook, hooks_of, parse_mode, rng
+from ft_ckpt.runs import (
+    DataPosition,
+    GeneratorStates,
+    SaveHook,
+    capture_generators,
+    hooks_of,
+    parse_mode,
+    restore_generators,
+)
 from ft_ckpt.storage import Place, absolute_location
 
 _OURS = ("state_dict", "optimizer_states", "lr_schedulers")  # stored by ft_ckpt itself
@@ -261,7 +269,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         self._state: LightningState | None = None
         self._step = 0  # last step reported to the saver
         # random state of the save, until the first batch is read
-        self._random: rng.State | None = None
+        self._random: GeneratorStates | None = None
         self._limit: Any = None  # the trainer's limit_val_batches, which is 0 until then
         self._handlers: Mapping[int, Any] = {}  # the saver's signal handlers
 
@@ -316,7 +324,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         for callback in averaging:
             self._save_before_end_of(callback)
         if self._saver.resume(self._resume, allow=self._allow).resumed_from is not None:
-            self._random = rng.capture_generators()
+            self._random = capture_generators()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Set the saver's signal handlers again, and skip the validation that was done before the
@@ -393,7 +401,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         trainer.limit_val_batches = self._limit
         trainer.fit_loop.on_iteration_done()  # as in an uninterrupted run
         # callbacks since the resume may have drawn random numbers
-        rng.restore_generators(self._random)
+        restore_generators(self._random)
         self._random = None
 
     def _note_step(self, trainer: Any) -> None:

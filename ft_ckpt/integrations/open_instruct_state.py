@@ -23,7 +23,14 @@ from ft_ckpt.extensions.foreign import compare_sums, load_torch_values
 from ft_ckpt.formats import RawFile, StandIn
 from ft_ckpt.messages import warn
 from ft_ckpt.ranks import ModelTensors, Ranks, current_ranks
-from ft_ckpt.runs import Restored, RestoreReport, agree_on_outcomes, rng
+from ft_ckpt.runs import (
+    Restored,
+    RestoreReport,
+    agree_on_outcomes,
+    generator_problems,
+    plain_states,
+    restore_generators,
+)
 from ft_ckpt.storage import LocalStore, Place, check_files_inside, is_inside, read_text
 
 _EXPECTED = (
@@ -293,14 +300,14 @@ def _restore_generators(stored: Mapping[str, Any], rank: int) -> Restored:
         )
     with damaged_input("rng_states"):
         states = stored["rng_states"]
-        generators = rng.plain_states(
+        generators = plain_states(
             states["python_rng_state"], states["numpy_rng_state"], states["torch_cpu_rng_state"]
         )
         if devices := states.get("torch_cuda_rng_states"):
             generators["cuda"] = {
                 name.removeprefix("cuda:"): state for name, state in devices.items()
             }
-    problems = rng.generator_problems(generators) or rng.restore_generators(generators)
+    problems = generator_problems(generators) or restore_generators(generators)
     return Restored("rng", "failed" if problems else "restored", "; ".join(problems))
 
 

@@ -39,19 +39,18 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.extensions.transfer import HubPlace, PendingPush, PushOptions, PushReport, begin_push
 from ft_ckpt.messages import announce, warn
-from ft_ckpt.ranks import Ranks, try_action
+from ft_ckpt.ranks import Ranks
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs import (
     ResumePoint,
-    checkpoint_facts,
     has_training_state,
-    known_sources,
+    open_for_all,
     open_resume_point,
-    open_to_all,
     prune_run,
     read_document,
     recover_all,
     restore_weights,
+    run_sources,
     walk_models,
 )
 from ft_ckpt.storage import LocalStore, files_made_by, open_place
@@ -212,20 +211,15 @@ def load_best_weights(model: nn.Module, path: Path, deep: bool, ranks: Ranks) ->
 
 
 def _load_best(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: ExitStack) -> None:
-    def open_best() -> ResumePoint | None:
-        if not ranks.is_main:
-            return None
+    def open_best() -> ResumePoint:
         held = stack.enter_context(open_checkpoint(path))
         _refuse_damaged_best(path, held.find_problems(deep=False))
         return open_resume_point(held, stack)
 
-    point, error = try_action(open_best)
-    mine = {} if point is None else checkpoint_facts(point.checkpoint)
-    facts = ranks.agree("opening the best model", mine, error).result
-    point, problems = open_to_all(point, facts, open_place, ranks, stack, deep)
+    point, problems = open_for_all(open_best, "opening the best model", deep, ranks, stack)
     _refuse_damaged_best(path, problems)
     assert point is not None, "it is open if it has no problems"
-    outcome = restore_weights(known_sources(walk_models(model, []), []), point)
+    outcome = restore_weights(run_sources(walk_models(model, []), []), point)
     if outcome.status != "restored":
         raise LoadError(f"{path}: the best model was not loaded: {outcome.detail}")
 

@@ -6,15 +6,10 @@ from .arguments import (
     check_tokenizer as check_tokenizer,
     in_words as in_words,
 )
-from .choose import (
-    Wanted as Wanted,
-    checkpoint_facts as checkpoint_facts,
-    has_training_state as has_training_state,
-    open_to_all as open_to_all,
-    parse_mode as parse_mode,
-)
 from .data_position import (
     DataPosition as DataPosition,
+)
+from .data_positions import (
     DataPositions as DataPositions,
     position_in_state as position_in_state,
 )
@@ -31,21 +26,32 @@ from .following import (
     looks as looks,
     stop_on_signal as stop_on_signal,
 )
+from .gradients import (
+    restore_gradients as restore_gradients,
+)
 from .items import (
     bare_identity as bare_identity,
-    known_sources as known_sources,
     run_items as run_items,
-    walk_models as walk_models,
+)
+from .optimizer_groups import (
+    match_groups as match_groups,
+    set_groups as set_groups,
+    settings_of as settings_of,
+)
+from .optimizer_kinds import (
+    Description as Description,
+    unwrap_optimizer as unwrap_optimizer,
+)
+from .optimizer_parameters import (
+    names_of_groups as names_of_groups,
+    parameter_of as parameter_of,
+    sources_by_parameter as sources_by_parameter,
 )
 from .optimizer_values import (
     encode_if_plain as encode_if_plain,
 )
-from .optimizers import (
-    Description as Description,
-    match_groups as match_groups,
-    set_groups as set_groups,
-    settings_of as settings_of,
-    unwrap_optimizer as unwrap_optimizer,
+from .progress import (
+    Progress as Progress,
 )
 from .prune import (
     PruneReport as PruneReport,
@@ -56,17 +62,36 @@ from .prune import (
     room_maker as room_maker,
     survey_run as survey_run,
 )
+from .replacing import (
+    has_training_state as has_training_state,
+)
 from .restore import (
+    restore_weights as restore_weights,
+)
+from .restore_report import (
     Restored as Restored,
     RestoreReport as RestoreReport,
     agree_on_outcomes as agree_on_outcomes,
-    restore_weights as restore_weights,
 )
 from .resume import (
     resume_run as resume_run,
 )
+from .resume_point import (
+    ResumePoint as ResumePoint,
+    open_resume_point as open_resume_point,
+)
+from .resume_request import (
+    ResumeRequest as ResumeRequest,
+    parse_mode as parse_mode,
+)
+from .rng import (
+    GeneratorStates as GeneratorStates,
+    capture_generators as capture_generators,
+    generator_problems as generator_problems,
+    plain_states as plain_states,
+    restore_generators as restore_generators,
+)
 from .run import (
-    Progress as Progress,
     TrainingRun as TrainingRun,
 )
 from .run_places import (
@@ -75,10 +100,19 @@ from .run_places import (
 from .run_saves import (
     RunSaves as RunSaves,
 )
-from .state import (
-    ResumePoint as ResumePoint,
-    open_resume_point as open_resume_point,
+from .run_tensors import (
+    run_sources as run_sources,
+    walk_models as walk_models,
+)
+from .shared_opening import (
+    open_for_all as open_for_all,
+)
+from .state_document import (
     read_document as read_document,
+)
+from .torch_optimizers import (
+    TorchOptimizers as TorchOptimizers,
+    refuse_missing_state as refuse_missing_state,
 )
 from .triggers import (
     END as END,
@@ -87,4 +121,5 @@ from .triggers import (
     Rehearsal as Rehearsal,
     Step as Step,
     read_steps as read_steps,
+    start_recorder as start_recorder,
 )

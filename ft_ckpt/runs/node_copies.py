@@ -13,32 +13,59 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ft_ckpt.checkpoint import MANIFEST_NAME, OpenCheckpoint
-from ft_ckpt.errors import RankError
+from ft_ckpt.checkpoint import MANIFEST_NAME, OpenCheckpoint, open_checkpoint
+from ft_ckpt.errors import CorruptError, RankError, listing
 from ft_ckpt.ranks import Ranks, try_action, wire_device
-from ft_ckpt.storage import LocalStore, LocalWriting, Store, read_range, temporary_store
+from ft_ckpt.runs.open_on_ranks import RankView
+from ft_ckpt.runs.resume_point import ResumePoint, open_resume_point
+from ft_ckpt.storage import (
+    LocalStore,
+    LocalWriting,
+    Place,
+    Store,
+    read_range,
+    temporary_store,
+)
 
 _BUFFER_BYTES = 32 << 20  # broadcast at once
 _PREFIX = "ft_ckpt-node-"
 _CHECKPOINT = "checkpoint"  # the copy, in the temporary folder
 
 
-def copy_to_nodes(
-    checkpoint: OpenCheckpoint | None, needs_copy: bool, ranks: Ranks, stack: ExitStack
-) -> LocalStore | None:
-    """Copy rank 0's open `checkpoint` to the nodes of the ranks with `needs_copy`. Collective.
+def copy_to_nodes(view: RankView, ranks: Ranks, stack: ExitStack) -> ResumePoint:
+    """Copy rank 0's open checkpoint to the nodes whose ranks do not see it. Collective.
 
-    Returns the folder of the copy on these ranks; it is deleted when the stack of the rank that
-    made it closes. Needs 32 MiB of memory. Raises NoSpaceError if a temporary folder has no room
-    for the copy, RankError if rank 0 cannot read the checkpoint, and on all ranks the error of one.
+    Returns the checkpoint that this rank reads, open until `stack` closes; a copy is deleted then.
+    Needs 32 MiB of memory. Raises NoSpaceError if a temporary folder has no room for the copy,
+    RankError if rank 0 cannot read the checkpoint, CorruptError if a file was damaged on its way,
+    and on all ranks the error of one.
     """
+    if not view.far_ranks:
+        assert view.resume_point is not None, "every rank sees it"
+        return view.resume_point
+    folder = _send_checkpoint(view, ranks, stack)
+    opened: ResumePoint | None
+    opened, error = ranks.attempt(
+        lambda: view.resume_point if folder is None else _open_received(folder, view, stack)
+    )
+    ranks.agree("opening the copies of the checkpoint of resume()", error=error)
+    assert opened is not None, "every rank sees it, or has a copy"
+    return replace(opened, far_ranks=view.far_ranks)
+
+
+def _send_checkpoint(view: RankView, ranks: Ranks, stack: ExitStack) -> LocalStore | None:
+    """The folder of the copy that this node has received, on the ranks that need it. Collective."""
+    needs_copy = view.resume_point is None
+    checkpoint = None
+    if ranks.is_main and view.resume_point is not None:
+        checkpoint = view.resume_point.checkpoint
     facts, error = try_action(lambda: {} if checkpoint is None else _facts_of(checkpoint))
     agreed = ranks.agree("sending the checkpoint of resume()", facts, error).result
     mark, sizes = agreed["mark"], agreed["sizes"]
-    own_folder, error = try_action(lambda: _make_folder(mark, stack) if needs_copy else None)
+    new_folder, error = try_action(lambda: _make_folder(mark, stack) if needs_copy else None)
     ranks.agree("making folders for the checkpoint of resume()", error=error)
-    folder = None if own_folder is None else _first_marked(own_folder, mark)
-    is_writer = folder is not None and folder == own_folder
+    folder = None if new_folder is None else _first_marked(new_folder, mark)
+    is_writer = folder is not None and folder == new_folder
     writings, error = try_action(
         lambda: _allocate(folder, sizes) if folder is not None and is_writer else {}
     )
@@ -47,6 +74,20 @@ def copy_to_nodes(
     _, error = try_action(lambda: _broadcast_files(checkpoint, sizes, writings or {}, buffer))
     ranks.agree("copying the checkpoint of resume()", error=error)
     return None if folder is None else folder.within(_CHECKPOINT)
+
+
+def _open_received(folder: LocalStore, view: RankView, stack: ExitStack) -> ResumePoint:
+    """The copy of rank 0's checkpoint that this node has received.
+
+    Raises CorruptError for a damaged one.
+    """
+    received = stack.enter_context(open_checkpoint(Place(folder)))
+    problems = received.find_problems(view.deep)
+    if problems:
+        raise CorruptError(
+            f"{view.place}: damaged on the way to this node: {listing(problems)}; resume again"
+        )
+    return open_resume_point(replace(received, place=view.place), stack)
 
 
 def _facts_of(checkpoint: OpenCheckpoint) -> dict[str, object]:

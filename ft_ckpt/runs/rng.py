@@ -18,7 +18,7 @@ import torch
 from ft_ckpt.errors import CorruptError, shown
 from ft_ckpt.messages import short
 
-State = dict[str, Any]
+GeneratorStates = dict[str, Any]
 # the kind and object of each global generator, by the name of its state
 _GLOBAL: dict[str, tuple[str, Any]] = {
     "python": ("python", random._inst),
@@ -32,13 +32,15 @@ KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Ran
 _BAD = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 
 
-def capture_generators() -> State:
+def capture_generators() -> GeneratorStates:
     """The state of all generators, in about 5 KB per generator.
 
     "python", "numpy", "torch", and the accelerator under its type ("cuda") where there is one:
     plain values, numpy arrays and CPU tensors.
     """
-    state: State = {name: _current_state(generator) for name, (_, generator) in _GLOBAL.items()}
+    state: GeneratorStates = {
+        name: _current_state(generator) for name, (_, generator) in _GLOBAL.items()
+    }
     for kind, indices in _device_indices().items():
         state[kind] = [torch.get_device_module(kind).get_rng_state(*index) for index in indices]
     return state
@@ -81,7 +83,7 @@ def generator_problems(state: Any) -> list[str]:
     return problems + _unknown_devices(state, _device_indices(wake=True))
 
 
-def state_of(generator: Any) -> State | None:
+def state_of(generator: Any) -> GeneratorStates | None:
     """The state of one generator of torch, NumPy or Python; None for any other object."""
     if isinstance(generator, torch.Generator):
         return {"kind": "torch", "device": str(generator.device), "state": generator.get_state()}
@@ -152,13 +154,13 @@ def _try_put(name: str, put: Callable[[Any], str | None], state: Mapping[str, An
     return [f"{name}: {problem}"] if problem else []
 
 
-def python_state(state: tuple[Any, ...]) -> State:
+def python_state(state: tuple[Any, ...]) -> GeneratorStates:
     """The result of `random.getstate` as plain values and an array."""
     version, words, gauss = state
     return {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss}
 
 
-def plain_states(python: tuple[Any, ...], numpy: tuple[Any, ...], cpu: Any) -> State:
+def plain_states(python: tuple[Any, ...], numpy: tuple[Any, ...], cpu: Any) -> GeneratorStates:
     """The state for `restore_generators` from `random.getstate`, `numpy.random.get_state`,
     `torch.get_rng_state`.
     """

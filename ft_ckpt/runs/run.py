@@ -2,12 +2,10 @@
 itself.
 """
 
-import random
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,248 +14,35 @@ from torch.optim.swa_utils import AveragedModel
 
 from ft_ckpt import schedule
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.errors import (
-    CheckpointError,
-    ConfigError,
-    CorruptError,
-    SelectionError,
-    listing,
-)
-from ft_ckpt.extensions.deepspeed import zero_optimizer
-from ft_ckpt.messages import short, warn
+from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.model import BaseWatch, check_model
-from ft_ckpt.ranks import Ranks, Source, current_ranks, engine_names, unwrap, user_class
-from ft_ckpt.retention import name_metrics
-from ft_ckpt.runs import gradients as accumulation, rng
-from ft_ckpt.runs.data_position import DataPositions, check_position, describe_data
+from ft_ckpt.ranks import Ranks, Source, current_ranks, unwrap
+from ft_ckpt.runs.capture import Captured, capture_run
+from ft_ckpt.runs.data_positions import DataPositions
+from ft_ckpt.runs.exchange import local_state
+from ft_ckpt.runs.fingerprint import run_fingerprint
 from ft_ckpt.runs.gradients import StepWatch
+from ft_ckpt.runs.item_signatures import object_signatures
 from ft_ckpt.runs.items import (
     Item,
-    Key,
     main_model,
-    object_signatures,
     optimizers_among,
     plain_optimizers,
     refuse_unsaveable,
     run_items,
-    walk_run,
-    zero_optimizers,
 )
-from ft_ckpt.runs.optimizers import is_schedule_free_in_training
+from ft_ckpt.runs.metric_watch import MetricWatch
+from ft_ckpt.runs.progress import Progress
+from ft_ckpt.runs.rank_state import capture_rank_state, is_synced
 from ft_ckpt.runs.reminder import StepReminder
-from ft_ckpt.runs.restore import Restored, RestoreReport
-from ft_ckpt.runs.state import (
-    Captured,
-    Document,
-    StoredTensors,
-    capture_run,
-    local_state,
-    tree_of_rank,
-)
+from ft_ckpt.runs.restore_report import RestoreReport, not_restored
+from ft_ckpt.runs.run_tensors import Key, walk_run
+from ft_ckpt.runs.state_document import Document
+from ft_ckpt.runs.torch_optimizers import is_schedule_free_in_training
 from ft_ckpt.runs.triggers import ClockPoll
 from ft_ckpt.runs.watched import WatchedModel, changed_models, watch_model, watched_digests
 from ft_ckpt.schedule import Every
 from ft_ckpt.storage import Place, Store
-
-_GRADIENTS, _RANDOM, _FEED, _STEPS, _SYNC = "gradients", "rng", "loader", "accumulation", "sync"
-
-
-def capture_rank_state(run: "TrainingRun", items: Sequence[Item]) -> dict[str, Any]:
-    """The state of this rank, as trees by name.
-
-    Raises SelectionError if pending gradients cannot be read.
-    """
-    accelerator, models, is_synced = (
-        run.accelerator,
-        run.models_by_item(),
-        _is_synced(run.accelerator),
-    )
-    own: dict[str, Any] = {_RANDOM: rng.capture_generators()}
-    own |= {f"{_FEED}-{index}": state for index, state in enumerate(run.feeds.state_dicts())}
-    if hasattr(accelerator, "step"):
-        own[_STEPS], own[_SYNC] = int(accelerator.step), is_synced
-    if not is_synced and any(
-        zero_optimizer.is_accumulating(optimizer) for optimizer in zero_optimizers(items)
-    ):
-        raise SelectionError(
-            "gradients: DeepSpeed does not expose them; save when the optimizer has stepped"
-        )
-    if not is_synced or run.steps.is_pending(models.values):
-        own[_GRADIENTS] = {
-            name: accumulation.pending_gradients(model) for name, model in models.items()
-        }
-    return own
-
-
-def _is_synced(accelerator: Any) -> bool:
-    """Whether Accelerate, if it counts micro-batches, is between steps."""
-    return bool(getattr(accelerator, "sync_gradients", True))
-
-
-def read_rank_state(
-    document: Document, stored: StoredTensors, ranks: Ranks
-) -> tuple[dict[str, Any], list[Restored]]:
-    """Read this rank's own state without gradients, by name, and the items that cannot be restored.
-
-    Overwrites nothing.
-
-    On another number of ranks the data positions are those of rank 0, from which all ranks compute
-    theirs.
-    """
-    saved, trees, failed = len(document["ranks"]), {}, []
-    source_rank = min(ranks.rank, saved - 1)
-    names = [*document["ranks"][source_rank]]
-    feeds = [name for name in names if name.startswith(f"{_FEED}-")]
-    for name in (*feeds, *({_RANDOM, _STEPS, _SYNC} & {*names})):
-        item = "data" if name in feeds else _RANDOM if name == _RANDOM else _GRADIENTS
-        try:
-            tree = tree_of_rank(
-                document, stored, 0 if name in feeds and saved != ranks.size else source_rank, name
-            )
-            if problems := _tree_problems(name, tree):
-                failed.append(Restored(item, "failed", listing(problems)))
-            trees[name] = tree
-        except CorruptError as error:
-            failed.append(Restored(item, "failed", str(error)))
-    if {*feeds} != {f"{_FEED}-{number}" for number in range(len(feeds))}:
-        failed.append(Restored("data", "failed", f"places of {listing(feeds, ', ')}"))
-    if _RANDOM not in names:
-        failed.append(Restored(_RANDOM, "failed", "not in the checkpoint"))
-    if any(_GRADIENTS in trees_of_rank for trees_of_rank in document["ranks"]) and (
-        saved != ranks.size or _GRADIENTS not in names
-    ):
-        detail = (
-            f"saved in the middle of gradient accumulation by {saved} rank(s), resumed on "
-            f"{ranks.size}"
-        )
-        failed.append(Restored(_GRADIENTS, "failed", detail))
-    return trees, failed
-
-
-def _tree_problems(name: str, tree: Any) -> list[str]:
-    """The problems of a tree of `capture_rank_state`. Raises CorruptError for a data position."""
-    if name == _RANDOM:
-        return rng.generator_problems(tree)
-    if name == _SYNC:
-        return [] if type(tree) is bool else [f"{_SYNC} is {short(tree)}"]
-    if name == _STEPS:
-        return [] if type(tree) is int and 0 <= tree < 1 << 63 else [f"{_STEPS} is {short(tree)}"]
-    check_position(tree)
-    return []
-
-
-def restore_rank_state(
-    run: "TrainingRun",
-    document: Document,
-    stored: StoredTensors,
-    ranks: Ranks,
-    trees: Mapping[str, Any],
-) -> tuple[list[str], list[Restored]]:
-    """Restore the trees of `read_rank_state` and the pending gradients. Returns notes and outcomes.
-
-    Random numbers come last, because anything before may draw some. Gradients that the checkpoint
-    lacks are dropped.
-    """
-    saved, notes, outcomes = len(document["ranks"]), [], []
-    own = document["ranks"][min(ranks.rank, saved - 1)]
-    feeds = DataPositions(
-        [trees[name] for index in range(len(trees)) if (name := f"{_FEED}-{index}") in trees]
-    )
-    if f"{_FEED}-0" in trees:
-        outcomes.append(Restored("data", "restored"))
-    if _STEPS in trees and run.accelerator is not None:
-        run.accelerator.step = trees[_STEPS]
-        run.accelerator.gradient_state._set_sync_gradients(trees.get(_SYNC, _GRADIENTS not in own))
-    models = run.models_by_item()
-    for model in models.values():
-        accumulation.restore_gradients(model, {})
-    if any(_GRADIENTS in names for names in document["ranks"]):
-        gradients = tree_of_rank(document, stored, ranks.rank, _GRADIENTS)
-        outcomes.append(_restore_gradients(models, gradients, saved, ranks))
-    problems = rng.restore_generators(trees[_RANDOM])
-    outcomes.append(Restored(_RANDOM, "failed" if problems else "restored", "; ".join(problems)))
-    if saved != ranks.size:
-        notes.append(
-            f"saved by {saved} rank(s), resumed on {ranks.size}: weights and optimizer are the "
-            f"same; ranks 0 to {min(saved, ranks.size) - 1} go on with their random numbers, "
-            "further ones with new ones"
-        )
-    if ranks.rank >= saved:
-        _reseed_new_rank(ranks.rank)
-    run.feeds = feeds
-    return notes, outcomes
-
-
-def _restore_gradients(
-    models: Mapping[str, nn.Module], gradients: Any, saved: int, ranks: Ranks
-) -> Restored:
-    if saved != ranks.size or gradients is None:
-        detail = (
-            f"saved in the middle of gradient accumulation by {saved} rank(s), resumed on "
-            f"{ranks.size}"
-        )
-        return Restored(_GRADIENTS, "failed", detail)
-    try:
-        for name, model in models.items():
-            accumulation.restore_gradients(model, gradients.get(name, {}))
-    except (CheckpointError, RuntimeError) as error:
-        return Restored(_GRADIENTS, "failed", str(error))
-    return Restored(_GRADIENTS, "restored")
-
-
-def _reseed_new_rank(rank: int) -> None:
-    """Seed a rank that the saved run did not have: from another rank's restored state and its own
-    number.
-    """
-    import numpy as np
-    import torch
-
-    seed = (
-        int(torch.randint(2**62, (), device="cpu").item()) ^ (rank * 0x9E3779B97F4A7C15)
-    ) % 2**63
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The progress of a run, and the checkpoint it was resumed from."""
-
-    step: int = 0
-    """Optimizer steps done."""
-    epoch: int = 0
-    """Passes over the data done, as `remaining` counts them for the first loader it was called
-    with.
-    """
-    batch: int = 0
-    """Batches of this rank done in the current pass of that loader."""
-    samples: int = 0
-    """Samples of that loader given to all ranks together since the run began."""
-    resumed_from: Path | str | None = None
-    """The checkpoint, its URL if it is in a bucket; None when the run began afresh."""
-    report: RestoreReport = field(default_factory=RestoreReport)
-    """The outcome of the resume; without items when the run began afresh."""
-    published: str | None = None
-    """The version that was published last (`PublishReport.version`), also before the resume: the
-    one that engines had when the checkpoint was saved.
-    """
-
-
-def fingerprint_differences(saved: Document, now: Document) -> tuple[str, ...]:
-    """A sentence for each setting that both have and that differs."""
-    return tuple(
-        f"{name}: {saved[name]!r} when it was saved, {now[name]!r} now"
-        for name in saved
-        if name in now and saved[name] != now[name]
-    )
-
-
-def _unwrap_accelerate(value: Any) -> Any:
-    for attribute in ("optimizer", "scheduler"):
-        if type(value).__module__.startswith("accelerate.") and hasattr(value, attribute):
-            return _unwrap_accelerate(getattr(value, attribute))
-    return value
 
 
 class TrainingRun:
@@ -282,11 +67,9 @@ class TrainingRun:
         self.published: str | None = None
         self.report = RestoreReport()
         self.history = schedule.begin_history(0, 0, time.monotonic())
-        self.poll, self.steps, self.base = (
-            ClockPoll(config.every),
-            StepWatch(),
-            BaseWatch(config.attribute),
-        )
+        self.poll = ClockPoll(config.every)
+        self.steps = StepWatch()
+        self.base = BaseWatch(config.attribute)
         self.reminder = StepReminder(config.every, self.steps)
         self.has_begun = False  # True after a step
         self._is_unfinished = False  # gradients were pending after the last batch
@@ -294,10 +77,7 @@ class TrainingRun:
         self._ancestors: set[str] = set()  # ids of the runs that this one branched off
         # items that resumes of this run left out, as `allow` permits
         self._left_out: set[str] = set()
-        self._saves = 0
-        # metrics that rank checkpoints and were not reported so far
-        self._absent = set(config.rankings)
-        self._reported: set[str] = set()  # all metrics that were
+        self.metrics = MetricWatch(config.rankings)
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """Add objects to the run by name; "model" is the one whose weights are saved.
@@ -361,9 +141,9 @@ class TrainingRun:
             return
         if not getattr(self.accelerator, "_models", None) and "model" not in self.registered:
             return  # a model passed later is checked then
-        items, _, found = walk_run(self.model, run_items(self.accelerator, self.registered))
-        object_signatures(self.accelerator, self.registered, lambda: found)
-        local_state(items, found, {})
+        items, _, sources = walk_run(self.model, run_items(self.accelerator, self.registered))
+        object_signatures(self.accelerator, self.registered, lambda: sources)
+        local_state(items, sources, {})
 
     def check_first_step(self, ranks: Ranks) -> None:
         """Raise SelectionError after the first step for state that cannot be saved: many optimizers
@@ -375,6 +155,18 @@ class TrainingRun:
             return
         ranks.run("the first step", self.check_objects)
 
+    def steppers(self) -> dict[Optimizer, list[Tensor]]:
+        """The optimizers that call a hook before they step, each with the further tensors that its
+        steps change.
+        """
+        hooked: dict[Optimizer, list[Tensor]] = {}
+        for each in optimizers_among(run_items(self.accelerator, self.registered)):
+            inner, further = each.kind.hooked_optimizer(each.optimizer)
+            has_hooks = getattr(type(inner).step, "hooked", False)
+            if isinstance(inner, Optimizer) and has_hooks:
+                hooked[inner] = further
+        return hooked
+
     def capture_state(self, ranks: Ranks, versions: Mapping[str, str]) -> Captured:
         """Capture the state of the whole run, and the sources of its models.
 
@@ -383,11 +175,13 @@ class TrainingRun:
 
         def current_objects() -> tuple[nn.Module, list[Item], dict[str, Any]]:
             items = self._watch_steps()
-            return self.model, items, capture_rank_state(self, items)
+            models = self.models_by_item()
+            trees = capture_rank_state(self.accelerator, models, items, self.feeds, self.steps)
+            return self.model, items, trees
 
         self.register_changed(ranks)
         captured = capture_run(current_objects, ranks)
-        signed = object_signatures(self.accelerator, self.registered, lambda: captured.found)
+        signatures = object_signatures(self.accelerator, self.registered, lambda: captured.sources)
         captured.document.update(
             {
                 "progress": {"step": self.step, **self.feeds.counts},
@@ -399,8 +193,8 @@ class TrainingRun:
                 "watched": watched_digests(self.watched),
                 "unsaved": self.unsaved,
                 "published": self.published,
-                "fingerprint": self.current_fingerprint(captured.found, ranks, versions),
-                "signatures": signed,
+                "fingerprint": self.current_fingerprint(captured.sources, ranks, versions),
+                "signatures": signatures,
             }
         )
         return captured
@@ -409,41 +203,42 @@ class TrainingRun:
         """Take over step, run id and history from the checkpoint at `origin`; `created`: the moment
         of its save.
         """
-        self.resumed_moment = created
         progress = document["progress"]
-        self.step, self.run_id = progress["step"], document["run_id"]
+        self.step = progress["step"]
+        self.run_id = document["run_id"]
         self.resumed_from = Place(origin).absolute
-        self._ancestors, self._left_out = (
-            set(document.get("ancestors", ())),
-            set(document.get("let_go", ())),
-        )
+        self.resumed_moment = created
+        self.published = document.get("published")
+        self._ancestors = set(document.get("ancestors", ()))
+        self._left_out = set(document.get("let_go", ()))
         self.history = schedule.begin_history(
             self.step, progress["epoch"], time.monotonic(), document["history"]
         )
-        self.published = document.get("published")
         # the step before a roll-back is not the last one
-        self._is_unfinished, self.last_metrics = False, {}
+        self._is_unfinished = False
+        self.last_metrics = {}
         self.poll.resume_at(self.step)
 
     def note_resumed(self, report: RestoreReport) -> None:
         """Record that the resume of `report` has succeeded on all ranks."""
-        self._left_out |= {item.name for item in report.items if item.status != "restored"}
+        self._left_out |= {item.name for item in not_restored(report.items)}
         self.report = report
 
     def note_absent(self, names: Iterable[str]) -> None:
         """Name in the report of the resume objects that the checkpoint does not have, and that
         begin as they are.
         """
-        if listed := sorted(names):
-            note = f"{listing(listed, ', ')}: not in the checkpoint, begins as the script makes it"
+        absent = sorted(names)
+        if absent:
+            note = f"{listing(absent, ', ')}: not in the checkpoint, begins as the script makes it"
             self.report = replace(self.report, notes=(*self.report.notes, note))
 
     def agree_on_metrics(self, metrics: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
         """The metrics that decide on saves: rank 0's if `every.best` ranks by them, because losses
         differ per rank.
         """
-        every = self.config.every
-        if ranks.size == 1 or every is None or every.best is None or every.best[0] not in metrics:
+        best = None if self.config.every is None else self.config.every.best
+        if ranks.size == 1 or best is None or best[0] not in metrics:
             return dict(metrics)
         return dict(ranks.agree("saver.step()", metrics).result)
 
@@ -466,9 +261,10 @@ class TrainingRun:
         self, step: int | None = None, metrics: Mapping[str, float] | None = None
     ) -> None:
         """Count one more optimizer step, or set the count to `step`."""
-        self.step, now = self.step + 1 if step is None else step, time.monotonic()
+        now = time.monotonic()
+        self.step = self.step + 1 if step is None else step
         self.last_metrics = dict(metrics or {})
-        self._note_metrics(self.last_metrics)
+        self.metrics.note_metrics(self.last_metrics)
         if self.has_begun:
             self.history = schedule.after_step(self.history, self.step, now)
         else:  # time before the first step, such as loading the model, does not count
@@ -479,8 +275,9 @@ class TrainingRun:
         self, reason: str | None, metrics: Mapping[str, float], cost: float | None = None
     ) -> None:
         """Record a save for `reason`: when it begins, and again with its `cost` in seconds."""
-        self._note_metrics(metrics)
-        self._saves += cost is None
+        self.metrics.note_metrics(metrics)
+        if cost is None:
+            self.metrics.note_save()
         self.history = schedule.after_save(
             self.config.every or Every(),
             self.history,
@@ -495,7 +292,7 @@ class TrainingRun:
     @property
     def is_between_steps(self) -> bool:
         """Whether the optimizer had used all gradients at the end of the last batch."""
-        return _is_synced(self.accelerator) and not self._is_unfinished
+        return is_synced(self.accelerator) and not self._is_unfinished
 
     @property
     def own_ids(self) -> frozenset[str]:
@@ -512,26 +309,6 @@ class TrainingRun:
             self._ancestors.add(self.run_id)
             self.run_id = run_id
 
-    def warn_of_absent_metrics(self, least: int) -> None:
-        """Warn once of metrics that rank checkpoints and were not reported, although others were.
-
-        Without any metric so far, warn after `least` saves: the first ones may come before an
-        evaluation.
-        """
-        if self._absent and (self._reported or self._saves >= least):
-            warn(
-                "no step so far had the metric "
-                f"{name_metrics(sorted(self._absent), self._reported)}, by which checkpoints are "
-                "ranked: none is deleted until one has it; pass it to saver.step(metrics) or "
-                "saver.save_state(metrics=...), or let `ft-ckpt watch` measure it",
-                stacklevel=5,
-            )
-            self._absent = set()
-
-    def _note_metrics(self, metrics: Mapping[str, float]) -> None:
-        self._reported |= metrics.keys()
-        self._absent -= metrics.keys()
-
     def facts_of_save(self, step: int | None, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Step, metrics and run id for a save of weights; `step` and `metrics` override those of
         the run.
@@ -539,30 +316,17 @@ class TrainingRun:
         if not self.has_begun and self.resumed_from is None:
             return {"step": step, "metrics": dict(metrics)}
         step = self.step if step is None else step
-        known = self.last_metrics if step == self.step else {}
-        return {"step": step, "metrics": dict(metrics) or dict(known), "run_id": self.run_id}
-
-    def steppers(self) -> dict[Optimizer, list[Tensor]]:
-        """The optimizers that call a hook before they step, each with the further tensors that its
-        steps change.
-        """
-        hooked: dict[Optimizer, list[Tensor]] = {}
-        items = run_items(self.accelerator, self.registered)
-        for _, kind, optimizer in optimizers_among(items):
-            inner, further = kind.hooked_optimizer(optimizer)
-            has_hooks = getattr(type(inner).step, "hooked", False)
-            if isinstance(inner, Optimizer) and has_hooks:
-                hooked[inner] = further
-        return hooked
+        last_metrics = self.last_metrics if step == self.step else {}
+        return {"step": step, "metrics": dict(metrics or last_metrics), "run_id": self.run_id}
 
     def notes_on_weights(self, model: nn.Module) -> tuple[str, ...]:
         """What a reader of the weights of `model` should know of the optimizers that train them."""
         trained = {id(parameter) for parameter in unwrap(model).parameters()}
         notes: list[str] = []
         for optimizer in plain_optimizers(run_items(self.accelerator, self.registered)):
-            members = {
-                id(parameter) for group in optimizer.param_groups for parameter in group["params"]
-            }
+            members: set[int] = set()
+            for group in optimizer.param_groups:
+                members.update(id(parameter) for parameter in group["params"])
             if trained & members and is_schedule_free_in_training(optimizer):
                 notes.append(
                     f"{type(optimizer).__name__} is in train mode: the weights are the point of "
@@ -573,26 +337,25 @@ class TrainingRun:
 
     def notes_on_averages(self) -> tuple[str, ...]:
         """Which weights the folder of a checkpoint has, if the run keeps an average of them too."""
-        models = self.models_by_item().items()
-        return tuple(
-            (
-                f"{name}: an average of the weights, kept with the training state; the folder "
-                "has the weights of training"
-            )
-            for name, model in models
-            if isinstance(model, AveragedModel) and name
-        )
+        notes = []
+        for name, model in self.models_by_item().items():
+            if isinstance(model, AveragedModel) and name:
+                notes.append(
+                    f"{name}: an average of the weights, kept with the training state; the folder "
+                    "has the weights of training"
+                )
+        return tuple(notes)
 
     def watch_loop(self, batches: Iterator[Any], ranks: Ranks) -> Iterator[Any]:
         """Yield the batches of a training loop, and remind it of `step` if it does not call it."""
         self._watch_steps()
-        yield from self.reminder.watch_batches(batches, self._known_models, is_main=ranks.is_main)
+        yield from self.reminder.watch_batches(batches, self._current_models, is_main=ranks.is_main)
 
     def remind_of_step(self, *, is_main: bool) -> None:
         """Warn on rank 0 if the run has trained under its schedule and `step` was never called."""
-        self.reminder.remind(self._known_models, is_main=is_main)
+        self.reminder.remind(self._current_models, is_main=is_main)
 
-    def _known_models(self) -> list[nn.Module]:
+    def _current_models(self) -> list[nn.Module]:
         """The models of the run; none before one is prepared or registered."""
         model = main_model(self.accelerator, self.registered)
         return [] if model is None else [*self.models_by_item().values()]
@@ -619,31 +382,18 @@ class TrainingRun:
         return epochs * self.feeds.passes_done(epochs)
 
     def current_fingerprint(
-        self, found: Mapping[Key, Source], ranks: Ranks, versions: Mapping[str, str]
+        self, sources: Mapping[Key, Source], ranks: Ranks, versions: Mapping[str, str]
     ) -> Document:
-        """Settings of the run that a resume compares, as plain values by name; objects are compared
-        by their class.
+        """Settings of the run that a resume compares, see `run_fingerprint`.
 
-        `found` are the tensors of its models.
+        `sources` are the tensors of its models.
         """
-        facts: Document = {
-            "world size": ranks.size,
-            "engine": engine_names(found.values()),
-            "model": user_class(type(unwrap(self.model))).__name__,
-            "parameters": sum(one.numel for one in {s.key: s for s in found.values()}.values()),
-            "gradient accumulation": getattr(self.accelerator, "gradient_accumulation_steps", None),
-            "mixed precision": getattr(self.accelerator, "mixed_precision", None),
-        }
-        for item in run_items(self.accelerator, self.registered):
-            facts[item.name] = type(_unwrap_accelerate(item.value)).__name__
-        prepared = list(getattr(self.accelerator, "_dataloaders", ()))
-        for index, loader in enumerate(
-            prepared or [feed.loader for feed in self.feeds.known_positions]
-        ):
-            size = getattr(loader, "total_batch_size", None) or getattr(loader, "batch_size", None)
-            facts |= {
-                f"loader {index}: batch size": size,
-                f"loader {index}: samples": describe_data(loader)[1],
-            }
-        facts |= {f"version of {name}": version for name, version in versions.items()}
-        return {name: value for name, value in facts.items() if value is not None}
+        return run_fingerprint(
+            self.accelerator,
+            self.model,
+            sources.values(),
+            run_items(self.accelerator, self.registered),
+            [feed.loader for feed in self.feeds.known_positions],
+            ranks.size,
+            versions,
+        )

@@ -30,15 +30,15 @@ from ft_ckpt.extensions.transfer import (
 from ft_ckpt.messages import LOG, warn
 from ft_ckpt.model import is_adapter_run
 from ft_ckpt.ranks import Ranks, current_ranks, try_action
-from ft_ckpt.runs.choose import refuse_replacing
 from ft_ckpt.runs.follow_up import AfterSave, FollowUp
-from ft_ckpt.runs.items import model_sources
+from ft_ckpt.runs.merge_descriptions import differing_settings
 from ft_ckpt.runs.prune import prune_after_save, room_maker
+from ft_ckpt.runs.replacing import refuse_replacing
 from ft_ckpt.runs.run import TrainingRun
 from ft_ckpt.runs.run_lease import RunLease, lease_run
 from ft_ckpt.runs.run_places import RunPlaces
+from ft_ckpt.runs.run_tensors import model_sources
 from ft_ckpt.runs.signals import exit_code
-from ft_ckpt.runs.state import differing_settings
 from ft_ckpt.saving import (
     PendingSave,
     SaveReport,
@@ -170,7 +170,7 @@ class RunSaves:
             config = replace(self.run.config, background=False)
             metrics = self.run.agree_on_metrics(self.run.last_metrics, self._current_ranks())
             self._warn_on_failure(lambda: self.save("end", config, None, metrics))
-        self.run.warn_of_absent_metrics(1)
+        self.run.metrics.warn_of_absent(1)
 
     def save(
         self,
@@ -203,7 +203,7 @@ class RunSaves:
             if differing:
                 text = describe_differences(differing)
                 report_differences(text, f"step {run.step}", self._current_ranks(), config)
-            found, attribute = model_sources(captured.found), config.attribute
+            found, attribute = model_sources(captured.sources), config.attribute
             adapters = is_adapter_run(run.model, found, attribute)
             adapters = run.base.is_left_out(
                 run.model, adapters, adapter_only, self._current_ranks()
@@ -242,7 +242,7 @@ class RunSaves:
             run.history = history
             run.note_saved(reason, {})  # so that the next try is an interval later
             raise
-        run.warn_of_absent_metrics(_SAVES_WITHOUT_METRIC)
+        run.metrics.warn_of_absent(_SAVES_WITHOUT_METRIC)
         cost = time.monotonic() - begun
         entry = replace(entry, stall_seconds=cost)
         if isinstance(report, PendingSave):

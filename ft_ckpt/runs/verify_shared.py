@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ft_ckpt.checkpoint import OpenCheckpoint, are_transient, retry_transient
+from ft_ckpt.checkpoint import OpenCheckpoint, are_transient, large_files, retry_transient
 from ft_ckpt.errors import Problem
 from ft_ckpt.ranks import Ranks, Values, try_action
+from ft_ckpt.runs.open_on_ranks import RankView
 from ft_ckpt.schema import as_record
 from ft_ckpt.storage import (
     FileRecord,
@@ -16,22 +17,27 @@ from ft_ckpt.storage import (
     compare_digests,
     digest_shares,
     share_files,
+    track_reads,
 )
 
 
-def verify_files(
-    checkpoint: OpenCheckpoint | None,
-    files: Sequence[FileRecord],
-    ranks: Ranks,
-    sharers: Sequence[int],
-) -> tuple[Problem, ...]:
-    """The problems of `files`; the same on all ranks. Collective.
+def verify_files(view: RankView, ranks: Ranks) -> Sequence[Problem]:
+    """The problems of the checkpoint's large files; the same on all ranks. Collective.
 
-    The ranks `sharers` see the same files and divide the work. The others may have None as their
-    `checkpoint`.
+    Small files were compared when it was opened. The ranks that see the files of rank 0 divide the
+    work. Nothing is read unless all digests are to be compared.
     """
-    parts, error = try_action(lambda: _digest_own_share(checkpoint, files, ranks, sharers))
-    digests = {"parts": [asdict(part) for part in parts or ()]}
+    if not view.deep:
+        return ()
+    checkpoint: OpenCheckpoint | None = None
+    files: list[FileRecord] = []
+    with track_reads(None if ranks.shows else 0, "comparing checkpoints"):
+        if view.resume_point is not None:
+            checkpoint = view.resume_point.checkpoint
+            files = large_files(checkpoint.store, checkpoint.manifest)
+            if ranks.size == 1:  # several ranks would each download everything
+                checkpoint.fetch_files([file.path for file in files])
+        parts, error = try_action(lambda: _digest_own_share(checkpoint, files, ranks, view.sharers))
 
     def compare_all(values: Values) -> list[dict[str, Any]]:
         all_parts: list[PartDigests] = []
@@ -39,8 +45,9 @@ def verify_files(
             all_parts += [as_record(part, PartDigests) for part in value["parts"]]
         return [asdict(problem) for problem in compare_digests(files, all_parts)]
 
+    digests = {"parts": [asdict(part) for part in parts or ()]}
     agreed = ranks.agree("comparing the checkpoint of resume()", digests, error, decide=compare_all)
-    return tuple(Problem(**problem) for problem in agreed.result)
+    return [Problem(**problem) for problem in agreed.result]
 
 
 def _digest_own_share(

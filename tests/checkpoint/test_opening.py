@@ -111,13 +111,13 @@ def test_what_is_resumed_is_what_was_compared(tmp_path, monkeypatch):
         return one
 
     saver(1).save_state(path=tmp_path / "last")
-    real = resume.restore_run
+    real = resume.match_items
 
     def overwritten_before(*asked):
         saver(2).save_state(path=tmp_path / "last")
         return real(*asked)
 
-    monkeypatch.setattr(resume, "restore_run", overwritten_before)
+    monkeypatch.setattr(resume, "match_items", overwritten_before)
     fresh = saver(3)
     fresh.resume("must")
     assert {p.flatten()[0].item() for p in fresh._run.model.parameters()} == {1.0}

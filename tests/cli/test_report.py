@@ -26,7 +26,7 @@ from ft_ckpt.cli.charts import Mark, thinned, value_axis
 from ft_ckpt.cli.report_page import PAGE_STYLE, page_text
 from ft_ckpt.cli.run_facts import gather_facts
 from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError, TargetError
-from ft_ckpt.runs.state import read_document
+from ft_ckpt.runs.state_document import read_document
 from ft_ckpt.storage.local_store import LocalStore
 
 STEPS = 18

@@ -37,7 +37,8 @@ from ft_ckpt.errors import CheckpointError
 from ft_ckpt.extensions.tools import open_source
 from ft_ckpt.formats import decode_node, file_index, pickles as pickles_module, unflatten
 from ft_ckpt.formats.layout import TensorRecord
-from ft_ckpt.runs.state import DOCUMENT_NAME, FOLDER, read_document
+from ft_ckpt.runs.state_document import FOLDER, read_document
+from ft_ckpt.saving import STATE_DOCUMENT
 from ft_ckpt.schedule import History
 from ft_ckpt.storage.local_store import LocalStore
 
@@ -323,7 +324,7 @@ def document(folder):
 
     def attempt(dice):
         data = mutated(text, dice) if dice.random() < 0.3 else json.dumps(odd(whole, dice)).encode()
-        (folder / FOLDER / DOCUMENT_NAME).write_bytes(data)
+        (folder / STATE_DOCUMENT).write_bytes(data)
         found = read_document(LocalStore(folder), manifest)
         for entry in found["ranks"][0].values():
             grow(entry["tree"])

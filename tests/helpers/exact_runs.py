@@ -14,8 +14,10 @@ from wrappers import WRAPPERS, Live, truth
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.ranks.gather import gather_tensors
 from ft_ckpt.ranks.ranks import current_ranks
-from ft_ckpt.runs import state as training
-from ft_ckpt.runs.items import known_sources, run_items, walk_models
+from ft_ckpt.runs.capture import assemble_state
+from ft_ckpt.runs.exchange import exchange_facts, local_state
+from ft_ckpt.runs.items import run_items
+from ft_ckpt.runs.run_tensors import run_sources, walk_models
 
 TOLD: dict[str, Any] = {"enter_timeout_seconds": 60, "on_difference": "ignore"}
 
@@ -98,11 +100,11 @@ def optimizer_state(live: Live) -> dict[str, torch.Tensor]:
     """The optimizer's tensors, whole, on rank 0."""
     items = run_items(None, {"model": live.model, "optimizer": live.optimizer})
     items = [item for item in items if item.kind == "optimizer"]
-    found = known_sources(walk_models(live.model, items), items)
+    found = run_sources(walk_models(live.model, items), items)
     ranks = current_ranks()
-    local = training.local_state(items, found, {})
-    facts, trees = training.exchange_facts(local, items, ranks, found)
-    state = training.assemble_state(local, facts, trees, items, found, ranks.rank)
+    local = local_state(items, found, {})
+    facts, trees = exchange_facts(local, items, ranks, found)
+    state = assemble_state(local, facts, trees, items, found, ranks.rank)
     return gather_tensors(
         [entry.source for entry in state.entries if entry.source is not None], ranks
     )

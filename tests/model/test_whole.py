@@ -19,7 +19,7 @@ from wrappers import WRAPPERS, Live, truth
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, errors
 from ft_ckpt.errors import RanksDisagreeError
-from ft_ckpt.runs import state as training
+from ft_ckpt.runs import capture
 
 
 class Scaled(nn.Linear):
@@ -303,9 +303,9 @@ def test_a_further_model_with_ties_is_resumed(name, tmp_path):
 def test_a_further_model_stored_under_its_last_tied_name_is_resumed(tmp_path, monkeypatch):
     """As version 0.1.0 stored it."""
     monkeypatch.setattr(
-        training,
+        capture,
         "tied_names",
-        lambda found, old=training.tied_names: [group[::-1] for group in old(found)],
+        lambda found, old=capture.tied_names: [group[::-1] for group in old(found)],
     )
     average = models.build("llama", seed=1)
     CheckpointSaver().save_state(models.build("llama"), tmp_path / "out", ema=average)

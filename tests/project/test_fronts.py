@@ -14,13 +14,8 @@ ENTERED = {
     "ft_ckpt.checkpoint.commit",
     "ft_ckpt.checkpoint.guards",
     "ft_ckpt.checkpoint.staging",
-    "ft_ckpt.extensions.deepspeed.zero_optimizer",
     "ft_ckpt.model.companions",
     "ft_ckpt.ranks.wrappers",
-    "ft_ckpt.runs.gradients",
-    "ft_ckpt.runs.optimizers",
-    "ft_ckpt.runs.rng",
-    "ft_ckpt.runs.triggers",
     "ft_ckpt.storage.local_disk",
     "ft_ckpt.storage.locks",
 }

@@ -13,7 +13,8 @@ from wrappers import truth
 
 from ft_ckpt.errors import LoadError, RankError
 from ft_ckpt.ranks import fill
-from ft_ckpt.runs import restore, resume
+from ft_ckpt.runs import match_run, restore_run
+from ft_ckpt.runs.restore_report import Restored
 from ft_ckpt.storage import prefetch as reading
 
 BUCKET = 1 << 16  # the minimum: many buckets even for a tiny model
@@ -120,15 +121,15 @@ def test_one_rank_fails_before_it_reads(tmp_path):
     """One rank fails before it reads anything: the others learn of it before their timeout."""
     left("ddp", "llama", tmp_path)
     fresh = live_model("ddp", "llama", seed=1)
-    real = resume.items_in_saved_order
+    real = match_run.items_in_saved_order
     if RANK == 1:
-        resume.items_in_saved_order = lambda *_: 1 / 0
+        match_run.items_in_saved_order = lambda *_: 1 / 0
     kind, words = (
         (RankError, "rank 1.*division by zero") if RANK == 0 else (ZeroDivisionError, "division")
     )
     with saver_of(fresh, tmp_path, fan_out="broadcast") as saver, pytest.raises(kind, match=words):
         saver.resume("must")
-    resume.items_in_saved_order = real
+    match_run.items_in_saved_order = real
     goes_on(fresh, tmp_path)
 
 
@@ -153,17 +154,15 @@ def test_one_rank_does_not_take_part_in_the_reading(tmp_path):
     """One rank finds that nothing fits and does not take part in the reading: the others notice."""
     left("ddp", "llama", tmp_path)
     fresh = live_model("ddp", "llama", seed=1)
-    real = resume.restore_weights
+    real = restore_run.restore_weights
     if RANK == 1:
-        resume.restore_weights = lambda *_: restore.Restored(
-            "weights", "failed", "not of this model"
-        )
+        restore_run.restore_weights = lambda *_: Restored("weights", "failed", "not of this model")
     with (
         saver_of(fresh, tmp_path, fan_out="broadcast") as saver,
         pytest.raises(LoadError, match="weights: failed"),
     ):
         saver.resume("must")
-    resume.restore_weights = real
+    restore_run.restore_weights = real
     goes_on(fresh, tmp_path)
 
 

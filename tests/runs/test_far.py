@@ -20,7 +20,7 @@ from wrappers import truth
 
 from ft_ckpt import verify
 from ft_ckpt.errors import CorruptError, LoadError, NoSpaceError, RankError
-from ft_ckpt.runs import node_copies, resume
+from ft_ckpt.runs import node_copies, restore_run
 from ft_ckpt.storage.local_store import LocalStore
 
 HERE = Path("/proc/self/cwd")
@@ -248,13 +248,13 @@ def test_rank_0_fails_after_it_has_sent_the_checkpoint(tmp_path):
     with saver_of(live, HERE) as keeper:
         train(live, keeper, 0, 2)
         keeper.save_state()
-    real = resume.restore_rank_state
+    real = restore_run.restore_rank_state
     kind = RankError if RANK else CorruptError
     if RANK == 0:
-        resume.restore_rank_state = lambda *_: 1 / 0
+        restore_run.restore_rank_state = lambda *_: 1 / 0
     with saver_of(live, HERE) as keeper, pytest.raises(kind, match="division by zero"):
         keeper.resume("must")
-    resume.restore_rank_state = real
+    restore_run.restore_rank_state = real
     dist.barrier()
     with saver_of(live, HERE) as keeper:
         assert keeper.resume("must").step == 2

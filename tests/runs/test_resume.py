@@ -29,7 +29,7 @@ from ft_ckpt.errors import (
     SelectionError,
     UnreadableError,
 )
-from ft_ckpt.runs import state
+from ft_ckpt.runs import resume_point
 from ft_ckpt.storage.local_store import LocalStore
 
 SHAPES = {
@@ -165,7 +165,7 @@ def test_each_thing_is_read_once(tmp_path, monkeypatch, mode):
     looked = (
         (catalog, "manifest_from_json"),
         (opening, "parse_manifest"),
-        (state, "read_document"),
+        (resume_point, "read_document"),
     )
     for module, name in looked:
         real = getattr(module, name)

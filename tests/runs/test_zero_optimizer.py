@@ -21,8 +21,7 @@ from wrappers import deepspeed_accelerator
 from zero_engines import adam, build, engine
 
 from ft_ckpt.errors import CorruptError, LoadError, NotACheckpointError, RankError, SelectionError
-from ft_ckpt.extensions.deepspeed import zero_optimizer
-from ft_ckpt.extensions.deepspeed.zero_optimizer import EngineCounters
+from ft_ckpt.extensions.deepspeed.zero_optimizer import EngineCounters, ZeroOptimizers
 from ft_ckpt.integrations.open_instruct_state import (
     ClientState,
     load_checkpoint_state,
@@ -32,9 +31,11 @@ from ft_ckpt.ranks.gather import gather_tensors
 from ft_ckpt.ranks.ranks import current_ranks
 from ft_ckpt.ranks.source import box_memories
 from ft_ckpt.ranks.tensors import ModelTensors
-from ft_ckpt.runs import optimizers
+from ft_ckpt.runs.optimizer_kinds import unwrap_optimizer
+from ft_ckpt.runs.torch_optimizers import TorchOptimizers
 from ft_ckpt.saver import CheckpointSaver
 
+ZERO, TORCH = ZeroOptimizers(), TorchOptimizers()
 DEEPSPEED = {"DS_ACCELERATOR": "cpu"}
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra"
@@ -95,10 +96,10 @@ def capture(live):
     included.
     """
     found = ModelTensors(live).sources()
-    described = zero_optimizer.describe(live.optimizer, found)
+    described = ZERO.describe(unwrap_optimizer(live.optimizer), found)
     described = json.loads(json.dumps(described))
     described["counters"] = EngineCounters(live).state_dict()
-    captured = zero_optimizer.state_tensors(live.optimizer, described, found)
+    captured = ZERO.state_tensors(unwrap_optimizer(live.optimizer), described, found)
     with buckets_of(256):
         full = gather_tensors([*found.values(), *captured.values()], current_ranks())
     shared = [full]
@@ -135,8 +136,8 @@ def restore(live, described, full):
     with torch.no_grad():
         for source in found.values():
             fill(source)
-    notes = zero_optimizer.restore(live.optimizer, described, found, fill)
-    zero_optimizer.refresh_weights(live.optimizer)
+    notes = ZERO.restore(unwrap_optimizer(live.optimizer), described, found, fill)
+    ZERO.after_restore(unwrap_optimizer(live.optimizer))
     if "counters" in described:
         EngineCounters(live).load_state_dict(described["counters"])
     return notes
@@ -305,8 +306,8 @@ def plain(model, optimizer, steps):
 
 def plain_capture(model, optimizer):
     found = ModelTensors(model).sources()
-    described = optimizers.describe(optimizer, found)
-    every = [*found.values(), *optimizers.state_tensors(optimizer, described, found).values()]
+    described = TORCH.describe(optimizer, found)
+    every = [*found.values(), *TORCH.state_tensors(optimizer, described, found).values()]
     return described, {source.name: source.live.detach().clone() for source in every}
 
 
@@ -357,7 +358,7 @@ def test_to_a_plain_optimizer(case):
     with torch.no_grad():
         for source in found.values():
             fill(source)
-    optimizers.restore(optimizer, described, found, fill)
+    TORCH.restore(optimizer, described, found, fill)
     got, state = plain_capture(model, optimizer)
     assert (got["groups"], got["state"]) == (described["groups"], described["state"])
     same(state, full)
@@ -434,7 +435,7 @@ def test_other_parameters_are_refused_by_name(case):
     ]
     with pytest.raises(LoadError, match="other: in the checkpoint's optimizer, not trained here"):
         restore(again, {**described, "groups": groups}, full)
-    zero_optimizer.refresh_weights(again.optimizer)
+    ZERO.after_restore(unwrap_optimizer(again.optimizer))
     state = capture(again)[1]
     names = ModelTensors(live).sources()
     same({name: state[name] for name in names}, {name: full[name] for name in names})
@@ -467,21 +468,21 @@ def test_what_is_refused(case):
     live = engine(case)
     found = ModelTensors(live).sources()
     with pytest.raises(SelectionError, match="of no known model"):
-        zero_optimizer.describe(live.optimizer, {"scale": found["scale"]})
+        ZERO.describe(unwrap_optimizer(live.optimizer), {"scale": found["scale"]})
     train(live, range(1))
     partition = next(iter(live.optimizer.optimizer.state))
     live.optimizer.optimizer.state[partition]["absmax"] = torch.ones(2)
     with pytest.raises(
         SelectionError, match=r"embed.weight: absmax: shape \[2\], not cut like the parameters"
     ):
-        zero_optimizer.describe(live.optimizer, found)
+        ZERO.describe(unwrap_optimizer(live.optimizer), found)
     live.optimizer.model_parallel_world_size = 2
     with pytest.raises(SelectionError, match="model parallelism"):
-        zero_optimizer.describe(live.optimizer, found)
+        ZERO.describe(unwrap_optimizer(live.optimizer), found)
     live.optimizer.model_parallel_world_size = 1
     live.optimizer.optimizer.param_groups[0]["moe"] = True
     with pytest.raises(SelectionError, match="experts spread over ranks"):
-        zero_optimizer.describe(live.optimizer, found)
+        ZERO.describe(unwrap_optimizer(live.optimizer), found)
 
 
 @pytest.mark.slow
@@ -520,12 +521,12 @@ def test_gradients_of_half_a_step_are_seen(case):
     live = engine(case, accumulation=2)
     seen = []
     for _ in range(2):
-        seen.append(zero_optimizer.is_accumulating(live.optimizer))
+        seen.append(ZERO.is_accumulating(unwrap_optimizer(live.optimizer)))
         for step in range(2):
             live.backward(live(batch(step, alike=False)))
-            seen.append(zero_optimizer.is_accumulating(live.optimizer))
+            seen.append(ZERO.is_accumulating(unwrap_optimizer(live.optimizer)))
             live.step()
-            seen.append(zero_optimizer.is_accumulating(live.optimizer))
+            seen.append(ZERO.is_accumulating(unwrap_optimizer(live.optimizer)))
     assert seen == [False, True, True, True, False] * 2, seen
 
 
@@ -536,8 +537,8 @@ def test_within_accelerate(case):
     """Inside Accelerate's wrappers."""
     model = build()
     prepared, optimizer = deepspeed_accelerator(int(case[-1]))(model).prepare(model, adam(model))
-    assert zero_optimizer.is_zero(optimizer)
-    assert optimizers.unwrap_optimizer(optimizer) is prepared.optimizer
+    assert ZERO.recognizes(unwrap_optimizer(optimizer))
+    assert unwrap_optimizer(optimizer) is prepared.optimizer
     train(prepared, range(2))
     as_deepspeed_sees_it(prepared, capture(prepared)[1])
 
@@ -725,4 +726,4 @@ def test_the_engine_counts_on():
 
 
 def test_an_optimizer_of_another_kind_is_told_apart():
-    assert not zero_optimizer.is_zero(torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]))
+    assert not ZERO.recognizes(torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]))

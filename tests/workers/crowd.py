@@ -31,9 +31,11 @@ from tuning import blocks_of
 
 from ft_ckpt import CheckpointSaver, SaverConfig
 from ft_ckpt.ranks.ranks import Ranks, current_ranks
-from ft_ckpt.runs import choose, rng, state
-from ft_ckpt.runs.restore import Restored, agree_on_outcomes
-from ft_ckpt.runs.state import LocalState
+from ft_ckpt.runs import rng
+from ft_ckpt.runs.exchange import LocalState, exchange_facts, local_state
+from ft_ckpt.runs.open_on_ranks import merge_views
+from ft_ckpt.runs.restore_report import Restored, agree_on_outcomes
+from ft_ckpt.runs.state_trees import flatten_tree
 from ft_ckpt.saving.agree import agree_on_plan
 from ft_ckpt.saving.context import SaveContext
 from ft_ckpt.saving.plan import SavePlan, plan_save
@@ -134,8 +136,8 @@ def live_meetings(folder: Path, own: tuple[LocalState, SavePlan], phase: str) ->
     """The exchanges of a phase alone, by the functions that make them."""
     ranks, (local, plan) = _here.ranks[""], own
     random.seed(ranks.rank)
-    tree = state.flatten_tree(rng.capture_generators(), "rng", False)[0]
-    local = replace(local, facts={**local.facts, "own": {"rng": tree}})
+    tree = flatten_tree(rng.capture_generators(), "rng", False)[0]
+    local = replace(local, trees={"rng": tree})
     if phase == "resume":
         facts = {"path": str(folder), "identity": "x" * 32, "place": [1, 2, 3]}
         ranks.agree(
@@ -143,15 +145,13 @@ def live_meetings(folder: Path, own: tuple[LocalState, SavePlan], phase: str) ->
             {"mode": "must", "facts": facts, "branch": None, "late": False},
             same=("mode",),
         )
-        views = ranks.agree(
-            "opening", {"sees": True, "shares": True}, decide=choose._merge_views
-        ).result
+        views = ranks.agree("opening", {"sees": True, "shares": True}, decide=merge_views).result
         assert views == {"served": "", "sharers": [[0, ranks.size - 1]]}, views
         agree_on_outcomes(
             ranks, "the end", [Restored(f"item {number}", "restored") for number in range(8)]
         )
         return
-    assert len(state.exchange_facts(local, [], ranks, {})[1]) == ranks.size
+    assert len(exchange_facts(local, [], ranks, {})[1]) == ranks.size
     if phase == "first save":
         assert all_ranks_see(LocalStore(folder), ranks)
     agree_on_plan("save()", plan, OpenStage(), None, SaveContext(ranks, SaverConfig()))
@@ -181,7 +181,7 @@ def looked_up(folder: Path) -> tuple[LocalState, SavePlan]:
         differing={},  # a comparison of replicas would start a thread for each rank
     )
     plan = plan_save(request, alone, saver.config)
-    return state.local_state([], {}, {}), plan
+    return local_state([], {}, {}), plan
 
 
 def saver_of(folder: Path) -> CheckpointSaver:

@@ -28,7 +28,7 @@ from ft_ckpt.ranks import (
 )
 
 _Owners = Mapping[int, Sequence[Source]]  # by the id of this rank's parameter
-_KNOWN = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
+_SUPPORTED = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
 _FIELDS = (  # (groups of weights, masters); the first pair that an optimizer has
     ("fp16_groups", "fp32_partitioned_groups_flat"),
     ("bf16_groups", "fp32_groups_flat_partition"),
@@ -50,9 +50,8 @@ class DeepSpeedWrapper(Wrapper):
         return cls.__name__.endswith("Engine") and "deepspeed" in cls.__module__
 
     def keeps_weights(self, module: nn.Module) -> bool:
-        return self.wraps(module) and hasattr(
-            getattr(module, "optimizer", None), "refresh_fp32_params"
-        )
+        optimizer = getattr(module, "optimizer", None)
+        return self.wraps(module) and hasattr(optimizer, "refresh_fp32_params")
 
     def hides_tensors(self, module: nn.Module) -> bool:
         return self.wraps(module)  # the optimizers' partitions are in no module
@@ -65,10 +64,10 @@ class DeepSpeedWrapper(Wrapper):
         return layout_like(tensor, tuple(tensor.ds_shape), "zero3", _zero3_sharding(tensor))
 
     def local_part(self, tensor: Any) -> Tensor | None:
-        sharding = _zero3_sharding(tensor)  # without the padding
-        span = (
-            sharding.range_in_shard(global_rank()) if isinstance(sharding, FlatSharding) else None
-        )
+        sharding = _zero3_sharding(tensor)
+        if not isinstance(sharding, FlatSharding):
+            return None
+        span = sharding.range_in_shard(global_rank())  # without the padding
         return None if span is None else tensor.ds_tensor.detach().view(-1)[slice(*span)]
 
     def has_data(self, tensor: Any) -> bool:
@@ -77,7 +76,8 @@ class DeepSpeedWrapper(Wrapper):
 
 
 def _zero3_sharding(parameter: Any) -> Sharding:
-    shape, shard = tuple(parameter.ds_shape), getattr(parameter, "ds_tensor", None)
+    shape = tuple(parameter.ds_shape)
+    shard = getattr(parameter, "ds_tensor", None)
     if shard is None or (shard.numel() == 0 and math.prod(shape)):
         return OwnedSharding(shape, None)
     members = ranks_in_order(getattr(parameter, "ds_process_group", None))
@@ -101,11 +101,10 @@ class Slot:
     def local_run(self, buffer: Tensor) -> Tensor | None:
         """This rank's elements in `buffer`, or None."""
         span = self.sharding.range_in_shard(global_rank())
-        return (
-            None
-            if span is None
-            else buffer.detach().view(-1)[self.start + span[0] : self.start + span[1]]
-        )
+        if span is None:
+            return None
+        first, stop = span
+        return buffer.detach().view(-1)[self.start + first : self.start + stop]
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +113,7 @@ class Partition:
 
     master: Tensor
     group: int
-    places: tuple[Slot, ...]
+    slots: tuple[Slot, ...]
 
 
 def zero_partitions(optimizer: Any, owners: _Owners) -> list[Partition]:
@@ -130,11 +129,9 @@ def zero_partitions(optimizer: Any, owners: _Owners) -> list[Partition]:
             f"{type(optimizer).__name__}: {listing(problems)}: its state cannot be kept by name; "
             "change these settings, or save without the optimizer's state"
         )
-    return list(
-        _stage_3(optimizer, owners)
-        if hasattr(optimizer, "fp16_groups")
-        else _stages_1_2(optimizer, owners)
-    )
+    if hasattr(optimizer, "fp16_groups"):
+        return list(_stage_3(optimizer, owners))
+    return list(_stages_1_2(optimizer, owners))
 
 
 def changed_with_steps(optimizer: Any) -> list[Any] | None:
@@ -148,10 +145,10 @@ def changed_with_steps(optimizer: Any) -> list[Any] | None:
     if muon or getattr(optimizer, "zenflow", False) or _refused_settings(optimizer):
         return None
     groups, masters = next(fields for fields in _FIELDS if hasattr(optimizer, fields[0]))
-    return [
-        *getattr(optimizer, masters),
-        *(weight for group in getattr(optimizer, groups) for weight in group),
-    ]
+    changed = [*getattr(optimizer, masters)]
+    for weights in getattr(optimizer, groups):
+        changed += weights
+    return changed
 
 
 def _stage_3(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
@@ -159,13 +156,14 @@ def _stage_3(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
     other.
     """
     for number, master in enumerate(optimizer.fp32_partitioned_groups_flat):
-        places, start = [], 0
+        slots = []
+        start = 0
         for _, source in _partitioned_sources(owners, optimizer.fp16_groups[number]):
             shard = source.live.ds_tensor.ds_numel
             members = ranks_in_order(source.live.ds_process_group)
-            places.append(Slot(source, _flat_sharding(source.numel, 0, shard, members), start))
+            slots.append(Slot(source, _flat_sharding(source.numel, 0, shard, members), start))
             start += shard
-        yield Partition(master, optimizer.sub_group_to_group_id[number], tuple(places))
+        yield Partition(master, optimizer.sub_group_to_group_id[number], tuple(slots))
 
 
 def _stages_1_2(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
@@ -173,33 +171,33 @@ def _stages_1_2(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
     result.
     """
     # stage 1 in bfloat16 with float32 gradients has its own class
-    mixed = hasattr(optimizer, "bf16_groups")
-    masters = (
-        optimizer.fp32_groups_flat_partition if mixed else optimizer.single_partition_of_fp32_groups
-    )
+    if hasattr(optimizer, "bf16_groups"):
+        masters = optimizer.fp32_groups_flat_partition
+        trained_groups = groups_in_memory = optimizer.bf16_groups
+    else:
+        masters = optimizer.single_partition_of_fp32_groups
+        trained_groups = optimizer.bit16_groups
+        groups_in_memory = optimizer.round_robin_bit16_groups
     for number, master in enumerate(masters):
-        laid = (
-            optimizer.bf16_groups[number] if mixed else optimizer.round_robin_bit16_groups[number]
-        )
-        trained = laid if mixed else optimizer.bit16_groups[number]
-        ends = [0, *accumulate(parameter.numel() for parameter in laid)]
+        in_memory = groups_in_memory[number]
+        ends = [0, *accumulate(parameter.numel() for parameter in in_memory)]
         starts = getattr(optimizer, "round_robin_bit16_offsets", {number: ends})[number]
-        position = {id(parameter): at for at, parameter in enumerate(laid)}
+        position = {id(parameter): at for at, parameter in enumerate(in_memory)}
         members = ranks_in_order(optimizer.real_dp_process_group[number])
-        places = []
-        for parameter, source in _partitioned_sources(owners, trained):
+        slots = []
+        for parameter, source in _partitioned_sources(owners, trained_groups[number]):
             first = starts[position[id(parameter)]]
-            places.append(
-                Slot(source, _flat_sharding(source.numel, first, master.numel(), members), 0)
-            )
-        yield Partition(master, number, tuple(places))
+            sharding = _flat_sharding(source.numel, first, master.numel(), members)
+            slots.append(Slot(source, sharding, 0))
+        yield Partition(master, number, tuple(slots))
 
 
 def _refused_settings(optimizer: Any) -> list[str]:
     """The settings of this optimizer under which its state cannot be accessed by parameter name."""
-    kind, groups = type(optimizer).__name__, optimizer.optimizer.param_groups
+    kind = type(optimizer).__name__
+    groups = optimizer.optimizer.param_groups
     facts = {
-        f"{kind} is not one of {', '.join(_KNOWN)}": kind not in _KNOWN,
+        f"{kind} is not one of {', '.join(_SUPPORTED)}": kind not in _SUPPORTED,
         "state on NVMe": getattr(optimizer, "swap_optimizer", False),
         "weights on NVMe": getattr(optimizer, "params_in_nvme_and_cpu", False),
         "state offloaded in part (ratio)": getattr(optimizer, "backup_optimizer", None) is not None,
@@ -209,14 +207,17 @@ def _refused_settings(optimizer: Any) -> list[str]:
         "experts spread over ranks": any(group.get("moe") for group in groups),
         "model parallelism": int(getattr(optimizer, "model_parallel_world_size", 1)) > 1,
     }
-    return [fact for fact, true in facts.items() if true]
+    return [fact for fact, is_true in facts.items() if is_true]
 
 
 def _partitioned_sources(owners: _Owners, parameters: list[Any]) -> list[tuple[Any, Source]]:
     """(parameter, source) for each parameter."""
-    unknown = [i for i, parameter in enumerate(parameters) if id(parameter) not in owners]
+    unknown = [at for at, parameter in enumerate(parameters) if id(parameter) not in owners]
     if unknown:
         raise SelectionError(
             f"parameters {unknown} of a group: of no known model; give their model, too"
         )
-    return [(parameter, source) for parameter in parameters for source in owners[id(parameter)]]
+    pairs = []
+    for parameter in parameters:
+        pairs += [(parameter, source) for source in owners[id(parameter)]]
+    return pairs

@@ -21,13 +21,16 @@ from ft_ckpt.model import join_weight_files
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.runs import (
     DataPositions,
+    GeneratorStates,
     Restored,
     RestoreReport,
     TrainingRun,
     bare_identity,
-    gradients,
+    generator_problems,
+    plain_states,
     position_in_state,
-    rng,
+    restore_generators,
+    restore_gradients,
     run_items,
     settings_of,
     unwrap_optimizer,
@@ -80,7 +83,7 @@ class AccelerateFolder:
     """A folder of `save_state` that was read on this rank and fits the run."""
 
     path: Path
-    generators: rng.State
+    generators: GeneratorStates
     positions: DataPositions
     outcomes: tuple[Restored, ...]  # of what the folder lacks
 
@@ -95,7 +98,7 @@ class AccelerateFolder:
         except Exception as error:
             raise LoadError(f"{self.path}: accelerator.load_state failed: {error}") from error
         for model in run.models_by_item().values():
-            gradients.restore_gradients(model, {})
+            restore_gradients(model, {})
         run.feeds = self.positions
         step, note = _steps_done(accelerator)
         progress = {"step": step, "epoch": 0}
@@ -108,7 +111,7 @@ class AccelerateFolder:
         if self.positions.state_dicts():
             outcomes.append(Restored("data", "restored", "by accelerator.load_state"))
         # Accelerate only logs what it cannot restore
-        problems = rng.restore_generators(self.generators)
+        problems = restore_generators(self.generators)
         outcomes.append(Restored("rng", "failed" if problems else "restored", listing(problems)))
         return RestoreReport(self.path, (*self.outcomes, *outcomes), (), (note, _FROM_HERE))
 
@@ -146,9 +149,9 @@ def read_accelerate_folder(path: Path, run: TrainingRun, ranks: Ranks) -> Accele
         raise LoadError(f"{path / name}: not the random states of a rank; use another folder")
     generators = _generators_of(states)
     outcomes = _absent_objects(run)
-    generator_problems = rng.generator_problems(generators)
-    if generator_problems:
-        outcomes.append(Restored("rng", "failed", listing(generator_problems)))
+    problems = generator_problems(generators)
+    if problems:
+        outcomes.append(Restored("rng", "failed", listing(problems)))
     batches = states.get("step", 0) % accelerator.gradient_accumulation_steps
     if batches:
         detail = f"saved {batches} batches after a step, whose gradients are not in the folder"
@@ -374,12 +377,12 @@ def _absent_objects(run: TrainingRun) -> list[Restored]:
     ]
 
 
-def _generators_of(states: Mapping[str, Any]) -> rng.State:
-    """The random states of one rank as `rng.restore_generators` takes them; empty if they have
+def _generators_of(states: Mapping[str, Any]) -> GeneratorStates:
+    """The random states of one rank as `restore_generators` takes them; empty if they have
     another form.
     """
     try:
-        generators = rng.plain_states(
+        generators = plain_states(
             states["random_state"], states["numpy_random_seed"], states["torch_manual_seed"]
         )
     except (KeyError, TypeError, ValueError):

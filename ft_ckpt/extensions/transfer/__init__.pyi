@@ -11,7 +11,6 @@ from .hub_place import (
     HubPlace as HubPlace,
 )
 from .identity import (
-    content_identity as content_identity,
     content_key as content_key,
 )
 from .outgoing import (

@@ -17,6 +17,7 @@ from ft_ckpt.checkpoint import (
     Manifest,
     OpenCheckpoint,
     Staging,
+    content_identity,
     earlier_checkpoints,
     open_staging_at,
     settle_staging_at,
@@ -25,7 +26,6 @@ from ft_ckpt.checkpoint import (
 )
 from ft_ckpt.errors import CheckpointError, CorruptError, NoSpaceError, TargetError
 from ft_ckpt.extensions.transfer.identity import (
-    content_identity,
     content_key,
     is_same_copy,
     is_there,

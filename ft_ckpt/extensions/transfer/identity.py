@@ -3,25 +3,14 @@
 from contextlib import suppress
 from enum import Enum, auto
 
-from ft_ckpt.checkpoint import Manifest, load_manifest, without_state
+from ft_ckpt.checkpoint import Manifest, content_identity, load_manifest, without_state
 from ft_ckpt.errors import ManifestError, NameTakenError
-from ft_ckpt.schema import values_of
-from ft_ckpt.storage import FileRecord, Place, digest_of_bytes
-
-# fields of a manifest that depend on the commit, not only on the content
-_OF_COMMITS = {"files", "token"}
+from ft_ckpt.storage import FileRecord, Place
 
 
 def content_key(file: FileRecord) -> tuple[str, int]:
     """(digest, bytes)."""
     return file.digest, file.size_bytes
-
-
-def content_identity(manifest: Manifest) -> str:
-    """A digest that all copies of a checkpoint share."""
-    facts = {name: value for name, value in values_of(manifest).items() if name not in _OF_COMMITS}
-    files = [(file.path, *content_key(file)) for file in manifest.files]
-    return digest_of_bytes(repr((facts, files)).encode())
 
 
 def is_same_copy(stored: Manifest | None, manifest: Manifest) -> bool:

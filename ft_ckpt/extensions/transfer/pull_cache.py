@@ -17,13 +17,14 @@ from ft_ckpt.checkpoint import (
     CheckpointInfo,
     Manifest,
     OpenCheckpoint,
+    content_identity,
     delete_checkpoint,
     list_checkpoints,
 )
 from ft_ckpt.config import parse_size
 from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.extensions.transfer.copies import copy_open
-from ft_ckpt.extensions.transfer.identity import content_identity, content_key, is_there
+from ft_ckpt.extensions.transfer.identity import content_key, is_there
 from ft_ckpt.extensions.transfer.reports import CopyReport
 from ft_ckpt.storage import PREFIX, LocalStore, Place, locks
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ft_ckpt.checkpoint import (
     CheckpointInfo,
     Manifest,
+    content_identity,
     list_checkpoints,
     load_manifest,
     open_checkpoint,
@@ -29,7 +30,7 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.extensions.transfer.copies import copy_open
 from ft_ckpt.extensions.transfer.endpoints import push_report
-from ft_ckpt.extensions.transfer.identity import Relation, content_identity, relation_of
+from ft_ckpt.extensions.transfer.identity import Relation, relation_of
 from ft_ckpt.extensions.transfer.pushing import PendingPush
 from ft_ckpt.extensions.transfer.reports import PushReport
 from ft_ckpt.jobs import JobQueue

@@ -1,0 +1,65 @@
+"""Which sources of a run's models the parameters of an optimizer hold."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ft_ckpt.ranks import Source, optimizer_parameter
+
+
+def sources_by_parameter(sources: Mapping[str, Source]) -> dict[int, list[Source]]:
+    """The sources in each parameter object, by its id: one, or several for an FSDP1 flat
+    parameter.
+    """
+    owners: dict[int, list[Source]] = {}
+    seen: set[int] = set()
+    for source in sources.values():
+        if source.key in seen:
+            continue  # a tied name
+        seen.add(source.key)
+        owners.setdefault(id(parameter_of(source)), []).append(source)
+    return owners
+
+
+def parameter_of(source: Source) -> Any:
+    """The parameter object of `source` in an optimizer, or the tensor itself."""
+    return optimizer_parameter(source.live)
+
+
+def names_of_groups(
+    groups: Iterable[Mapping[str, Any]], sources: Mapping[str, Source]
+) -> list[list[str]]:
+    """The names of the parameters in each group of an optimizer; of tied names the first."""
+    owners = sources_by_parameter(sources)
+    names_by_group = []
+    for group in groups:
+        names: list[str] = []
+        for parameter in group["params"]:
+            names += [source.name for source in owners.get(id(parameter), [])]
+        names_by_group.append(names)
+    return names_by_group
+
+
+def trained_identities(optimizer: Any, sources: Mapping[str, Source]) -> frozenset[int]:
+    """The identities of the sources that the optimizer has trained: those whose parameters have
+    state.
+    """
+    owners = sources_by_parameter(sources)
+    identities: set[int] = set()
+    for parameter in stateful_parameters(optimizer):
+        identities.update(source.key for source in owners.get(id(parameter), []))
+    return frozenset(identities)
+
+
+def stateful_parameters(optimizer: Any) -> list[Any]:
+    """The parameters that have state: in the order of the groups, then those in no group."""
+    by_id: dict[int, Any] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in optimizer.state:
+                by_id[id(parameter)] = parameter
+    for key in optimizer.state:
+        if isinstance(key, Tensor):
+            by_id.setdefault(id(key), key)
+    return list(by_id.values())

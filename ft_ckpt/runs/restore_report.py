@@ -1,0 +1,78 @@
+"""The outcome of a resume, item by item, and the agreement of ranks on it."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ft_ckpt.ranks import Ranks, Values
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The outcome of one item: `status` is "restored", "absent" (on one side) or "failed"; `detail`
+    says why.
+    """
+
+    name: str
+    status: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """The outcome of a resume, item by item, and how the run differs from the one that saved."""
+
+    path: Path | str | None = None
+    """The checkpoint; None when nothing was resumed and the run began afresh."""
+    items: tuple[Restored, ...] = ()
+    """Each with its `name`, `status` ("restored", "absent" on one side, or "failed") and a `detail`
+    that says why.
+    """
+    differences: tuple[str, ...] = ()
+    """Settings in which this run differs from the one that saved."""
+    notes: tuple[str, ...] = ()
+    """Decisions of the resume that a reader should know."""
+    requests: int = 0
+    """Range requests of all ranks to a bucket; 0 for a checkpoint on a disk."""
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """A line for each item that was not restored."""
+        return tuple(
+            f"{item.name}: {item.status}: {item.detail}" for item in not_restored(self.items)
+        )
+
+
+def not_restored(outcomes: Sequence[Restored]) -> tuple[Restored, ...]:
+    return tuple(outcome for outcome in outcomes if outcome.status != "restored")
+
+
+def agree_on_outcomes(
+    ranks: Ranks,
+    what: str,
+    outcomes: Sequence[Restored],
+    requests: int = 0,
+    error: BaseException | None = None,
+) -> tuple[tuple[Restored, ...], int]:
+    """One outcome per item, the first failure of any rank or else a success, and the sum of
+    `requests`. Collective.
+
+    `error` is this rank's own, as for `Ranks.agree`.
+    """
+    value = {"items": [asdict(outcome) for outcome in outcomes], "requests": requests}
+    merged = ranks.agree(what, value, error, decide=_merge_outcomes).result
+    return tuple(Restored(**item) for item in merged["items"]), merged["requests"]
+
+
+def _merge_outcomes(values: Values) -> dict[str, Any]:
+    merged: dict[str, dict[str, str]] = {}
+    for rank, value in enumerate(values):
+        for item in value["items"]:
+            earlier = merged.get(item["name"])
+            failed = item["status"] != "restored"
+            if earlier is None or (failed and earlier["status"] == "restored"):
+                where = f"on rank {rank}: " if rank and failed else ""
+                merged[item["name"]] = {**item, "detail": where + item["detail"]}
+    requests = sum(value["requests"] for value in values)
+    return {"items": [*merged.values()], "requests": requests}

@@ -1,0 +1,57 @@
+"""The steps that pages list are the calls of the functions that take them."""
+
+import ast
+import builtins
+import importlib
+import inspect
+import re
+import textwrap
+
+import pytest
+from places import ROOT
+
+# Each road: the function whose body is its steps, the paragraph of ft_ckpt/README.md and the
+# section of docs/how-it-works.md that list them.
+ROADS = {
+    "resume": ("ft_ckpt.runs.resume:resume_run", "Resume", "Resume"),
+}
+MAX_STEPS = 8
+ITEM = re.compile(r"^ *\d+\. `(\w+)`", re.MULTILINE)
+
+
+def steps_of(function):
+    """The names of the public functions that the body of `function` calls, in order.
+
+    Methods, classes, builtins and private functions are no steps.
+    """
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    names = [
+        (node.lineno, node.func.id)
+        for node in calls
+        if isinstance(node.func, ast.Name) and node.func.id[0].islower()
+    ]
+    public = [name for _, name in sorted(names) if not hasattr(builtins, name)]
+    return list(dict.fromkeys(public))
+
+
+def paragraph(title):
+    """The paragraph of ft_ckpt/README.md with this title."""
+    text = (ROOT / "ft_ckpt/README.md").read_text(encoding="utf-8")
+    return re.search(rf"^- \*\*{title}\.\*\*.*?(?=^- \*\*|^## )", text, re.M | re.S)[0]
+
+
+def section(title):
+    """The section of docs/how-it-works.md with this title."""
+    text = (ROOT / "docs/how-it-works.md").read_text(encoding="utf-8")
+    return re.search(rf"^## {title}\n.*?(?=^## |\Z)", text, re.M | re.S)[0]
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_pages_list_the_steps_of_a_road(road):
+    place, in_plan, in_docs = ROADS[road]
+    module, _, name = place.partition(":")
+    steps = steps_of(getattr(importlib.import_module(module), name))
+    assert len(steps) <= MAX_STEPS
+    assert ITEM.findall(paragraph(in_plan)) == steps
+    assert ITEM.findall(section(in_docs)) == steps
