@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RUN = {"python", "sh", "console"}
-PARSED = {"yaml", "json"}
+PARSED = {"yaml", "json", "toml"}
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)(?: +(?P<rest>.*))?$")
 _COMMENT = re.compile(
     r"<!-- (?P<word>not run|new script|run by tests/clients)(?:: (?P<reason>.+))? -->"

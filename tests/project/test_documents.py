@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
+import tomllib
 import yaml
 from launch import run_cases
 from pages import PARSED, RUN, blocks_of
@@ -23,7 +24,7 @@ import ft_ckpt
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
-PARSERS = {"yaml": yaml.safe_load, "json": json.loads}
+PARSERS = {"yaml": yaml.safe_load, "json": json.loads, "toml": tomllib.loads}
 MOST_NOT_RUN = 9
 PAGES_SECONDS = 900  # for all pages: some start programs, and wait for signals
 
