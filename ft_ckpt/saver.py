@@ -31,6 +31,7 @@ from ft_ckpt.model import (
     Merged,
     Part,
     View,
+    check_companions,
     check_model,
     has_adapters,
     is_of_adapters,
@@ -63,7 +64,6 @@ from ft_ckpt.saving import (
     SaveRequest,
     SaveRunner,
     as_in_training,
-    check_companions,
     library_versions,
     request_of,
 )

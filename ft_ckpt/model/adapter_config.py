@@ -14,10 +14,10 @@ import torch
 from ft_ckpt.checkpoint import OpenCheckpoint, PartRecord
 from ft_ckpt.errors import CheckpointError, LoadError, listing, shown
 from ft_ckpt.messages import short
-from ft_ckpt.model.base_model import keeps_base
+from ft_ckpt.model.base_changes import keeps_base
 from ft_ckpt.model.load_weights import path_in_part
 from ft_ckpt.model.pretrained import part_folder
-from ft_ckpt.model.settings import adapter_settings
+from ft_ckpt.model.settings_files import adapter_settings
 from ft_ckpt.storage import Place, Store, read_text
 
 _CONFIG_FILE = "adapter_config.json"

@@ -11,12 +11,13 @@ from torch import Tensor
 from ft_ckpt.checkpoint import OpenCheckpoint, PartRecord
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.formats import dtype_name
-from ft_ckpt.model.adapters import adapter_parts, base_sources, peft_name
+from ft_ckpt.model.adapters import adapter_parts
 from ft_ckpt.model.entries import Entry
 from ft_ckpt.model.folder import join_weight_files
 from ft_ckpt.model.libraries import PREFIX
 from ft_ckpt.model.load_weights import compare_torch_sums, weight_names
-from ft_ckpt.model.selection import View
+from ft_ckpt.model.peft_paths import peft_name
+from ft_ckpt.model.view import View
 from ft_ckpt.ranks import ModelTensors, Source, give_memory
 
 StoredTensors = Mapping[str, Mapping[str, Tensor]]  # by adapter and by name
@@ -65,7 +66,7 @@ def _live_adapters(model: Any) -> _LiveAdapters:
     for part in adapter_parts(view, "", "", "as_is", with_absent=False):
         entries[str(part.adapter)] = {entry.name: entry for entry in part.entries}
     base = {}
-    for name, source in base_sources(view):
+    for name, source in view.base_sources():
         base[PREFIX + name] = source
         base[source.name] = source
     return _LiveAdapters(entries, base)

@@ -12,21 +12,12 @@ from ft_ckpt.checkpoint import BaseRecord, OpenCheckpoint, PartRecord
 from ft_ckpt.errors import BaseMismatchError, LoadError, listing
 from ft_ckpt.model.adapter_config import explain_peft_errors, read_adapter_config
 from ft_ckpt.model.adapter_tensors import fill_adapters
-from ft_ckpt.model.adapters import (
-    base_name,
-    base_sources,
-    embedding_of,
-    is_peft_model,
-    peft_name,
-    why_redrawn,
-)
-from ft_ckpt.model.base_model import (
-    differing_tensors,
-    identifying_samples,
-    irreproducible,
-    keeps_base,
-)
-from ft_ckpt.model.selection import View
+from ft_ckpt.model.adapters import why_redrawn
+from ft_ckpt.model.base_changes import irreproducible, keeps_base
+from ft_ckpt.model.base_samples import differing_tensors, identifying_samples
+from ft_ckpt.model.embeddings import embedding_of
+from ft_ckpt.model.peft_paths import base_name, is_peft_model, peft_name
+from ft_ckpt.model.view import View
 from ft_ckpt.ranks import ModelTensors, Source, has_readable_elements
 
 
@@ -70,7 +61,7 @@ def attach_adapters(
         with explain_peft_errors(checkpoint, [record]):
             peft_model = _make_adapter(peft_model, adapter, configs[adapter])
     if check_base and is_changed:
-        sources = dict(base_sources(View(peft_model, ModelTensors(peft_model).sources())))
+        sources = dict(View(peft_model, ModelTensors(peft_model).sources()).base_sources())
         _check_base(sources, type(model).__name__, records, is_changed=True)
     with explain_peft_errors(checkpoint, records):
         fill_adapters(peft_model, checkpoint, records)
@@ -204,7 +195,7 @@ def _check_recorded_base(
         if name in sources and has_readable_elements(sources[name]):
             comparable[name] = values
     sampled = replace(record, base=replace(base, fingerprint=comparable))
-    differing = differing_tensors(sources, sampled, is_remade=is_changed)
+    differing = differing_tensors(sources, sampled, is_changed=is_changed)
     if differing:
         change = ""
         if is_changed:

@@ -12,13 +12,14 @@ from typing import Any
 
 from ft_ckpt.checkpoint import PartRecord
 from ft_ckpt.errors import LoadError, damaged_input, listing
-from ft_ckpt.model.adapters import base_name, embedding_of
 from ft_ckpt.model.base_config import changed_fields, config_for, plain_config
 from ft_ckpt.model.base_files import names_of_today
+from ft_ckpt.model.embeddings import embedding_of
 from ft_ckpt.model.libraries import PREFIX
 from ft_ckpt.model.making import without_memory
+from ft_ckpt.model.peft_paths import base_name
 from ft_ckpt.model.pretrained import model_class
-from ft_ckpt.model.settings import absurd_counts
+from ft_ckpt.model.settings_files import absurd_counts
 
 _MAX_LABELS = 1 << 20  # rows of a stored head that are taken for labels
 
@@ -55,10 +56,11 @@ def find_base_class(
     except (OSError, ValueError):
         return BaseClass(AutoModel, None)  # its error names the problem
     base = record.base
-    recorded = None if base is None else _class_named(base.class_name, config)
-    own = None if recorded is None else config_for(getattr(recorded, "config_class", None), config)
-    if base is not None and own is not None:
-        return _with_changes(recorded, own, base.config)
+    cls = None if base is None else _class_named(base.class_name, config)
+    if base is not None and cls is not None:
+        class_config = config_for(getattr(cls, "config_class", None), config)
+        if class_config is not None:
+            return _with_changes(cls, class_config, base.config)
     return _guess_class(config, settings, record)
 
 
@@ -67,7 +69,8 @@ def _with_changes(cls: Any, config: Any, changes: Mapping[str, Any]) -> BaseClas
     if not changes:
         return BaseClass(cls, config)
     settings = changed_fields(plain_config(config), changes)
-    if absurd := absurd_counts(settings):
+    absurd = absurd_counts(settings)
+    if absurd:
         raise LoadError(
             f"config of the base, as the adapter records it: {listing(absurd)}; use another copy"
         )
@@ -81,33 +84,35 @@ def _with_changes(cls: Any, config: Any, changes: Mapping[str, Any]) -> BaseClas
         return BaseClass(cls, type(config).from_dict(settings), later)
 
 
-# Without a record: an adapter of PEFT, or of an earlier version
-
-
 def _guess_class(config: Any, settings: Mapping[str, Any], record: PartRecord) -> BaseClass:
     """The first class that has the modules of the adapter's tensors, with as many labels as its
-    head has rows.
+    head has rows; for an adapter of PEFT, or of an earlier version.
     """
     from transformers import AutoModel
 
     candidates = list(dict.fromkeys(_candidates(config, settings)))
     for cls in candidates:
-        own = config_for(cls.config_class, config)
-        if own is not None and _has_modules(cls, own, record):
-            return BaseClass(cls, _with_labels(cls, own, record))
+        class_config = config_for(cls.config_class, config)
+        if class_config is not None and _has_modules(cls, class_config, record):
+            return BaseClass(cls, _with_labels(cls, class_config, record))
     return BaseClass(candidates[0] if candidates else AutoModel, config)
 
 
 def _candidates(config: Any, settings: Mapping[str, Any]) -> Iterator[Any]:
     from transformers import AutoModel
 
+    names = list(getattr(config, "architectures", None) or ())
     mapping = settings.get("auto_mapping")
-    own_class = mapping.get("base_model_class", "") if isinstance(mapping, dict) else ""
-    named = [own_class, *(getattr(config, "architectures", None) or ())]
-    yield from filter(None, (model_class(str(name)) for name in named))
-    for auto in filter(None, (_auto_class(str(settings.get("task_type"))), AutoModel)):
-        classes = auto._model_mapping.get(type(config), ())
-        yield from classes if isinstance(classes, (list, tuple)) else (classes,)
+    if isinstance(mapping, dict):
+        names.insert(0, mapping.get("base_model_class", ""))
+    for name in names:
+        cls = model_class(str(name))
+        if cls is not None:
+            yield cls
+    for auto_class in (_auto_class(str(settings.get("task_type"))), AutoModel):
+        if auto_class is not None:
+            classes = auto_class._model_mapping.get(type(config), ())
+            yield from classes if isinstance(classes, (list, tuple)) else (classes,)
 
 
 def _class_named(name: str, config: Any) -> Any:
@@ -116,7 +121,8 @@ def _class_named(name: str, config: Any) -> Any:
     """
     import transformers
 
-    if (cls := model_class(name)) is not None:
+    cls = model_class(name)
+    if cls is not None:
         return cls
     for auto, reference in (getattr(config, "auto_map", None) or {}).items():
         if isinstance(reference, str) and reference.rpartition(".")[2] == name:
@@ -147,12 +153,11 @@ def _has_modules(cls: Any, config: Any, record: PartRecord) -> bool:
     """
     model = _empty_model(cls, config)
     outermost = {name for name, _ in model.named_children()}
-    inside = [
-        tensor.name.removeprefix(PREFIX)
-        for tensor in record.tensors
-        if tensor.name.startswith(PREFIX)
-    ]
-    for name, renamed in zip(inside, names_of_today(model, inside), strict=True):
+    names = []
+    for tensor in record.tensors:
+        if tensor.name.startswith(PREFIX):
+            names.append(tensor.name.removeprefix(PREFIX))
+    for name, renamed in zip(names, names_of_today(model, names), strict=True):
         if outermost.isdisjoint({name.partition(".")[0], renamed.partition(".")[0]}):
             return False
     return True
@@ -163,12 +168,14 @@ def _with_labels(cls: Any, config: Any, record: PartRecord) -> Any:
     model's.
     """
     stored = {base_name(tensor.name): tensor.shape for tensor in record.tensors}
-    wrong = _misfits(cls, config, stored)
-    rows = {stored[name][0] for name in wrong if stored[name] and stored[name][0] <= _MAX_LABELS}
+    misfits = _misfits(cls, config, stored)
+    rows = {stored[name][0] for name in misfits if stored[name]}
     for number in sorted(rows):
+        if number > _MAX_LABELS:
+            break
         labelled = copy.deepcopy(config)
         labelled.num_labels = number
-        if len(_misfits(cls, labelled, stored)) < len(wrong):
+        if len(_misfits(cls, labelled, stored)) < len(misfits):
             return labelled
     return config
 
@@ -178,9 +185,9 @@ def _misfits(cls: Any, config: Any, stored: Mapping[str, tuple[int, ...]]) -> li
     model = _empty_model(cls, config)
     embedding = embedding_of(model)
     resized = {f"{name}.weight" for name, module in model.named_modules() if module is embedding}
-    own = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    return [
-        name
-        for name, shape in stored.items()
-        if own.get(name, shape) != shape and name not in resized
-    ]
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    misfits = []
+    for name, shape in stored.items():
+        if shapes.get(name, shape) != shape and name not in resized:
+            misfits.append(name)
+    return misfits

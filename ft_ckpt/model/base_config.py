@@ -17,23 +17,21 @@ from ft_ckpt.ranks import unwrap, user_class
 # quantisation, and the number of rows before a resize, which the stored embeddings decide.
 _FIELDS_OF_FILES = frozenset(
     {
-        *(
-            "_name_or_path",
-            "_commit_hash",
-            "transformers_version",
-            "architectures",
-            "auto_map",
-            "model_type",
-        ),
-        *(
-            "dtype",
-            "torch_dtype",
-            "quantization_config",
-            "_pre_quantization_dtype",
-            "use_cache",
-            "vocab_size",
-        ),
-        *("_attn_implementation", "_attn_implementation_autoset", "_experts_implementation"),
+        "_name_or_path",
+        "_commit_hash",
+        "transformers_version",
+        "architectures",
+        "auto_map",
+        "model_type",
+        "dtype",
+        "torch_dtype",
+        "quantization_config",
+        "_pre_quantization_dtype",
+        "use_cache",
+        "vocab_size",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_experts_implementation",
     }
 )
 _ABSENT = object()
@@ -53,8 +51,8 @@ def changes_of_config(model: Any, identity: str | None, revision: str | None) ->
     live = getattr(model, "config", None)
     if not hasattr(live, "to_dict"):
         return {}
-    in_files = None if identity is None else config_in_files(identity, revision)
-    published = None if in_files is None else config_for(type(live), in_files)
+    stored = None if identity is None else config_in_files(identity, revision)
+    published = None if stored is None else config_for(type(live), stored)
     return _changes({} if published is None else plain_config(published), plain_config(live))
 
 
@@ -88,18 +86,19 @@ def _changes(published: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str,
             continue
         if not _is_config(value):
             changes[name] = value
-        elif inner := _changes(before if isinstance(before, dict) else {}, value):
-            changes[name] = inner
+            continue
+        nested_changes = _changes(before if isinstance(before, dict) else {}, value)
+        if nested_changes:
+            changes[name] = nested_changes
     return changes
 
 
 def changed_fields(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with recorded changes; those of a nested config are made inside it."""
     changed = dict(settings)
     for name, value in changes.items():
-        before = changed.get(name)
-        changed[name] = (
-            changed_fields(before, value)
-            if isinstance(before, dict) and _is_config(before)
-            else value
-        )
+        before: Any = changed.get(name)
+        if _is_config(before):
+            value = changed_fields(before, value)
+        changed[name] = value
     return changed

@@ -68,30 +68,28 @@ class FileOrigin:
         converter = copy.deepcopy(self.converter)
         for pattern, name in self.stored:
             converter.add_tensor(self.target, name, pattern, read(name))
-        tensors = converter.convert(self.target, model=model, config=model.config)
-        return {
-            name: value[0] if isinstance(value, list) else value for name, value in tensors.items()
-        }
+        converted = converter.convert(self.target, model=model, config=model.config)
+        tensors = {}
+        for name, value in converted.items():
+            tensors[name] = value[0] if isinstance(value, list) else value
+        return tensors
 
     def convert_empty(self, model: Any, file: TensorFile) -> dict[str, Tensor]:
         """The model's tensors by name, without memory."""
 
         def empty_stored(name: str) -> Tensor:
-            return torch.empty(
-                file.specs[name].shape, dtype=dtype_of(file.specs[name].dtype), device="meta"
-            )
+            spec = file.specs[name]
+            return torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device="meta")
 
         return self.convert(model, empty_stored)
 
 
 @dataclass(frozen=True, eq=False)
 class FileOrigins:
-    """The origins of a model's tensors in a file; `left`: stored tensors without a place in the
-    model.
-    """
+    """The origins of a model's tensors in a file."""
 
     origins: tuple[FileOrigin, ...]
-    left: tuple[str, ...]
+    unused: tuple[str, ...]  # stored tensors without a place in the model
     transforms: tuple[Any, ...]  # transformers' renamings and conversions that were used
 
 
@@ -113,29 +111,28 @@ def find_origins(model: Any, names: Collection[str], file: TensorFile) -> FileOr
     by_pattern: dict[str, Any] = {}
     for converter in converters:
         by_pattern |= dict.fromkeys(converter.source_patterns, converter)
-    own, prefix = dict.fromkeys(names, True), model.base_model_prefix
-    places: dict[str, list[tuple[str, str]]] = {}
-    left = []
+    model_names, prefix = dict.fromkeys(names, True), model.base_model_prefix
+    stored: dict[str, list[tuple[str, str]]] = {}  # by name in the model
+    unused = []
     for name in sorted(file.specs, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, own)
+        target, pattern = rename_source_key(name, renamings, converters, prefix, model_names)
         # as in transformers: the stored name is already the model's
-        if target not in own and name in own:
-            target, pattern = rename_source_key(name, [], [], prefix, own)
-        if target in own:
-            places.setdefault(target, []).append((pattern or "", name))
+        if target not in model_names and name in model_names:
+            target, pattern = rename_source_key(name, [], [], prefix, model_names)
+        if target in model_names:
+            stored.setdefault(target, []).append((pattern or "", name))
         else:
-            left.append(name)
-    # transformers 5.4 does not record the use of a transform: then all count as used.
-    used = [
-        transform
-        for transform in transforms
-        if not hasattr(transform, "was_used") or transform.was_used()
-    ]
+            unused.append(name)
+    used_transforms = []
+    for transform in transforms:
+        # transformers 5.4 does not record the use of a transform: then all count as used.
+        if not hasattr(transform, "was_used") or transform.was_used():
+            used_transforms.append(transform)
     origins = []
-    for target, stored in places.items():
-        pattern = stored[0][0]
-        origins.append(FileOrigin(target, tuple(stored), by_pattern.get(pattern)))
-    return FileOrigins(tuple(origins), tuple(left), tuple(used))
+    for target, pairs in stored.items():
+        first_pattern = pairs[0][0]
+        origins.append(FileOrigin(target, tuple(pairs), by_pattern.get(first_pattern)))
+    return FileOrigins(tuple(origins), tuple(unused), tuple(used_transforms))
 
 
 def names_of_today(model: Any, names: Iterable[str]) -> list[str]:
@@ -164,17 +161,20 @@ def absent_parameters(
     repository, a revision), of which the first that is on this machine counts. Empty if none is, or
     if it has no weights.
     """
-    inside = unwrap(model)
-    if not is_pretrained(inside):
+    inner = unwrap(model)
+    if not is_pretrained(inner):
         return frozenset()
-    if inside not in _absent:
-        folders = (base_folder(*identity) for identity in identities)
-        folder = next((folder for folder in folders if folder is not None), None)
-        _absent[inside] = frozenset() if folder is None else _compare_names(inside, sources, folder)
-    return _absent[inside]
+    if inner not in _absent:
+        _absent[inner] = frozenset()
+        for identity, revision in identities:
+            folder = base_folder(identity, revision)
+            if folder is not None:
+                _absent[inner] = _find_absent(inner, sources, folder)
+                break
+    return _absent[inner]
 
 
-def _compare_names(model: Any, sources: Mapping[str, Source], folder: Place) -> frozenset[str]:
+def _find_absent(model: Any, sources: Mapping[str, Source], folder: Place) -> frozenset[str]:
     try:
         names, _ = weight_files(folder.folder, "model")
         if not names:
@@ -190,11 +190,14 @@ def _compare_names(model: Any, sources: Mapping[str, Source], folder: Place) -> 
         filled = {name for name in sources if name.rpartition(".")[0] in layers}
     filled |= made_by_class(model)
     for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items():
-        filled |= set() if filled.isdisjoint(pair) else set(pair)
-    keys = {sources[name].key for name in filled & sources.keys()}
-    return frozenset(
-        name for name, source in sources.items() if source.is_parameter and source.key not in keys
-    )
+        if not filled.isdisjoint(pair):
+            filled.update(pair)
+    filled_keys = {sources[name].key for name in filled & sources.keys()}
+    absent = set()
+    for name, source in sources.items():
+        if source.is_parameter and source.key not in filled_keys:
+            absent.add(name)
+    return frozenset(absent)
 
 
 def _shapes_in(

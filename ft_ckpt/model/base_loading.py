@@ -9,13 +9,13 @@ from torch import nn
 
 from ft_ckpt.checkpoint import OpenCheckpoint, PartRecord, checkpoint_around, open_checkpoint
 from ft_ckpt.errors import CorruptError, LoadError, listing
-from ft_ckpt.model.adapters import stored_base_names
 from ft_ckpt.model.base_class import find_base_class
 from ft_ckpt.model.diffusers import model_class as diffusers_class
 from ft_ckpt.model.libraries import is_config_of_diffusers
 from ft_ckpt.model.load_request import LoadOptions
 from ft_ckpt.model.load_weights import compare_torch_sums
-from ft_ckpt.model.settings import adapter_settings
+from ft_ckpt.model.peft_paths import stored_base_names
+from ft_ckpt.model.settings_files import adapter_settings
 from ft_ckpt.storage import Place, open_place, read_text
 
 

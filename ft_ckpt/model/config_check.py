@@ -17,9 +17,9 @@ from torch import nn
 
 from ft_ckpt.errors import CompanionError, listing, shown
 from ft_ckpt.messages import warn
-from ft_ckpt.model.companions import has_packed_tensors, is_quantised
 from ft_ckpt.model.entries import Part
-from ft_ckpt.model.on_meta import Shapes, read_config, tensors_made
+from ft_ckpt.model.on_meta import Shapes, read_config, shapes_of_new
+from ft_ckpt.model.quantisation import has_packed_tensors, is_quantised
 from ft_ckpt.ranks import user_class
 
 _CACHED_COMPARISONS = 16  # models that one process saves by turns
@@ -48,26 +48,23 @@ def check_config(part: Part, config: str, *, is_run: bool) -> tuple[str, ...]:
     """
     cls = user_class(type(part.module))
     packed = _packed_layers(part)
-    shapes = tuple(
-        (name, source.shape) for name, source in part.tensors.items() if not source.is_added
-    )
+    sources = {name: source for name, source in part.tensors.items() if not source.is_added}
+    shapes = tuple((name, source.shape) for name, source in sources.items())
     is_loadable = _is_public(cls) or getattr(cls, "_auto_class", None) is not None
-    compared_class = cls if is_loadable else _public_ancestor(cls)
-    compared = (
-        _Comparison()
-        if compared_class is None
-        else _compare(compared_class, config, shapes, packed)
-    )
+    loaded_class = cls if is_loadable else _public_ancestor(cls)
+    comparison = _Comparison()
+    if loaded_class is not None:
+        comparison = _compare(loaded_class, config, shapes, packed)
     if not is_loadable:
-        return (_note_on_own_class(cls, compared_class, compared),)
-    if compared.argument:
-        remedy = f"load it with from_pretrained(..., {compared.argument})"
-        return (f"{cls.__name__}: made with {compared.argument}, which no config says; {remedy}",)
+        return (_note_on_own_class(cls, loaded_class, comparison),)
+    if comparison.argument:
+        remedy = f"load it with from_pretrained(..., {comparison.argument})"
+        return (f"{cls.__name__}: made with {comparison.argument}, which no config says; {remedy}",)
     # the code of its author may need more than a config
-    if compared.unbuildable and not _is_public(cls):
-        reason = f"of which it cannot be made here ({compared.unbuildable})"
+    if comparison.unbuildable and not _is_public(cls):
+        reason = f"of which it cannot be made here ({comparison.unbuildable})"
         return (f"{cls.__name__}: not compared with its config, {reason}",)
-    problem = _problem_of(cls, compared)
+    problem = _problem_of(cls, comparison)
     if not problem:
         return ()
     if not is_run:
@@ -78,48 +75,44 @@ def check_config(part: Part, config: str, *, is_run: bool) -> tuple[str, ...]:
     )
 
 
-def _problem_of(cls: type, compared: _Comparison) -> str:
+def _problem_of(cls: type, comparison: _Comparison) -> str:
     """What transformers would not load, and the remedy; "" if it would load all."""
     name = cls.__name__
-    if compared.unreadable:
+    if comparison.unreadable:
         return (
-            f"config.json: transformers cannot read it again ({compared.unreadable}); correct "
+            f"config.json: transformers cannot read it again ({comparison.unreadable}); correct "
             "model.config"
         )
-    if compared.unbuildable:
+    if comparison.unbuildable:
         return (
-            f"config.json: transformers cannot make a {name} of it ({compared.unbuildable}); "
+            f"config.json: transformers cannot make a {name} of it ({comparison.unbuildable}); "
             "correct model.config"
         )
-    if not compared.differences:
+    if not comparison.differences:
         return ""
     return (
-        f"{listing(list(compared.differences))}: {len(compared.differences)} difference(s) between "
-        f"the model and the {name} that from_pretrained makes of its config; set the fields of "
-        "model.config that describe the change (such as num_labels, num_hidden_layers, "
+        f"{listing(list(comparison.differences))}: {len(comparison.differences)} difference(s) "
+        f"between the model and the {name} that from_pretrained makes of its config; set the "
+        "fields of model.config that describe the change (such as num_labels, num_hidden_layers, "
         "intermediate_size, vocab_size), or give the model a class of its own"
     )
 
 
-def _note_on_own_class(cls: type, ancestor: type | None, compared: _Comparison) -> str:
+def _note_on_own_class(cls: type, ancestor: type | None, comparison: _Comparison) -> str:
     """How to load a model of the script's own class, and what transformers' class of its config
     would not load.
     """
     name = cls.__name__
-    loss = ""
-    if ancestor is not None and compared.differences:
-        loss = f", which differs in {listing(list(compared.differences))}"
-    elif ancestor is not None:
-        loss = ", without the code of its own"
-    others = (
-        ""
-        if ancestor is None
-        else f"; the Auto classes may load the folder as {ancestor.__name__}{loss}"
-    )
-    return (
+    note = (
         f"{name}: a class that transformers does not have; load it with ft_ckpt.load_model(folder, "
-        f"into=model), where model is a {name}{others}"
+        f"into=model), where model is a {name}"
     )
+    if ancestor is None:
+        return note
+    loss = ", without the code of its own"
+    if comparison.differences:
+        loss = f", which differs in {listing(list(comparison.differences))}"
+    return f"{note}; the Auto classes may load the folder as {ancestor.__name__}{loss}"
 
 
 def _is_public(cls: type) -> bool:
@@ -155,9 +148,8 @@ def _packed_layers(part: Part) -> frozenset[str]:
         if has_packed_tensors(layer):
             tensors = [*layer._parameters.values(), *layer._buffers.values()]
             packed.update(id(tensor) for tensor in tensors if tensor is not None)
-    return frozenset(
-        _layer_of(name) for name, source in part.tensors.items() if source.key in packed
-    )
+    paths = [_layer_of(name) for name, source in part.tensors.items() if source.key in packed]
+    return frozenset(paths)
 
 
 # the model is made once while its config and its names stay the same
@@ -174,11 +166,13 @@ def _compare(
         return _Comparison(unreadable=shown(error))
     live = dict(shapes)
     try:
-        differences = _differences(live, *tensors_made(cls, settings, {}), packed)
+        differences = _differences(live, *shapes_of_new(cls, settings, {}), packed)
     except Exception as error:  # noqa: BLE001 - anything that a model class raises for its config
         return _Comparison(unbuildable=shown(error))
-    for name, value in _other_arguments(cls) if differences else ():
-        if not _differences(live, *tensors_made(cls, settings, {name: value}), packed):
+    if not differences:
+        return _Comparison()
+    for name, value in _other_arguments(cls):
+        if not _differences(live, *shapes_of_new(cls, settings, {name: value}), packed):
             return _Comparison(argument=f"{name}={value}")
     return _Comparison(tuple(differences))
 
@@ -192,23 +186,28 @@ def _other_arguments(cls: type) -> Iterator[tuple[str, bool]]:
 
 def _differences(
     live: Shapes,
-    made: Shapes,
+    expected: Shapes,
     optional: re.Pattern[str] | None,
     packed: frozenset[str],
 ) -> list[str]:
     """What `from_pretrained` would drop, draw at random, or refuse for its shape."""
-    layers, live_layers = {_layer_of(name) for name in made}, {_layer_of(name) for name in live}
+    layers = {_layer_of(name) for name in expected}
+    live_layers = {_layer_of(name) for name in live}
     differences = []
     for name, shape in live.items():
-        if packed and _layer_of(name) in layers and (name not in made or _layer_of(name) in packed):
+        layer = _layer_of(name)
+        if packed and layer in layers and (name not in expected or layer in packed):
             continue  # a quantiser changes the shapes of a layer, and adds scales to it
-        if name not in made:
+        if name not in expected:
             differences.append(f"{name}: in the model, not in that of its config")
-        elif made[name] != shape:
-            differences.append(f"{name}: {shape} in the model, {made[name]} in that of its config")
-    for name in made:
+        elif expected[name] != shape:
+            differences.append(
+                f"{name}: {shape} in the model, {expected[name]} in that of its config"
+            )
+    for name in expected:
         is_packed = _layer_of(name) in packed and _layer_of(name) in live_layers
-        if name not in live and not is_packed and not (optional and optional.search(name)):
+        is_optional = optional is not None and optional.search(name) is not None
+        if name not in live and not is_packed and not is_optional:
             differences.append(f"{name}: not in the model, in that of its config")
     return differences
 

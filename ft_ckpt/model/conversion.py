@@ -4,7 +4,8 @@ Planning needs names, shapes and dtypes only: transformers converts tensors on t
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.model.entries import Entry, Group, unchanged_entry
 from ft_ckpt.model.libraries import PREFIX
 from ft_ckpt.ranks import Source, shallow_copy
+
+_CAST_DTYPES = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
 
 
 def load_conversion_table() -> None:
@@ -25,14 +28,17 @@ def load_conversion_table() -> None:
     get_checkpoint_conversion_mapping("")
 
 
-def stored_as_in_memory(module: nn.Module, names: Mapping[str, Source]) -> bool:
+def stored_as_in_memory(module: nn.Module, sources: Mapping[str, Source]) -> bool:
     """Whether transformers writes this model's tensors under the names and in the form they have in
     memory.
     """
-    return all(names.get(entry.name) is entry.source for entry in converted_entries(module, names))
+    for entry in converted_entries(module, sources):
+        if sources.get(entry.name) is not entry.source:
+            return False
+    return True
 
 
-def converted_entries(module: Any, kept: Mapping[str, Source]) -> list[Entry]:
+def converted_entries(module: Any, sources: Mapping[str, Source]) -> list[Entry]:
     """Entries under the names that transformers writes, which for some architectures differ from
     those in memory.
 
@@ -42,28 +48,40 @@ def converted_entries(module: Any, kept: Mapping[str, Source]) -> list[Entry]:
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    kinds = {(s.shape, s.dtype) for s in kept.values()}
-    empty = {kind: torch.empty(kind[0], dtype=kind[1], device="meta") for kind in kinds}
-    # one object per name
-    placeholders = {name: empty[s.shape, s.dtype].detach() for name, s in kept.items()}
+    placeholders = _placeholders_for(sources)
     described = with_whole_parameters(module, placeholders)
     if _has_conversions_of_adapter(module):
         # transformers then takes those of the model's class
         vars(described)["_weight_conversions"] = None
     stored: dict[str, Tensor] = revert_weight_conversion(described, dict(placeholders))
-    origin = {id(tensor): name for name, tensor in placeholders.items()}
-    streamed = {name: origin[id(tensor)] for name, tensor in stored.items() if id(tensor) in origin}
-    renamed = {*streamed.values()}
-    left = [name for name in kept if name not in renamed]
-    made = {name: tensor for name, tensor in stored.items() if name not in streamed}
-    converted = {name: kept[name] for name in left}
-    group_of = _conversion_groups(described, converted, made, revert_weight_conversion)
-    return [
-        unchanged_entry(name, kept[streamed[name]])
-        if name in streamed
-        else Entry(name, tuple(tensor.shape), tensor.dtype, tensor.dtype, group=group_of[name])
-        for name, tensor in stored.items()
-    ]
+    name_of = {id(tensor): name for name, tensor in placeholders.items()}
+    computed_names = [name for name, tensor in stored.items() if id(tensor) not in name_of]
+    streamed = {name_of.get(id(tensor)) for tensor in stored.values()}
+    converted = {name: source for name, source in sources.items() if name not in streamed}
+    groups = _conversion_groups(described, converted, computed_names, revert_weight_conversion)
+    entries = []
+    for name, tensor in stored.items():
+        memory_name = name_of.get(id(tensor))
+        if memory_name is not None:
+            entries.append(unchanged_entry(name, sources[memory_name]))
+        else:
+            shape, dtype = tuple(tensor.shape), tensor.dtype
+            entries.append(Entry(name, shape, dtype, dtype, group=groups[name]))
+    return entries
+
+
+def _placeholders_for(sources: Mapping[str, Source]) -> dict[str, Tensor]:
+    """A meta tensor for each name, made from one tensor for each shape and dtype, which is
+    faster.
+    """
+    empty: dict[tuple[Any, torch.dtype], Tensor] = {}
+    placeholders = {}
+    for name, source in sources.items():
+        key = source.shape, source.dtype
+        if key not in empty:
+            empty[key] = torch.empty(source.shape, dtype=source.dtype, device="meta")
+        placeholders[name] = empty[key].detach()  # an object for each name
+    return placeholders
 
 
 def _has_conversions_of_adapter(module: Any) -> bool:
@@ -86,74 +104,85 @@ def with_whole_parameters(module: nn.Module, placeholders: Mapping[str, Tensor])
     return described
 
 
+@dataclass(frozen=True, eq=False)
+class _RevertedConversion:
+    """Computes stored tensors from tensors of the model, by transformers."""
+
+    module: Any
+    names: Mapping[str, str]  # in the module, by name of the source
+    revert: Callable[..., dict[str, Tensor]]
+
+    def convert(self, full: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The stored tensors by name, from the full live tensors by name."""
+        return self.revert(self.module, {self.names[name]: tensor for name, tensor in full.items()})
+
+
 def _conversion_groups(
     module: Any,
-    left: Mapping[str, Source],
-    made: Mapping[str, Tensor],
+    converted: Mapping[str, Source],
+    computed_names: Iterable[str],
     revert: Callable[..., dict[str, Tensor]],
 ) -> dict[str, Group]:
     """Stored name -> the group that computes it; one group for all if layers do not convert
     independently.
     """
-
-    def make_group(names: list[str]) -> Group:
-        chosen = {left[name].name: name for name in names}
-
-        def convert_layer(full: dict[str, Tensor]) -> dict[str, Tensor]:
-            return revert(module, {chosen[name]: tensor for name, tensor in full.items()})
-
-        return Group(tuple(left[name] for name in names), convert_layer)
-
     layers: dict[str, list[str]] = {}
-    for name in left:
+    for name in converted:
         layers.setdefault(re.sub(r"(\.\d+\.).*", r"\1", name), []).append(name)
-    for split in (list(layers.values()), [list(left)]):
-        result: dict[str, Group] = {}
-        for names in split:
-            group = make_group(names)
-            empty = {
-                s.name: torch.empty(s.shape, dtype=s.dtype, device="meta") for s in group.sources
-            }
-            result |= {name: group for name in group.convert(empty) if name in made}
-        if set(result) == set(made):
-            return result
+    computed, unattributed = set(computed_names), set[str]()
+    for division in (list(layers.values()), [list(converted)]):
+        groups: dict[str, Group] = {}
+        for names in division:
+            sources = {name: converted[name] for name in names}
+            names_of_sources = {source.name: name for name, source in sources.items()}
+            conversion = _RevertedConversion(module, names_of_sources, revert)
+            group = Group(tuple(sources.values()), conversion.convert)
+            for stored_name in group.convert(_empty_tensors(group.sources)):
+                if stored_name in computed:
+                    groups[stored_name] = group
+        unattributed = computed - groups.keys()
+        if not unattributed:
+            return groups
     raise SelectionError(
-        f"{listing(sorted(set(made) ^ set(result)), ', ')}: these stored names cannot be "
+        f"{listing(sorted(unattributed), ', ')}: these stored names cannot be "
         "attributed to live tensors; this transformers version converts this model in a way "
         "ft_ckpt does not know"
     )
 
 
+def _empty_tensors(sources: Iterable[Source]) -> dict[str, Tensor]:
+    empty = {}
+    for source in sources:
+        empty[source.name] = torch.empty(source.shape, dtype=source.dtype, device="meta")
+    return empty
+
+
 def cast_entries(entries: Sequence[Entry], module: nn.Module, dtype: str) -> tuple[Entry, ...]:
     """The entries in the dtype of the policy `dtype`: a dtype of torch, "config" or "as_is"."""
-    if dtype == "as_is":
+    target: Any = dtype
+    if dtype == "config":
+        target = getattr(getattr(module, "config", None), "dtype", None)
+    if isinstance(target, str) and target != "as_is":
+        target = getattr(torch, target)
+    if target is None or dtype == "as_is":
         return tuple(entries)
-    wanted: Any = (
-        getattr(getattr(module, "config", None), "dtype", None) if dtype == "config" else dtype
-    )
-    target = getattr(torch, wanted) if isinstance(wanted, str) else wanted
-    if target is None:
-        return tuple(entries)
-    kept = kept_in_float32(module, target)
-
-    def cast(entry: Entry) -> Entry:
-        is_ordinary = entry.dtype in {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-        is_kept = entry.dtype == torch.float32 and any(
-            step in entry.name.split(".") for step in kept
+    wide_steps = kept_in_float32(module, target)
+    cast = []
+    for entry in entries:
+        is_wide = entry.dtype == torch.float32 and not set(wide_steps).isdisjoint(
+            entry.name.split(".")
         )
-        return entry._replace(dtype=target) if is_ordinary and not is_kept else entry
-
-    return tuple(map(cast, entries))
+        if entry.dtype in _CAST_DTYPES and not is_wide:
+            entry = entry._replace(dtype=target)
+        cast.append(entry)
+    return tuple(cast)
 
 
 def kept_in_float32(module: nn.Module, target: torch.dtype) -> tuple[str, ...]:
     """Name steps of the tensors that the model's class keeps in float32 when the rest is in
     `target`.
     """
-    strict = tuple(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
-    half = (
-        tuple(getattr(module, "_keep_in_fp32_modules", None) or ())
-        if target == torch.float16
-        else ()
-    )
-    return (*strict, *half)
+    steps = tuple(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+    if target == torch.float16:
+        steps += tuple(getattr(module, "_keep_in_fp32_modules", None) or ())
+    return steps

@@ -1,14 +1,12 @@
-"""Models of diffusers and LoRA on them, in the layout that diffusers itself writes and reads.
+"""Models of diffusers: their config.json, which a save writes, and the model that a load makes of
+it.
 
-A model: `config.json` and `diffusion_pytorch_model.safetensors`. LoRA:
-`pytorch_lora_weights.safetensors`, whose names begin with the component of a pipeline, and whose
-metadata has the LoRA settings. Only a load imports diffusers.
+Only a load imports diffusers.
 """
 
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,32 +15,19 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.checkpoint import DIFFUSERS_LORA_FILE, is_hub_name
+from ft_ckpt.checkpoint import is_hub_name
 from ft_ckpt.errors import CompanionError, LoadError, listing, shown
 from ft_ckpt.formats import TensorFile
-from ft_ckpt.model.adapters import is_peft_model
-from ft_ckpt.model.base_model import keeps_base
-from ft_ckpt.model.entries import Entry, Part
-from ft_ckpt.model.libraries import DIFFUSERS, PREFIX, library_of
+from ft_ckpt.model.entries import Part
+from ft_ckpt.model.libraries import DIFFUSERS, library_of
+from ft_ckpt.model.peft_paths import model_below
 from ft_ckpt.ranks import user_class
 from ft_ckpt.storage import LocalStore
-
-_LORA_METADATA = "lora_adapter_metadata"
-# Settings of the initial values, which the stored tensors replace.
-_INITIAL_SETTINGS = frozenset(
-    ("init_lora_weights", "eva_config", "corda_config", "loftq_config", "lora_ga_config")
-)
-_ORIGIN_SETTINGS = frozenset(
-    ("base_model_name_or_path", "revision", "auto_mapping", "peft_version")
-)
 
 
 def is_diffusers(module: nn.Module) -> bool:
     """Whether it is a model of diffusers, also inside a PeftModel."""
-    base: Any = module
-    if is_peft_model(module):
-        base = base.get_base_model()
-    return library_of(base) is DIFFUSERS
+    return library_of(model_below(module)) is DIFFUSERS
 
 
 def write_config(folder: Path, part: Part) -> None:
@@ -55,11 +40,11 @@ def write_config(folder: Path, part: Part) -> None:
     """
     cls = user_class(type(part.module))
     # diffusers writes the class of the instance, which FSDP2 replaces
-    twin: Any = object.__new__(cls)
-    nn.Module.__init__(twin)
-    twin._internal_dict = copy.deepcopy(part.module._internal_dict)
+    instance: Any = object.__new__(cls)
+    nn.Module.__init__(instance)
+    instance._internal_dict = copy.deepcopy(part.module._internal_dict)
     try:
-        config = json.loads(twin.to_json_string())
+        config = json.loads(instance.to_json_string())
     except Exception as error:
         raise CompanionError(
             f"config.json: {cls.__name__} refuses to be saved: {shown(error)}"
@@ -77,18 +62,18 @@ def _refuse_other_tensors(part: Part, cls: Any, text: str) -> None:
     `text` differ.
     """
     stored = {entry.name: entry.shape for entry in part.entries}
-    aliases = {name for names in part.ties for name in names}
-    made = _shapes_of_config(cls, text)
-    problems = [
-        f"{name}: trained, and not in the model of the config"
-        for name in stored.keys() - made.keys()
-    ]
-    problems += [
-        f"{name}: in the model of the config only" for name in made.keys() - stored.keys() - aliases
-    ]
-    for name in stored.keys() & made.keys():
-        if stored[name] != made[name]:
-            problems.append(f"{name}: {stored[name]}, and {made[name]} in the model of the config")
+    aliases: set[str] = set()
+    for names in part.ties:
+        aliases.update(names)
+    expected = _shapes_of_config(cls, text)
+    problems = []
+    for name, shape in stored.items():
+        if name not in expected:
+            problems.append(f"{name}: trained, and not in the model of the config")
+        elif shape != expected[name]:
+            problems.append(f"{name}: {shape}, and {expected[name]} in the model of the config")
+    for name in expected.keys() - stored.keys() - aliases:
+        problems.append(f"{name}: in the model of the config only")
     if problems:
         raise CompanionError(
             f"{listing(sorted(problems))}: config.json does not describe the weights, which "
@@ -108,73 +93,6 @@ def _shapes_of_config(cls: Any, text: str) -> Mapping[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-# LoRA
-
-
-def in_lora_layout(part: Part) -> Part:
-    """The adapter as `load_lora_weights` reads it, if it is LoRA on a model of diffusers; other
-    adapters unchanged.
-
-    An adapter of diffusers' models that diffusers cannot read keeps PEFT's layout, with a note that
-    says why.
-    """
-    if not is_diffusers(part.module):
-        return part
-    config = part.module.peft_config[part.adapter]
-    if why := _why_not_loaded(part, config):
-        note = (
-            f"adapter {part.adapter!r}: in PEFT's layout, which PeftModel reads; "
-            f"load_lora_weights cannot read {why}"
-        )
-        return replace(part, notes=(*part.notes, note))
-    component = component_of(part.module)
-    entries = tuple(_renamed(entry, component) for entry in part.entries)
-    settings = {f"{component}.{name}": value for name, value in _lora_settings(config).items()}
-    text = json.dumps(settings, indent=2, sort_keys=True)
-    return replace(part, entries=entries, file=DIFFUSERS_LORA_FILE, metadata={_LORA_METADATA: text})
-
-
-def component_of(module: Any) -> str:
-    """The name in a pipeline of the model that carries adapters, from its class; diffusers' default
-    is the second.
-    """
-    base = module.get_base_model() if is_peft_model(module) else module
-    classes = [
-        cls.__name__ for cls in type(base).__mro__ if cls.__module__.startswith("diffusers.")
-    ]
-    return "unet" if any("UNet" in name for name in classes) else "transformer"
-
-
-def _why_not_loaded(part: Part, config: Any) -> str:
-    """What about the adapter diffusers cannot read; "" if it reads it."""
-    method = str(getattr(config.peft_type, "value", config.peft_type))
-    if method != "LORA":
-        return f"adapters of the method {method}"
-    if not keeps_base(config):
-        return f"init_lora_weights={config.init_lora_weights!r}, which changes the base"
-    others = [
-        entry.name for entry in part.entries if "lora" not in entry.name or entry.group is not None
-    ]
-    return f"{listing(others, ', ')}: no matrices of LoRA" if others else ""
-
-
-def _renamed(entry: Entry, component: str) -> Entry:
-    return entry._replace(name=f"{component}.{entry.name.removeprefix(PREFIX)}")
-
-
-def _lora_settings(config: Any) -> dict[str, Any]:
-    """The arguments of LoraConfig that make the adapter, as JSON can hold them."""
-    left_out = _INITIAL_SETTINGS | _ORIGIN_SETTINGS
-    settings = {name: value for name, value in config.to_dict().items() if name not in left_out}
-    for name, value in settings.items():
-        if isinstance(value, (set, frozenset)):
-            settings[name] = sorted(value)
-    return settings
-
-
-# Loads, and the check of a save that one is possible
-
-
 def model_class(name: str, classes: Mapping[str, type]) -> Any:
     """The class `name` of `classes` or diffusers.
 
@@ -188,9 +106,8 @@ def model_class(name: str, classes: Mapping[str, type]) -> Any:
             "weights into a model of yours with into="
         )
     cls = getattr(import_module("diffusers"), name, None) if name.isidentifier() else None
-    if not isinstance(cls, type) or not DIFFUSERS.base_classes <= {
-        base.__name__ for base in cls.__mro__
-    }:
+    bases = {base.__name__ for base in getattr(cls, "__mro__", ())}
+    if not DIFFUSERS.base_classes <= bases:
         raise LoadError(
             f"{name!r}: no model class of the installed diffusers; pass classes={{{name!r}: ...}}, "
             "or load the weights into a model of yours with into="
@@ -216,14 +133,14 @@ def model_on_file(config: Mapping[str, Any], file: TensorFile, source: str) -> n
             f"{source}: its weights are quantised; name the folder of the original model"
         )
     model: nn.Module = empty_of_config(model_class(str(config["_class_name"]), {}), config)
-    made = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     problems = []
     for name, spec in file.specs.items():
-        if made.get(name) != spec.shape:
+        if shapes.get(name) != spec.shape:
             problems.append(
-                f"{name}: {spec.shape} in the files, {made.get(name, 'absent')} in the model"
+                f"{name}: {spec.shape} in the files, {shapes.get(name, 'absent')} in the model"
             )
-    problems += [f"{name}: not in the files" for name in made if name not in file.specs]
+    problems += [f"{name}: not in the files" for name in shapes if name not in file.specs]
     if problems:
         raise LoadError(
             f"{source}: {listing(problems)}: its files do not fit its config; use another copy"

@@ -17,7 +17,7 @@ from ft_ckpt.formats import (
     load_object,
     read_onto,
 )
-from ft_ckpt.model.settings import EXTRA_FILE
+from ft_ckpt.model.settings_files import EXTRA_FILE
 from ft_ckpt.ranks import readers_here
 from ft_ckpt.storage import Store, read_text
 

@@ -1,6 +1,7 @@
 """Models on mapped files, to merge adapters into: no tensor is read before it is used."""
 
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,32 +11,88 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from ft_ckpt.checkpoint import PartRecord
 from ft_ckpt.errors import LoadError, damaged_input, listing
-from ft_ckpt.formats import TensorFile
-from ft_ckpt.model.base_class import BaseClass
+from ft_ckpt.formats import JoinedFile, TensorFile, checkpoint_format_of, open_tensor_file
+from ft_ckpt.model.base_class import BaseClass, find_base_class
 from ft_ckpt.model.base_files import FileOrigin, find_origins
 from ft_ckpt.model.conversion import with_whole_parameters
+from ft_ckpt.model.diffusers import model_on_file
+from ft_ckpt.model.folder import weight_files
+from ft_ckpt.model.libraries import is_config_of_diffusers
 from ft_ckpt.model.making import without_memory
 from ft_ckpt.model.pretrained import add_folder_settings, model_class
 from ft_ckpt.model.selection import put_at, tensor_at
 from ft_ckpt.ranks import stand_in_parameter
+from ft_ckpt.storage import Place, Store, local_folder, read_text
 
 
 @dataclass(frozen=True, eq=False)
 class FileModel:
-    """A model in eval mode, and the names of stored tensors that it does not have."""
+    """A model in eval mode."""
 
     model: Any
-    left: tuple[str, ...]
+    unused: tuple[str, ...]  # names of stored tensors that it does not have
 
 
-def model_on_files(
+def base_on_files(
+    folder: Place,
+    shown: Place,
+    record: PartRecord,
+    settings: Mapping[str, Any],
+    replaced: Collection[str],
+    *,
+    in_memory: bool,
+) -> FileModel:
+    """The base of the adapter in `record` with these `settings`, on its mapped files.
+
+    `shown`: the name of `folder` in messages. `replaced`: the names of tensors that the adapters
+    store in the place of the base's. The model can run only if `in_memory`: then tensors that
+    transformers converts are computed once. Raises LoadError if there is no model, and for a
+    quantised one.
+    """
+    names, _ = weight_files(folder.folder, "model")
+    if not names or folder.folder.stat("config.json") is None:
+        raise LoadError(
+            f"{shown}: no model of transformers in it; name the folder of the "
+            "adapter's base with base="
+        )
+    config = json.loads(read_text(folder.folder, "config.json"))
+    if is_config_of_diffusers(config):
+        file = _join_mapped(folder.folder, names, shown)
+        return FileModel(model_on_file(config, file, str(shown)), ())
+    with local_folder(folder, lambda name: "/" not in name and name not in names) as local:
+        base = find_base_class(str(local), record, settings, trust_remote_code=False)
+        if _is_quantised_folder(local):
+            raise LoadError(
+                f"{shown}: its weights are quantised, expected those of the model that was "
+                "quantised; name that model with base="
+            )
+        file = _join_mapped(folder.folder, names, shown)
+        model = _model_on_files(local, base, file, replaced, in_memory=in_memory)
+        base.complete(model.model)
+        return model
+
+
+def _join_mapped(store: Store, names: Sequence[str], shown: Place) -> TensorFile:
+    """Weight files as one, whose tensors are mapped if their format allows it."""
+    files: list[tuple[str, TensorFile]] = []
+    for name in names:
+        file_format = checkpoint_format_of(name)
+        if name.endswith(file_format.suffixes):
+            files.append(("", file_format.open_file(store.open(name))))
+        else:
+            files.append(("", open_tensor_file(store.open(name))))
+    return JoinedFile(files, str(shown))
+
+
+def _model_on_files(
     folder: Path,
     base: BaseClass,
     file: TensorFile,
     replaced: Collection[str],
     *,
-    in_memory: bool = False,
+    in_memory: bool,
 ) -> FileModel:
     """The model `base` in `folder` with the tensors of `file`, under the names that transformers
     reads.
@@ -55,15 +112,15 @@ def model_on_files(
         model = base.cls(base.config)
     # Converted tensors are read when PEFT has replaced layers of the model.
     described = with_whole_parameters(model, model.state_dict())
-    found = find_origins(model, model.state_dict(), file)
+    stored = find_origins(model, model.state_dict(), file)
     # a save reverts the conversions that were used
-    model._weight_conversions = list(found.transforms)
-    wrong: dict[str, str] = {}
-    for origin in found.origins:
-        wrong |= _fill_place(model, described, origin, file, in_memory)
+    model._weight_conversions = list(stored.transforms)
+    misfits: dict[str, str] = {}
+    for origin in stored.origins:
+        misfits |= _put_tensors(model, described, origin, file, in_memory)
     _tie_missing(model)
     empty = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_meta}
-    problems = {name: f"{name}: not in the files" for name in empty} | wrong
+    problems = {name: f"{name}: not in the files" for name in empty} | misfits
     for name in replaced & problems.keys():
         zeros = torch.zeros(empty[name].shape, dtype=empty[name].dtype, device="cpu")
         put_at(model, name, nn.Parameter(zeros, requires_grad=False))
@@ -74,21 +131,17 @@ def model_on_files(
             f"{name}; use another copy"
         )
     add_folder_settings(model, folder)
-    return FileModel(model.eval().requires_grad_(False), found.left)
+    return FileModel(model.eval().requires_grad_(False), stored.unused)
 
 
-def is_quantised_folder(folder: Path) -> bool:
+def _is_quantised_folder(folder: Path) -> bool:
     """Whether the config in `folder` has quantisation settings."""
-    return (
-        getattr(
-            AutoConfig.from_pretrained(folder, trust_remote_code=False), "quantization_config", None
-        )
-        is not None
-    )
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return getattr(config, "quantization_config", None) is not None
 
 
-def _fill_place(
-    model: Any, described: Any, place: FileOrigin, file: TensorFile, in_memory: bool
+def _put_tensors(
+    model: Any, described: Any, origin: FileOrigin, file: TensorFile, in_memory: bool
 ) -> dict[str, str]:
     """Put mapped tensors, or stand-ins for computed ones, into the model; a line by name for each
     misfit.
@@ -100,32 +153,31 @@ def _fill_place(
         return file.read(name).view(file.specs[name].shape)
 
     def read_target(target: str) -> Tensor:
-        return place.convert(described, read_stored)[target]
+        return origin.convert(described, read_stored)[target]
 
-    wrong = {}
-    for target, empty in place.convert_empty(described, file).items():
+    misfits = {}
+    for target, empty in origin.convert_empty(described, file).items():
         live, shape = tensor_at(model, target), tuple(empty.shape)
-        if live is None or tuple(live.shape) != shape:
-            expected = None if live is None else tuple(live.shape)
-            wrong[target] = f"{target}: {shape} in the files, expected {expected}"
-        elif place.converter is not None and not in_memory:
-            put_at(
-                model, target, stand_in_parameter(shape, empty.dtype, partial(read_target, target))
-            )
+        expected = None if live is None else tuple(live.shape)
+        if shape != expected:
+            misfits[target] = f"{target}: {shape} in the files, expected {expected}"
+        elif origin.converter is not None and not in_memory:
+            computed = stand_in_parameter(shape, empty.dtype, partial(read_target, target))
+            put_at(model, target, computed)
         else:
-            held = read_target(target)
-            put_at(
-                model,
-                target,
-                nn.Parameter(held, requires_grad=False) if isinstance(live, nn.Parameter) else held,
-            )
-    return wrong
+            tensor = read_target(target)
+            if isinstance(live, nn.Parameter):
+                tensor = nn.Parameter(tensor, requires_grad=False)
+            put_at(model, target, tensor)
+    return misfits
 
 
 def _tie_missing(model: Any) -> None:
     """Tie tensors that the class declares tied and of which the files store only one."""
     for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         for name, stored in (pair, pair[::-1]):
-            tensor, other = tensor_at(model, name), tensor_at(model, stored)
-            if tensor is not None and tensor.is_meta and other is not None and not other.is_meta:
-                put_at(model, name, other)
+            tensor, tied = tensor_at(model, name), tensor_at(model, stored)
+            if tensor is None or tied is None:
+                continue
+            if tensor.is_meta and not tied.is_meta:
+                put_at(model, name, tied)

@@ -1,5 +1,4 @@
-"""Makes the model that transformers makes of a config, on the meta device: its names and shapes, no
-numbers.
+"""The names and shapes of the model that transformers makes of a config, on the meta device.
 
 A background save does this beside the training. Nothing here changes the state of the process:
 torch's default dtype, its random numbers and the methods of its classes stay as they are.
@@ -32,16 +31,13 @@ def _without_dtypes(settings: Any) -> Any:
     """The settings without dtypes: transformers would make parts of the model under torch's default
     dtype.
     """
-    if isinstance(settings, dict):
-        return {
-            key: _without_dtypes(value)
-            for key, value in settings.items()
-            if key not in ("dtype", "torch_dtype")
-        }
-    return settings
+    if not isinstance(settings, dict):
+        return settings
+    kept = {key: value for key, value in settings.items() if key not in ("dtype", "torch_dtype")}
+    return {key: _without_dtypes(value) for key, value in kept.items()}
 
 
-def tensors_made(
+def shapes_of_new(
     cls: Any, config: Any, arguments: Mapping[str, Any]
 ) -> tuple[Shapes, re.Pattern[str] | None]:
     """The shapes of the tensors of a new model by name, and a pattern of those that may be missing
@@ -53,9 +49,9 @@ def tensors_made(
     sources = ModelTensors(model).sources(allow_meta=True)
     shapes = {name: source.shape for name, source in sources.items() if not source.is_added}
     optional = model._keys_to_ignore_on_load_missing
-    return shapes, re.compile(
-        "|".join(f"({pattern})" for pattern in optional)
-    ) if optional else None
+    if not optional:
+        return shapes, None
+    return shapes, re.compile("|".join(f"({pattern})" for pattern in optional))
 
 
 # Functions that draw numbers; not all of them follow `torch.device("meta")`.
@@ -96,20 +92,22 @@ class _AsFromPretrained(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        given = dict(kwargs or {})
+        arguments = dict(kwargs or {})
         if func is torch.linspace:
-            given = {"device": "cpu", **given}
+            arguments.setdefault("device", "cpu")
         is_on_host = func in _DRAWING_METHODS and args[0].device.type == "cpu"
-        if is_on_host or (func in _DRAWING_FACTORIES and self._draws_on_host(func, args, given)):
-            given["generator"] = given.get("generator") or self._generator
-        return func(*args, **given)
+        if func in _DRAWING_FACTORIES:
+            is_on_host = self._draws_on_host(func, args, arguments)
+        if is_on_host:
+            arguments["generator"] = arguments.get("generator") or self._generator
+        return func(*args, **arguments)
 
     @staticmethod
-    def _draws_on_host(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> bool:
+    def _draws_on_host(func: Any, args: tuple[Any, ...], arguments: Mapping[str, Any]) -> bool:
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
         if tensors:
             return all(tensor.device.type == "cpu" for tensor in tensors)
-        device = given.get("device")
+        device = arguments.get("device")
         if device is None:
             return func is torch.normal  # which torch's own mode leaves on the host
         return torch.device(device).type == "cpu"

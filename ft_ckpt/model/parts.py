@@ -10,17 +10,13 @@ from torch.optim.swa_utils import AveragedModel
 
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
 from ft_ckpt.messages import short
-from ft_ckpt.model.adapters import (
-    adapter_parts,
-    base_view,
-    check_complete,
-    has_adapters,
-    missing_trainable,
-)
-from ft_ckpt.model.base_model import irreproducible, refuse_merged
-from ft_ckpt.model.diffusers import in_lora_layout
+from ft_ckpt.model.adapters import adapter_parts, check_complete, missing_trainable
+from ft_ckpt.model.base_changes import irreproducible, refuse_merged
 from ft_ckpt.model.entries import Part
-from ft_ckpt.model.selection import View, model_part, module_at, view_of
+from ft_ckpt.model.lora_layout import in_lora_layout
+from ft_ckpt.model.peft_paths import has_adapters
+from ft_ckpt.model.selection import model_part
+from ft_ckpt.model.view import View, module_at, view_of
 from ft_ckpt.ranks import Source
 
 Attribute = str | Sequence[str] | None
@@ -52,13 +48,12 @@ def _right_argument(model: Any) -> str:
         )
     if isinstance(model, (list, tuple)):
         return "pass one model to each save"
-    inside = [
-        name
-        for name, value in getattr(model, "__dict__", {}).items()
-        if isinstance(value, nn.Module)
-    ]
-    if inside:
-        return f"pass the model that it has as {', '.join(f'.{name}' for name in inside)}"
+    attributes = []
+    for name, value in getattr(model, "__dict__", {}).items():
+        if isinstance(value, nn.Module):
+            attributes.append(f".{name}")
+    if attributes:
+        return f"pass the model that it has as {', '.join(attributes)}"
     if hasattr(model, "save_pretrained"):
         return (
             "pass the model, and a tokenizer or processor beside it: save(model, path, "
@@ -74,19 +69,20 @@ def model_inside(model: nn.Module) -> nn.Module:
     SelectionError for a pipeline of diffusers.
     """
     _refuse_pipeline(model)
-    inside = model.module if isinstance(model, AveragedModel) else model
-    return inside if isinstance(inside, nn.Module) else model
+    if isinstance(model, AveragedModel) and isinstance(model.module, nn.Module):
+        return model.module
+    return model
 
 
 def _refuse_pipeline(model: Any) -> None:
     """Raise SelectionError for a pipeline of diffusers, naming the models in it."""
-    if isinstance(model, nn.Module) or not isinstance(
-        components := getattr(model, "components", None), Mapping
-    ):
+    components = getattr(model, "components", None)
+    if isinstance(model, nn.Module) or not isinstance(components, Mapping):
         return
-    models = [
-        f"pipeline.{name}" for name, value in components.items() if isinstance(value, nn.Module)
-    ]
+    models = []
+    for name, value in components.items():
+        if isinstance(value, nn.Module):
+            models.append(f"pipeline.{name}")
     if models:
         raise SelectionError(
             f"{type(model).__name__}: a pipeline of several models, expected one of them: "
@@ -116,7 +112,7 @@ def is_of_adapters(model: nn.Module, adapter_only: bool | None, attribute: Attri
 
 def parts_of(
     model: nn.Module,
-    found: Mapping[str, Source],
+    sources: Mapping[str, Source],
     *,
     adapter_only: bool,
     attribute: Attribute,
@@ -133,27 +129,27 @@ def parts_of(
     fit the model, IncompleteError naming tensors that no part stores and no rule omits.
     """
     if attribute is None or isinstance(attribute, str):
-        whole = view_of(model, found, attribute or "", extra)
+        name = attribute or ""
+        view = view_of(model, sources, name, extra)
         if merge is not None:
-            return _refuse_missing([merge(whole)], [whole], adapter_only)
-        return _refuse_missing(
-            _parts_of_view(whole, attribute or "", "", adapter_only, dtype), [whole], adapter_only
-        )
-    views = {name: view_of(model, found, name, extra) for name in _names_of(attribute)}
-    if adapter_only and not any(has_adapters(view.module) for view in views.values()):
+            parts = [merge(view)]
+        else:
+            parts = _parts_of_view(view, name, "", adapter_only, dtype)
+        _refuse_missing(parts, [view], adapter_only)
+        return parts
+    views = {name: view_of(model, sources, name, extra) for name in _names_of(attribute)}
+    if adapter_only and not any(view.has_adapters for view in views.values()):
         raise NotAnAdapterError(
             f"adapter_only=True: none of {', '.join(views)} has a PEFT adapter; use "
             "adapter_only=False"
         )
-    parts = [
-        part
+    parts = []
+    for name, view in views.items():
         # an attribute without adapters, such as a value head, is saved in full
-        for name, view in views.items()
-        for part in _parts_of_view(
-            view, name, name, adapter_only and has_adapters(view.module), dtype
-        )
-    ]
-    return _refuse_missing(parts, views.values(), adapter_only)
+        is_adapter = adapter_only and view.has_adapters
+        parts += _parts_of_view(view, name, name, is_adapter, dtype)
+    _refuse_missing(parts, views.values(), adapter_only)
+    return parts
 
 
 def _names_of(attribute: Attribute) -> list[str]:
@@ -169,18 +165,18 @@ def _names_of(attribute: Attribute) -> list[str]:
 
 
 def is_adapter_run(
-    model: nn.Module, found: Mapping[str, Source], attribute: str | None = None
+    model: nn.Module, sources: Mapping[str, Source], attribute: str | None = None
 ) -> bool:
     """Whether only adapters are trained, on a base that can be recreated, in the model or its
     `attribute`.
 
-    `found`: the sources of `model`.
+    `sources`: of `model`.
     """
     module: Any = module_at(model, attribute or "")
     if not has_adapters(module) or irreproducible(module.peft_config):
         return False
-    whole = view_of(model, found, attribute or "")
-    return not missing_trainable(whole, adapter_parts(whole, "", "", "as_is"))
+    view = view_of(model, sources, attribute or "")
+    return not missing_trainable(view, adapter_parts(view, "", "", "as_is"))
 
 
 def kind_of(adapter_only: bool, attribute: Attribute) -> str:
@@ -190,45 +186,46 @@ def kind_of(adapter_only: bool, attribute: Attribute) -> str:
     return "adapter" if adapter_only else "full"
 
 
-def _refuse_missing(parts: list[Part], views: Iterable[View], adapter_only: bool) -> list[Part]:
-    """Check that `parts` store every tensor of `views`, and return them.
+def _refuse_missing(parts: Iterable[Part], views: Iterable[View], adapter_only: bool) -> None:
+    """Raise IncompleteError naming the tensors of `views` that no part stores and no rule omits.
 
-    Allowed omissions are other names of one parameter, tensors that the class or PEFT recreates,
-    and with `adapter_only` the frozen tensors of the base. Raises IncompleteError naming all other
-    missing tensors.
+    Rules omit other names of one parameter, tensors that the class or PEFT recreates, and with
+    `adapter_only` the frozen tensors of the base.
     """
-    known = {source.key for part in parts for entry in part.entries for source in entry.sources}
-    known |= {source.key for part in parts for source in part.omitted}
-    if adapter_only:
-        known |= {source.key for part in parts for source in part.base.values()}
-    missing = [
-        name for view in views for name, source in view.sources.items() if source.key not in known
-    ]
+    explained: set[int] = set()
+    for part in parts:
+        explained.update(source.key for source in part.omitted)
+        for entry in part.entries:
+            explained.update(source.key for source in entry.sources)
+        if adapter_only:
+            explained.update(source.key for source in part.base.values())
+    missing = []
+    for view in views:
+        for name, source in view.sources.items():
+            if source.key not in explained:
+                missing.append(name)
     if missing:
         raise IncompleteError(
             f"{listing(missing, ', ')}: {len(missing)} tensor(s) of the model would be in no file, "
             "and no rule says why; nothing is written. Please report it"
         )
-    return parts
 
 
 def _parts_of_view(view: View, name: str, path: str, adapter_only: bool, dtype: str) -> list[Part]:
-    if has_adapters(view.module):
+    is_adapted = view.has_adapters
+    if is_adapted:
         refuse_merged(view.module)
-    if (
-        adapter_only
-        and has_adapters(view.module)
-        and (why := irreproducible(view.module.peft_config))
-    ):
-        raise SelectionError(f"{why}: the adapter alone fits no base; save with adapter_only=False")
     if adapter_only:
-        parts = adapter_parts(view, name, path, dtype)
-        check_complete(view, parts)
-        return [in_lora_layout(part) for part in parts]
-    if not has_adapters(view.module):
+        reason = irreproducible(view.module.peft_config) if is_adapted else ""
+        if reason:
+            raise SelectionError(
+                f"{reason}: the adapter alone fits no base; save with adapter_only=False"
+            )
+        adapters = adapter_parts(view, name, path, dtype)
+        check_complete(view, adapters)
+        return [in_lora_layout(part) for part in adapters]
+    if not is_adapted:
         return [model_part(view, name, path, dtype)]
-    below = adapter_parts(view, name, path, dtype, in_folders=True)
-    return [
-        model_part(base_view(view), name, path, dtype),
-        *(in_lora_layout(part) for part in below),
-    ]
+    base = model_part(view.base, name, path, dtype)
+    adapters = adapter_parts(view, name, path, dtype, in_folders=True)
+    return [base, *(in_lora_layout(part) for part in adapters)]

@@ -16,7 +16,7 @@ from ft_ckpt.model.conversion import stored_as_in_memory
 from ft_ckpt.model.load_weights import path_in_part, weight_names
 from ft_ckpt.model.making import without_memory
 from ft_ckpt.model.selection import is_pretrained, made_by_class
-from ft_ckpt.model.settings import absurd_counts
+from ft_ckpt.model.settings_files import absurd_counts
 from ft_ckpt.ranks import ModelTensors, unwrap
 from ft_ckpt.storage import LocalStore, Place, Store, local_folder, read_text
 

@@ -6,79 +6,18 @@ list of parts, each a loadable folder, whose entries name the source of every st
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from ft_ckpt.errors import IncompleteError, SelectionError, UnknownAttributeError, listing
+from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.formats import dtype_name, dtype_of, dump_object
-from ft_ckpt.messages import did_you_mean
 from ft_ckpt.model.conversion import cast_entries, converted_entries, kept_in_float32
 from ft_ckpt.model.entries import MODEL_FILE, Part, main_dtype, unchanged_entry
 from ft_ckpt.model.libraries import TRANSFORMERS, library_of
-from ft_ckpt.ranks import Source, unwrap, walk_modules
-
-
-@dataclass(frozen=True, eq=False)
-class View:
-    """A module of the live model, unwrapped, with its tensors by relative name."""
-
-    module: Any  # an nn.Module of any class
-    sources: Mapping[str, Source] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)  # non-tensor values of its state dict
-
-
-def view_of(
-    model: nn.Module,
-    found: Mapping[str, Source],
-    attribute: str = "",
-    extra: Mapping[str, Any] | None = None,
-) -> View:
-    """A view of the whole model, or of the submodule at the dotted path `attribute`.
-
-    Raises UnknownAttributeError naming the existing submodules, SelectionError when it is not a
-    module, IncompleteError when it has no tensors.
-    """
-    module = module_at(model, attribute)
-    prefix = f"{attribute}." if attribute else ""
-    depth = len(attribute.split(".")) if attribute else 0
-    below = {
-        name.removeprefix(prefix): _with_raw_below(source, depth)
-        for name, source in found.items()
-        if name.startswith(prefix)
-    }
-    if not below:
-        raise IncompleteError(
-            f"{attribute or type(module).__name__}: no tensors to save; nothing is written"
-        )
-    further = {
-        n.removeprefix(prefix): value for n, value in (extra or {}).items() if n.startswith(prefix)
-    }
-    return View(module, below, further)
-
-
-def module_at(model: nn.Module, attribute: str) -> nn.Module:
-    """The model, or its submodule at the dotted path `attribute`, unwrapped.
-
-    Raises errors as `view_of`.
-    """
-    module = unwrap(model)
-    for part in attribute.split(".") if attribute else []:
-        if part not in module._modules and not hasattr(module, part):
-            names = sorted(name for name, child in module.named_children() if child is not None)
-            submodules = ", ".join(names) or "no submodules"
-            hint = did_you_mean([part], names) or f"it has {submodules}"
-            raise UnknownAttributeError(
-                f"attribute {attribute!r}: {type(module).__name__} has no {part!r}; {hint}"
-            )
-        inner = getattr(module, part)
-        if not isinstance(inner, nn.Module):
-            raise SelectionError(
-                f"attribute {attribute!r}: {part!r} is a {type(inner).__name__}, expected a module"
-            )
-        module = unwrap(inner)
-    return module
+from ft_ckpt.model.view import View
+from ft_ckpt.ranks import Source, walk_modules
 
 
 def tensor_at(module: nn.Module, name: str) -> Any:
@@ -96,49 +35,54 @@ def put_at(module: nn.Module, name: str, value: Any) -> None:
     setattr(module.get_submodule(path), key, value)
 
 
-def _with_raw_below(source: Source, depth: int) -> Source:
-    """The source with its raw name relative to the unwrapped submodule `depth` attributes down."""
-    if not depth and source.raw_name == source.name:
-        return source
-    steps, names = source.raw_name.split("."), source.name.split(".")
-    above, below = names[:depth], names[depth:]
-    while above or steps[0] != below[0]:
-        if steps.pop(0) == next(iter(above), None):
-            above.pop(0)
-    raw = ".".join(steps)
-    return source if raw == source.raw_name else replace(source, raw_name=raw)
-
-
 def model_part(view: View, name: str, path: str, dtype: str) -> Part:
     """The part for a module saved in full: the tensors that `save_pretrained` writes, or all of a
     plain module.
     """
-    library = library_of(view.module)
-    hugging_face = library is TRANSFORMERS
     _refuse_unserialisable(view.module)
-    kept, ties, notes = _without_aliases(view, hugging_face)
-    if hugging_face:
-        entries = converted_entries(view.module, kept)
+    library = library_of(view.module)
+    if library is TRANSFORMERS:
+        part = _transformers_part(view, name, path, dtype)
     else:
-        entries = [unchanged_entry(own_name, source) for own_name, source in kept.items()]
-    kind, file = ("module", MODEL_FILE) if library is None else ("model", library.model_file)
-    doubtful = tuple(diverged_ties(view)) if hugging_face else ()
-    made = cast_entries(entries, view.module, dtype)
-    taken = {source.key for source in kept.values()}
-    omitted = tuple(source for source in view.sources.values() if source.key not in taken)
-    extra = (
-        dump_object(dict(view.extra), name or type(view.module).__name__) if view.extra else None
+        part = _plain_part(view, name, path, dtype)
+        if library is not None:
+            part = replace(part, kind="model", file=library.model_file)
+    if view.extra:
+        text = dump_object(dict(view.extra), name or type(view.module).__name__)
+        part = replace(part, extra=text)
+    return part
+
+
+def _transformers_part(view: View, name: str, path: str, dtype: str) -> Part:
+    selection = _without_class_aliases(view)
+    entries = converted_entries(view.module, selection.sources)
+    part = Part(
+        name,
+        path,
+        "model",
+        view.module,
+        cast_entries(entries, view.module, dtype),
+        file=TRANSFORMERS.model_file,
+        ties=selection.ties,
+        doubtful=tuple(diverged_ties(view)),
+        tensors=view.sources,
+        omitted=selection.omitted_from(view),
     )
-    stored = Part(
-        name, path, kind, view.module, made, file=file, ties=ties, doubtful=doubtful, notes=notes
-    )
-    notes += _rounded_by_others(stored) if hugging_face else ()
-    return replace(
-        stored,
-        omitted=omitted,
-        extra=extra,
-        notes=notes,
-        tensors=view.sources if hugging_face else {},
+    return replace(part, notes=(*selection.notes, *_rounded_by_others(part)))
+
+
+def _plain_part(view: View, name: str, path: str, dtype: str) -> Part:
+    selection = _without_aliases(view)
+    entries = [unchanged_entry(name, source) for name, source in selection.sources.items()]
+    return Part(
+        name,
+        path,
+        "module",
+        view.module,
+        cast_entries(entries, view.module, dtype),
+        file=MODEL_FILE,
+        ties=selection.ties,
+        omitted=selection.omitted_from(view),
     )
 
 
@@ -147,15 +91,19 @@ def _rounded_by_others(part: Part) -> tuple[str, ...]:
     dtype.
     """
     main = dtype_of(main_dtype(part))
-    kept = kept_in_float32(part.module, main)
-    floats = [entry for entry in part.entries if entry.dtype.is_floating_point]
-    wide = [entry.name for entry in floats if entry.dtype.itemsize > main.itemsize]
-    rounded = [name for name in wide if not set(kept).intersection(name.split("."))]
+    wide_steps = set(kept_in_float32(part.module, main))
+    rounded = []
+    for entry in part.entries:
+        is_wide = entry.dtype.is_floating_point and entry.dtype.itemsize > main.itemsize
+        if is_wide and wide_steps.isdisjoint(entry.name.split(".")):
+            rounded.append(entry.name)
+    if not rounded:
+        return ()
     note = (
-        f"in more than the config's {dtype_name(main)}, to which plain from_pretrained rounds; "
-        "load_model does not"
+        f"{listing(rounded, ', ')}: in more than the config's {dtype_name(main)}, to which plain "
+        "from_pretrained rounds; load_model does not"
     )
-    return (f"{listing(rounded, ', ')}: {note}",) if rounded else ()
+    return (note,)
 
 
 def is_pretrained(module: nn.Module) -> bool:
@@ -167,11 +115,9 @@ def made_by_class(module: Any) -> frozenset[str]:
     """Names of tensors that a transformers model does not save but recomputes when it is loaded,
     such as sines.
     """
-    return (
-        frozenset(getattr(module, "_keys_to_ignore_on_save", None) or ())
-        if is_pretrained(module)
-        else frozenset()
-    )
+    if not is_pretrained(module):
+        return frozenset()
+    return frozenset(getattr(module, "_keys_to_ignore_on_save", None) or ())
 
 
 def without_own_layouts(parts: Sequence[Part], is_run: bool) -> list[Part]:
@@ -182,76 +128,81 @@ def without_own_layouts(parts: Sequence[Part], is_run: bool) -> list[Part]:
     write. Unless `is_run`, raises SelectionError naming them, or PEFT models whose adapters PEFT
     cannot load.
     """
-    stacked = {
-        type(part.module).__name__: None
-        for part in parts
-        if part.kind == "adapter" and _is_stacked(part.module)
-    }
-    if stacked and not is_run:
+    if not is_run:
+        _refuse_stacked(parts)
+        _refuse_own_layouts(parts)
+    note = (
+        "stored as a plain module; its own from_pretrained reads the layout of its "
+        "save_pretrained() alone"
+    )
+    noted = []
+    for part in parts:
+        if _has_own_layout(part):
+            class_name = type(part.module).__name__
+            part = replace(part, notes=(*part.notes, f"{class_name}: {note}"))
+        noted.append(part)
+    return noted
+
+
+def _has_own_layout(part: Part) -> bool:
+    save_pretrained = getattr(type(part.module), "save_pretrained", None)
+    return part.kind == "module" and callable(save_pretrained)
+
+
+def _refuse_stacked(parts: Sequence[Part]) -> None:
+    classes: dict[str, None] = {}
+    for part in parts:
+        if part.kind == "adapter" and _is_stacked(part.module):
+            classes[type(part.module).__name__] = None
+    if classes:
         raise SelectionError(
-            f"{', '.join(stacked)}: adapters of several methods, or around a model that has its "
+            f"{', '.join(classes)}: adapters of several methods, or around a model that has its "
             "own, are in no layout that PEFT or load_model reads; put all on one PeftModel with "
             "add_adapter(), merge the inner ones with merge_and_unload(), or save a checkpoint to "
             "resume from with save_state()"
         )
-    own = {
-        id(part): type(part.module).__name__
-        for part in parts
-        if part.kind == "module" and callable(getattr(type(part.module), "save_pretrained", None))
-    }
-    if own and not is_run:
-        inside = [path for part in parts if id(part) in own for path in _pretrained_below(part)]
-        asked = repr(inside[0] if len(inside) == 1 else inside)
-        names, way = (
-            ", ".join(own.values()),
-            f", or what is inside with attribute={asked}" if inside else "",
-        )
-        raise SelectionError(
-            f"{names}: has a layout of its own, which this would not be; save it with "
-            f"model.save_pretrained(...){way}, or a checkpoint to resume from with save_state()"
-        )
-    note = (
-        "{}: stored as a plain module; its own from_pretrained reads the layout of its "
-        "save_pretrained() alone"
-    )
-    return [
-        replace(p, notes=(*p.notes, note.format(own[id(p)]))) if id(p) in own else p for p in parts
-    ]
 
 
 def _is_stacked(module: nn.Module) -> bool:
     """Whether it is a PeftMixedModel, or contains a PeftModel."""
-    inner = {
-        cls.__name__
-        for child in module.modules()
-        if child is not module
-        for cls in type(child).__mro__
-    }
-    return "PeftModel" in inner or any(
-        cls.__name__ == "PeftMixedModel" for cls in type(module).__mro__
+    if "PeftMixedModel" in _class_names(module):
+        return True
+    for child in module.modules():
+        if child is not module and "PeftModel" in _class_names(child):
+            return True
+    return False
+
+
+def _class_names(module: nn.Module) -> list[str]:
+    return [cls.__name__ for cls in type(module).__mro__]
+
+
+def _refuse_own_layouts(parts: Sequence[Part]) -> None:
+    own = [part for part in parts if _has_own_layout(part)]
+    if not own:
+        return
+    names = ", ".join(type(part.module).__name__ for part in own)
+    inner: list[str] = []
+    for part in own:
+        inner += _pretrained_below(part)
+    remedy = ""
+    if inner:
+        attribute = inner[0] if len(inner) == 1 else inner
+        remedy = f", or what is inside with attribute={attribute!r}"
+    raise SelectionError(
+        f"{names}: has a layout of its own, which this would not be; save it with "
+        f"model.save_pretrained(...){remedy}, or a checkpoint to resume from with save_state()"
     )
 
 
 def _pretrained_below(part: Part) -> list[str]:
     """Paths of the outermost models of known libraries in the part's module."""
-    found: list[str] = []
-    for path, _, inner in walk_modules(part.module):
-        if library_of(inner) is not None and not any(
-            path.startswith(f"{outer}.") for outer in found
-        ):
-            found.append(path)
-    return [f"{part.name}.{path}" if part.name else path for path in found]
-
-
-def diverged_ties(view: View) -> list[tuple[Source, Source]]:
-    """Pairs (alias, main) that the model declares tied but that are two tensors in memory; compared
-    at the save.
-    """
-    declared = getattr(view.module, "all_tied_weights_keys", None) or {}
-    patterns = _alias_patterns(view.module) if declared else []
-    tied = [pair for pair in declared.items() if _is_alias(pair[0], patterns)]
-    pairs = [(view.sources.get(one), view.sources.get(other)) for one, other in tied]
-    return [(a, b) for a, b in pairs if a is not None and b is not None and a.key != b.key]
+    paths: list[str] = []
+    for path, _, module in walk_modules(part.module):
+        is_inner = any(path.startswith(f"{outer}.") for outer in paths)
+        if library_of(module) is not None and not is_inner:
+            paths.append(path)
+    return [f"{part.name}.{path}" if part.name else path for path in paths]
 
 
 def _refuse_unserialisable(module: Any) -> None:
@@ -261,12 +212,7 @@ def _refuse_unserialisable(module: Any) -> None:
     quantizer = getattr(module, "hf_quantizer", None)
     if quantizer is None:
         return
-    makes = (
-        cls.__name__
-        for cls in type(quantizer).__mro__
-        if "get_state_dict_and_metadata" in vars(cls)
-    )
-    if next(makes, "HfQuantizer") != "HfQuantizer" or not quantizer.is_serializable():
+    if _makes_subclasses(quantizer) or not quantizer.is_serializable():
         raise SelectionError(
             f"{type(module).__name__}: its quantised weights ({type(quantizer).__name__}) cannot "
             "be stored as they are; save the adapter alone with adapter_only=True, or dequantise "
@@ -274,46 +220,96 @@ def _refuse_unserialisable(module: Any) -> None:
         )
 
 
-def _without_aliases(
-    view: View, hugging_face: bool
-) -> tuple[dict[str, Source], tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """The tensors to store by name, the ties and notes.
+def _makes_subclasses(quantizer: Any) -> bool:
+    """Whether the quantiser describes its tensors itself, instead of by the base class."""
+    for cls in type(quantizer).__mro__:
+        if "get_state_dict_and_metadata" in vars(cls):
+            return cls.__name__ != "HfQuantizer"
+    return False
+
+
+@dataclass(frozen=True, eq=False)
+class _Selection:
+    """The tensors of a module to store by name, without second names of one tensor."""
+
+    sources: Mapping[str, Source]
+    ties: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+    def omitted_from(self, view: View) -> tuple[Source, ...]:
+        keys = {source.key for source in self.sources.values()}
+        return tuple(source for source in view.sources.values() if source.key not in keys)
+
+
+def _tied_names(view: View, names: Sequence[str]) -> list[list[str]]:
+    """The names of each tensor that has several.
 
     Ties are found by parameter identity, never by storage.
     """
-    ignored = made_by_class(view.module) if hugging_face else ()
-    names = [
-        name for name, source in view.sources.items() if name not in ignored or source.trainable
-    ]
-    has_ties = len({view.sources[name].key for name in names}) < len(names)
     groups: dict[int, list[str]] = {}
-    for name in names if has_ties else ():
+    for name in names:
         groups.setdefault(view.sources[name].key, []).append(name)
+    if len(groups) == len(names):
+        return []
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _without_aliases(view: View) -> _Selection:
+    """All tensors of a plain module, under their first names."""
+    ties = [tuple(group) for group in _tied_names(view, list(view.sources))]
+    sources = dict(view.sources)
+    for _, *aliases in ties:
+        for alias in aliases:
+            del sources[alias]
+    return _Selection(sources, tuple(ties))
+
+
+def _without_class_aliases(view: View) -> _Selection:
+    """The tensors of a transformers model under the names that its class does not tie to others."""
+    recomputed = made_by_class(view.module)
+    names = []
+    for name, source in view.sources.items():
+        if name not in recomputed or source.trainable:
+            names.append(name)
+    groups = _tied_names(view, names)
+    patterns = _alias_patterns(view.module) if groups else []
     dropped: set[str] = set()
     ties, notes = [], []
-    patterns = _alias_patterns(view.module) if hugging_face and has_ties else []
-    for group in (group for group in groups.values() if len(group) > 1):
-        keep = group[:1]
-        if hugging_face:  # the names that transformers does not tie to another one
-            keep = [name for name in group if not _is_alias(name, patterns)] or [max(group)]
-        ties.append((keep[0], *(name for name in group if name != keep[0])))
-        dropped.update(name for name in group if name not in keep)
-        if len(keep) > 1:
+    for group in groups:
+        stored = [name for name in group if not _is_alias(name, patterns)] or [max(group)]
+        ties.append((stored[0], *(name for name in group if name != stored[0])))
+        dropped.update(name for name in group if name not in stored)
+        if len(stored) > 1:
             notes.append(
-                f"{', '.join(keep)}: tied in memory but not by the model's class and config, "
+                f"{', '.join(stored)}: tied in memory but not by the model's class and config, "
                 "stored once each"
             )
-    for one, other in diverged_ties(view) if hugging_face else ():
-        alias = next(name for name in view.sources if view.sources[name] is one)
-        main = next(name for name in view.sources if view.sources[name] is other)
+    name_of: dict[int, str] = {}
+    for name, source in view.sources.items():
+        name_of.setdefault(id(source), name)
+    for alias_source, main_source in diverged_ties(view):
+        alias, main = name_of[id(alias_source)], name_of[id(main_source)]
         if alias not in dropped and main not in dropped:
             dropped.add(alias)  # the saver compares the two before it commits
             ties.append((main, alias))
-    return (
-        {name: view.sources[name] for name in names if name not in dropped},
-        tuple(ties),
-        tuple(notes),
-    )
+    sources = {name: view.sources[name] for name in names if name not in dropped}
+    return _Selection(sources, tuple(ties), tuple(notes))
+
+
+def diverged_ties(view: View) -> list[tuple[Source, Source]]:
+    """Pairs (alias, main) that the model declares tied but that are two tensors in memory; compared
+    at the save.
+    """
+    declared = getattr(view.module, "all_tied_weights_keys", None) or {}
+    patterns = _alias_patterns(view.module) if declared else []
+    pairs = []
+    for alias, main in declared.items():
+        alias_source, main_source = view.sources.get(alias), view.sources.get(main)
+        if alias_source is None or main_source is None or not _is_alias(alias, patterns):
+            continue
+        if alias_source.key != main_source.key:
+            pairs.append((alias_source, main_source))
+    return pairs
 
 
 def _is_alias(name: str, patterns: Sequence[str]) -> bool:
@@ -327,14 +323,13 @@ def _alias_patterns(module: nn.Module) -> list[str]:
     It does not tie again parameters that were tied by hand: a name in no file would be initialised
     randomly.
     """
-    return [
-        f"{re.escape(path)}\\.{key}" if path else key
-        for path, _, inner in walk_modules(module)
+    patterns = []
+    for path, _, inner in walk_modules(module):
         # From the class or the instance dict: `getattr` of an absent attribute of a module is slow,
         # and most lack it.
-        for key in vars(inner).get(
-            "_tied_weights_keys", getattr(type(inner), "_tied_weights_keys", None)
-        )
-        or ()
-        if getattr(getattr(inner, "config", None), "tie_word_embeddings", False)
-    ]
+        class_keys = getattr(type(inner), "_tied_weights_keys", None)
+        keys = vars(inner).get("_tied_weights_keys", class_keys) or ()
+        config = getattr(inner, "config", None) if keys else None
+        if getattr(config, "tie_word_embeddings", False):
+            patterns += [f"{re.escape(path)}\\.{key}" if path else key for key in keys]
+    return patterns

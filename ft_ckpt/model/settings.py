@@ -14,13 +14,18 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from ft_ckpt.errors import CorruptError, damaged_input
+from ft_ckpt.errors import damaged_input
 from ft_ckpt.messages import without_secrets
-from ft_ckpt.storage import Store, files_made_by, read_text
-
-EXTRA_FILE = "extra_state.json"  # non-tensor values of state dicts
-# a plain module has none
-SETTINGS_FILES = {"model": "config.json", "adapter": "adapter_config.json"}
+from ft_ckpt.model.base_changes import irreproducible, keeps_base
+from ft_ckpt.model.settings_files import (
+    EXTRA_FILE,
+    SETTINGS_FILES,
+    absurd_counts,
+    parse_settings,
+    read_settings,
+    text_of,
+)
+from ft_ckpt.storage import Store, files_made_by
 
 # Fields of a model's config that do not change the output in eval mode; fields of dropout are
 # harmless as well.
@@ -56,13 +61,11 @@ _DROPOUTS = ("dropout", "_pdrop", "layerdrop", "drop_path_rate")
 # PEFT tests membership only, and writes some of them as sets, in any order
 _UNORDERED = frozenset(
     {
-        *(
-            "target_modules",
-            "exclude_modules",
-            "feedforward_modules",
-            "modules_to_save",
-            "layers_to_transform",
-        ),
+        "target_modules",
+        "exclude_modules",
+        "feedforward_modules",
+        "modules_to_save",
+        "layers_to_transform",
     }
 )
 # values by layer pattern; PEFT takes the first match
@@ -80,13 +83,12 @@ _ADALORA_FIELDS = (
     "total_step",
 )
 _ABSENT = object()
-_MOST_LAYERS = 1 << 16  # upper bound of any count in a config
-_COUNT = re.compile(r"\w*(layer|block|depth|stage|expert|head)s?")
-
-Difference = tuple[str, str, str]  # field, value in the first, value in the other
 
 
-def differing_settings(first: Store, other: Store, kind: str) -> list[Difference]:
+Difference = tuple[str, str, str]  # field, value in the first, value in the second
+
+
+def differing_settings(first: Store, second: Store, kind: str) -> list[Difference]:
     """The settings that differ between the folders of two parts and change the output, with values
     as text.
 
@@ -94,33 +96,25 @@ def differing_settings(first: Store, other: Store, kind: str) -> list[Difference
 
     Raises CorruptError for a settings file that cannot be parsed.
     """
-    in_files = [*_differing_files(first, other), *_differing_tokens(first, other)]
-    if kind not in SETTINGS_FILES:
-        return in_files
+    differences = []
+    if kind in SETTINGS_FILES:
+        differences += _differing_configs(first, second, kind)
+    return [*differences, *_differing_files(first, second), *_differing_tokens(first, second)]
+
+
+def _differing_configs(first: Store, second: Store, kind: str) -> list[Difference]:
     name = SETTINGS_FILES[kind]
-    one, two = (_settings_in(store, name) for store in (first, other))
-    differing = [] if one == two else [(name, _presence(one), _presence(two))]
-    if differing and one is not None and two is not None:
-        with damaged_input(f"{first.where(name)} and {other.where(name)}"):
-            differing = differences_between(one, two, kind)
-    return [*differing, *in_files]
+    first_settings, second_settings = read_settings(first, name), read_settings(second, name)
+    if first_settings == second_settings:
+        return []
+    if first_settings is None or second_settings is None:
+        return [(name, _presence(first_settings), _presence(second_settings))]
+    with damaged_input(f"{first.where(name)} and {second.where(name)}"):
+        return differences_between(first_settings, second_settings, kind)
 
 
-def quantisation_of(store: Store) -> str | None:
-    """The field of config.json that describes a quantisation; None if there is none."""
-    settings = _settings_in(store, "config.json") or {}
-    return next(
-        (name for name in ("quantization_config", "compression_config") if settings.get(name)), None
-    )
-
-
-def adapter_settings(store: Store) -> dict[str, Any]:
-    """The contents of adapter_config.json.
-
-    Raises MissingError if there is none, CorruptError if it is no object.
-    """
-    name = SETTINGS_FILES["adapter"]
-    return _settings_in(store, name, read_text(store, name)) or {}
+def _presence(content: object) -> str:
+    return "absent" if content is None else "there"
 
 
 def differences_of_live(stored: Mapping[str, Any], config: Any) -> list[Difference]:
@@ -132,99 +126,59 @@ def differences_of_live(stored: Mapping[str, Any], config: Any) -> list[Differen
     """
     written = files_made_by(lambda folder: config.save_pretrained(str(folder)))
     live = json.loads(written[SETTINGS_FILES["adapter"]])
-    in_tensors = {
-        "init_lora_weights",
-        *(_ADALORA_FIELDS if stored.get("peft_type") == "ADALORA" else ()),
-    }
-    known = {name: stored[name] for name in in_tensors & stored.keys()}
-    return differences_between(stored, {**live, **known}, "adapter")
+    in_tensors = ["init_lora_weights"]
+    if stored.get("peft_type") == "ADALORA":
+        in_tensors += _ADALORA_FIELDS
+    for name in in_tensors:
+        if name in stored:
+            live[name] = stored[name]
+    return differences_between(stored, live, "adapter")
 
 
 def is_irreproducible(settings: Mapping[str, Any]) -> bool:
     """Whether the initialisation of an adapter with these settings changes its base and cannot be
     repeated.
     """
-    # here, because it imports torch.distributed
-    from ft_ckpt.model.base_model import irreproducible
-
     return bool(irreproducible({"": SimpleNamespace(**settings)}))
 
 
-def absurd_counts(config: Mapping[str, Any]) -> list[str]:
-    """Counts in a config that are too large for any model, as text."""
-    return [f"{name}: {value:,}" for name, value in _counts_in(config) if value > _MOST_LAYERS]
-
-
-def _counts_in(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """The counts in a config whose names match _COUNT, at any depth."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _counts_in(inner, key)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _counts_in(inner, name)
-    elif isinstance(value, (int, float)) and _COUNT.fullmatch(name):
-        yield name, int(value) if abs(value) < 1e300 else 10**300
-
-
-def _text_of(store: Store, name: str) -> str | None:
-    return read_text(store, name) if store.stat(name) is not None else None
-
-
-def _settings_in(store: Store, name: str, text: str | None = None) -> dict[str, Any] | None:
-    text = _text_of(store, name) if text is None else text
-    with damaged_input(store.where(name)):
-        settings = None if text is None else json.loads(text)
-    if settings is not None and not isinstance(settings, dict):
-        raise CorruptError(f"{store.where(name)}: not a JSON object of settings; use another copy")
-    return settings
-
-
-def _presence(content: object) -> str:
-    return "absent" if content is None else "there"
-
-
 def differences_between(
-    one: Mapping[str, Any], two: Mapping[str, Any], kind: str
+    first: Mapping[str, Any], second: Mapping[str, Any], kind: str
 ) -> list[Difference]:
     """The fields that differ between two configs of `kind` and change the output, with values as
     text.
     """
     if kind == "adapter":
-        return _differing_leaves(
-            _completed_adapter(one), _completed_adapter(two), partial(_counts_for_adapter, one)
-        )
-    found = _differing_leaves(one, two, _counts_for_model)
-    if found and kind == "model":  # two versions of transformers may have written equal configs
-        first, other = _canonical_config(one), _canonical_config(two)
-        return (
-            found
-            if first is None or other is None
-            else _differing_leaves(first, other, _counts_for_model)
-        )
-    return found
+        counts = partial(_counts_for_adapter, first)
+        return _differing_leaves(_completed_adapter(first), _completed_adapter(second), counts)
+    differences = _differing_leaves(first, second, _counts_for_model)
+    if not differences or kind != "model":
+        return differences
+    # two versions of transformers may have written equal configs
+    first_config, second_config = _canonical_config(first), _canonical_config(second)
+    if first_config is None or second_config is None:
+        return differences
+    return _differing_leaves(first_config, second_config, _counts_for_model)
 
 
-def _differing_leaves(one: Any, two: Any, counts: Callable[[str], bool]) -> list[Difference]:
-    first, other = dict(_leaves(one)), dict(_leaves(two))
-    names = [name for name in dict.fromkeys((*first, *other)) if counts(name)]
-    pairs = [(name, first.get(name, _ABSENT), other.get(name, _ABSENT)) for name in names]
-    return [
-        (name, _short_text(before), _short_text(after))
-        for name, before, after in pairs
-        if before != after
-    ]
+def _differing_leaves(first: Any, second: Any, counts: Callable[[str], bool]) -> list[Difference]:
+    first_leaves, second_leaves = dict(_leaves(first)), dict(_leaves(second))
+    differences = []
+    for name in dict.fromkeys((*first_leaves, *second_leaves)):
+        before = first_leaves.get(name, _ABSENT)
+        after = second_leaves.get(name, _ABSENT)
+        if before != after and counts(name):
+            differences.append((name, _short_text(before), _short_text(after)))
+    return differences
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted name, value) of each leaf in nested dicts and lists."""
-    children = (
-        value
-        if isinstance(value, dict)
-        else dict(enumerate(value))
-        if isinstance(value, list)
-        else {}
-    )
+    children: dict[Any, Any] = {}
+    if isinstance(value, dict):
+        children = value
+    elif isinstance(value, list):
+        children = dict(enumerate(value))
     if not children:
         yield name, value
     for key, child in children.items():
@@ -256,43 +210,45 @@ def order_counts(pattern: Iterable[str]) -> bool:
     keys = list(pattern)
     if len(keys) > 1 and not all(re.fullmatch(r"[\w.]+", key) for key in keys):
         return True  # regular expressions may overlap
-    plain = {*keys}
-    return any(
-        key[at + 1 :] in plain for key in keys for at, letter in enumerate(key) if letter == "."
-    )
+    return any(_has_suffix_among(key, set(keys)) for key in keys)
+
+
+def _has_suffix_among(key: str, keys: set[str]) -> bool:
+    """Whether the last steps of a dotted key are a key themselves."""
+    steps = key.split(".")
+    return any(".".join(steps[index:]) in keys for index in range(1, len(steps)))
 
 
 def _completed_adapter(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings with PEFT's defaults for absent fields, and one value for all initialisations
     that keep the base.
     """
-    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
-
-    from ft_ckpt.model.base_model import keeps_base
-
-    known = PEFT_TYPE_TO_CONFIG_MAPPING.get(settings.get("peft_type"))
-    fields = dataclasses.fields(known) if known is not None else ()
-    defaults = {
-        field.name: field.default for field in fields if field.default is not dataclasses.MISSING
-    }
-    factories = {field.name: field.default_factory for field in fields}
-    defaults |= {
-        name: factory() for name, factory in factories.items() if factory is not dataclasses.MISSING
-    }
-    defaults.pop("runtime_config", None)  # never written
-    completed = {**defaults, **settings}
+    completed = {**_peft_defaults(settings.get("peft_type")), **settings}
     for name in _UNORDERED & completed.keys():
-        completed[name] = (
-            sorted(completed[name], key=str)
-            if isinstance(completed[name], list)
-            else completed[name]
-        )
+        if isinstance(completed[name], list):
+            completed[name] = sorted(completed[name], key=str)
     for name in PATTERNS & completed.keys():
         if isinstance(completed[name], dict) and order_counts(completed[name]):
             completed[f"order of {name}"] = list(completed[name])
     if keeps_base(SimpleNamespace(**completed)):
         completed["init_lora_weights"] = "keeps the base"
     return completed
+
+
+def _peft_defaults(method: Any) -> dict[str, Any]:
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    config_class = PEFT_TYPE_TO_CONFIG_MAPPING.get(method)
+    if config_class is None:
+        return {}
+    defaults: dict[str, Any] = {}
+    for field in dataclasses.fields(config_class):
+        if field.default is not dataclasses.MISSING:
+            defaults[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            defaults[field.name] = field.default_factory()
+    defaults.pop("runtime_config", None)  # never written
+    return defaults
 
 
 def _canonical_config(settings: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -311,47 +267,53 @@ def _canonical_config(settings: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
 
 
-def _differing_files(first: Store, other: Store) -> list[Difference]:
+def _differing_files(first: Store, second: Store) -> list[Difference]:
     """Code and extra state files with different contents."""
-    listed = {each.name for store in (first, other) for each in store.list_folder().objects}
-    names = sorted(name for name in listed if name.endswith(".py") or name == EXTRA_FILE)
-    pairs = [(name, _text_of(first, name), _text_of(other, name)) for name in names]
-    return [
-        (f"the text of {name}", _presence(a), "another" if a and b else _presence(b))
-        for name, a, b in pairs
-        if a != b
-    ]
+    names = set()
+    for store in (first, second):
+        for file in store.list_folder().objects:
+            if file.name.endswith(".py") or file.name == EXTRA_FILE:
+                names.add(file.name)
+    differences = []
+    for name in sorted(names):
+        before, after = text_of(first, name), text_of(second, name)
+        if before != after:
+            presence = "another" if before and after else _presence(after)
+            differences.append((f"the text of {name}", _presence(before), presence))
+    return differences
 
 
-def _differing_tokens(first: Store, other: Store) -> list[Difference]:
+def _differing_tokens(first: Store, second: Store) -> list[Difference]:
     """Ids of different tokens, whose embedding rows must not be mixed.
 
     Ids in one tokenizer only are ignored.
     """
     name = "tokenizer.json"
-    texts = [_text_of(store, name) for store in (first, other)]
-    if texts[0] == texts[1]:
+    first_text, second_text = text_of(first, name), text_of(second, name)
+    if first_text == second_text:
         return []
-    one, two = (
-        _tokens_in(store, name, text) for store, text in zip((first, other), texts, strict=True)
-    )
-    ids = sorted(number for number in one.keys() & two if one[number] != two[number])
-    return [(f"token {number}", repr(one[number]), repr(two[number])) for number in ids]
+    first_tokens = _tokens_in(first, name, first_text)
+    second_tokens = _tokens_in(second, name, second_text)
+    differences = []
+    for number in sorted(first_tokens.keys() & second_tokens.keys()):
+        before, after = first_tokens[number], second_tokens[number]
+        if before != after:
+            differences.append((f"token {number}", repr(before), repr(after)))
+    return differences
 
 
 def _tokens_in(store: Store, name: str, text: str | None) -> dict[int, str]:
     """The tokens of a tokenizer.json by id."""
-    settings = _settings_in(store, name, text) or {}
+    settings = {} if text is None else parse_settings(store, name, text) or {}
+    tokens = {}
     with damaged_input(store.where(name)):
         vocabulary = (settings.get("model") or {}).get("vocab") or {}
-        # else a list of (token, score) in the order of the ids
-        is_table = isinstance(vocabulary, dict)
-        pairs = (
-            vocabulary.items()
-            if is_table
-            else ((entry[0], at) for at, entry in enumerate(vocabulary))
-        )
-        tokens = {int(number): str(token) for token, number in pairs}
-        return tokens | {
-            int(each["id"]): str(each["content"]) for each in settings.get("added_tokens") or ()
-        }
+        if isinstance(vocabulary, dict):
+            for token, number in vocabulary.items():
+                tokens[int(number)] = str(token)
+        else:  # (token, score) in the order of the ids
+            for number, entry in enumerate(vocabulary):
+                tokens[number] = str(entry[0])
+        for added in settings.get("added_tokens") or ():
+            tokens[int(added["id"])] = str(added["content"])
+    return tokens

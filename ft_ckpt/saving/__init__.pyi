@@ -30,6 +30,3 @@ from .request import (
 from .save_manifest import (
     library_versions as library_versions,
 )
-from .sidecars import (
-    check_companions as check_companions,
-)

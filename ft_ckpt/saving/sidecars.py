@@ -6,23 +6,21 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
-from torch import nn
-
-from ft_ckpt.checkpoint import DIFFUSERS_LORA_FILE, MANIFEST_NAME, BaseRecord
+from ft_ckpt.checkpoint import MANIFEST_NAME, BaseRecord
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.model import (
     EXTRA_FILE,
     SETTINGS_FILES,
     Part,
+    check_companions,
     check_config,
-    companions,
-    is_diffusers,
-    main_dtype,
+    notes_on_classes,
     record_of_base,
-    write_config,
+    write_part_files,
+    write_tokenizer,
 )
 from ft_ckpt.ranks import Ranks, user_class
 from ft_ckpt.saving.files import PartPlan
@@ -72,15 +70,20 @@ def companions_of(request: SaveRequest, plans: Sequence[PartPlan], ranks: Ranks)
     bases = {part.name: record_of_base(part) for part in parts if part.kind == "adapter"}
     files: dict[str, bytes] = {}
     for part in parts:
-        contents = files_made_by(
-            partial(_write_companions, part=part, request=request, base=bases.get(part.name))
+        write = partial(
+            write_part_files,
+            part=part,
+            base=bases.get(part.name),
+            base_id=request.base_id,
+            tokenizer=request.tokenizer,
+            chat_template_name=request.chat_template_name,
         )
-        files |= _placed_in(part, contents)
+        files |= _placed_in(part, files_made_by(write))
     if request.tokenizer is not None and described:
-        contents = files_made_by(partial(companions.write_tokenizer, tokenizer=request.tokenizer))
+        contents = files_made_by(partial(write_tokenizer, tokenizer=request.tokenizer))
         for part in described:
             files |= _placed_in(part, contents)
-        notes += companions.notes_on_classes(request.tokenizer)
+        notes += notes_on_classes(request.tokenizer)
     classes = {}
     for plan in plans:
         module, extra = plan.part.module, plan.part.extra
@@ -91,35 +94,6 @@ def companions_of(request: SaveRequest, plans: Sequence[PartPlan], ranks: Ranks)
             files[plan.index_path] = plan.index.encode()
     document = None if request.extra_state is None else request.extra_state.document
     return Companions({**files, **extras}, bases, classes, document, tuple(notes))
-
-
-def check_companions(
-    module: nn.Module, tokenizer: Any, chat_template_name: str | None
-) -> tuple[str, ...]:
-    """Notes on a tokenizer that does not fit the module in all.
-
-    Raises CompanionError when the tokenizer, or generation settings made from it, do not fit.
-    """
-    if chat_template_name is not None:
-        companions.generation_config(module, tokenizer, chat_template_name)
-    has_tokens = hasattr(module, "config") and tokenizer is not None
-    return companions.check_tokenizer(module, tokenizer) if has_tokens else ()
-
-
-def _write_companions(
-    folder: Path, part: Part, request: SaveRequest, base: BaseRecord | None
-) -> None:
-    if part.kind == "model" and is_diffusers(part.module):
-        write_config(folder, part)
-    elif part.kind == "model":
-        generation = companions.generation_config(
-            part.module, request.tokenizer, request.chat_template_name
-        )
-        companions.write_model(folder, part.module, dtype=main_dtype(part), generation=generation)
-    elif base is not None:
-        how: dict[str, Any] = {"base": base, "beside": part.beside, "base_id": request.base_id}
-        how["library"] = "diffusers" if part.file == DIFFUSERS_LORA_FILE else "peft"
-        companions.write_adapter(folder, part.module, str(part.adapter), **how)
 
 
 def path_in(part: Part, name: str) -> str:

@@ -14,7 +14,6 @@ ENTERED = {
     "ft_ckpt.checkpoint.commit",
     "ft_ckpt.checkpoint.guards",
     "ft_ckpt.checkpoint.staging",
-    "ft_ckpt.model.companions",
     "ft_ckpt.ranks.wrappers",
     "ft_ckpt.storage.local_disk",
     "ft_ckpt.storage.locks",

@@ -14,7 +14,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from ft_ckpt.extensions.tools.layer_copy import copy_layer
-from ft_ckpt.model import MergeChoice, View, base_path, base_sources
+from ft_ckpt.model import MergeChoice, View
 from ft_ckpt.ranks import Source, unwrap, walk_modules
 
 
@@ -44,7 +44,7 @@ def adapted_layers(view: View, names: Sequence[str], choice: MergeChoice) -> lis
         path, _, last_name = name.rpartition(".")
         if path in modules:  # not for entries that hooks add to state dicts
             sources.setdefault(id(modules[path]), {})[last_name] = source
-    base = dict(base_sources(view))
+    base = dict(view.base_sources())
     left_out = set(view.module.peft_config) - set(names)
     weights = dict(zip(names, choice.weights, strict=True)) if choice.weights else {}
     layers = []
@@ -54,7 +54,7 @@ def adapted_layers(view: View, names: Sequence[str], choice: MergeChoice) -> lis
             continue
         placeholders = _Placeholders(sources, left_out)
         module = copy_layer(modules[path], placeholders.of_module)
-        start = base_path(view, path)
+        start = view.path_in_base(path)
         layer_base = _below(start, base)
         needed = dict(placeholders.sources)
         if isinstance(module, ModulesToSaveWrapper) and not weights:

@@ -24,7 +24,7 @@ class LogitsCheck:
 
     batch: Mapping[str, Any]
     logits: Tensor  # on the host, in float32
-    kind: type  # the class to load with
+    model_class: type  # to load with
     dtype: torch.dtype  # of the live model's computation
 
     def compare(self, folder: Path) -> str:
@@ -32,7 +32,7 @@ class LogitsCheck:
 
         Raises IncompleteError when the difference exceeds the bound of its type.
         """
-        cls: Any = self.kind
+        cls: Any = self.model_class
         loaded = cls.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
         logits = _logits_of(loaded, self.batch)
         bound = max(_BOUNDS.get(self.dtype, 1e-1), _BOUNDS.get(loaded.dtype, 1e-1))
@@ -56,28 +56,30 @@ def live_logits(model: nn.Module, check: str | Mapping[str, Any]) -> LogitsCheck
     Call on every rank. The model is in eval mode meanwhile. Raises ConfigError for another `check`,
     and for "logits" if the model does not take token ids.
     """
-    bare: Any = unwrap(model)
-    base = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
-    batch = _made_batch(base) if check == "logits" else check
+    base: Any = unwrap(model)
+    if hasattr(base, "get_base_model"):
+        base = base.get_base_model()
+    batch = _random_batch(base) if check == "logits" else check
     if not isinstance(batch, Mapping):
         raise ConfigError(
             f'check={check!r}: expected "logits", or a batch as a mapping, such '
             "as a tokenizer gives"
         )
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    host = torch.device("cpu")
+    parameter = next(model.parameters(), None)
+    device = host if parameter is None else parameter.device
     with _in_eval_mode(model):
         logits = _logits_of(model, _batch_on(device, batch))
-    return LogitsCheck(
-        _batch_on(torch.device("cpu"), batch), logits, user_class(type(base)), base.dtype
-    )
+    return LogitsCheck(_batch_on(host, batch), logits, user_class(type(base)), base.dtype)
 
 
 def _batch_on(device: torch.device, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The batch with its tensors on `device`."""
-    return {
-        name: value.to(device) if isinstance(value, Tensor) else value
-        for name, value in batch.items()
-    }
+    moved = dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, Tensor):
+            moved[name] = value.to(device)
+    return moved
 
 
 @torch.no_grad()
@@ -87,7 +89,7 @@ def _logits_of(model: Any, batch: Mapping[str, Any]) -> Tensor:
     return logits.detach().float().cpu()
 
 
-def _made_batch(model: Any) -> dict[str, Tensor]:
+def _random_batch(model: Any) -> dict[str, Tensor]:
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocab_size = getattr(text, "vocab_size", None)
@@ -96,18 +98,12 @@ def _made_batch(model: Any) -> dict[str, Tensor]:
             f'check="logits": no batch can be made for {type(model).__name__}; give one, '
             f"check={{...}}"
         )
-    ids = torch.randint(
-        vocab_size,
-        (_ROWS, _LENGTH),
-        generator=torch.Generator("cpu").manual_seed(_SEED),
-        device="cpu",
-    )
+    generator = torch.Generator("cpu").manual_seed(_SEED)
+    ids = torch.randint(vocab_size, (_ROWS, _LENGTH), generator=generator, device="cpu")
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    return (
-        {**batch, "decoder_input_ids": ids}
-        if getattr(config, "is_encoder_decoder", False)
-        else batch
-    )
+    if getattr(config, "is_encoder_decoder", False):
+        batch["decoder_input_ids"] = ids
+    return batch
 
 
 @contextmanager

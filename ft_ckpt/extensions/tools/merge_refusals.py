@@ -11,7 +11,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.extensions.tools.adapted_layers import AdaptedLayer, merge_layer, nested_layers
-from ft_ckpt.model import View, base_sources, is_quantised
+from ft_ckpt.model import View, is_quantised
 
 _PEFT_FOLDER = str(Path(peft.__file__).parent)
 
@@ -89,7 +89,7 @@ def _why_not_merged(layer: AdaptedLayer) -> str | None:
 
 def _unused_tensors(view: View, names: Sequence[str], layers: Sequence[AdaptedLayer]) -> list[str]:
     """Tensors of the adapters `names` that no layer uses."""
-    used = {source.key for _, source in base_sources(view)}
+    used = {source.key for _, source in view.base_sources()}
     for layer in layers:
         used.update(source.key for source in layer.sources)
         used.update(source.key for source in layer.base.values())

@@ -26,9 +26,6 @@ from ft_ckpt.model import (
     MergeChoice,
     Part,
     View,
-    active_adapters,
-    base_view,
-    has_adapters,
     model_part,
     nested_configs,
     refuse_merged,
@@ -66,17 +63,17 @@ def merged_part(view: View, *, dtype: str, choice: MergeChoice) -> Part:
     NotAnAdapterError without adapters, SelectionError when an adapter is unknown or cannot be
     merged, or none is active.
     """
-    if not has_adapters(view.module):
+    if not view.has_adapters:
         raise NotAnAdapterError(
             f"merged: {type(view.module).__name__} has no PEFT adapter; leave "
             "merged= out to save it as it is"
         )
     refuse_merged(view.module)
-    refuse_quantised(base_view(view).module)
+    refuse_quantised(view.base.module)
     names = _chosen_adapters(view, choice)
     layers = adapted_layers(view, names, choice)
     refuse_unmergeable(view, names, layers)
-    base = _merge_base(base_view(view), layers)
+    base = _merge_base(view.base, layers)
     part = model_part(base.view, "", "", dtype)
     _refuse_lost(base, part)
     entries = _merged_entries(part.entries, base)
@@ -96,7 +93,7 @@ def merged_part(view: View, *, dtype: str, choice: MergeChoice) -> Part:
 
 def _chosen_adapters(view: View, choice: MergeChoice) -> list[str]:
     on_model = list(view.module.peft_config)
-    names = list(choice.adapters) or active_adapters(view.module)
+    names = list(choice.adapters) or view.active_adapters
     unknown = [name for name in names if name not in on_model]
     if unknown:
         raise SelectionError(
