@@ -1,70 +1,31 @@
-"""The registry of formats: a new one is a file with its functions and one record."""
+"""The registry of formats: a new one is a class, in a table or an entry point."""
 
 import ast
-import json
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import models
 import pytest
+import tiny_format
 import torch
 from opened import raw_file
 from places import ROOT
+from tiny_format import Tiny
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.formats import (
-    IndexedFile,
-    Layout,
-    TensorFormat,
-    TensorIndex,
     detect_format,
     format_named,
     register_format,
     registry,
     tensor_formats,
 )
-
-MAGIC = b"tiny"
-
-
-class Tiny(TensorFormat):
-    """Four letters, the length of a table of the tensors, that table, and the tensors one after the
-    other.
-    """
-
-    name = "tiny"
-    suffixes = (".tiny",)
-    serves_checkpoints = is_written = True
-
-    def recognises(self, file):
-        return file.bytes(0, 4) == MAGIC
-
-    def lay_out(self, specs, metadata, ties):
-        starts, at = [], 0
-        for spec in specs:
-            starts.append(at)
-            at += spec.size_bytes
-        table = [
-            [spec.name, spec.dtype, spec.shape, start]
-            for spec, start in zip(specs, starts, strict=True)
-        ]
-        text = json.dumps(table).encode()
-        header = MAGIC + len(text).to_bytes(8, "little") + text
-        return Layout(
-            header, tuple(specs), tuple(len(header) + start for start in starts), len(header) + at
-        )
-
-    def open_indexed(self, file, verify=False):
-        size = int.from_bytes(file.bytes(4, 8), "little")
-        table = json.loads(file.bytes(12, size))
-        rows = {
-            name: [dtype, shape, start, "", leaf]
-            for leaf, (name, dtype, shape, start) in enumerate(table)
-        }
-        return IndexedFile(file, TensorIndex(rows, None, {}, 12 + size), verify)
 
 
 @pytest.fixture
@@ -102,6 +63,66 @@ def test_a_new_format_is_converted_from_and_to(tiny, tmp_path):
     ft_ckpt.convert(tmp_path / "y.tiny", tmp_path / "z.h5", verify=True)
     found = ft_ckpt.load(tmp_path / "z.h5", "cpu")
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+IN_A_NEW_PROCESS = """
+import sys
+import torch
+import ft_ckpt
+from ft_ckpt.formats import registry
+
+out = sys.argv[1]
+tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5, dtype=torch.bfloat16)}
+ft_ckpt.save(tensors, f"{out}/x.safetensors")
+ft_ckpt.CheckpointSaver(format="h5")
+assert registry.load_installed_formats.cache_info().misses == 0, "nothing has asked for another"
+ft_ckpt.CheckpointSaver(format="tiny").save(torch.nn.Linear(3, 2), f"{out}/model")
+assert ft_ckpt.verify(f"{out}/model").ok
+into = torch.nn.Linear(3, 2)
+ft_ckpt.load_model(f"{out}/model", into=into)
+ft_ckpt.convert(f"{out}/x.safetensors", f"{out}/y.tiny", verify=True)
+ft_ckpt.convert(f"{out}/y.tiny", f"{out}/z.h5", verify=True)
+found = ft_ckpt.load(f"{out}/z.h5", "cpu")
+assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+"""
+
+
+def distribution(folder: Path, value: str) -> dict[str, str]:
+    """The environment of a process in which a distribution with the format is installed."""
+    shutil.copy(tiny_format.__file__, folder / "tiny_format.py")
+    facts = folder / "tiny_format-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-format\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text(f"[{registry.ENTRY_POINTS}]\ntiny = {value}\n")
+    paths = [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def python(code, env, *args):
+    command = [sys.executable, "-c", code, *map(str, args)]
+    return subprocess.run(command, env=env, check=False, capture_output=True, text=True)
+
+
+def test_an_installed_distribution_brings_a_format(tmp_path):
+    ended = python(IN_A_NEW_PROCESS, distribution(tmp_path, "tiny_format:Tiny"), tmp_path)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_the_commands_know_an_installed_format(tmp_path):
+    ft_ckpt.save({"a": torch.ones(3)}, tmp_path / "x.safetensors")
+    env = distribution(tmp_path, "tiny_format:Tiny")
+    for source, target in (("x.safetensors", "y.tiny"), ("y.tiny", "z.h5")):
+        words = ["-m", "ft_ckpt", "convert", str(tmp_path / source), str(tmp_path / target)]
+        subprocess.run([sys.executable, *words], env=env, check=True, capture_output=True)
+    assert torch.equal(ft_ckpt.load(tmp_path / "z.h5", "cpu")["a"], torch.ones(3))
+
+
+def test_a_format_that_cannot_be_imported_is_named(tmp_path):
+    ended = python(
+        "import ft_ckpt; ft_ckpt.CheckpointSaver(format='tiny')",
+        distribution(tmp_path, "not_there:Tiny"),
+    )
+    assert "ConfigError: format 'tiny' of not_there:Tiny: cannot be imported" in ended.stderr
 
 
 def test_a_format_that_is_not_registered_is_refused():

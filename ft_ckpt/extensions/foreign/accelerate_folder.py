@@ -203,34 +203,31 @@ def _why_refused(path: Path, accelerator: Any, ranks: Ranks) -> str | None:
 def _file_problems(path: Path, accelerator: Any) -> list[str]:
     """The files that Accelerate would miss, and those that it would leave unread."""
     expected = [_weights_name(path, number) for number in range(len(accelerator._models))]
-    expected += [
-        _numbered("optimizer", number, ".bin") for number in range(len(accelerator._optimizers))
-    ]
-    expected += [
-        _numbered("scheduler", number, ".bin") for number in range(len(accelerator._schedulers))
-    ]
-    expected += [] if accelerator.scaler is None else ["scaler.pt"]
-    names = {entry.name for entry in path.iterdir()}
+    expected += _numbered_names("optimizer", accelerator._optimizers)
+    expected += _numbered_names("scheduler", accelerator._schedulers)
+    if accelerator.scaler is not None:
+        expected.append("scaler.pt")
+    names = [entry.name for entry in path.iterdir()]
     stored = {name for name in names if _OF_OBJECTS.fullmatch(name)}
-    missing = [f"{name}: not in the folder" for name in expected if name not in stored]
-    further = [
-        f"{name}: of an object that this run has not"
-        for name in sorted(stored.difference(expected))
-    ]
-    return missing + further
+    problems = [f"{name}: not in the folder" for name in expected if name not in stored]
+    for name in sorted(stored.difference(expected)):
+        problems.append(f"{name}: of an object that this run has not")
+    return problems
 
 
 def _weights_name(path: Path, number: int) -> str:
     """The file of a model; of two, the one that Accelerate reads."""
-    safe, pickled = (
-        _numbered("model", number, ".safetensors"),
-        _numbered("pytorch_model", number, ".bin"),
-    )
+    safe = _numbered("model", number, ".safetensors")
+    pickled = _numbered("pytorch_model", number, ".bin")
     return pickled if (path / pickled).exists() and not (path / safe).exists() else safe
 
 
 def _numbered(stem: str, number: int, suffix: str) -> str:
     return f"{stem}_{number}{suffix}" if number else f"{stem}{suffix}"
+
+
+def _numbered_names(stem: str, objects: Sequence[Any]) -> list[str]:
+    return [_numbered(stem, number, ".bin") for number in range(len(objects))]
 
 
 def _read_values(path: Path, name: str) -> Any:
@@ -253,11 +250,12 @@ def _weight_problems(path: Path, models: Sequence[nn.Module]) -> Iterator[str]:
         file_name = _weights_name(path, number)
         values = model.state_dict(keep_vars=True).items()
         live = {_bare_name(name): value for name, value in values if isinstance(value, Tensor)}
+        shapes: dict[str, tuple[int, ...]] = {}
         with closing(join_weight_files(LocalStore(path), [file_name])) as file:
-            shapes = {_bare_name(name): spec.shape for name, spec in file.specs.items()}
-            shapes |= {
-                _bare_name(name): file.specs[stored].shape for name, stored in file.ties.items()
-            }
+            for name, spec in file.specs.items():
+                shapes[_bare_name(name)] = spec.shape
+            for alias, name in file.ties.items():
+                shapes[_bare_name(alias)] = file.specs[name].shape
         tied = {id(live[name]) for name in shapes if name in live}
         for name, shape in shapes.items():
             if name not in live:
@@ -273,9 +271,10 @@ def _optimizer_problems(path: Path, accelerator: Any) -> Iterator[str]:
     """What shows that the parameters of the optimizers have another order than in the folder, which
     numbers them.
     """
-    names = {
-        id(value): name for model in accelerator._models for name, value in model.named_parameters()
-    }
+    names: dict[int, str] = {}
+    for model in accelerator._models:
+        for name, parameter in model.named_parameters():
+            names[id(parameter)] = name
     for number, optimizer in enumerate(accelerator._optimizers):
         file_name = _numbered("optimizer", number, ".bin")
         state = _read_values(path, file_name)
@@ -315,23 +314,25 @@ def _group_problems(
             problem = _shape_problem(state["state"].get(index, {}), parameter)
             if problem is not None:
                 yield f"{name}: {problem}"
-        if "param_names" not in group and not _has_settings(group, live):
-            alike = [
-                str(other) for other, one in enumerate(live_groups) if _has_settings(group, one)
-            ]
-            if alike:
-                yield (
-                    f"group {number} has the settings of group {listing(alike, ', ')} here: "
-                    "another order"
-                )
+        if "param_names" in group or _has_settings(group, live):
+            continue
+        alike = []
+        for other_number, other in enumerate(live_groups):
+            if _has_settings(group, other):
+                alike.append(str(other_number))
+        if alike:
+            yield (
+                f"group {number} has the settings of group {listing(alike, ', ')} here: "
+                "another order"
+            )
 
 
 def _shape_problem(entries: Mapping[str, Any], parameter: Tensor) -> str | None:
     """What shows by its shape that the state `entries` is of another parameter."""
-    tensors = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
-    shapes = {
-        key: list(value.shape) for key, value in tensors.items() if value.ndim == parameter.ndim
-    }
+    shapes: dict[str, list[int]] = {}
+    for key, value in entries.items():
+        if isinstance(value, Tensor) and value.ndim == parameter.ndim:
+            shapes[key] = list(value.shape)
     # others are statistics of the optimizer's own form
     if not shapes or list(parameter.shape) in shapes.values():
         return None
@@ -422,17 +423,13 @@ def _steps_done(accelerator: Any) -> tuple[int, str]:
         return max(counts), f"step {max(counts)}: as the optimizer counts its own"
     scheduler = next(iter(accelerator._schedulers), None)
     if scheduler is None or not getattr(scheduler, "step_with_optimizer", False):
-        return (
-            0,
-            (
-                "step 0: neither the optimizer nor the scheduler has counted its steps; "
-                "saver.step(step=...) sets it"
-            ),
+        note = (
+            "step 0: neither the optimizer nor the scheduler has counted its steps; "
+            "saver.step(step=...) sets it"
         )
+        return 0, note
     calls = scheduler.scheduler.last_epoch
     calls_each_step = 1 if scheduler.split_batches else accelerator.num_processes
     steps = calls // calls_each_step
-    return (
-        steps,
-        f"step {steps}: from the scheduler's count of {calls}, {calls_each_step} for each step",
-    )
+    note = f"step {steps}: from the scheduler's count of {calls}, {calls_each_step} for each step"
+    return steps, note
