@@ -14,6 +14,7 @@ from .file_index import (
     NO_DIGEST as NO_DIGEST,
     Row as Row,
     TensorIndex as TensorIndex,
+    check_index as check_index,
     flat_tree as flat_tree,
     index_footer as index_footer,
     index_text as index_text,
