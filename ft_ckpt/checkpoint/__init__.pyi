@@ -4,40 +4,22 @@ from .bucket_delete import (
     settle_in_bucket as settle_in_bucket,
     strip_in_bucket as strip_in_bucket,
 )
+from .cards import (
+    CARD_NAME as CARD_NAME,
+    with_current_cards as with_current_cards,
+)
 from .catalog import (
     CheckpointInfo as CheckpointInfo,
     Listing as Listing,
-    VerifyReport as VerifyReport,
-    best as best,
-    damage_of as damage_of,
+    discover as discover,
     in_run_order as in_run_order,
-    is_delta as is_delta,
-    is_hub_name as is_hub_name,
-    latest as latest,
     list_checkpoints as list_checkpoints,
     list_readable as list_readable,
-    load_manifest as load_manifest,
-    manifest_text as manifest_text,
-    parse_manifest as parse_manifest,
-    read_manifest as read_manifest,
     run_checkpoints as run_checkpoints,
-    verify as verify,
-)
-from .checks import (
-    CARD_NAME as CARD_NAME,
-    are_transient as are_transient,
-    checkpoint_problems as checkpoint_problems,
-    file_key as file_key,
-    is_misleading as is_misleading,
-    large_files as large_files,
-    retry_transient as retry_transient,
-    stored_bytes as stored_bytes,
-    with_current_cards as with_current_cards,
 )
 from .commit import (
     check_target as check_target,
     place_files as place_files,
-    uncommit as uncommit,
 )
 from .contents import (
     ACCELERATE_MARKER as ACCELERATE_MARKER,
@@ -65,10 +47,17 @@ from .delete import (
     unfinished_deletions as unfinished_deletions,
     without_state as without_state,
 )
-from .guards import (
-    SIGNED as SIGNED,
-    TOMBSTONE as TOMBSTONE,
-    is_mark as is_mark,
+from .earlier import (
+    EarlierCheckpoint as EarlierCheckpoint,
+    earlier_checkpoints as earlier_checkpoints,
+)
+from .foreign_files import (
+    listing_manifest as listing_manifest,
+    verify_foreign as verify_foreign,
+    verify_listed as verify_listed,
+)
+from .hub_names import (
+    is_hub_name as is_hub_name,
 )
 from .leases import (
     CLOCK as CLOCK,
@@ -77,9 +66,7 @@ from .leases import (
     mark_holder as mark_holder,
     may_live as may_live,
     parse_mark as parse_mark,
-    put_mark as put_mark,
     read_mark as read_mark,
-    renewed as renewed,
     store_time as store_time,
 )
 from .manifest import (
@@ -96,19 +83,47 @@ from .manifest import (
     manifest_to_json as manifest_to_json,
     parse_time as parse_time,
 )
+from .marks import (
+    SIGNED as SIGNED,
+    TOMBSTONE as TOMBSTONE,
+    is_mark as is_mark,
+)
 from .metrics import (
     check_metric as check_metric,
 )
+from .misleading import (
+    is_misleading as is_misleading,
+)
 from .opening import (
-    EarlierCheckpoint as EarlierCheckpoint,
     OpenCheckpoint as OpenCheckpoint,
     checkpoint_around as checkpoint_around,
-    earlier_checkpoints as earlier_checkpoints,
     files_in as files_in,
     hold_open as hold_open,
     open_checkpoint as open_checkpoint,
-    take_earlier as take_earlier,
     text_identity as text_identity,
+)
+from .pins import (
+    pin as pin,
+    pin_reason as pin_reason,
+    unpin as unpin,
+)
+from .problems import (
+    are_transient as are_transient,
+    checkpoint_problems as checkpoint_problems,
+    file_key as file_key,
+    large_files as large_files,
+    retry_transient as retry_transient,
+    stored_bytes as stored_bytes,
+)
+from .recovery import (
+    recover_target as recover_target,
+    uncommit as uncommit,
+)
+from .selection import (
+    best as best,
+    find_best as find_best,
+    find_latest as find_latest,
+    latest as latest,
 )
 from .signature import (
     SIGNATURE_NAME as SIGNATURE_NAME,
@@ -125,8 +140,15 @@ from .staging import (
     settle_staging_at as settle_staging_at,
     stage_store as stage_store,
 )
+from .stored_manifest import (
+    is_delta as is_delta,
+    load_manifest as load_manifest,
+    manifest_text as manifest_text,
+    parse_manifest as parse_manifest,
+    read_manifest as read_manifest,
+)
 from .verification import (
-    listing_manifest as listing_manifest,
-    verify_foreign as verify_foreign,
-    verify_listed as verify_listed,
+    VerifyReport as VerifyReport,
+    damage_of as damage_of,
+    verify as verify,
 )

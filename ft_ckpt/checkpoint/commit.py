@@ -1,6 +1,4 @@
-"""Commits a save: a stage folder becomes the whole checkpoint, or nothing changes.
-
-Recovers after a crash.
+"""Commits a save to a disk: a stage folder becomes the whole checkpoint, or nothing changes.
 
 A stage is filled, then sealed: compared with the manifest, which is put into it, and every file and
 folder synced. It is then put in place in one of three ways:
@@ -13,237 +11,45 @@ folder synced. It is then put in place in one of three ways:
 
 The third serves folders that cannot be moved (a mount point, the working directory), file systems
 without exchange, mounted buckets, and folders of foreign files. The files on the disk determine the
-remaining work, see `recover_target`.
+remaining work, see `recovery`.
 
 At every instant the old or the new checkpoint is in place, or `recover_target` can restore one of
-them after an interrupted pour. Files that no manifest of ours listed stay.
+them after an interrupted pour. Files that no manifest of ft_ckpt listed stay.
 """
 
 import errno
-import json
 import os
-import re
 import stat
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from ft_ckpt.checkpoint.catalog import next_number, read_manifest
-from ft_ckpt.checkpoint.checks import is_misleading, misleading_files
-from ft_ckpt.checkpoint.guards import lease_reasons
-from ft_ckpt.checkpoint.leases import LEASE
-from ft_ckpt.checkpoint.manifest import (
-    MANIFEST_LIMIT_BYTES,
-    MANIFEST_NAME,
-    Manifest,
-    check_paths,
-    manifest_to_json,
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, check_paths, manifest_to_json
+from ft_ckpt.checkpoint.misleading import misleading_files
+from ft_ckpt.checkpoint.recovery import (
+    listed_files,
+    parse_leftover,
+    recover_target,
+    settle_or_warn,
+    sideline_of,
 )
 from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
-from ft_ckpt.errors import (
-    CheckpointError,
-    CorruptError,
-    ManifestError,
-    NoSpaceError,
-    TargetError,
-    UnreadableError,
-    explained,
-    listing,
-)
-from ft_ckpt.messages import warn
+from ft_ckpt.checkpoint.stored_manifest import next_number
+from ft_ckpt.errors import CorruptError, NoSpaceError, TargetError, explained, listing
 from ft_ckpt.storage import (
-    ABANDONED_SECONDS,
     LocalStore,
     clear_drafts,
-    is_inside,
+    holding_lock,
     is_on_bucket,
     local_disk,
-    locks,
     make_locked_folder,
-    read_text,
     refuse_unfit,
+    release_lock,
 )
 
-LEFTOVER = re.compile(
-    rf"\.(?:(?P<target>.+)\.)?ft_ckpt-(?P<what>stage|old)-(?P<owner>{locks.OWNER})", re.DOTALL
-)
-
-
-def recover_target(target: Path) -> tuple[str, ...]:
-    """Undo or finish interrupted saves to `target`; returns a line for each.
-
-    A leftover stays while its owner lives, see `locks`. Leftovers of other machines are settled at
-    once if they were being put in place, unsealed stages after a day: `target` must have no other
-    writer. Leftovers of saves beside it are settled too once their owners have ended. A leftover
-    that cannot be settled is a warning, or a TargetError or UnreadableError if the previous
-    checkpoint could not be restored.
-    """
-    with explained(target):
-        target = local_disk.real_path(target)
-        done = []
-        for found in (*_find_leftovers(target, target), *_find_leftovers(target.parent, None)):
-            _, of, entry = found
-            named = LEFTOVER.fullmatch(entry.name)
-            in_place = (named is not None and named["what"] == "old") or (
-                entry / MANIFEST_NAME
-            ).exists()
-            seconds = 0.0 if in_place and of == target else ABANDONED_SECONDS
-            done.append(_recover_leftover(*found, seconds))
-        return tuple(line for line in done if line)
-
-
-def uncommit(path: Path) -> None:
-    """Delete the manifest of `path`, durably: it stops being a checkpoint, and deleting the rest
-    may be interrupted.
-    """
-    local_disk.delete_files([MANIFEST_NAME], path)
-
-
-def settle_or_warn(stage: Path, target: Path, manifest: Manifest | None = None) -> None:
-    """`settle_stage` with errors as warnings: the next save tries again."""
-    try:
-        settle_stage(stage, target, manifest)
-    except (CheckpointError, OSError) as error:
-        _warn_left(stage, target, error)
-
-
-def sideline_of(stage: Path, target: Path) -> Path:
-    """The hidden folder in `target` that holds the old checkpoint while the new one is moved in."""
-    named = LEFTOVER.fullmatch(stage.name)
-    return target / f".ft_ckpt-old-{named['owner'] if named else stage.name}"
-
-
-def settle_stage(stage: Path, target: Path, manifest: Manifest | None = None) -> str:
-    """Undo or finish one save from the state of stage, sideline and target, see the table on top;
-    repeatable.
-
-    `manifest`: the target's, if known. The old checkpoint is deleted last, when its replacement is
-    durable and no reader has a lease on it.
-    """
-    sideline, done = sideline_of(stage, target), f"{stage.name}: removed what was left of a save"
-    if local_disk.is_folder(sideline):
-        done = f"{target}: removed what a finished overwrite had put aside"
-        if not (target / MANIFEST_NAME).exists():
-            _undo_pour(stage, target, sideline)
-            done = f"{target}: undid an unfinished overwrite"
-        local_disk.sync_path(target)
-        only_old = local_disk.movable_pieces(sideline, target, set())
-        local_disk.remove_empty_folders(only_old, target)
-        _delete_committed(sideline)
-    if local_disk.is_folder(stage):
-        local_disk.sync_path(stage.parent)
-        _carry_foreign_files(stage, target, manifest)
-        if lease_reasons(stage):
-            return f"{stage.name}: kept, it is being read"
-        _delete_committed(stage)
-    return done
-
-
-def _delete_committed(folder: Path) -> None:
-    uncommit(folder)
-    local_disk.delete_folder(folder)
-
-
-def _undo_pour(stage: Path, target: Path, sideline: Path) -> None:
-    new = listed_files(stage) or frozenset()
-    local_disk.move_files(
-        [path for path in new if not os.path.lexists(stage / path)], target, stage
-    )
-    local_disk.remove_empty_folders(new, target)
-    local_disk.move_files(
-        local_disk.movable_pieces(sideline, target, {MANIFEST_NAME}), sideline, target
-    )
-    local_disk.move_files([MANIFEST_NAME], sideline, target)  # last: only now is the old one whole
-
-
-def _carry_foreign_files(stage: Path, target: Path, manifest: Manifest | None) -> None:
-    """After an exchange, move files that the old checkpoint did not list into the new one,
-    replacing nothing there.
-
-    Raises UnreadableError when a manifest cannot be read now: the stage must then stay as it is.
-    """
-    old = listed_files(stage)
-    if old is None:
-        return
-    try:
-        manifest = manifest or read_manifest(target)
-    except UnreadableError:
-        raise
-    except ManifestError:
-        return
-    ours = {MANIFEST_NAME, SIGNATURE_NAME, *old, *(file.path for file in manifest.files)}
-    foreign = [
-        path
-        for path in local_disk.movable_pieces(stage, target, ours)
-        if not path.startswith(LEASE)
-    ]
-    local_disk.move_files(
-        [path for path in foreign if not is_misleading(path, manifest)],
-        stage,
-        target,
-        replace=False,
-    )
-
-
-def listed_files(folder: Path) -> frozenset[str] | None:
-    """The files of the checkpoint in `folder`; None when there is none. Accepts newer manifest
-    formats.
-
-    Raises UnreadableError when the manifest cannot be read now.
-    """
-    try:
-        files = json.loads(read_text(LocalStore(folder), MANIFEST_NAME, MANIFEST_LIMIT_BYTES))[
-            "files"
-        ]
-        paths = frozenset(file["path"] for file in files)
-    except UnreadableError:
-        raise
-    except (CorruptError, FileNotFoundError, KeyError, RecursionError, TypeError, ValueError):
-        return None
-    return paths if all(is_inside(path) for path in paths) else None
-
-
-def _find_leftovers(folder: Path, target: Path | None) -> list[tuple[Path, Path, Path]]:
-    """The interrupted saves in `folder` as (stage, target, entry); the entry is the stage, or its
-    sideline alone.
-
-    Only those of `target`, when it is given.
-    """
-    found: dict[str, tuple[Path, Path, Path]] = {}
-    for entry in map(folder.joinpath, local_disk.list_names(folder)):
-        named = LEFTOVER.fullmatch(entry.name)
-        if named is None or not local_disk.is_folder(entry):
-            continue
-        of = folder / named["target"] if named["target"] else folder
-        if target in (None, of):
-            beside = of.with_name(f".{of.name}.ft_ckpt-stage-{named['owner']}")
-            if named["what"] == "stage" or named["owner"] not in found:
-                found[named["owner"]] = (entry if named["what"] == "stage" else beside, of, entry)
-    return [found[owner] for owner in sorted(found)]
-
-
-def _recover_leftover(stage: Path, target: Path, entry: Path, most_seconds: float) -> str | None:
-    """Undo or finish one interrupted save; returns a line about it, None when its owner may be
-    alive.
-    """
-    named = LEFTOVER.fullmatch(entry.name)
-    try:
-        with locks.claim_leftover(entry, named["owner"] if named else "", most_seconds) as gone:
-            return settle_stage(stage, target) if gone else None
-    except (CheckpointError, OSError) as error:
-        if not (target / MANIFEST_NAME).exists():
-            raise  # the old checkpoint is still in the sideline
-        _warn_left(stage, target, error)
-        return None
-
-
-def _warn_left(stage: Path, target: Path, error: Exception) -> None:
-    warn(f"{target}: {stage.name} is left for the next save to clear ({error})", stacklevel=5)
-
-
-_open: set[Path] = set()  # unfinished stages of this process
-_NOT_BESIDE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
-_NO_SWAP = {
+_open_stages: set[Path] = set()  # unfinished stages of this process
+_CANNOT_STAGE_BESIDE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
+_CANNOT_SWAP = {
     # another user's parent folder, or a sandbox that forbids the call
     *(errno.EACCES, errno.EPERM),
     *(errno.EBUSY, errno.EXDEV),  # mount points, overlay file systems
@@ -298,7 +104,7 @@ def open_stage(target: Path) -> Path:
         recover_target(target)
         local_disk.make_folder(target.parent)
         stage = _new_stage(target)
-        _open.add(stage)
+        _open_stages.add(stage)
     return stage
 
 
@@ -319,7 +125,7 @@ def commit_stage(stage: Path, target: Path, manifest: Manifest, max_mode: int = 
     with explained(target):
         target = local_disk.real_path(target)
         # after an exchange this is the old one, at the stage's place
-        with locks.holding_lock(target):
+        with holding_lock(target):
             try:
                 _seal_and_place(stage, target, manifest, max_mode)
             finally:
@@ -348,15 +154,14 @@ def discard_stage(stage: Path) -> None:
 
     Files that cannot be deleted are a warning, and left to the next save.
     """
-    named = LEFTOVER.fullmatch(stage.name)
-    if named is None:
+    name = parse_leftover(stage.name)
+    if name is None:
         raise TargetError(f"{stage}: not a stage made by open_stage; nothing was deleted")
     # otherwise `commit_stage` is finished, and has left its leftovers on purpose
-    if stage in _open:
+    if stage in _open_stages:
+        target = stage.parent / name.target if name.target else stage.parent
         try:
-            settle_or_warn(
-                stage, stage.parent / named["target"] if named["target"] else stage.parent
-            )
+            settle_or_warn(stage, target)
         finally:
             _release_stage(stage)
 
@@ -366,9 +171,8 @@ def _seal_and_place(stage: Path, target: Path, manifest: Manifest, max_mode: int
     try:
         check_paths(manifest, str(target))
         if manifest.step is None and manifest.number is None:
-            manifest = replace(
-                manifest, number=next_number(LocalStore(target), LocalStore(target.parent))
-            )
+            number = next_number(LocalStore(target), LocalStore(target.parent))
+            manifest = replace(manifest, number=number)
         _seal_stage(stage, manifest, target, max_mode)
         sealed = (stage / MANIFEST_NAME).lstat()
         _place_stage(stage, target, manifest)
@@ -385,8 +189,8 @@ def _seal_and_place(stage: Path, target: Path, manifest: Manifest, max_mode: int
 
 
 def _release_stage(stage: Path) -> None:
-    _open.discard(stage)
-    locks.release_lock(stage)
+    _open_stages.discard(stage)
+    release_lock(stage)
 
 
 def _holds_manifest(target: Path, sealed: os.stat_result) -> bool:
@@ -397,16 +201,16 @@ def _holds_manifest(target: Path, sealed: os.stat_result) -> bool:
 
 
 def _durability_error(stage: Path, target: Path, error: OSError) -> TargetError:
-    old = next(
-        (each for each in (sideline_of(stage, target), stage) if os.path.lexists(each)), None
-    )
-    kept = f"; the old checkpoint is kept in {old.name} until the next save" if old else ""
-    found = TargetError(
+    kept = ""
+    for old in (stage, sideline_of(stage, target)):
+        if os.path.lexists(old):
+            kept = f"; the old checkpoint is kept in {old.name} until the next save"
+    durability_error = TargetError(
         f"{target}: the new checkpoint is in place, but might not survive a power cut "
         f"({error}){kept}; save again"
     )
-    found.errno = error.errno
-    return found
+    durability_error.errno = error.errno
+    return durability_error
 
 
 def _new_stage(target: Path) -> Path:
@@ -416,7 +220,7 @@ def _new_stage(target: Path) -> Path:
                 lambda owner: target.parent / f".{target.name}.ft_ckpt-stage-{owner}", 0o700
             )
         except OSError as error:
-            if error.errno not in _NOT_BESIDE or not target.is_dir():
+            if error.errno not in _CANNOT_STAGE_BESIDE or not target.is_dir():
                 raise
     return make_locked_folder(lambda owner: target / f".ft_ckpt-stage-{owner}", 0o700)
 
@@ -448,16 +252,16 @@ def _set_modes(stage: Path, everything: list[Path], target: Path, max_mode: int)
     if replaced_manifest is not None:
         manifest_mode = replaced_manifest.st_mode & max_mode | stat.S_IRUSR
     stats = {path: path.lstat() for path in everything}
-    names_in_stage = Counter(found.st_ino for found in stats.values())
-    for path, found in stats.items():
-        is_folder = stat.S_ISDIR(found.st_mode)
-        if not is_folder and found.st_nlink > names_in_stage[found.st_ino]:
+    names_in_stage = Counter(facts.st_ino for facts in stats.values())
+    for path, facts in stats.items():
+        is_folder = stat.S_ISDIR(facts.st_mode)
+        if not is_folder and facts.st_nlink > names_in_stage[facts.st_ino]:
             continue
         replaced = _replaced(target / path.relative_to(stage))
         if replaced is not None and stat.S_ISDIR(replaced.st_mode) == is_folder:
             local_disk.take_mode(path, replaced, max_mode)
         elif is_folder:
-            special_bits = found.st_mode & 0o7000  # inherited from the folder around it
+            special_bits = facts.st_mode & 0o7000  # inherited from the folder around it
             local_disk.set_mode(path, local_disk.folder_mode(manifest_mode) | special_bits)
         else:
             local_disk.set_mode(path, manifest_mode)
@@ -468,45 +272,51 @@ def _replaced(path: Path) -> os.stat_result | None:
     nothing.
     """
     try:
-        found = path.lstat()
+        facts = path.lstat()
     except OSError:
         return None
-    return None if stat.S_ISLNK(found.st_mode) else found
+    return None if stat.S_ISLNK(facts.st_mode) else facts
 
 
 def _check_contents(stage: Path, manifest: Manifest) -> None:
-    places = [
-        path for path in local_disk.walk_tree(stage) if path.is_symlink() or not path.is_dir()
-    ]
-    found = {path.relative_to(stage).as_posix(): path.lstat().st_size for path in places}
+    problems = []
+    sizes: dict[str, int] = {}
+    for path in local_disk.walk_tree(stage):
+        if path.is_symlink():
+            problems.append(f"{path.name}: a symbolic link in the stage")
+        if path.is_symlink() or not path.is_dir():
+            sizes[path.relative_to(stage).as_posix()] = path.lstat().st_size
     expected = {file.path: file.size_bytes for file in manifest.files}
-    wrong = [f"{path.name}: a symbolic link in the stage" for path in places if path.is_symlink()]
-    wrong += [f"{name}: not in the stage" for name in expected.keys() - found.keys()]
-    # Hidden files are ignored: network file systems create some of their own.
-    unlisted = (
-        name for name in found.keys() - expected.keys() if not Path(name).name.startswith(".")
-    )
-    wrong += [f"{name}: not in the manifest" for name in unlisted]
-    wrong += [
-        f"{name}: {found[name]:,} bytes in the stage, {expected[name]:,} in the manifest"
-        for name in expected.keys() & found.keys()
-        if expected[name] != found[name]
-    ]
-    if wrong:
+    missing = expected.keys() - sizes.keys()
+    problems += [f"{name}: not in the stage" for name in missing]
+    # hidden files are ignored: network file systems create some of their own
+    unlisted = [name for name in sizes.keys() - expected.keys() if not _is_hidden(name)]
+    problems += [f"{name}: not in the manifest" for name in unlisted]
+    for name in expected.keys() & sizes.keys():
+        stored, described = sizes[name], expected[name]
+        if stored != described:
+            problem = f"{name}: {stored:,} bytes in the stage, {described:,} in the manifest"
+            problems.append(problem)
+    if problems:
         raise CorruptError(
-            f"{listing(sorted(wrong))}: the stage is not what the manifest describes; save again"
+            f"{listing(sorted(problems))}: the stage is not what the manifest describes; save again"
         )
+
+
+def _is_hidden(path: str) -> bool:
+    return PurePosixPath(path).name.startswith(".")
 
 
 def _place_stage(stage: Path, target: Path, manifest: Manifest) -> None:
     old = listed_files(target)
     new = [file.path for file in manifest.files]
     _check_obstacles(target, new, old or frozenset())
-    if not (_is_movable(stage, target) and _swap_folders(stage, target, committed=old is not None)):
-        aside = set() if old is None else {SIGNATURE_NAME, *old}
-        _pour_files(
-            stage, target, {*aside, *new, *misleading_files(LocalStore(target), manifest)}, new
-        )
+    if _is_movable(stage, target) and _swap_folders(stage, target, committed=old is not None):
+        return
+    aside = {*new, *misleading_files(LocalStore(target), manifest)}
+    if old is not None:
+        aside |= {SIGNATURE_NAME, *old}
+    _pour_files(stage, target, aside, new)
 
 
 def _is_movable(stage: Path, target: Path) -> bool:
@@ -519,16 +329,15 @@ def _check_obstacles(target: Path, new: list[str], old: frozenset[str]) -> None:
     """Raise TargetError if a folder is in the way of a file, or a file in the way of a folder;
     deletes neither.
     """
-    folders = {parent.as_posix() for path in new for parent in Path(path).parents} - {"."}
-    found = [path for path in new if local_disk.is_folder(target / path)]
-    found += [
-        path
-        for path in folders - old
-        if os.path.lexists(target / path) and not local_disk.is_folder(target / path)
-    ]
-    if found:
+    folders: set[str] = set()
+    for path in new:
+        folders.update(parent.as_posix() for parent in Path(path).parents)
+    obstacles = [path for path in new if local_disk.is_folder(target / path)]
+    present = [path for path in folders - old - {"."} if os.path.lexists(target / path)]
+    obstacles += [path for path in present if not local_disk.is_folder(target / path)]
+    if obstacles:
         raise TargetError(
-            f"{listing(sorted(found), ', ')}: a folder in {target} where the checkpoint has a "
+            f"{listing(sorted(obstacles), ', ')}: a folder in {target} where the checkpoint has a "
             "file, or a file or link where it has a folder; move it away or choose another path"
         )
 
@@ -543,7 +352,7 @@ def _swap_folders(stage: Path, target: Path, *, committed: bool) -> bool:
         else:
             return False
     except OSError as error:
-        if error.errno in _NO_SWAP:
+        if error.errno in _CANNOT_SWAP:
             return False
         raise
     local_disk.sync_path(target.parent)

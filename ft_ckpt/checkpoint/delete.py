@@ -21,8 +21,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.checkpoint.guards import TOMBSTONE, lease_reasons, pin_reason
 from ft_ckpt.checkpoint.manifest import (
     MANIFEST_LIMIT_BYTES,
     MANIFEST_NAME,
@@ -30,14 +28,17 @@ from ft_ckpt.checkpoint.manifest import (
     manifest_from_json,
     manifest_to_json,
 )
+from ft_ckpt.checkpoint.marks import TOMBSTONE
+from ft_ckpt.checkpoint.pins import pin_reason
+from ft_ckpt.checkpoint.reader_leases import lease_reasons
 from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import CheckpointError, CorruptError, damaged_input, listing, shown
-from ft_ckpt.storage import PREFIX, LocalStore, Store, is_inside, local_disk, read_text
+from ft_ckpt.storage import PREFIX, LocalStore, Place, Store, is_inside, local_disk, read_text
 
 STATE = "state"  # kind of the parts that hold a training state
 _NOTE = "the training state was removed when it was no longer to be kept"
-# folders of a save that pours into this one
-_BUSY = tuple(f"{PREFIX}{what}-" for what in ("stage", "old"))
+_STAGE, _SIDELINE = f"{PREFIX}stage-", f"{PREFIX}old-"  # folders of a save, see `commit`
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ def delete_checkpoint(path: Path) -> Removal:
 
     Raises OSError or CorruptError; `finish_deletion` then completes the work.
     """
-    if why := _deletion_obstacles(path):
+    why = _deletion_obstacles(path)
+    if why:
         return Removal(path, why=why)
     with contextlib.suppress(FileNotFoundError):  # deleted by another process
         local_disk.move(path / MANIFEST_NAME, path / TOMBSTONE)
@@ -71,10 +73,11 @@ def delete_state(path: Path) -> Removal:
 
     Raises as `delete_checkpoint` does.
     """
-    if why := _deletion_obstacles(path):
+    why = _deletion_obstacles(path)
+    if why:
         return Removal(path, why=why)
-    manifest = read_manifest(path)
     store = LocalStore(path, max_mode=local_disk.permission_bits(path / MANIFEST_NAME))
+    manifest = read_manifest(Place(store))
     store.write(TOMBSTONE, store.read(MANIFEST_NAME))
     store.write(MANIFEST_NAME, manifest_to_json(without_state(manifest)).encode())
     return finish_deletion(path)
@@ -104,13 +107,15 @@ def finish_deletion(path: Path) -> Removal:
     """
     if _name_of_gone(path):
         return _remove_folder(path)
-    if why := deletion_guards(path):
+    why = deletion_guards(path)
+    if why:
         return Removal(path, why=why if _restore_manifest(path) else ())
     committed = (path / MANIFEST_NAME).exists()
     store = LocalStore(path)
     # the signature covers the old manifest
     doomed = {SIGNATURE_NAME, *manifest_files(store, TOMBSTONE)}
-    doomed -= manifest_files(store, MANIFEST_NAME) if committed else set()
+    if committed:
+        doomed -= manifest_files(store, MANIFEST_NAME)
     freed = releasable_bytes(path, doomed)
     local_disk.delete_files(doomed, path)
     local_disk.remove_empty_folders(doomed, path)
@@ -125,17 +130,27 @@ def unfinished_deletions(root: Path) -> list[Path]:
     """The folders in `root` that need `finish_deletion`: with a tombstone, or emptied and renamed
     for deletion.
     """
-    found = [path for path in folder_entries(root) if not path.is_symlink()]
-    return [path for path in found if _name_of_gone(path) or (path / TOMBSTONE).is_file()]
+    unfinished = []
+    for path in folder_entries(root):
+        if path.is_symlink():
+            continue
+        if _name_of_gone(path) or (path / TOMBSTONE).is_file():
+            unfinished.append(path)
+    return unfinished
 
 
 def deletion_guards(path: Path) -> tuple[str, ...]:
     """The reasons, read from its folder and the one around it, why the checkpoint `path` must not
     be deleted now.
     """
-    pinned = pin_reason(path)
-    saving = ("a save to it is not finished",) if _is_being_saved(path) else ()
-    return (*((pinned,) if pinned else ()), *lease_reasons(path), *saving)
+    reasons = []
+    pinned = pin_reason(Place(LocalStore(path)))
+    if pinned:
+        reasons.append(pinned)
+    reasons += lease_reasons(path)
+    if _is_being_saved(path):
+        reasons.append("a save to it is not finished")
+    return tuple(reasons)
 
 
 def without_state(manifest: Manifest) -> Manifest:
@@ -154,19 +169,20 @@ def manifest_files(store: Store, name: str) -> frozenset[str]:
 
     Raises OSError or CorruptError.
     """
-    file = store.where(name)
+    where = store.where(name)
     try:
         text = read_text(store, name, MANIFEST_LIMIT_BYTES)
-        paths = frozenset(str(each["path"]) for each in json.loads(text)["files"])
+        paths = frozenset(str(file["path"]) for file in json.loads(text)["files"])
     except (KeyError, RecursionError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CorruptError(
-            f"{file}: not a manifest ({shown(error)}); delete the folder by hand"
+            f"{where}: not a manifest ({shown(error)}); delete the folder by hand"
         ) from error
-    if unsafe := sorted(path for path in paths if not is_inside(path)):
+    unsafe = sorted(path for path in paths if not is_inside(path))
+    if unsafe:
         raise CorruptError(
-            f"{file}: {listing(unsafe)}: outside of the folder; delete the folder by hand"
+            f"{where}: {listing(unsafe)}: outside of the folder; delete the folder by hand"
         )
     return paths
 
@@ -175,10 +191,14 @@ def releasable_bytes(path: Path, names: Iterable[str]) -> int:
     """Bytes that deleting these files of `path` frees; hard links count once, files linked
     elsewhere not at all.
     """
-    found = local_disk.file_stats(names, path)
-    names_of = Counter((each.st_dev, each.st_ino) for each in found)
-    once = {(each.st_dev, each.st_ino): each for each in found}
-    return sum(each.st_size for key, each in once.items() if each.st_nlink <= names_of[key])
+    stats = local_disk.file_stats(names, path)
+    deleted_links = Counter((facts.st_dev, facts.st_ino) for facts in stats)
+    files = {(facts.st_dev, facts.st_ino): facts for facts in stats}
+    freed = 0
+    for key, facts in files.items():
+        if facts.st_nlink <= deleted_links[key]:
+            freed += facts.st_size
+    return freed
 
 
 def folder_entries(folder: Path) -> list[Path]:
@@ -194,24 +214,30 @@ def _deletion_obstacles(path: Path) -> tuple[str, ...]:
     """The reasons why `path` cannot be deleted now; an unfinished deletion is one, because it needs
     its tombstone.
     """
-    waiting = ("an earlier removal is not finished",) if (path / TOMBSTONE).exists() else ()
-    return (*deletion_guards(path), *waiting)
+    reasons = deletion_guards(path)
+    if (path / TOMBSTONE).exists():
+        return (*reasons, "an earlier removal is not finished")
+    return reasons
 
 
 def _is_being_saved(path: Path) -> bool:
-    beside = f".{path.name}{_BUSY[0]}"
-    inside = any(each.name.startswith(_BUSY) for each in folder_entries(path))
-    return inside or any(each.name.startswith(beside) for each in folder_entries(path.parent))
+    if any(entry.name.startswith((_STAGE, _SIDELINE)) for entry in folder_entries(path)):
+        return True
+    stage_beside = f".{path.name}{_STAGE}"
+    return any(entry.name.startswith(stage_beside) for entry in folder_entries(path.parent))
 
 
 def _restore_manifest(path: Path) -> bool:
     """Undo the deletion of `path`, which turned out to be guarded; False when it is damaged or was
     replaced.
     """
-    was, now = _manifest_or_none(path / TOMBSTONE), _manifest_or_none(path / MANIFEST_NAME)
-    if was is None or (now is not None and now.created != was.created) or _is_being_saved(path):
+    deleted = _manifest_or_none(path / TOMBSTONE)
+    current = _manifest_or_none(path / MANIFEST_NAME)
+    if deleted is None or _is_being_saved(path):
         return False
-    if not all((path / file.path).is_file() for file in was.files):
+    if current is not None and current.created != deleted.created:
+        return False
+    if not all((path / file.path).is_file() for file in deleted.files):
         return False
     local_disk.move(path / TOMBSTONE, path / MANIFEST_NAME)
     local_disk.sync_path(path)
@@ -229,11 +255,8 @@ def _close_folder(path: Path) -> Removal:
         return _remove_folder(gone)
     _unlink_if_there(path / TOMBSTONE)
     local_disk.sync_path(path)
-    left = tuple(
-        each
-        for each in sorted(local_disk.walk_tree(path))
-        if each.is_symlink() or not each.is_dir()
-    )
+    entries = sorted(local_disk.walk_tree(path))
+    left = tuple(entry for entry in entries if entry.is_symlink() or not entry.is_dir())
     return Removal(path, dropped=True, left=left)
 
 
@@ -250,14 +273,18 @@ def _remove_folder(gone: Path) -> Removal:
 
 
 def _other_files(path: Path) -> list[Path]:
-    """The entries of a deleted checkpoint's folder besides its tombstone; our other marks are
-    deleted here.
+    """The entries of a deleted checkpoint's folder besides its tombstone and other marks, which are
+    deleted.
     """
-    found = [each for each in folder_entries(path) if each.name != TOMBSTONE]
-    spent = [each for each in found if each.name.startswith(PREFIX) and not each.is_dir()]
-    for each in spent:
-        _unlink_if_there(each)
-    return [each for each in found if each not in spent]
+    others = []
+    for entry in folder_entries(path):
+        if entry.name == TOMBSTONE:
+            continue
+        if entry.name.startswith(PREFIX) and not entry.is_dir():
+            _unlink_if_there(entry)
+        else:
+            others.append(entry)
+    return others
 
 
 def _unlink_if_there(file: Path) -> None:
@@ -267,14 +294,15 @@ def _unlink_if_there(file: Path) -> None:
 
 def _name_of_gone(path: Path) -> str:
     """The original name of a folder that `_close_folder` renamed to `path`; "" for any other."""
-    named = path.name.startswith(".") and path.name.endswith(TOMBSTONE) and path.is_dir()
-    return path.name[1 : -len(TOMBSTONE)] if named else ""
+    name = path.name
+    if name.startswith(".") and name.endswith(TOMBSTONE) and path.is_dir():
+        return name[1 : -len(TOMBSTONE)]
+    return ""
 
 
 def _manifest_or_none(file: Path) -> Manifest | None:
     try:
-        return manifest_from_json(
-            read_text(LocalStore(file.parent), file.name, MANIFEST_LIMIT_BYTES), str(file)
-        )
+        text = read_text(LocalStore(file.parent), file.name, MANIFEST_LIMIT_BYTES)
+        return manifest_from_json(text, str(file))
     except (CheckpointError, OSError):
         return None

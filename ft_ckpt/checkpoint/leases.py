@@ -1,29 +1,35 @@
 """Leases: marks by which a process shows that it works somewhere.
 
-One thread renews all leases of a process.
-
 A mark is valid for ten minutes after it was last renewed, by the clock of the store (the time of
 the reader's new mark). On the machine of its process it is valid only while the process lives.
 `run_lease` has a stricter rule, which needs no clock but that of the reader.
 """
 
 import json
-import os
-import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from ft_ckpt.checkpoint.renewals import Renewal, end_renewal, start_renewal
 from ft_ckpt.errors import CheckpointError, MissingError, UnreadableError
-from ft_ckpt.storage import PREFIX, Store, Stored, locks, read_text
+from ft_ckpt.storage import PREFIX, Store, Stored, is_gone, new_owner, process_facts, read_text
 
 LEASE = f"{PREFIX}lease-"  # prefix of the names of readers' leases
 CLOCK = f"{PREFIX}clock-"  # prefix of objects that are written to read the store's clock
 BEAT_SECONDS, STALE_SECONDS = 60.0, 600.0
 _MARK_LIMIT_BYTES = 64 << 10
+
+
+def new_mark(kind: str) -> str:
+    """A new name for a mark of this process, with the prefix `kind`."""
+    return kind + new_owner()
+
+
+def put_mark(store: Store, name: str, *, create_only: bool = False, **facts: Any) -> None:
+    """Put a mark with the identity of this process, and `facts`. Raises TargetError."""
+    text = json.dumps({**process_facts(), **facts})
+    store.write(name, text.encode(), create_only=create_only)
 
 
 def read_mark(store: Store, name: str) -> dict[str, Any]:
@@ -54,13 +60,6 @@ def holder_of(facts: dict[str, Any]) -> str:
     return f"process {facts.get('pid')} on {facts.get('host')}"
 
 
-def put_mark(store: Store, name: str, *, create_only: bool = False, **facts: Any) -> None:
-    """Put a mark with the identity of this process, and `facts`. Raises TargetError."""
-    store.write(
-        name, json.dumps({**locks.process_facts(), **facts}).encode(), create_only=create_only
-    )
-
-
 def store_time(store: Store) -> float:
     """The time of the store's clock in unix seconds, from an object that is written there.
 
@@ -80,102 +79,9 @@ def store_time(store: Store) -> float:
     return stored.modified
 
 
-def new_mark(kind: str) -> str:
-    """A new name for a mark of this process, with the prefix `kind`."""
-    return kind + locks.new_owner()
-
-
 def may_live(store: Store, mark: Stored, now: float) -> bool:
     """Whether the process of a mark may be alive; `now`: unix seconds of the store's clock."""
-    return mark.modified > now - STALE_SECONDS and not locks.is_gone(read_mark(store, mark.name))
-
-
-@dataclass(eq=False)
-class _Renewal:
-    """A function that the renewing thread calls every `seconds`."""
-
-    renew: Callable[[], object]
-    seconds: float
-    due: float  # by time.monotonic
-    is_over: bool = False
-    # held during a call; a call may end its own renewal
-    running: Any = field(default_factory=threading.RLock)
-
-    def call(self) -> None:
-        with self.running:
-            if not self.is_over:
-                with suppress(Exception):  # it is tried again: a lease may miss several renewals
-                    self.renew()
-            self.due = time.monotonic() + self.seconds
-
-
-class _Renewals:
-    """The renewals of this process, and the thread that calls them while there are any."""
-
-    def __init__(self) -> None:
-        self._renewals: list[_Renewal] = []
-        self._change = threading.Condition()
-        self._thread: threading.Thread | None = None
-
-    def add(self, renew: Callable[[], object], seconds: float) -> _Renewal:
-        renewal = _Renewal(renew, seconds, time.monotonic() + seconds)
-        with self._change:
-            self._renewals.append(renewal)
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(
-                    target=self._work, name="ft_ckpt-leases", daemon=True
-                )
-                self._thread.start()
-            self._change.notify()
-        return renewal
-
-    def end(self, renewal: _Renewal) -> None:
-        """Call it no more; waits for a call in progress, which may put the mark once more."""
-        with self._change:
-            if renewal in self._renewals:
-                self._renewals.remove(renewal)
-            self._change.notify()
-        with renewal.running:
-            renewal.is_over = True
-
-    def _work(self) -> None:
-        while (renewal := self._next()) is not None:
-            renewal.call()
-
-    def _next(self) -> _Renewal | None:
-        """The next renewal when it is due; None when there is none left, and the thread ends."""
-        with self._change:
-            while self._renewals:
-                first = min(self._renewals, key=lambda renewal: renewal.due)
-                seconds = first.due - time.monotonic()
-                if seconds <= 0:
-                    return first
-                self._change.wait(seconds)
-            self._thread = None
-            return None
-
-
-_renewals = _Renewals()
-
-
-def _forget_renewals() -> None:
-    global _renewals
-    _renewals = _Renewals()
-
-
-os.register_at_fork(after_in_child=_forget_renewals)
-
-
-@contextmanager
-def renewed(renew: Callable[[], object], seconds: float | None = None) -> Iterator[None]:
-    """Call `renew` each minute, or every `seconds`, while the block runs; its errors are
-    ignored.
-    """
-    renewal = _renewals.add(renew, BEAT_SECONDS if seconds is None else seconds)
-    try:
-        yield
-    finally:
-        _renewals.end(renewal)
+    return mark.modified > now - STALE_SECONDS and not is_gone(read_mark(store, mark.name))
 
 
 @dataclass(eq=False)
@@ -185,11 +91,11 @@ class Lease:
     store: Store
     name: str
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
-    _renewal: _Renewal | None = None
+    _renewal: Renewal | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the mark says besides the identity of the process."""
+        """The contents of the mark, but for the identity of the process."""
         return {"token": self.token}
 
     def put(self, *, create_only: bool = False) -> None:
@@ -201,7 +107,7 @@ class Lease:
 
     def begin(self, seconds: float | None = None) -> None:
         """Renew the mark each minute, or every `seconds`, from now on."""
-        self._renewal = _renewals.add(self.renew, BEAT_SECONDS if seconds is None else seconds)
+        self._renewal = start_renewal(self.renew, BEAT_SECONDS if seconds is None else seconds)
 
     def renew(self) -> None:
         """Put the mark again."""
@@ -215,7 +121,7 @@ class Lease:
         """Renew the mark no more, and leave it there."""
         renewal, self._renewal = self._renewal, None
         if renewal is not None:
-            _renewals.end(renewal)
+            end_renewal(renewal)
 
     def release(self) -> None:
         """Renew the mark no more, and delete it."""
@@ -246,7 +152,7 @@ class ExclusiveLease(Lease):
             self.stop()
 
     def release(self) -> None:
-        """Renew the mark no more, and delete it if it is still ours."""
+        """Renew the mark no more, and delete it if it is still this one."""
         self.stop()
         with suppress(CheckpointError):  # otherwise it expires
             if self.is_ours:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from urllib.parse import quote
 
-from ft_ckpt.checkpoint import Manifest
+from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.errors import ConfigError, CorruptError, UnreadableError
 from ft_ckpt.storage import PREFIX, Store, read_text
 

@@ -6,32 +6,30 @@ each object is read in the listed version, or not at all.
 """
 
 import hashlib
-import os
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ft_ckpt.checkpoint.catalog import load_manifest, manifest_text, parse_manifest
-from ft_ckpt.checkpoint.checks import (
+from ft_ckpt.checkpoint.cards import with_current_cards
+from ft_ckpt.checkpoint.contents import why_no_checkpoint
+from ft_ckpt.checkpoint.delete import without_state
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
+from ft_ckpt.checkpoint.marks import is_mark, settled_list
+from ft_ckpt.checkpoint.misleading import misleading_files, misleading_problem
+from ft_ckpt.checkpoint.open_folder import OpenFolder, OpenManifest, open_folder, open_manifest
+from ft_ckpt.checkpoint.problems import (
     are_transient,
     checkpoint_problems,
     distinct_files,
-    misleading_files,
-    misleading_problem,
     replaced_problems,
-    with_current_cards,
 )
-from ft_ckpt.checkpoint.commit import recover_target
-from ft_ckpt.checkpoint.contents import why_no_checkpoint
-from ft_ckpt.checkpoint.delete import without_state
-from ft_ckpt.checkpoint.guards import hold_lease, is_mark, settled_list
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
-from ft_ckpt.checkpoint.open_folder import OpenFolder, OpenManifest, open_folder, open_manifest
+from ft_ckpt.checkpoint.reader_leases import hold_lease
+from ft_ckpt.checkpoint.recovery import recover_target
+from ft_ckpt.checkpoint.stored_manifest import manifest_text, manifest_version, parse_manifest
 from ft_ckpt.errors import (
     CheckpointError,
     CorruptError,
-    ManifestError,
     NoSpaceError,
     NotACheckpointError,
     Problem,
@@ -39,18 +37,16 @@ from ft_ckpt.errors import (
     listing,
 )
 from ft_ckpt.storage import (
-    FileRecord,
     ListedStore,
     LocalStore,
     Place,
     Store,
     digest_problems,
     folder_of,
-    open_place,
     temporary_store,
 )
 
-_MOST_TRIES = 10  # to list a checkpoint that is being replaced
+_MAX_LISTINGS = 10  # of a checkpoint that is being replaced
 
 
 @dataclass(frozen=True)
@@ -90,22 +86,21 @@ class OpenCheckpoint:
         return folder_of(self.store)
 
     def find_problems(self, deep: bool, left_out: Collection[str] = ()) -> tuple[Problem, ...]:
-        """The problems of the open files, as `catalog.verify` reports them, and of files beside
+        """The problems of the open files, as `verify` reports them, and of files beside
         them.
 
         `deep`: the digests of all files but `left_out` are compared, not those of small files
         alone.
         """
         if deep:
-            self.fetch_files(
-                [file.path for file in self.manifest.files if file.path not in left_out]
-            )
-        found = tuple(checkpoint_problems(self.store, self.manifest, deep=deep, left_out=left_out))
+            paths = [file.path for file in self.manifest.files if file.path not in left_out]
+            self.fetch_files(paths)
+        problems = checkpoint_problems(self.store, self.manifest, deep=deep, left_out=left_out)
         if not isinstance(self.store, OpenFolder):
-            return found  # the listing contains the files beside it
+            return tuple(problems)  # the listing contains the files beside it
         whole_folder = LocalStore(self.store.folder, shown=self.store.shown)
         names = misleading_files(whole_folder, self.manifest)
-        return (*found, *map(misleading_problem, names))
+        return (*problems, *map(misleading_problem, names))
 
     def fetch_files(self, paths: Collection[str]) -> None:
         """Download files of a checkpoint in a bucket once, into a temporary folder; they are
@@ -136,7 +131,7 @@ class OpenCheckpoint:
 
 
 @contextmanager
-def open_checkpoint(place: str | os.PathLike[str] | Place) -> Iterator[OpenCheckpoint]:
+def open_checkpoint(place: Place) -> Iterator[OpenCheckpoint]:
     """The checkpoint at `place`, open and with a lease against deletion while the block runs.
 
     Its digests are compared by `find_problems` or `refuse_damaged`, which callers use before
@@ -146,86 +141,98 @@ def open_checkpoint(place: str | os.PathLike[str] | Place) -> Iterator[OpenCheck
     as `load_manifest`; CorruptError when an object is not the committed one, or (where folders
     cannot be exchanged, without a lease, and without /proc) the checkpoint was replaced meanwhile.
     """
-    store = open_place(place).folder
-    if store.local_folder is None:
-        with ExitStack() as stack:
-            yield _open_listed(store, stack)
-        return
-    path = store.local_folder.absolute()
+    store = place.folder
     with ExitStack() as stack:
-        while (held := _open_local(path, stack)) is None:  # replaced meanwhile
+        if store.local_folder is None:
+            yield _open_listed(store, stack)
+            return
+        path = store.local_folder.absolute()
+        checkpoint = _open_local(path, stack)
+        while checkpoint is None:  # replaced meanwhile
             stack.close()
-        yield held
-        if isinstance(held.store, OpenFolder) and held.store.marker is not None:
-            held.store.marker.refuse_replaced()  # libraries have read by path
-
-
-def checkpoint_around(place: Place) -> tuple[Store, str] | None:
-    """The checkpoint of ours that is or contains `place`, and the name of `place` in it; None if
-    there is none.
-    """
-    around = place.folders_around()
-    return next(
-        ((store, name) for store, name in around if store.stat(MANIFEST_NAME) is not None), None
-    )
+            checkpoint = _open_local(path, stack)
+        yield checkpoint
+        if isinstance(checkpoint.store, OpenFolder) and checkpoint.store.marker is not None:
+            checkpoint.store.marker.refuse_replaced()  # libraries have read by path
 
 
 @contextmanager
-def hold_open(path: str | os.PathLike[str] | Place, *, compares: bool = True) -> Iterator[Place]:
-    """Yield the place to read the file or folder `path` from.
+def hold_open(place: Place, *, compares: bool = True) -> Iterator[Place]:
+    """Yield the place to read the file or folder `place` from.
 
-    The checkpoint of ours that is or contains it is opened; the result is then among its open
+    The checkpoint of ft_ckpt that is or contains it is opened; the result is then among its open
     files. With `compares`, the digests of this file, or of all files in this folder but training
     state, are compared first. A file that the checkpoint does not list, and anything outside of
-    checkpoints of ours, is read in place. Raises what `open_checkpoint` does, and CorruptError for
-    damaged files.
+    checkpoints, is read in place. Raises what `open_checkpoint` does, and CorruptError for damaged
+    files.
     """
-    place = open_place(path)
-    found = checkpoint_around(place)
-    if found is None:
+    around = checkpoint_around(place)
+    if around is None:
         yield place
         return
-    root, name = found
-    with open_checkpoint(Place(root)) as held:
-        inside = Place(held.store, name)
+    root, name = around
+    with open_checkpoint(Place(root)) as checkpoint:
+        inside = Place(checkpoint.store, name)
         if compares:
-            held.refuse_damaged(files_in(held.manifest, name))
+            checkpoint.refuse_damaged(files_in(checkpoint.manifest, name))
         yield inside if inside.exists else place
+
+
+def checkpoint_around(place: Place) -> tuple[Store, str] | None:
+    """The checkpoint of ft_ckpt that is or contains `place`, and the name of `place` in it; None if
+    there is none.
+    """
+    for store, name in place.folders_around():
+        if store.stat(MANIFEST_NAME) is not None:
+            return store, name
+    return None
 
 
 def files_in(manifest: Manifest, name: str) -> set[str]:
     """The file `name`, or the files in the folder `name` but training state; of a folder of
     training state, all.
     """
-    begin = f"{name}/" if name else ""
-    inside = {file.path for file in manifest.files if f"{file.path}/".startswith(begin)}
-    return inside & {file.path for file in without_state(manifest).files} or inside
+    start = f"{name}/" if name else ""
+    inside = {file.path for file in manifest.files if f"{file.path}/".startswith(start)}
+    without_training_state = {file.path for file in without_state(manifest).files}
+    return inside & without_training_state or inside
+
+
+def text_identity(text: bytes) -> str:
+    """The identity of the checkpoint whose manifest has this text."""
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 def _open_listed(store: Store, stack: ExitStack) -> OpenCheckpoint:
     """The checkpoint in a bucket, listed while no save is replacing it; leased until the stack is
     closed.
     """
-    before = _manifest_state(store)
+    before = manifest_version(store)
     lease = stack.enter_context(hold_lease(Place(store))) if before else None
-    for _ in range(_MOST_TRIES):
-        found = settled_list(store, lease)
-        listed = ListedStore(store, {each.name: each for each in found if not is_mark(each.name)})
-        seen, after = _manifest_state(listed), _manifest_state(store)
-        if before == seen == after:
-            text = manifest_text(listed)
-            manifest = parse_manifest(text, store.where(MANIFEST_NAME))
-            manifest, _ = with_current_cards(listed, manifest, listed.listed)
-            if problems := replaced_problems(listed, manifest, listed.listed):
-                raise CorruptError(
-                    f"{store.url}: {listing(problems)}; overwritten after it was committed, use "
-                    "another checkpoint"
-                )
-            return OpenCheckpoint(
-                Place(store), listed, manifest, text_identity(text.encode()), stack
-            )
+    for _ in range(_MAX_LISTINGS):
+        objects = {}
+        for stored in settled_list(store, lease):
+            if not is_mark(stored.name):
+                objects[stored.name] = stored
+        listed = ListedStore(store, objects)
+        after = manifest_version(store)
+        if before == manifest_version(listed) == after:
+            return _checkpoint_of_listing(store, listed, stack)
         before = after
     raise CorruptError(f"{store.url}: replaced while it was read; read it again")
+
+
+def _checkpoint_of_listing(store: Store, listed: ListedStore, stack: ExitStack) -> OpenCheckpoint:
+    text = manifest_text(listed)
+    manifest = parse_manifest(text, store.where(MANIFEST_NAME))
+    manifest, _ = with_current_cards(listed, manifest, listed.listed)
+    problems = replaced_problems(listed, manifest, listed.listed)
+    if problems:
+        raise CorruptError(
+            f"{store.url}: {listing(problems)}; overwritten after it was committed, use "
+            "another checkpoint"
+        )
+    return OpenCheckpoint(Place(store), listed, manifest, text_identity(text.encode()), stack)
 
 
 def _open_local(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
@@ -256,58 +263,3 @@ def _delete_if_aside(path: Path, marker: OpenManifest) -> None:
     with suppress(CheckpointError, OSError):  # it is left to the next save
         if not marker.is_at(path / MANIFEST_NAME):
             recover_target(path)
-
-
-def _manifest_state(store: Store) -> str | None:
-    found = store.stat(MANIFEST_NAME)
-    return None if found is None else found.version
-
-
-def text_identity(text: bytes) -> str:
-    """The identity of the checkpoint whose manifest has this text."""
-    return hashlib.blake2b(text, digest_size=16).hexdigest()
-
-
-@dataclass(frozen=True)
-class EarlierCheckpoint:
-    """An earlier checkpoint of the same run, with the time of its commit."""
-
-    store: Store
-    files: tuple[FileRecord, ...]
-    sealed: float  # unix seconds, by the clock of the store
-
-
-def earlier_checkpoints(beside: Store, most: int) -> Iterator[EarlierCheckpoint]:
-    """Up to `most` committed checkpoints directly below a folder, newest first."""
-    sealed: list[tuple[float, str]] = []
-    with suppress(OSError):
-        for folder in beside.list_folder().folders:
-            with suppress(OSError):
-                found = (
-                    None
-                    if folder.name.startswith(".")
-                    else beside.within(folder.name).stat(MANIFEST_NAME)
-                )
-                sealed += [(found.modified, folder.name)] if found is not None else []
-    for time, name in sorted(sealed, reverse=True)[:most]:
-        with suppress(ManifestError, OSError):  # damaged, or deleted since
-            store = beside.within(name)
-            yield EarlierCheckpoint(store, load_manifest(store).files, time)
-
-
-def take_earlier(one: EarlierCheckpoint, record: FileRecord, store: Store, name: str) -> bool:
-    """Copy or link an earlier file to `name` in `store`; False if impossible, or if it was modified
-    after its commit.
-
-    Its version is compared again afterwards, in case it was replaced meanwhile. Raises what the
-    stores do.
-    """
-    found = one.store.stat(record.path)
-    if found is None or found.size_bytes != record.size_bytes or found.modified > one.sealed:
-        return False
-    if not store.copy(record.path, name, one.store):
-        return False
-    if one.store.stat(record.path) == found:
-        return True
-    store.delete([name])
-    return False

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ft_ckpt.checkpoint import MANIFEST_NAME, Manifest
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,

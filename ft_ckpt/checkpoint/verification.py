@@ -1,120 +1,115 @@
-"""Verifies a single file, or a folder of another program: headers, indexes, JSON, a manifest that
-lists the file.
-"""
+"""Verifies a checkpoint: `verify`, and the damage that keeps a checkpoint from being chosen."""
 
-import json
-from collections.abc import Iterator
-from contextlib import closing
-from itertools import islice
-from typing import Any
+import os
+from dataclasses import dataclass
+from pathlib import Path
 
-from ft_ckpt.checkpoint.catalog import VerifyReport, load_manifest
-from ft_ckpt.checkpoint.checks import file_problems, with_current_cards
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
-from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, listing
-from ft_ckpt.formats import read_header
-from ft_ckpt.storage import FileRecord, Place, Store, is_inside
+from ft_ckpt.checkpoint.cards import with_current_cards
+from ft_ckpt.checkpoint.contents import why_no_checkpoint
+from ft_ckpt.checkpoint.problems import (
+    are_transient,
+    checkpoint_problems,
+    retry_transient,
+    stored_bytes,
+)
+from ft_ckpt.checkpoint.signature import SignedBy, signature_problems
+from ft_ckpt.checkpoint.stored_manifest import load_manifest, manifest_version
+from ft_ckpt.errors import (
+    NotACheckpointError,
+    Problem,
+    UnreadableError,
+    damaged_input,
+    listing,
+)
+from ft_ckpt.storage import Place, Store, hold_listed, open_place
 
 
-def listing_manifest(place: Place) -> tuple[Store, Manifest, FileRecord] | None:
-    """The checkpoint that lists the file at `place`: its store, its manifest, the record.
+@dataclass(frozen=True)
+class VerifyReport:
+    """The outcome of `verify`."""
 
-    None if none does.
+    path: str | Path
+    """The checkpoint: its path, or its URL."""
+    ok: bool
+    """Whether there are no problems."""
+    problems: tuple[str, ...]
+    """Differences from the manifest, each with the file first."""
+    files: int
+    """Number of files that the manifest lists."""
+    bytes: int
+    """Their size, in bytes."""
+    notes: tuple[str, ...] = ()
+    """Changes since the save that are no problem: a model card that was written again."""
+    is_transient: bool = False
+    """Whether the only problems are files that cannot be read now: they may be whole."""
 
-    Raises ManifestError for a damaged manifest.
+
+def verify(
+    path: str | os.PathLike[str] | Place, *, deep: bool = True, signed_by: SignedBy | None = None
+) -> VerifyReport:
+    """Compare the files of checkpoint `path` with its manifest.
+
+    Always: names, sizes, the tensors in each safetensors header, each index, the digests of files
+    below 1 MiB, and that there are no weights of another save. `deep` also reads all other bytes
+    and compares the digests. A model card that was written again since the save is a note of the
+    report. `signed_by`: also the signature, see `sign`, and that no file was added, deleted or
+    changed since: the path of a public key, or (identity, provider) of a keyless signature.
+
+    Raises NotACheckpointError, ManifestError or UnreadableError as `read_manifest` does;
+    ConfigError when a signature cannot be checked: an unusable key, a checkpoint in a bucket, no
+    model-signing library.
     """
-    for store, name in islice(place.folders_around(), 1, None):
-        if store.stat(MANIFEST_NAME) is not None:
-            manifest = load_manifest(store)
-            record = {record.path: record for record in manifest.files}.get(name)
-            if record is not None:
-                return store, manifest, record
-    return None
-
-
-def verify_listed(place: Place) -> VerifyReport | None:
-    """Compare size and digest of the file at `place`; None if no manifest lists it.
-
-    Raises ManifestError.
-    """
-    found = listing_manifest(place) if place.is_object else None
-    if found is None:
-        return None
-    store, manifest, record = found
-    current, notes = with_current_cards(store, manifest)
-    record = next((file for file in current.files if file.path == record.path), record)
-    problems = tuple(str(problem) for problem in file_problems(store, record))
-    return VerifyReport(place.location, not problems, problems, 1, record.size_bytes, notes)
-
-
-_INDEX = ".safetensors.index.json"
-
-
-def verify_foreign(place: Place) -> VerifyReport:
-    """Check the safetensors file or folder at `place`, without a manifest.
-
-    Checks the header of each file, the tensors that each index maps to files, and the syntax of
-    each JSON file. Values cannot be checked without recorded digests. Raises LoadError if there is
-    no safetensors file.
-    """
-    store, names = (place.store, [place.name]) if place.is_object else (place.folder, None)
-    names = names or [each.name for each in store.list()]
-    weights = [name for name in names if name.endswith(".safetensors")]
-    if not weights and not any(name.endswith(_INDEX) for name in names):
-        problem = f"no {MANIFEST_NAME} and no safetensors files in it"
-        if place.is_object:
-            problem = "not a safetensors file, and no checkpoint lists it"
-        raise LoadError(f"{place}: {problem}; `ft-ckpt show` reads other formats")
-    tensors: dict[str, set[str]] = {}
-    problems: list[str] = []
-    for name in weights:
+    store = open_place(path).folder
+    place = Place(store)
+    while True:
+        version = _version_or_none(store)
+        view = store if version is None else hold_listed(store)
         try:
-            with closing(store.open(name)) as file:
-                tensors[name] = set(read_header(file))
-        except CorruptError as error:  # noqa: PERF203 - one for each file
-            problems.append(
-                str(error) if str(error).startswith(f"{name}: ") else f"{name}: {error}"
-            )
-    for name in names:
-        if name.endswith(".json"):
-            problems += _document_problems(store, name, tensors)
-    size = sum(each.size_bytes for name in weights if (each := store.stat(name)) is not None)
-    return VerifyReport(place.location, not problems, tuple(problems), len(weights), size)
+            manifest = load_manifest(view)
+        except NotACheckpointError:
+            raise NotACheckpointError(why_no_checkpoint(place)) from None
+        with damaged_input(place.location):
+            current, notes = with_current_cards(view, manifest)
+            problems = list(dict.fromkeys(checkpoint_problems(view, current, deep=deep)))
+            if signed_by is not None:
+                problems += map(Problem, signature_problems(store, store, manifest, signed_by))
+        # A concurrent save may have overwritten the checkpoint, so that a mixture of both was read.
+        # Read again.
+        if problems and _version_or_none(store) != version:
+            continue
+        return VerifyReport(
+            place.location,
+            ok=not problems,
+            problems=tuple(str(problem) for problem in problems),
+            files=len(manifest.files),
+            bytes=stored_bytes(view, current),
+            notes=notes,
+            is_transient=are_transient(problems),
+        )
 
 
-def _document_problems(store: Store, name: str, held: dict[str, set[str]]) -> Iterator[str]:
+def damage_of(place: Place, *, deep: bool = False) -> tuple[str, ...]:
+    """The problems that `verify` reports; it is repeated if they may be temporary.
+
+    Raises as `verify` does, and UnreadableError if the only problem is that files cannot be read
+    now.
+    """
+
+    def find_problems() -> tuple[Problem, ...]:
+        try:
+            report = verify(place, deep=deep)
+        except UnreadableError as error:
+            return (Problem(str(error), is_transient=True),)
+        return tuple(Problem(text, report.is_transient) for text in report.problems)
+
+    problems = retry_transient(find_problems, are_transient)
+    if are_transient(problems):
+        raise UnreadableError(f"{place}: {listing(problems)}; try again")
+    return tuple(problem.text for problem in problems)
+
+
+def _version_or_none(store: Store) -> str | None:
     try:
-        found = json.loads(store.read(name).decode("utf-8"))
-    except (CheckpointError, ValueError, RecursionError) as error:
-        yield f"{name}: not JSON ({error})"
-        return
-    if name.endswith(_INDEX):
-        yield from _index_file_problems(store, name, found, held)
-
-
-def _index_file_problems(
-    store: Store, index: str, found: Any, held: dict[str, set[str]]
-) -> Iterator[str]:
-    """Check that an index maps each tensor to a file beside it that contains it."""
-    where = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(where, dict):
-        yield f"{index}: no weight_map in it"
-        return
-    folder = index.rpartition("/")[0]
-    shards = {str(file): f"{folder}/{file}" if folder else str(file) for file in where.values()}
-    lost = sorted(
-        shard for shard, name in shards.items() if not is_inside(shard) or store.stat(name) is None
-    )
-    if lost:
-        yield f"{index}: shards missing: {listing(lost, ', ')}"
-    tensors = {
-        shard: held[name] for shard, name in shards.items() if shard not in lost and name in held
-    }
-    wrong = sorted(
-        name for name, shard in where.items() if name not in tensors.get(str(shard), where)
-    )
-    if wrong:
-        yield f"{index}: not in the shards that it maps them to: {listing(wrong, ', ')}"
-    stray = sorted(name for names in tensors.values() for name in names if name not in where)
-    if stray:
-        yield f"{index}: in its shards, not in it: {listing(stray, ', ')}"
+        return manifest_version(store)
+    except UnreadableError:
+        return None

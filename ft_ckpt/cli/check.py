@@ -253,7 +253,7 @@ def _open_joined(path: Path) -> "Iterator[JoinedFile]":
     from ft_ckpt.checkpoint import open_checkpoint
     from ft_ckpt.formats import JoinedFile, open_tensor_file
 
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(open_place(path)) as checkpoint:
         checkpoint.refuse_damaged()
         folders = {}
         for part in checkpoint.manifest.parts:

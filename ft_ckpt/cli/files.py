@@ -209,7 +209,8 @@ def _diff(options: Namespace) -> int:
     from ft_ckpt.extensions.tools import by_layer, compare_files, compare_settings, open_source
 
     with ExitStack() as stack:
-        places = [stack.enter_context(hold_open(path)) for path in (options.one, options.other)]
+        sources = [open_place(path) for path in (options.one, options.other)]
+        places = [stack.enter_context(hold_open(source)) for source in sources]
         opened = [stack.enter_context(closing(open_source(place))) for place in places]
         tensors, settings = compare_files(*opened), compare_settings(*opened)
     layers = by_layer(tensors)

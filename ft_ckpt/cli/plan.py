@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ft_ckpt.checkpoint import catalog, describe_contents, stored_bytes, why_no_checkpoint
+from ft_ckpt.checkpoint import describe_contents, discover, stored_bytes, why_no_checkpoint
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.config import human_size, parse_size
@@ -252,7 +252,7 @@ def human_time(seconds: float) -> str:
 
 def _folder_bytes(folder: Place) -> int:
     """Bytes of a checkpoint, of the newest in a run, or of the files of any other model folder."""
-    infos = catalog.discover(folder)
+    infos = discover(folder)
     if infos:
         return stored_bytes(infos[-1].store, infos[-1].manifest)
     size = sum(stored.size_bytes for stored in folder.folder.list_folder().objects)

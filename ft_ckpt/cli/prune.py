@@ -4,7 +4,7 @@ import re
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 
-from ft_ckpt.checkpoint import MANIFEST_NAME, guards, why_no_checkpoint
+from ft_ckpt.checkpoint import MANIFEST_NAME, pin, pin_reason, unpin, why_no_checkpoint
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_dry_run, add_json, bounded, print_lines
 from ft_ckpt.cli.show import run_checkpoints_in, run_folder
@@ -80,8 +80,8 @@ def add_pin(parser: ArgumentParser) -> None:
 def _pin(options: Namespace) -> None:
     """Protect the checkpoint PATH from deletion until it is unpinned."""
     path = open_place(options.path)
-    guards.pin(path, options.reason)
-    print_lines(f"{path}: {guards.pin_reason(path)}")
+    pin(path, options.reason)
+    print_lines(f"{path}: {pin_reason(path)}")
 
 
 def add_unpin(parser: ArgumentParser) -> None:
@@ -94,7 +94,7 @@ def _unpin(options: Namespace) -> int:
     path = open_place(options.path)
     if path.folder.stat(MANIFEST_NAME) is None:
         raise NotACheckpointError(why_no_checkpoint(path))
-    was_pinned = guards.unpin(path)
+    was_pinned = unpin(path)
     print_lines(f"{path}: {'no longer pinned' if was_pinned else 'was not pinned'}")
     return 0 if was_pinned else 1
 

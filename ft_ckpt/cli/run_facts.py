@@ -12,11 +12,12 @@ from ft_ckpt.checkpoint import (
     STATE,
     CheckpointInfo,
     PartRecord,
-    catalog,
     file_key,
-    guards,
     hold_open,
     parse_time,
+    pin_reason,
+    run_checkpoints,
+    verify,
 )
 from ft_ckpt.errors import CheckpointError, damaged_input
 from ft_ckpt.extensions.tools import by_layer, compare_files, open_source
@@ -154,12 +155,12 @@ class RunFacts:
         return min(measured, key=lambda checkpoint: sign * checkpoint.metrics[name])
 
 
-def gather_facts(run: Path | Place, metrics: Sequence[str], *, comparisons: int) -> RunFacts:
+def gather_facts(run: Place, metrics: Sequence[str], *, comparisons: int) -> RunFacts:
     """The facts about the folder `run`.
 
     The newest `comparisons` pairs of neighbouring checkpoints are compared.
     """
-    infos = catalog.run_checkpoints(run)
+    infos = run_checkpoints(run)
     notes: list[str] = []
     document = _newest_document(infos, notes)
     with damaged_input(f"{run}: what its newest training state says of the run"):
@@ -296,7 +297,7 @@ def _kept_checkpoints(
     """`run_ids` are the run's and those it was resumed from; None: each checkpoint is its own."""
     seen: set[object] = set()
     for info in infos:
-        report = catalog.verify(info.place, deep=False)
+        report = verify(info.place, deep=False)
         sizes = _file_sizes(info)
         new = {key: size for key, (size, _) in sizes.items() if key not in seen}
         seen.update(new)
@@ -311,7 +312,7 @@ def _kept_checkpoints(
             state_bytes=sum(size for size, is_state in sizes.values() if is_state),
             kept=fates.kept_by(info.path),
             fate=fates.in_words(info.path),
-            pinned=guards.pin_reason(info.place),
+            pinned=pin_reason(info.place),
             problems=report.problems,
             is_export=info.manifest.export,
             is_own=run_ids is None or info.manifest.run_id in run_ids,

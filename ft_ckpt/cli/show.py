@@ -17,10 +17,17 @@ from ft_ckpt.checkpoint import (
     CheckpointInfo,
     Contents,
     SignedBy,
-    catalog,
+    VerifyReport,
     describe_contents,
-    guards,
+    discover,
+    find_best,
+    find_latest,
+    list_checkpoints,
+    load_manifest,
+    pin_reason,
+    run_checkpoints,
     stored_bytes,
+    verify,
     verify_foreign,
     verify_listed,
     why_no_checkpoint,
@@ -55,7 +62,7 @@ def run_checkpoints_in(run: Place) -> list[CheckpointInfo]:
 
     Raises NotACheckpointError for other contents.
     """
-    infos = catalog.run_checkpoints(run)
+    infos = run_checkpoints(run)
     if not infos and run.folder.stat(MANIFEST_NAME) is not None:
         raise NotACheckpointError(
             f"{run}: a checkpoint, expected the folder of a run; `ft-ckpt show` shows one"
@@ -93,14 +100,14 @@ def _ls(options: Namespace) -> None:
     contains.
     """
     run = run_folder(options.run_folder)
-    infos = catalog.discover(run)
+    infos = discover(run)
     if not infos:
         contents = describe_contents(run)
         views.show_contents(
             contents, run, _rows_of_contents(run, contents), as_json=options.as_json
         )
         return
-    reports = {info.path: catalog.verify(info.place, deep=False) for info in infos}
+    reports = {info.path: verify(info.place, deep=False) for info in infos}
     kept = _reasons_to_keep(run, infos)
     best = _best_of_runs(info for info in infos if reports[info.path].ok)
     rows = []
@@ -127,7 +134,7 @@ def _row_of(place: Place, contents: Contents) -> dict[str, Any]:
     row: dict[str, Any] = {"path": str(place), "kind": contents.kind, "contents": contents.text}
     row["advice"] = contents.advice
     if contents.kind == RUN:
-        infos = catalog.run_checkpoints(place)
+        infos = run_checkpoints(place)
         newest = infos[-1].manifest if infos else None
         row["checkpoints"] = len(infos)
         row["step"] = None if newest is None else newest.step
@@ -147,7 +154,7 @@ def _reasons_to_keep(
         # a manifest cannot be read now: `discover` has warned of it
         with suppress(CheckpointError):
             return plan_pruning(survey_run(run), rules).keep
-    reasons = {info.path: guards.pin_reason(info.place) for info in infos}
+    reasons = {info.path: pin_reason(info.place) for info in infos}
     return {path: (reason,) for path, reason in reasons.items() if reason is not None}
 
 
@@ -182,7 +189,7 @@ def _latest(options: Namespace) -> int:
     The exit code is 1 if there is none, or if the folder does not exist.
     """
     run = open_place(options.run_folder)
-    newest = catalog.find_latest(run)
+    newest = find_latest(run)
     if newest is None:
         return _say_there_is_none(run)
     views.show_latest(newest, as_json=options.as_json)
@@ -217,12 +224,12 @@ def _best(options: Namespace) -> int:
     run = open_place(options.run_folder)
     name, _, mode = (options.metric or "").rpartition(":")
     ranking = (name, mode) if mode in ("min", "max") and name else options.metric
-    best = catalog.find_best(run, ranking)
+    best = find_best(run, ranking)
     if best is not None:
         views.show_latest(best, as_json=options.as_json)
         return 0
     measured: set[str] = set()
-    for info in catalog.list_checkpoints(run).found:
+    for info in list_checkpoints(run).found:
         measured.update(info.metrics)
     metric = ranking[0] if isinstance(ranking, tuple) else ranking
     if measured and metric is not None:
@@ -252,7 +259,7 @@ def _show(options: Namespace) -> None:
 
         show_file(place, as_json=options.as_json)
         return
-    info = CheckpointInfo(store, catalog.load_manifest(store))
+    info = CheckpointInfo(store, load_manifest(store))
     views.show_checkpoint(info, as_json=options.as_json)
 
 
@@ -321,7 +328,7 @@ def _wanted_signer(options: Namespace) -> SignedBy | None:
 
 def _checkpoints_at(store: Store) -> list[Store]:
     """The folder itself and those directly below it, if they have a manifest or cannot be read."""
-    checkpoints = [info.store for info in catalog.discover(Place(store))]  # in order of steps
+    checkpoints = [info.store for info in discover(Place(store))]  # in order of steps
     folders = store.list_folder().folders
     names = [folder.name for folder in folders if not folder.is_link]
     visible = sorted(name for name in names if not name.startswith("."))
@@ -337,9 +344,9 @@ def _may_be_checkpoint(store: Store) -> bool:
         return True
 
 
-def _report_on(store: Store, deep: bool, signed_by: SignedBy | None) -> catalog.VerifyReport:
+def _report_on(store: Store, deep: bool, signed_by: SignedBy | None) -> VerifyReport:
     place = Place(store)
     try:
-        return catalog.verify(place, deep=deep, signed_by=signed_by)
+        return verify(place, deep=deep, signed_by=signed_by)
     except (ManifestError, OSError) as error:
-        return catalog.VerifyReport(place.location, False, (str(error),), 0, 0)
+        return VerifyReport(place.location, False, (str(error),), 0, 0)

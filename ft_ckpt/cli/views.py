@@ -21,8 +21,8 @@ from ft_ckpt.checkpoint import (
     PartRecord,
     VerifyReport,
     age_of,
-    guards,
     parse_time,
+    pin_reason,
     stored_bytes,
 )
 from ft_ckpt.cli.describe import ModelFacts, adapter_name, facts_of_part
@@ -66,7 +66,7 @@ def checkpoint_row(
         "metrics": dict(info.metrics),
         "best": list(best),
         "kept": list(kept),
-        "pinned": guards.pin_reason(info.place) is not None,
+        "pinned": pin_reason(info.place) is not None,
         "valid": report.ok,
         "problems": list(report.problems),
     }

@@ -111,7 +111,7 @@ def chosen_by(ranks: Ranks, wanted: str, folder: Path, deep: bool) -> ChosenChec
         path = _wanted_checkpoint(wanted, folder, deep) if ranks.is_main else None
         if path is None:
             return {}
-        manifest = read_manifest(path) if _has_file(path, MANIFEST_NAME) else None
+        manifest = read_manifest(open_place(path)) if _has_file(path, MANIFEST_NAME) else None
         if manifest is None or not has_training_state(manifest):
             return {"path": str(path)}
         document = read_document(LocalStore(path), manifest)
@@ -195,7 +195,7 @@ def _problems_of(path: Path, deep: bool) -> tuple[str, ...]:
 
 
 def has_our_state(path: Path) -> bool:
-    return _has_file(path, MANIFEST_NAME) and has_training_state(read_manifest(path))
+    return _has_file(path, MANIFEST_NAME) and has_training_state(read_manifest(open_place(path)))
 
 
 def load_best_weights(model: nn.Module, path: Path, deep: bool, ranks: Ranks) -> None:
@@ -212,7 +212,7 @@ def load_best_weights(model: nn.Module, path: Path, deep: bool, ranks: Ranks) ->
 
 def _load_best(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: ExitStack) -> None:
     def open_best() -> ResumePoint:
-        held = stack.enter_context(open_checkpoint(path))
+        held = stack.enter_context(open_checkpoint(open_place(path)))
         _refuse_damaged_best(path, held.find_problems(deep=False))
         return open_resume_point(held, stack)
 
@@ -249,9 +249,13 @@ def prune_older(
     `best` is the Trainer's best checkpoint, which stays. Warns of checkpoints that could not be
     deleted.
     """
-    run_id = read_manifest(newest).run_id
+    run_id = read_manifest(open_place(newest)).run_id
     if keep is None and limit is not None and limit > 0:
-        ours = [info for info in run_checkpoints(folder) if run_id in (None, info.manifest.run_id)]
+        ours = [
+            info
+            for info in run_checkpoints(open_place(folder))
+            if run_id in (None, info.manifest.run_id)
+        ]
         last = [info.path for info in ours][-limit:]
         is_beside = best is not None and Path(best) not in last  # the best counts among the limit
         keep = Keep(last=max(limit - is_beside, 1))

@@ -20,8 +20,6 @@ from ft_ckpt.checkpoint import (
     STATE,
     CheckpointInfo,
     Removal,
-    catalog,
-    commit,
     damage_of,
     delete_checkpoint,
     delete_state,
@@ -30,10 +28,12 @@ from ft_ckpt.checkpoint import (
     finish_deletion,
     folder_entries,
     is_mark,
+    list_checkpoints,
     manifest_files,
     mark_guards,
     may_live,
     parse_time,
+    recover_target,
     releasable_bytes,
     settle_in_bucket,
     store_time,
@@ -60,8 +60,8 @@ from ft_ckpt.storage import (
     Stored,
     clear_old_drafts,
     folder_of,
+    holding_lock,
     location_name,
-    locks,
     open_place,
 )
 
@@ -87,7 +87,7 @@ class LocalRun:
 
         On file systems without folder locks, such as NFS, only one process may prune.
         """
-        with locks.holding_lock(self.root.resolve(strict=True)) as acquired:
+        with holding_lock(self.root.resolve(strict=True)) as acquired:
             yield acquired is not False
 
     def unfinished(self) -> list[RemovalStep]:
@@ -119,7 +119,7 @@ class LocalRun:
         return tuple(
             line
             for target in (self.root, *(self.root / name for name in targets))
-            for line in commit.recover_target(target)
+            for line in recover_target(target)
         )
 
 
@@ -366,7 +366,7 @@ def _survey(
     root = run.snapshot()
     links = {each.identity: each.name for each in root.folder.list_folder().folders if each.is_link}
     protected = {open_place(path).folder.identity for path in protect}
-    listed = catalog.list_checkpoints(root, links=False)
+    listed = list_checkpoints(root, links=False)
     listed.require_readable()
     infos = (info for info in listed.found if info.store != root.folder)
     return [
@@ -377,7 +377,7 @@ def _survey(
 
 
 def _held_checkpoint(
-    run: RunFolder, info: catalog.CheckpointInfo, links: Mapping[str, str], protected: set[str]
+    run: RunFolder, info: CheckpointInfo, links: Mapping[str, str], protected: set[str]
 ) -> HeldCheckpoint | None:
     """The checkpoint with its guards; `links`: link name by store identity.
 
@@ -472,7 +472,7 @@ def _prune_report(plan: PrunePlan, done: list[Removal | str]) -> PruneReport:
 
 
 def _dry_report(run: RunFolder, plan: PrunePlan) -> PruneReport:
-    at = {info.path: info for info in catalog.list_checkpoints(run.snapshot(), links=False).found}
+    at = {info.path: info for info in list_checkpoints(run.snapshot(), links=False).found}
     doomed = [at[path].store for path in plan.drop if path in at]
     sizes = [run.releasable(store, manifest_files(store, MANIFEST_NAME)) for store in doomed]
     for info in (at[path] for path in plan.strip if path in at):

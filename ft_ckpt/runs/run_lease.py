@@ -26,7 +26,15 @@ from weakref import WeakSet
 from ft_ckpt.checkpoint import ExclusiveLease, holder_of, parse_mark
 from ft_ckpt.errors import CheckpointError, LeaseTakenError, MissingError, NameTakenError, explained
 from ft_ckpt.messages import LOG
-from ft_ckpt.storage import Place, Store, local_disk, locks
+from ft_ckpt.storage import (
+    Place,
+    Store,
+    is_gone,
+    is_of_this_machine,
+    local_disk,
+    process_facts,
+    steady_seconds,
+)
 
 RUN_LEASE = f"{local_disk.PREFIX}run"
 LEASE_SECONDS, RENEW_SECONDS = 60.0, 20.0
@@ -49,7 +57,7 @@ class RunLease(ExclusiveLease):
     is_lost: bool = False  # another process has taken the directory over
     users: WeakSet[Any] = field(default_factory=WeakSet)
     _began_at: float = field(default_factory=time.monotonic)
-    _renewed_at: float = field(default_factory=locks.steady_seconds)
+    _renewed_at: float = field(default_factory=steady_seconds)
     _renewals_done: int = 0
 
     @property
@@ -58,11 +66,11 @@ class RunLease(ExclusiveLease):
             **super().facts,
             "renewals": self._renewals_done,  # so that each renewal changes the mark
             "held_seconds": round(time.monotonic() - self._began_at, 1),
-            "renewed": locks.steady_seconds(),
+            "renewed": steady_seconds(),
         }
 
     def put(self, *, create_only: bool = False) -> None:
-        now = locks.steady_seconds()
+        now = steady_seconds()
         self._renewals_done += 1
         super().put(create_only=create_only)
         self._renewed_at = now
@@ -116,7 +124,7 @@ class RunLease(ExclusiveLease):
 
         Reads the mark only if it was not renewed in time, as of a process that was stopped.
         """
-        if self.is_held and locks.steady_seconds() - self._renewed_at > 2 * RENEW_SECONDS:
+        if self.is_held and steady_seconds() - self._renewed_at > 2 * RENEW_SECONDS:
             # of the place: the save meets it, too, and says what it is
             with suppress(CheckpointError):
                 self._renew_own()
@@ -216,8 +224,8 @@ def _has_ended(facts: dict[str, Any]) -> bool:
     """Whether the process that put the mark has ended, or is this one, before an exec or without a
     record of it.
     """
-    identity = locks.process_facts()
-    return locks.is_gone(facts) or (
+    identity = process_facts()
+    return is_gone(facts) or (
         bool(facts) and all(facts.get(name) == identity[name] for name in identity)
     )
 
@@ -234,9 +242,9 @@ def _refuse_if_alive(store: Store, facts: dict[str, Any]) -> None:
 def _age_here(facts: dict[str, Any]) -> float | None:
     """Seconds since the last renewal if the process lives on this machine; None if unknown."""
     renewed = facts.get("renewed")
-    if not locks.is_local(facts) or not isinstance(renewed, (int, float)):
+    if not is_of_this_machine(facts) or not isinstance(renewed, (int, float)):
         return None
-    return max(0.0, locks.steady_seconds() - renewed)
+    return max(0.0, steady_seconds() - renewed)
 
 
 def _busy(store: Store, facts: dict[str, Any], age: float) -> str:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ft_ckpt.checkpoint import commit, list_checkpoints
+from ft_ckpt.checkpoint import check_target, list_checkpoints
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import CheckpointError, ConfigError, NameTakenError, TargetError, listing
 from ft_ckpt.messages import warn
@@ -25,12 +25,12 @@ def check_directory(directory: Place, config: SaverConfig, *, is_main: bool) -> 
     """Refuse a directory that checkpoints cannot be saved in. Only rank 0 (`is_main`) tries a
     bucket.
 
-    Raises ConfigError for settings that cannot work there, and what `commit.check_target` and
+    Raises ConfigError for settings that cannot work there, and what `check_target` and
     `try_bucket` raise.
     """
     store = directory.folder
     if store.local_folder is not None:
-        commit.check_target(store.local_folder, 0)
+        check_target(store.local_folder, 0)
         return
     if "{step}" not in config.name_template and not config.overwrite:
         raise ConfigError(
@@ -133,7 +133,7 @@ def open_run_places(
     if config.staging is None:
         return RunPlaces(place)
     staging = open_place(config.staging)
-    commit.check_target(folder_of(staging.folder), 0)
+    check_target(folder_of(staging.folder), 0)
     if is_main():
         _claim_staging(staging, place)
     return RunPlaces(place, staging)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from ft_ckpt.checkpoint import EarlierCheckpoint, Staging, earlier_checkpoints, take_earlier
+from ft_ckpt.checkpoint import EarlierCheckpoint, Staging, earlier_checkpoints
 from ft_ckpt.errors import CorruptError, TargetError
 from ft_ckpt.ranks import Ranks, Values
 from ft_ckpt.saving.files import PartPlan
@@ -168,14 +168,14 @@ def _is_comparable(record: FileRecord, planned: FileWrites, ranks: Ranks, gather
 def _link_candidate(
     checkpoint: EarlierCheckpoint, record: FileRecord, planned: FileWrites, store: Store
 ) -> bool:
-    """Link the earlier file into the stage, see `take_earlier`, unless its header differs from the
+    """Link the earlier file into the stage, see `link_file`, unless its header differs from the
     planned one.
     """
     name, header = _candidate_name(record.digest), planned.file.layout.header
     with suppress(OSError, CorruptError):  # deleted meanwhile, or the store cannot link it
         if store.stat(name) is not None:
             return True
-        if take_earlier(checkpoint, record, store, name):
+        if checkpoint.link_file(record, store, name):
             if store.read(name, 0, len(header)) == header:
                 return True
             store.delete([name])

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ft_ckpt.checkpoint import commit
+from ft_ckpt.checkpoint import check_target
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import NoSpaceError
 from ft_ckpt.storage import Place, folder_of
@@ -34,7 +34,7 @@ def ensure_space(
         return
     if tries == 0:
         try:
-            commit.check_target(folder, needed_bytes)
+            check_target(folder, needed_bytes)
         except NoSpaceError:
             if config.when_full == "raise" or make_room is None:
                 raise
@@ -44,7 +44,7 @@ def ensure_space(
         make_room(folder.parent)
     elif tries:
         raise NoSpaceError(f"{target}: the disk was full {tries} times; make room and save again")
-    commit.check_target(folder, needed_bytes)
+    check_target(folder, needed_bytes)
 
 
 def _wait_for_space(folder: Path, needed_bytes: int, tries: int) -> None:
@@ -52,7 +52,7 @@ def _wait_for_space(folder: Path, needed_bytes: int, tries: int) -> None:
         if tries:  # an earlier check found room, and the save filled the disk
             time.sleep(POLL_SECONDS)
         try:
-            commit.check_target(folder, needed_bytes)
+            check_target(folder, needed_bytes)
         except NoSpaceError:
             tries += 1
         else:

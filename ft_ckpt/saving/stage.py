@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ft_ckpt.checkpoint import Staging, staging
+from ft_ckpt.checkpoint import Staging, open_staging_at
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.saving import reuse_frozen, space
 from ft_ckpt.saving.context import SaveContext
@@ -55,7 +55,7 @@ def open_stage(
         return OpenStage()
     contents = sorted(plan.companions.contents().items())
     notes = check_configs(plan.plans, plan.companions, request)
-    stage = staging.open_staging_at(
+    stage = open_staging_at(
         request.target,
         saver_tuning(config).direct_bytes,
         run_id=request.run_id,

@@ -50,6 +50,20 @@ from .locations import (
     refuse_secrets as refuse_secrets,
     shown_location as shown_location,
 )
+from .locks import (
+    OWNER as OWNER,
+    claim_leftover as claim_leftover,
+    has_ended as has_ended,
+    holding_lock as holding_lock,
+    is_gone as is_gone,
+    is_of_this_machine as is_of_this_machine,
+    lock_descriptor as lock_descriptor,
+    machine_id as machine_id,
+    new_owner as new_owner,
+    process_facts as process_facts,
+    release_lock as release_lock,
+    steady_seconds as steady_seconds,
+)
 from .mounts import (
     MountedFrom as MountedFrom,
     mount_of as mount_of,

@@ -140,7 +140,7 @@ def is_gone(facts: Mapping[str, Any]) -> bool:
     another machine.
     """
     pid = facts.get("pid")
-    if not is_local(facts) or not isinstance(pid, int) or pid < 1:
+    if not is_of_this_machine(facts) or not isinstance(pid, int) or pid < 1:
         return False
     try:
         os.kill(pid, 0)
@@ -151,7 +151,7 @@ def is_gone(facts: Mapping[str, Any]) -> bool:
     return _start_time(pid) not in (None, facts.get("started"))
 
 
-def is_local(facts: Mapping[str, Any]) -> bool:
+def is_of_this_machine(facts: Mapping[str, Any]) -> bool:
     """Whether these `process_facts` are of a process that this one could see; False if unknown."""
     identity = process_facts()
     same = all(facts.get(name) == identity[name] for name in ("host", "machine", "namespace"))

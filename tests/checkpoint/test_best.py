@@ -11,8 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Every, Keep
-from ft_ckpt.checkpoint.catalog import discover, read_manifest
+from ft_ckpt.checkpoint.catalog import discover
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import ConfigError, NotACheckpointError, TargetError
+from ft_ckpt.storage.place import open_place
 
 
 def saver_of(folder, **settings):
@@ -56,7 +58,7 @@ def test_infinite_metrics_are_standard_json(tmp_path):
     for step, value in ((1, "nan"), (2, "inf"), (3, "-inf")):
         file = tmp_path / f"checkpoint-{step}" / "ft_ckpt.json"
         json.loads(file.read_text(), parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
-        assert str(read_manifest(file.parent).metrics["loss"]) == value
+        assert str(read_manifest(open_place(file.parent)).metrics["loss"]) == value
 
 
 def test_a_fresh_run_is_newer_than_one_that_got_further(tmp_path):
@@ -65,7 +67,7 @@ def test_a_fresh_run_is_newer_than_one_that_got_further(tmp_path):
     fresh = saver_of(tmp_path)
     fresh.step(step=2)
     fresh.save_state(path=tmp_path / "fresh")
-    assert [info.path.name for info in discover(tmp_path)] == [
+    assert [info.path.name for info in discover(open_place(tmp_path))] == [
         "checkpoint-1",
         "checkpoint-2",
         "checkpoint-3",
@@ -85,7 +87,7 @@ def test_weights_saved_within_a_run_are_its_newest_and_no_rule_deletes_them(tmp_
         saver.save_state()
     saver.step({"loss": 0.5})
     saver.save(saver._run.model, tmp_path / "final")
-    manifest = read_manifest(tmp_path / "final")
+    manifest = read_manifest(open_place(tmp_path / "final"))
     assert (manifest.step, manifest.metrics, manifest.run_id) == (
         3,
         {"loss": 0.5},
@@ -104,8 +106,8 @@ def test_weights_saved_within_a_run_are_its_newest_and_no_rule_deletes_them(tmp_
     bare = CheckpointSaver(None, tmp_path / "bare")
     bare.save(nn.Linear(1, 1), tmp_path / "bare" / "final")
     assert (
-        read_manifest(tmp_path / "bare" / "final").step,
-        read_manifest(tmp_path / "bare" / "final").run_id,
+        read_manifest(open_place(tmp_path / "bare" / "final")).step,
+        read_manifest(open_place(tmp_path / "bare" / "final")).run_id,
     ) == (
         None,
         None,
@@ -232,7 +234,7 @@ def test_train_evaluate_save_keep_the_best(tmp_path, recwarn):
     assert not [each for each in recwarn if "ranked" in str(each.message)]
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
     assert ft_ckpt.best(tmp_path).name == "checkpoint-4"
-    assert read_manifest(tmp_path / "checkpoint-4").metrics == {"eval_loss": 1.0}
+    assert read_manifest(open_place(tmp_path / "checkpoint-4")).metrics == {"eval_loss": 1.0}
     epochs(tmp_path, [])  # finished: nothing is left to do
 
 

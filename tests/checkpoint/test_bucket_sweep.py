@@ -10,20 +10,24 @@ from faults import Requests, try_worlds
 from faulty_stores import Stopped, Watch, all_interleavings
 from small_checkpoints import save_with_state
 
-from ft_ckpt.checkpoint import guards, leases
+from ft_ckpt.checkpoint import leases, marks
 from ft_ckpt.checkpoint.bucket_delete import drop_from_bucket, strip_in_bucket
-from ft_ckpt.checkpoint.catalog import discover, verify
-from ft_ckpt.checkpoint.guards import SAVING, TOMBSTONE, hold_lease, pin, pin_reason, unpin
+from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.leases import LEASE, put_mark, read_mark
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.marks import SAVING, TOMBSTONE
+from ft_ckpt.checkpoint.object_staging import open_object_staging
 from ft_ckpt.checkpoint.opening import open_checkpoint
-from ft_ckpt.checkpoint.staging import open_object_staging
+from ft_ckpt.checkpoint.pins import pin, pin_reason, unpin
+from ft_ckpt.checkpoint.reader_leases import hold_lease
+from ft_ckpt.checkpoint.verification import verify
 from ft_ckpt.errors import NotACheckpointError, TargetError, UnreadableError
 from ft_ckpt.extensions.buckets.object_store import ObjectStore
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs.prune import PruneReport, make_room, prune_run, recover_all, survey_run
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place, open_store
+from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.stores import open_store
 
 KEEP = Keep(last=2, state=Keep(last=1))  # of four drops two and strips one
 TEN_MINUTES, DAY = 601, 24 * 3600 + 1  # and a second
@@ -284,7 +288,7 @@ def test_a_reader_is_stopped_at_each_request(template):
     """What it has put holds the checkpoint for ten minutes, and goes with it."""
 
     def read(place):
-        with open_checkpoint(place) as held:
+        with open_checkpoint(open_place(place)) as held:
             assert held.find_problems(deep=True) == ()
 
     def trial(world):
@@ -308,7 +312,7 @@ def test_a_reader_is_stopped_at_each_request(template):
 
 @pytest.fixture
 def no_pause(monkeypatch):
-    monkeypatch.setattr(guards, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(marks, "_POLL_SECONDS", 0.0)
 
 
 def raced(template, *actors, check):
@@ -482,13 +486,16 @@ def test_who_waits_for_a_removal_waits_a_minute(bucket, monkeypatch, no_pause):
     """A sweep was killed while it looked: the checkpoint is there, and can be opened ten minutes
     later.
     """
-    monkeypatch.setattr(guards, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(marks, "_PATIENCE_SECONDS", 0.0)
     place = Place(bucket, "checkpoint-1")
     put_mark(place.folder, f"{TOMBSTONE}-of-a-dead-one")
-    for act in (lambda: open_checkpoint(place).__enter__(), lambda: pin(place)):
+    for act in (
+        lambda: open_checkpoint(open_place(place)).__enter__(),
+        lambda: pin(open_place(place)),
+    ):
         with pytest.raises(UnreadableError, match="is being deleted"):
             act()
-    unpin(place)
+    unpin(open_place(place))
     assert verify(place).ok
     with open_checkpoint(Place(later(bucket).store, "checkpoint-1")) as held:
         assert held.find_problems(deep=True) == ()

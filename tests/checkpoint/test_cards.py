@@ -6,13 +6,14 @@ from buckets import new_bucket
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint.catalog import read_manifest, verify
 from ft_ckpt.checkpoint.opening import open_checkpoint
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint.verification import verify
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.extensions.transfer import copy
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.place import Place, open_place
 
 CHANGED = ("README.md: the model card was changed after the save",)
 
@@ -33,7 +34,7 @@ def test_a_changed_card_is_no_damage(saved, capsys):
     report = verify(saved)
     assert (report.ok, report.problems, report.notes) == (True, (), CHANGED)
     assert report.bytes == sum(
-        (saved / file.path).stat().st_size for file in read_manifest(saved).files
+        (saved / file.path).stat().st_size for file in read_manifest(open_place(saved)).files
     )
     assert run_command(["verify", str(saved)]) == 0
     assert f"note: {CHANGED[0]}" in capsys.readouterr().out

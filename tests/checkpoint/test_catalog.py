@@ -14,8 +14,8 @@ import pytest
 from seeds import chosen_seed
 from small_checkpoints import contents, make_checkpoint, rewrite_manifest, save, signed
 
-from ft_ckpt.checkpoint import checks
-from ft_ckpt.checkpoint.catalog import discover, latest, read_manifest, verify
+from ft_ckpt.checkpoint import problems
+from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.commit import commit_stage, open_stage
 from ft_ckpt.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -23,6 +23,9 @@ from ft_ckpt.checkpoint.manifest import (
     manifest_from_json,
     manifest_to_json,
 )
+from ft_ckpt.checkpoint.selection import latest
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint.verification import verify
 from ft_ckpt.errors import ManifestError, NotACheckpointError, UnreadableError
 from ft_ckpt.formats.safetensors import read_header
 from ft_ckpt.retention import Keep
@@ -30,6 +33,7 @@ from ft_ckpt.runs.prune import prune_run
 from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.local_file import open_local_file
 from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import open_place
 
 
 @pytest.fixture
@@ -40,12 +44,12 @@ def checkpoint(tmp_path):
 
 
 def steps(root):
-    return [info.manifest.step for info in discover(root)]
+    return [info.manifest.step for info in discover(open_place(root))]
 
 
 def test_whole(checkpoint):
     report = verify(checkpoint)
-    manifest = read_manifest(checkpoint)
+    manifest = read_manifest(open_place(checkpoint))
     assert report.ok
     assert report.problems == ()
     assert (report.path, report.files) == (checkpoint, 8)
@@ -55,7 +59,7 @@ def test_whole(checkpoint):
 def test_manifest_comes_back_equal(tmp_path):
     manifest = save(tmp_path / "checkpoint", shards=2)
     assert (
-        read_manifest(tmp_path / "checkpoint")
+        read_manifest(open_place(tmp_path / "checkpoint"))
         == manifest
         == manifest_from_json(manifest_to_json(manifest))
     )
@@ -184,7 +188,7 @@ def test_the_parts_of_two_ranks_have_the_digest_of_every_version(checkpoint):
 
 
 def test_large_files_are_hashed_when_it_is_asked_for(checkpoint, monkeypatch):
-    monkeypatch.setattr(checks, "SMALL_BYTES", (checkpoint / SHARD).stat().st_size)
+    monkeypatch.setattr(problems, "SMALL_BYTES", (checkpoint / SHARD).stat().st_size)
     flip_a_bit(checkpoint)
     assert verify(checkpoint, deep=False).ok
     assert not verify(checkpoint).ok
@@ -247,7 +251,7 @@ def test_foreign_folders_are_no_checkpoints(tmp_path):
     (tmp_path / "checkpoint-60").write_text("a file")
     (tmp_path / "latest").symlink_to("checkpoint-1")
     with pytest.warns(UserWarning, match="checkpoint-50: left out"):
-        assert [info.path.name for info in discover(tmp_path)] == ["checkpoint-1"]
+        assert [info.path.name for info in discover(open_place(tmp_path))] == ["checkpoint-1"]
     with pytest.warns(UserWarning, match="checkpoint-50: left out"):
         assert latest(tmp_path) == tmp_path / "checkpoint-1"
 
@@ -257,7 +261,7 @@ def test_a_root_that_is_a_checkpoint_itself(checkpoint):
 
 
 def test_nothing_there(tmp_path):
-    assert discover(tmp_path / "absent") == []
+    assert discover(open_place(tmp_path / "absent")) == []
     assert latest(tmp_path) is None
 
 
@@ -278,7 +282,7 @@ def test_a_newer_manifest_is_refused(checkpoint):
 def test_a_damaged_manifest_is_refused(checkpoint, text):
     (checkpoint / MANIFEST_NAME).write_text(text)
     with pytest.raises(ManifestError, match="the checkpoint is damaged"):
-        read_manifest(checkpoint)
+        read_manifest(open_place(checkpoint))
     with pytest.warns(UserWarning, match="checkpoint-1: left out: .*the checkpoint is damaged"):
         assert latest(checkpoint.parent) is None
 
@@ -324,9 +328,9 @@ def test_fields_of_a_later_version_are_dropped(checkpoint):
     def add(document):
         document["later"] = document["files"][0]["later"] = document["parts"][0]["later"] = [1]
 
-    before = read_manifest(checkpoint)
+    before = read_manifest(open_place(checkpoint))
     rewrite_manifest(checkpoint, add)
-    assert read_manifest(checkpoint) == before
+    assert read_manifest(open_place(checkpoint)) == before
 
 
 def deep(document):
@@ -384,7 +388,7 @@ def test_an_odd_manifest_is_refused_and_stops_nothing_else(checkpoint, words):
     save(checkpoint.parent / "checkpoint-0", step=0)
     rewrite_manifest(checkpoint, ODD[words])
     with pytest.raises(ManifestError, match=re.escape(words)):
-        read_manifest(checkpoint)
+        read_manifest(open_place(checkpoint))
     with pytest.warns(UserWarning, match="checkpoint-1: left out"):
         assert latest(checkpoint.parent) == checkpoint.parent / "checkpoint-0"
     assert prune_run(checkpoint.parent, Keep(last=1)).problems == ()
@@ -448,7 +452,7 @@ def test_a_manifest_that_cannot_be_read_just_now_is_not_taken_for_absent(
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", failing)
         with pytest.raises(UnreadableError) as caught:
-            read_manifest(checkpoint)
+            read_manifest(open_place(checkpoint))
         assert caught.value.errno == code
         with pytest.raises(
             UnreadableError, match=r"checkpoint-1.*that can be read is .*checkpoint-0"
@@ -473,7 +477,7 @@ def test_names_that_are_not_utf_8(tmp_path):
         replace(make_checkpoint(stage), notes=(f"converted from {name}",)),
     )
     (tmp_path / "checkpoint" / MANIFEST_NAME).read_bytes().decode("utf-8")
-    assert read_manifest(tmp_path / "checkpoint").notes == (f"converted from {name}",)
+    assert read_manifest(open_place(tmp_path / "checkpoint")).notes == (f"converted from {name}",)
     assert verify(tmp_path / "checkpoint").ok
 
 
@@ -485,7 +489,7 @@ def test_those_without_a_step_come_as_they_were_saved(tmp_path):
         commit_stage(
             stage, tmp_path / name, replace(make_checkpoint(stage), step=None, created=created)
         )
-    assert [info.path.name for info in discover(tmp_path)] == [
+    assert [info.path.name for info in discover(open_place(tmp_path))] == [
         "zeta",
         "alpha",
         "mid",
@@ -493,7 +497,7 @@ def test_those_without_a_step_come_as_they_were_saved(tmp_path):
     ]
     assert latest(tmp_path) == tmp_path
     prune_run(tmp_path, Keep(last=1))
-    assert [info.path.name for info in discover(tmp_path)] == ["mid", tmp_path.name]
+    assert [info.path.name for info in discover(open_place(tmp_path))] == ["mid", tmp_path.name]
 
 
 @pytest.mark.parametrize(

@@ -20,17 +20,18 @@ import pytest
 from faults import Disk, World, in_child, try_worlds
 from small_checkpoints import contents, make_checkpoint, save
 
-from ft_ckpt.checkpoint.catalog import latest, read_manifest, verify
 from ft_ckpt.checkpoint.commit import (
     check_target,
     commit_stage,
     discard_stage,
     open_stage,
     place_files,
-    recover_target,
-    uncommit,
 )
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.recovery import recover_target, uncommit
+from ft_ckpt.checkpoint.selection import latest
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint.verification import verify
 from ft_ckpt.errors import CorruptError, ManifestError, NoSpaceError, TargetError
 from ft_ckpt.storage import local_disk, locks
 from ft_ckpt.storage.digests import FileRecord
@@ -124,7 +125,7 @@ def check_settled(target, outcomes, prepare):
     assert list(target.parent.rglob(".*")) == []
     newest = latest(target.parent)
     expected = 2 if found == after else 1 if MANIFEST_NAME in before else None
-    assert (read_manifest(newest).step if newest else None) == expected
+    assert (read_manifest(open_place(newest)).step if newest else None) == expected
     assert newest is None or verify(newest).ok
 
 
@@ -223,7 +224,7 @@ def test_a_recovery_that_is_stopped_anywhere_shows_nothing_torn(tmp_path):
         assert not (target / MANIFEST_NAME).exists() or verify(target).ok
         recover_target(target)
         assert verify(target).ok
-        assert read_manifest(target).step == 1
+        assert read_manifest(open_place(target)).step == 1
 
     assert try_worlds(trial, Disk("Ctrl-C")).calls >= 10
 
@@ -257,7 +258,7 @@ def test_what_is_in_place_but_may_be_lost_is_said_and_the_old_one_kept(
 
     def is_around(handle):
         place = Path(f"/proc/self/fd/{handle}").readlink()
-        done = (target / MANIFEST_NAME).exists() and read_manifest(target).step == 2
+        done = (target / MANIFEST_NAME).exists() and read_manifest(open_place(target)).step == 2
         return done and place in (tmp_path, target)
 
     with monkeypatch.context() as patch:
@@ -270,7 +271,7 @@ def test_what_is_in_place_but_may_be_lost_is_said_and_the_old_one_kept(
             commit_stage(stage, target, manifest)
         discard_stage(stage)
     assert (len(failed), caught.value.errno) == (1, errno.EIO)
-    assert (verify(target).ok, read_manifest(target).step) == (True, 2)
+    assert (verify(target).ok, read_manifest(open_place(target)).step) == (True, 2)
     kept = [path for path in tmp_path.rglob(".*ft_ckpt-*") if path.is_dir()]
     if prepare is committed:
         assert contents(kept[0]) == before
@@ -295,7 +296,7 @@ def test_what_cannot_be_cleaned_up_is_a_warning(tmp_path, monkeypatch, outcomes,
         )
         with pytest.warns(UserWarning, match="is left for the next save to clear"):
             overwrite(target)
-    assert (verify(target).ok, read_manifest(target).step) == (True, 2)
+    assert (verify(target).ok, read_manifest(open_place(target)).step) == (True, 2)
     assert [path for path in tmp_path.iterdir() if path != target]
     overwrite(target)
     check_settled(target, outcomes, committed)
@@ -379,7 +380,7 @@ def test_a_reader_always_sees_a_whole_one(tmp_path):
         assert report.ok, report.problems
         reads += 1
     assert reads > 10
-    assert read_manifest(target).step == 200
+    assert read_manifest(open_place(target)).step == 200
 
 
 def test_everything_is_synced_and_in_order(tmp_path, monkeypatch):
@@ -519,7 +520,7 @@ def test_through_a_link(tmp_path):
     for step in (1, 2):
         save(tmp_path / "out", step=step)
         assert (tmp_path / "out").is_symlink()
-        assert read_manifest(tmp_path / "big").step == step
+        assert read_manifest(open_place(tmp_path / "big")).step == step
     assert names(tmp_path) == ["big", "out"]
 
 
@@ -533,7 +534,7 @@ def test_without_exchange(tmp_path, monkeypatch, code):
     committed(tmp_path / "checkpoint")
     monkeypatch.setattr(local_disk, "exchange_folders", refuse)
     overwrite(tmp_path / "checkpoint")
-    assert read_manifest(tmp_path / "checkpoint").step == 2
+    assert read_manifest(open_place(tmp_path / "checkpoint")).step == 2
     assert (tmp_path / "checkpoint" / "notes.txt").exists()
     assert not [name for name in contents(tmp_path) if "ft_ckpt-" in name]
 
@@ -617,7 +618,7 @@ def test_target_is_a_mount_point(small_disk, prepare):
         )
     overwrite(small_disk)
     assert verify(small_disk).ok
-    assert read_manifest(small_disk).step == 2
+    assert read_manifest(open_place(small_disk)).step == 2
     assert prepare is empty or (small_disk / "notes.txt").exists()
     assert not [name for name in names(small_disk) if name.startswith(".")]
 
@@ -638,7 +639,7 @@ def test_mounted_from_the_same_disk(tmp_path, inside):
         pytest.skip("cannot bind")
     try:
         overwrite(target)
-        assert read_manifest(target).step == 2
+        assert read_manifest(open_place(target)).step == 2
         assert contents(tmp_path / "volume").keys() == (
             set() if inside else contents(target).keys()
         )
@@ -668,7 +669,7 @@ def test_parent_that_is_not_ours(tmp_path):
         check_target(home / "other", 0)
 
     said = in_child(as_nobody)
-    found = verify(target).ok, read_manifest(target).step, names(home)
+    found = verify(target).ok, read_manifest(open_place(target)).step, names(home)
     shutil.rmtree(home)
     assert found == (True, 2, ["checkpoint"])
     assert said.startswith("TargetError: ")
@@ -714,7 +715,7 @@ def test_paths_that_lead_outside_are_refused(tmp_path, path):
     manifest = replace(manifest, files=(*manifest.files, FileRecord(path, 1, "")))
     with pytest.raises(ManifestError, match="must be relative"):
         commit_stage(stage, tmp_path / "checkpoint", manifest)
-    assert read_manifest(tmp_path / "checkpoint").step == 1
+    assert read_manifest(open_place(tmp_path / "checkpoint")).step == 1
 
 
 @pytest.mark.parametrize("act", [overwrite, overwrite_from_inside])
@@ -900,7 +901,7 @@ def test_what_was_put_aside_does_not_come_back(tmp_path):
         return (
             aside
             and latest(tmp_path)
-            and read_manifest(target).step == 2
+            and read_manifest(open_place(target)).step == 2
             and not [*aside.glob("value/model*")]
         )
 

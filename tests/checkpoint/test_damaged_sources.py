@@ -27,11 +27,12 @@ from transformers import AutoModelForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.checkpoint.checks import CARD_NAME
+from ft_ckpt.checkpoint.cards import CARD_NAME
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import CheckpointError, CorruptError
+from ft_ckpt.storage.place import open_place
 
 LORA = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
 
@@ -121,7 +122,7 @@ def made(tmp_path_factory):
 
 def manifest_facts(folder: Path) -> Any:
     """What a manifest says, but for the time and the digests of files with a time in them."""
-    manifest = read_manifest(folder)
+    manifest = read_manifest(open_place(folder))
     files = tuple((file.path, file.size_bytes) for file in manifest.files)
     return dataclasses.replace(manifest, created="", files=(), versions={}), files
 
@@ -241,7 +242,9 @@ def copied(path: Path, out: Path) -> Any:
 
 
 def loaded_files(path: Path, _out: Path) -> Any:
-    weights = {tensor.file for part in read_manifest(path).parts for tensor in part.tensors}
+    weights = {
+        tensor.file for part in read_manifest(open_place(path)).parts for tensor in part.tensors
+    }
     return {
         name: in_memory(ft_ckpt.load(path / name, map_location="cpu", verify=True))
         for name in sorted(weights)

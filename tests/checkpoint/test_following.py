@@ -15,10 +15,13 @@ from small_checkpoints import save, save_of
 
 import ft_ckpt
 from ft_ckpt.checkpoint.bucket_delete import settle_in_bucket
-from ft_ckpt.checkpoint.catalog import CheckpointInfo, discover, read_manifest
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, discover
 from ft_ckpt.checkpoint.delete import delete_state
-from ft_ckpt.checkpoint.guards import PIN, SIGNED, lease_reasons, pin
+from ft_ckpt.checkpoint.marks import PIN, SIGNED
 from ft_ckpt.checkpoint.metrics import METRIC, read_metrics
+from ft_ckpt.checkpoint.pins import pin
+from ft_ckpt.checkpoint.reader_leases import lease_reasons
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -29,7 +32,7 @@ from ft_ckpt.errors import (
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs.prune import prune_run
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.place import Place, open_place
 
 QUICK: dict[str, Any] = {"idle_seconds": 0, "poll_seconds": 0.02}
 
@@ -56,19 +59,23 @@ def measure(run: Path | Place) -> list[str]:
 
 
 def scores(run: Path | Place) -> dict[str, float]:
-    return {info.name: info.metrics["score"] for info in discover(run) if "score" in info.metrics}
+    return {
+        info.name: info.metrics["score"]
+        for info in discover(open_place(run))
+        if "score" in info.metrics
+    }
 
 
 def info_at(path: Path) -> CheckpointInfo:
-    return CheckpointInfo(LocalStore(path), read_manifest(path))
+    return CheckpointInfo(LocalStore(path), read_manifest(open_place(path)))
 
 
 def test_each_comes_once_oldest_first_and_rules_follow_its_metric(run: Path) -> None:
-    before = {path: read_manifest(path) for path in run.iterdir()}
+    before = {path: read_manifest(open_place(path)) for path in run.iterdir()}
     assert measure(run) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     assert scores(run) == {"checkpoint-1": 1.5, "checkpoint-2": 2.5, "checkpoint-3": 3.5}
     assert measure(run) == []
-    assert {path: read_manifest(path) for path in run.iterdir()} == before
+    assert {path: read_manifest(open_place(path)) for path in run.iterdir()} == before
     assert all(ft_ckpt.verify(path).ok for path in run.iterdir())
     assert ft_ckpt.best(run, ("score", "min")) == run / "checkpoint-1"
     report = prune_run(run, Keep(best=("score", "min")))
@@ -152,7 +159,7 @@ def test_an_overwrite_comes_again_and_a_lost_state_does_not(run: Path) -> None:
 def test_a_mark_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint-1"
     save(path, step=1)
-    info, store, manifest = info_at(path), LocalStore(path), read_manifest(path)
+    info, store, manifest = info_at(path), LocalStore(path), read_manifest(open_place(path))
 
     def trial(world: World) -> None:
         info.write_metrics({"score": 1.0})

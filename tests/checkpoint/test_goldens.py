@@ -15,14 +15,15 @@ from places import TESTS
 from safetensors.torch import load_file
 
 from ft_ckpt import CheckpointSaver, Writer, convert, latest, load_model, pull, verify
-from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
     manifest_from_json,
     manifest_to_json,
 )
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.storage.digests import FileRecord
+from ft_ckpt.storage.place import open_place
 
 sys.path.insert(0, str(TESTS / "golden"))
 from make_checkpoints import (
@@ -88,7 +89,10 @@ def test_all_versions_are_here():
 @pytest.mark.parametrize(("version", "name"), cases(ONE_MODEL))
 def test_weights(tmp_path, version, name):
     folder = GOLDEN / version / name
-    assert (read_manifest(folder).versions["ft_ckpt"], verify(folder).problems) == (version, ())
+    assert (read_manifest(open_place(folder)).versions["ft_ckpt"], verify(folder).problems) == (
+        version,
+        (),
+    )
     found = load_model(folder, **OBJECTS.get(name, dict)())
     expected = WEIGHTS[name][0]().state_dict()
     assert expected.keys() == found.state_dict().keys()
@@ -104,7 +108,7 @@ def test_weights(tmp_path, version, name):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_manifest_that_is_written_again_has_the_same_text(version):
     for path in sorted((GOLDEN / version).rglob(MANIFEST_NAME)):
-        manifest = read_manifest(path.parent)
+        manifest = read_manifest(open_place(path.parent))
         again = manifest_from_json(manifest_to_json(manifest))
         assert manifest_to_json(again) == manifest_to_json(manifest), path
         if version == VERSIONS[-1]:  # earlier ones lack fields
@@ -132,7 +136,7 @@ def test_parts_of_a_composite(version, name):
 @pytest.mark.parametrize(("version", "name"), cases(["deltas"]))
 def test_a_chain_of_deltas_is_rebuilt(tmp_path, version, name):
     chain = GOLDEN / version / name
-    kinds = [read_manifest(chain / f"checkpoint-{step}").kind for step in (1, 2)]
+    kinds = [read_manifest(open_place(chain / f"checkpoint-{step}")).kind for step in (1, 2)]
     assert kinds == ["full", "delta"]
     for step in (1, 2):
         assert verify(chain / f"checkpoint-{step}").problems == ()

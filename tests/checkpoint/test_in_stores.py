@@ -10,20 +10,15 @@ from http_server import Fault
 from s3_server import FAST
 from small_checkpoints import make_checkpoint, rewrite_manifest, save
 
-from ft_ckpt.checkpoint.catalog import (
-    best,
-    discover,
-    latest,
-    list_checkpoints,
-    load_manifest,
-    read_manifest,
-    run_checkpoints,
-    verify,
-)
-from ft_ckpt.checkpoint.checks import checkpoint_problems, file_problems
+from ft_ckpt.checkpoint.catalog import discover, list_checkpoints, run_checkpoints
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.object_staging import open_object_staging, put_manifest
 from ft_ckpt.checkpoint.opening import open_checkpoint
-from ft_ckpt.checkpoint.staging import open_object_staging, open_staging, put_manifest
+from ft_ckpt.checkpoint.problems import checkpoint_problems, file_problems
+from ft_ckpt.checkpoint.selection import best, latest
+from ft_ckpt.checkpoint.staging import open_staging
+from ft_ckpt.checkpoint.stored_manifest import load_manifest, read_manifest
+from ft_ckpt.checkpoint.verification import verify
 from ft_ckpt.errors import (
     CorruptError,
     ManifestError,
@@ -83,18 +78,18 @@ def run(tmp_path):
 
 
 def test_a_run_in_a_bucket_is_listed_and_its_checkpoints_are_named_by_their_urls(run):
-    assert [(info.path, info.name) for info in discover(run)] == [
+    assert [(info.path, info.name) for info in discover(open_place(run))] == [
         (f"{run}/checkpoint-{step}", f"checkpoint-{step}") for step in (1, 2, 3)
     ]
     assert (latest(run), best(run, ("loss", "min"))) == (
         f"{run}/checkpoint-3",
         f"{run}/checkpoint-2",
     )
-    assert read_manifest(f"{run}/checkpoint-2").metrics == {"loss": 1.0}
-    assert [info.name for info in discover(f"{run}/checkpoint-2")] == ["checkpoint-2"]
+    assert read_manifest(open_place(f"{run}/checkpoint-2")).metrics == {"loss": 1.0}
+    assert [info.name for info in discover(open_place(f"{run}/checkpoint-2"))] == ["checkpoint-2"]
     assert (
-        run_checkpoints(f"{run}/checkpoint-2"),
-        discover(f"{run}/absent"),
+        run_checkpoints(open_place(f"{run}/checkpoint-2")),
+        discover(open_place(f"{run}/absent")),
         latest(f"{run}/absent"),
     ) == (
         [],
@@ -112,7 +107,7 @@ def test_what_is_damaged_in_a_bucket_is_named_by_its_url(run):
     ):
         assert latest(run) == f"{run}/checkpoint-2"
     newest.write(MANIFEST_NAME, b"{}")
-    assert list(list_checkpoints(run).damaged) == [f"{run}/checkpoint-3"]
+    assert list(list_checkpoints(open_place(run)).damaged) == [f"{run}/checkpoint-3"]
 
 
 def test_a_look_at_a_bucket_is_few_requests(remote):

@@ -14,19 +14,23 @@ import pytest
 from faults import Disk, in_child, try_worlds
 from small_checkpoints import contents, save
 
-from ft_ckpt.checkpoint import guards, leases
-from ft_ckpt.checkpoint.catalog import verify
-from ft_ckpt.checkpoint.guards import SAVING, hold_lease, lease_reasons, pin, pin_reason, unpin
+from ft_ckpt.checkpoint import leases, marks, reader_leases
 from ft_ckpt.checkpoint.leases import may_live, put_mark, read_mark
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.marks import SAVING
+from ft_ckpt.checkpoint.pins import pin, pin_reason, unpin
+from ft_ckpt.checkpoint.reader_leases import hold_lease, lease_reasons
+from ft_ckpt.checkpoint.verification import verify
 from ft_ckpt.errors import NoSpaceError, NotACheckpointError, TargetError
-from ft_ckpt.storage import local_disk, locks
+from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import open_place
 
 HOLD = """
 import sys, time
-from ft_ckpt.checkpoint.guards import hold_lease
-with hold_lease(sys.argv[1]):
+from ft_ckpt import open_place
+from ft_ckpt.checkpoint.reader_leases import hold_lease
+with hold_lease(open_place(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -58,26 +62,26 @@ def hidden(folder):
 def test_pin_and_unpin(checkpoint, monkeypatch):
     monkeypatch.setenv("LOGNAME", "ann")
     before = contents(checkpoint)
-    assert pin_reason(checkpoint) is None
-    pin(checkpoint, "the paper's é")
-    assert pin_reason(checkpoint) == "pinned by ann: the paper's é"
-    assert json.loads((checkpoint / guards.PIN).read_text())["time"].endswith("+00:00")
-    assert hidden(checkpoint) == [guards.PIN]
+    assert pin_reason(open_place(checkpoint)) is None
+    pin(open_place(checkpoint), "the paper's é")
+    assert pin_reason(open_place(checkpoint)) == "pinned by ann: the paper's é"
+    assert json.loads((checkpoint / marks.PIN).read_text())["time"].endswith("+00:00")
+    assert hidden(checkpoint) == [marks.PIN]
     assert verify(checkpoint).ok
-    pin(checkpoint)
-    assert pin_reason(checkpoint) == "pinned by ann"
-    assert (unpin(checkpoint), unpin(checkpoint)) == (True, False)
+    pin(open_place(checkpoint))
+    assert pin_reason(open_place(checkpoint)) == "pinned by ann"
+    assert (unpin(open_place(checkpoint)), unpin(open_place(checkpoint))) == (True, False)
     assert contents(checkpoint) == before
 
 
 def test_a_pin_that_is_cut_short_is_a_pin(checkpoint):
-    (checkpoint / guards.PIN).write_text('{"reas')
-    assert pin_reason(checkpoint) == "pinned"
+    (checkpoint / marks.PIN).write_text('{"reas')
+    assert pin_reason(open_place(checkpoint)) == "pinned"
 
 
 def test_only_checkpoints_are_pinned(tmp_path):
     with pytest.raises(NotACheckpointError, match="an empty folder; no save was completed there"):
-        pin(tmp_path)
+        pin(open_place(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -88,29 +92,29 @@ def test_a_checkpoint_that_goes_while_it_is_pinned(checkpoint, monkeypatch):
         LocalStore, "write", lambda *what: (write(*what), (checkpoint / MANIFEST_NAME).unlink())
     )
     with pytest.raises(NotACheckpointError):
-        pin(checkpoint)
+        pin(open_place(checkpoint))
     assert hidden(checkpoint) == []
 
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_pins_outlive_an_overwrite(checkpoint, shards):
-    pin(checkpoint, "keep me")
+    pin(open_place(checkpoint), "keep me")
     save(checkpoint, step=1, shards=shards)
-    assert "keep me" in pin_reason(checkpoint)
+    assert "keep me" in pin_reason(open_place(checkpoint))
     assert verify(checkpoint).ok
 
 
 def test_pinning_is_all_or_nothing(checkpoint):
     def trial(world):
-        unpin(checkpoint)
-        world.run(pin, checkpoint, "why")
-        assert (world.is_met and pin_reason(checkpoint) is None) or pin_reason(checkpoint).endswith(
-            ": why"
-        )
+        unpin(open_place(checkpoint))
+        world.run(pin, open_place(checkpoint), "why")
+        assert (world.is_met and pin_reason(open_place(checkpoint)) is None) or pin_reason(
+            open_place(checkpoint)
+        ).endswith(": why")
 
     assert try_worlds(trial, Disk("killed")).calls >= 2
-    pin(checkpoint, "why")
-    assert hidden(checkpoint) == [guards.PIN]  # what a dead one drafted is no more
+    pin(open_place(checkpoint), "why")
+    assert hidden(checkpoint) == [marks.PIN]  # what a dead one drafted is no more
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EMFILE])
@@ -122,28 +126,28 @@ def test_a_pin_that_cannot_be_written(checkpoint, monkeypatch, code, call):
     with monkeypatch.context() as patch:
         patch.setattr(local_disk, call, refuse)
         with pytest.raises(NoSpaceError if code == errno.ENOSPC else TargetError) as caught:
-            pin(checkpoint, "why")
+            pin(open_place(checkpoint), "why")
         assert caught.value.errno == code
-    assert pin_reason(checkpoint) is None
+    assert pin_reason(open_place(checkpoint)) is None
     assert hidden(checkpoint) == []
 
 
 def test_a_draft_is_not_written_through_a_link(checkpoint, tmp_path):
     (tmp_path / "victim").write_text("mine")
     (checkpoint / ".ft_ckpt-ft_ckpt-pin.draft").symlink_to(tmp_path / "victim")
-    pin(checkpoint)
+    pin(open_place(checkpoint))
     assert (tmp_path / "victim").read_text() == "mine"
 
 
 def test_a_lease_lasts_as_long_as_its_block(checkpoint):
-    with hold_lease(checkpoint), hold_lease(checkpoint):
+    with hold_lease(open_place(checkpoint)), hold_lease(open_place(checkpoint)):
         assert (
             lease_reasons(checkpoint)
             == (f"in use by process {os.getpid()} on {os.uname().nodename}",) * 2
         )
         assert verify(checkpoint).ok
     assert (lease_reasons(checkpoint), hidden(checkpoint)) == ((), [])
-    with pytest.raises(KeyError), hold_lease(checkpoint):
+    with pytest.raises(KeyError), hold_lease(open_place(checkpoint)):
         raise KeyError
     assert hidden(checkpoint) == []
 
@@ -157,7 +161,7 @@ def test_a_dead_holder_holds_nothing(checkpoint, holder):
         assert holder.returncode is None, "dead and buried, and its lease is believed"
         time.sleep(0.01)
     assert len(hidden(checkpoint)) == 1
-    with hold_lease(checkpoint):  # who comes next cleans up
+    with hold_lease(open_place(checkpoint)):  # who comes next cleans up
         assert len(hidden(checkpoint)) == 1
     assert hidden(checkpoint) == []
 
@@ -174,8 +178,8 @@ def test_holders_whose_locks_are_not_seen(checkpoint, monkeypatch, change):
     """Of another machine, or on a file system without locks: what counts is when it was last heard
     of.
     """
-    monkeypatch.setattr(locks, "lock_descriptor", lambda handle: False)
-    with hold_lease(checkpoint):
+    monkeypatch.setattr(reader_leases, "lock_descriptor", lambda handle: False)
+    with hold_lease(open_place(checkpoint)):
         rewrite(checkpoint, **change)
         assert len(lease_reasons(checkpoint)) == 1
         age(checkpoint, 601)
@@ -186,7 +190,7 @@ def test_a_lease_goes_where_its_checkpoint_goes(checkpoint, tmp_path):
     """A save moves it for an instant; if it is let go just then, what is moved back holds
     nothing.
     """
-    with hold_lease(checkpoint):
+    with hold_lease(open_place(checkpoint)):
         checkpoint.rename(tmp_path / "aside")
         assert len(lease_reasons(tmp_path / "aside")) == 1
     (tmp_path / "aside").rename(checkpoint)
@@ -195,7 +199,7 @@ def test_a_lease_goes_where_its_checkpoint_goes(checkpoint, tmp_path):
 
 def test_the_holder_is_heard_of(checkpoint, monkeypatch):
     monkeypatch.setattr(leases, "BEAT_SECONDS", 0.01)
-    with hold_lease(checkpoint):
+    with hold_lease(open_place(checkpoint)):
         age(checkpoint, 1e6)
         old = time.time() - 1e5
         while lease_of(checkpoint).stat().st_mtime < old:
@@ -203,7 +207,7 @@ def test_the_holder_is_heard_of(checkpoint, monkeypatch):
 
 
 def test_leases_where_there_is_nothing_to_hold(tmp_path, checkpoint):
-    with hold_lease(tmp_path), hold_lease(tmp_path / "absent"):
+    with hold_lease(open_place(tmp_path)), hold_lease(open_place(tmp_path / "absent")):
         assert hidden(tmp_path) == []
     assert lease_reasons(tmp_path / "absent") == ()
 
@@ -214,7 +218,7 @@ def test_a_lease_on_what_cannot_be_written(checkpoint):
 
     def read():
         os.setuid(65534)
-        with hold_lease(checkpoint):
+        with hold_lease(open_place(checkpoint)):
             assert hidden(checkpoint) == []
 
     for parent in checkpoint.parents:

@@ -28,16 +28,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoConfig, GPTN
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.checkpoint.guards import lease_reasons
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_to_json
 from ft_ckpt.checkpoint.opening import open_checkpoint
+from ft_ckpt.checkpoint.reader_leases import lease_reasons
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.cli import main
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
 from ft_ckpt.extensions import tools
 from ft_ckpt.extensions.tools import converting
 from ft_ckpt.model import load
 from ft_ckpt.runs import resume
+from ft_ckpt.storage.place import open_place
 
 SEED = chosen_seed()
 
@@ -185,7 +186,7 @@ def test_no_flipped_bit_gives_another_model(tmp_path, kind, times):
     made(kind, path)
     load_it = parts_of_pair if kind in ("parts", "h5") else ft_ckpt.load_model
     truth = content(load_it(path))
-    listed = {file.path for file in read_manifest(path).files}
+    listed = {file.path for file in read_manifest(open_place(path)).files}
     for file in sorted(listed | {MANIFEST_NAME}):
         whole, limit = (path / file).read_bytes(), 1 << 20
         for _ in range(times):
@@ -332,7 +333,7 @@ def test_no_public_name_of_transformers_is_called_for_a_class(tmp_path, monkeypa
 
     called = []
     CheckpointSaver().save(models.build("llama"), tmp_path / "out")
-    manifest = read_manifest(tmp_path / "out")
+    manifest = read_manifest(open_place(tmp_path / "out"))
     named = replace(
         manifest, parts=tuple(replace(part, class_name=name) for part in manifest.parts)
     )
@@ -418,8 +419,8 @@ def test_libraries_read_the_folder_that_was_opened_by_its_path(tmp_path):
     )
     CheckpointSaver(tokenizer=models.tokenizer()).save(models_by_name["llama"], path)
     with ExitStack() as first, ExitStack() as second:
-        held = first.enter_context(open_checkpoint(path))
-        other = second.enter_context(open_checkpoint(path))
+        held = first.enter_context(open_checkpoint(open_place(path)))
+        other = second.enter_context(open_checkpoint(open_place(path)))
         CheckpointSaver().save(models_by_name["qwen3"], path)
         assert not lease_reasons(path)
         assert (len(asides(path)), len(lease_reasons(asides(path)[0]))) == (1, 2)
@@ -446,7 +447,7 @@ def test_what_readers_that_were_killed_have_kept_goes_with_the_next_save(tmp_pat
     CheckpointSaver().save(nn.Linear(2, 2), path)
 
     def read():
-        with open_checkpoint(path):
+        with open_checkpoint(open_place(path)):
             CheckpointSaver().save(nn.Linear(2, 2), path)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -464,7 +465,7 @@ def test_where_folders_cannot_be_exchanged_a_reader_gets_one_save_or_an_error(
     CheckpointSaver().save(Pair(1), path, attribute=PARTS)
     monkeypatch.chdir(path)
     reading = ExitStack()
-    held = reading.enter_context(open_checkpoint(path))
+    held = reading.enter_context(open_checkpoint(open_place(path)))
     held.store.open("policy/model.safetensors").close()
     CheckpointSaver().save(Pair(2), path, attribute=PARTS)
     with pytest.raises(CorruptError, match=rf"{path}: replaced while it was read"):

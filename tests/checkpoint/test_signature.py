@@ -25,16 +25,18 @@ from small_checkpoints import contents, make_checkpoint, rewrite_manifest, save,
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint import signature
-from ft_ckpt.checkpoint.catalog import read_manifest, verify
 from ft_ckpt.checkpoint.commit import commit_stage, open_stage
-from ft_ckpt.checkpoint.guards import hold_lease, pin
+from ft_ckpt.checkpoint.pins import pin
+from ft_ckpt.checkpoint.reader_leases import hold_lease
 from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint.verification import verify
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import ConfigError, CorruptError, ManifestError, NotACheckpointError
 from ft_ckpt.extensions.transfer import copy, push, sign, sync
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs.prune import prune_run
-from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.place import Place, open_place
 
 pytest.importorskip("model_signing")
 RUN = "import sys; from ft_ckpt.cli import main; main()"
@@ -81,8 +83,8 @@ def test_a_signed_checkpoint_is_whole_and_stays_what_it_was(
 ) -> None:
     before = contents(signed)
     sign(signed, keys[0])  # again
-    pin(signed, "the paper's")
-    with hold_lease(signed):
+    pin(open_place(signed), "the paper's")
+    with hold_lease(open_place(signed)):
         assert problems(signed, keys[1]) == ""
     assert verify(signed).ok
     assert {name for name, content in contents(signed).items() if before.get(name) != content} == {
@@ -99,7 +101,11 @@ def test_sha256_of_the_save_need_not_be_taken_again(
         digest="sha256", format=form, max_shard_size=30_000, background=form == "dual"
     ) as saver:
         saver.save(models.build("llama"), tmp_path / "x")
-    files = {file.path: file.sha256 for file in read_manifest(tmp_path / "x").files if file.sha256}
+    files = {
+        file.path: file.sha256
+        for file in read_manifest(open_place(tmp_path / "x")).files
+        if file.sha256
+    }
     assert len(files) > 1
     assert files == {
         name: hashlib.sha256((tmp_path / "x" / name).read_bytes()).hexdigest() for name in files
@@ -117,11 +123,11 @@ def test_sha256_that_is_none_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "x")
     rewrite_manifest(tmp_path / "x", lambda document: document["files"][0].update(sha256="abc"))
     with pytest.raises(ManifestError, match="sha256 'abc', expected 64 hex digits"):
-        read_manifest(tmp_path / "x")
+        read_manifest(open_place(tmp_path / "x"))
 
 
 def test_the_library_itself_accepts_it(signed: Path, keys: tuple[Path, Path]) -> None:
-    pin(signed)
+    pin(open_place(signed))
     command = [sys.executable, "-m", "model_signing", "verify", "key", str(signed)]
     command += ["--signature", str(signed / SIGNATURE_NAME), "--public_key", str(keys[1])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -332,7 +338,7 @@ def test_a_save_that_is_killed_leaves_both_or_none(
         sign(signed, keys[0])
         world.run(overwrite)
         open_stage(signed)
-        if verify(signed).ok and ft_ckpt.checkpoint.catalog.read_manifest(signed).step == 1:
+        if verify(signed).ok and ft_ckpt.checkpoint.read_manifest(open_place(signed)).step == 1:
             assert problems(signed, keys[1]) == ""
         else:
             assert "missing" in problems(signed, keys[1])

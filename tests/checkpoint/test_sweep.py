@@ -17,24 +17,30 @@ import pytest
 from faults import Disk, World, try_worlds
 from small_checkpoints import contents, make_checkpoint, manifest_of, save, save_of, save_with_state
 
-from ft_ckpt.checkpoint.catalog import discover, read_manifest, verify
+from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.commit import commit_stage, open_stage
 from ft_ckpt.checkpoint.delete import without_state
-from ft_ckpt.checkpoint.guards import TOMBSTONE, hold_lease, lease_reasons, pin, unpin
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord
+from ft_ckpt.checkpoint.marks import TOMBSTONE
+from ft_ckpt.checkpoint.pins import pin, unpin
+from ft_ckpt.checkpoint.reader_leases import hold_lease, lease_reasons
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint.verification import verify
 from ft_ckpt.errors import NotACheckpointError
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs.prune import PruneReport, make_room, prune_run, recover_all, survey_run
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.digests import read_record
 from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import open_place
 
 READER = """
 import sys
 from pathlib import Path
-from ft_ckpt.checkpoint.catalog import verify
-from ft_ckpt.checkpoint.guards import hold_lease
-with hold_lease(sys.argv[1]):
+from ft_ckpt.checkpoint.verification import verify
+from ft_ckpt import open_place
+from ft_ckpt.checkpoint.reader_leases import hold_lease
+with hold_lease(open_place(sys.argv[1])):
     assert verify(sys.argv[1]).ok
     print("reading", flush=True)
     while sys.stdin.readline():
@@ -62,7 +68,7 @@ def run(tmp_path):
 
 
 def steps(root):
-    return [info.manifest.step for info in discover(root)]
+    return [info.manifest.step for info in discover(open_place(root))]
 
 
 def stateful(root):
@@ -81,7 +87,9 @@ def test_the_last_stay_whole(run):
     touched.
     """
     before = contents(run)
-    sizes = [sum(file.size_bytes for file in info.manifest.files) for info in discover(run)]
+    sizes = [
+        sum(file.size_bytes for file in info.manifest.files) for info in discover(open_place(run))
+    ]
     report = prune_run(run, Keep(last=2))
     assert steps(run) == [11, 12]
     assert report.dropped == tuple(run / f"checkpoint-{step}" for step in (8, 9, 10))
@@ -122,7 +130,7 @@ def test_old_states_go_and_their_weights_stay(run):
         assert contents(path) == rest_of(before[path]) | {
             MANIFEST_NAME: (path / MANIFEST_NAME).read_bytes()
         }
-        assert "training state" in read_manifest(path).notes[-1]
+        assert "training state" in read_manifest(open_place(path)).notes[-1]
     assert report.freed_bytes > sum(len(before[path]["state/position.json"]) for path in weights)
     assert prune_run(run, Keep(last=4, state=Keep(last=1))) == PruneReport(report.kept)
 
@@ -158,13 +166,13 @@ def rest_of(files):
 
 
 def test_a_state_of_several_files_verifies(run):
-    assert [verify(info.path).problems for info in discover(run)] == [()] * 5
-    manifest = read_manifest(run / "checkpoint-8")
+    assert [verify(info.path).problems for info in discover(open_place(run))] == [()] * 5
+    manifest = read_manifest(open_place(run / "checkpoint-8"))
     assert [part.kind for part in without_state(manifest).parts] == ["model"]
 
 
 def test_pins_and_links_stay(run):
-    pin(run / "checkpoint-8")
+    pin(open_place(run / "checkpoint-8"))
     (run / "best").symlink_to("checkpoint-9")
     report = prune_run(
         run, Keep(last=1, state=Keep(last=1)), protect=[os.path.relpath(run / "checkpoint-10")]
@@ -173,7 +181,7 @@ def test_pins_and_links_stay(run):
     assert [why[0].partition(" by ")[0] for why in report.kept.values()] == [
         *("pinned", "linked from best", "protected", "newest valid"),
     ]
-    unpin(run / "checkpoint-8")
+    unpin(open_place(run / "checkpoint-8"))
     (run / "best").unlink()
     prune_run(run, Keep(last=1))
     assert steps(run) == [12]
@@ -299,7 +307,7 @@ def template(tmp_path_factory):
 def check_meanwhile(root):
     """Between two sweeps: what is listed is whole, and nothing that stays is missing."""
     assert set(steps(root)) >= {3, 4}
-    assert all(verify(info.path).ok for info in discover(root))
+    assert all(verify(info.path).ok for info in discover(open_place(root)))
     assert (root / "checkpoint-2" / "notes.txt").read_text() == "mine"
 
 
@@ -367,10 +375,10 @@ def test_saved_again_over_the_remains(tmp_path, template, step):
         root = shutil.copytree(template[0], tmp_path / world.name)
         world.run(prune_run, root, KEEP)
         save(root / f"checkpoint-{step}", step=step, shards=3)
-        saved = read_manifest(root / f"checkpoint-{step}")
+        saved = read_manifest(open_place(root / f"checkpoint-{step}"))
         prune_run(root, Keep())
         assert verify(root / f"checkpoint-{step}").ok
-        assert read_manifest(root / f"checkpoint-{step}") == saved
+        assert read_manifest(open_place(root / f"checkpoint-{step}")) == saved
         files = {
             path.name for path in (root / f"checkpoint-{step}").rglob("[!.]*") if path.is_file()
         }
@@ -433,8 +441,8 @@ def test_readers_and_sweeps_side_by_side(tmp_path):
     reads = 0
     while os.waitpid(sweeper, os.WNOHANG)[0] == 0:
         for checkpoint in tmp_path.glob("checkpoint-*"):
-            with hold_lease(checkpoint), contextlib.suppress(NotACheckpointError):
-                listed = read_manifest(checkpoint).files
+            with hold_lease(open_place(checkpoint)), contextlib.suppress(NotACheckpointError):
+                listed = read_manifest(open_place(checkpoint)).files
                 found = [read_record(LocalStore(checkpoint), file.path) for file in listed]
                 assert [file.digest for file in found] == [file.digest for file in listed]
                 reads += 1
@@ -458,7 +466,7 @@ def test_a_lease_that_another_process_checks_as_it_is_taken(run, monkeypatch):
     with contextlib.ExitStack() as stack:
         with monkeypatch.context() as patch:
             patch.setattr(fcntl, "flock", checked_first)
-            stack.enter_context(hold_lease(run / "checkpoint-9"))
+            stack.enter_context(hold_lease(open_place(run / "checkpoint-9")))
         assert lease_reasons(run / "checkpoint-9")
         prune_run(run, Keep(last=1))
         assert verify(run / "checkpoint-9").ok
@@ -473,8 +481,8 @@ def test_marked_between_the_plan_and_the_deed(run, monkeypatch, keep, mark):
     brings it back.
     """
     before = contents(run / "checkpoint-9")
-    held, move = hold_lease(run / "checkpoint-9"), local_disk.move
-    put = {"pin": lambda: pin(run / "checkpoint-9"), "lease": held.__enter__}[mark]
+    held, move = hold_lease(open_place(run / "checkpoint-9")), local_disk.move
+    put = {"pin": lambda: pin(open_place(run / "checkpoint-9")), "lease": held.__enter__}[mark]
     tombstone = run / "checkpoint-9" / TOMBSTONE
     monkeypatch.setattr(
         local_disk, "move", lambda one, other: (other == tombstone and put(), move(one, other))

@@ -16,7 +16,7 @@ from small_checkpoints import contents
 from transformers import Trainer, TrainingArguments
 
 from ft_ckpt import CheckpointSaver, Keep, average, best, convert, latest, open_place, sync, verify
-from ft_ckpt.checkpoint import checks
+from ft_ckpt.checkpoint import problems
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import TargetError, UnreadableError
 from ft_ckpt.integrations.trainer import FtCkptCallback
@@ -40,7 +40,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def run(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "PAUSES_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(problems, "PAUSES_SECONDS", (0.0, 0.0))
     shutil.copytree(saved, tmp_path / "run")
     return tmp_path / "run"
 
@@ -171,7 +171,7 @@ def test_a_source_that_is_not_read_is_not_called_damaged(run, monkeypatch, name)
 def test_a_staged_checkpoint_that_is_not_read_is_named_and_uploaded_later(
     s3, tmp_path, refuse, monkeypatch
 ):
-    monkeypatch.setattr(checks, "PAUSES_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(problems, "PAUSES_SECONDS", (0.0, 0.0))
     staging = tmp_path / "staging"
 
     def run():
@@ -213,7 +213,7 @@ def test_sync_does_not_replace_it(run, refuse):
 
 
 def test_the_trainer_takes_no_older_one(tmp_path, refuse, monkeypatch):
-    monkeypatch.setattr(checks, "PAUSES_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(problems, "PAUSES_SECONDS", (0.0, 0.0))
     data = [{key: value[0] for key, value in models.batch(seed=at).items()} for at in range(8)]
 
     def trainer(steps):

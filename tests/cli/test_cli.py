@@ -13,8 +13,9 @@ from small_checkpoints import make_checkpoint, manifest_of, save, save_of, save_
 
 from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.commit import commit_stage, open_stage
-from ft_ckpt.checkpoint.guards import pin_reason
 from ft_ckpt.checkpoint.manifest import manifest_to_json
+from ft_ckpt.checkpoint.pins import pin_reason
+from ft_ckpt.storage.place import open_place
 
 DPO = (
     "rewards/chosen",
@@ -148,7 +149,7 @@ def test_pin_and_unpin(run):
     answer = ft_ckpt("pin", run / "checkpoint-1", "--reason", "the paper's")
     assert (answer.code, answer.out) == (
         0,
-        f"{run / 'checkpoint-1'}: {pin_reason(run / 'checkpoint-1')}\n",
+        f"{run / 'checkpoint-1'}: {pin_reason(open_place(run / 'checkpoint-1'))}\n",
     )
     assert answer.out.endswith(": the paper's\n")
     answers = [ft_ckpt("unpin", run / "checkpoint-1") for _ in range(2)]
@@ -167,14 +168,14 @@ def long_run(tmp_path):
 
 
 def of_one_run(root):
-    for info in discover(root):
+    for info in discover(open_place(root)):
         (info.path / "ft_ckpt.json").write_text(
             manifest_to_json(replace(info.manifest, run_id="1146f0"))
         )
 
 
 def steps(root):
-    return [info.manifest.step for info in discover(root)]
+    return [info.manifest.step for info in discover(open_place(root))]
 
 
 RULES = ["--last", "2", "--best", "loss:min", "--best", "loss:max:1", "--state-last", "1"]
@@ -488,7 +489,7 @@ def test_prune_of_a_run_with_its_final_weights(long_run):
     answer = ft_ckpt("prune", long_run, "--last", "1")
     assert answer.code == 0, answer.err
     assert re.search(r"final +keep +of no run", answer.out)
-    assert {info.path.name for info in discover(long_run)} == {"final", "checkpoint-50"}
+    assert {info.path.name for info in discover(open_place(long_run))} == {"final", "checkpoint-50"}
 
 
 def test_best(long_run):

@@ -27,8 +27,9 @@ from small_checkpoints import save
 
 import ft_ckpt as library
 from ft_ckpt import CheckpointSaver, Keep
-from ft_ckpt.checkpoint.guards import pin
+from ft_ckpt.checkpoint.pins import pin
 from ft_ckpt.cli import COMMANDS
+from ft_ckpt.storage.place import open_place
 
 WRONG = (
     *("absent", "absent in a bucket", "file", "model", "trainer output"),
@@ -244,7 +245,7 @@ def prepared(tmp_path_factory) -> Path:
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     adapted = get_peft_model(models.build("llama"), config)
     CheckpointSaver().save(adapted, folder / ADAPTER, adapter_only=True)
-    pin(folder / RUN, "kept")
+    pin(open_place(folder / RUN), "kept")
     lease = '{"host": "x", "pid": 1, "machine": null}'
     (folder / RUN / ".ft_ckpt-lease-x-1-00000000").write_text(lease)
     key = ec.generate_private_key(ec.SECP256R1()).private_bytes(

@@ -7,11 +7,12 @@ import torch
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig, closure
-from ft_ckpt.checkpoint import guards
 from ft_ckpt.checkpoint.catalog import discover
+from ft_ckpt.checkpoint.pins import pin, unpin
 from ft_ckpt.closure import checkpoint_closure
 from ft_ckpt.config import parse_size
 from ft_ckpt.errors import ConfigError
+from ft_ckpt.storage.place import open_place
 
 URL = "ftp://bucket/run"
 TAKERS = {
@@ -26,9 +27,9 @@ TAKERS = {
     "verify": ft_ckpt.verify,
     "convert from": lambda url: ft_ckpt.convert(url, "out"),
     "convert to": lambda url: ft_ckpt.convert("in", url),
-    "list": discover,
-    "pin": guards.pin,
-    "unpin": guards.unpin,
+    "list": lambda url: discover(open_place(url)),
+    "pin": lambda url: pin(open_place(url)),
+    "unpin": lambda url: unpin(open_place(url)),
 }
 
 

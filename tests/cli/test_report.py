@@ -21,13 +21,14 @@ from training import QUIET, prepared
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Every, Keep, cli
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.cli.charts import Mark, thinned, value_axis
 from ft_ckpt.cli.report_page import PAGE_STYLE, page_text
 from ft_ckpt.cli.run_facts import gather_facts
 from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError, TargetError
 from ft_ckpt.runs.state_document import read_document
 from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import open_place
 
 STEPS = 18
 VOID = {"meta", "link"}
@@ -147,7 +148,7 @@ def copied(run, tmp_path) -> Path:
 
 
 def test_the_log_outlives_checkpoints_and_restarts(run):
-    facts = gather_facts(run, ("loss", "score"), comparisons=8)
+    facts = gather_facts(open_place(run), ("loss", "score"), comparisons=8)
     names = [checkpoint.name for checkpoint in facts.checkpoints]
     assert names == ["checkpoint-6", "checkpoint-9", "checkpoint-15", "checkpoint-18", "final"]
     assert [save.step for save in facts.saves] == [3, 6, 9, 12, 15, 18]
@@ -163,7 +164,9 @@ def test_the_log_outlives_checkpoints_and_restarts(run):
 
 
 def test_why_each_checkpoint_is_kept(run):
-    checkpoints = {each.name: each for each in gather_facts(run, (), comparisons=0).checkpoints}
+    checkpoints = {
+        each.name: each for each in gather_facts(open_place(run), (), comparisons=0).checkpoints
+    }
     assert checkpoints["checkpoint-9"].kept == (), "until the next sweep of another process"
     assert "best score" in checkpoints["checkpoint-6"].kept
     assert "last 2" in checkpoints["checkpoint-15"].kept
@@ -171,7 +174,7 @@ def test_why_each_checkpoint_is_kept(run):
 
 
 def test_drift_is_that_of_the_files(run):
-    (first, *_, last) = gather_facts(run, (), comparisons=8).drift
+    (first, *_, last) = gather_facts(open_place(run), (), comparisons=8).drift
     names = (first.before, first.after, last.after)
     assert names == ("checkpoint-6", "checkpoint-9", "checkpoint-18"), "without the export"
     before, after = (ft_ckpt.load(run / name / "model.safetensors") for name in names[:2])
@@ -182,7 +185,7 @@ def test_drift_is_that_of_the_files(run):
 
 
 def test_sizes_are_those_on_the_disk(run):
-    facts = gather_facts(run, (), comparisons=0)
+    facts = gather_facts(open_place(run), (), comparisons=0)
     files = {path.stat().st_ino: path.stat().st_size for path in run.rglob("*") if path.is_file()}
     manifests = sum(path.stat().st_size for path in run.rglob("ft_ckpt.json"))
     assert facts.disk_bytes == sum(files.values()) - manifests
@@ -216,7 +219,7 @@ def test_the_page_is_complete_and_loads_nothing(run, tmp_path):
 
 def test_the_run_is_described(run, tmp_path):
     facts = reported(run, tmp_path).facts
-    manifest = read_manifest(run / f"checkpoint-{STEPS}")
+    manifest = read_manifest(open_place(run / f"checkpoint-{STEPS}"))
     (model, _) = manifest.parts
     sizes = {tensor.name: math.prod(tensor.shape) for tensor in model.tensors}
     trained = sum(sizes[name] for name in model.trainable)
@@ -288,7 +291,7 @@ def test_each_mark_has_a_title(run, tmp_path):
 def test_what_is_damaged_is_named_and_the_rest_shown(copied, tmp_path):
     os.truncate(copied / "checkpoint-15" / "model.safetensors", 100)
     (copied / "checkpoint-18" / "state" / "training.json").write_text("{")
-    facts = gather_facts(copied, ("loss",), comparisons=8)
+    facts = gather_facts(open_place(copied), ("loss",), comparisons=8)
     assert [drift.after for drift in facts.drift] == ["checkpoint-9"], (
         "15 is a side of the other pairs"
     )
@@ -448,7 +451,7 @@ def test_a_bucket(run, tmp_path):
 
 
 def test_no_secret_reaches_the_page(run):
-    facts = gather_facts(run, ("loss",), comparisons=0)
+    facts = gather_facts(open_place(run), ("loss",), comparisons=0)
     secret = "https://user:hunter2@example.org/base?token=abc123"
     (model,) = facts.models
     text = page_text(replace(facts, run=f"{secret}/run", models=(replace(model, base=secret),)))
@@ -517,10 +520,12 @@ def luminance(colour: str) -> float:
     "wrong", [{"keep": {"last": 2}}, {"history": {"saves": [3]}}, {"keep": {"odd": 1}}]
 )
 def test_a_state_that_says_what_it_cannot_is_an_error_of_ours(run, wrong, monkeypatch):
-    known = read_document(LocalStore(run / "checkpoint-18"), read_manifest(run / "checkpoint-18"))
+    known = read_document(
+        LocalStore(run / "checkpoint-18"), read_manifest(open_place(run / "checkpoint-18"))
+    )
     monkeypatch.setattr("ft_ckpt.cli.run_facts.read_document", lambda *_: known | wrong)
     with pytest.raises(CheckpointError):
-        gather_facts(run, (), comparisons=0)
+        gather_facts(open_place(run), (), comparisons=0)
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -539,7 +544,7 @@ def test_a_save_that_failed_is_not_in_the_log(tmp_path, monkeypatch, background)
             with pytest.raises(CheckpointError, match="no such disk"):
                 save_step(2)
         save_step(3)
-    saves = gather_facts(tmp_path, (), comparisons=0).saves
+    saves = gather_facts(open_place(tmp_path), (), comparisons=0).saves
     assert [(each.step, each.seconds is None) for each in saves] == [(1, False), (3, True)]
 
 

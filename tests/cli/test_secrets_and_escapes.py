@@ -19,10 +19,11 @@ from small_checkpoints import rewrite_manifest, save_with_state
 
 import ft_ckpt as library
 from ft_ckpt import CheckpointSaver, SaverConfig
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.extensions.transfer import PushOptions
 from ft_ckpt.storage import progress
+from ft_ckpt.storage.place import open_place
 
 WITH_KEYS = {
     "s3://AKIA:S3CRET@bucket/run": "AWS_SECRET_ACCESS_KEY",
@@ -146,7 +147,7 @@ def test_settings_do_not_show_their_keys():
 
 def test_a_manifest_stores_no_keys(tmp_path):
     save_with_state(tmp_path / "run", 1, notes=("from https://u:S3CRET@h/x?sig=S3CRET",))
-    assert read_manifest(tmp_path / "run").notes == ("from https://***@h/x?sig=***",)
+    assert read_manifest(open_place(tmp_path / "run")).notes == ("from https://***@h/x?sig=***",)
     assert "S3CRET" not in (tmp_path / "run" / "ft_ckpt.json").read_text()
 
 
@@ -155,7 +156,7 @@ def test_a_wrong_value_of_a_manifest_is_cut_short_without_its_keys(tmp_path):
     value = [f"{'a' * 30} https://u:S3CRET@h/p"]
     rewrite_manifest(tmp_path / "checkpoint-1", lambda document: document.update(step=value))
     with pytest.raises(CheckpointError, match=r"step.*\.\.\.") as found:
-        read_manifest(tmp_path / "checkpoint-1")
+        read_manifest(open_place(tmp_path / "checkpoint-1"))
     assert "S3CRET" not in str(found.value)
 
 
@@ -238,10 +239,10 @@ def test_a_crash_of_the_command_is_printable():
     code = f"""
 import sys
 import ft_ckpt.cli as cli
-from ft_ckpt.checkpoint import catalog
+import ft_ckpt.cli.show
 def fail(*_, **__):
     raise KeyError("x") from ValueError({MARK!r})
-catalog.discover = fail
+ft_ckpt.cli.show.discover = fail
 sys.argv = ["ft-ckpt", "ls", "."]
 cli.main()
 """

@@ -5,8 +5,8 @@ run.
 import pytest
 from small_checkpoints import save, save_with_state
 
-from ft_ckpt.checkpoint import verification
-from ft_ckpt.checkpoint.verification import verify_listed
+from ft_ckpt.checkpoint import foreign_files
+from ft_ckpt.checkpoint.foreign_files import verify_listed
 from ft_ckpt.cli import run_command, show
 from ft_ckpt.errors import NotACheckpointError, UnreadableError
 from ft_ckpt.storage.local_store import LocalStore
@@ -43,7 +43,7 @@ def test_a_file_that_no_manifest_lists_is_judged_by_its_header(tmp_path, capsys)
 def test_one_folder_that_is_closed_hides_no_other(tmp_path, capsys, monkeypatch):
     for step in (1, 2):
         save_with_state(tmp_path / f"checkpoint-{step}", step)
-    seen, compared = LocalStore.stat, show.catalog.verify
+    seen, compared = LocalStore.stat, show.verify
 
     def refuse(folder):
         if folder.name == "checkpoint-1":
@@ -53,9 +53,9 @@ def test_one_folder_that_is_closed_hides_no_other(tmp_path, capsys, monkeypatch)
         LocalStore, "stat", lambda store, name: refuse(store.folder) or seen(store, name)
     )
     monkeypatch.setattr(
-        show.catalog, "verify", lambda at, **how: refuse(at.folder.folder) or compared(at, **how)
+        show, "verify", lambda at, **how: refuse(at.folder.folder) or compared(at, **how)
     )
-    monkeypatch.setattr(show.catalog, "discover", lambda place: [])
+    monkeypatch.setattr(show, "discover", lambda place: [])
     assert verified(tmp_path) == 1
     printed = capsys.readouterr().out
     assert "Permission denied" in printed
@@ -70,10 +70,10 @@ def test_a_report_is_of_a_run(tmp_path):
 
 def test_files_know_the_checkpoint_that_lists_them(tmp_path):
     save(tmp_path / "checkpoint", step=1)
-    found = verification.listing_manifest(open_place(tmp_path / "checkpoint" / "config.json"))
+    found = foreign_files.listing_manifest(open_place(tmp_path / "checkpoint" / "config.json"))
     assert found is not None
     assert (found[0].where("x"), found[2].path) == (
         str(tmp_path / "checkpoint" / "x"),
         "config.json",
     )
-    assert verification.listing_manifest(open_place(tmp_path / "nothing.json")) is None
+    assert foreign_files.listing_manifest(open_place(tmp_path / "nothing.json")) is None

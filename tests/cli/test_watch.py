@@ -16,6 +16,7 @@ from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.metrics import METRIC
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import CheckpointError, ConfigError
+from ft_ckpt.storage.place import open_place
 
 RUN = "import sys; from ft_ckpt.cli import main; main()"
 # Notes that it was called, and prints the number at the end of the checkpoint's name, and a half.
@@ -43,7 +44,11 @@ def calls(run: Path) -> list[str]:
 
 
 def scores(run: Path) -> dict[str, float]:
-    return {info.name: info.metrics["score"] for info in discover(run) if "score" in info.metrics}
+    return {
+        info.name: info.metrics["score"]
+        for info in discover(open_place(run))
+        if "score" in info.metrics
+    }
 
 
 def test_each_is_measured_once_oldest_first(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +88,7 @@ def test_a_metric_of_the_save_settles_it(tmp_path: Path) -> None:
 def test_what_a_command_may_print(tmp_path: Path, printed: str, expected: dict[str, float]) -> None:
     save(tmp_path / "run/checkpoint-1", step=1)
     watch(tmp_path / "run", f"echo x >> \"$0\"; printf '%s' '{printed}'")
-    (info,) = discover(tmp_path / "run")
+    (info,) = discover(open_place(tmp_path / "run"))
     assert {name: repr(value) for name, value in info.metrics.items()} == {
         n: repr(v) for n, v in expected.items()
     }

@@ -23,9 +23,10 @@ from transformers import AutoModelForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep, SaverConfig, average, latest, verify
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError
 from ft_ckpt.extensions.tools.averaging import normalized_weights, parse_weights
+from ft_ckpt.storage.place import open_place
 
 TARGETS = ["q_proj", "v_proj"]
 
@@ -122,7 +123,7 @@ def test_parts_and_formats(tmp_path):
                 models.build("policy_and_value", seed), tmp_path / f"c{seed}", attribute=parts
             )
     average([tmp_path / "c0", tmp_path / "c1"], tmp_path / "out", format="dual")
-    assert [part.path for part in read_manifest(tmp_path / "out").parts] == parts
+    assert [part.path for part in read_manifest(open_place(tmp_path / "out")).parts] == parts
     assert verify(tmp_path / "out").ok
     heads = []
     for name in ("c0", "c1", "out"):
@@ -297,7 +298,7 @@ def test_of_a_run_and_no_moment_of_it(tmp_path):
             saver.save_state()
         kept = sorted(path.name for path in run.iterdir() if path.name.startswith("checkpoint"))
         report = average([run], run / "averaged", last=2)
-        manifest = read_manifest(run / "averaged")
+        manifest = read_manifest(open_place(run / "averaged"))
         assert (manifest.made_from, manifest.run_id, manifest.step) == (tuple(kept), None, None)
         assert manifest.notes == (f"the average of {kept[0]}, {kept[1]}",)
         assert not (run / "averaged" / "state").exists()
@@ -382,7 +383,7 @@ def test_weights_that_are_no_numbers(text):
 def test_a_type_that_was_asked_for_is_reported(three, tmp_path):
     report = average(three, tmp_path / "out", dtype="bfloat16", progress=False)
     assert report.casts == {"float32->bfloat16": report.tensors}
-    assert read_manifest(tmp_path / "out").parts[0].casts == report.casts
+    assert read_manifest(open_place(tmp_path / "out")).parts[0].casts == report.casts
     assert average(three, tmp_path / "plain", dtype="float32", progress=False).casts == {}
 
 
@@ -431,7 +432,7 @@ def test_the_command(three, tmp_path):
     done = run("--weights", "1,1,2", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["notes"] == []
-    assert read_manifest(tmp_path / "out").notes == (
+    assert read_manifest(open_place(tmp_path / "out")).notes == (
         "the average of c0 (0.25), c1 (0.25), c2 (0.5)",
     )
     again = run()

@@ -11,10 +11,11 @@ from buckets import in_bucket, new_bucket
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import ConfigError, CorruptError, NameTakenError, SelectionError
 from ft_ckpt.extensions.tools import converting as converting, open_source
+from ft_ckpt.storage.place import open_place
 
 STATE = {"w": torch.arange(300_000.0).view(3, -1), "n": [1, "two"]}
 
@@ -81,7 +82,7 @@ def test_a_folder_is_converted_into_a_bucket(bucket, saved, tmp_path, form):
     near, there = contents(tmp_path / "out"), contents(f"{bucket}/out")
     assert near == there
     assert ft_ckpt.verify(f"{bucket}/out").ok
-    assert read_manifest(f"{bucket}/out").notes == ("converted from saved",)
+    assert read_manifest(open_place(f"{bucket}/out")).notes == ("converted from saved",)
     with pytest.raises(NameTakenError, match="exists already, and a bucket cannot"):
         ft_ckpt.convert(saved, f"{bucket}/out", format=form, progress=False)
     ft_ckpt.convert(
@@ -122,7 +123,7 @@ def test_averages_of_a_run_in_its_bucket(bucket, tmp_path):
         2.0
     ]
     assert ft_ckpt.latest(run) == f"{run}/checkpoint-2"
-    assert read_manifest(report.path).made_from == ("checkpoint-1", "checkpoint-2")
+    assert read_manifest(open_place(report.path)).made_from == ("checkpoint-1", "checkpoint-2")
 
 
 def test_commands_write_to_buckets(bucket, saved, capsys):

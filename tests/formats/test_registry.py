@@ -17,7 +17,7 @@ from tiny_format import Tiny
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.formats import (
     detect_format,
@@ -26,6 +26,7 @@ from ft_ckpt.formats import (
     registry,
     tensor_formats,
 )
+from ft_ckpt.storage.place import open_place
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_a_new_format_saves_and_loads_models(tiny, tmp_path, name, shard):
     report = CheckpointSaver(format="tiny", max_shard_size=shard).save(
         model, tmp_path / "out", adapter_only=False
     )
-    manifest = read_manifest(report.path)
+    manifest = read_manifest(open_place(report.path))
     assert {part.format for part in manifest.parts} == {"tiny"}
     files = {tensor.file for tensor in manifest.parts[0].tensors}
     assert (len(files) > 1) == (shard != "50GB")

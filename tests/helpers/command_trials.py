@@ -22,14 +22,15 @@ from s3_server import BUCKET, S3
 from small_checkpoints import contents
 
 from ft_ckpt import verify
-from ft_ckpt.checkpoint import guards
-from ft_ckpt.checkpoint.guards import hold_lease
+from ft_ckpt.checkpoint import marks
 from ft_ckpt.checkpoint.leases import LEASE
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.opening import open_checkpoint
+from ft_ckpt.checkpoint.reader_leases import hold_lease
 from ft_ckpt.errors import CheckpointError, NotACheckpointError
 from ft_ckpt.runs.prune import recover_all
 from ft_ckpt.storage.local_store import temporary_store
+from ft_ckpt.storage.place import open_place
 
 THERE = "there"  # target folder, or prefix in the bucket
 IN_BUCKET = "bucket:"  # prefix of the names of objects, in mappings that also have files
@@ -176,8 +177,8 @@ class CommandTrials:
                 continue
             try:
                 with (
-                    patch.object(guards, "_PATIENCE_SECONDS", 0.0),
-                    open_checkpoint(self._location(unit, root)) as held,
+                    patch.object(marks, "_PATIENCE_SECONDS", 0.0),
+                    open_checkpoint(open_place(self._location(unit, root))) as held,
                 ):
                     seen: Files | None = {
                         file.path: held.store.read(file.path) for file in held.manifest.files
@@ -266,7 +267,7 @@ def come_by_later(root: Path) -> None:
     """
     for lease in root.rglob(f"{LEASE}*"):
         os.utime(lease, (0, 0))
-        with hold_lease(lease.parent):
+        with hold_lease(open_place(lease.parent)):
             pass
     for kind in ("open", "copy"):
         with temporary_store(root / "tmp", f"ft_ckpt-{kind}-"):

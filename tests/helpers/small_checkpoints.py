@@ -11,13 +11,14 @@ from typing import Any
 
 import xxhash
 
-from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.commit import commit_stage, open_stage
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord, manifest_to_json
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.storage.digests import FileRecord, digest_of_open, read_record
 from ft_ckpt.storage.local_file import open_local_file
 from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import open_place
 
 Folder = str | os.PathLike[str]
 
@@ -155,7 +156,7 @@ def save_of(target: Folder, **facts: Any) -> None:
 def edit(folder: Path, name: str, text: bytes | str) -> None:
     """Write a file and update its record in the manifest."""
     (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    manifest = read_manifest(folder)
+    manifest = read_manifest(open_place(folder))
     known = next((file for file in manifest.files if file.path == name), manifest.files[0])
     files = (*(f for f in manifest.files if f.path != name), _described(folder, known, name))
     (folder / MANIFEST_NAME).write_text(manifest_to_json(replace(manifest, files=files)))

@@ -23,6 +23,7 @@ from ft_ckpt import Every, Keep, verify
 from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.errors import ConfigError, LoadError, SelectionError
 from ft_ckpt.integrations.lightning import LightningCheckpoint
+from ft_ckpt.storage.place import open_place
 
 # settings of the trainer, of the module, of the data; steps after which a run is resumed
 SHAPES = {
@@ -161,7 +162,7 @@ def test_metrics_decide(tmp_path):
     made = ours(tmp_path, own=own, val_check_interval=3, max_epochs=1)
     run(made, module(), loader(), loader(shuffle=False))
     assert [type(one) for one in made.checkpoint_callbacks] == [LightningCheckpoint]
-    saved = discover(tmp_path)
+    saved = discover(open_place(tmp_path))
     assert len(saved) <= 2
     assert all({"val_loss", "loss"} <= one.manifest.metrics.keys() for one in saved)
 
@@ -177,7 +178,7 @@ def test_a_signal_saves_and_ends_the_run(tmp_path):
     with pytest.raises(SystemExit) as end:
         run(ours(tmp_path, [Ended()], own=own), module(), loader())
     assert end.value.code == 143
-    (saved,) = discover(tmp_path)
+    (saved,) = discover(open_place(tmp_path))
     assert saved.manifest.step == 3
     assert signal.getsignal(signal.SIGTERM) == before
     expected = run(trainer(), module(), loader())

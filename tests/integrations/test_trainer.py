@@ -22,8 +22,8 @@ from wrappers import cut_over_ranks
 
 import ft_ckpt
 from ft_ckpt import Every, Keep, verify
-from ft_ckpt.checkpoint import checks
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint import problems
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -34,6 +34,7 @@ from ft_ckpt.errors import (
 from ft_ckpt.integrations import trainer_files
 from ft_ckpt.integrations.trainer import FtCkptCallback, checkpointed
 from ft_ckpt.saver import open_savers
+from ft_ckpt.storage.place import open_place
 
 EVALUATED = {"eval_dataset": Sentences(noise=False), "eval_strategy": "steps", "eval_steps": 1}
 SHAPES = {
@@ -187,7 +188,7 @@ def test_what_is_verified_is_what_is_read(tmp_path, monkeypatch):
     loaded.
     """
     run(ours(tmp_path / "run", stop_after=2))
-    monkeypatch.setattr(checks, "SMALL_BYTES", 0)  # as if the weights were large
+    monkeypatch.setattr(problems, "SMALL_BYTES", 0)  # as if the weights were large
     sought = trainer_files._wanted_checkpoint
 
     def damaged_after(*asked):
@@ -259,7 +260,7 @@ def test_the_final_model_is_ours(tmp_path, kind):
     saved = load_file(tmp_path / "final" / weights)
     assert saved.keys() == expected.keys()
     assert all(torch.equal(saved[name], expected[name]) for name in saved)
-    assert read_manifest(tmp_path / "final").step == 2
+    assert read_manifest(open_place(tmp_path / "final")).step == 2
 
 
 class Projecting(Recorded):
@@ -298,10 +299,12 @@ def test_what_a_subclass_adds_is_committed_with_the_checkpoint(tmp_path):
     run(made)
     assert (tmp_path / "run/checkpoint-2/projector.txt").read_text() == "projector of step 2"
     assert "projector.txt" in {
-        file.path for file in read_manifest(tmp_path / "run/checkpoint-2").files
+        file.path for file in read_manifest(open_place(tmp_path / "run/checkpoint-2")).files
     }
     made.save_model(str(tmp_path / "final"))
-    assert "projector.txt" in {file.path for file in read_manifest(tmp_path / "final").files}
+    assert "projector.txt" in {
+        file.path for file in read_manifest(open_place(tmp_path / "final")).files
+    }
     again = ours(tmp_path / "run", cls=Projecting, stop_after=3)
     assert len(run(again, True)) == 1
     assert again.projector == "projector of step 2"
@@ -310,7 +313,7 @@ def test_what_a_subclass_adds_is_committed_with_the_checkpoint(tmp_path):
 
 def test_a_subclass_with_its_own_save_model(tmp_path):
     run(ours(tmp_path, cls=Tagging, stop_after=1))
-    files = {file.path for file in read_manifest(tmp_path / "checkpoint-1").files}
+    files = {file.path for file in read_manifest(open_place(tmp_path / "checkpoint-1")).files}
     assert {"tags/tag.txt", "model.safetensors"} <= files
 
 

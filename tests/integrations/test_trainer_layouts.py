@@ -18,8 +18,9 @@ from trainers import Recorded, ours, run
 from transformers import TrainerCallback
 
 import ft_ckpt
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import SelectionError
+from ft_ckpt.storage.place import open_place
 
 
 class FilesOfProject:
@@ -81,7 +82,7 @@ class WithLayout(nn.Module):
 
 
 def files_of(folder):
-    return {file.path for file in read_manifest(folder).files}
+    return {file.path for file in read_manifest(open_place(folder)).files}
 
 
 def test_files_of_a_mixin_that_are_copied_from_beside_the_target(tmp_path):

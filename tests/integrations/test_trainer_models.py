@@ -14,8 +14,9 @@ from torch import nn
 from trainers import Recorded, ours, run, trainer
 from transformers import TrainerCallback
 
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import LoadError
+from ft_ckpt.storage.place import open_place
 
 STEPS = 5
 
@@ -214,7 +215,7 @@ def test_a_model_that_does_not_move_is_not_stored(tmp_path):
     sizes = [
         sum(
             file.size_bytes
-            for file in read_manifest(tmp_path / name / "checkpoint-1").files
+            for file in read_manifest(open_place(tmp_path / name / "checkpoint-1")).files
             if "json" not in file.path
         )
         for name in ("frozen", "without")

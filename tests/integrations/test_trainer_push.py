@@ -10,8 +10,9 @@ from huggingface_hub import RepoCard
 from trainers import ours, run
 
 import ft_ckpt
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import TargetError
+from ft_ckpt.storage.place import open_place
 
 PUSHING = {"push_to_hub": True, "hub_model_id": "user/run", "max_steps": 3, "save_total_limit": 3}
 
@@ -69,7 +70,7 @@ def test_whole_checkpoints_are_pushed_to_be_resumed_from(hub, tmp_path, strategy
     assert {name.split("/")[0] for name in hub.files("user/run") if "/" in name} == set(folders)
     pulled = tmp_path / "again" / "pulled"
     ft_ckpt.pull(f"hf://user/run/{folders[0]}", pulled)
-    step = read_manifest(pulled).step
+    step = read_manifest(open_place(pulled)).step
     assert step == (3 if strategy == "checkpoint" else 2)
     if step == 2:
         assert (

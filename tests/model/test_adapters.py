@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, errors
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.storage.place import open_place
 
 QKV = ["q_proj", "v_proj"]
 
@@ -495,7 +496,7 @@ def test_the_active_adapter_is_active_again(tmp_path):
     model = trained(models.lora(models.build("qwen3")))
     model.set_adapter("second")
     save_adapter(model, tmp_path)
-    parts = {part.adapter: part for part in read_manifest(tmp_path).parts}
+    parts = {part.adapter: part for part in read_manifest(open_place(tmp_path)).parts}
     assert {name: part.active for name, part in parts.items()} == {"default": False, "second": True}
     loaded = ft_ckpt.load_model(tmp_path, base=models.build("qwen3"))
     assert set(loaded.peft_config) == {"default", "second"}

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, errors
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.storage.place import open_place
 
 
 class Holder(nn.Module):
@@ -138,7 +139,7 @@ def test_shared_trunk_is_recorded_and_shared_again(tmp_path):
     """One trunk under two names."""
     model = models.build("shared_trunk").eval()
     CheckpointSaver().save(model, tmp_path, attribute=["policy", "value_model"])
-    shared = {name for group in read_manifest(tmp_path).shared for name in group}
+    shared = {name for group in read_manifest(open_place(tmp_path)).shared for name in group}
     assert {"policy:model.norm.weight", "value_model:trunk.norm.weight"} <= shared
     assert "policy:lm_head.weight" not in shared
     value_model = models.build("shared_trunk").value_model.eval()
@@ -166,7 +167,7 @@ def test_what_parts_share_has_the_new_names_of_a_conversion(tmp_path):
     assert set(stored(tmp_path / "new/policy")) == set(stored(tmp_path / "old/policy"))
     expected = {name.replace("trunk.", "body.") for name in stored(tmp_path / "old/value_model")}
     assert set(stored(tmp_path / "new/value_model")) == expected
-    before, after = (read_manifest(tmp_path / name).shared for name in ("old", "new"))
+    before, after = (read_manifest(open_place(tmp_path / name)).shared for name in ("old", "new"))
     assert (
         after
         == tuple(tuple(name.replace(":trunk.", ":body.") for name in group) for group in before)

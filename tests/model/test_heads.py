@@ -18,9 +18,10 @@ from models import SIZES
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.manifest import manifest_to_json
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import LoadError, SelectionError
+from ft_ckpt.storage.place import open_place
 
 LABELS = {0: "low", 1: "middle", 2: "high"}
 _BERT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
@@ -303,7 +304,7 @@ def test_a_checkpoint_of_an_earlier_version_loads(tmp_path, classifier):
     """
     case, model = classifier
     path = CheckpointSaver().save(model, tmp_path, adapter_only=True).path
-    manifest = read_manifest(path)
+    manifest = read_manifest(open_place(path))
     base = manifest.parts[0].base
     samples = {**base.fingerprint, "score.weight": {"0": 5.0}}
     parts = (
@@ -326,7 +327,7 @@ def test_a_head_that_nobody_has_is_refused(tmp_path, bases):
         ft_ckpt.merge(tmp_path / "adapter", tmp_path / "merged", progress=False)
     assert not (tmp_path / "merged").exists()
     path = CheckpointSaver().save(model, tmp_path / "ours", adapter_only=True).path
-    manifest = read_manifest(path)
+    manifest = read_manifest(open_place(path))
     assert manifest.notes == tuple(
         f"base_model.model.{name}: saved with the adapter because the base's files lack it"
         for name in (

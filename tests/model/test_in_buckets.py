@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint.catalog import verify
 from ft_ckpt.checkpoint.opening import open_checkpoint
+from ft_ckpt.checkpoint.verification import verify
 from ft_ckpt.errors import (
     BaseMismatchError,
     ConfigError,
@@ -33,7 +33,7 @@ from ft_ckpt.errors import (
 from ft_ckpt.extensions.buckets.object_store import RemoteObject
 from ft_ckpt.extensions.tools import open_source
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.place import Place, open_place
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_parts_by_name_and_by_place(tmp_path):
 def test_damage_is_found(sharded):
     place = in_bucket(sharded)
     assert verify(place).ok
-    with open_checkpoint(place) as held:
+    with open_checkpoint(open_place(place)) as held:
         assert held.find_problems(deep=True) == ()
         with pytest.raises(
             TargetError, match=r"x: cannot be written, the store is open for reading"
@@ -155,7 +155,7 @@ def test_readers_see_one_save_or_an_error(tmp_path):
         nn.init.constant_(model.weight, number)
         CheckpointSaver().save(model, tmp_path / f"{number}" / "out")
     place = in_bucket(tmp_path / "1.0" / "out")
-    with open_checkpoint(place) as held:
+    with open_checkpoint(open_place(place)) as held:
         in_bucket(tmp_path / "2.0" / "out", place.store)
         with pytest.raises(CorruptError, match="overwritten while it was read"):
             held.store.read("model.safetensors")

@@ -17,8 +17,9 @@ from peft import inject_adapter_in_model
 from transformers import AutoModelForCausalLM
 
 from ft_ckpt import CheckpointSaver, errors, verify
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.extensions.tools import merging
+from ft_ckpt.storage.place import open_place
 
 LINEAR = ["q_proj", "v_proj", "down_proj"]
 TARGETS = {
@@ -303,7 +304,7 @@ def test_compared_by_what_it_computes(tmp_path, monkeypatch):
     assert model.training
     note = next(note for note in report.notes if note.startswith("logits"))
     assert note.startswith("logits of 2 x 16 tokens differ by ")
-    assert note in read_manifest(tmp_path / "out").notes
+    assert note in read_manifest(open_place(tmp_path / "out")).notes
     saved(model, tmp_path / "given", check=models.batch(4))
     right = merging.merge_layer
 
@@ -327,9 +328,9 @@ def test_in_the_background_and_within_a_run(tmp_path):
         saver.save_state()
     assert pending.result().kind == "full"
     assert_close_tensors(stored(tmp_path / "later"), stored(tmp_path / "now"))
-    assert read_manifest(tmp_path / "now").export
+    assert read_manifest(open_place(tmp_path / "now")).export
     assert verify(tmp_path / "later").ok
-    assert read_manifest(tmp_path / "checkpoint-1").parts[0].kind == "adapter"
+    assert read_manifest(open_place(tmp_path / "checkpoint-1")).parts[0].kind == "adapter"
 
 
 def test_formats_types_and_shards(tmp_path):

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from wrappers import ACCELERATE_CPU
 
 import ft_ckpt
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.storage.place import open_place
 
 TINY = ("--batch-size", "8", "--sequence-length", "64")
 
@@ -98,10 +99,12 @@ def test_full_run_is_what_transformers_loads(full, text):
 @pytest.mark.slow
 def test_full_run_leaves_valid_checkpoints(full):
     folder, _ = full
-    steps = {path.name: read_manifest(path).step for path in folder.glob("checkpoint-*")}
+    steps = {
+        path.name: read_manifest(open_place(path)).step for path in folder.glob("checkpoint-*")
+    }
     assert steps == {"checkpoint-20": 20, "checkpoint-40": 40, "final": 40}
     assert all(ft_ckpt.verify(folder / name).ok for name in steps)
-    assert set(read_manifest(folder / "checkpoint-20").metrics) == {"loss"}
+    assert set(read_manifest(open_place(folder / "checkpoint-20")).metrics) == {"loss"}
 
 
 @pytest.mark.slow

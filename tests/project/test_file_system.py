@@ -62,7 +62,7 @@ STORAGE |= {
 }  # paths as places; files for libraries that want paths; trials of a file system
 # The commit protocol of folders, its recovery and its opposite, locks of readers and runs, and open
 # files kept open.
-CHECKPOINT = {"commit", "delete", "guards", "opening", "open_folder"}
+CHECKPOINT = {"commit", "delete", "open_folder", "opening", "reader_leases", "recovery"}
 # A folder for a trainer class that writes files, with links to the neighbours of the checkpoint.
 TRAINERS = {"integrations/trainer_layout"}
 # Signatures of folders on a disk, by a library that reads paths; a signature beside a copy.

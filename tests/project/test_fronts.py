@@ -10,13 +10,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STUBS = sorted((ROOT / "ft_ckpt").glob("*/**/__init__.pyi"))
 # Modules that others still enter as modules; the list only gets shorter.
 ENTERED = {
-    "ft_ckpt.checkpoint.catalog",
-    "ft_ckpt.checkpoint.commit",
-    "ft_ckpt.checkpoint.guards",
-    "ft_ckpt.checkpoint.staging",
     "ft_ckpt.ranks.wrappers",
     "ft_ckpt.storage.local_disk",
-    "ft_ckpt.storage.locks",
 }
 
 

@@ -20,9 +20,10 @@ from wrappers import fsdp2
 
 import ft_ckpt.storage.writer
 from ft_ckpt import CheckpointSaver, errors, latest, verify
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.extensions.rl.session import SESSIONS
 from ft_ckpt.ranks.ranks import current_ranks
+from ft_ckpt.storage.place import open_place
 
 BUCKET = 1 << 16  # the smallest: the wide model takes some hundred of them
 
@@ -228,7 +229,7 @@ def test_a_hundred_overwriting_saves(tmp_path):
             model.weight.fill_(step)
         time.sleep(dice.random() * 0.005)
         keeper.save(model, tmp_path / "only", step=step)
-        assert read_manifest(tmp_path / "only").step == step
+        assert read_manifest(open_place(tmp_path / "only")).step == step
     assert verify(tmp_path / "only").ok
     assert [path.name for path in tmp_path.iterdir()] == ["only"]
 

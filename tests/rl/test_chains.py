@@ -15,14 +15,16 @@ from safetensors.torch import load_file, save_file
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, ServerOptions
-from ft_ckpt.checkpoint.catalog import discover, read_manifest
+from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.manifest import manifest_to_json
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import ConfigError, CorruptError, EngineError, NameTakenError
 from ft_ckpt.extensions.rl import PublishReport
 from ft_ckpt.extensions.rl.follow import follow_run
 from ft_ckpt.storage.digests import read_record
 from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import open_place
 
 WEIGHTS = "model.safetensors"
 
@@ -38,7 +40,7 @@ def grow(files: EngineFiles, run: Path, step: int) -> Path:
     }
     save_file(weights, path / WEIGHTS, metadata={"format": "pt"})
     new = read_record(LocalStore(path), WEIGHTS)
-    manifest = read_manifest(path)
+    manifest = read_manifest(open_place(path))
     records = tuple(new if file.path == WEIGHTS else file for file in manifest.files)
     created = f"2026-01-01T00:00:00.{step:06}+00:00"
     manifest = replace(manifest, files=records, step=step, created=created, run_id="a")
@@ -88,7 +90,7 @@ def test_a_server_follows_a_chain_while_a_run_appends_to_it(
         assert engine.weight_version == reports[-1].version
         assert engine.held == str(stage / "policy/checkpoint-5")
         assert "parameters equal to the files" in reports[-1].servers[0].checked
-    assert [info.manifest.kind for info in discover(chain)] == ["full", *["delta"] * 4]
+    assert [info.manifest.kind for info in discover(open_place(chain))] == ["full", *["delta"] * 4]
     assert len(list((stage / "policy").glob("checkpoint-*"))) <= 2
     for path in (run / "checkpoint-5").iterdir():
         if path.name != "ft_ckpt.json":
@@ -254,7 +256,7 @@ def test_a_saver_appends_what_it_saves(tmp_path: Path) -> None:
             # waits, or the next one may take its place
             kinds.append(saver.step().publish.result().kind)
     assert kinds == ["anchor", "delta", "delta"]
-    assert [info.name for info in discover(tmp_path / "chain")] == [
+    assert [info.name for info in discover(open_place(tmp_path / "chain"))] == [
         f"checkpoint-{step}" for step in (1, 2, 3)
     ]
 

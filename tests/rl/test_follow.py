@@ -27,8 +27,8 @@ from on_ranks import RANK, on_ranks
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, ServerOptions
-from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.manifest import manifest_to_json
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import ConfigError, EngineError, NotACheckpointError, RankError
 from ft_ckpt.extensions.rl import PublishReport
 from ft_ckpt.extensions.rl.follow import Publisher, follow_run
@@ -78,7 +78,7 @@ def put(files: EngineFiles, run: Path, step: int, seed: int = 0) -> Path:
     """A checkpoint of the run, with the adapter of another one."""
     part = shutil.copytree(files.adapters[seed], run / f".{step}")
     created = f"2026-01-01T00:00:00.{step:06}+00:00"
-    manifest = replace(read_manifest(part), step=step, created=created, run_id="a")
+    manifest = replace(read_manifest(open_place(part)), step=step, created=created, run_id="a")
     (part / "ft_ckpt.json").write_text(manifest_to_json(manifest))
     return part.rename(run / f"checkpoint-{step}")
 

@@ -18,7 +18,7 @@ from training import QUIET, begin, go_on, network, prepared, train, whole
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Every, Keep, latest
-from ft_ckpt.checkpoint import catalog, opening
+from ft_ckpt.checkpoint import opening, stored_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import (
     ConfigError,
@@ -163,7 +163,7 @@ def test_each_thing_is_read_once(tmp_path, monkeypatch, mode):
         train(run, saver, 4)
     read = []
     looked = (
-        (catalog, "manifest_from_json"),
+        (stored_manifest, "manifest_from_json"),
         (opening, "parse_manifest"),
         (resume_point, "read_document"),
     )

@@ -84,8 +84,8 @@ run_lease.LEASE_SECONDS, run_lease.RENEW_SECONDS = float(lease), float(renew)
 if host:
     from namespaces import take_host_name
     take_host_name(host)
-steady = locks.steady_seconds
-locks.steady_seconds = lambda: steady() + float(ahead)
+steady = run_lease.steady_seconds
+run_lease.steady_seconds = lambda: steady() + float(ahead)
 room, model = Path(room), torch.nn.Linear(2, 2)
 with CheckpointSaver(None, run) as saver:
     saver.resume(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
@@ -182,7 +182,7 @@ def test_a_second_process_is_told_who_trains_there(run):
         ):
             with pytest.raises(LeaseTakenError, match=expected):
                 action()
-        assert [info.name for info in discover(run)] == ["checkpoint-1"]
+        assert [info.name for info in discover(open_place(run))] == ["checkpoint-1"]
         assert first.second_save() == f"a fresh start: nothing was resumed from {run}\n"
         assert not has_mark(run), "its end releases it"
         assert second.resume().step == 2
@@ -312,10 +312,10 @@ def test_a_process_that_wakes_up_looks_at_the_lease_before_it_commits(tmp_path, 
     stepped(saver)
     put_mark(open_place(tmp_path).folder, RUN_LEASE, token="another")
     later = locks.steady_seconds() + 100
-    monkeypatch.setattr(locks, "steady_seconds", lambda: later)
+    monkeypatch.setattr(run_lease, "steady_seconds", lambda: later)
     with pytest.raises(LeaseTakenError, match="taken over by process"):
         stepped(saver)
-    assert [info.manifest.step for info in discover(tmp_path)] == [1]
+    assert [info.manifest.step for info in discover(open_place(tmp_path))] == [1]
 
 
 def test_a_saver_that_is_dropped_leaves_the_folder(tmp_path, short):

@@ -19,10 +19,10 @@ from training import QUIET, learn, network, prepared, rows, train
 from wrappers import WRAPPERS
 
 from ft_ckpt import CheckpointSaver, Every, Keep
-from ft_ckpt.checkpoint import commit
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import ConfigError, LoadError, NoSpaceError, TargetError
-from ft_ckpt.runs import prune
+from ft_ckpt.saving import space
+from ft_ckpt.storage.place import open_place
 
 SHORT = {"enter_timeout_seconds": 30, **QUIET}
 
@@ -166,7 +166,7 @@ def test_folders_named_by_epoch(tmp_path):
         run.accelerator, tmp_path, every=Every(steps=4, signals=()), keep=2, **named
     ) as saver:
         train(run, saver)
-    steps = {path.name: read_manifest(path).step for path in tmp_path.glob("[!.]*")}
+    steps = {path.name: read_manifest(open_place(path)).step for path in tmp_path.glob("[!.]*")}
     assert steps == {"epoch_2": 16, "epoch_3": 18}
     with CheckpointSaver(prepared().accelerator, tmp_path, **named) as saver:
         progress = saver.resume("must")
@@ -210,15 +210,15 @@ def test_the_run_resumed_from_stays(tmp_path):
 @pytest.fixture
 def disk(monkeypatch):
     """A disk with room for a number of checkpoints in the folder that is set."""
-    real, state = commit.check_target, {"room": 2, "folder": None}
+    real, state = space.check_target, {"room": 2, "folder": None}
 
     def check(target, needed):
         real(target, needed)
         if needed and len(list(state["folder"].glob("checkpoint-*"))) >= state["room"]:
             raise NoSpaceError(f"{target}: full")
 
-    monkeypatch.setattr(commit, "check_target", check)
-    monkeypatch.setattr(prune, "ROOM_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(space, "check_target", check)
+    monkeypatch.setattr(space, "POLL_SECONDS", 0.05)
     return state
 
 
@@ -284,7 +284,7 @@ def test_a_disk_filled_while_it_is_written_to(tmp_path, monkeypatch):
         return real(file)
 
     monkeypatch.setattr(DurableFile, "finish", finish)
-    monkeypatch.setattr(prune, "ROOM_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(space, "POLL_SECONDS", 0.01)
     run = prepared()
     CheckpointSaver(run.accelerator, tmp_path, when_full="wait").save_state()
     assert (folders(tmp_path), failures) == (["checkpoint-0"], [])
@@ -446,7 +446,7 @@ def test_metrics_may_be_whatever_is_one_number(tmp_path):
     saver.save_state(path=tmp_path / "state", metrics=fractions())
     saver.save(saver._run.model, tmp_path / "weights", metrics=fractions())
     for name in ("checkpoint-1", "state", "weights"):
-        found = read_manifest(tmp_path / name).metrics
+        found = read_manifest(open_place(tmp_path / name)).metrics
         assert found == {"a": 0.5, "b": 0.25, "c": 1.5, "d": 1.0, "e": 3.0}
 
 
@@ -489,7 +489,7 @@ def test_weights_after_a_roll_back_have_no_metrics_of_the_step_before_it(tmp_pat
         saver.step({"loss": loss})
     saver.resume("checkpoint-1")
     saver.save(saver._run.model, tmp_path / "weights")
-    found = read_manifest(tmp_path / "weights")
+    found = read_manifest(open_place(tmp_path / "weights"))
     assert (found.step, found.metrics) == (1, {})
 
 

@@ -10,11 +10,11 @@ import torch
 from buckets import new_bucket
 
 from ft_ckpt import CheckpointSaver, load_model
-from ft_ckpt.checkpoint import staging
-from ft_ckpt.checkpoint.catalog import load_manifest
-from ft_ckpt.checkpoint.checks import checkpoint_problems
-from ft_ckpt.checkpoint.guards import pin, unpin
+from ft_ckpt.checkpoint import object_staging
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.pins import pin, unpin
+from ft_ckpt.checkpoint.problems import checkpoint_problems
+from ft_ckpt.checkpoint.stored_manifest import load_manifest
 from ft_ckpt.errors import NameTakenError, NoSpaceError
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
@@ -103,7 +103,9 @@ def test_a_save_that_fails_leaves_nothing(bucket, monkeypatch):
     save_into(bucket, model)
     before = [each.name for each in bucket.list()]
     monkeypatch.setattr(
-        staging.ObjectStaging, "commit", lambda *_: (_ for _ in ()).throw(NoSpaceError("full"))
+        object_staging.ObjectStaging,
+        "commit",
+        lambda *_: (_ for _ in ()).throw(NoSpaceError("full")),
     )
     with pytest.raises(NoSpaceError, match="full"):
         save_into(bucket, model, (2,))

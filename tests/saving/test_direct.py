@@ -24,7 +24,7 @@ from tuning import blocks_of
 from wrappers import WRAPPERS
 
 from ft_ckpt import CheckpointSaver, latest, verify
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import CorruptError, NoSpaceError, RankError
 from ft_ckpt.ranks import gather
 from ft_ckpt.saving import shared_folders, write_plan
@@ -32,6 +32,7 @@ from ft_ckpt.storage import writer
 from ft_ckpt.storage.digests import Cut, FileRecord, joined_digest, rank_parts, read_record
 from ft_ckpt.storage.local_file import MappedBytes
 from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import open_place
 from ft_ckpt.storage.verify_files import digest_problems
 
 SHORT = {"enter_timeout_seconds": 60, "on_difference": "ignore", "io_threads": 2}
@@ -125,9 +126,14 @@ def same_files_of_a_run(wrapper, model, folder, **settings):
         for file in files:
             assert (one / file).read_bytes() == (every / file).read_bytes(), file
         assert verify(every).ok, verify(every)
-        records = {file.path: file for file in read_manifest(every).files}
+        records = {file.path: file for file in read_manifest(open_place(every)).files}
         columns = next(
-            (one for one in read_manifest(every).parts[0].tensors if "o_proj" in one.name), None
+            (
+                one
+                for one in read_manifest(open_place(every)).parts[0].tensors
+                if "o_proj" in one.name
+            ),
+            None,
         )
         if columns is not None and not name and folder.name == "in_runs":
             pieces = [
@@ -161,7 +167,7 @@ def test_rank_0_writes_what_others_do_not_see(tmp_path):
     with unseen_files(shared_folders._PROBE) if RANK else nullcontext():
         saver.save(live.model, tmp_path / "saved")
     assert verify(tmp_path / "saved").ok
-    assert not any(file.cuts for file in read_manifest(tmp_path / "saved").files)
+    assert not any(file.cuts for file in read_manifest(open_place(tmp_path / "saved")).files)
 
 
 def full_or_slow(full, slow_seconds):

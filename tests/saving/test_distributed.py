@@ -38,10 +38,11 @@ from wrappers import ACCELERATE_CPU, WRAPPERS, named_tensors, truth
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.ranks.gather import stream_chunks
 from ft_ckpt.ranks.ranks import current_ranks
 from ft_ckpt.ranks.tensors import ModelTensors
+from ft_ckpt.storage.place import open_place
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -453,7 +454,9 @@ def test_tied_weights_are_stored_once_and_tied_on_reload(saved_under, wrapper):
     """Shared tensors refused or dropped; the pair written twice and untied after reload."""
     saved = saved_under(wrapper, "full") / "saved"
     assert "lm_head.weight" not in stored(saved)
-    assert read_manifest(saved).parts[0].ties == (("model.embed_tokens.weight", "lm_head.weight"),)
+    assert read_manifest(open_place(saved)).parts[0].ties == (
+        ("model.embed_tokens.weight", "lm_head.weight"),
+    )
     for loaded in (AutoModelForCausalLM.from_pretrained(saved), ft_ckpt.load_model(saved)):
         assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
@@ -467,8 +470,8 @@ def test_manifest_knows_what_was_trained_and_the_tokenizer_is_there(saved_under,
         for name, parameter in models.partly_frozen().named_parameters()
         if parameter.requires_grad
     }
-    assert set(read_manifest(saved).parts[0].trainable) == trained
-    assert read_manifest(saved).world["size"] == GROUP_OF[wrapper].ranks
+    assert set(read_manifest(open_place(saved)).parts[0].trainable) == trained
+    assert read_manifest(open_place(saved)).world["size"] == GROUP_OF[wrapper].ranks
     assert AutoTokenizer.from_pretrained(saved).chat_template == models.CHAT_TEMPLATE
 
 
@@ -501,7 +504,9 @@ def test_dtype_is_the_one_asked_for_in_file_and_config(saved_under, wrapper, tmp
     model, saved = true_model("olmo2", folder).to(torch.bfloat16), folder / "saved"
     assert_same_tensors(stored(saved), reference(model, tmp_path))
     assert json.loads((saved / "config.json").read_text())["dtype"] == "bfloat16"
-    assert read_manifest(saved).parts[0].casts == {"float32->bfloat16": len(stored(saved))}
+    assert read_manifest(open_place(saved)).parts[0].casts == {
+        "float32->bfloat16": len(stored(saved))
+    }
 
 
 @under("attribute")
@@ -541,7 +546,10 @@ def test_a_shared_trunk_is_shared_again_after_loading(saved_under, wrapper, tmp_
     folder = saved_under(wrapper, "shared_trunk")
     model, saved = true_model("shared_trunk", folder), folder / "saved"
     assert_same_tensors(stored(saved / "policy"), reference(model.policy, tmp_path))
-    assert any("policy:model.embed_tokens.weight" in group for group in read_manifest(saved).shared)
+    assert any(
+        "policy:model.embed_tokens.weight" in group
+        for group in read_manifest(open_place(saved)).shared
+    )
     value_model = models.build("shared_trunk").value_model
     parts = ft_ckpt.load_model(saved, into={"value_model": value_model})
     assert parts["value_model"] is value_model

@@ -28,12 +28,14 @@ from torch import distributed, nn
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep, verify
-from ft_ckpt.checkpoint import checks
-from ft_ckpt.checkpoint.catalog import discover, read_manifest
-from ft_ckpt.checkpoint.guards import pin, pin_reason
+from ft_ckpt.checkpoint import problems
+from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.pins import pin, pin_reason
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import CheckpointError, ManifestError, TargetError
 from ft_ckpt.runs.prune import prune_run
+from ft_ckpt.storage.place import open_place
 
 FAULTS = ("ENOSPC", "EIO", "EINTR", "EMFILE", "ESTALE", "EACCES", "EROFS", "short")
 LASTING = ("ENOSPC and on", "EIO and on", "EROFS and on")
@@ -165,7 +167,7 @@ def prune(folder, value):
 def pinning(folder, value):
     if not value:
         full(folder, 1)
-    pin(folder / "out", f"reason {value}")
+    pin(open_place(folder / "out"), f"reason {value}")
 
 
 SAVES = {
@@ -232,9 +234,9 @@ def check_save(preloaded, folder, case, world, ended):
     assert again.status == 0, (ended, again)
     check_whole(folder, case)
     if case == "pin":
-        assert "reason 2" in str(pin_reason(folder / "out"))
+        assert "reason 2" in str(pin_reason(open_place(folder / "out")))
     if case in WITH_STEP:
-        assert read_manifest(folder / "out").step == 2
+        assert read_manifest(open_place(folder / "out")).step == 2
 
 
 def campaign(preloaded, root, case, max_worlds=0):
@@ -333,7 +335,7 @@ def read_latest(folder):
 
 
 def read_steps(folder):
-    return [info.manifest.step for info in discover(folder / "run")]
+    return [info.manifest.step for info in discover(open_place(folder / "run"))]
 
 
 def read_file(name, folder, **options):
@@ -365,7 +367,7 @@ READS = {
 
 def read(folder, case):
     """What is read, and the warnings that name it, as JSON."""
-    checks.PAUSES_SECONDS = (0.0, 0.0)  # lasting faults would wait at each trial
+    problems.PAUSES_SECONDS = (0.0, 0.0)  # lasting faults would wait at each trial
     heard = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: heard.append(record.getMessage())

@@ -26,9 +26,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, errors, latest, verify
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import SelectionError
+from ft_ckpt.storage.place import open_place
 
 LINEAR = ["q_proj", "v_proj", "down_proj"]
 
@@ -65,7 +66,7 @@ def merges_as_peft(architecture: str, config: Any, folder: Path) -> None:
         logits(AutoModelForCausalLM.from_pretrained(folder / "out")), live, rtol=1e-4, atol=1e-4
     )
     assert report.tensors == len(stored(folder / "out"))
-    assert read_manifest(folder / "out").made_from == ("adapter", "base")
+    assert read_manifest(open_place(folder / "out")).made_from == ("adapter", "base")
     assert verify(folder / "out").ok
 
 
@@ -442,7 +443,7 @@ def test_checked_by_logits_and_no_moment_of_a_run(tmp_path):
     adapted(base, low_rank(["q_proj"])).save_pretrained(tmp_path / "adapter")
     report = merged(tmp_path / "adapter", tmp_path / "runs" / "merged", check="logits")
     assert any(note.startswith("logits of 2 x 16 tokens") for note in report.notes)
-    assert read_manifest(tmp_path / "runs" / "merged").export
+    assert read_manifest(open_place(tmp_path / "runs" / "merged")).export
     assert latest(tmp_path / "runs") is None
 
 

@@ -17,10 +17,12 @@ from transformers import AutoModelForCausalLM
 from wrappers import WRAPPERS, truth
 
 from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig, load_model, verify
-from ft_ckpt.checkpoint.catalog import discover, read_manifest
+from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.delete import delete_checkpoint
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import NoSpaceError
 from ft_ckpt.saving import files, space, write
+from ft_ckpt.storage.place import open_place
 
 FROZEN, TRAINED = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -53,7 +55,7 @@ def twice(model, folder, change=step, **settings):
 
 
 def is_linked(path, file=FROZEN):
-    records = {record.path: record for record in read_manifest(path).files}
+    records = {record.path: record for record in read_manifest(open_place(path)).files}
     assert ((path / file).stat().st_nlink > 1) == records[file].linked
     return records[file].linked
 
@@ -226,7 +228,7 @@ def test_experts_that_are_stored_otherwise(tmp_path):
 def test_shards_of_either_kind(model, tmp_path):
     frozen_but(model, "model.norm.weight", "model.embed_tokens.weight")
     path = twice(model, tmp_path, max_shard_size="2MB")
-    linked = [record.path for record in read_manifest(path).files if record.linked]
+    linked = [record.path for record in read_manifest(open_place(path)).files if record.linked]
     names = sorted(file.name for file in path.glob("*.safetensors"))
     assert len(linked) >= 2
     assert len(names) > len(linked)
@@ -248,7 +250,7 @@ def test_small_models_stay_one_file(model, tmp_path):
         tmp_path / "reference" / "model.safetensors"
     ).read_bytes()
     assert same
-    assert not any(record.linked for record in read_manifest(path).files)
+    assert not any(record.linked for record in read_manifest(open_place(path)).files)
 
 
 def test_auto_pays_from_a_size_on(model, tmp_path, monkeypatch):
@@ -318,9 +320,9 @@ def test_the_same_step_again(model, tmp_path):
         for _ in range(3):
             step(model)
             path = saver.save(model, step=1).path
-    assert [record.linked for record in read_manifest(path).files if record.path == FROZEN] == [
-        True
-    ]
+    assert [
+        record.linked for record in read_manifest(open_place(path)).files if record.path == FROZEN
+    ] == [True]
     assert not is_linked_still(path)  # the others are gone
     assert_is(path, model, tmp_path / "reference")
 
@@ -334,7 +336,7 @@ def test_in_a_run_with_retention(model, tmp_path):
         for number in range(1, 5):
             step(model)
             saver.step(step=number)
-    kept = [info.path for info in discover(tmp_path)]
+    kept = [info.path for info in discover(open_place(tmp_path))]
     assert [path.name for path in kept] == ["checkpoint-3", "checkpoint-4"]
     assert all(is_linked(path) and verify(path).ok for path in kept)
     assert_is(kept[-1], model, tmp_path / "reference")
@@ -457,7 +459,7 @@ def test_killed_in_the_middle(model, tmp_path):
     def trial(world):
         folder = tmp_path / world.name
         world.run(save, folder)
-        for info in discover(folder):
+        for info in discover(open_place(folder)):
             assert verify(info.path).ok
         assert world.is_met or is_linked(folder / "checkpoint-2")
 

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import ConfigError
+from ft_ckpt.storage.place import open_place
 
 FORMATS = ("safetensors", "h5", "dual")
 
@@ -43,7 +44,7 @@ def test_round_trip(tmp_path, form, name):
     model = models.build(name)
     report = CheckpointSaver(format=form).save(model, tmp_path / "out", adapter_only=False)
     assert ft_ckpt.verify(report.path).ok
-    assert read_manifest(report.path).parts[0].format == form
+    assert read_manifest(open_place(report.path)).parts[0].format == form
     torch.testing.assert_close(
         logits(ft_ckpt.load_model(report.path)), logits(model), rtol=0, atol=1e-6
     )
@@ -85,7 +86,7 @@ def test_dual_file_is_one_file_under_two_names(tmp_path):
 def test_several_files_and_an_index(tmp_path, form):
     model = models.build("gpt2")
     report = CheckpointSaver(max_shard_size=30_000).save(model, tmp_path / "out", format=form)
-    files = {tensor.file for tensor in read_manifest(report.path).parts[0].tensors}
+    files = {tensor.file for tensor in read_manifest(open_place(report.path)).parts[0].tensors}
     assert len(files) > 2
     assert ft_ckpt.verify(report.path).ok
     assert torch.equal(logits(ft_ckpt.load_model(report.path)), logits(model))
@@ -117,7 +118,7 @@ def test_ties_stand_under_both_names_in_hdf5(tmp_path):
     report = CheckpointSaver(format="h5").save(models.build("llama"), tmp_path / "out")
     loaded = ft_ckpt.load_model(report.path)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert read_manifest(report.path).parts[0].ties == (
+    assert read_manifest(open_place(report.path)).parts[0].ties == (
         ("model.embed_tokens.weight", "lm_head.weight"),
     )
 

@@ -21,9 +21,8 @@ from s3_server import FAST, running_s3
 from training import QUIET, learn, prepared
 
 from ft_ckpt import CheckpointSaver, Keep, latest, verify
-from ft_ckpt.checkpoint import commit
 from ft_ckpt.checkpoint.catalog import list_checkpoints
-from ft_ckpt.checkpoint.guards import pin
+from ft_ckpt.checkpoint.pins import pin
 from ft_ckpt.errors import (
     ConfigError,
     CorruptError,
@@ -218,7 +217,7 @@ def test_the_folder_keeps_the_newest_and_the_bucket_what_the_rules_say(s3, tmp_p
             tmp_path / "checkpoint-4",
             True,
         )
-        pin(f"{BUCKET_RUN}/checkpoint-4")
+        pin(open_place(f"{BUCKET_RUN}/checkpoint-4"))
     assert names(BUCKET_RUN) == ["checkpoint-3", "checkpoint-4"]
     assert names(tmp_path) == ["checkpoint-4"]
     shutil.rmtree(tmp_path)
@@ -268,7 +267,7 @@ def test_what_is_sent_although_the_rules_drop_it_goes_from_the_bucket(s3, tmp_pa
 
 def test_a_full_disk_makes_room_by_uploads(s3, tmp_path, monkeypatch):
     monkeypatch.setattr(space, "POLL_SECONDS", 0.02)
-    real, waits = commit.check_target, []
+    real, waits = space.check_target, []
 
     def has_room_for_two(target, needed_bytes):
         if needed_bytes and len(names(tmp_path)) > 1:
@@ -276,7 +275,7 @@ def test_a_full_disk_makes_room_by_uploads(s3, tmp_path, monkeypatch):
             raise NoSpaceError("full")
         real(target, needed_bytes)
 
-    monkeypatch.setattr(commit, "check_target", has_room_for_two)
+    monkeypatch.setattr(space, "check_target", has_room_for_two)
     with saver_at(tmp_path, when_full="wait") as saver:
         s3.faults.append(Fault("PUT .*safetensors", seconds=0.2, times=99))
         for _ in range(4):
@@ -348,14 +347,14 @@ def test_a_step_that_is_saved_anew_is_replaced(s3, tmp_path):
         saver.learn()
         saver.save_state()
         assert saver.save_state(metrics={"loss": 1.0}).upload.result(60).is_new
-    assert list_checkpoints(BUCKET_RUN).found[0].manifest.metrics == {"loss": 1.0}
+    assert list_checkpoints(open_place(BUCKET_RUN)).found[0].manifest.metrics == {"loss": 1.0}
 
 
 def test_another_runs_checkpoint_is_not_replaced(s3, tmp_path):
     with saver_at(None) as saver:
         saver.learn()
         saver.save_state()
-        own = list_checkpoints(BUCKET_RUN).found[0].manifest.run_id
+        own = list_checkpoints(open_place(BUCKET_RUN)).found[0].manifest.run_id
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         run = prepared()
@@ -368,7 +367,7 @@ def test_another_runs_checkpoint_is_not_replaced(s3, tmp_path):
         with pytest.raises(TargetError, match=r"checkpoint-1: not uploaded: .*to another run"):
             saver.close()
     assert any("tried again with the next save" in str(each.message) for each in told), told
-    assert list_checkpoints(BUCKET_RUN).found[0].manifest.run_id == own
+    assert list_checkpoints(open_place(BUCKET_RUN)).found[0].manifest.run_id == own
     assert names(tmp_path) == ["checkpoint-1"]
 
 
@@ -396,11 +395,13 @@ def test_what_was_uploaded_elsewhere_meanwhile_is_left_alone(s3, tmp_path):
         saver.save_state()
         saver.learn(1)
         saver.save_state()
-    found = {info.name: info.manifest.created for info in list_checkpoints(BUCKET_RUN).found}
+    found = {
+        info.name: info.manifest.created for info in list_checkpoints(open_place(BUCKET_RUN)).found
+    }
     with saver_at(tmp_path / "left") as saver:
         assert str(saver.resume("must").resumed_from) == f"{BUCKET_RUN}/checkpoint-4"
     assert {
-        info.name: info.manifest.created for info in list_checkpoints(BUCKET_RUN).found
+        info.name: info.manifest.created for info in list_checkpoints(open_place(BUCKET_RUN)).found
     } == found
 
 
@@ -481,7 +482,7 @@ def test_a_run_taken_back_replaces_what_it_went_back_in(s3, tmp_path):
         assert saver.resume("checkpoint-1").step == 1
         saver.learn()
         saver.save_state()
-    found = list_checkpoints(BUCKET_RUN).found
+    found = list_checkpoints(open_place(BUCKET_RUN)).found
     assert [info.name for info in found] == ["checkpoint-1", "checkpoint-3", "checkpoint-2"]
     assert found[1].manifest.run_id != found[2].manifest.run_id
 

@@ -25,8 +25,9 @@ from s3_server import S3
 import ft_ckpt
 import ft_ckpt.extensions.rl.writer as writer_module
 from ft_ckpt import CheckpointSaver, Writer
-from ft_ckpt.checkpoint.catalog import CheckpointInfo, read_manifest
+from ft_ckpt.checkpoint.catalog import CheckpointInfo
 from ft_ckpt.checkpoint.delete import delete_checkpoint, delete_state
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.cli import views
 from ft_ckpt.errors import (
     CheckpointError,
@@ -38,6 +39,7 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.extensions.rl.session import SESSIONS
 from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import open_place
 
 FORK = multiprocessing.get_context("fork")
 
@@ -103,7 +105,9 @@ def test_parts_of_one_checkpoint_and_back(tmp_path: Path) -> None:
             assert {path.name for path in part.files["rollout"]} == {"a.txt", "b.bin"}
             assert (tmp_path / "back/rollout/b.bin").read_bytes() == Path(__file__).read_bytes()
     assert ft_ckpt.verify(report.path).ok
-    files = {file.path for file in read_manifest(report.path).files if "writers" in file.path}
+    files = {
+        file.path for file in read_manifest(open_place(report.path)).files if "writers" in file.path
+    }
     parts = [
         "replay/state.safetensors",
         "rollout/b.bin",
@@ -130,7 +134,9 @@ def test_a_copy_keeps_the_parts_and_a_push_leaves_them_out(
         Writer(tmp_path / "run", "replay").put(1, [1, 2])
         stepped(saver, 1)
     path = tmp_path / "run/checkpoint-1"
-    views.show_checkpoint(CheckpointInfo(LocalStore(path), read_manifest(path)), as_json=False)
+    views.show_checkpoint(
+        CheckpointInfo(LocalStore(path), read_manifest(open_place(path))), as_json=False
+    )
     assert "replay" in capsys.readouterr().out.partition("parts of writers")[2]
     ft_ckpt.copy(path, tmp_path / "copy")
     assert ft_ckpt.load(tmp_path / "copy/state/writers/replay/state.safetensors") == [1, 2]
@@ -499,7 +505,10 @@ def test_unchanged_files_are_stored_once(tmp_path: Path) -> None:
     ]
     assert [path.stat().st_nlink for path in files[0]] == [3, 3, 3]
     assert [path.read_bytes() for path in files[1]] == [b"1", b"2", b"3"]
-    linked = {file.path: file.linked for file in read_manifest(tmp_path / "run/checkpoint-3").files}
+    linked = {
+        file.path: file.linked
+        for file in read_manifest(open_place(tmp_path / "run/checkpoint-3")).files
+    }
     assert (linked[f"{inner}/old.bin"], linked[f"{inner}/new.bin"]) == (True, False)
     for step in (1, 2):  # each checkpoint is whole without the others
         delete_checkpoint(tmp_path / f"run/checkpoint-{step}")

@@ -23,11 +23,12 @@ from torch.distributed import HashStore
 from tuning import blocks_of
 
 from ft_ckpt import CheckpointSaver, verify
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.ranks.ranks import Ranks
 from ft_ckpt.saving import regions, write_plan
 from ft_ckpt.storage import libc
 from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import open_place
 from ft_ckpt.storage.prefetch import BLOCK_BYTES, new_block
 from ft_ckpt.storage.writer import Writer, tuning_for
 
@@ -216,7 +217,7 @@ def test_a_dual_file_has_one_name_without_links(tmp_path, monkeypatch, code):
     path = CheckpointSaver().save(models.build("llama"), tmp_path / "out", format="dual").path
     assert verify(path).ok
     assert not (path / "model.h5").exists()
-    assert "model.h5" not in {record.path for record in read_manifest(path).files}
+    assert "model.h5" not in {record.path for record in read_manifest(open_place(path)).files}
 
 
 def test_threads_that_are_refused_at_once_all_go_on(tmp_path, monkeypatch):

@@ -19,12 +19,14 @@ from small_checkpoints import save_with_state
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep
-from ft_ckpt.checkpoint.guards import hold_lease, pin
+from ft_ckpt.checkpoint.pins import pin
+from ft_ckpt.checkpoint.reader_leases import hold_lease
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import NameTakenError
 from ft_ckpt.runs.prune import prune_run
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import open_place
 
 GROUP, OTHERS = 0o010, 0o001  # the bit with which this class of users enters a folder
 # of files, of folders
@@ -206,11 +208,11 @@ def test_what_is_saved_over_keeps_its_mode(tmp_path, originals, file_mode, folde
 
 def test_a_tombstone_is_as_private_as_the_manifest(tmp_path, originals):
     shutil.copytree(originals["run"], tmp_path / "run")
-    pin(tmp_path / "run" / "checkpoint-2", "mine")
+    pin(open_place(tmp_path / "run" / "checkpoint-2"), "mine")
     set_modes(tmp_path / "run", 0o600, 0o755)
     with (
         never_read_by_others_than(set(), tmp_path / "run"),
-        hold_lease(tmp_path / "run" / "checkpoint-2"),
+        hold_lease(open_place(tmp_path / "run" / "checkpoint-2")),
     ):
         prune_run(tmp_path / "run", Keep(last=3, state=Keep(last=1)))
     assert mode(tmp_path / "run" / "checkpoint-1" / "ft_ckpt.json") == 0o600
@@ -258,7 +260,7 @@ def test_a_mount_without_permissions_takes_everything(without_modes, originals, 
         for _ in range(2):
             ft_ckpt.copy(originals["run"] / "checkpoint-1", room / "run" / "copied", overwrite=True)
             ft_ckpt.convert(originals["full"], room / "run" / "converted", progress=False)
-            pin(room / "run" / "saved", "mine")
+            pin(open_place(room / "run" / "saved"), "mine")
         assert not ft_ckpt.sync(originals["run"], room / "run").problems
         LocalStore(room).write("claimed", b"one", create_only=True)
         with pytest.raises(NameTakenError):

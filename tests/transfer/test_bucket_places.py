@@ -15,8 +15,9 @@ from small_checkpoints import contents, save, save_with_state
 from test_copies import FROZEN, save_large
 
 from ft_ckpt import CheckpointSaver, open_place, pull, push, verify
-from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.checkpoint.guards import hold_lease, pin
+from ft_ckpt.checkpoint.pins import pin
+from ft_ckpt.checkpoint.reader_leases import hold_lease
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.cli import main
 from ft_ckpt.errors import ConfigError, CorruptError, NameTakenError, NotACheckpointError
 from ft_ckpt.extensions.transfer import pull_cache
@@ -104,7 +105,7 @@ def test_a_folder_that_is_taken_is_left(stored, tmp_path):
     with pytest.raises(NameTakenError):
         pull(Place(stored, "checkpoint-2"), tmp_path / "folder")
     pull(Place(stored, "checkpoint-2"), tmp_path / "folder", overwrite=True)
-    assert read_manifest(tmp_path / "folder").step == 2
+    assert read_manifest(open_place(tmp_path / "folder")).step == 2
 
 
 def test_the_cache_keeps_to_its_size_and_to_what_is_used(cache, tmp_path, monkeypatch):
@@ -117,8 +118,8 @@ def test_the_cache_keeps_to_its_size_and_to_what_is_used(cache, tmp_path, monkey
     assert all(path.exists() for path in pulled), "all were used within the hour"
     for age, path in enumerate(reversed(pulled)):
         os.utime(path / ".ft_ckpt-used", (time.time() - 7200 - age,) * 2)
-    pin(pulled[0])
-    with hold_lease(pulled[1]):
+    pin(open_place(pulled[0]))
+    with hold_lease(open_place(pulled[1])):
         last = pull(Place(bucket, "checkpoint-4")).path
     assert [path.exists() for path in (*pulled, last)] == [True, True, False, False, True]
     assert verify(last).ok

@@ -12,10 +12,11 @@ from faults import Disk, Requests, try_worlds
 from small_checkpoints import contents, make_checkpoint, save_with_state
 
 from ft_ckpt import copy, verify
-from ft_ckpt.checkpoint.catalog import load_manifest
-from ft_ckpt.checkpoint.guards import hold_lease, pin
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.pins import pin
+from ft_ckpt.checkpoint.reader_leases import hold_lease
 from ft_ckpt.checkpoint.staging import open_staging
+from ft_ckpt.checkpoint.stored_manifest import load_manifest
 from ft_ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -66,8 +67,8 @@ def files_of(place):
 def test_a_checkpoint_goes_round_all_kinds_of_places(run, tmp_path):
     before = Place(LocalStore(run), "checkpoint-1")
     expected = files_of(before)
-    pin(run / "checkpoint-1")
-    with hold_lease(run / "checkpoint-1"):
+    pin(open_place(run / "checkpoint-1"))
+    with hold_lease(open_place(run / "checkpoint-1")):
         for folder in places(tmp_path):
             goal = Place(folder.folder, "checkpoint-1")
             report = copy(before, goal)

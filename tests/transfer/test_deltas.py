@@ -20,8 +20,9 @@ from seeds import examples
 
 import ft_ckpt
 from ft_ckpt import Keep
-from ft_ckpt.checkpoint.catalog import discover, load_manifest
+from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord, manifest_to_json
+from ft_ckpt.checkpoint.stored_manifest import load_manifest
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, ManifestError, NameTakenError
 from ft_ckpt.extensions.rl import delta_files
 from ft_ckpt.runs.prune import prune_run
@@ -111,7 +112,7 @@ def grow(folder: Path, chain: Path | str, count: int, anchor_every: int = 10) ->
 
 
 def kinds(chain: Path | str) -> list[str]:
-    return [info.manifest.kind for info in discover(chain)]
+    return [info.manifest.kind for info in discover(open_place(chain))]
 
 
 def assert_rebuilt(entry: Path | str, folder: Path, original: Path) -> None:
@@ -241,7 +242,7 @@ def test_a_chain_of_twelve(tmp_path: Path, place: str, request: pytest.FixtureRe
         chain = "s3://bucket/chain"
     paths = grow(tmp_path / "run", chain, 12, anchor_every=5)
     assert kinds(chain) == [*["full", *["delta"] * 4] * 2, "full", "delta"]
-    assert all(ft_ckpt.verify(info.place).ok for info in discover(chain))
+    assert all(ft_ckpt.verify(info.place).ok for info in discover(open_place(chain)))
     for step in (1, 5, 6, 12):
         assert_rebuilt(f"{chain}/checkpoint-{step}", tmp_path / f"alone-{step}", paths[step - 1])
     ids = set()

@@ -28,9 +28,9 @@ from small_checkpoints import contents, save_with_state
 
 import ft_ckpt as library
 from ft_ckpt import CheckpointSaver, copy, latest, pull, push, sync, verify
-from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -98,7 +98,7 @@ def is_whole(goal=GOAL):
 def step_of(goal=GOAL):
     """The step of the checkpoint in the bucket."""
     with tempfile.TemporaryDirectory() as folder:
-        return read_manifest(pull(goal, Path(folder, "pulled")).path).step
+        return read_manifest(open_place(pull(goal, Path(folder, "pulled")).path)).step
 
 
 # There and back

@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, pull, push
-from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.checkpoint.guards import lease_reasons
+from ft_ckpt.checkpoint.reader_leases import lease_reasons
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -41,7 +41,7 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.extensions.transfer import hub as hub_module, hub_client, model_card
 from ft_ckpt.extensions.transfer.hub_place import HubPlace, parse_place
-from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.place import Place, open_place
 
 METRICS = {"eval_loss": 2.0, "eval_accuracy": 0.5, "eval_runtime": 3.0, "learning_rate": 0.1}
 
@@ -90,7 +90,7 @@ def test_a_pushed_checkpoint_is_one_commit_and_comes_back_as_it_was(hub, made, t
     assert fetched.oid == report.oid
     assert all(path.is_file() for path in (tmp_path / "back").iterdir())
     assert ft_ckpt.verify(tmp_path / "back").ok
-    assert read_manifest(tmp_path / "back").metrics == METRICS
+    assert read_manifest(open_place(tmp_path / "back")).metrics == METRICS
     assert stored(tmp_path / "back").keys() == stored(made / "full").keys()
     assert all(
         torch.equal(one, stored(made / "full")[name])
@@ -136,7 +136,9 @@ def test_the_state_of_a_run_stays_here_unless_it_is_asked_for(hub, made, tmp_pat
     assert "state/training.safetensors" in report.notes[0]
     pull("hf://user/model", tmp_path / "weights")
     assert ft_ckpt.verify(tmp_path / "weights").ok
-    assert [part.kind for part in read_manifest(tmp_path / "weights").parts] == ["model"]
+    assert [part.kind for part in read_manifest(open_place(tmp_path / "weights")).parts] == [
+        "model"
+    ]
     push(made / "run" / "checkpoint-5", "hf://user/model/last-checkpoint", state=True)
     assert "model.safetensors" in hub.files("user/model")
     pull("hf://user/model@main/last-checkpoint", tmp_path / "whole")
@@ -169,7 +171,7 @@ def test_nothing_names_this_machine(hub, made, tmp_path):
         == "org/base"
     )
     pull("hf://user/named", tmp_path / "back")
-    assert read_manifest(tmp_path / "back").parts[0].base.id == "org/base"
+    assert read_manifest(open_place(tmp_path / "back")).parts[0].base.id == "org/base"
     assert ft_ckpt.load_model(tmp_path / "back", base=made / "base")
     card = metadata(hub, "user/named")
     assert (card["library_name"], card["base_model"], card["base_model_relation"]) == (

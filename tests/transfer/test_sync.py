@@ -10,13 +10,15 @@ from test_bucket_places import command
 from test_copies import FROZEN, files_of, save_large
 
 from ft_ckpt import latest, sync, verify
-from ft_ckpt.checkpoint.catalog import list_checkpoints, read_manifest
+from ft_ckpt.checkpoint.catalog import list_checkpoints
 from ft_ckpt.checkpoint.delete import delete_checkpoint, delete_state
-from ft_ckpt.checkpoint.guards import hold_lease, pin
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.pins import pin
+from ft_ckpt.checkpoint.reader_leases import hold_lease
+from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.place import Place, open_place
 
 
 @pytest.fixture(params=["folder", "bucket"])
@@ -41,7 +43,7 @@ def save_small(run, *steps, **facts):
 
 
 def names(place):
-    return [info.name for info in list_checkpoints(place).found]
+    return [info.name for info in list_checkpoints(open_place(place)).found]
 
 
 def test_a_run_goes_there_and_back_newest_first_and_only_what_is_missing(tmp_path, there):

@@ -78,7 +78,7 @@ def check_for(
     Raises ConfigError for an unknown engine, and the errors of opening the folder.
     """
     check_engine(engine)
-    with hold_open(folder) as place, closing(open_folder(place)) as file:
+    with hold_open(open_place(folder)) as place, closing(open_folder(place)) as file:
         return list(findings(engine, place.folder, file, max_lora_rank))
 
 

@@ -164,7 +164,7 @@ def drop_rebuilt(chain: Place, folder: Path, keep: int = 2) -> None:
     if not any(manifest.delta for manifest in manifests.values()):
         return
     rebuilt = []
-    for info in list_checkpoints(folder).found:
+    for info in list_checkpoints(Place(LocalStore(folder))).found:
         path = folder / info.name
         entry = manifests.get(info.name)
         if (

@@ -22,17 +22,17 @@ import re
 import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from ft_ckpt.checkpoint import (
+    ExclusiveLease,
     Manifest,
     load_manifest,
     mark_holder,
     may_live,
-    put_mark,
     read_mark,
-    renewed,
     store_time,
 )
 from ft_ckpt.errors import (
@@ -52,9 +52,10 @@ from ft_ckpt.storage import (
     Place,
     Store,
     copy_object,
+    is_gone,
     is_inside,
-    locks,
     open_place,
+    process_facts,
     read_record,
     read_text,
 )
@@ -137,7 +138,7 @@ def is_open(room: Store) -> bool:
 
     Writes an object to read the clock of the store.
     """
-    if locks.is_gone(read_mark(room, SESSION)):
+    if is_gone(read_mark(room, SESSION)):
         return False
     mark = room.stat(SESSION)
     return mark is not None and may_live(room, mark, store_time(room))
@@ -188,6 +189,17 @@ def default_rule(parts: Sequence[str], writers: Sequence[str]) -> dict[str, list
     return assigned
 
 
+@dataclass(eq=False, kw_only=True)
+class _SessionLease(ExclusiveLease):
+    """The mark of an open session, which contains the session."""
+
+    session: Session
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return asdict(self.session)
+
+
 @dataclass(eq=False)
 class OpenSession:
     """The session that this process, the trainer's first rank, keeps open."""
@@ -197,7 +209,7 @@ class OpenSession:
     timeout_seconds: float
     room: Store = field(init=False)
     _asked_at: float = 0.0
-    _over: ExitStack = field(default_factory=ExitStack)
+    _lease: "_SessionLease | None" = None
 
     def __post_init__(self) -> None:
         self.room = room_of(self.run.folder)
@@ -207,16 +219,17 @@ class OpenSession:
 
         Raises TargetError while another process has one open.
         """
-        facts, process = read_mark(self.room, SESSION), locks.process_facts()
+        facts, process = read_mark(self.room, SESSION), process_facts()
         is_of_process = all(facts.get(key) == process[key] for key in _PROCESS_KEYS)
         if facts and not is_of_process and is_open(self.room):
             raise self._taken()
         self._delete_below("")  # of sessions that are over
+        self._lease = _SessionLease(self.room, SESSION, self.session.token, session=self.session)
         try:
-            put_mark(self.room, SESSION, create_only=True, **asdict(self.session))
+            self._lease.put(create_only=True)
         except NameTakenError:
             raise self._taken() from None
-        self._over.enter_context(renewed(self._write))
+        self._lease.begin()
 
     def ask(self, step: int) -> None:
         """Ask all writers for their state at `step`.
@@ -226,9 +239,8 @@ class OpenSession:
         stored = read_session(self.room)
         if stored is not None and stored.token != self.session.token:
             raise WriterError(f"step {step}: {self._taken()}")
-        self.session = replace(self.session, asked=step)
         self._asked_at = time.monotonic()
-        self._write()
+        self._write(replace(self.session, asked=step))
 
     def collect(self, step: int, stage: Store) -> tuple[list[FileRecord], list[str]]:
         """Wait for the files of all writers for `step`, and take them into `stage`; returns their
@@ -285,8 +297,8 @@ class OpenSession:
         repeated save.
         """
         asked = self.session.asked
-        self.session = replace(self.session, last=last, asked=None if asked == last.step else asked)
-        self._write()
+        is_answered = asked == last.step
+        self._write(replace(self.session, last=last, asked=None if is_answered else asked))
         for folder in self.room.within(self.session.token).list_folder().folders:
             is_step = folder.name.isdecimal()
             if is_step and last.step is not None and int(folder.name) < last.step:
@@ -294,7 +306,8 @@ class OpenSession:
 
     def close(self) -> None:
         """End the session: its writers end, too."""
-        self._over.close()
+        if self._lease is not None:
+            self._lease.stop()
         with suppress(CheckpointError):
             stored = read_session(self.room)
             if stored is not None and stored.token == self.session.token:
@@ -306,8 +319,10 @@ class OpenSession:
             "was killed less than ten minutes ago on another machine; end it, or use another folder"
         )
 
-    def _write(self) -> None:
-        put_mark(self.room, SESSION, **asdict(self.session))
+    def _write(self, session: Session) -> None:
+        assert self._lease is not None, "the session is open"
+        self.session = self._lease.session = session
+        self._lease.put()
 
     def _delete_below(self, folder: str) -> None:
         if self.room.local_folder is not None:  # with drafts and folders of killed writers
@@ -331,7 +346,7 @@ class OpenSession:
         if self.room.local_folder is None:
             return ""
         facts = read_mark(self.room, mark_of(self.session, name))
-        if facts and locks.is_gone(facts):
+        if facts and is_gone(facts):
             return (
                 f"its process {facts.get('pid')} on {facts.get('host')} has ended; start it again"
             )

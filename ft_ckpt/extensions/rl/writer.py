@@ -57,8 +57,8 @@ from ft_ckpt.storage import (
     Place,
     Store,
     copy_object,
+    is_gone,
     is_inside,
-    locks,
     make_like,
     open_place,
     read_record,
@@ -351,7 +351,7 @@ class Writer:
             try:
                 if now > checked_at + _LIVE_SECONDS:
                     checked_at = now
-                    if locks.is_gone(read_mark(self._room, SESSION)):
+                    if is_gone(read_mark(self._room, SESSION)):
                         self._end("the trainer's process has ended")
                         return
                 stored = self._room.stat(SESSION)

@@ -21,7 +21,6 @@ from ft_ckpt.checkpoint import (
     earlier_checkpoints,
     open_staging_at,
     settle_staging_at,
-    take_earlier,
     verify,
 )
 from ft_ckpt.errors import CheckpointError, CorruptError, NoSpaceError, TargetError
@@ -191,7 +190,9 @@ class _FileCopies:
         if source is None or file.size_bytes < _MIN_REUSED_BYTES:
             return False
         with suppress(CorruptError, TargetError):  # deleted since, or no links there
-            if take_earlier(*source, self.store, file.path) and self._is_whole_here(file):
+            earlier, record = source
+            is_linked = earlier.link_file(record, self.store, file.path)
+            if is_linked and self._is_whole_here(file):
                 self._count(file.size_bytes)
                 with self._lock:
                     self.reused.add(file.path)

@@ -68,7 +68,7 @@ from ft_ckpt.extensions.transfer.reports import CopyReport, PullReport, new_copy
 from ft_ckpt.extensions.transfer.signatures import Signed, put_signature, signature_of_copy
 from ft_ckpt.extensions.transfer.stores import StoreEndpoint
 from ft_ckpt.schema import as_record
-from ft_ckpt.storage import PREFIX, LocalStore, Place, is_worth_showing
+from ft_ckpt.storage import PREFIX, LocalStore, Place, is_worth_showing, open_place
 
 _SENDING = f"{PREFIX}sending"  # JSON list of the files of a send that has not ended
 _BATCH_FAILED = (200, 422)  # statuses of a batch with operations that failed
@@ -128,7 +128,7 @@ class HubBucketEndpoint(CopyEndpoint):
         if checkpoint.is_local:
             return _send(checkpoint, self.folder, manifest, options, overwrite=overwrite)
         cached = pull_cached(checkpoint, manifest).path
-        with open_checkpoint(cached) as local:
+        with open_checkpoint(open_place(cached)) as local:
             report = _send(local, self.folder, local.manifest, options, overwrite=overwrite)
         return replace(report, source=checkpoint.location)
 

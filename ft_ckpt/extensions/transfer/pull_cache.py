@@ -26,7 +26,7 @@ from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.extensions.transfer.copies import copy_open
 from ft_ckpt.extensions.transfer.identity import content_key, is_there
 from ft_ckpt.extensions.transfer.reports import CopyReport
-from ft_ckpt.storage import PREFIX, LocalStore, Place, locks
+from ft_ckpt.storage import PREFIX, LocalStore, Place, holding_lock
 
 # environment variables: its location and largest size
 _FOLDER, _SIZE = "FT_CKPT_CACHE", "FT_CKPT_CACHE_SIZE"
@@ -78,7 +78,7 @@ def make_room_in(cache: LocalStore, max_bytes: int, coming: Manifest) -> None:
 
     Checkpoints that cannot be deleted stay.
     """
-    listed = list_checkpoints(cache.folder).found
+    listed = list_checkpoints(Place(cache)).found
     infos = [info for info in listed if info.store.identity != cache.identity]
     in_use_since = time.time() - _IN_USE_SECONDS
     for oldest in sorted(infos, key=_last_use):
@@ -112,7 +112,7 @@ def _sole_puller(cache: LocalStore, name: str) -> Iterator[None]:
     while True:
         # not by a temporary file, which would stay if this process were killed
         cache.allocate(lock, 0)
-        with locks.holding_lock(cache.path(lock)) as is_locked:
+        with holding_lock(cache.path(lock)) as is_locked:
             if is_locked is not False:
                 yield
                 return

@@ -1,0 +1,53 @@
+"""Model cards, which the Trainer, PEFT and people write again after a save."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import PurePosixPath
+
+from ft_ckpt.checkpoint.manifest import Manifest
+from ft_ckpt.errors import MissingError
+from ft_ckpt.storage import FileRecord, Store, Stored, read_record
+
+CARD_NAME = "README.md"
+
+
+def with_current_cards(
+    store: Store, manifest: Manifest, objects: Mapping[str, Stored] | None = None
+) -> tuple[Manifest, tuple[str, ...]]:
+    """The manifest with the records of the model cards as they are in `store` now, and a note for
+    each change.
+
+    `objects` are those of a bucket, by name: a card is read only if its version is another one.
+    """
+    cards = set()
+    for part in manifest.parts:
+        if part.kind != "state":
+            cards.add(PurePosixPath(part.path, CARD_NAME).as_posix())
+    files: list[FileRecord] = []
+    notes: list[str] = []
+    for file in manifest.files:
+        is_unchanged = objects is not None and not is_other_version(file, objects.get(file.path))
+        if file.path not in cards or is_unchanged:
+            files.append(file)
+            continue
+        try:
+            current = read_record(store, file.path)
+        except MissingError:
+            notes.append(f"{file.path}: the model card was deleted after the save")
+            continue
+        if (current.size_bytes, current.digest) == (file.size_bytes, file.digest):
+            files.append(file)
+            continue
+        stored = store.stat(file.path)
+        files.append(replace(current, etag=None if stored is None else stored.etag))
+        notes.append(f"{file.path}: the model card was changed after the save")
+    if notes:
+        manifest = replace(manifest, files=tuple(files))
+    return manifest, tuple(notes)
+
+
+def is_other_version(file: FileRecord, stored: Stored | None) -> bool:
+    """Whether an object has another version than the one that was committed."""
+    if stored is None or file.etag is None or stored.etag is None:
+        return False
+    return file.etag != stored.etag

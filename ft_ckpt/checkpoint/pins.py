@@ -1,0 +1,71 @@
+"""Pins: marks that exempt a checkpoint from all retention rules."""
+
+import getpass
+import json
+import os
+from datetime import datetime, timezone
+
+from ft_ckpt.checkpoint.contents import why_no_checkpoint
+from ft_ckpt.checkpoint.leases import read_mark
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.marks import PIN, settled_list
+from ft_ckpt.errors import NotACheckpointError
+from ft_ckpt.storage import Place, Store
+
+
+def pin(place: Place, reason: str = "") -> None:
+    """Exempt the checkpoint at `place` from all retention rules, durably; `ls` and `prune` show
+    `reason`.
+
+    Raises NotACheckpointError when nothing is committed there; TargetError or NoSpaceError when the
+    pin cannot be written, and none is left. In a bucket also UnreadableError when it is unknown
+    whether a removal is in progress.
+    """
+    store = place.folder
+    _check_committed(store)
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    store.write(PIN, json.dumps({"reason": reason, "time": now, "user": _user_name()}).encode())
+    try:
+        if store.local_folder is None:
+            settled_list(store, PIN)
+        _check_committed(store)
+    except NotACheckpointError:  # deleted meanwhile, by a removal that may have missed the pin
+        store.delete([PIN])
+        raise
+
+
+def unpin(place: Place) -> bool:
+    """Delete the pin of the checkpoint at `place`, durably; False when there was none.
+
+    Raises TargetError.
+    """
+    store = place.folder
+    if store.stat(PIN) is None:
+        return False
+    store.delete([PIN])
+    return True
+
+
+def pin_reason(place: Place) -> str | None:
+    """The user and the reason of the pin of the checkpoint at `place`, for messages; None when it
+    is not pinned.
+    """
+    store = place.folder
+    if store.stat(PIN) is None:
+        return None
+    facts = read_mark(store, PIN)
+    by_user = f" by {facts['user']}" if facts.get("user") else ""
+    reason = f": {facts['reason']}" if facts.get("reason") else ""
+    return f"pinned{by_user}{reason}"
+
+
+def _check_committed(store: Store) -> None:
+    if store.stat(MANIFEST_NAME) is None:
+        raise NotACheckpointError(why_no_checkpoint(Place(store)))
+
+
+def _user_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # no entry in the password file, as in many containers
+        return f"uid {os.getuid()}"

@@ -1,0 +1,132 @@
+"""Leases of readers: a checkpoint that is being read is not deleted."""
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ft_ckpt.checkpoint.leases import (
+    LEASE,
+    STALE_SECONDS,
+    Lease,
+    mark_holder,
+    new_mark,
+    read_mark,
+)
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.errors import CheckpointError
+from ft_ckpt.storage import (
+    LocalStore,
+    Place,
+    Store,
+    folder_of,
+    has_ended,
+    list_names,
+    lock_descriptor,
+    machine_id,
+)
+
+
+@contextmanager
+def hold_lease(place: Place) -> Iterator[str | None]:
+    """Protect the checkpoint at `place` from deletion while the block runs; read its manifest
+    inside, once.
+
+    Does nothing without a manifest, or if the folder cannot be written: nothing can be deleted
+    there either. In a bucket it must be a checkpoint; yields the name of the lease for
+    `settled_list`, None without write access.
+    """
+    store = place.folder
+    if store.local_folder is None:
+        lease = _put_object_lease(store)
+    else:
+        lease = _put_file_lease(store, store.local_folder)
+    if lease is None:
+        yield None
+        return
+    lease.begin()
+    try:
+        yield lease.name
+    finally:
+        lease.release()
+
+
+def lease_reasons(path: Path) -> tuple[str, ...]:
+    """A line for each living process that has a lease on the checkpoint `path` of a disk."""
+    store = LocalStore(path)
+    living = [file for file in _lease_files(path) if not _has_expired(file)]
+    return tuple(f"in use by {mark_holder(store, file.name)}" for file in living)
+
+
+@dataclass(eq=False)
+class _FileLease(Lease):
+    """A lease on a checkpoint on a disk: a locked file, kept open, as a save may move the folder
+    aside.
+    """
+
+    descriptor: int = -1
+
+    @property
+    def file(self) -> Path:
+        return folder_of(self.store) / self.name
+
+    def put(self, *, create_only: bool = True) -> None:
+        """Create the file. Raises OSError."""
+        self.descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        machine = None
+        # another process checks the new lease at this moment: only its age counts then
+        with suppress(BlockingIOError):
+            machine = machine_id() if lock_descriptor(self.descriptor) else None
+        identity = {"host": socket.gethostname(), "pid": os.getpid(), "machine": machine}
+        with suppress(OSError):  # on a full disk it stays empty, and only its age counts
+            os.write(self.descriptor, json.dumps(identity).encode())
+
+    def renew(self) -> None:
+        os.utime(self.descriptor)
+
+    def release(self) -> None:
+        self.stop()
+        os.close(self.descriptor)
+        with suppress(OSError):
+            self.file.unlink(missing_ok=True)
+
+
+def _put_object_lease(store: Store) -> Lease | None:
+    """A lease on the checkpoint of a bucket; None without write access: such a reader cannot
+    prevent a deletion.
+    """
+    lease = Lease(store, new_mark(LEASE))
+    try:
+        lease.put()
+    except CheckpointError:
+        return None
+    return lease
+
+
+def _put_file_lease(store: Store, folder: Path) -> _FileLease | None:
+    """A lease on the checkpoint in `folder`; None without one, and if it cannot be written."""
+    name = f"{LEASE}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    lease = _FileLease(store, name)
+    try:
+        if not (folder / MANIFEST_NAME).is_file():
+            return None
+        for file in _lease_files(folder):
+            if _has_expired(file):
+                file.unlink(missing_ok=True)
+        lease.put()
+    except OSError:
+        return None
+    return lease
+
+
+def _lease_files(folder: Path) -> list[Path]:
+    return [folder / name for name in list_names(folder) if name.startswith(LEASE)]
+
+
+def _has_expired(file: Path) -> bool:
+    machine = read_mark(LocalStore(file.parent), file.name).get("machine")
+    return has_ended(file, machine, STALE_SECONDS)

@@ -1,0 +1,118 @@
+"""Chooses the newest or the best valid checkpoint of a run."""
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, list_readable
+from ft_ckpt.checkpoint.verification import damage_of
+from ft_ckpt.errors import CheckpointError, ConfigError, UnreadableError, listing
+from ft_ckpt.messages import warn
+from ft_ckpt.storage import Place, open_place
+
+
+def latest(directory: str | os.PathLike[str] | Place) -> Path | str | None:
+    """The newest checkpoint in `directory` that passes `verify(deep=False)`; None if there is none,
+    or no folder.
+
+    Checkpoints computed from others (an average, a merged model) are skipped, and invalid ones with
+    a warning. Returns a local path or a URL, as `directory` is. Raises UnreadableError when a newer
+    one, or any manifest, cannot be read now: it may be the newest; NotACheckpointError when
+    `directory` is a file.
+    """
+    info = find_latest(open_place(directory))
+    return None if info is None else info.path
+
+
+def find_latest(directory: Place) -> CheckpointInfo | None:
+    """The checkpoint whose location `latest` returns."""
+    infos = _saved_by_training(list_readable(directory).found)
+    return _first_valid(reversed(infos), "an older checkpoint")
+
+
+def best(
+    run: str | os.PathLike[str] | Place, metric: str | tuple[str, str] | None = None
+) -> Path | str | None:
+    """The best checkpoint of the newest run in the folder `run` by a metric; None when none has a
+    number.
+
+    `metric` is (name, "min" or "max"). A name alone, or None if there is one metric, is looked up
+    in the run's `Keep.best` and `Every.best`. NaN is never the best; the oldest of equal ones is.
+    Checkpoints that do not pass `verify(deep=False)` are skipped with a warning. Raises ConfigError
+    when the metric or its direction is unknown; UnreadableError when one that may be the best
+    cannot be read now.
+    """
+    info = find_best(open_place(run), metric)
+    return None if info is None else info.path
+
+
+def find_best(run: Place, metric: str | tuple[str, str] | None = None) -> CheckpointInfo | None:
+    """The checkpoint whose location `best` returns."""
+    infos = _saved_by_training(list_readable(run).found)
+    if not infos:
+        return None
+    newest_run = infos[-1].manifest.run_id
+    infos = [info for info in infos if info.manifest.run_id == newest_run]
+    name, mode = _chosen_ranking(infos, metric)
+    ranked = [info for info in infos if not math.isnan(info.metrics.get(name, math.nan))]
+    ranked.sort(key=lambda info: info.metrics[name] * (1 if mode == "min" else -1))
+    return _first_valid(ranked, "the next best")
+
+
+def _saved_by_training(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    # not computed from other checkpoints
+    return [info for info in infos if not info.manifest.made_from]
+
+
+def _first_valid(infos: Iterable[CheckpointInfo], instead: str) -> CheckpointInfo | None:
+    """The first that passes `verify(deep=False)`; each damaged one before it is a warning.
+
+    Raises UnreadableError if one before it cannot be read now.
+    """
+    unread = ""  # the first error of a checkpoint that may be valid
+    for info in infos:
+        try:
+            problems = damage_of(info.place)
+        except UnreadableError as error:
+            unread = unread or str(error)
+            continue
+        except CheckpointError as error:  # deleted or damaged since it was listed
+            problems = (str(error),)
+        if problems and not unread:
+            warn(f"{info.path}: not valid, using {instead}: {'; '.join(problems)}", stacklevel=4)
+        elif not problems and unread:
+            raise UnreadableError(
+                f"{unread}; the newest readable checkpoint is {info.path}: "
+                "try again, or name that one"
+            )
+        elif not problems:
+            return info
+    if unread:
+        raise UnreadableError(f"{unread}; no other checkpoint can be read: try again")
+    return None
+
+
+def _chosen_ranking(
+    infos: Sequence[CheckpointInfo], metric: str | tuple[str, str] | None
+) -> tuple[str, str]:
+    """The name of the metric to rank by, and "min" or "max".
+
+    Raises ConfigError if that is ambiguous or unknown.
+    """
+    if isinstance(metric, tuple) and len(metric) == 2 and metric[1] in ("min", "max"):
+        return metric
+    rankings: dict[str, str] = {}
+    metrics: set[str] = set()
+    for info in infos:
+        rankings.update(info.manifest.rankings)
+    candidates = [name for name in rankings if metric in (None, name)]
+    if len(candidates) == 1:
+        return candidates[0], rankings[candidates[0]]
+    for info in infos:
+        metrics.update(info.metrics)
+    raise ConfigError(
+        f"metric={metric!r}: expected (name, 'min' or 'max'); the run's Keep and Every rank by "
+        f"{listing(sorted(rankings), ', ') or 'none'}, its checkpoints have "
+        f"{listing(sorted(metrics), ', ') or 'no metrics'}"
+    )

@@ -1,0 +1,106 @@
+"""Reads the manifest of the checkpoint in a store."""
+
+import re
+from contextlib import closing
+
+from ft_ckpt.checkpoint.contents import visible_folders, why_no_checkpoint
+from ft_ckpt.checkpoint.manifest import (
+    MANIFEST_LIMIT_BYTES,
+    MANIFEST_NAME,
+    Manifest,
+    check_paths,
+    manifest_from_json,
+)
+from ft_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    ManifestError,
+    MissingError,
+    NotACheckpointError,
+    UnreadableError,
+)
+from ft_ckpt.storage import Place, Store, read_range, read_text
+
+_HEAD_BYTES = 64 << 10  # of a manifest: contains the scalar fields
+
+
+def read_manifest(place: Place) -> Manifest:
+    """The manifest of the checkpoint at `place`.
+
+    Raises NotACheckpointError, saying what is there, when nothing is committed; ManifestError when
+    the manifest is damaged, from a newer ft_ckpt, or contains a path outside the folder;
+    UnreadableError when it cannot be read now.
+    """
+    try:
+        return load_manifest(place.folder)
+    except NotACheckpointError:
+        raise NotACheckpointError(why_no_checkpoint(place)) from None
+
+
+def load_manifest(store: Store) -> Manifest:
+    """The manifest of the checkpoint in `store`. Raises as `read_manifest` does."""
+    return parse_manifest(manifest_text(store), store.where(MANIFEST_NAME))
+
+
+def manifest_text(store: Store) -> str:
+    """The text of the manifest in `store`. Raises as `read_manifest` does."""
+    try:
+        return read_text(store, MANIFEST_NAME, MANIFEST_LIMIT_BYTES)
+    except MissingError as error:
+        raise NotACheckpointError(
+            f"{store.url}: no {MANIFEST_NAME} in it, so no save was completed there; use another "
+            "folder or save again"
+        ) from error
+    except UnreadableError:
+        raise
+    except CorruptError as error:
+        raise ManifestError(str(error)) from error
+
+
+def parse_manifest(text: str, where: str) -> Manifest:
+    """Parse a manifest and check that its paths stay inside its folder.
+
+    Raises ManifestError, naming `where`.
+    """
+    manifest = manifest_from_json(text, where)
+    check_paths(manifest, where)
+    return manifest
+
+
+def manifest_version(store: Store) -> str | None:
+    """The version of the manifest in `store`; None without one. Raises UnreadableError."""
+    stored = store.stat(MANIFEST_NAME)
+    return None if stored is None else stored.version
+
+
+def is_delta(place: Place) -> bool:
+    """Whether the checkpoint at `place`, if there is one, is a delta of a chain."""
+    try:
+        return bool(load_manifest(place.folder).delta)
+    except CheckpointError:
+        return False
+
+
+def next_number(target: Store, beside: Store) -> int:
+    """The number of a new checkpoint without a step: one more than the largest in both folders and
+    directly below.
+    """
+    largest = 0
+    for store in (target, beside):
+        below = [store.within(folder.name) for folder in visible_folders(store.list_folder())]
+        for candidate in (store, *below):
+            largest = max(largest, _number_in_head(candidate))
+    return 1 + largest
+
+
+def _number_in_head(store: Store) -> int:
+    """The number of the checkpoint in `store`, read from the start of its manifest; 0 when it has
+    none.
+    """
+    try:
+        with closing(store.open(MANIFEST_NAME)) as file:
+            head = read_range(file, 0, _HEAD_BYTES)
+    except CorruptError:
+        return 0
+    match = re.search(rb'^  "number": (\d{1,18}),$', head, re.MULTILINE)
+    return int(match[1]) if match else 0
