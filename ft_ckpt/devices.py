@@ -13,6 +13,11 @@ from torch import Tensor
 
 from ft_ckpt.storage import Block, BlockKeeper, Memory, address_of, new_block, new_block_of
 
+PIECE_BYTES = 8 << 20  # copied to the host while the previous piece is in use
+_MIN_REGISTERED_BYTES = 16 << 20  # below, torch's allocator rounds up little and is faster
+_WIPEONFORK = 18  # linux 4.14: MADV_WIPEONFORK
+_PORTABLE = 1  # for all devices of the process
+
 
 def is_accelerator(device: torch.device) -> bool:
     """Whether tensors on `device` are outside of host memory."""
@@ -22,20 +27,17 @@ def is_accelerator(device: torch.device) -> bool:
 def current_device() -> torch.device | None:
     """The current accelerator of this thread, with its index; None without one."""
     device = torch.accelerator.current_accelerator(check_available=True)
-    return (
-        None
-        if device is None
-        else torch.device(device.type, torch.accelerator.current_device_index())
-    )
+    if device is None:
+        return None
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def has_streams(device: torch.device) -> bool:
     """Whether `device` is of the type of torch's current accelerator, the only one that can have
     streams and events.
     """
-    return is_accelerator(device) and device.type == getattr(
-        torch.accelerator.current_accelerator(), "type", None
-    )
+    current = torch.accelerator.current_accelerator()
+    return current is not None and is_accelerator(device) and device.type == current.type
 
 
 def choosing_device(device: torch.device) -> AbstractContextManager[None]:
@@ -45,18 +47,15 @@ def choosing_device(device: torch.device) -> AbstractContextManager[None]:
     return torch.accelerator.device_index(device.index) if has_streams(device) else nullcontext()
 
 
-_WIPEONFORK = 18  # linux 4.14: MADV_WIPEONFORK
-_PORTABLE = 1  # for all devices of the process
-_LEAST_OWN_BYTES = 16 << 20  # below, torch's allocator rounds up little and is faster
-
-
 def pinned_memory(size_bytes: int, device: torch.device) -> Tensor:
     """New memory for copies from and to `device`: uint8, one dimension; page-aligned if it is
     large.
     """
     if size_bytes and has_streams(device):
-        is_large = size_bytes >= _LEAST_OWN_BYTES and size_bytes & (size_bytes - 1)
-        block = _registered_block(size_bytes, device) if is_large else None
+        # torch's allocator rounds up to a power of two
+        is_rounded = size_bytes.bit_count() > 1
+        is_registered = size_bytes >= _MIN_REGISTERED_BYTES and is_rounded
+        block = _registered_block(size_bytes, device) if is_registered else None
         if block is not None:
             return torch.frombuffer(block, dtype=torch.uint8)
         with suppress(RuntimeError), choosing_device(device):
@@ -112,9 +111,6 @@ def _runtime_of(device: torch.device) -> Any:
     return None if get_runtime is None else get_runtime()
 
 
-PIECE_BYTES = 8 << 20  # copied to the host while the previous piece is in use
-
-
 @dataclass(frozen=True, eq=False)
 class Moment:
     """The work that a thread had queued on a device at some point."""
@@ -136,9 +132,9 @@ def record_moment(device: torch.device) -> Moment:
     event = None
     if has_streams(device):
         with suppress(RuntimeError), choosing_device(device):
-            made: Any = torch.Event(device)
-            made.record(torch.accelerator.current_stream(device))
-            event = made
+            recorded: Any = torch.Event(device)
+            recorded.record(torch.accelerator.current_stream(device))
+            event = recorded
         if event is None:
             torch.accelerator.synchronize(device)
     return Moment(device, event)
@@ -173,24 +169,23 @@ def host_pieces(flat: Tensor, piece_bytes: int = PIECE_BYTES) -> Iterator[Tensor
 
     A piece is valid until the next one is requested; that one is copied meanwhile.
     """
-    step, is_later = max(1, piece_bytes // flat.element_size()), has_streams(flat.device)
-    buffers = [
-        pinned_memory(min(step, flat.numel()) * flat.element_size(), flat.device) for _ in range(2)
-    ]
-    coming: deque[tuple[Tensor, Moment]] = deque()
+    step = max(1, piece_bytes // flat.element_size())
+    buffer_bytes = min(step, flat.numel()) * flat.element_size()
+    buffers = [pinned_memory(buffer_bytes, flat.device) for _ in range(2)]
+    in_flight: deque[tuple[Tensor, Moment]] = deque()
     try:
         for number, start in enumerate(range(0, flat.numel(), step)):
             live = flat[start : start + step]
             piece = buffers[number % 2][: live.nbytes].view(flat.dtype)
-            piece.copy_(live, non_blocking=is_later)
-            coming.append((piece, record_moment(flat.device)))
+            piece.copy_(live, non_blocking=has_streams(flat.device))
+            in_flight.append((piece, record_moment(flat.device)))
             if number:
-                yield _arrived_piece(coming)
-        if coming:
-            yield _arrived_piece(coming)
+                yield _arrived_piece(in_flight)
+        if in_flight:
+            yield _arrived_piece(in_flight)
     finally:
-        while coming:
-            _arrived_piece(coming)
+        while in_flight:
+            _arrived_piece(in_flight)
 
 
 class PinnedBlocks(BlockKeeper):
@@ -212,8 +207,8 @@ class PinnedBlocks(BlockKeeper):
             moment.await_done()
 
 
-def _arrived_piece(coming: deque[tuple[Tensor, Moment]]) -> Tensor:
-    piece, moment = coming.popleft()
+def _arrived_piece(in_flight: deque[tuple[Tensor, Moment]]) -> Tensor:
+    piece, moment = in_flight.popleft()
     moment.await_done()
     return piece
 

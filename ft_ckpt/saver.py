@@ -38,7 +38,7 @@ from ft_ckpt.model import (
     merge_choice,
     model_inside,
 )
-from ft_ckpt.ranks import Ranks, current_ranks, is_first_process, try_action, wrappers
+from ft_ckpt.ranks import Ranks, current_ranks, is_first_process, try_action, unwrap
 from ft_ckpt.runs import (
     DataPosition,
     Progress,
@@ -177,10 +177,8 @@ class CheckpointSaver(Generic[SaveResult]):
         self.config = make_config(config, settings)
         self._rehearsal = start_recorder()
         if self._rehearsal is not None:
-            directory, self.config = (
-                self._rehearsal.directory,
-                replace(self.config, staging=None, publish=None),
-            )
+            directory = self._rehearsal.directory
+            self.config = replace(self.config, staging=None, publish=None)
         check_accelerator(accelerator)
         check_tokenizer(tokenizer)
         check_schedule(self.config, directory)
@@ -192,17 +190,15 @@ class CheckpointSaver(Generic[SaveResult]):
         for model in getattr(accelerator, "_models", None) or ():
             # A template takes its tokens from the tokenizer, which may be given to save() only.
             check_companions(
-                wrappers.unwrap(model),
+                unwrap(model),
                 tokenizer,
                 self.config.chat_template_name if tokenizer else None,
             )
         self._run = TrainingRun(accelerator, self.config)
         self._epochs: int | None = None  # argument of `remaining`
         self._pending = SaveRunner(self._run.steppers, background=self.config.background)
-        follow_up, is_rehearsal = (
-            make_follow_up(on_saved, self._places, self.config),
-            self._rehearsal is not None,
-        )
+        follow_up = make_follow_up(on_saved, self._places, self.config)
+        is_rehearsal = self._rehearsal is not None
         self._saves = RunSaves(
             self._run, self._pending, self._places, tokenizer, is_rehearsal, follow_up
         )
@@ -367,13 +363,10 @@ class CheckpointSaver(Generic[SaveResult]):
         Raises what `save` and `ft_ckpt.publish` raise, RankError on the other ranks.
         """
         options = server_options(url, settings)
-        alone = (
-            not merged and has_adapters(model_inside(model))
-            if adapter_only is None
-            else adapter_only
-        )
+        if adapter_only is None:
+            adapter_only = not merged and has_adapters(model_inside(model))
         saved = self.save(
-            model, path, adapter_only=alone, merged=merged, step=step, background=False
+            model, path, adapter_only=adapter_only, merged=merged, step=step, background=False
         )
         place = (saved.result() if isinstance(saved, PendingSave) else saved).place
         ranks = self._current_ranks()
@@ -424,32 +417,10 @@ class CheckpointSaver(Generic[SaveResult]):
             raise ConfigError(
                 f"timeout_seconds={timeout_seconds!r:.80}: expected seconds from 0 on"
             )
-        if wrong := [
-            f"{name}={count!r:.80}"
-            for name, count in groups.items()
-            if not is_number(count, 1, whole=True)
-        ]:
-            raise ConfigError(
-                f"{listing(wrong, ', ')}: expected the number of writers of the group, from 1 on"
-            )
-        optional, allow = (
-            names_of(optional, "invite(optional=...)"),
-            names_of(allow, "invite(allow=...)"),
-        )
-        families = {
-            name: tuple(f"{name}-{number}" for number in range(count))
-            for name, count in groups.items()
-        }
-        names = [*writers, *(name for family in families.values() for name in family)]
-        left_out = {each for name in optional for each in (name, *families.get(name, ()))}
-        check_writer_names(names)
-        if unknown := sorted({*optional} - {*names, *families}):
-            raise ConfigError(
-                f"optional={unknown}: not invited; expected some of {', '.join(names)}"
-            )
-        return self._saves.invite(
-            {name: name in left_out for name in names}, allow, timeout_seconds
-        )
+        optional = names_of(optional, "invite(optional=...)")
+        allow = names_of(allow, "invite(allow=...)")
+        is_optional = _invited_writers(writers, groups, optional)
+        return self._saves.invite(is_optional, allow, timeout_seconds)
 
     @property
     def directory(self) -> Path | str | None:
@@ -487,9 +458,9 @@ class CheckpointSaver(Generic[SaveResult]):
             feed = self.place_in(loader, replay)
             batches = self._saves.read_until_signal(feed.batches())
             batches = self._run.watch_loop(batches, self._current_ranks())
-            yield from (
-                batches if self._rehearsal is None else self._rehearsal.watch_batches(batches)
-            )
+            if self._rehearsal is not None:
+                batches = self._rehearsal.watch_batches(batches)
+            yield from batches
             if self.config.every is not None and self.config.every.epochs:
                 self._saves.save_if_due({})
             if epochs is None:
@@ -523,19 +494,21 @@ class CheckpointSaver(Generic[SaveResult]):
         schedule, the first call raises SelectionError for state that the optimizers have made and
         that cannot be saved.
         """
-        given, step = numbers_of(metrics), step_of(step)
+        numbers, step = numbers_of(metrics), step_of(step)
         if not self._run.is_batch_done():
             return None
         if not self._run.has_begun:
             self._run.check_first_step(self._current_ranks())
-        self._run.note_step(step, given)
-        report = self._saves.save_if_due(given)
+        self._run.note_step(step, numbers)
+        report = self._saves.save_if_due(numbers)
         if self._rehearsal is not None:
-            save, is_main = (
-                lambda path: self.save_state(path=path, metrics=given),
+            self._rehearsal.record_step(
+                self._run.step,
+                numbers,
+                report is not None,
                 self._current_ranks().is_main,
+                lambda path: self.save_state(path=path, metrics=numbers),
             )
-            self._rehearsal.record_step(self._run.step, given, report is not None, is_main, save)
         return cast("SaveResult | None", report)  # a saver's settings decide
 
     @overload
@@ -697,14 +670,15 @@ class CheckpointSaver(Generic[SaveResult]):
         counts = f"step {progress.step}, epoch {progress.epoch}, batch {progress.batch}"
         announce(f"resumed {location_name(progress.resumed_from)} at {counts}{saved}")
 
-    def _config_with(self, **given: Any) -> SaverConfig:
+    def _config_with(self, **arguments: Any) -> SaverConfig:
         """The saver's settings, replaced by the arguments that are not None."""
-        return replace(
-            self.config, **{name: value for name, value in given.items() if value is not None}
-        )
+        changes = {name: value for name, value in arguments.items() if value is not None}
+        return replace(self.config, **changes)
 
-    def _is_of_adapters(self, model: nn.Module, asked: bool | None, attribute: Attribute) -> bool:
-        alone = is_of_adapters(model, asked, attribute)
+    def _is_of_adapters(
+        self, model: nn.Module, adapter_only: bool | None, attribute: Attribute
+    ) -> bool:
+        alone = is_of_adapters(model, adapter_only, attribute)
         if alone and attribute == self.config.attribute:
             self._run.base.refuse_changed(model, self._current_ranks().rank)
         return alone
@@ -736,6 +710,35 @@ class CheckpointSaver(Generic[SaveResult]):
 
     def _current_ranks(self) -> Ranks:
         return current_ranks(self.config.enter_timeout_seconds)
+
+
+def _invited_writers(
+    writers: Iterable[str], groups: Mapping[str, int], optional: Iterable[str]
+) -> dict[str, bool]:
+    """All invited writers, those of the groups included: whether each is optional.
+
+    Raises ConfigError for invalid names and counts, and for optional ones that are not invited.
+    """
+    names = [*writers]
+    optional_names = {*optional}
+    wrong = []
+    for group, count in groups.items():
+        if not is_number(count, 1, whole=True):
+            wrong.append(f"{group}={count!r:.80}")
+            continue
+        members = [f"{group}-{number}" for number in range(count)]
+        names += members
+        if group in optional_names:
+            optional_names.update(members)
+    if wrong:
+        raise ConfigError(
+            f"{listing(wrong, ', ')}: expected the number of writers of the group, from 1 on"
+        )
+    check_writer_names(names)
+    unknown = sorted({*optional} - {*names, *groups})
+    if unknown:
+        raise ConfigError(f"optional={unknown}: not invited; expected some of {', '.join(names)}")
+    return {name: name in optional_names for name in names}
 
 
 def _merge_step(

@@ -18,7 +18,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.model import is_peft_model, is_pretrained
-from ft_ckpt.ranks import ModelTensors, wrappers
+from ft_ckpt.ranks import ModelTensors, unwrap
 from ft_ckpt.storage import files_below, temporary_store
 
 _WEIGHTS = re.compile(
@@ -74,7 +74,7 @@ def collect_files(
     there. `writer` is the name of the method for errors. Raises SelectionError for weights in a
     layout that ft_ckpt does not write.
     """
-    inside = wrappers.unwrap(model)
+    inside = unwrap(model)
     with temporary_store() as room:
         _link_neighbours(target, room.folder)
         folder = room.folder / (target.name or "checkpoint")

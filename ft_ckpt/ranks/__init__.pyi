@@ -4,12 +4,14 @@ from .agreement import (
     runs_of as runs_of,
     values_of_runs as values_of_runs,
 )
-from .fill import (
+from .broadcast import (
     Filler as Filler,
-    WantedTensor as WantedTensor,
-    check_all as check_all,
     choose_filler as choose_filler,
     each_reads as each_reads,
+)
+from .fill import (
+    WantedTensor as WantedTensor,
+    check_all as check_all,
     fill_all as fill_all,
     fill_tensor as fill_tensor,
     is_first_process as is_first_process,
@@ -23,6 +25,11 @@ from .gather import (
     stream_buckets as stream_buckets,
     wire_device as wire_device,
 )
+from .groups import (
+    global_rank as global_rank,
+    is_subset_of_ranks as is_subset_of_ranks,
+    ranks_in_order as ranks_in_order,
+)
 from .module_state import (
     refuse_one_way_state as refuse_one_way_state,
     wrapper_steps as wrapper_steps,
@@ -32,9 +39,6 @@ from .ranks import (
     Ranks as Ranks,
     by_itself as by_itself,
     current_ranks as current_ranks,
-    global_rank as global_rank,
-    is_subset_of_ranks as is_subset_of_ranks,
-    ranks_in_order as ranks_in_order,
     try_action as try_action,
 )
 from .replicas import (
@@ -58,6 +62,22 @@ from .source import (
 from .tensor_digests import (
     digests_of as digests_of,
 )
+from .tensor_kind import (
+    TensorKind as TensorKind,
+    TensorLayout as TensorLayout,
+    give_memory as give_memory,
+    layout_like as layout_like,
+    stand_in_parameter as stand_in_parameter,
+)
+from .tensor_kinds import (
+    is_distributed as is_distributed,
+    layout_of as layout_of,
+    layouts_of as layouts_of,
+    local_part as local_part,
+    optimizer_parameter as optimizer_parameter,
+    shows_runs as shows_runs,
+    state_run as state_run,
+)
 from .tensor_names import (
     name_differing_tensors as name_differing_tensors,
 )
@@ -69,23 +89,16 @@ from .tensors import (
     source_of_tensor as source_of_tensor,
 )
 from .wrapper import (
-    TensorLayout as TensorLayout,
     Wrapper as Wrapper,
-    give_memory as give_memory,
-    layout_like as layout_like,
-    stand_in_parameter as stand_in_parameter,
 )
 from .wrappers import (
+    drop_kept_gradients as drop_kept_gradients,
     hides_tensors as hides_tensors,
-    is_distributed as is_distributed,
+    hiding_gradients as hiding_gradients,
     is_engine_attribute as is_engine_attribute,
     keeps_weights as keeps_weights,
-    layout_of as layout_of,
-    layouts_of as layouts_of,
-    optimizer_parameter as optimizer_parameter,
+    kept_gradients as kept_gradients,
     shallow_copy as shallow_copy,
-    shows_runs as shows_runs,
-    state_run as state_run,
     unwrap as unwrap,
     user_class as user_class,
     walk_modules as walk_modules,

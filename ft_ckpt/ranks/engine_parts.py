@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ft_ckpt.ranks.ranks import group_members
+from ft_ckpt.ranks.groups import group_members
 from ft_ckpt.ranks.sharding import OpaqueSharding
-from ft_ckpt.ranks.wrapper import TensorLayout, Wrapper, layout_like
+from ft_ckpt.ranks.tensor_kind import TensorKind, TensorLayout, layout_like
 
 _PART = (
     "this rank's part of a larger parameter, cut by DeepSpeed's AutoTP or Megatron; cut the model "
@@ -23,7 +23,7 @@ _EXPERT = (
 _UNSPREAD = (None, "ep_size_1")  # groups of experts that every rank has
 
 
-class EngineParts(Wrapper):
+class EngineParts(TensorKind):
     """Ordinary tensors with the marks of AutoTP, Megatron or DeepSpeed's MoE, in a run of several
     ranks.
     """

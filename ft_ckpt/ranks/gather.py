@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
 
 import torch
 import xxhash
@@ -57,15 +56,17 @@ def stream_buckets(
     A bucket moves while all ranks iterate over it, in the same order of buckets.
     """
     buckets = list(_cut_buckets(chosen, BUCKET_BYTES // 2, to))  # one half is filled from the other
-    moving = ([unit for unit in bucket if moves_to(unit.info, to)] for bucket in buckets)
-    most = max((sum(padded_size(unit.size_bytes) for unit in units) for units in moving), default=0)
-    yield from map(_BucketCarrier(ranks, most, to).carry_bucket, buckets)
+    max_bytes = 0
+    for bucket in buckets:
+        moving = [unit for unit in bucket if moves_to(unit.info, to)]
+        max_bytes = max(max_bytes, sum(padded_size(unit.size_bytes) for unit in moving))
+    yield from map(_BucketCarrier(ranks, max_bytes, to).carry_bucket, buckets)
 
 
-def are_equal(one: Source, other: Source, ranks: Ranks) -> bool:
+def are_equal(first: Source, second: Source, ranks: Ranks) -> bool:
     """Whether two tensors have the same bits; True on ranks other than 0. Collective."""
     digests = []
-    for info in (one, other):
+    for info in (first, second):
         digest = xxhash.xxh3_128()
         for chunk in stream_chunks([info], ranks):
             digest.update(chunk.data.cpu().contiguous().view(torch.uint8).numpy().data)
@@ -77,9 +78,8 @@ def gather_tensors(chosen: Sequence[Source], ranks: Ranks, to: int = 0) -> dict[
     """Full copies of `chosen` on the host of the rank `to`, by name; `{}` elsewhere. Collective."""
     full: dict[str, Tensor] = {}
     if ranks.rank == to:
-        full = {
-            info.name: torch.empty(info.shape, dtype=info.dtype, device="cpu") for info in chosen
-        }
+        for info in chosen:
+            full[info.name] = torch.empty(info.shape, dtype=info.dtype, device="cpu")
     for chunk in stream_chunks(chosen, ranks, to):
         flat = full[chunk.name].view(-1)
         flat[chunk.start : chunk.start + chunk.data.numel()].copy_(chunk.data)
@@ -114,19 +114,21 @@ class _RowRange:
 
     def parts_of_rank(self, rank: int) -> list[Box]:
         """The boxes that `rank` contributes to these rows, in coordinates of the view."""
-        return [
-            part for box in self.boxes_of_rank(rank) if (part := self._part_of_box(box)) is not None
-        ]
+        parts = [self._part_of_box(box) for box in self.boxes_of_rank(rank)]
+        return [part for part in parts if part is not None]
 
-    def own_data(self, rank: int) -> list[Tensor]:
-        """This rank's elements of each of `parts_of_rank(rank)`."""
-        memories = box_memories(self.boxes_of_rank(rank), self.local)
-        placed = [(box, self._part_of_box(box), memory) for box, memory in memories]
-        return [
-            memory[part.offsets[0] - box.offsets[0] :][: part.sizes[0]] if part.sizes else memory
-            for box, part, memory in placed
-            if part is not None
-        ]
+    def local_data(self, rank: int) -> list[Tensor]:
+        """This rank's elements of each of `parts_of_rank(rank)`; `rank` is this one."""
+        data = []
+        for box, memory in box_memories(self.boxes_of_rank(rank), self.local):
+            part = self._part_of_box(box)
+            if part is None:
+                continue
+            if part.sizes:
+                first = part.offsets[0] - box.offsets[0]
+                memory = memory[first : first + part.sizes[0]]
+            data.append(memory)
+        return data
 
     def _part_of_box(self, box: Box) -> Box | None:
         if not box.sizes:
@@ -155,21 +157,21 @@ def _cut_buckets(chosen: Sequence[Source], limit: int, to: int) -> Iterator[list
     that do not move.
     """
     bucket: list[_RowRange] = []
-    room = limit
+    bytes_left = limit
     for info in chosen:
         moves = moves_to(info, to)
         if bucket and not moves:
             yield bucket
-            bucket, room = [], limit
+            bucket, bytes_left = [], limit
         for unit in _cut_units(info, info.local, limit, moves=moves):
-            if bucket and unit.size_bytes > room:
+            if bucket and unit.size_bytes > bytes_left:
                 yield bucket
-                bucket, room = [], limit
+                bucket, bytes_left = [], limit
             if not moves:
                 yield [unit]
                 continue
             bucket.append(unit)
-            room -= unit.size_bytes
+            bytes_left -= unit.size_bytes
     if bucket:
         yield bucket
 
@@ -184,9 +186,8 @@ def _cut_units(
         return
     row_bytes = max(1, math.prod(view[1:]) * info.dtype.itemsize)
     step = max(1, limit // row_bytes)
-    yield from (
-        _RowRange(info, local, low, min(low + step, rows)) for low in range(0, max(rows, 1), step)
-    )
+    for low in range(0, max(rows, 1), step):
+        yield _RowRange(info, local, low, min(low + step, rows))
 
 
 @dataclass
@@ -194,95 +195,111 @@ class _BucketCarrier:
     """Carries buckets to the rank `to` through two buffers that are allocated once and reused."""
 
     ranks: Ranks
-    most: int  # bytes of the largest bucket
+    max_bytes: int  # of a bucket
     to: int = 0
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def carry_bucket(self, bucket: list[_RowRange]) -> Iterator[Chunk]:
-        """Send this rank's contributions of `bucket`, or receive the others' and yield the
-        chunks.
+        """Send this rank's contributions of `bucket`, or receive those of the other ranks and
+        yield the chunks.
         """
+        moving = [unit for unit in bucket if moves_to(unit.info, self.to)]
+        opaque = [unit for unit in bucket if unit.info.sharding.is_opaque]
+        if self.ranks.rank != self.to:
+            self._send_rows(moving, opaque)
+            return
+        if (moving or opaque) and self.ranks.size > 1:
+            self.ranks.open_receive_slot(self._senders(moving, needs_all=bool(opaque)))
+        rows = self._receive_rows(moving) if moving else {}
+        for unit in bucket:
+            yield Chunk(unit.info.name, unit.low * unit.row_numel, self._data_of_rows(unit, rows))
+
+    def _senders(self, moving: Sequence[_RowRange], *, needs_all: bool) -> list[int]:
+        senders = []
+        for rank in range(self.ranks.size):
+            sends = needs_all or any(unit.parts_of_rank(rank) for unit in moving)
+            if rank != self.to and sends:
+                senders.append(rank)
+        return senders
+
+    def _send_rows(self, moving: Sequence[_RowRange], opaque: Sequence[_RowRange]) -> None:
         import torch.distributed as dist
 
-        moving = [unit for unit in bucket if moves_to(unit.info, self.to)]
-        together = any(unit.info.sharding.is_opaque for unit in bucket)
-        if self.ranks.rank != self.to:
-            packed = self._pack_own(moving)  # before its turn, because it must not fail afterwards
-            if moving or together:
-                self.ranks.await_receive_slot(together or packed is not None, self.to)
-            if packed is not None:
-                with _as_rank_error(f"sending tensors to rank {self.to}"):
-                    dist.send(packed, dst=self.to)
-            for unit in bucket:
-                if unit.info.sharding.is_opaque:
-                    unit.info.gather_full()  # the engine gathers it on every rank
-            return
-        if (moving or together) and self.ranks.size > 1:
-            others = [rank for rank in range(self.ranks.size) if rank != self.to]
-            senders = [rank for rank in others if any(unit.parts_of_rank(rank) for unit in moving)]
-            self.ranks.open_receive_slot(others if together else senders)
-        filled = self._receive_rows(moving) if moving else {}
-        for unit in bucket:
-            yield Chunk(unit.info.name, unit.low * unit.row_numel, self._data_of_rows(unit, filled))
+        packed = self._pack_local(moving)  # before its turn, because it must not fail afterwards
+        if moving or opaque:
+            self.ranks.await_receive_slot(bool(opaque) or packed is not None, self.to)
+        if packed is not None:
+            with _as_rank_error(f"sending tensors to rank {self.to}"):
+                dist.send(packed, dst=self.to)
+        for unit in opaque:
+            unit.info.gather_full()  # the engine gathers it on every rank
 
-    def _data_of_rows(self, unit: _RowRange, filled: Mapping[int, Tensor]) -> Tensor:
+    def _data_of_rows(self, unit: _RowRange, received: Mapping[int, Tensor]) -> Tensor:
         if unit.info.sharding.is_opaque:
             return unit.info.gather_full().reshape(-1)
-        if id(unit) in filled:
-            return filled[id(unit)].view(-1)
-        own = unit.own_data(self.ranks.rank)
-        # has no owner
-        return own[0].reshape(-1) if own else torch.empty(0, dtype=unit.info.dtype, device="cpu")
+        if id(unit) in received:
+            return received[id(unit)].view(-1)
+        local = unit.local_data(self.ranks.rank)
+        if not local:  # the tensor has no owner
+            return torch.empty(0, dtype=unit.info.dtype, device="cpu")
+        return local[0].reshape(-1)
 
-    def _pack_own(self, moving: list[_RowRange]) -> Tensor | None:
+    def _pack_local(self, moving: Sequence[_RowRange]) -> Tensor | None:
         """This rank's contributions in one buffer, or None."""
-        mine = [own for unit in moving for own in unit.own_data(self.ranks.rank)]
-        if not mine:
+        contributions: list[Tensor] = []
+        for unit in moving:
+            contributions += unit.local_data(self.ranks.rank)
+        if not contributions:
             return None
-        packed = self._reuse_buffer("packed", sum(padded_size(own.nbytes) for own in mine))
+        size_bytes = sum(padded_size(data.nbytes) for data in contributions)
+        packed = self._reuse_buffer("packed", size_bytes)
         position = 0
-        for own in mine:
-            bytes_as(packed, position, own.dtype, own.shape).copy_(own)
-            position += padded_size(own.nbytes)
+        for data in contributions:
+            bytes_as(packed, position, data.dtype, data.shape).copy_(data)
+            position += padded_size(data.nbytes)
         return packed
 
-    def _receive_rows(self, moving: list[_RowRange]) -> dict[int, Tensor]:
+    def _receive_rows(self, moving: Sequence[_RowRange]) -> dict[int, Tensor]:
         """The full rows of each unit, by id of the unit, in the receive buffer."""
-        import torch.distributed as dist
-
         # full size: a reader of the last chunk keeps the buffer alive
-        room = self._reuse_buffer("rows", self.most)
+        buffer = self._reuse_buffer("rows", self.max_bytes)
         rows, position = {}, 0
+        owners: set[int] = set()
         for unit in moving:
             shape = (unit.high - unit.low, *unit.info.sharding.view[1:])
-            rows[id(unit)] = bytes_as(room, position, unit.info.dtype, shape)
+            rows[id(unit)] = bytes_as(buffer, position, unit.info.dtype, shape)
             position += padded_size(unit.size_bytes)
-        owners = sorted(set(chain.from_iterable(unit.info.sharding.owners for unit in moving)))
-        for rank in owners:
+            owners.update(unit.info.sharding.owners)
+        for rank in sorted(owners):
             if rank == self.ranks.rank:
                 for unit in moving:
-                    for part, own in zip(
-                        unit.parts_of_rank(rank), unit.own_data(rank), strict=True
-                    ):
-                        _paste_part(rows[id(unit)], unit, part, own)
-                continue
-            parts = [(unit, part) for unit in moving for part in unit.parts_of_rank(rank)]
-            if parts:
-                sizes = [
-                    padded_size(math.prod(part.sizes) * unit.info.dtype.itemsize)
-                    for unit, part in parts
-                ]
-                packed = self._reuse_buffer("packed", sum(sizes))
-                with _as_rank_error(f"receiving tensors of rank {rank}"):
-                    dist.recv(packed, src=rank)
-                for (unit, part), start in zip(parts, accumulate(sizes, initial=0), strict=False):
-                    _paste_part(
-                        rows[id(unit)],
-                        unit,
-                        part,
-                        bytes_as(packed, start, unit.info.dtype, part.sizes),
-                    )
+                    pairs = zip(unit.parts_of_rank(rank), unit.local_data(rank), strict=True)
+                    for part, data in pairs:
+                        _paste_part(rows[id(unit)], unit, part, data)
+            else:
+                self._receive_from(rank, moving, rows)
         return rows
+
+    def _receive_from(
+        self, rank: int, moving: Sequence[_RowRange], rows: Mapping[int, Tensor]
+    ) -> None:
+        """Receive the contributions of `rank`, packed as by `_pack_local`, into `rows`."""
+        import torch.distributed as dist
+
+        parts = []
+        size_bytes = 0
+        for unit in moving:
+            for part in unit.parts_of_rank(rank):
+                parts.append((unit, part, size_bytes))
+                size_bytes += padded_size(math.prod(part.sizes) * unit.info.dtype.itemsize)
+        if not parts:
+            return
+        packed = self._reuse_buffer("packed", size_bytes)
+        with _as_rank_error(f"receiving tensors of rank {rank}"):
+            dist.recv(packed, src=rank)
+        for unit, part, start in parts:
+            data = bytes_as(packed, start, unit.info.dtype, part.sizes)
+            _paste_part(rows[id(unit)], unit, part, data)
 
     def _reuse_buffer(self, use: str, size: int) -> Tensor:
         """The first `size` bytes of the buffer for `use`, which grows if necessary."""
@@ -292,10 +309,9 @@ class _BucketCarrier:
             del buffer  # frees it before the larger one is allocated
             # At least one rank's share of a full bucket, so that growth is rare: the backend may
             # keep a buffer that is no longer used.
-            usual = self.most // self.ranks.size
-            buffer = self.buffers[use] = torch.empty(
-                max(size, usual), dtype=torch.uint8, device=wire_device()
-            )
+            new_size = max(size, self.max_bytes // self.ranks.size)
+            buffer = torch.empty(new_size, dtype=torch.uint8, device=wire_device())
+            self.buffers[use] = buffer
         return buffer[:size]
 
 

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -19,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ft_ckpt.errors import LoadError, SelectionError, listing
+from ft_ckpt.ranks.tensor_kinds import local_part
 from ft_ckpt.ranks.wrappers import (
     hides_tensors,
     is_engine_code,
-    local_part,
     walk_modules,
     wrapped_key,
 )
@@ -46,21 +45,29 @@ def wrapper_steps(pairs: Iterable[tuple[str, str]]) -> frozenset[str]:
     Raises SelectionError if a module of the user has the name of such a step, because the two
     cannot be distinguished.
     """
-    named = [(name.split("."), raw.split(".")) for name, raw in pairs if name != raw]
-    steps = frozenset(step for name, raw in named for step in _steps_put_in(name, raw))
-    clash = [".".join(name) for name, _ in named if not steps.isdisjoint(name)]
+    paths = [(name.split("."), raw.split(".")) for name, raw in pairs if name != raw]
+    steps: set[str] = set()
+    for path, raw_path in paths:
+        steps.update(_steps_put_in(path, raw_path))
+    clash = [".".join(path) for path, _ in paths if not steps.isdisjoint(path)]
     if clash:
         raise SelectionError(
             f"{listing(clash, ', ')}: a module has the name of a wrapper that is "
             "around it; rename it"
         )
+    return frozenset(steps)
+
+
+def _steps_put_in(path: list[str], raw_path: list[str]) -> list[str]:
+    """The steps of `raw_path` that are not in `path`."""
+    steps = []
+    position = 0  # in `path`
+    for step in raw_path:
+        if position < len(path) and path[position] == step:
+            position += 1
+        else:
+            steps.append(step)
     return steps
-
-
-def _steps_put_in(name: list[str], raw: list[str]) -> list[str]:
-    """The steps of `raw` that are not in `name`."""
-    left = list(name)
-    return [step for step in raw if not (left and left[0] == step and left.pop(0))]
 
 
 def are_plain(modules: Sequence[nn.Module]) -> bool:
@@ -73,13 +80,14 @@ def _is_plain(changed: Container[type], module: nn.Module) -> bool:
     """Whether a module is a wrapper, or has torch's listing; `changed`: classes that override
     it.
     """
-    own = vars(module)
-    overrides = type(module) in changed or "state_dict" in own or "_save_to_state_dict" in own
-    hooks = own["_state_dict_hooks"], own["_state_dict_pre_hooks"]
-    if not overrides and not any(hooks):
+    fields = vars(module)
+    overrides = type(module) in changed or "state_dict" in fields
+    overrides = overrides or "_save_to_state_dict" in fields
+    hooks, pre_hooks = fields["_state_dict_hooks"], fields["_state_dict_pre_hooks"]
+    if not (overrides or hooks or pre_hooks):  # most modules: this runs for all of a model
         return True
-    users = overrides or any(map(_is_users, chain.from_iterable(each.values() for each in hooks)))
-    return not users or wrapped_key(module) is not None
+    is_changed = overrides or any(map(_is_users, [*hooks.values(), *pre_hooks.values()]))
+    return not is_changed or wrapped_key(module) is not None
 
 
 def added_state(root: nn.Module, live: Mapping[str, Any]) -> dict[str, AddedValue]:
@@ -89,22 +97,20 @@ def added_state(root: nn.Module, live: Mapping[str, Any]) -> dict[str, AddedValu
     Moves no data and calls no collective: FSDP1's own listing is not used. Raises SelectionError
     naming a module that fails to list its state, and entries that hooks add.
     """
-    known = {id(tensor) for tensor in live.values()} | {
-        _memory_key(tensor) for tensor in live.values()
-    } - {None}
+    live_ids = {id(tensor) for tensor in live.values()}
+    live_memory = {_memory_key(tensor) for tensor in live.values()} - {None}
     lister = _StateLister()
     lister.list_module(root, "", "")
-    added = {
-        name: entry
-        for name, entry in lister.found.items()
-        if not is_lazy(entry.value)
-        and name not in live
-        and id(entry.value) not in known
-        and (_memory_key(entry.value) or entry) not in known
-    }
-    by_hooks = [
-        f"{name} ({type(added[name].owner).__name__})" for name in lister.by_hooks if name in added
-    ]
+    added = {}
+    for name, entry in lister.entries.items():
+        if name in live or id(entry.value) in live_ids or is_lazy(entry.value):
+            continue
+        if _memory_key(entry.value) not in live_memory:
+            added[name] = entry
+    by_hooks = []
+    for name in lister.by_hooks:
+        if name in added:
+            by_hooks.append(f"{name} ({type(added[name].owner).__name__})")
     if by_hooks:
         raise SelectionError(
             f"{listing(by_hooks, ', ')}: added by a hook of state_dict(), which is not saved; make "
@@ -122,54 +128,49 @@ def load_added_state(root: nn.Module, live: Mapping[str, Any], values: Mapping[s
     did not load.
     """
     listed = added_state(root, live)
-    problems = [
-        f"{name}: in the checkpoint, not listed by this model"
-        for name in values
-        if name not in listed
-    ]
-    problems += [
-        f"{name}: listed by this model, not in the checkpoint"
-        for name in listed
-        if name not in values
-    ]
+    problems = []
+    for name in values:
+        if name not in listed:
+            problems.append(f"{name}: in the checkpoint, not listed by this model")
+    for name in listed:
+        if name not in values:
+            problems.append(f"{name}: listed by this model, not in the checkpoint")
     if not problems:
-        for first in {id(entry.owner): entry for entry in listed.values()}.values():
-            own = {
-                name: values[name] for name, entry in listed.items() if entry.owner is first.owner
-            }
-            problems += _load_added(first, live, own)
+        names_by_owner: dict[int, list[str]] = {}
+        for name, entry in listed.items():
+            names_by_owner.setdefault(id(entry.owner), []).append(name)
+        for names in names_by_owner.values():
+            stored = {name: values[name] for name in names}
+            problems += _load_added(listed[names[0]], live, stored)
     if not problems:
+        _copy_ignored(added_state(root, live), values)
         for name, entry in added_state(root, live).items():
-            stored, live_value = values[name], entry.value
-            is_ignored = not _same_values(live_value, stored)  # by the module's loading method
-            if (
-                is_ignored
-                and isinstance(live_value, Tensor)
-                and live_value.shape == getattr(stored, "shape", None)
-            ):
-                live_value.detach().copy_(stored)
-        problems = [
-            (
-                f"{name}: listed by {type(entry.owner).__name__}, which does not take it back "
-                "when it is loaded"
-            )
-            for name, entry in added_state(root, live).items()
-            if not name.endswith(EXTRA_STATE) and not _same_values(entry.value, values[name])
-        ]
+            if not name.endswith(EXTRA_STATE) and not _same_values(entry.value, values[name]):
+                problems.append(
+                    f"{name}: listed by {type(entry.owner).__name__}, which does not take it back "
+                    "when it is loaded"
+                )
     if problems:
         raise LoadError(listing(problems))
 
 
-def refuse_one_way_state(found: Mapping[str, AddedValue]) -> None:
+def _copy_ignored(listed: Mapping[str, AddedValue], values: Mapping[str, Any]) -> None:
+    """Copy the values of tensors that the loading methods of their modules have ignored."""
+    for name, entry in listed.items():
+        stored, live_value = values[name], entry.value
+        if not isinstance(live_value, Tensor) or _same_values(live_value, stored):
+            continue
+        if live_value.shape == getattr(stored, "shape", None):
+            live_value.detach().copy_(stored)
+
+
+def refuse_one_way_state(added: Mapping[str, AddedValue]) -> None:
     """Raise SelectionError naming extra state of modules that cannot restore it."""
-    setters = {
-        name: getattr(type(entry.owner), "set_extra_state", None) for name, entry in found.items()
-    }
-    lost = [
-        n
-        for n, put in setters.items()
-        if n.endswith(EXTRA_STATE) and put is nn.Module.set_extra_state
-    ]
+    lost = []
+    for name, entry in added.items():
+        setter = getattr(type(entry.owner), "set_extra_state", None)
+        if name.endswith(EXTRA_STATE) and setter is nn.Module.set_extra_state:
+            lost.append(name)
     if lost:
         raise SelectionError(
             f"{listing(lost, ', ')}: the module has get_extra_state() and no set_extra_state(), so "
@@ -179,11 +180,10 @@ def refuse_one_way_state(found: Mapping[str, AddedValue]) -> None:
 
 def takes_extra_state(root: nn.Module, name: str) -> bool:
     """Whether `name` is the extra state of `root` or a submodule that defines set_extra_state()."""
-    owners = {
-        f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE: module
-        for path, _, module in walk_modules(root)
-    }
-    return name in owners and _has_own_method(owners[name], "set_extra_state")
+    for path, _, module in walk_modules(root):
+        if name == (f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE):
+            return _has_own_method(module, "set_extra_state")
+    return False
 
 
 @dataclass
@@ -191,7 +191,7 @@ class _StateLister:
     """Lists the state of modules as torch does, and records which module listed a value first."""
 
     listed: "OrderedDict[str, Any]" = field(default_factory=OrderedDict)
-    found: dict[str, AddedValue] = field(default_factory=dict)
+    entries: dict[str, AddedValue] = field(default_factory=dict)
     by_hooks: list[str] = field(default_factory=list)  # names of entries
 
     def __post_init__(self) -> None:
@@ -217,32 +217,30 @@ class _StateLister:
         inner = wrapped_key(module)
         if inner is not None:
             self.list_module(module._modules[inner], prefix, f"{raw}{inner}.")  # type: ignore[arg-type]  # there is one
-        elif _has_own_method(module, "state_dict") and not any(
-            map(hides_tensors, module.modules())
-        ):
-            # or it gathers
-            whole = (
-                module.state_dict()
-                if not prefix
-                else module.state_dict(prefix=prefix, keep_vars=True)
-            )
-            self._note_listed(module, prefix, raw, whole)
-        else:
+            return
+        # one above tensors of an engine would gather them
+        is_called = _has_own_method(module, "state_dict") and not _hides_tensors(module)
+        if not is_called:
             self._as_torch_does(module, prefix, raw)
+        elif prefix:
+            whole = module.state_dict(prefix=prefix, keep_vars=True)
+            self._note_listed(module, prefix, raw, whole)
+        else:  # without arguments, which a method of the user may not take
+            self._note_listed(module, prefix, raw, module.state_dict())
 
     def _as_torch_does(self, module: nn.Module, prefix: str, raw: str) -> None:
         metadata = {"version": module._version}
         self.listed._metadata[prefix[:-1]] = metadata  # type: ignore[attr-defined]
         for pre_hook in filter(_is_users, module._state_dict_pre_hooks.values()):
             pre_hook(module, prefix, True)
-        own: dict[str, Any] = {}
-        module._save_to_state_dict(own, prefix, True)
-        self._note_listed(module, prefix, raw, own)
+        direct: dict[str, Any] = {}
+        module._save_to_state_dict(direct, prefix, True)
+        self._note_listed(module, prefix, raw, direct)
         for name, child in module._modules.items():
             if child is not None:
                 self.list_module(child, f"{prefix}{name}.", f"{raw}{name}.")
         for hook in filter(_is_users, module._state_dict_hooks.values()):
-            before = self.listed.keys() | self.found.keys()
+            before = self.listed.keys() | self.entries.keys()
             returned = hook(module, self.listed, prefix, metadata)
             after = dict(self.listed if returned is None else returned)
             self.by_hooks += [name for name in after if name not in before]
@@ -252,13 +250,12 @@ class _StateLister:
         self, module: nn.Module, prefix: str, raw: str, now: Mapping[str, Any]
     ) -> None:
         for name, value in now.items():
-            known = self.found.get(name)
-            if known is None:
-                self.found[name] = AddedValue(
-                    raw + name.removeprefix(prefix), value, module, prefix
-                )
-            elif known.value is not value:
-                self.found[name] = replace(known, value=value)
+            entry = self.entries.get(name)
+            if entry is None:
+                raw_name = raw + name.removeprefix(prefix)
+                self.entries[name] = AddedValue(raw_name, value, module, prefix)
+            elif entry.value is not value:
+                self.entries[name] = replace(entry, value=value)
         self.listed.update(now)
 
 
@@ -268,27 +265,27 @@ def _load_added(first: AddedValue, live: Mapping[str, Any], values: Mapping[str,
     Returns its errors.
     """
     owner, prefix = first.owner, first.prefix
-    below = {
-        name: t.detach()
-        for name, t in live.items()
-        if isinstance(t, Tensor) and name.startswith(prefix)
-    }
-    state = OrderedDict({**below, **values})
+    state: OrderedDict[str, Any] = OrderedDict()
+    for name, tensor in live.items():
+        if isinstance(tensor, Tensor) and name.startswith(prefix):
+            state[name] = tensor.detach()
+    state.update(values)
     errors: list[str] = []
     try:
         if _has_own_method(owner, "state_dict") or _has_own_method(owner, "load_state_dict"):
-            owner.load_state_dict(
-                {name.removeprefix(prefix): value for name, value in state.items()}, strict=False
-            )
+            relative = {name.removeprefix(prefix): value for name, value in state.items()}
+            owner.load_state_dict(relative, strict=False)
             return []
-        owner._load_from_state_dict(
-            state, prefix, {"version": owner._version}, True, [], [], errors
-        )
+        metadata = {"version": owner._version}
+        owner._load_from_state_dict(state, prefix, metadata, True, [], [], errors)
     except Exception as error:  # noqa: BLE001 - code of the user's module
         errors.append(f"{type(error).__name__}: {error}")
-    return [
-        f"{next(iter(values))}: {type(owner).__name__} cannot load it: {error}" for error in errors
-    ]
+    what = f"{next(iter(values))}: {type(owner).__name__} cannot load it"
+    return [f"{what}: {error}" for error in errors]
+
+
+def _hides_tensors(module: nn.Module) -> bool:
+    return any(map(hides_tensors, module.modules()))
 
 
 def _has_own_method(module: nn.Module, method: str) -> bool:
@@ -311,40 +308,32 @@ def _memory_key(value: Any) -> Any:
     memory.
     """
     local = local_part(value) if isinstance(value, Tensor) else None
-    if (
-        not isinstance(local, Tensor)
-        or local.layout is not torch.strided
-        or not local.numel()
-        or local.is_meta
-    ):
+    if local is None or local.layout is not torch.strided:
+        return None
+    if local.is_meta or not local.numel():
         return None
     flags = (local.is_conj(), local.is_neg())
     return (local.device, local.data_ptr(), tuple(value.shape), local.stride(), local.dtype, flags)
 
 
-def _same_values(one: Any, other: Any) -> bool:
+def _same_values(first: Any, second: Any) -> bool:
     """Whether two values are equal, bit for bit."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return (
-            one.shape == other.shape
-            and one.dtype == other.dtype
-            and torch.equal(_tensor_bits(one), _tensor_bits(other))
-        )
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same_values(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same_values, one, other))
-    return type(one) is type(other) and pickle.dumps(one) == pickle.dumps(other)
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        if first.shape != second.shape or first.dtype != second.dtype:
+            return False
+        return torch.equal(_tensor_bits(first), _tensor_bits(second))
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        if first.keys() != second.keys():
+            return False
+        return all(_same_values(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(_same_values, first, second))
+    return type(first) is type(second) and pickle.dumps(first) == pickle.dumps(second)
 
 
 def _tensor_bits(tensor: Any) -> Tensor:
     local = local_part(tensor)
-    return (
-        (torch.empty(0, device="cpu") if local is None else local)
-        .cpu()
-        .resolve_conj()
-        .resolve_neg()
-        .contiguous()
-        .reshape(-1)
-        .view(torch.uint8)
-    )
+    if local is None:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    plain = local.cpu().resolve_conj().resolve_neg()
+    return plain.contiguous().reshape(-1).view(torch.uint8)

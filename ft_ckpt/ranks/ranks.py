@@ -12,29 +12,25 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from ft_ckpt.errors import CheckpointError, RankError, RanksDisagreeError
 from ft_ckpt.ranks import agreement
-from ft_ckpt.ranks.agreement import (
-    ADVICE,
-    Agreed,
-    AnsweringStore,
-    Values,
-    delete_value,
-    get_values,
-    put_value,
-    rank_numbers,
-)
+from ft_ckpt.ranks.agreement import ADVICE, Agreed, Values, rank_numbers
+from ft_ckpt.ranks.key_value import AnsweringStore, delete_value, get_values, put_value
 
 T = TypeVar("T")
+
+_BEAT_SECONDS = 1.0  # between signs of life of a rank at work; well below any sensible time-out
+_POLL_SECONDS = 0.1  # between polls of a working rank for failure reports
+_POLLS_PER_SECOND = 1000  # at most, of all ranks together: one process answers them
+_MAX_POLLED = 32  # ranks whose signs of life are polled at a time
 
 
 @contextmanager
@@ -50,12 +46,6 @@ def beside_thread(name: str, work: Callable[[threading.Event], None]) -> Iterato
     finally:
         done.set()
         thread.join()
-
-
-_BEAT_SECONDS = 1.0  # between signs of life of a rank at work; well below any sensible time-out
-_POLL_SECONDS = 0.1  # between polls of a working rank for failure reports
-_POLLS_PER_SECOND = 1000  # at most, of all ranks together: one process answers them
-_MOST_POLLED = 32  # ranks whose signs of life are polled at a time
 
 
 @dataclass
@@ -86,15 +76,16 @@ class Ranks:
     size: int
     store: Any = None
     timeout_seconds: float = 600.0
-    rounds: int = 0
-    slots: int = 0
+    rounds: int = 0  # agreements of this scope
+    slots: int = 0  # for receiving tensors, since the last agreement
     channel: str = ""  # separates the agreements of another thread from the main one's
     scope: str = ""  # of the attempts this rank is in: their agreements are counted separately
-    ahead: tuple[str, ...] = ()  # keys of the agreements after these attempts
+    # keys of the agreements that follow the attempts this rank is in
+    later_agreements: tuple[str, ...] = ()
     # this rank's keys that no rank needs after the next agreement
-    spent: list[str] = field(default_factory=list)
-    # number of parts of this rank's values, by key
-    further: dict[str, int] = field(default_factory=dict)
+    deletable_keys: list[str] = field(default_factory=list)
+    # number of parts of this rank's values that have several, by key
+    parts_by_key: dict[str, int] = field(default_factory=dict)
     polled_at: float = 0.0  # for failure reports
 
     @property
@@ -132,25 +123,25 @@ class Ranks:
                 raise error
             alone = [json.loads(json.dumps(dict(value or {})))]  # JSON, as with several ranks
             return Agreed(json.loads(json.dumps(decide(alone))), alone)
-        own = {"what": what, "value": dict(value or {}), **agreement.error_facts(error)}
+        entry = {"what": what, "value": dict(value or {}), **agreement.error_facts(error)}
         self._report_failure(error)
         self.rounds, self.slots = self.rounds + 1, 0
         limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
             self._check_failures()
-            self._put_value(f"{self.rounds}/{self.rank}", own)
+            self._put_value(f"{self.rounds}/{self.rank}", entry)
             values: Values = ()
             if self.is_main:
-                found, values = self._collect_entries(what, same, limit, decide)
+                verdict, values = self._collect_entries(what, same, limit, decide)
             else:
-                found = self._await_verdict(what, limit)
+                verdict = self._await_verdict(what, limit)
         except CheckpointError as problem:
             raise (problem if error is None else error) from None
         if error is not None:
             raise error
-        if found["problem"]:
-            agreement.raise_problem(found)
-        return Agreed(found["result"], values)
+        if verdict["problem"]:
+            agreement.raise_problem(verdict)
+        return Agreed(verdict["result"], values)
 
     @contextmanager
     def attempting(self) -> "Iterator[Outcome]":
@@ -165,14 +156,14 @@ class Ranks:
             with outcome.catching():
                 yield outcome
             return
-        outside = self.scope, self.rounds, self.ahead
-        self.ahead = (*self.ahead, self._store_key(f"{self.rounds + 1}"))
+        outside = self.scope, self.rounds, self.later_agreements
+        self.later_agreements = (*self.later_agreements, self._store_key(f"{self.rounds + 1}"))
         self.scope = f"{self.scope}{self.rounds}/"
         try:
             with self.working(), outcome.catching():
                 yield outcome
         finally:
-            self.scope, self.rounds, self.ahead = outside
+            self.scope, self.rounds, self.later_agreements = outside
         self._report_failure(outcome.error)
 
     def attempt(self, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
@@ -197,10 +188,11 @@ class Ranks:
 
         Cheap enough for any loop.
         """
+        if self.size == 1:
+            return
         now = time.monotonic()
-        if self.size > 1 and now >= self.polled_at + max(
-            _POLL_SECONDS, self.size / _POLLS_PER_SECOND
-        ):
+        seconds_between = max(_POLL_SECONDS, self.size / _POLLS_PER_SECOND)
+        if now >= self.polled_at + seconds_between:
             self.polled_at = now
             self._check_failures()
 
@@ -231,10 +223,9 @@ class Ranks:
         """
         self.slots += 1
         turn = f"{self.rounds}/turn/{self.slots}"
-        self.spent.append(self._store_key(turn))
-        if not self._await_names(
-            [f"{turn}/{rank}" for rank in senders], senders, self.timeout_seconds
-        ):
+        self.deletable_keys.append(self._store_key(turn))
+        names = [f"{turn}/{rank}" for rank in senders]
+        if not self._await_names(names, senders, self.timeout_seconds):
             ranks, seconds = rank_numbers(senders), self.timeout_seconds
             raise RankError(
                 f"rank(s) {ranks} did not start sending tensors within {seconds:g} s "
@@ -253,14 +244,14 @@ class Ranks:
         turn = f"{self.rounds}/turn/{self.slots}"
         if not sends:
             return
-        own = self._store_key(f"{turn}/{self.rank}")
-        self.store.set(own, "")
+        ready = self._store_key(f"{turn}/{self.rank}")
+        self.store.set(ready, "")
         if not self._await_names([turn], [to], self.timeout_seconds):
             raise RankError(
                 f"rank {to} did not start receiving tensors within {self.timeout_seconds:g} s of a "
                 "sign of life"
             )
-        self._delete_key(own)
+        self._delete_key(ready)
 
     def _collect_entries(
         self, what: str, same: tuple[str, ...], limit: float, decide: Callable[[Values], Any]
@@ -271,23 +262,22 @@ class Ranks:
         """
         names = [f"{self.rounds}/{rank}" for rank in range(self.size)]
         all_came = self._await_names(names[1:], range(1, self.size), limit)
-        here = [rank for rank, name in enumerate(names) if all_came or self._are_here([name])]
-        keys = [self._store_key(names[rank]) for rank in here]
-        entries = dict(zip(here, get_values(self.store, keys), strict=True))
+        present = [rank for rank, name in enumerate(names) if all_came or self._are_set([name])]
+        keys = [self._store_key(names[rank]) for rank in present]
+        entries = dict(zip(present, get_values(self.store, keys), strict=True))
         problem = agreement.judge_entries(what, entries, self.size, same, limit)
         values: Values = [entry["value"] for entry in entries.values()]
         with self.working():
-            found = problem or agreement.verdict_on(values, decide)
-        self._put_value(f"{self.rounds}/verdict", found)
-        left = [
-            f"{self.rounds}/verdict",
-            *([*names, f"{self.rounds}/failed"] if found["problem"] else names[:1]),
-        ]
+            verdict = problem or agreement.verdict_on(values, decide)
+        self._put_value(f"{self.rounds}/verdict", verdict)
         # so all have read the previous verdict and used its receive slots
-        if len(here) == self.size:
-            self._forget_spent()
-        self.spent += map(self._store_key, left)
-        return found, values
+        if len(present) == self.size:
+            self._delete_keys()
+        deletable = [f"{self.rounds}/verdict", names[0]]
+        if verdict["problem"]:  # then the other ranks leave their entries
+            deletable += [*names[1:], f"{self.rounds}/failed"]
+        self.deletable_keys += map(self._store_key, deletable)
+        return verdict, values
 
     def _await_verdict(self, what: str, limit: float) -> dict[str, Any]:
         """Wait for rank 0 as long as it reports that it is alive, and then at most `limit` for its
@@ -299,18 +289,18 @@ class Ranks:
             (verdict,) = get_values(self.store, [self._store_key(f"{self.rounds}/verdict")])
             if not verdict["problem"]:  # else a late rank must see which ranks went on
                 self._delete_key(self._store_key(f"{self.rounds}/{self.rank}"))
-                self._forget_spent()  # all have arrived, so this rank's receive slots are used
+                self._delete_keys()  # all have arrived, so this rank's receive slots are used
             return verdict
         # Rank 0 may still arrive: it must not count this entry as the presence of this rank.
-        own = {
+        entry = {
             "what": what,
             "value": {},
             "error": f"gave up after {limit:g} s",
             "raises": RankError.__name__,
         }
-        self._put_value(f"{self.rounds}/{self.rank}", own)
-        found = "rank 0 came and then fell silent" if arrived else f"rank(s) 0 did not enter {what}"
-        return agreement.disagreement(f"{what}: {found} within {limit:g} s; {ADVICE}")
+        self._put_value(f"{self.rounds}/{self.rank}", entry)
+        why = "rank 0 came and then fell silent" if arrived else f"rank(s) 0 did not enter {what}"
+        return agreement.disagreement(f"{what}: {why} within {limit:g} s; {ADVICE}")
 
     def _await_names(self, names: Sequence[str], awaited: Iterable[int], limit: float) -> bool:
         """Wait for `names`, each set by one of the ranks `awaited`; False after `limit` seconds
@@ -318,21 +308,19 @@ class Ranks:
 
         If many are missing, only the first ones are polled. Raises as `_check_failures` does.
         """
-        deadline, heard, missing = (
-            time.monotonic() + limit,
-            b"",
-            deque(zip(names, awaited, strict=True)),
-        )
-        while not self._have_arrived(
-            missing, min(_BEAT_SECONDS, max(deadline - time.monotonic(), 0.001))
-        ):
-            first = [*islice(missing, _MOST_POLLED)]
-            self._check_failures(first)
-            beats = [self._beat_key(rank) for _, rank in first]
-            beat = b" ".join(self.store.get(key) for key in beats if self.store.check([key]))
-            if beat != heard:
+        deadline = time.monotonic() + limit
+        last_beats = b""
+        missing = deque(zip(names, awaited, strict=True))
+        while not self._have_arrived(missing, deadline - time.monotonic()):
+            polled = [*islice(missing, _MAX_POLLED)]
+            self._check_failures(polled)
+            keys = [self._beat_key(rank) for _, rank in polled]
+            beats = b" ".join(self.store.get(key) for key in keys if self.store.check([key]))
+            if beats != last_beats:
                 # The first beat seen may be an old one: only a change counts as a sign of life.
-                heard, deadline = beat, time.monotonic() + limit if heard else deadline
+                if last_beats:
+                    deadline = time.monotonic() + limit
+                last_beats = beats
             if time.monotonic() > deadline:
                 return False
         return True
@@ -341,10 +329,10 @@ class Ranks:
         """Raise if keys in `missing` will never be set: a rank has failed, or has gone on without
         this one.
         """
-        for later in (*self.ahead, self._store_key(f"{self.rounds + 1}")):
+        for later in (*self.later_agreements, self._store_key(f"{self.rounds + 1}")):
             failed = self.store.check([f"{later}/failed"])
             gone = [rank for _, rank in missing if self.store.check([f"{later}/{rank}"])]
-            if not (failed or gone) or (missing and self._are_here([name for name, _ in missing])):
+            if not (failed or gone) or (missing and self._are_set([name for name, _ in missing])):
                 # a rank that has set the last of them may have entered the next agreement already
                 continue
             if not failed:
@@ -363,31 +351,31 @@ class Ranks:
                 self.store.compare_set(self._store_key(f"{self.rounds + 1}/failed"), "", report)
 
     def _have_arrived(self, missing: "deque[tuple[str, int]]", seconds: float) -> bool:
-        """Wait at most `seconds` until all names are set, else remove the leading set ones.
+        """Wait at most `seconds`, or a second, until all names are set; else remove the leading set
+        ones.
 
-        Whether none is missing.
+        Returns whether none is missing.
         """
+        wait = timedelta(seconds=min(_BEAT_SECONDS, max(seconds, 0.001)))
         try:
-            self.store.wait(
-                [self._store_key(name) for name, _ in missing], timedelta(seconds=seconds)
-            )
+            self.store.wait([self._store_key(name) for name, _ in missing], wait)
         except RuntimeError:  # DistStoreError: time is up
-            while missing and self._are_here([missing[0][0]]):
+            while missing and self._are_set([missing[0][0]]):
                 missing.popleft()
             return not missing
         return True
 
-    def _are_here(self, names: Iterable[str]) -> bool:
+    def _are_set(self, names: Iterable[str]) -> bool:
         return bool(self.store.check([self._store_key(name) for name in names]))
 
-    def _forget_spent(self) -> None:
-        for key in self.spent:
+    def _delete_keys(self) -> None:
+        for key in self.deletable_keys:
             self._delete_key(key)
-        self.spent.clear()
+        self.deletable_keys.clear()
 
     def _delete_key(self, key: str) -> None:
         with suppress(RuntimeError, NotImplementedError):  # stores without deletion only grow
-            delete_value(self.store, key, self.further.pop(key, 1))
+            delete_value(self.store, key, self.parts_by_key.pop(key, 1))
 
     def _store_key(self, name: str) -> str:
         return f"ft_ckpt/{self._launch}/{self.channel}/{self.scope}{name}"
@@ -406,7 +394,7 @@ class Ranks:
         key = self._store_key(name)
         parts = put_value(self.store, key, value)
         if parts > 1:
-            self.further[key] = parts
+            self.parts_by_key[key] = parts
 
 
 _by_itself: ContextVar[bool] = ContextVar("_by_itself", default=False)
@@ -486,42 +474,3 @@ def try_action(action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         return action(), None
     except Exception as error:  # noqa: BLE001 - passed to `agree`, which reports and raises it
         return None, error
-
-
-_in_order: MutableMapping[Any, Sequence[int]] = WeakKeyDictionary()  # by process group
-
-
-def global_rank() -> int:
-    """The rank of this process; 0 without a process group."""
-    import torch.distributed as dist
-
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def group_members(group: Any) -> tuple[int, ...]:
-    """The global ranks of a process group in its order; rank 0 alone without one."""
-    import torch.distributed as dist
-
-    return tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
-
-
-def ranks_in_order(group: Any) -> Sequence[int]:
-    """The `group_members`, as a range if they are evenly spaced, because groups may be large."""
-    import torch.distributed as dist
-
-    key = dist.group.WORLD if group is None else group
-    if key is None:
-        return group_members(None)
-    if key not in _in_order:
-        members = group_members(group)
-        step = members[1] - members[0] if len(members) > 1 else 1
-        even = range(members[0], members[0] + len(members) * step, step) if step else members
-        _in_order[key] = even if (*even,) == members else members
-    return _in_order[key]
-
-
-def is_subset_of_ranks(count: int) -> bool:
-    """Whether `count` is less than the number of ranks: then the other ranks hold replicas."""
-    import torch.distributed as dist
-
-    return dist.is_initialized() and bool(count < dist.get_world_size())

@@ -1,6 +1,7 @@
 """Places and samples of the elements that a rank holds of a tensor."""
 
 import json
+import operator
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,8 +16,10 @@ def place_of(sharding: Sharding, rank: int) -> str:
     """Offsets and sizes of the part of `rank`, at most one box, in the tensor, as JSON; "" for the
     whole tensor.
     """
-    parts = [box for box in sharding.local_boxes(rank) if box.sizes != sharding.view]
-    return json.dumps([parts[0].offsets, parts[0].sizes]) if parts else ""
+    for box in sharding.local_boxes(rank):
+        if box.sizes != sharding.view:
+            return json.dumps([box.offsets, box.sizes])
+    return ""
 
 
 def sample_elements(
@@ -28,26 +31,29 @@ def sample_elements(
     `tensors` x `elements` values, each from one rank. Not collective: the caller merges the results
     of the ranks.
     """
-    indices = picked_indices(chosen, tensors, elements)
-    return {
-        name: values
-        for name in indices
-        if (values := elements_at(chosen[name], rank, indices[name]))
-    }
+    samples = {}
+    for name, indices in picked_indices(chosen, tensors, elements).items():
+        values = elements_at(chosen[name], rank, indices)
+        if values:
+            samples[name] = values
+    return samples
 
 
 def picked_indices(
     chosen: Mapping[str, Source], tensors: int = 32, elements: int = 8
 ) -> dict[str, list[int]]:
     """The flat indices of the elements that `sample_elements` takes, by name."""
-    readable = sorted(
-        name for name, info in chosen.items() if info.numel > 0 and has_readable_elements(info)
-    )
-    names = readable[:: max(1, -(-len(readable) // tensors))]
-    return {
-        name: sorted({chosen[name].numel * i // elements for i in range(elements)})
-        for name in names
-    }
+    readable = []
+    for name, info in chosen.items():
+        if info.numel > 0 and has_readable_elements(info):
+            readable.append(name)
+    readable.sort()
+    step = max(1, -(-len(readable) // tensors))
+    indices = {}
+    for name in readable[::step]:
+        numel = chosen[name].numel
+        indices[name] = sorted({numel * number // elements for number in range(elements)})
+    return indices
 
 
 def has_readable_elements(info: Source) -> bool:
@@ -78,14 +84,10 @@ def elements_at(info: Source, rank: int, indices: Sequence[int]) -> dict[str, fl
     if local is None or not local.numel():
         return {}
     values = {}
-    for mine, memory in box_memories(info.sharding.boxes(rank), local):
+    for box, memory in box_memories(info.sharding.boxes(rank), local):
         for index in indices:
-            inside = [
-                at - low
-                for at, low in zip(
-                    unravel_index(index, info.sharding.view), mine.offsets, strict=True
-                )
-            ]
-            if all(0 <= at < size for at, size in zip(inside, mine.sizes, strict=True)):
-                values[str(index)] = float(memory[tuple(inside)])
+            place = unravel_index(index, info.sharding.view)
+            inside = tuple(map(operator.sub, place, box.offsets))
+            if all(0 <= at < size for at, size in zip(inside, box.sizes, strict=True)):
+                values[str(index)] = float(memory[inside])
     return values

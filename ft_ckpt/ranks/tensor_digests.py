@@ -17,14 +17,20 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
     Digests of equal tensors on different kinds of devices differ.
     """
-    digests = {name: _digest_on_host(tensor) for name, tensor in tensors.items() if tensor.is_cpu}
-    elsewhere = {name: tensor for name, tensor in tensors.items() if not tensor.is_cpu}
-    folded = [folded_bits(tensor) for tensor in elsewhere.values()]
-    # One wait for all tensors.
-    values = (
-        torch.stack([value.to(folded[0].device) for value in folded]).tolist() if folded else []
-    )
-    return digests | {name: f"{value:x}" for name, value in zip(elsewhere, values, strict=True)}
+    digests = {}
+    folded: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_cpu:
+            digests[name] = _digest_on_host(tensor)
+        else:
+            folded[name] = folded_bits(tensor)
+    if folded:
+        device = next(iter(folded.values())).device
+        on_one = torch.stack([value.to(device) for value in folded.values()])
+        values = on_one.tolist()  # one wait for all tensors
+        for name, value in zip(folded, values, strict=True):
+            digests[name] = f"{value:x}"
+    return digests
 
 
 def folded_bits(tensor: Tensor) -> Tensor:
@@ -37,9 +43,9 @@ def folded_bits(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for words, first in ((data[:whole].view(torch.int64), 0), (data[whole:], whole)):
         for low in range(0, words.numel(), _WORDS):
-            some = words[low : low + _WORDS].to(torch.int64)
-            places = torch.arange(first + low, first + low + some.numel(), device=data.device)
-            mixed = _mix_bits(some ^ (places * _MIXING_FACTORS[0]), _MIXING_FACTORS[1])
+            piece = words[low : low + _WORDS].to(torch.int64)
+            places = torch.arange(first + low, first + low + piece.numel(), device=data.device)
+            mixed = _mix_bits(piece ^ (places * _MIXING_FACTORS[0]), _MIXING_FACTORS[1])
             total += _mix_bits(mixed, _MIXING_FACTORS[2]).sum()  # which wraps
     return total
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ft_ckpt.errors import IncompleteError, SelectionError, listing
-from ft_ckpt.ranks import module_state, wrappers
+from ft_ckpt.ranks import module_state, tensor_kinds, wrappers
 from ft_ckpt.ranks.module_state import AddedValue
 from ft_ckpt.ranks.ranks import Ranks
-from ft_ckpt.ranks.sharding import OwnedSharding
+from ft_ckpt.ranks.sharding import OpaqueSharding, OwnedSharding
 from ft_ckpt.ranks.source import Source
-from ft_ckpt.ranks.wrapper import TensorLayout
+from ft_ckpt.ranks.tensor_kind import TensorLayout
 
 _DENSITY = attrgetter("layout", "is_quantized")
 _DENSE = (torch.strided, False)
@@ -34,18 +34,16 @@ class ModelTensors:
         self.modules = [module for _, _, module in walked]
         everything = [*self.chain[:-1], *self.modules]
         wrappers.reshard_modules(everything)
-        stand_ins, self._broadcast = (
-            wrappers.tensors_of_modules(everything),
-            wrappers.broadcast_buffers(model),
-        )
+        stand_ins = wrappers.tensors_of_modules(everything)
+        self._broadcast = wrappers.broadcast_buffers(model)
         # canonical name, raw name, tensor; ties included
         self._places: list[tuple[str, str, Any]] = []
-        for path, raw, module in walked:
-            for own, tensor in _own_tensors(module, stand_ins.get(id(module), {})).items():
-                name = f"{path}.{own}" if path else own
-                self._places.append(
-                    (name, name if raw == path else f"{raw}.{own}" if raw else own, tensor)
-                )
+        for path, raw_path, module in walked:
+            prefix = f"{path}." if path else ""
+            raw_prefix = f"{raw_path}." if raw_path else ""
+            direct = _direct_tensors(module, stand_ins.get(id(module), {}))
+            for name, tensor in direct.items():
+                self._places.append((prefix + name, raw_prefix + name, tensor))
         self._sources: dict[bool, dict[str, Source]] = {}
 
     @cached_property
@@ -62,125 +60,123 @@ class ModelTensors:
         naming tensors without dense values. Moves no data.
         """
         # a check that passed holds for both
-        known = self._sources.get(False) or self._sources.get(allow_meta)
-        if known is None:
-            known = self._sources[allow_meta] = self._described(allow_meta)
-        return known
+        sources = self._sources.get(False) or self._sources.get(allow_meta)
+        if sources is None:
+            sources = self._describe(allow_meta)
+            self._sources[allow_meta] = sources
+        return sources
 
     def added(self) -> dict[str, AddedValue]:
         """The values in the modules' state beside parameters and persistent buffers, tensors or
         not.
         """
-        return self._added_to(
-            {
-                n: source
-                for n, source in self.sources(allow_meta=True).items()
-                if not source.is_added
-            }
-        )
+        return self._added_to(self._not_added())
 
-    def names_added(self, given: Iterable[str]) -> list[str]:
+    def _not_added(self) -> dict[str, Source]:
+        """The parameters and persistent buffers."""
+        sources = self.sources(allow_meta=True)
+        return {name: source for name, source in sources.items() if not source.is_added}
+
+    def names_added(self, stored: Iterable[str]) -> list[str]:
         """The names of `added`, as far as they are known before the model is loaded.
 
-        If a module cannot list its extra state yet: the `given` names of extra state that a module
+        If a module cannot list its extra state yet: the `stored` names of extra state that a module
         can load.
         """
         try:
             return list(self.added())
         except SelectionError:
-            known, root = self.sources(allow_meta=True), self.chain[-1]
-            return [
-                name
-                for name in given
-                if name not in known and module_state.takes_extra_state(root, name)
-            ]
+            sources, root = self.sources(allow_meta=True), self.chain[-1]
+            unknown = [name for name in stored if name not in sources]
+            return [name for name in unknown if module_state.takes_extra_state(root, name)]
 
     def restore_added(self, values: Mapping[str, Any]) -> None:
         """Restore the values of `added`. Raises LoadError naming values that were not restored."""
-        own = {
-            n: source.live
-            for n, source in self.sources(allow_meta=True).items()
-            if not source.is_added
-        }
-        module_state.load_added_state(self.chain[-1], own, values)
+        tensors = {name: source.live for name, source in self._not_added().items()}
+        module_state.load_added_state(self.chain[-1], tensors, values)
 
-    def _described(self, allow_meta: bool) -> dict[str, Source]:
-        unmade = [name for name, _, tensor in self._places if is_lazy(tensor)]
-        found = _laid_out(
-            [place for place in self._places if place[0] not in unmade] if unmade else self._places
-        )
-        if self._broadcast:
-            found = {
-                n: of_rank_0(source) if source.key in self._broadcast else source
-                for n, source in found.items()
-            }
+    def _describe(self, allow_meta: bool) -> dict[str, Source]:
+        lazy = [name for name, _, tensor in self._places if is_lazy(tensor)]
+        places = self._places
+        if lazy:
+            places = [place for place in places if place[0] not in lazy]
+        sources = _lay_out(places)
+        for name, source in sources.items():
+            if source.key in self._broadcast:
+                sources[name] = of_rank_0(source)
         with suppress(SelectionError) if allow_meta else nullcontext():
-            added = {
-                name: entry
-                for name, entry in self._added_to(found).items()
-                if isinstance(entry.value, Tensor)
-            }
-            sources = _laid_out([(name, entry.raw, entry.value) for name, entry in added.items()])
-            found |= {
-                n: replace(source, trainable=False, is_added=True) for n, source in sources.items()
-            }
-        _refuse_sparse(found)
-        _refuse_unknown_cuts(found)
-        without_data = [] if allow_meta else unmade + _without_data(found)
+            added_places = []
+            for name, entry in self._added_to(sources).items():
+                if isinstance(entry.value, Tensor):
+                    added_places.append((name, entry.raw, entry.value))
+            for name, source in _lay_out(added_places).items():
+                sources[name] = replace(source, trainable=False, is_added=True)
+        _refuse_sparse(sources)
+        _refuse_unknown_cuts(sources)
+        without_data = [] if allow_meta else lazy + _without_data(sources)
         if without_data:
             raise IncompleteError(
                 f"{listing(without_data, ', ')}: {len(without_data)} tensor(s) of the model have "
                 "no data on this rank (meta device, lazy, offloaded, or partitioned by an engine "
                 "this version does not know); materialise the model first"
             )
-        return found
+        return sources
 
-    def _added_to(self, found: Mapping[str, Source]) -> dict[str, AddedValue]:
+    def _added_to(self, sources: Mapping[str, Source]) -> dict[str, AddedValue]:
         if self._are_plain:
             return {}
-        return module_state.added_state(
-            self.chain[-1], {name: source.live for name, source in found.items()}
-        )
+        tensors = {name: source.live for name, source in sources.items()}
+        return module_state.added_state(self.chain[-1], tensors)
 
 
 def source_of_tensor(name: str, raw: str, tensor: Any) -> Source:
     """The source of a parameter, a buffer or a stand-in for one, under any engine."""
-    return _source(name, raw, tensor, wrappers.layout_of(tensor))
+    return _source(name, raw, tensor, tensor_kinds.layout_of(tensor))
 
 
 def _source(name: str, raw: str, tensor: Any, layout: TensorLayout) -> Source:
-    how = {"live": tensor, "take": wrappers.local_part, "gather": wrappers.full_tensor}
-    return Source(id(tensor), name, raw, *layout, **how)
+    return Source(
+        id(tensor),
+        name,
+        raw,
+        *layout,
+        live=tensor,
+        take=tensor_kinds.local_part,
+        gather=tensor_kinds.full_tensor,
+    )
 
 
-def _laid_out(places: Sequence[tuple[str, str, Any]]) -> dict[str, Source]:
-    layouts = wrappers.layouts_of(tensor for _, _, tensor in places)
-    return {
-        place[0]: _source(*place, layout) for place, layout in zip(places, layouts, strict=True)
-    }
+def _lay_out(places: Sequence[tuple[str, str, Any]]) -> dict[str, Source]:
+    layouts = tensor_kinds.layouts_of(tensor for _, _, tensor in places)
+    sources = {}
+    for (name, raw, tensor), layout in zip(places, layouts, strict=True):
+        sources[name] = _source(name, raw, tensor, layout)
+    return sources
 
 
-def _refuse_sparse(found: Mapping[str, Source]) -> None:
-    live = {name: source.live for name, source in found.items() if isinstance(source.live, Tensor)}
-    if {*map(_DENSITY, live.values())} <= {_DENSE}:
+def _refuse_sparse(sources: Mapping[str, Source]) -> None:
+    live = {name: source.live for name, source in sources.items()}
+    tensors = {name: tensor for name, tensor in live.items() if isinstance(tensor, Tensor)}
+    if {*map(_DENSITY, tensors.values())} <= {_DENSE}:
         return
-    sparse = [
-        f"{name}: {tensor.layout}" for name, tensor in live.items() if _DENSITY(tensor) != _DENSE
-    ]
+    sparse = []
+    for name, tensor in tensors.items():
+        if _DENSITY(tensor) != _DENSE:
+            sparse.append(f"{name}: {tensor.layout}")
     raise SelectionError(
         f"{listing(sparse)}: a tensor without dense values cannot be stored; make it dense, or "
         "leave it out of the model's state dict (persistent=False)"
     )
 
 
-def _without_data(found: Mapping[str, Source]) -> list[str]:
+def _without_data(sources: Mapping[str, Source]) -> list[str]:
     """The names of tensors without data on this rank, or on any."""
-    have = wrappers.have_data(source.live for source in found.values())
-    return [
-        name
-        for (name, source), has in zip(found.items(), have, strict=True)
-        if _is_lost(source, has)
-    ]
+    flags = tensor_kinds.have_data(source.live for source in sources.values())
+    names = []
+    for (name, source), has_data in zip(sources.items(), flags, strict=True):
+        if _is_lost(source, has_data):
+            names.append(name)
+    return names
 
 
 def _is_lost(info: Source, has_data: bool) -> bool:
@@ -195,38 +191,31 @@ def _is_lost(info: Source, has_data: bool) -> bool:
     return info.numel > 0 and not info.sharding.is_sharded
 
 
-def _own_tensors(module: nn.Module, stand_ins: Mapping[str, Any]) -> dict[str, Any]:
+def _direct_tensors(module: nn.Module, stand_ins: Mapping[str, Any]) -> dict[str, Any]:
     """The module's direct parameters and persistent buffers, in order; `stand_ins` replace those an
     engine took.
     """
-    own: Any = module._parameters
-    buffers: Any = module._buffers
-    found = (
-        {key: value for key, value in own.items() if value is not None and key != "_flat_param"}
-        if own
-        else {}
-    )
-    if stand_ins:  # FSDP1 with use_orig_params=False leaves plain attributes in place of parameters
-        found |= stand_ins
-    if buffers:
-        left_out = module._non_persistent_buffers_set
-        found |= {
-            key: buffer
-            for key, buffer in buffers.items()
-            if buffer is not None and key not in left_out
-        }
-    return found
+    tensors: dict[str, Any] = {}
+    for name, parameter in module._parameters.items():
+        if parameter is not None and name != "_flat_param":
+            tensors[name] = parameter
+    tensors |= stand_ins  # FSDP1 with use_orig_params=False leaves attributes, no parameters
+    if module._buffers:
+        not_persistent = module._non_persistent_buffers_set
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in not_persistent:
+                tensors[name] = buffer
+    return tensors
 
 
-def _refuse_unknown_cuts(found: Mapping[str, Source]) -> None:
-    refused: dict[str, list[str]] = {}
-    for name, info in found.items():
-        if why := getattr(info.sharding, "why", ""):
-            refused.setdefault(why, []).append(name)
-    if refused:
-        raise IncompleteError(
-            listing([f"{listing(names, ', ')}: {why}" for why, names in refused.items()])
-        )
+def _refuse_unknown_cuts(sources: Mapping[str, Source]) -> None:
+    names_by_reason: dict[str, list[str]] = {}
+    for name, source in sources.items():
+        if isinstance(source.sharding, OpaqueSharding) and source.sharding.why:
+            names_by_reason.setdefault(source.sharding.why, []).append(name)
+    if names_by_reason:
+        lines = [f"{listing(names, ', ')}: {why}" for why, names in names_by_reason.items()]
+        raise IncompleteError(listing(lines))
 
 
 def of_rank_0(source: Source) -> Source:
@@ -243,21 +232,21 @@ def from_state_dict(
     Only rank 0's dict is read. Raises IncompleteError naming every entry that is missing,
     unexpected, or of another shape or dtype.
     """
+    result: dict[str, Source] = {}
     if not ranks.is_main:
-        return {
-            n: replace(source, sharding=OwnedSharding(source.shape, 0)).holding(None)
-            for n, source in live.items()
-        }
+        for name, source in live.items():
+            owned = replace(source, sharding=OwnedSharding(source.shape, 0))
+            result[name] = owned.holding(None)
+        return result
     tied: dict[int, list[str]] = {}
     for name, source in live.items():
         tied.setdefault(source.key, []).append(name)
-    given = {
-        name: tensor for name, tensor in (state_dict or {}).items() if isinstance(tensor, Tensor)
-    }
-    problems = [f"{name}: not in the model" for name in given if name not in live]
-    result: dict[str, Source] = {}
+    entries = state_dict or {}
+    tensors = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
+    problems = [f"{name}: not in the model" for name in tensors if name not in live]
     for name, source in live.items():
-        tensor = next((given[alias] for alias in [name, *tied[source.key]] if alias in given), None)
+        aliases = [alias for alias in [name, *tied[source.key]] if alias in tensors]
+        tensor = tensors[aliases[0]] if aliases else None
         if tensor is None:
             problems.append(f"{name}: missing")
         elif tuple(tensor.shape) != source.shape:
@@ -267,8 +256,8 @@ def from_state_dict(
                 f"{name}: {tensor.dtype}, the model has {source.dtype} (dtype= casts while saving)"
             )
         else:
-            made = source_of_tensor(name, source.raw_name, tensor.detach())
-            result[name] = replace(made, trainable=source.trainable, key=source.key)
+            stored = source_of_tensor(name, source.raw_name, tensor.detach())
+            result[name] = replace(stored, trainable=source.trainable, key=source.key)
     if problems:
         raise IncompleteError(
             f"{listing(problems)}: the state dict differs from the live model in {len(problems)} "
@@ -278,6 +267,6 @@ def from_state_dict(
     return result
 
 
-def engine_names(found: Iterable[Source]) -> str:
+def engine_names(sources: Iterable[Source]) -> str:
     """The engines that hold the tensors, for the manifest: "plain", or e.g. "fsdp2"."""
-    return "+".join(sorted({source.engine for source in found} - {"plain"})) or "plain"
+    return "+".join(sorted({source.engine for source in sources} - {"plain"})) or "plain"

@@ -1,54 +1,17 @@
-"""The interface of a wrapper or engine; the defaults are those of a plain module.
+"""Wrappers of modules: what surrounds the user's modules in a model, and leaves traces on them.
 
-To add a kind, write a subclass in its own module that overrides the differences, and add a line to
-`wrappers`.
+To add one, write a subclass of `Wrapper` that overrides the differences, and add it to `wrappers`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import repeat
-from operator import attrgetter
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.ranks.ranks import global_rank
-from ft_ckpt.ranks.sharding import ReplicatedSharding, Sharding
-
-
-class TensorLayout(NamedTuple):
-    """The layout of one tensor under its engine."""
-
-    shape: tuple[int, ...]  # of the full tensor
-    dtype: torch.dtype
-    trainable: bool
-    is_parameter: bool
-    engine: str
-    sharding: Sharding
-
-
-def layout_like(
-    tensor: Any, shape: tuple[int, ...], engine: str, sharding: Sharding
-) -> TensorLayout:
-    """The layout of a tensor with torch's attributes and another full `shape`."""
-    is_parameter = isinstance(tensor, nn.Parameter)
-    return TensorLayout(
-        shape, tensor.dtype, bool(tensor.requires_grad), is_parameter, engine, sharding
-    )
-
-
-def shaped_as_box(local: Tensor, sharding: Sharding) -> Tensor:
-    """This rank's part of a tensor in the shape of its box, where the view splits a dimension of
-    the tensor.
-    """
-    boxes = sharding.local_boxes(global_rank())
-    return (
-        local if not boxes or tuple(local.shape) == boxes[0].sizes else local.view(boxes[0].sizes)
-    )
-
 
 class Wrapper:
-    """One kind of wrapper module, or of tensors that an engine has laid out."""
+    """One kind of wrapper module."""
 
     child_key: str | None = None  # the name of the wrapped child in its modules
     # prefixes of the names of modules whose functions it registers as hooks
@@ -57,11 +20,8 @@ class Wrapper:
     function_packages: tuple[str, ...] = ()
     attributes: tuple[str, ...] = ()  # that it sets on the user's modules
     attribute_prefixes: tuple[str, ...] = ()
-    # attributes that, with the type, determine `layout_of`; (): unknown
-    layout_facts: tuple[str, ...] = ()
     # display name, if accumulated gradients cannot be read under it
     hides_gradients: str | None = None
-    shows_runs = False  # whether optimizers see only this rank's elements, as an ordinary tensor
 
     def wraps(self, module: nn.Module) -> bool:
         """Whether `module` is a wrapper of this kind around its child `child_key`."""
@@ -84,58 +44,6 @@ class Wrapper:
         `modules` are those of a model, wrappers included.
         """
         return {}
-
-    def describes(self, tensor: Any) -> bool:
-        """Whether this engine lays out a parameter, a buffer or a stand-in for one."""
-        return False
-
-    def layout_of(self, tensor: Any) -> TensorLayout:
-        """The layout of a tensor that it `describes`. Moves no data."""
-        raise AssertionError("a tensor of another engine")
-
-    def layouts_of(self, tensors: Sequence[Any]) -> list[TensorLayout]:
-        """As `layout_of` of each; tensors with the same `layout_facts` share one."""
-        if not self.layout_facts:
-            return [*map(self.layout_of, tensors)]
-        ask, known, found = attrgetter(*self.layout_facts), dict[Any, TensorLayout](), []
-        for tensor, is_parameter in zip(
-            tensors, map(isinstance, tensors, repeat(nn.Parameter)), strict=True
-        ):
-            try:
-                facts = ask(tensor), is_parameter
-            except AttributeError:
-                found.append(self.layout_of(tensor))
-                continue
-            if facts not in known:
-                known[facts] = self.layout_of(tensor)
-            found.append(known[facts])
-        return found
-
-    def local_part(self, tensor: Any) -> Tensor | None:
-        """This rank's elements of a tensor that it `describes`, without gradient, or None.
-
-        Moves no data.
-        """
-        raise AssertionError("a tensor of another engine")
-
-    def has_data(self, tensor: Any) -> bool:
-        """Whether this rank's elements, if any, of a tensor that it `describes` are in memory."""
-        local = self.local_part(tensor)
-        return local is None or local.device.type != "meta"
-
-    def full_tensor(self, tensor: Any) -> Tensor:
-        """The full tensor of an opaque sharding. Collective."""
-        raise AssertionError("a tensor of another engine")
-
-    def optimizer_parameter(self, tensor: Any) -> Any:
-        """The object in optimizers that stands for a tensor that it `describes`."""
-        return tensor
-
-    def state_run(self, tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
-        """The layout of optimizer state of the shape of a tensor that `shows_runs`, and this rank's
-        elements of it.
-        """
-        raise AssertionError("a tensor of another engine")
 
     def reshard_modules(self, modules: Sequence[nn.Module]) -> None:
         """Reshard those of `modules` that this engine shards, so that their shards can be read."""
@@ -161,22 +69,11 @@ class Wrapper:
         """Clear the gradients that the engine keeps for `module`."""
 
 
-class PlainTensors(Wrapper):
-    """Ordinary tensors, and the attributes that Accelerate's hooks set on modules."""
+class AccelerateHooks(Wrapper):
+    """The attributes that Accelerate's hooks set on modules."""
 
-    layout_facts = ("shape", "dtype", "requires_grad")
     attributes = ("forward",)
     attribute_prefixes = ("_hf_hook", "_old_forward")
-
-    def describes(self, tensor: Any) -> bool:
-        return True
-
-    def layout_of(self, tensor: Any) -> TensorLayout:
-        shape = tuple(tensor.shape)
-        return layout_like(tensor, shape, "plain", ReplicatedSharding(shape))
-
-    def local_part(self, tensor: Any) -> Tensor | None:
-        return tensor.detach()  # type: ignore[no-any-return]  # a Tensor
 
 
 class DataParallelWrapper(Wrapper):
@@ -214,40 +111,3 @@ class CheckpointedActivations(Wrapper):
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
         return isinstance(module, ActivationWrapper)
-
-
-_READ = "_ft_ckpt_read"
-
-
-class StandInTensors(PlainTensors):
-    """Parameters made by `stand_in_parameter`."""
-
-    def describes(self, tensor: Any) -> bool:
-        return hasattr(tensor, _READ)
-
-    def local_part(self, tensor: Any) -> Tensor | None:
-        read: Callable[[], Tensor] = getattr(tensor, _READ)
-        return read()
-
-    def has_data(self, tensor: Any) -> bool:
-        return True
-
-
-def stand_in_parameter(
-    shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]
-) -> nn.Parameter:
-    """A parameter of that shape in the memory of one element, which stands for the tensor that
-    `read` returns.
-    """
-    parameter = nn.Parameter(
-        torch.zeros((), dtype=dtype, device="cpu").expand(shape), requires_grad=False
-    )
-    setattr(parameter, _READ, read)
-    return parameter
-
-
-def give_memory(tensor: Tensor) -> None:
-    """Give a stand-in memory of its own, which is not filled; other tensors have theirs."""
-    if hasattr(tensor, _READ):
-        delattr(tensor, _READ)
-        tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

@@ -1,48 +1,50 @@
-"""The list of known wrappers, and functions that dispatch to them.
+"""The table of wrappers, and functions that ask all of them.
 
-Wrappers are recognised by their modules and tensors, never by the configuration of a launcher. To
-add one, write a module with a `Wrapper` and add it to WRAPPERS: the first wrapper that describes a
-tensor handles it.
+Wrappers are recognised by their modules, never by the configuration of a launcher.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from ft_ckpt.extensions.deepspeed import DeepSpeedWrapper
-from ft_ckpt.ranks.engine_parts import EngineParts
-from ft_ckpt.ranks.fsdp import FSDP1Wrapper, FSDP2Wrapper, PendingGradient
-from ft_ckpt.ranks.sharding import Sharding
+from ft_ckpt.ranks.fsdp1 import FSDP1Wrapper
+from ft_ckpt.ranks.fsdp2 import FSDP2Wrapper, PendingGradient
 from ft_ckpt.ranks.wrapper import (
+    AccelerateHooks,
     CheckpointedActivations,
     CompiledWrapper,
     DataParallelWrapper,
-    PlainTensors,
-    StandInTensors,
-    TensorLayout,
     Wrapper,
 )
 
+
+def wrapper_at(place: str) -> Wrapper:
+    """The wrapper of the class at "module:name", for one that an extension brings."""
+    module, _, name = place.partition(":")
+    wrapper: Wrapper = getattr(import_module(module), name)()
+    return wrapper
+
+
 WRAPPERS: list[Wrapper] = [
-    FSDP2Wrapper(),  # first, because its check is the fastest
+    FSDP2Wrapper(),
     FSDP1Wrapper(),
-    EngineParts(),  # before ZeRO, whose stage 3 treats such a part as the whole
-    DeepSpeedWrapper(),
-    StandInTensors(),
-    PlainTensors(),  # describes every tensor
+    wrapper_at("ft_ckpt.extensions.deepspeed.zero:DeepSpeedWrapper"),
+    AccelerateHooks(),
     DataParallelWrapper(),
     CompiledWrapper(),
     CheckpointedActivations(),
 ]
-_ATTRIBUTES = frozenset(name for wrapper in WRAPPERS for name in wrapper.attributes)
-_ATTRIBUTE_PREFIXES = tuple(prefix for wrapper in WRAPPERS for prefix in wrapper.attribute_prefixes)
-_FUNCTION_PACKAGES = tuple(package for wrapper in WRAPPERS for package in wrapper.function_packages)
-_PACKAGES = tuple(package for wrapper in WRAPPERS for package in wrapper.packages)
-
-
-# Modules
+_ATTRIBUTES: tuple[str, ...] = ()
+_ATTRIBUTE_PREFIXES: tuple[str, ...] = ()
+_FUNCTION_PACKAGES: tuple[str, ...] = ()
+_PACKAGES: tuple[str, ...] = ()
+for _wrapper in WRAPPERS:
+    _ATTRIBUTES += _wrapper.attributes
+    _ATTRIBUTE_PREFIXES += _wrapper.attribute_prefixes
+    _FUNCTION_PACKAGES += _wrapper.function_packages
+    _PACKAGES += _wrapper.packages
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -53,11 +55,12 @@ def unwrap(model: nn.Module) -> nn.Module:
 def wrapper_chain(model: nn.Module) -> list[nn.Module]:
     """`model` and the module inside each wrapper, the user's own module last."""
     chain = [model]
-    while (key := wrapped_key(chain[-1])) is not None and (
-        inner := chain[-1]._modules[key]
-    ) is not None:
+    while True:
+        key = wrapped_key(chain[-1])
+        inner = None if key is None else chain[-1]._modules[key]
+        if inner is None:
+            return chain
         chain.append(inner)
-    return chain
 
 
 def wrapped_key(module: nn.Module) -> str | None:
@@ -82,17 +85,14 @@ def walk_modules(root: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
         name, raw, module = waiting.pop()
         yield name, raw, module
         children = module._modules
-        if children:
-            inner, above, raw_above = (
-                wrapped_key(module),
-                f"{name}." if name else "",
-                f"{raw}." if raw else "",
-            )
-            waiting += [
-                (name if key == inner else above + key, raw_above + key, child)
-                for key, child in reversed(children.items())
-                if child is not None
-            ]
+        if not children:
+            continue
+        inner = wrapped_key(module)
+        prefix = f"{name}." if name else ""
+        raw_prefix = f"{raw}." if raw else ""
+        for key, child in reversed(children.items()):
+            if child is not None:
+                waiting.append((name if key == inner else prefix + key, raw_prefix + key, child))
 
 
 def keeps_weights(module: nn.Module) -> bool:
@@ -111,11 +111,11 @@ def tensors_of_modules(modules: Sequence[nn.Module]) -> dict[int, dict[str, Any]
 
     Wrappers must be among `modules`.
     """
-    found: dict[int, dict[str, Any]] = {}
+    tensors: dict[int, dict[str, Any]] = {}
     for wrapper in WRAPPERS:
         for (owner, name), tensor in wrapper.tensors_of_modules(modules).items():
-            found.setdefault(owner, {})[name] = tensor
-    return found
+            tensors.setdefault(owner, {})[name] = tensor
+    return tensors
 
 
 def reshard_modules(modules: Sequence[nn.Module]) -> None:
@@ -126,13 +126,11 @@ def reshard_modules(modules: Sequence[nn.Module]) -> None:
 
 def broadcast_buffers(model: nn.Module) -> frozenset[int]:
     """Ids of the buffers that wrappers broadcast from rank 0 before the next forward."""
-    chain = wrapper_chain(model)
-    return frozenset(
-        id(buffer)
-        for outer in chain
-        for kind in WRAPPERS
-        for buffer in kind.broadcast_buffers(outer)
-    )
+    ids: set[int] = set()
+    for module in wrapper_chain(model):
+        for wrapper in WRAPPERS:
+            ids.update(map(id, wrapper.broadcast_buffers(module)))
+    return frozenset(ids)
 
 
 def user_class(cls: type) -> type:
@@ -165,89 +163,22 @@ def is_engine_code(module_name: str) -> bool:
     return module_name.startswith(_PACKAGES)
 
 
-# Tensors
-
-
-def layout_of(tensor: Any) -> TensorLayout:
-    """The layout of a parameter, a buffer, or a stand-in for one. Moves no data."""
-    return _engine_of(tensor).layout_of(tensor)
-
-
-def by_engine(tensors: Iterable[Any]) -> list[tuple[Wrapper, list[Any]]]:
-    """The tensors in order, grouped into runs that one engine describes."""
-    return [(wrapper, [*run]) for wrapper, run in groupby(tensors, _engine_of)]
-
-
-def layouts_of(tensors: Iterable[Any]) -> list[TensorLayout]:
-    """The `layout_of` each tensor; equal layouts are computed once."""
-    return [layout for wrapper, run in by_engine(tensors) for layout in wrapper.layouts_of(run)]
-
-
-def have_data(tensors: Iterable[Any]) -> list[bool]:
-    """For each tensor, whether this rank's elements, if any, are in memory."""
-    return [has for wrapper, run in by_engine(tensors) for has in map(wrapper.has_data, run)]
-
-
-def local_part(tensor: Any) -> Tensor | None:
-    """This rank's elements of a tensor, without gradient, or None. Moves no data."""
-    return _engine_of(tensor).local_part(tensor)
-
-
-def full_tensor(tensor: Any) -> Tensor:
-    """The full tensor of an opaque layout. Collective."""
-    return _engine_of(tensor).full_tensor(tensor)
-
-
-def is_distributed(tensor: Any) -> bool:
-    """Whether an engine lays out the tensor, such as a DTensor."""
-    return not isinstance(_engine_of(tensor), PlainTensors)
-
-
-def optimizer_parameter(tensor: Any) -> Any:
-    """The object in optimizers that stands for a parameter, or for a stand-in for one."""
-    return _engine_of(tensor).optimizer_parameter(tensor)
-
-
-def shows_runs(tensor: Any) -> bool:
-    """Whether optimizers see only this rank's elements, as an ordinary tensor."""
-    return _engine_of(tensor).shows_runs
-
-
-def state_run(tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
-    """The layout of optimizer state of the shape of a tensor that `shows_runs`, and this rank's
-    elements of it.
-    """
-    return _engine_of(tensor).state_run(tensor, state)
-
-
-def _engine_of(tensor: Any) -> Wrapper:
-    for wrapper in WRAPPERS:
-        if wrapper.describes(tensor):
-            return wrapper
-    raise AssertionError("PlainTensors describes every tensor")
-
-
-# Gradients
-
-
 def hiding_gradients(model: nn.Module) -> list[str]:
     """The display names of engines in `model` whose accumulated gradients cannot be read."""
-    hiding = [wrapper for wrapper in WRAPPERS if wrapper.hides_gradients]
-    return [
-        str(wrapper.hides_gradients)
-        for wrapper in hiding
-        if any(map(wrapper.wraps, model.modules()))
-    ]
+    names = []
+    for wrapper in WRAPPERS:
+        if wrapper.hides_gradients is not None and any(map(wrapper.wraps, model.modules())):
+            names.append(wrapper.hides_gradients)
+    return names
 
 
 def kept_gradients(root: nn.Module) -> dict[str, PendingGradient]:
     """Gradients that engines keep until a step is complete, by raw parameter name."""
     modules = [module for _, _, module in walk_modules(root)]
-    return {
-        name: found
-        for wrapper in WRAPPERS
-        for name, found in wrapper.pending_gradients(modules).items()
-    }
+    gradients: dict[str, PendingGradient] = {}
+    for wrapper in WRAPPERS:
+        gradients.update(wrapper.pending_gradients(modules))
+    return gradients
 
 
 def drop_kept_gradients(root: nn.Module) -> None:

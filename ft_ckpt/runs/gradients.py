@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt.errors import SelectionError
-from ft_ckpt.ranks import unwrap, wrappers
+from ft_ckpt.ranks import (
+    drop_kept_gradients,
+    hiding_gradients,
+    is_distributed,
+    kept_gradients,
+    local_part,
+    unwrap,
+)
 
 _TAKEN = "_ft_ckpt_taken"  # attribute of a gradient that a step has used: its version then
 
@@ -60,9 +67,7 @@ class StepWatch:
         gradients = (gradient for optimizer in optimizers for gradient in _gradients_of(optimizer))
         if any(getattr(gradient, _TAKEN, None) != gradient._version for gradient in gradients):
             return True
-        kept = (
-            one for model in models() for one in wrappers.kept_gradients(unwrap(model)).values()
-        )
+        kept = (one for model in models() for one in kept_gradients(unwrap(model)).values())
         return any(one.read() is not None for one in kept)
 
     def close(self) -> None:
@@ -84,7 +89,7 @@ def pending_gradients(model: nn.Module) -> dict[str, Tensor]:
     Raises SelectionError under engines that hide them until the step is complete.
     """
     root = unwrap(model)
-    hiding = wrappers.hiding_gradients(model)
+    hiding = hiding_gradients(model)
     if hiding and any(parameter.grad is not None for parameter in model.parameters()):
         raise SelectionError(
             f"gradients: accumulated by {hiding[0]} where they cannot be read; save when the "
@@ -98,8 +103,8 @@ def restore_gradients(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
     backward.
     """
     root = unwrap(model)
-    whole = wrappers.kept_gradients(root)
-    wrappers.drop_kept_gradients(root)
+    whole = kept_gradients(root)
+    drop_kept_gradients(root)
     for name, parameter in root.named_parameters():
         parameter.grad = None
         if name in whole:
@@ -108,9 +113,9 @@ def restore_gradients(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
             continue
         if name in whole and stored[name].shape == parameter.shape:
             whole[name].write(stored[name].to(parameter.device))
-        elif wrappers.is_distributed(parameter.detach()):
+        elif is_distributed(parameter.detach()):
             gradient = torch.zeros_like(parameter.detach())
-            if (local := wrappers.local_part(gradient)) is not None:
+            if (local := local_part(gradient)) is not None:
                 local.copy_(stored[name])
             parameter.grad = gradient
         else:
@@ -125,9 +130,9 @@ def _gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _accumulated_gradients(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    whole = wrappers.kept_gradients(root)
+    whole = kept_gradients(root)
     for name, parameter in root.named_parameters():
         pending = whole[name].read() if name in whole else None
         gradient = pending if pending is not None else parameter.grad
-        if gradient is not None and (local := wrappers.local_part(gradient)) is not None:
+        if gradient is not None and (local := local_part(gradient)) is not None:
             yield name, local

@@ -196,10 +196,11 @@ class SaveRunner:
         writes = plan_writes(plan, config, ranks.size, has_state_dict)
         attempt = Attempt(lambda: request, plan, writes)
         gathers = ranks.size > 1 and not request.target.is_local
-        if has_state_dict if gathers else writes.moves_tensors:
+        must_run_now = has_state_dict if gathers else writes.moves_tensors
+        if must_run_now:
             return attempt, None
-        owned = frozenset[int]() if has_state_dict else ids_changed_by_steps(steppers)
-        return attempt, plan_snapshot(writes, ranks, owned, gathers=gathers)
+        changed = frozenset[int]() if has_state_dict else ids_changed_by_steps(steppers)
+        return attempt, plan_snapshot(writes, ranks, changed, gathers=gathers)
 
     def wait_for_save(self) -> SaveReport | None:
         """Wait for the save in flight and return its report or raise its error; None when there is

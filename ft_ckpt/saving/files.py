@@ -57,47 +57,45 @@ def plan_part(
     Raises SelectionError naming tensors of a dtype or a name that the format cannot store,
     IncompleteError naming tensors that would share a name in the files.
     """
-    known = format_named(format_name)
-    suffix = known.suffixes[0]
+    tensor_format = format_named(format_name)
+    suffix = tensor_format.suffixes[0]
     _refuse_stored_names(part)
-    specs = {
-        entry.name: Spec(entry.name, entry.shape, dtype_name(entry.dtype)) for entry in part.entries
-    }
+    specs = _stored_specs(part)
     folder = f"{part.path}/" if part.path else ""
     index_path = f"{folder}{part.file}{suffix}.index.json"
     shards = {f"{part.file}{suffix}": list(specs)}
+    files = []
     try:
         if part.kind != "adapter":  # PEFT reads one file only
             shards = split_into_files(specs, part.file, suffix, max_shard_bytes, separate)
-        laid_out = {
-            name: _lay_out_file([specs[one] for one in some], known, part)
-            for name, some in shards.items()
-        }
+        for file_name, names in shards.items():
+            layout = _lay_out_file([specs[name] for name in names], tensor_format, part)
+            files.append(FilePlan(folder + file_name, layout))
     except (SelectionError, KeyError):
         # its error names all tensors that cannot be stored
-        _lay_out_file(list(specs.values()), known, part)
+        _lay_out_file(list(specs.values()), tensor_format, part)
         raise
-    files = tuple(FilePlan(folder + name, layout) for name, layout in laid_out.items())
     if len(files) == 1:
-        return PartPlan(part, format_name, files, index_path, None, separate)
+        return PartPlan(part, format_name, tuple(files), index_path, None, separate)
     total = {
         "total_parameters": sum(torch.Size(entry.shape).numel() for entry in part.entries),
         "total_size": sum(spec.size_bytes for spec in specs.values()),
     }
-    return PartPlan(part, format_name, files, index_path, shard_index(shards, total), separate)
+    index = shard_index(shards, total)
+    return PartPlan(part, format_name, tuple(files), index_path, index, separate)
 
 
-def frozen_names(part: Part, still: frozenset[int], mode: str) -> frozenset[str]:
-    """Stored names of `part` that go into files of their own: those made of `still` tensors only,
+def frozen_names(part: Part, frozen: frozenset[int], mode: str) -> frozenset[str]:
+    """Stored names of `part` that go into files of their own: those made of `frozen` tensors only,
     if that pays.
     """
-    if mode == "off" or not still or part.kind not in ("model", "module"):
+    if mode == "off" or not frozen or part.kind not in ("model", "module"):
         return frozenset()
     names, total_bytes, frozen_bytes = [], 0, 0
     for entry in part.entries:
         size_bytes = torch.Size(entry.shape).numel() * entry.dtype.itemsize
         total_bytes += size_bytes
-        if all(source.key in still for source in entry.sources):
+        if all(source.key in frozen for source in entry.sources):
             names.append(entry.name)
             frozen_bytes += size_bytes
     pays = mode == "on" or frozen_bytes >= max(MIN_FROZEN_BYTES, MIN_FROZEN_SHARE * total_bytes)
@@ -109,13 +107,12 @@ def _refuse_stored_names(part: Part) -> None:
     contain.
     """
     names = [entry.name for entry in part.entries]
-    known = {*names}
-    if len(known) < len(names):
+    if len(set(names)) < len(names):
         twice = [name for name, count in Counter(names).items() if count > 1]
         raise IncompleteError(
             f"{listing(twice, ', ')}: the name of more than one tensor; rename or re-register one"
         )
-    if "__metadata__" in known or not is_utf8("".join(names)):  # one check for all names
+    if "__metadata__" in names or not is_utf8("".join(names)):  # one check for all names
         bad = [repr(name) for name in names if name == "__metadata__" or not is_utf8(name)]
         raise SelectionError(
             f"{listing(bad, ', ')}: files cannot have a tensor of this name; rename the parameter"
@@ -128,35 +125,43 @@ def check_written_files(part_plan: PartPlan, store: Store) -> None:
 
     Raises IncompleteError naming every difference.
     """
-    expected = {
-        entry.name: Spec(entry.name, entry.shape, dtype_name(entry.dtype))
-        for entry in part_plan.part.entries
-    }
-    found: dict[str, Spec] = {}
+    tensor_format = format_named(part_plan.format)
+    expected = _stored_specs(part_plan.part)
+    written: dict[str, Spec] = {}
     for file in part_plan.files:
-        with closing(format_named(part_plan.format).open_file(store.open(file.path))) as opened:
-            found.update(opened.specs)
-    problems = [f"{name}: in the model, not in the file" for name in expected if name not in found]
-    problems += [f"{name}: in the file, not in the model" for name in found if name not in expected]
-    problems += [
-        (
-            f"{name}: {found[name].dtype} {found[name].shape} in the file, {spec.dtype} "
-            f"{spec.shape} in the model"
-        )
-        for name, spec in expected.items()
-        if name in found and found[name] != spec
+        with closing(tensor_format.open_file(store.open(file.path))) as opened:
+            written.update(opened.specs)
+    if written == expected:
+        return
+    problems = [
+        f"{name}: in the model, not in the file" for name in expected if name not in written
     ]
+    problems += [
+        f"{name}: in the file, not in the model" for name in written if name not in expected
+    ]
+    for name, spec in expected.items():
+        in_file = written.get(name, spec)
+        if in_file != spec:
+            problems.append(
+                f"{name}: {in_file.dtype} {in_file.shape} in the file, {spec.dtype} "
+                f"{spec.shape} in the model"
+            )
     if problems:
         raise IncompleteError(f"{listing(problems)}; nothing is committed")
 
 
-def _lay_out_file(specs: list[Spec], known: TensorFormat, part: Part) -> Layout:
-    stored = {spec.name for spec in specs} if known.holds_aliases else set()
-    ties = {
-        alias: kept
-        for kept, *aliases in part.ties
-        if kept in stored
-        for alias in aliases
-        if alias not in stored
-    }
-    return known.lay_out_file(specs, {**_METADATA, **part.metadata}, ties)
+def _stored_specs(part: Part) -> dict[str, Spec]:
+    specs = {}
+    for entry in part.entries:
+        specs[entry.name] = Spec(entry.name, entry.shape, dtype_name(entry.dtype))
+    return specs
+
+
+def _lay_out_file(specs: list[Spec], tensor_format: TensorFormat, part: Part) -> Layout:
+    ties: dict[str, str] = {}  # alias -> stored name
+    if tensor_format.holds_aliases:
+        stored = {spec.name for spec in specs}
+        for name, *aliases in part.ties:
+            if name in stored:
+                ties.update((alias, name) for alias in aliases if alias not in stored)
+    return tensor_format.lay_out_file(specs, {**_METADATA, **part.metadata}, ties)

@@ -188,9 +188,8 @@ def _own_regions(writes: FileWrites, ranks: Ranks, sources: SourceView) -> Itera
     """The bytes of the file that this rank writes, in file order."""
     file, is_writer = writes.file, ranks.rank == writes.writer
     gathering = Gathering(ranks, sources, writes.writer)
-    places = list(
-        zip(writes.entries, writes.cuts, file.layout.specs, file.layout.starts, strict=True)
-    )
+    layout = file.layout
+    places = zip(writes.entries, writes.cuts, layout.specs, layout.starts, strict=True)
     end = 0  # header and gaps are written up to here
     for is_gathered, group in groupby(places, key=lambda place: place[1] is None):
         if is_gathered:
@@ -237,15 +236,16 @@ def _tensor_regions(
     local = source.local
     if local is None:
         return
-    item, flat = entry.dtype.itemsize, local.reshape(-1)
+    item_bytes, flat = entry.dtype.itemsize, local.reshape(-1)
     chunks = []
     for cut in cuts:
         chunk = chunk_of_rank(cut, rank)
         if chunk is not None:
             chunks.append(chunk)
-    is_whole_here = bool(chunks) and not source.sharding.is_sharded
-    first = (chunks[0][0] - cuts[0].start) // item if is_whole_here else 0
+    first = 0  # element of `flat` that the first chunk begins with
+    if chunks and not source.sharding.is_sharded:  # this rank has the whole tensor
+        first = (chunks[0][0] - cuts[0].start) // item_bytes
     for start, stop in chunks:
-        count = (stop - start) // item
+        count = (stop - start) // item_bytes
         yield from cast_regions(start, entry, flat[first : first + count])
         first += count

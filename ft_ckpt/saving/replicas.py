@@ -42,49 +42,59 @@ def replicated_tensors(plans: Iterable[PartPlan]) -> dict[str, Source]:
     """The tensors in the files of `plans` that several ranks hold, once each, by the names they
     have in a run.
     """
-    found: dict[int, tuple[str, Source]] = {}
+    by_key: dict[int, tuple[str, Source]] = {}
     for plan in plans:
-        written = {spec.name for file in plan.files for spec in file.layout.specs}
+        written: set[str] = set()
+        for file in plan.files:
+            written.update(spec.name for spec in file.layout.specs)
         for entry in plan.part.entries:
-            for name, source in _named_sources(plan.part, entry) if entry.name in written else ():
+            if entry.name not in written:
+                continue
+            for name, source in _named_sources(plan.part, entry):
                 if source.sharding.is_replicated:
-                    found.setdefault(source.key, (name, source))
-    return dict(found.values())
+                    by_key.setdefault(source.key, (name, source))
+    return dict(by_key.values())
 
 
 def digest_replicas(sources: Mapping[str, Source], rank: int) -> dict[str, ReplicaDigest]:
     """The digest of this `rank`'s part of each tensor that it should hold a part of."""
-    shardings = {name: one.sharding for name, one in sources.items()}
-    shardings = {
-        name: one for name, one in shardings.items() if one.local_boxes(rank) or not one.is_sharded
-    }
-    found = {name: local for name in shardings if (local := sources[name].local) is not None}
-    made = digests_of(found)
-    return {
-        name: ReplicaDigest(
-            place_of(sharding, rank), made.get(name, ""), bool(sharding.boxes(rank))
-        )
-        for name, sharding in shardings.items()
-    }
+    shardings = {}
+    local_parts = {}
+    for name, source in sources.items():
+        if source.sharding.is_sharded and not source.sharding.local_boxes(rank):
+            continue
+        shardings[name] = source.sharding
+        local = source.local
+        if local is not None:
+            local_parts[name] = local
+    bits = digests_of(local_parts)
+    digests = {}
+    for name, sharding in shardings.items():
+        is_stored = bool(sharding.boxes(rank))
+        digests[name] = ReplicaDigest(place_of(sharding, rank), bits.get(name, ""), is_stored)
+    return digests
 
 
-def digests_by_place(made: Mapping[str, ReplicaDigest]) -> dict[str, str]:
+def digests_by_place(digests: Mapping[str, ReplicaDigest]) -> dict[str, str]:
     """One digest of all replicas that a rank holds at a place, by place: small enough to exchange
     at every save.
     """
     places: dict[str, list[tuple[str, str]]] = {}
-    for name, digest in made.items():
+    for name, digest in digests.items():
         places.setdefault(digest.place, []).append((name, digest.bits))
-    return {place: xxhash.xxh3_128_hexdigest(repr(some).encode()) for place, some in places.items()}
+    joined = {}
+    for place, named_bits in places.items():
+        joined[place] = xxhash.xxh3_128_hexdigest(repr(named_bits).encode())
+    return joined
 
 
 def differing_places(digests: Iterable[Mapping[str, str]]) -> list[str]:
     """The places at which digests differ between ranks, from the `digests_by_place` of each."""
-    seen: dict[str, set[str]] = {}
+    by_place: dict[str, set[str]] = {}
     for rank_digests in digests:
         for place, digest in rank_digests.items():
-            seen.setdefault(place, set()).add(digest)
-    return sorted(place for place, found in seen.items() if len(found) > 1)
+            by_place.setdefault(place, set()).add(digest)
+    return sorted(place for place, distinct in by_place.items() if len(distinct) > 1)
 
 
 def differing_replicas(
@@ -97,15 +107,17 @@ def differing_replicas(
     """
     if not places:
         return {}
-    differ = frozenset(places)
-    own = {name: [*astuple(digest)] for name, digest in digests.items() if digest.place in differ}
-    found = ranks.agree(
-        "the comparison of replicas", {"digests": own}, decide=_find_differences
-    ).result
-    return {
-        name: {int(rank): place for rank, place in differing.items()}
-        for name, differing in found.items()
-    }
+    at_places = {}
+    for name, digest in digests.items():
+        if digest.place in places:
+            at_places[name] = [*astuple(digest)]
+    agreed = ranks.agree(
+        "the comparison of replicas", {"digests": at_places}, decide=_find_differences
+    )
+    differences = {}
+    for name, place_by_rank in agreed.result.items():
+        differences[name] = {int(rank): place for rank, place in place_by_rank.items()}
+    return differences
 
 
 def difference_note(differing: Differences) -> str:
@@ -117,14 +129,12 @@ def describe_differences(differing: Differences) -> str:
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for name, owners in differing.items():
         by_ranks.setdefault(tuple(owners), []).append(name.removeprefix(f"{WEIGHTS}/"))
-    lines = [
-        f"{listing(names, ', ')} on rank(s) {rank_numbers(list(owners))}"
-        for owners, names in by_ranks.items()
-    ]
-    is_cut = any(place for owners in differing.values() for place in owners.values())
-    return (
-        f"{listing(lines)}: not as on {'the first rank with the same part' if is_cut else 'rank 0'}"
-    )
+    lines = []
+    for ranks, names in by_ranks.items():
+        lines.append(f"{listing(names, ', ')} on rank(s) {rank_numbers(list(ranks))}")
+    is_cut = any(any(owners.values()) for owners in differing.values())
+    first = "the first rank with the same part" if is_cut else "rank 0"
+    return f"{listing(lines)}: not as on {first}"
 
 
 def take_first_values(parts: Sequence[Part], differing: Differences) -> list[Part]:
@@ -153,9 +163,11 @@ def take_first_values(parts: Sequence[Part], differing: Differences) -> list[Par
 def _named_sources(part: Part, entry: Entry) -> Iterator[tuple[str, Source]]:
     """The sources of an entry with the names they have in a run."""
     if entry.group is not None:
-        yield from ((f"{WEIGHTS}/{source.name}", source) for source in entry.group.sources)
+        for source in entry.group.sources:
+            yield f"{WEIGHTS}/{source.name}", source
     elif entry.source is not None:
-        yield entry.name if part.kind == "state" else f"{WEIGHTS}/{entry.source.name}", entry.source
+        is_state = part.kind == "state"
+        yield entry.name if is_state else f"{WEIGHTS}/{entry.source.name}", entry.source
 
 
 def _find_differences(answers: Values) -> dict[str, dict[str, str | None]]:
@@ -165,17 +177,14 @@ def _find_differences(answers: Values) -> dict[str, dict[str, str | None]]:
         for name, fields in answer["digests"].items():
             digest = ReplicaDigest(*fields)
             copies.setdefault((name, digest.place), []).append((rank, digest))
-    found: dict[str, dict[int, str | None]] = {}
-    for (name, place), held in copies.items():
-        stored = next((digest for _, digest in held if digest.is_stored), held[0][1])
-        differing = {
-            rank: place if digest.bits else None
-            for rank, digest in held
-            if digest.bits != stored.bits
-        }
-        found.setdefault(name, {}).update(differing)
-    return {
-        name: {str(rank): owners[rank] for rank in sorted(owners)}
-        for name, owners in found.items()
-        if owners
-    }
+    differences: dict[str, dict[int, str | None]] = {}
+    for (name, place), by_rank in copies.items():
+        stored = next((digest for _, digest in by_rank if digest.is_stored), by_rank[0][1])
+        for rank, digest in by_rank:
+            if digest.bits != stored.bits:
+                owners = differences.setdefault(name, {})
+                owners[rank] = place if digest.bits else None
+    as_json = {}
+    for name, owners in differences.items():
+        as_json[name] = {str(rank): owners[rank] for rank in sorted(owners)}
+    return as_json

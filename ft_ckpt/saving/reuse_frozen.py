@@ -33,14 +33,13 @@ def frozen_files(plans: Iterable[PartPlan], ranks: int) -> list[FileWrites]:
     """The planned files that hold frozen tensors only, divided between all ranks."""
     chosen = []
     for plan in plans:
-        filled = (file for file in plan.files if file.layout.specs)
-        frozen = tuple(
-            file
-            for file in filled
-            if plan.separate.issuperset(spec.name for spec in file.layout.specs)
-        )
+        frozen = []
+        for file in plan.files:
+            names = [spec.name for spec in file.layout.specs]
+            if names and plan.separate.issuperset(names):
+                frozen.append(file)
         if frozen:
-            chosen.append(replace(plan, files=frozen))
+            chosen.append(replace(plan, files=tuple(frozen)))
     return divide_files(chosen, ranks)
 
 
@@ -150,7 +149,8 @@ def place_equal_files(
                 path, size_bytes, digest, planned.all_cuts, planned.ranks, linked=True, etag=etag
             )
         )
-    store.delete(each.name for each in store.list_folder().objects if each.name.startswith(_LINK))
+    names = [stored.name for stored in store.list_folder().objects]
+    store.delete([name for name in names if name.startswith(_LINK)])
     return records
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ft_ckpt._version import __version__
 from ft_ckpt.checkpoint import BaseRecord, Manifest, PartRecord
+from ft_ckpt.formats import TensorRecord
 from ft_ckpt.model import lossy_casts, shared_between
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.plan import BaseSamples
@@ -36,10 +37,11 @@ def manifest_of(
     """
     parts = [plan.part for plan in plans]
     records = []
+    all_notes: list[str] = []
     for plan in plans:
         base = _base_with_fingerprint(plan.part.name, bases, samples)
         records.append(_part_record(plan, base, classes[plan.part.name], compressed))
-    all_notes = [note for part in parts for note in part.notes]
+        all_notes += plan.part.notes
     all_notes += notes
     return Manifest(
         parts=tuple(records),
@@ -56,12 +58,15 @@ def _part_record(
     plan: PartPlan, base: BaseRecord | None, class_name: str, compressed: bool
 ) -> PartRecord:
     part = plan.part
-    tensors = [record for file in plan.files for record in file.records()]
-    if compressed:
+    tensors: list[TensorRecord] = []
+    for file in plan.files:
+        tensors += file.records()
+    if compressed:  # they have no places known beforehand
         tensors = [replace(record, start=0, end=0) for record in tensors]
-    trainable = [
-        entry.name for entry in part.entries if entry.source is not None and entry.source.trainable
-    ]
+    trainable = []
+    for entry in part.entries:
+        if entry.source is not None and entry.source.trainable:
+            trainable.append(entry.name)
     return PartRecord(
         name=part.name,
         path=part.path,

@@ -4,7 +4,7 @@ import uuid
 from pathlib import Path
 
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.ranks import Ranks, try_action
+from ft_ckpt.ranks import Ranks, Values, try_action
 from ft_ckpt.storage import LocalStore, Store
 
 _PROBE = ".ft_ckpt-probe"
@@ -14,19 +14,19 @@ class SharedFolders:
     """Cache of which folders are visible to every rank; cleared after a failed save."""
 
     def __init__(self) -> None:
-        self._known: dict[str, bool] = {}
+        self._is_seen: dict[str, bool] = {}  # by URL
 
     def is_seen_by_all(self, folder: Store, ranks: Ranks, probed: Store | None = None) -> bool:
         """Whether all ranks see files that rank 0 creates in `folder`. Collective.
 
         The probe file is created there, or in `probed` below it.
         """
-        if folder.url not in self._known:
-            self._known[folder.url] = ranks.size == 1 or all_ranks_see(probed or folder, ranks)
-        return self._known[folder.url]
+        if folder.url not in self._is_seen:
+            self._is_seen[folder.url] = ranks.size == 1 or all_ranks_see(probed or folder, ranks)
+        return self._is_seen[folder.url]
 
     def forget(self) -> None:
-        self._known.clear()
+        self._is_seen.clear()
 
 
 def all_ranks_see(store: Store, ranks: Ranks) -> bool:
@@ -41,23 +41,22 @@ def all_ranks_see(store: Store, ranks: Ranks) -> bool:
     probe = ranks.agree(
         "the files of save()", {"folder": store.url, "name": name, "token": token}, error
     ).result
-    there = store if store.local_folder is None else LocalStore(Path(probe["folder"]))
+    probed = store if store.local_folder is None else LocalStore(Path(probe["folder"]))
 
     def look() -> dict[str, bool]:
         try:
-            return {"sees": there.read(probe["name"]) == probe["token"].encode()}
+            return {"sees": probed.read(probe["name"]) == probe["token"].encode()}
         except CorruptError:  # absent, or another file
             return {"sees": False}
 
     seen, error = try_action(look)
     try:
-        all_see = ranks.agree(
-            "the look at the files of save()",
-            seen,
-            error,
-            decide=lambda views: all(v["sees"] for v in views),
-        )
+        agreed = ranks.agree("the look at the files of save()", seen, error, decide=_all_see)
     finally:
         if ranks.is_main:
             store.delete([name])
-    return bool(all_see.result)
+    return bool(agreed.result)
+
+
+def _all_see(values: Values) -> bool:
+    return all(value["sees"] for value in values)

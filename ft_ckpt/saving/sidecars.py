@@ -110,12 +110,11 @@ def _encode_extra_files(files: Mapping[str, str | bytes], reserved: set[str]) ->
 
     Raises ConfigError for `reserved` names, which are the checkpoint's.
     """
-    outside = [
-        f"{path}" if isinstance(path, str) else repr(path) for path in files if not is_inside(path)
-    ]
+    outside = [path for path in files if not is_inside(path)]
     if outside:
+        named = [path if isinstance(path, str) else repr(path) for path in outside]
         raise ConfigError(
-            f"extra_files: {', '.join(outside)}: expected plain paths inside the checkpoint"
+            f"extra_files: {', '.join(named)}: expected plain paths inside the checkpoint"
         )
     refused = sorted(reserved & files.keys())
     if refused:
@@ -127,10 +126,10 @@ def _encode_extra_files(files: Mapping[str, str | bytes], reserved: set[str]) ->
     wrong = [path for path, content in files.items() if not isinstance(content, kinds)]
     if wrong:
         raise ConfigError(f"extra_files: {', '.join(wrong)}: expected text or bytes")
-    return {
-        path: content.encode() if isinstance(content, str) else bytes(content)
-        for path, content in files.items()
-    }
+    encoded = {}
+    for path, content in files.items():
+        encoded[path] = content.encode() if isinstance(content, str) else bytes(content)
+    return encoded
 
 
 def check_configs(

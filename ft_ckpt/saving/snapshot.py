@@ -47,10 +47,8 @@ class Snapshot:
         """Make the next step of each optimizer wait for the copies."""
         for optimizer in optimizers:
             if id(optimizer) not in self._hooks:
-                self._hooks[id(optimizer)] = (
-                    optimizer,
-                    optimizer.register_step_pre_hook(self._wait_for_copies),
-                )
+                handle = optimizer.register_step_pre_hook(self._wait_for_copies)
+                self._hooks[id(optimizer)] = optimizer, handle
 
     def begin_copies(self, now: Copies, late: Copies) -> None:
         """Copy `now`; `finish_copies` copies `late`, and the next step of watched optimizers waits
@@ -58,10 +56,10 @@ class Snapshot:
         """
         self._copied = _copy_by_device(self._now, now, {})
         self._left = late
-        devices = {tensor.device for tensor in late.values()}
-        self._ready = {
-            device: record_moment(device) for device in devices if is_accelerator(device)
-        }
+        self._ready = {}
+        for device in {tensor.device for tensor in late.values()}:
+            if is_accelerator(device):
+                self._ready[device] = record_moment(device)
         self._done.clear()
 
     def finish_copies(self) -> Copies:
@@ -97,15 +95,15 @@ def ids_changed_by_steps(optimizers: Mapping[Any, Iterable[Tensor]]) -> frozense
     """The ids of all tensors that steps change: each optimizer's parameters, state and values in
     `optimizers`.
     """
-    owned: set[int] = set()
+    changed: set[int] = set()
     for optimizer, further in optimizers.items():
-        owned.update(map(id, further))
-        owned.update(id(p) for group in optimizer.param_groups for p in group["params"])
-        states = [state for key, state in optimizer.state.items() if isinstance(key, Tensor)]
-        owned.update(
-            id(value) for state in states for value in state.values() if isinstance(value, Tensor)
-        )
-    return frozenset(owned)
+        changed.update(map(id, further))
+        for group in optimizer.param_groups:
+            changed.update(map(id, group["params"]))
+        for parameter, state in optimizer.state.items():
+            if isinstance(parameter, Tensor):
+                changed.update(id(value) for value in state.values() if isinstance(value, Tensor))
+    return frozenset(changed)
 
 
 def copies_size(tensors: Iterable[Tensor]) -> int:
@@ -133,29 +131,28 @@ class _CopyMemory:
         needed = copies_size(tensors)
         if self._memory.numel() < needed:
             self._memory, self._places = self._memory.new_empty(0), []  # freed first
-            device = next(
-                (tensor.device for tensor in tensors if is_accelerator(tensor.device)), None
-            )
-            self._memory = (
-                pinned_memory(needed, device) if device else self._memory.new_empty(needed)
-            )
-        self._shapes, self._places, at = shapes, [], 0
+            accelerators = [tensor.device for tensor in tensors if is_accelerator(tensor.device)]
+            if accelerators:
+                self._memory = pinned_memory(needed, accelerators[0])
+            else:
+                self._memory = self._memory.new_empty(needed)
+        self._shapes, self._places = shapes, []
+        start = 0
         for tensor in tensors:
-            self._places.append(
-                self._memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            )
-            at += _aligned_size(tensor.nbytes)
+            piece = self._memory[start : start + tensor.nbytes]
+            self._places.append(piece.view(tensor.dtype).view(tensor.shape))
+            start += _aligned_size(tensor.nbytes)
         return self._places
 
 
 @torch.no_grad()
 def _copy_by_device(
-    room: _CopyMemory, live: Copies, ready: Mapping[torch.device, Moment]
+    memory: _CopyMemory, live: Copies, ready: Mapping[torch.device, Moment]
 ) -> dict[int, Tensor]:
-    copies = dict(zip(live, room.places_for(live.values()), strict=True))
+    copies = dict(zip(live, memory.places_for(live.values()), strict=True))
     by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-    for name, tensor in live.items():
-        by_device.setdefault(tensor.device, []).append((copies[name], tensor))
+    for key, tensor in live.items():
+        by_device.setdefault(tensor.device, []).append((copies[key], tensor))
     for device, pairs in by_device.items():
         if is_accelerator(device):
             copy_to_host(pairs, ready.get(device) or record_moment(device))
@@ -180,7 +177,10 @@ class SnapshotPlan:
 
     @property
     def gathered_keys(self) -> frozenset[int]:
-        return frozenset(source.key for sources in self.gathers.values() for source in sources)
+        keys: set[int] = set()
+        for sources in self.gathers.values():
+            keys.update(source.key for source in sources)
+        return frozenset(keys)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,36 +197,43 @@ class SnapshotSources:
 
 
 def plan_snapshot(
-    writes: WritePlan, ranks: Ranks, owned: frozenset[int], *, gathers: bool
+    writes: WritePlan, ranks: Ranks, changed: frozenset[int], *, gathers: bool
 ) -> SnapshotPlan:
     """The copies that this rank needs to write its part of `writes`.
 
-    `owned`: ids of the tensors that only the steps of watched optimizers change. `gathers`: whether
-    the call gathers what the writer of a file lacks.
+    `changed`: ids of the tensors that only the steps of watched optimizers change. `gathers`:
+    whether the call gathers what the writer of a file lacks.
     """
-    moving: dict[int, tuple[Source, ...]] = {}
-    if gathers:
-        for writer in sorted({file.writer for file in writes.files} | {0}):
-            sources = writes.tensors_for(writer).values()
-            lacking = tuple(
-                source
-                for source in sources
-                if source.sharding.is_opaque or moves_to(source, writer)
-            )
-            if lacking:
-                moving[writer] = lacking
-    coming = {source.key for source in moving.get(ranks.rank, ())}
+    moving = _gathers_by_writer(writes) if gathers else {}
+    incoming = moving.get(ranks.rank, ())
+    incoming_keys = {source.key for source in incoming}
     now: dict[int, Tensor] = {}
     late: dict[int, Tensor] = {}
     for key, source in writes.tensors_for(ranks.rank).items():
-        local = None if key in coming else source.local
+        if key in incoming_keys:
+            continue
+        local = source.local
         if local is None:
             continue
-        is_late = source.engine in _IN_PLACE and id(optimizer_parameter(source.live)) in owned
-        (late if is_late else now)[key] = local
+        is_late = source.engine in _IN_PLACE and id(optimizer_parameter(source.live)) in changed
+        copies = late if is_late else now
+        copies[key] = local
     size_bytes = copies_size([*now.values(), *late.values()])
-    size_bytes += sum(source.size_bytes for source in moving.get(ranks.rank, ()))
+    size_bytes += sum(source.size_bytes for source in incoming)
     return SnapshotPlan(now, late, moving, size_bytes)
+
+
+def _gathers_by_writer(writes: WritePlan) -> dict[int, tuple[Source, ...]]:
+    """The tensors that each writing rank writes and lacks elements of."""
+    gathers = {}
+    for writer in sorted({file.writer for file in writes.files} | {0}):
+        lacking = []
+        for source in writes.tensors_for(writer).values():
+            if source.sharding.is_opaque or moves_to(source, writer):
+                lacking.append(source)
+        if lacking:
+            gathers[writer] = tuple(lacking)
+    return gathers
 
 
 def gather_for_writers(plan: SnapshotPlan, ranks: Ranks) -> dict[int, Tensor]:

@@ -110,11 +110,9 @@ def write_tensors(
 def written_records(writes: WritePlan, written: Values) -> list[FileRecord]:
     """On rank 0: the records of all files, from what `write_tensors` has returned on each rank."""
     if writes.mode is Mode.SHARED:
-        digests = zip(*(value["digests"] for value in written), strict=True)
-        return [
-            file.record(digests_of_file)
-            for file, digests_of_file in zip(writes.files, digests, strict=True)
-        ]
+        digests_by_file = zip(*(value["digests"] for value in written), strict=True)
+        pairs = zip(writes.files, digests_by_file, strict=True)
+        return [file.record(digests) for file, digests in pairs]
     by_path = {}
     for value in written:
         for file in value.get("files", ()):
@@ -208,9 +206,9 @@ def _refuse_differing_ties(writes: WritePlan, sources: SourceView, ranks: Ranks)
     Collective.
     """
     differing = []
-    for one, other in writes.ties:
-        if not are_equal(sources(one), sources(other), ranks):
-            differing.append(f"{one.name} and {other.name}")
+    for first, second in writes.ties:
+        if not are_equal(sources(first), sources(second), ranks):
+            differing.append(f"{first.name} and {second.name}")
     if differing:
         raise IncompleteError(
             f"{', '.join(differing)}: the model's config ties them, but their values differ; call "

@@ -7,7 +7,7 @@ Each rank makes the same plan from the same tensors, without exchanging anything
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import accumulate, chain
+from itertools import chain
 from math import prod
 
 from ft_ckpt.config import SaverConfig
@@ -54,8 +54,25 @@ class FileWrites:
     @property
     def needs_transfer(self) -> bool:
         """Whether tensors would have to move if rank 0 wrote the whole file."""
-        shardings = [source.sharding for entry in self.entries for source in entry.sources]
-        return any(sharding.is_sharded or sharding.is_opaque for sharding in shardings)
+        for entry in self.entries:
+            for source in entry.sources:
+                if source.sharding.is_sharded or source.sharding.is_opaque:
+                    return True
+        return False
+
+    @property
+    def has_opaque(self) -> bool:
+        """Whether the ranks do not know who holds which elements of a tensor."""
+        for entry in self.entries:
+            if any(source.sharding.is_opaque for source in entry.sources):
+                return True
+        return False
+
+    @property
+    def gathers(self) -> bool:
+        """Whether elements must move to the writer, although all ranks write."""
+        pairs = zip(self.entries, self.cuts, strict=True)
+        return any(_is_gathered(entry, cuts) for entry, cuts in pairs)
 
     def by_one(self, writer: int) -> "FileWrites":
         """The same file, written by one rank."""
@@ -90,13 +107,13 @@ class WritePlan:
 
     def without(self, paths: frozenset[str]) -> "WritePlan":
         """The plan without some files, which exist already."""
-        return replace(
-            self, files=tuple(writes for writes in self.files if writes.file.path not in paths)
-        )
+        files = tuple(writes for writes in self.files if writes.file.path not in paths)
+        return replace(self, files=files)
 
     def by_rank_0(self) -> "WritePlan":
         """The plan in which rank 0 writes all files."""
-        return replace(self, mode=Mode.MAIN, files=tuple(writes.by_one(0) for writes in self.files))
+        files = tuple(writes.by_one(0) for writes in self.files)
+        return replace(self, mode=Mode.MAIN, files=files)
 
     def bytes_of(self, rank: int) -> int:
         """The number of bytes that `rank` writes."""
@@ -107,36 +124,31 @@ class WritePlan:
         tensors: dict[int, Source] = {}
         # a comparison of sharded ties needs the elements of all ranks
         if rank == 0 or self.mode is Mode.SHARED:
-            tensors.update((source.key, source) for pair in self.ties for source in pair)
+            for first, second in self.ties:
+                tensors[first.key] = first
+                tensors[second.key] = second
         for writes in self.files:
             if self.mode is not Mode.SHARED and rank != writes.writer:
                 continue
             for entry, cuts in zip(writes.entries, writes.cuts, strict=True):
                 if _has_part(rank, writes, cuts):
-                    tensors.update((source.key, source) for source in entry.sources)
+                    for source in entry.sources:
+                        tensors[source.key] = source
         return tensors
 
     @property
     def moves_tensors(self) -> bool:
         """Whether elements that one rank holds may be written by another."""
-        if any(source.sharding.is_opaque for source in self._sources()):
+        if any(writes.has_opaque for writes in self.files):
             return True
         if self.ranks == 1:
             return False
         if self.mode is not Mode.SHARED:
             return True
-        if any(source.sharding.is_sharded for pair in self.ties for source in pair):
-            return True
-        return any(
-            _is_gathered(entry, cuts)
-            for writes in self.files
-            for entry, cuts in zip(writes.entries, writes.cuts, strict=True)
-        )
-
-    def _sources(self) -> list[Source]:
-        return [
-            source for writes in self.files for entry in writes.entries for source in entry.sources
-        ]
+        for first, second in self.ties:
+            if first.sharding.is_sharded or second.sharding.is_sharded:
+                return True
+        return any(writes.gathers for writes in self.files)
 
 
 def plan_writes(plan: SavePlan, config: SaverConfig, ranks: int, state_dict: bool) -> WritePlan:
@@ -145,16 +157,18 @@ def plan_writes(plan: SavePlan, config: SaverConfig, ranks: int, state_dict: boo
     `state_dict`: whether rank 0 was given the tensors.
     """
     mode = _choose_mode(plan, config, ranks, state_dict)
-    shared = divide_files(plan.plans, ranks if mode is Mode.SHARED else 1)
+    divided = divide_files(plan.plans, ranks if mode is Mode.SHARED else 1)
     if mode is Mode.SHARED:
-        in_cuts = sum(cut.stop - cut.start for writes in shared for cut in writes.all_cuts)
-        if config.each_rank_writes == "on" or in_cuts >= MIN_SHARED_BYTES:
-            return WritePlan(mode, tuple(shared), plan.ties_to_check, ranks)
+        bytes_in_cuts = 0
+        for writes in divided:
+            bytes_in_cuts += sum(cut.stop - cut.start for cut in writes.all_cuts)
+        if config.each_rank_writes == "on" or bytes_in_cuts >= MIN_SHARED_BYTES:
+            return WritePlan(mode, tuple(divided), plan.ties_to_check, ranks)
         mode = Mode.MAIN
-    writers = [0] * len(shared)
+    writers = [0] * len(divided)
     if mode is Mode.SPREAD:
-        writers = assign_writers([writes.file for writes in shared], ranks)
-    files = tuple(writes.by_one(writer) for writes, writer in zip(shared, writers, strict=True))
+        writers = assign_writers([writes.file for writes in divided], ranks)
+    files = tuple(writes.by_one(writer) for writes, writer in zip(divided, writers, strict=True))
     return WritePlan(mode if any(writers) else Mode.MAIN, files, plan.ties_to_check, ranks)
 
 
@@ -181,11 +195,12 @@ def assign_writers(files: Sequence[FilePlan], ranks: int) -> list[int]:
 
     Fewer files than ranks are spread over all ranks, because neighbouring ranks are on one machine.
     """
+    sizes = [file.layout.size_bytes for file in files]
     count = min(len(files), ranks)
     loads, writers = [0] * count, [0] * len(files)
-    for number in sorted(range(len(files)), key=lambda number: -files[number].layout.size_bytes):
+    for number in sorted(range(len(files)), key=sizes.__getitem__, reverse=True):
         slot = loads.index(min(loads))
-        loads[slot] += files[number].layout.size_bytes
+        loads[slot] += sizes[number]
         writers[number] = slot * ranks // count
     return writers
 
@@ -225,25 +240,24 @@ def _tensor_cuts(entry: Entry, start: int, step: int) -> tuple[Cut, ...] | None:
 
     The result is None on all ranks or on none, in every group of replicas.
     """
-    source, item, numel = entry.source, entry.dtype.itemsize, prod(entry.shape)
+    source, item_bytes, numel = entry.source, entry.dtype.itemsize, prod(entry.shape)
     if source is None or source.sharding.is_opaque or not numel:
         return None
-    stop, sharding = start + numel * item, source.sharding
+    stop, sharding = start + numel * item_bytes, source.sharding
     if not sharding.is_sharded:
-        if not sharding.is_replicated or start % item:
+        if not sharding.is_replicated or start % item_bytes:
             return None
         return (Cut(start, stop, step, step - start % step, start // step),)
     runs = sharding.runs
     if not runs or (source.shape != entry.shape and source.numel != numel):
         return None
-    if len(runs) > 1 and min(run.chunk for run in runs) * item < MIN_RUN_BYTES:
+    if len(runs) > 1 and min(run.chunk for run in runs) * item_bytes < MIN_RUN_BYTES:
         return None
     if not sharding.owners:
         return ()
-    if len(runs) == 1:
-        return (Cut(start, stop, runs[0].chunk * item, runs[0].lead * item, runs[0].owner),)
     cuts = []
-    starts = accumulate((run.numel * item for run in runs), initial=start)
-    for low, run in zip(starts, runs, strict=False):
-        cuts.append(Cut(low, low + run.numel * item, run.chunk * item, run.lead * item, run.owner))
+    end = start
+    for run in runs:
+        low, end = end, end + run.numel * item_bytes
+        cuts.append(Cut(low, end, run.chunk * item_bytes, run.lead * item_bytes, run.owner))
     return tuple(cuts)

@@ -52,6 +52,7 @@ def tuning_for(
 
 T = TypeVar("T")
 _FEW_BYTES, _SMALL_BLOCK_BYTES = 32 << 20, 2 << 20
+_FIRST_BLOCK_BYTES = 1 << 20  # of a local file: the disk is busy while longer blocks are filled
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,9 @@ class Writer:
             # One thread for each kind of digest, since a digest takes its bytes in order.
             self.file_hasher = ThreadPoolExecutor(1, "ft_ckpt-hash")
             self.tensor_hasher = ThreadPoolExecutor(1, "ft_ckpt-hash-tensors")
+        self.first_block_bytes = self.tuning.block_bytes
+        if local_bytes is not None:
+            self.first_block_bytes = min(self.tuning.block_bytes, _FIRST_BLOCK_BYTES)
         self.free: SimpleQueue[Block] = SimpleQueue()
         self.blocks: list[Block] = []
         # one is being filled, one is queued, the others are being written
@@ -166,6 +170,7 @@ class DurableFile:
     sha256: Any = None
     jobs: list[Future[None]] = field(default_factory=list)
     block: Block | None = None  # being filled
+    limit: int = 0  # bytes that are collected in it
     base: int = 0  # where in the file it begins, aligned
     low: int = 0  # its first and last filled byte
     high: int = 0
@@ -180,7 +185,7 @@ class DurableFile:
         start, address, left = region.start, region.address, region.size_bytes
         while left:
             block = self._block_at(start)
-            count = min(left, self.writer.tuning.block_bytes - self.high)
+            count = min(left, self.limit - self.high)
             ctypes.memmove(address_of(block) + self.high, address, count)
             if tensor is not None:
                 self.parts.append((tensor, self.high, self.high + count))
@@ -219,11 +224,14 @@ class DurableFile:
 
     def _block_at(self, start: int) -> Block:
         """The block with room for byte `start`."""
-        if start != self.base + self.high or self.high == self.writer.tuning.block_bytes:
+        if start != self.base + self.high or self.high == self.limit:
             self._dispatch_block()
         if self.block is None:
             self.block = self.writer.take_block()
             self.base = start - start % ALIGNMENT
+            self.limit = self.writer.tuning.block_bytes
+            if self.base == 0:
+                self.limit = self.writer.first_block_bytes
             self.low = self.high = start - self.base
         return self.block
 

@@ -10,7 +10,6 @@ ROOT = Path(__file__).resolve().parents[2]
 STUBS = sorted((ROOT / "ft_ckpt").glob("*/**/__init__.pyi"))
 # Modules that others still enter as modules; the list only gets shorter.
 ENTERED = {
-    "ft_ckpt.ranks.wrappers",
     "ft_ckpt.storage.local_disk",
 }
 

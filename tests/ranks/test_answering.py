@@ -9,13 +9,13 @@ import pytest
 from torch.distributed import HashStore
 
 from ft_ckpt.errors import RankError
-from ft_ckpt.ranks import agreement
-from ft_ckpt.ranks.agreement import AnsweringStore
+from ft_ckpt.ranks import key_value
+from ft_ckpt.ranks.key_value import AnsweringStore
 
 
 @pytest.fixture(autouse=True)
 def _in_haste(monkeypatch):
-    monkeypatch.setattr(agreement, "_LEAST_SECONDS", 0.1)
+    monkeypatch.setattr(key_value, "_MIN_SILENT_SECONDS", 0.1)
 
 
 class LostStore(HashStore):

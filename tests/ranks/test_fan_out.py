@@ -12,7 +12,7 @@ from tuning import buckets_of
 from wrappers import truth
 
 from ft_ckpt.errors import LoadError, RankError
-from ft_ckpt.ranks import fill
+from ft_ckpt.ranks import broadcast
 from ft_ckpt.runs import match_run, restore_run
 from ft_ckpt.runs.restore_report import Restored
 from ft_ckpt.storage import prefetch as reading
@@ -30,8 +30,8 @@ def left(wrapper, model, folder):
 
 
 def rank_0_reads(test):
-    """Run a test on two ranks, with many buckets; what it puts in place of a function of `fill` is
-    put back.
+    """Run a test on two ranks, with many buckets; functions of `broadcast` that it replaces are put
+    back.
     """
 
     @on_ranks(2)
@@ -41,7 +41,7 @@ def rank_0_reads(test):
         try:
             test(**arguments)
         finally:
-            fill.read_ahead = reading.read_ahead
+            broadcast.read_ahead = reading.read_ahead
 
     return with_small_buckets
 
@@ -75,7 +75,7 @@ def count_common(asked):
         asked.extend(run.name for run in runs)
         return reading.read_ahead(runs, *options)
 
-    fill.read_ahead = noted
+    broadcast.read_ahead = noted
 
 
 @rank_0_reads
@@ -91,7 +91,7 @@ def test_rank_0_fails_while_it_reads_for_all(tmp_path):
                     raise OSError(5, "the disk is gone")
                 yield part
 
-        fill.read_ahead = broken
+        broadcast.read_ahead = broken
     fresh = live_model("ddp", "llama", seed=1)
     with saver_of(fresh, tmp_path, fan_out="broadcast") as saver:
         progress = saver.resume("must", allow=True)
@@ -105,15 +105,15 @@ def test_tensors_of_one_rank_do_not_fit(tmp_path):
     """One rank's tensors do not fit: the others do not wait for it in a broadcast."""
     left("ddp", "llama", tmp_path)
     fresh = live_model("ddp", "llama", seed=1)
-    real = fill.check_all
+    real = broadcast.check_all
     if RANK == 1:
-        fill.check_all = lambda wanted: real([replace(one, name="nowhere") for one in wanted])
+        broadcast.check_all = lambda wanted: real([replace(one, name="nowhere") for one in wanted])
     with (
         saver_of(fresh, tmp_path, fan_out="broadcast") as saver,
         pytest.raises(LoadError, match="nowhere: not in the"),
     ):
         saver.resume("must")
-    fill.check_all = real
+    broadcast.check_all = real
 
 
 @rank_0_reads
@@ -138,14 +138,14 @@ def test_one_rank_has_no_memory_for_its_bucket(tmp_path):
     """One rank has no memory for its bucket: nobody enters the broadcast."""
     left("ddp", "llama", tmp_path)
     fresh = live_model("ddp", "llama", seed=1)
-    real = fill.wire_device
-    fill.wire_device = lambda: real() if RANK == 0 else 1 / 0
+    real = broadcast.wire_device
+    broadcast.wire_device = lambda: real() if RANK == 0 else 1 / 0
     with (
         saver_of(fresh, tmp_path, fan_out="broadcast") as saver,
         pytest.raises(LoadError, match="division by zero"),
     ):
         saver.resume("must")
-    fill.wire_device = real
+    broadcast.wire_device = real
     goes_on(fresh, tmp_path)
 
 

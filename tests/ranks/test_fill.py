@@ -139,7 +139,7 @@ def stored(tensors, kind, folder):
 def test_any_blocks_of_any_tensors(asked, kind, least, stage, direct):
     full = {f"t{n}": values(shape, dtype, n) for n, (shape, dtype, *_) in enumerate(asked)}
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setattr(fill, "_LEAST_RUN_BYTES", least)
+        patch.setattr(fill, "_MIN_RUN_BYTES", least)
         patch.setattr(fill, "_STAGE_BYTES", stage)
         file = stored(full, kind, Path(folder))
         wanted = []

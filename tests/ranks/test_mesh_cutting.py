@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from seeds import examples
 
-from ft_ckpt.ranks.sharding import Mesh, MeshSharding, cutting_of
+from ft_ckpt.ranks.cutting import cutting_of
+from ft_ckpt.ranks.sharding import Mesh, MeshSharding
 
 
 def pieces(shape, grid, dims, factors) -> dict[tuple[int, ...], torch.Tensor] | None:

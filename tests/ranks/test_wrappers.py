@@ -10,13 +10,14 @@ from torch import Tensor, nn
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import SelectionError
-from ft_ckpt.ranks import wrappers
+from ft_ckpt.ranks import tensor_kinds, wrappers
 from ft_ckpt.ranks.gather import gather_tensors
 from ft_ckpt.ranks.module_state import added_state
 from ft_ckpt.ranks.ranks import current_ranks
 from ft_ckpt.ranks.sharding import ReplicatedSharding
+from ft_ckpt.ranks.tensor_kind import TensorKind, TensorLayout
 from ft_ckpt.ranks.tensors import ModelTensors
-from ft_ckpt.ranks.wrapper import TensorLayout, Wrapper
+from ft_ckpt.ranks.wrapper import Wrapper
 
 
 class Crate(nn.Module):
@@ -58,6 +59,8 @@ class CrateWrapper(Wrapper):
             for at, place in one.places.items()
         }
 
+
+class CrateTensors(TensorKind):
     def describes(self, tensor):
         return isinstance(tensor, Place)
 
@@ -73,6 +76,8 @@ class CrateWrapper(Wrapper):
 @pytest.fixture
 def _with_crates(monkeypatch):
     monkeypatch.setattr(wrappers, "WRAPPERS", [CrateWrapper(), *wrappers.WRAPPERS])
+    kinds = [CrateTensors(), *tensor_kinds.TENSOR_KINDS]
+    monkeypatch.setattr(tensor_kinds, "TENSOR_KINDS", kinds)
 
 
 def build() -> nn.Module:

@@ -15,7 +15,7 @@ from wrappers import truth
 import ft_ckpt
 from ft_ckpt.errors import CheckpointError
 from ft_ckpt.extensions.buckets import object_store
-from ft_ckpt.ranks import fill
+from ft_ckpt.ranks import broadcast
 from ft_ckpt.storage.place import open_place
 
 pytest.importorskip("obstore")
@@ -174,7 +174,7 @@ def test_two_groups_of_two_ranks(way, background):
         saver.save_state()
     fresh = layers(way, seed=1)
     # some tensors are smaller than two such ranges, and larger than one
-    fill.SMALL_RANGE_BYTES = 100
+    broadcast.SMALL_RANGE_BYTES = 100
     with saver_of(fresh, RUN) as saver:
         saver.resume("must")
         found = parts_held(fresh)

@@ -260,13 +260,13 @@ def test_a_rank_that_fails_before_it_sends(tmp_path):
     """A rank fails before it sends its part: rank 0 does not wait for that."""
     live = live_model("fsdp2", "qwen3")
     saver = CheckpointSaver(live.accelerator, tmp_path, each_rank_writes="off", **SHORT)
-    real = gather._BucketCarrier._pack_own
-    gather._BucketCarrier._pack_own = lambda *args: 1 / 0
+    real = gather._BucketCarrier._pack_local
+    gather._BucketCarrier._pack_local = lambda *args: 1 / 0
     try:
         with pytest.raises(RankError if RANK == 0 else ZeroDivisionError, match="division by zero"):
             saver.save(live.model, tmp_path / "saved")
     finally:
-        gather._BucketCarrier._pack_own = real
+        gather._BucketCarrier._pack_local = real
     dist.barrier()
     assert not any(tmp_path.iterdir()), list(tmp_path.iterdir())
 

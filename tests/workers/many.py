@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ft_ckpt.ranks import wrappers
+from ft_ckpt.ranks import tensor_kinds
 from ft_ckpt.ranks.tensors import ModelTensors, source_of_tensor
 
 WORLD = 1024
@@ -82,13 +82,13 @@ def compare(rank):
 
 def compare_in_bulk(tensors):
     """Layouts computed once per group of similar tensors equal those of each tensor by itself."""
-    found = wrappers.layouts_of(tensors)
-    assert found == [wrappers.layout_of(tensor) for tensor in tensors]
-    assert wrappers.have_data(tensors) == [True] * len(tensors)
-    for wrapper, some in wrappers.by_engine(tensors):
-        one = Mock(wraps=wrapper.layout_of)
-        with patch.object(type(wrapper), "layout_of", one):
-            assert wrapper.layouts_of(some * 100) == wrapper.layouts_of(some) * 100
+    found = tensor_kinds.layouts_of(tensors)
+    assert found == [tensor_kinds.layout_of(tensor) for tensor in tensors]
+    assert tensor_kinds.have_data(tensors) == [True] * len(tensors)
+    for kind, some in tensor_kinds.by_kind(tensors):
+        one = Mock(wraps=kind.layout_of)
+        with patch.object(type(kind), "layout_of", one):
+            assert kind.layouts_of(some * 100) == kind.layouts_of(some) * 100
         assert one.call_count <= 2 * len(some), "however many there are of a kind"
 
 

@@ -19,6 +19,7 @@ from ft_ckpt.ranks import (
     OwnedSharding,
     Sharding,
     Source,
+    TensorKind,
     TensorLayout,
     Wrapper,
     global_rank,
@@ -37,13 +38,12 @@ _FIELDS = (  # (groups of weights, masters); the first pair that an optimizer ha
 
 
 class DeepSpeedWrapper(Wrapper):
-    """DeepSpeed's engine around a model, and the parameters that its stage 3 partitions."""
+    """DeepSpeed's engine around a model."""
 
     child_key = "module"
     packages = function_packages = ("deepspeed.",)
     attributes = ("_original_parameters", "_external_params", "applied_pre_backward_ref_cnt")
     attribute_prefixes = ("_ds_", "ds_")
-    layout_facts = ("ds_shape", "dtype", "requires_grad", "ds_process_group", "ds_tensor.shape")
 
     def wraps(self, module: nn.Module) -> bool:
         cls = type(module)  # compared by names, because importing DeepSpeed is slow
@@ -55,6 +55,12 @@ class DeepSpeedWrapper(Wrapper):
 
     def hides_tensors(self, module: nn.Module) -> bool:
         return self.wraps(module)  # the optimizers' partitions are in no module
+
+
+class PartitionedTensors(TensorKind):
+    """The parameters that stage 3 partitions."""
+
+    layout_facts = ("ds_shape", "dtype", "requires_grad", "ds_process_group", "ds_tensor.shape")
 
     def describes(self, tensor: Any) -> bool:
         # under stage 3; stages 1 and 2 leave ordinary parameters

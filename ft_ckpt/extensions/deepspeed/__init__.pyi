@@ -1,3 +1,0 @@
-from .zero import (
-    DeepSpeedWrapper as DeepSpeedWrapper,
-)

@@ -1,0 +1,223 @@
+"""Rank 0 reads stored tensors and broadcasts them, where each rank would read the same bytes."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ft_ckpt.errors import RankError
+from ft_ckpt.formats import bytes_at, whole_run
+from ft_ckpt.ranks import gather
+from ft_ckpt.ranks.fill import WantedTensor, check_all, fill_all, put_rows, readers_here
+from ft_ckpt.ranks.gather import bytes_as, padded_size, wire_device
+from ft_ckpt.ranks.ranks import Outcome, Ranks, try_action
+from ft_ckpt.ranks.sharding import part_count
+from ft_ckpt.storage import read_ahead
+
+_READ_BYTES = 16 << 20  # per read of a tensor through its format
+SMALL_RANGE_BYTES = 4 << 20  # smaller ranges of a rank are not worth a request to a bucket
+
+# (name in errors, function that lists the tensors)
+Filler = Callable[[str, Callable[[], list[WantedTensor]]], None]
+
+
+def each_reads(_what: str, collect: Callable[[], list[WantedTensor]]) -> None:
+    """Read this rank's elements of the tensors of `collect`.
+
+    Not collective. Raises as `fill_all` and `collect`.
+    """
+    tensors = collect()
+    check_all(tensors)
+    fill_all(tensor for tensor in tensors if not _is_whole_everywhere(tensor))
+    # Processes that read the same bytes share the page cache; with direct I/O each would read the
+    # disk.
+    direct = "auto" if readers_here() == 1 else "off"
+    fill_all((tensor for tensor in tensors if _is_whole_everywhere(tensor)), direct=direct)
+
+
+def choose_filler(way: str, ranks: Ranks) -> Filler:
+    """The filler for a `way` of SaverConfig.fan_out, or for "small": rank 0 reads small ranges for
+    all ranks.
+
+    With "small" and "broadcast" the filler is collective: all ranks must call it for the same
+    tensors in the same order. An error of `collect` on one rank, or of rank 0's reads, is raised on
+    all ranks.
+    """
+    if way not in ("broadcast", "small") or ranks.size == 1:
+        return each_reads
+    is_broadcast = _is_whole_everywhere if way == "broadcast" else _is_small
+    return partial(_broadcast_and_fill, is_broadcast, ranks)
+
+
+def _broadcast_and_fill(
+    is_broadcast: Callable[[WantedTensor], bool],
+    ranks: Ranks,
+    what: str,
+    collect: Callable[[], list[WantedTensor]],
+) -> None:
+    plan, error = try_action(lambda: _BroadcastPlan(collect(), is_broadcast))
+    digest = "" if plan is None else plan.digest
+    ranks.agree(f"reading {what}", {"tensors": digest}, error, same=("tensors",))
+    assert plan is not None, "the agreement has raised the error"
+    broadcast_tensors(plan, ranks)
+    fill_all(plan.read_here)
+
+
+class _Rows(NamedTuple):
+    """Rows [low, high) of a tensor's view, and their offsets in a bucket."""
+
+    tensor: WantedTensor
+    low: int
+    high: int
+    start: int
+    stop: int  # both in bytes
+
+
+class _BroadcastPlan:
+    """The tensors to fill, and all memory for it, allocated first so that no rank fails between
+    broadcasts.
+
+    Needs BUCKET_BYTES beside the tensors, or the memory of one row if a row alone is larger. Raises
+    as `check_all`.
+    """
+
+    def __init__(
+        self, tensors: list[WantedTensor], is_broadcast: Callable[[WantedTensor], bool]
+    ) -> None:
+        check_all(tensors)
+        self.common = _in_file_order([tensor for tensor in tensors if is_broadcast(tensor)])
+        self.read_here = [tensor for tensor in tensors if not is_broadcast(tensor)]
+        self.buckets = _cut_into_buckets(self.common, gather.BUCKET_BYTES)
+        size_bytes = max((bucket[-1].stop for bucket in self.buckets), default=0)
+        # the last byte says whether rank 0 could read the bucket
+        self.buffer = torch.empty(size_bytes + 1, dtype=torch.uint8, device=wire_device())
+
+    @property
+    def digest(self) -> str:
+        """Equal on ranks that expect the same tensors."""
+        described = []
+        for tensor in self.common:
+            info = tensor.info
+            described.append(str((tensor.name, info.shape, info.dtype, info.sharding.view)))
+        expected = "\n".join(described)
+        return hashlib.blake2b(expected.encode(), digest_size=8).hexdigest()
+
+
+def _cut_into_buckets(tensors: Sequence[WantedTensor], limit: int) -> list[list[_Rows]]:
+    """The tensors cut at whole rows into buckets of at most `limit` bytes, or one row."""
+    buckets: list[list[_Rows]] = []
+    for tensor in tensors:
+        view = tensor.info.sharding.view
+        rows = view[0] if view else 1
+        row_bytes = math.prod(view[1:]) * tensor.info.dtype.itemsize
+        step = max(1, limit // max(1, row_bytes))
+        for low in range(0, rows if row_bytes else 0, step):
+            high = min(low + step, rows)
+            size_bytes = (high - low) * row_bytes
+            start = padded_size(buckets[-1][-1].stop) if buckets else limit
+            if start + size_bytes > limit:
+                buckets.append([])
+                start = 0
+            buckets[-1].append(_Rows(tensor, low, high, start, start + size_bytes))
+    return buckets
+
+
+def broadcast_tensors(plan: _BroadcastPlan, ranks: Ranks) -> None:
+    """Fill each rank's part of tensors that rank 0 reads. Collective, with the same tensors on all
+    ranks.
+
+    A read error is raised on rank 0, and RankError on the others; a rank's own copy error is raised
+    there alone.
+    """
+    import torch.distributed as dist
+
+    buffer = plan.buffer
+    feed = _PieceFeed(_stored_pieces(plan.common)) if ranks.is_main else None
+    copying = Outcome()
+    for bucket in plan.buckets:
+        size_bytes, reading = bucket[-1].stop, Outcome()
+        if feed is not None:
+            with reading.catching():
+                feed.fill_all(buffer[rows.start : rows.stop] for rows in bucket)
+            buffer[size_bytes] = int(reading.error is not None)
+        dist.broadcast(buffer[: size_bytes + 1], src=0)
+        reading.raise_error()
+        if buffer[size_bytes].item():
+            raise RankError("rank 0 could not read the checkpoint; its own error says why")
+        if copying.error is None:
+            with copying.catching():
+                _take_from(bucket, buffer)
+    copying.raise_error()  # last, because the broadcasts needed this rank
+
+
+def _take_from(bucket: Sequence[_Rows], buffer: Tensor) -> None:
+    """Copy this rank's elements from the buffer of a bucket."""
+    for rows in bucket:
+        shape = (rows.high - rows.low, *rows.tensor.info.sharding.view[1:])
+        for wanted_box in rows.tensor.in_boxes():
+            data = bytes_as(buffer, rows.start, wanted_box.dtype, shape)
+            put_rows(wanted_box, rows.low, data)
+
+
+def _is_whole_everywhere(tensor: WantedTensor) -> bool:
+    """Whether every rank holds the whole tensor; the same on all ranks."""
+    sharding = tensor.info.sharding
+    return not sharding.is_sharded and not sharding.is_opaque
+
+
+def _is_small(tensor: WantedTensor) -> bool:
+    """Whether each rank would read a small range of the tensor; must be the same on all ranks."""
+    sharding = tensor.info.sharding
+    if sharding.is_opaque:
+        return False
+    return tensor.info.size_bytes < SMALL_RANGE_BYTES * part_count(sharding)
+
+
+def _in_file_order(tensors: list[WantedTensor]) -> list[WantedTensor]:
+    """The tensors in the order of their bytes in the files; the same on all ranks."""
+    places: dict[int, dict[str, tuple[int, int]]] = {}  # id of a file -> name -> order
+    for tensor in tensors:
+        if id(tensor.file) not in places:
+            number = len(places)
+            names = enumerate(tensor.file.specs)
+            places[id(tensor.file)] = {name: (number, index) for index, name in names}
+    return sorted(tensors, key=lambda tensor: places[id(tensor.file)][tensor.name])
+
+
+class _PieceFeed:
+    """Copies a stream of pieces of any size into buffers of other sizes."""
+
+    def __init__(self, pieces: Iterator[Tensor]) -> None:
+        self._pieces, self._rest = pieces, torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def fill_all(self, targets: Iterable[Tensor]) -> None:
+        """Fill `targets` in order with the next bytes of the stream."""
+        for target in targets:
+            unfilled = target
+            while unfilled.numel():
+                if not self._rest.numel():
+                    self._rest = next(self._pieces)
+                count = min(unfilled.numel(), self._rest.numel())
+                unfilled[:count].copy_(self._rest[:count])
+                unfilled, self._rest = unfilled[count:], self._rest[count:]
+
+
+@torch.no_grad()
+def _stored_pieces(tensors: Sequence[WantedTensor]) -> Iterator[Tensor]:
+    """The bytes of the stored tensors in order; each piece is valid until the next."""
+    with_runs = [(tensor, whole_run(tensor.file, tensor.name)) for tensor in tensors]
+    for is_plain, group in groupby(with_runs, lambda item: item[1] is not None):
+        if is_plain:
+            for part in read_ahead(run for _, run in group if run is not None):
+                yield bytes_at(part.address, part.size_bytes)
+            continue
+        for tensor, _ in group:
+            step, numel = max(1, _READ_BYTES // tensor.info.dtype.itemsize), tensor.info.numel
+            for start in range(0, numel, step):
+                piece = tensor.file.read(tensor.name, start, min(start + step, numel))
+                yield piece.view(torch.uint8)

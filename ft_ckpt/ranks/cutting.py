@@ -1,0 +1,115 @@
+"""How the placements of a DTensor cut a tensor: in which view, and in which order."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+
+@dataclass(frozen=True)
+class MeshCutting:
+    """The view, cuts and order of a `MeshSharding`."""
+
+    view: tuple[int, ...]
+    cuts: tuple[int | None, ...]
+    order: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def cutting_of(
+    shape: tuple[int, ...],
+    mesh: tuple[int, ...],
+    dims: tuple[int | None, ...],
+    factors: tuple[int, ...],
+) -> MeshCutting | None:
+    """The cuts of a tensor with the given `shape` over a grid `mesh`.
+
+    `dims`: for each dimension of the mesh the tensor's dimension that it cuts, or None; `factors`:
+    the split factors. None if the placements are ambiguous: a split factor that means neither
+    cutting from right to left nor packed tensors, or sizes that do not divide, for which the order
+    of cutting and the placements give different parts.
+    """
+    factors = tuple(1 if dim is None else factor for dim, factor in zip(dims, factors, strict=True))
+    strided = [axis for axis, factor in enumerate(factors) if factor > 1]
+    packed = [axis for axis in strided if not _is_right_to_left(axis, mesh, dims, factors)]
+    if packed:
+        is_one = packed == strided and len(packed) == 1
+        return _packed_cutting(shape, mesh, dims, factors) if is_one else None
+    if not strided:
+        return MeshCutting(shape, dims, ())
+    strided_dims = {dims[axis] for axis in strided}
+    for dim in strided_dims:
+        cutting = [axis for axis, cut in enumerate(dims) if cut == dim and mesh[axis] > 1]
+        if any(axis not in strided for axis in cutting[:-1]):
+            return None  # from right to left in part
+        parts, split = [mesh[axis] for axis in cutting], [factors[axis] for axis in cutting]
+        if dim is None or not _orders_agree(shape[dim], parts, split):
+            return None
+    for dim in dims:
+        if dim is not None and dim not in strided_dims and dims.count(dim) > 1:
+            return None  # one dimension from right to left, another from left to right
+    return MeshCutting(shape, dims, tuple(reversed(range(len(mesh)))))
+
+
+def _is_right_to_left(
+    axis: int, mesh: tuple[int, ...], dims: tuple[int | None, ...], factors: tuple[int, ...]
+) -> bool:
+    """Whether the split factor is the number of parts that later dimensions of the mesh cut the
+    same dimension into.
+    """
+    later = [mesh[other] for other in range(axis + 1, len(mesh)) if dims[other] == dims[axis]]
+    return bool(later) and factors[axis] == prod(later)
+
+
+def _packed_cutting(
+    shape: tuple[int, ...],
+    mesh: tuple[int, ...],
+    dims: tuple[int | None, ...],
+    factors: tuple[int, ...],
+) -> MeshCutting | None:
+    """The cutting of each of several tensors packed in one dimension, which the view splits into
+    two dimensions.
+    """
+    axis = next(axis for axis, factor in enumerate(factors) if factor > 1)
+    dim, parts = dims[axis], factors[axis]
+    if dim is None or dims.count(dim) > 1 or shape[dim] % parts:
+        return None
+    view = (*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :])
+    cuts = []
+    for cut in dims:
+        is_behind = cut is not None and cut >= dim
+        cuts.append(cut + 1 if cut is not None and is_behind else cut)
+    return MeshCutting(view, tuple(cuts), ())
+
+
+def _orders_agree(size: int, parts: list[int], factors: list[int]) -> bool:
+    """Whether cutting from right to left gives each rank the part of the placements, read from left
+    to right.
+    """
+    if size % prod(parts) == 0:
+        return True
+    by_placements: dict[tuple[int, ...], list[int]] = {(): [*range(size)]}
+    for count, factor in zip(parts, factors, strict=True):
+        refined = {}
+        for place, rows in by_placements.items():
+            for index in range(count):
+                part: list[int] = []
+                for group in _chunked(rows, factor):
+                    part += _chunked(group, count)[index]
+                rank_place = (*place, index)
+                refined[rank_place] = part
+        by_placements = refined
+    as_cut: dict[tuple[int, ...], list[int]] = {(): [*range(size)]}
+    for count in reversed(parts):
+        refined = {}
+        for place, rows in as_cut.items():
+            for index, chunk in enumerate(_chunked(rows, count)):
+                rank_place = (index, *place)
+                refined[rank_place] = chunk
+        as_cut = refined
+    return by_placements == as_cut
+
+
+def _chunked(rows: list[int], count: int) -> list[list[int]]:
+    """The chunks of torch.chunk, with empty ones at the end."""
+    step = -(-len(rows) // count)
+    return [rows[index * step : (index + 1) * step] for index in range(count)]

@@ -1,0 +1,160 @@
+"""Kinds of tensors: how an engine lays out the parameters and buffers of a model.
+
+To add a kind, write a subclass of `TensorKind` and add it to `tensor_kinds`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ft_ckpt.ranks.groups import global_rank
+from ft_ckpt.ranks.sharding import ReplicatedSharding, Sharding
+
+_READ = "_ft_ckpt_read"  # attribute of a stand-in: the function that returns its tensor
+
+
+class TensorLayout(NamedTuple):
+    """The layout of one tensor under its engine."""
+
+    shape: tuple[int, ...]  # of the full tensor
+    dtype: torch.dtype
+    trainable: bool
+    is_parameter: bool
+    engine: str
+    sharding: Sharding
+
+
+def layout_like(
+    tensor: Any, shape: tuple[int, ...], engine: str, sharding: Sharding
+) -> TensorLayout:
+    """The layout of a tensor with torch's attributes and another full `shape`."""
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return TensorLayout(
+        shape, tensor.dtype, bool(tensor.requires_grad), is_parameter, engine, sharding
+    )
+
+
+def shaped_as_box(local: Tensor, sharding: Sharding) -> Tensor:
+    """This rank's part of a tensor in the shape of its box, where the view splits a dimension of
+    the tensor.
+    """
+    boxes = sharding.local_boxes(global_rank())
+    if not boxes or tuple(local.shape) == boxes[0].sizes:
+        return local
+    return local.view(boxes[0].sizes)
+
+
+class TensorKind(ABC):
+    """Tensors that one engine has laid out over the ranks."""
+
+    # attributes that, with the type, determine `layout_of`; (): unknown
+    layout_facts: tuple[str, ...] = ()
+    shows_runs = False  # whether optimizers see only this rank's elements, as an ordinary tensor
+
+    @abstractmethod
+    def describes(self, tensor: Any) -> bool:
+        """Whether a parameter, a buffer or a stand-in for one is of this kind."""
+
+    @abstractmethod
+    def layout_of(self, tensor: Any) -> TensorLayout:
+        """The layout of a tensor of this kind. Moves no data."""
+
+    def layouts_of(self, tensors: Sequence[Any]) -> list[TensorLayout]:
+        """As `layout_of` of each; tensors with the same `layout_facts` share one."""
+        if not self.layout_facts:
+            return [*map(self.layout_of, tensors)]
+        facts_of = attrgetter(*self.layout_facts)
+        are_parameters = map(isinstance, tensors, repeat(nn.Parameter))
+        by_facts: dict[Any, TensorLayout] = {}
+        layouts = []
+        for tensor, is_parameter in zip(tensors, are_parameters, strict=True):
+            try:
+                facts = facts_of(tensor), is_parameter
+            except AttributeError:
+                layouts.append(self.layout_of(tensor))
+                continue
+            if facts not in by_facts:
+                by_facts[facts] = self.layout_of(tensor)
+            layouts.append(by_facts[facts])
+        return layouts
+
+    def local_part(self, tensor: Any) -> Tensor | None:
+        """This rank's elements of a tensor of this kind, without gradient, or None.
+
+        Moves no data.
+        """
+        raise AssertionError("no tensor of this kind needs it")
+
+    def has_data(self, tensor: Any) -> bool:
+        """Whether this rank's elements of a tensor of this kind, if any, are in memory."""
+        local = self.local_part(tensor)
+        return local is None or local.device.type != "meta"
+
+    def full_tensor(self, tensor: Any) -> Tensor:
+        """The full tensor of an opaque sharding. Collective."""
+        raise AssertionError("no tensor of this kind needs it")
+
+    def optimizer_parameter(self, tensor: Any) -> Any:
+        """The object in optimizers that stands for a tensor of this kind."""
+        return tensor
+
+    def state_run(self, tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
+        """The layout of optimizer state of the shape of a tensor that `shows_runs`, and this rank's
+        elements of it.
+        """
+        raise AssertionError("no tensor of this kind needs it")
+
+
+class PlainTensors(TensorKind):
+    """Ordinary tensors."""
+
+    layout_facts = ("shape", "dtype", "requires_grad")
+
+    def describes(self, tensor: Any) -> bool:
+        return True
+
+    def layout_of(self, tensor: Any) -> TensorLayout:
+        shape = tuple(tensor.shape)
+        return layout_like(tensor, shape, "plain", ReplicatedSharding(shape))
+
+    def local_part(self, tensor: Any) -> Tensor | None:
+        return tensor.detach()  # type: ignore[no-any-return]  # a Tensor
+
+
+class StandInTensors(PlainTensors):
+    """Parameters made by `stand_in_parameter`."""
+
+    def describes(self, tensor: Any) -> bool:
+        return hasattr(tensor, _READ)
+
+    def local_part(self, tensor: Any) -> Tensor | None:
+        read: Callable[[], Tensor] = getattr(tensor, _READ)
+        return read()
+
+    def has_data(self, tensor: Any) -> bool:
+        return True
+
+
+def stand_in_parameter(
+    shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]
+) -> nn.Parameter:
+    """A parameter of that shape in the memory of one element, which stands for the tensor that
+    `read` returns.
+    """
+    parameter = nn.Parameter(
+        torch.zeros((), dtype=dtype, device="cpu").expand(shape), requires_grad=False
+    )
+    setattr(parameter, _READ, read)
+    return parameter
+
+
+def give_memory(tensor: Tensor) -> None:
+    """Give a stand-in memory of its own, which is not filled; other tensors have theirs."""
+    if hasattr(tensor, _READ):
+        delattr(tensor, _READ)
+        tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

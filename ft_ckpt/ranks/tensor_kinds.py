@@ -1,0 +1,99 @@
+"""The table of kinds of tensors, and functions that ask the kind of each tensor.
+
+The first kind that describes a tensor handles it.
+"""
+
+from collections.abc import Iterable
+from importlib import import_module
+from itertools import groupby
+from typing import Any
+
+from torch import Tensor
+
+from ft_ckpt.ranks.dtensors import DTensors
+from ft_ckpt.ranks.engine_parts import EngineParts
+from ft_ckpt.ranks.fsdp1 import FlatParameters
+from ft_ckpt.ranks.sharding import Sharding
+from ft_ckpt.ranks.tensor_kind import PlainTensors, StandInTensors, TensorKind, TensorLayout
+
+
+def tensor_kind_at(place: str) -> TensorKind:
+    """The kind of the class at "module:name", for one that an extension brings."""
+    module, _, name = place.partition(":")
+    kind: TensorKind = getattr(import_module(module), name)()
+    return kind
+
+
+TENSOR_KINDS: list[TensorKind] = [
+    DTensors(),  # first, because its check is the fastest
+    FlatParameters(),
+    EngineParts(),  # before ZeRO, whose stage 3 treats such a part as the whole
+    tensor_kind_at("ft_ckpt.extensions.deepspeed.zero:PartitionedTensors"),
+    StandInTensors(),
+    PlainTensors(),  # describes every tensor
+]
+
+
+def layout_of(tensor: Any) -> TensorLayout:
+    """The layout of a parameter, a buffer, or a stand-in for one. Moves no data."""
+    return _kind_of(tensor).layout_of(tensor)
+
+
+def by_kind(tensors: Iterable[Any]) -> list[tuple[TensorKind, list[Any]]]:
+    """The tensors in order, grouped into runs of one kind."""
+    return [(kind, [*run]) for kind, run in groupby(tensors, _kind_of)]
+
+
+def layouts_of(tensors: Iterable[Any]) -> list[TensorLayout]:
+    """The `layout_of` each tensor; equal layouts are computed once."""
+    layouts: list[TensorLayout] = []
+    for kind, run in by_kind(tensors):
+        layouts += kind.layouts_of(run)
+    return layouts
+
+
+def have_data(tensors: Iterable[Any]) -> list[bool]:
+    """For each tensor, whether this rank's elements, if any, are in memory."""
+    flags: list[bool] = []
+    for kind, run in by_kind(tensors):
+        flags += map(kind.has_data, run)
+    return flags
+
+
+def local_part(tensor: Any) -> Tensor | None:
+    """This rank's elements of a tensor, without gradient, or None. Moves no data."""
+    return _kind_of(tensor).local_part(tensor)
+
+
+def full_tensor(tensor: Any) -> Tensor:
+    """The full tensor of an opaque layout. Collective."""
+    return _kind_of(tensor).full_tensor(tensor)
+
+
+def is_distributed(tensor: Any) -> bool:
+    """Whether an engine lays out the tensor, such as a DTensor."""
+    return not isinstance(_kind_of(tensor), PlainTensors)
+
+
+def optimizer_parameter(tensor: Any) -> Any:
+    """The object in optimizers that stands for a parameter, or for a stand-in for one."""
+    return _kind_of(tensor).optimizer_parameter(tensor)
+
+
+def shows_runs(tensor: Any) -> bool:
+    """Whether optimizers see only this rank's elements, as an ordinary tensor."""
+    return _kind_of(tensor).shows_runs
+
+
+def state_run(tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
+    """The layout of optimizer state of the shape of a tensor that `shows_runs`, and this rank's
+    elements of it.
+    """
+    return _kind_of(tensor).state_run(tensor, state)
+
+
+def _kind_of(tensor: Any) -> TensorKind:
+    for kind in TENSOR_KINDS:
+        if kind.describes(tensor):
+            return kind
+    raise AssertionError("PlainTensors describes every tensor")
