@@ -63,7 +63,7 @@ class OpenCheckpoint:
     @property
     def requests(self) -> int:
         """The number of range requests, if it is in a bucket."""
-        return self.store.asked.count if isinstance(self.store, ListedStore) else 0
+        return self.store.requests.count if isinstance(self.store, ListedStore) else 0
 
     @property
     def is_local(self) -> bool:

@@ -1,3 +1,21 @@
+from .blocks import (
+    BLOCK_BYTES as BLOCK_BYTES,
+    Block as Block,
+    BlockKeeper as BlockKeeper,
+    Memory as Memory,
+    address_of as address_of,
+    new_block as new_block,
+    new_block_of as new_block_of,
+)
+from .cached_object import (
+    CachedObject as CachedObject,
+)
+from .copying import (
+    SMALL_COPY_BYTES as SMALL_COPY_BYTES,
+    copy_object as copy_object,
+    local_folder as local_folder,
+    local_version as local_version,
+)
 from .digests import (
     SMALL_BYTES as SMALL_BYTES,
     Cut as Cut,
@@ -16,8 +34,12 @@ from .digests import (
 from .direct_io import (
     LocalWriting as LocalWriting,
 )
-from .frozen_view import (
-    CachedObject as CachedObject,
+from .inside import (
+    check_files_inside as check_files_inside,
+    check_prefix_inside as check_prefix_inside,
+    leads_out as leads_out,
+)
+from .listed_store import (
     ListedStore as ListedStore,
     hold_listed as hold_listed,
 )
@@ -75,19 +97,10 @@ from .place import (
     open_place as open_place,
 )
 from .prefetch import (
-    BLOCK_BYTES as BLOCK_BYTES,
-    Block as Block,
-    BlockKeeper as BlockKeeper,
     ByteRun as ByteRun,
-    Memory as Memory,
-    address_of as address_of,
-    is_cold as is_cold,
     is_in_page_cache as is_in_page_cache,
-    new_block as new_block,
-    new_block_of as new_block_of,
     read_ahead as read_ahead,
     read_in_place as read_in_place,
-    read_whole as read_whole,
 )
 from .progress import (
     is_worth_showing as is_worth_showing,
@@ -95,16 +108,9 @@ from .progress import (
     track_reads as track_reads,
 )
 from .scratch import (
-    SMALL_COPY_BYTES as SMALL_COPY_BYTES,
     LibraryFile as LibraryFile,
-    check_files_inside as check_files_inside,
-    check_prefix_inside as check_prefix_inside,
-    copy_object as copy_object,
     files_below as files_below,
     files_made_by as files_made_by,
-    leads_out as leads_out,
-    local_folder as local_folder,
-    local_version as local_version,
     replaced_object as replaced_object,
     scratch_file as scratch_file,
     scratch_folder as scratch_folder,
@@ -149,6 +155,10 @@ from .verify_files import (
     digest_problems as digest_problems,
     digest_shares as digest_shares,
     share_files as share_files,
+)
+from .whole_files import (
+    is_cold as is_cold,
+    read_whole as read_whole,
 )
 from .writer import (
     DurableFile as DurableFile,

@@ -26,7 +26,11 @@ fsync = os.fsync
 # a file that is open over NFS must not fail a save
 rmtree = functools.partial(shutil.rmtree, ignore_errors=True)
 
-_FEW_PATHS = 4  # for more, threads are worth their start
+PREFIX = ".ft_ckpt-"  # of every hidden name inside a checkpoint
+DRAFTS = ".ft_ckpt-file-"  # in the names of folders for unfinished files
+# age at which leftovers of other machines, whose owner is unknown, are abandoned
+ABANDONED_SECONDS = 24 * 3600
+_FEW_PATHS = 4  # for more, threads pay
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 # vfat, some mounts of FUSE and CIFS
@@ -66,20 +70,20 @@ def list_entries(folder: Path) -> list[os.DirEntry[str]]:
     Raises OSError.
     """
     try:
-        with os.scandir(folder) as found:
-            return sorted(found, key=lambda each: each.name)
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):
         return []
 
 
-def stored_file(name: str, found: os.stat_result) -> Stored:
+def stored_file(name: str, facts: os.stat_result) -> Stored:
     """A file with this stat result as an object of a store."""
-    return Stored(name, found.st_size, found.st_mtime, file_version(found))
+    return Stored(name, facts.st_size, facts.st_mtime, file_version(facts))
 
 
-def file_version(found: os.stat_result) -> str:
+def file_version(facts: os.stat_result) -> str:
     """A text that differs whenever the bytes of a file are replaced."""
-    return f"{found.st_dev:x}-{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
+    return f"{facts.st_dev:x}-{facts.st_ino:x}-{facts.st_mtime_ns:x}-{facts.st_size:x}"
 
 
 def sync_path(path: Path) -> None:
@@ -142,8 +146,8 @@ def folder_handle(folder: Path, below: str = "", *, like: Path | None = None) ->
                 with contextlib.suppress(FileExistsError):
                     mkdir(step, permission_bits(like), dir_fd=handle)
                     sync_open(handle)
-            above, handle = handle, os.open(step, _FOLDER, dir_fd=handle)
-            os.close(above)
+            parent, handle = handle, os.open(step, _FOLDER, dir_fd=handle)
+            os.close(parent)
         yield handle
     finally:
         os.close(handle)
@@ -155,56 +159,59 @@ def move_files(paths: Iterable[str], source: Path, goal: Path, *, replace: bool 
 
     Without `replace`, a file whose path exists in `goal` stays in `source`.
     """
-    for below, each in _by_folder(paths):
+    for below, names in _by_folder(paths):
         with contextlib.ExitStack() as stack:
             try:
-                here = stack.enter_context(folder_handle(source, below))
+                source_handle = stack.enter_context(folder_handle(source, below))
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            if present := [name for name in each if _is_in(here, name)]:
-                there = stack.enter_context(folder_handle(goal, below, like=source))
-                for name in present:
-                    if replace or not _is_in(there, name):
-                        move(name, name, src_dir_fd=here, dst_dir_fd=there)
-                sync_open(here)  # after a power cut a file may exist twice, but must not be lost
-                sync_open(there)
+            present = [name for name in names if _is_in(source_handle, name)]
+            if not present:
+                continue
+            goal_handle = stack.enter_context(folder_handle(goal, below, like=source))
+            for name in present:
+                if replace or not _is_in(goal_handle, name):
+                    move(name, name, src_dir_fd=source_handle, dst_dir_fd=goal_handle)
+            # after a power cut a file may exist twice, but must not be lost
+            sync_open(source_handle)
+            sync_open(goal_handle)
 
 
 def delete_files(paths: Iterable[str], folder: Path) -> None:
     """Delete those of `paths` that are files or links in `folder`, durably; links are not
     followed.
     """
-    for below, each in _by_folder(paths):
+    for below, names in _by_folder(paths):
         with (
             contextlib.suppress(FileNotFoundError, NotADirectoryError),
-            folder_handle(folder, below) as here,
+            folder_handle(folder, below) as handle,
         ):
-            for name in each:
+            for name in names:
                 with contextlib.suppress(FileNotFoundError, IsADirectoryError):
-                    unlink(name, dir_fd=here)
+                    unlink(name, dir_fd=handle)
             # otherwise a power cut could restore files that no record lists any more
-            sync_open(here)
+            sync_open(handle)
 
 
 def file_stats(paths: Iterable[str], folder: Path) -> list[os.stat_result]:
     """The stat results of those of `paths` that `delete_files` would delete from `folder`."""
-    found = []
-    for below, each in _by_folder(paths):
-        with contextlib.suppress(OSError), folder_handle(folder, below) as here:
-            for name in each:
+    stats = []
+    for below, names in _by_folder(paths):
+        with contextlib.suppress(OSError), folder_handle(folder, below) as handle:
+            for name in names:
                 with contextlib.suppress(OSError):
-                    found.append(os.stat(name, dir_fd=here, follow_symlinks=False))
-    return found
+                    stats.append(os.stat(name, dir_fd=handle, follow_symlinks=False))
+    return stats
 
 
 def remove_empty_folders(paths: Iterable[str], folder: Path) -> None:
     """Remove the folders of `paths` that are empty after moving or deleting them."""
-    parents = {
-        parent for path in paths for parent in PurePath(path).parents if parent != PurePath()
-    }
-    for parent in sorted(parents, reverse=True):  # the deepest first
-        with contextlib.suppress(OSError), folder_handle(folder, str(parent.parent)) as here:
-            os.rmdir(parent.name, dir_fd=here)
+    parents: set[PurePath] = set()
+    for path in paths:
+        parents.update(PurePath(path).parents)
+    for parent in sorted(parents - {PurePath()}, reverse=True):  # the deepest first
+        with contextlib.suppress(OSError), folder_handle(folder, str(parent.parent)) as handle:
+            os.rmdir(parent.name, dir_fd=handle)
 
 
 def delete_folder(folder: Path) -> None:
@@ -220,10 +227,10 @@ def delete_folder(folder: Path) -> None:
 
 
 def _by_folder(paths: Iterable[str]) -> list[tuple[str, list[str]]]:
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for path in sorted(paths):
-        found.setdefault(str(PurePath(path).parent), []).append(PurePath(path).name)
-    return sorted(found.items())
+        names.setdefault(str(PurePath(path).parent), []).append(PurePath(path).name)
+    return sorted(names.items())
 
 
 def _is_in(folder: int, name: str) -> bool:
@@ -238,22 +245,26 @@ def walk_tree(folder: Path) -> Iterator[Path]:
     """Every file and folder below `folder`, contents before their folder; links are not
     followed.
     """
-    for place, folders, files in os.walk(folder, topdown=False):
-        yield from (Path(place) / name for name in (*files, *folders))
+    for parent, folders, files in os.walk(folder, topdown=False):
+        for name in (*files, *folders):
+            yield Path(parent) / name
 
 
-def movable_pieces(source: Path, goal: Path, ours: set[str]) -> list[str]:
-    """Paths in `source` that are not among `ours`, each the largest subtree that can be moved into
+def movable_pieces(source: Path, goal: Path, excluded: set[str]) -> list[str]:
+    """Paths in `source` that are not `excluded`, each the largest subtree that can be moved into
     `goal` at once.
     """
-    shared = {parent.as_posix() for path in ours for parent in Path(path).parents}
+    shared: set[str] = set()  # folders that hold an excluded path
+    for path in excluded:
+        shared.update(parent.as_posix() for parent in Path(path).parents)
 
     def walk(folder: str) -> Iterator[str]:
         for entry in os.scandir(source / folder):
             path = f"{folder}{entry.name}"
-            if entry.is_dir(follow_symlinks=False) and (path in shared or is_folder(goal / path)):
+            is_real_folder = entry.is_dir(follow_symlinks=False)
+            if is_real_folder and (path in shared or is_folder(goal / path)):
                 yield from walk(f"{path}/")
-            elif path not in ours:
+            elif path not in excluded:
                 yield path
 
     return list(walk(""))
@@ -271,7 +282,7 @@ def folder_mode(file_mode: int) -> int:
 
 
 def set_mode(path: Path, mode: int) -> None:
-    """Set the permission bits of a file or folder of ours, if its file system has permissions.
+    """Set the permission bits of a file or folder, if its file system has permissions.
 
     Warns once for each device that gives others more access than `mode`.
     """
@@ -285,10 +296,11 @@ def set_mode(path: Path, mode: int) -> None:
     warn_if_open(path, path.stat(), mode)
 
 
-def warn_if_open(path: Path, found: os.stat_result, mode: int) -> None:
+def warn_if_open(path: Path, facts: os.stat_result, mode: int) -> None:
     """Warn once for each device that gives others more access to files than `mode`."""
-    if stat.S_IMODE(found.st_mode) & ~mode & 0o077 and found.st_dev not in _without_modes:
-        _without_modes.add(found.st_dev)
+    is_too_open = stat.S_IMODE(facts.st_mode) & ~mode & 0o077
+    if is_too_open and facts.st_dev not in _without_modes:
+        _without_modes.add(facts.st_dev)
         warn(
             f"{path.parent}: its file system keeps no permissions, so others may read files closed "
             "to them; mount it with a narrower umask, or choose another path",
@@ -360,23 +372,17 @@ def holds_mount(folder: Path) -> bool:
         table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
         return False
-    escaped = re.sub(r"[\\ \t\n]", lambda found: f"\\{ord(found[0]):03o}", str(folder))
+    escaped = re.sub(r"[\\ \t\n]", lambda match: f"\\{ord(match[0]):03o}", str(folder))
     points = (line.split(" ")[4] for line in table.splitlines())
     return any(point == escaped or point.startswith(f"{escaped}/") for point in points)
 
 
-PREFIX = ".ft_ckpt-"  # of every hidden name of ours inside a checkpoint
-DRAFTS = ".ft_ckpt-file-"  # in the names of folders for unfinished files
-# age at which leftovers of other machines, whose owner is unknown, are abandoned
-ABANDONED_SECONDS = 24 * 3600
-
-
-def make_locked_folder(place: Callable[[str], Path], mode: int = 0o777) -> Path:
-    """Make a new folder that this process has locked; `place` gives its path from the owner's
+def make_locked_folder(path_of: Callable[[str], Path], mode: int = 0o777) -> Path:
+    """Make a new folder that this process has locked; `path_of` gives its path from the owner's
     name.
     """
     while True:
-        folder = place(locks.new_owner())
+        folder = path_of(locks.new_owner())
         mkdir(folder, mode)
         # otherwise another process has just claimed it as a leftover
         if locks.hold_lock(folder) is not False:
@@ -402,8 +408,8 @@ def locked_folder(parent: Path, start: str) -> Iterator[Path]:
     """
     for name in list_names(parent):
         if name.startswith(start) and re.fullmatch(locks.OWNER, name[len(start) :]):
-            with locks.claim_leftover(parent / name, name, ABANDONED_SECONDS) as gone:
-                if gone:
+            with locks.claim_leftover(parent / name, name, ABANDONED_SECONDS) as is_abandoned:
+                if is_abandoned:
                     rmtree(parent / name)
     folder = make_locked_folder(lambda owner: parent / f"{start}{owner}", 0o700)
     try:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from ft_ckpt.errors import ConfigError, MissingError, UnreadableError, damaged_input, explained
 from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.blocks import BLOCK_BYTES
 from ft_ckpt.storage.direct_io import LocalWriting, allocate_file, create_file
 from ft_ckpt.storage.local_disk import PREFIX, locked_folder
 from ft_ckpt.storage.local_file import LocalFile
-from ft_ckpt.storage.prefetch import BLOCK_BYTES
 from ft_ckpt.storage.store import (
     Folder,
     FolderListing,
@@ -74,14 +74,13 @@ class LocalStore:
 
     @property
     def parent(self) -> "LocalStore | None":
-        here = Path(self.url).absolute()
-        return None if here == here.parent else LocalStore(here.parent)
+        path = Path(self.url).absolute()
+        return None if path == path.parent else LocalStore(path.parent)
 
     def within(self, folder: str) -> "LocalStore":
         name = checked_name(folder, is_name)
-        return replace(
-            self, folder=self.folder / name, shown=None if self.shown is None else self.shown / name
-        )
+        shown = None if self.shown is None else self.shown / name
+        return replace(self, folder=self.folder / name, shown=shown)
 
     def where(self, name: str) -> str:
         return str(Path(self.url, name))
@@ -107,7 +106,8 @@ class LocalStore:
         path, draft = self.path(name), None
         if self.syncs and not create_only:
             draft = path.with_name(f"{PREFIX}{path.name.lstrip('.')}{_DRAFT}")
-            with explained(path), contextlib.suppress(FileNotFoundError):  # of a killed process
+            # that of a killed process
+            with explained(path), contextlib.suppress(FileNotFoundError):
                 local_disk.unlink(draft)
         writing = self._begin_file(name, len(data), draft, is_new=create_only)
         try:
@@ -141,40 +141,39 @@ class LocalStore:
     def list(self, prefix: str = "") -> list[Stored]:
         """Without drafts; folders that are links are not entered."""
         top = self.path(prefix) if prefix else self.folder
+        objects = []
         with _reading(self.where(prefix)):
-            walk = os.walk(top, onerror=_raise_unless_absent)
-            paths = (
-                Path(place) / name
-                for place, _, files in walk
-                for name in files
-                if not _is_draft(name)
-            )
-            named = ((path.relative_to(self.folder).as_posix(), _regular(path)) for path in paths)
-            found = [
-                local_disk.stored_file(name, facts) for name, facts in named if facts is not None
-            ]
-        return sorted(found, key=lambda each: each.name)
+            for folder, _, file_names in os.walk(top, onerror=_raise_unless_absent):
+                for file_name in file_names:
+                    path = Path(folder) / file_name
+                    facts = None if _is_draft(file_name) else _regular(path)
+                    if facts is not None:
+                        name = path.relative_to(self.folder).as_posix()
+                        objects.append(local_disk.stored_file(name, facts))
+        return sorted(objects, key=lambda stored: stored.name)
 
     def list_folder(self, prefix: str = "") -> FolderListing:
         top = self.path(prefix) if prefix else self.folder
-        folders, objects, begin = [], [], f"{prefix}/" if prefix else ""
+        start = f"{prefix}/" if prefix else ""
+        folders, objects = [], []
         with _reading(self.where(prefix)):
             for entry in local_disk.list_entries(top):
                 if _may_be_folder(entry):
-                    folders.append(
-                        Folder(entry.name, os.path.realpath(entry.path), entry.is_symlink())
-                    )
-                elif not _is_draft(entry.name) and (found := _regular(entry.path)) is not None:
-                    objects.append(local_disk.stored_file(begin + entry.name, found))
-        folders.sort(key=lambda each: each.is_link)
+                    identity = os.path.realpath(entry.path)
+                    folders.append(Folder(entry.name, identity, entry.is_symlink()))
+                    continue
+                facts = None if _is_draft(entry.name) else _regular(entry.path)
+                if facts is not None:
+                    objects.append(local_disk.stored_file(start + entry.name, facts))
+        folders.sort(key=lambda folder: folder.is_link)
         return FolderListing(os.path.lexists(top), tuple(folders), tuple(objects))
 
     def stat(self, name: str) -> Stored | None:
         """None also for a folder, or anything else that is not a regular file."""
         path = self.path(name)
         with _reading(self.where(name)):
-            found = _regular(path)
-        return None if found is None else local_disk.stored_file(name, found)
+            facts = _regular(path)
+        return None if facts is None else local_disk.stored_file(name, facts)
 
     def copy(self, name: str, other: str, source: Store | None = None) -> bool:
         """Link the file under another name.
@@ -225,10 +224,10 @@ class LocalStore:
         exists.
         """
         with explained(self.folder):
-            present = next(
-                path for path in (self.folder, *self.folder.absolute().parents) if path.exists()
-            )
-            device = os.statvfs(present)
+            folder = self.folder.absolute()
+            while not folder.exists():
+                folder = folder.parent
+            device = os.statvfs(folder)
         return device.f_bavail * device.f_frsize
 
     def _begin_file(
@@ -240,12 +239,19 @@ class LocalStore:
         shared: bool = False,
         is_new: bool = False,
     ) -> LocalWriting:
-        path, how = self.path(name), {"shared": shared, "syncs": self.syncs, "is_new": is_new}
+        path = self.path(name)
         with explained(path):
             self.make_parents(path)
-        direct = self.direct_bytes is not None and size_bytes >= self.direct_bytes
         return create_file(
-            name, path, draft or _draft_name(path), size_bytes, self.max_mode, direct=direct, **how
+            name,
+            path,
+            draft or _draft_name(path),
+            size_bytes,
+            self.max_mode,
+            direct=self.direct_bytes is not None and size_bytes >= self.direct_bytes,
+            shared=shared,
+            syncs=self.syncs,
+            is_new=is_new,
         )
 
     def make_parents(self, path: Path) -> None:
@@ -287,27 +293,27 @@ def readable_mode(path: Path, goal: Path) -> int:
 
     The folders are those at and below `path`, and its parent unless `goal` is below the parent.
     """
-    folder = path.resolve()
-    folders = [Path(place) for place, _, _ in os.walk(folder)]
-    if not goal.resolve().is_relative_to(folder.parent):
-        folders.append(folder.parent)
+    top = path.resolve()
+    folders = [Path(folder) for folder, _, _ in os.walk(top)]
+    if not goal.resolve().is_relative_to(top.parent):
+        folders.append(top.parent)
     mode = 0o777
     for file in _files_at(path):
         mode &= _mode_of(file)
-    for place in folders:
-        mode &= 0o7 * (_mode_of(place) & 0o111)  # the classes that may enter
+    for folder in folders:
+        mode &= 0o7 * (_mode_of(folder) & 0o111)  # the classes that may enter
     return mode | stat.S_IRUSR  # its owner may always read it
 
 
 def _files_at(path: Path) -> Iterator[Path]:
-    """A file, or all files below a folder except our marks."""
+    """A file, or all files below a folder except marks."""
     if not path.is_dir():
         yield path
         return
-    for place, _, names in os.walk(path):
+    for folder, _, names in os.walk(path):
         for name in names:
             if not name.startswith(PREFIX):
-                yield Path(place, name)
+                yield Path(folder, name)
 
 
 def _mode_of(path: Path) -> int:
@@ -341,8 +347,8 @@ def temporary_store(
     """
     import tempfile  # lazily: listing does not need it
 
-    with locked_folder(Path(folder or tempfile.gettempdir()), prefix) as room:
-        yield LocalStore(room)
+    with locked_folder(Path(folder or tempfile.gettempdir()), prefix) as temporary:
+        yield LocalStore(temporary)
 
 
 @contextlib.contextmanager
@@ -360,9 +366,9 @@ def _reading(where: str) -> Iterator[None]:
 
 
 def _missing(where: str) -> MissingError:
-    found = MissingError(f"{where}: no such file")
-    found.errno = errno.ENOENT
-    return found
+    error = MissingError(f"{where}: no such file")
+    error.errno = errno.ENOENT
+    return error
 
 
 def _draft_name(path: Path) -> Path:
@@ -385,11 +391,12 @@ def clear_old_drafts(folder: Path) -> None:
     """Delete the unfinished files in `folder` that nobody has written to for a day: their processes
     were killed.
     """
-    for name in local_disk.list_names(folder):
-        if _is_draft(name):
-            with contextlib.suppress(OSError):
-                if time.time() - (folder / name).lstat().st_mtime > local_disk.ABANDONED_SECONDS:
-                    local_disk.unlink(folder / name)
+    abandoned_at = time.time() - local_disk.ABANDONED_SECONDS
+    drafts = [folder / name for name in local_disk.list_names(folder) if _is_draft(name)]
+    for draft in drafts:
+        with contextlib.suppress(OSError):
+            if draft.lstat().st_mtime < abandoned_at:
+                local_disk.unlink(draft)
 
 
 def _raise_unless_absent(error: OSError) -> None:
@@ -400,9 +407,9 @@ def _raise_unless_absent(error: OSError) -> None:
 def _regular(path: str | Path) -> os.stat_result | None:
     """The stat result of a regular file, through links; None for anything else, or nothing."""
     try:
-        found = os.stat(path)  # noqa: PTH116 - of each file of each listing: a Path would cost more than the call
+        facts = os.stat(path)  # noqa: PTH116 - of each file of each listing: a Path would cost more than the call
     except OSError as error:
         if error.errno in (*_ABSENT, errno.ELOOP):
             return None
         raise
-    return found if stat.S_ISREG(found.st_mode) else None
+    return facts if stat.S_ISREG(facts.st_mode) else None

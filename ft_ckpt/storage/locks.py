@@ -23,7 +23,7 @@ from ft_ckpt.storage.mounts import is_on_local_disk
 
 OWNER = r".+-\d+-[0-9a-f]{8}"  # a result of `new_owner`, also of ft_ckpt 0.1.0
 _MACHINE = re.compile(r"(?P<start>.*)-(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}", re.DOTALL)
-_held: dict[str, int] = {}  # path -> descriptor of its lock
+_lock_descriptors: dict[str, int] = {}  # by path
 _change = threading.Lock()
 
 
@@ -56,17 +56,17 @@ def hold_lock(path: Path) -> bool | None:
     except OSError as error:
         return False if error.errno in (errno.ENOENT, errno.ELOOP) else None
     try:
-        mine: bool | None = lock_descriptor(descriptor) or None
+        is_locked: bool | None = lock_descriptor(descriptor) or None
         # deleted by the previous holder
         if not os.path.samestat(path.lstat(), os.fstat(descriptor)):
-            mine = False
+            is_locked = False
     except OSError:
-        mine = False
-    if not mine:
+        is_locked = False
+    if not is_locked:
         os.close(descriptor)
-        return mine
+        return is_locked
     with _change:
-        _held[str(path)] = descriptor
+        _lock_descriptors[str(path)] = descriptor
     return True
 
 
@@ -75,7 +75,7 @@ def release_lock(path: Path) -> None:
     it was not held.
     """
     with _change:
-        descriptor = _held.pop(str(path), None)
+        descriptor = _lock_descriptors.pop(str(path), None)
     if descriptor is not None:
         with suppress(OSError):
             # a forked process may have the same lock, and live longer
@@ -86,11 +86,11 @@ def release_lock(path: Path) -> None:
 @contextmanager
 def holding_lock(path: Path) -> Iterator[bool | None]:
     """Hold the lock on `path` while the block runs; yields the result of `hold_lock`."""
-    mine = hold_lock(path)
+    is_locked = hold_lock(path)
     try:
-        yield mine
+        yield is_locked
     finally:
-        if mine:
+        if is_locked:
             release_lock(path)
 
 
@@ -103,12 +103,18 @@ def claim_leftover(path: Path, owner: str, seconds: float) -> Iterator[bool]:
     made it, also until it is `seconds` old. On a network file system a lock is seen through the
     same mount only: there a process of this machine must be gone, too.
     """
-    with holding_lock(path) as mine:
-        named = _MACHINE.fullmatch(owner)
-        is_local = named is not None and named["machine"] == _machine_mark()
-        if named is not None and is_local and not is_on_local_disk(path):
-            is_local = named["start"].endswith(_host_mark()) and not _is_running(int(named["pid"]))
-        yield _has_ended(_age_seconds(path), mine, is_local, seconds)
+    with holding_lock(path) as is_locked:
+        yield _has_ended(_age_seconds(path), is_locked, _sees_locks_of(owner, path), seconds)
+
+
+def _sees_locks_of(owner: str, path: Path) -> bool:
+    """Whether a lock on `path` that its `owner` holds is seen, or the owner is known to be gone."""
+    match = _MACHINE.fullmatch(owner)
+    if match is None or match["machine"] != _machine_mark():
+        return False
+    if is_on_local_disk(path):
+        return True
+    return match["start"].endswith(_host_mark()) and not _is_running(int(match["pid"]))
 
 
 def has_ended(path: Path, machine: str | None, seconds: float) -> bool:
@@ -118,9 +124,10 @@ def has_ended(path: Path, machine: str | None, seconds: float) -> bool:
     `claim_leftover`; True for a file that does not exist.
     """
     age = _age_seconds(path)
-    return age is None or _has_ended(
-        age, _can_lock(path), machine is not None and machine == machine_id(), seconds
-    )
+    if age is None:
+        return True
+    is_of_this_machine = machine is not None and machine == machine_id()
+    return _has_ended(age, _can_lock(path), is_of_this_machine, seconds)
 
 
 def process_facts() -> dict[str, Any]:
@@ -168,14 +175,10 @@ def steady_seconds() -> float:
 def _start_time(pid: int) -> str | None:
     """Start time of a process in clock ticks since boot; "" for a zombie, None if unknown."""
     try:
-        fields = (
-            Path(f"/proc/{pid}/stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(")")[2]
-            .split()
-        )
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
+    fields = text.rpartition(")")[2].split()  # behind the name, which may have spaces
     return "" if fields[0] == "Z" else fields[19]
 
 

@@ -1,153 +1,24 @@
-"""Scratch files for libraries that need a path, and atomic replacement of files."""
+"""Files that libraries write: scratch files and folders, and the atomic replacement of a file."""
 
 import io
 import os
 import shutil
 import tempfile
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from ft_ckpt.errors import CorruptError, explained, listing
-from ft_ckpt.messages import printable, printable_lines
+from ft_ckpt.errors import explained
 from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.copying import copy_object
 from ft_ckpt.storage.direct_io import allocate_space
-from ft_ckpt.storage.local_disk import DRAFTS, list_entries, locked_folder
-from ft_ckpt.storage.local_file import LocalFile, open_local_file
+from ft_ckpt.storage.local_disk import DRAFTS, locked_folder
 from ft_ckpt.storage.local_store import LocalStore, temporary_store
 from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.prefetch import ByteRun, read_ahead
-from ft_ckpt.storage.store import Readable, Store, Stored, read_range
+from ft_ckpt.storage.store import Store
 
-SMALL_COPY_BYTES = 8 << 20  # objects up to it are written in one call
-
-
-def copy_object(
-    file: Readable, store: Store, name: str, watch: Callable[[memoryview], object] = lambda _: None
-) -> Stored | None:
-    """Write all of an open object into `store`, durably, as `name`; returns the stored object, None
-    for a small one.
-
-    `watch` is called with all bytes in order, before they are written. Between local folders the
-    copy is no more open than the file. Raises what reading and writing do.
-    """
-    if isinstance(file, LocalFile):
-        store = store.limited(file.mode)
-    if file.size_bytes <= SMALL_COPY_BYTES:
-        content = read_range(file, 0, file.size_bytes)
-        watch(memoryview(content))
-        store.write(name, content)
-        return None
-    writing, at = store.create(name, file.size_bytes), 0
-    try:
-        for part in read_ahead([ByteRun(name, file, 0, file.size_bytes)]):
-            watch(part.content)
-            writing.write(at, part.content)
-            at += part.size_bytes
-        return writing.finish()
-    except BaseException:
-        writing.abandon()
-        raise
-
-
-def local_version(file: Readable) -> LocalFile:
-    """An open object as a local file: itself, or a copy that is deleted when nothing refers to it
-    any more.
-    """
-    if isinstance(file, LocalFile):
-        return file
-    name = PurePosixPath(file.name).name
-    with ExitStack() as stack:
-        room = stack.enter_context(temporary_store())
-        copy_object(file, room, name)
-        copy = open_local_file(room.path(name), name)
-        weakref.finalize(copy, stack.pop_all().close)
-    return copy
-
-
-def leads_out(folder: Store, name: str) -> bool:
-    """True if a link in the path of `name` leads out of `folder`, except into the blobs of the
-    Hub's cache.
-    """
-    here, real = PurePosixPath(folder.identity), PurePosixPath(folder.within(name).identity)
-    roots = [here, here.parent.parent / "blobs"] if here.parent.name == "snapshots" else [here]
-    return not any(real.is_relative_to(root) for root in roots)
-
-
-def check_files_inside(folder: Store, names: Iterable[str] | None = None) -> None:
-    """Raise CorruptError listing those of `names` (None: everything in `folder`) that are not
-    regular files inside it.
-
-    Links within the folder are followed. Names that do not exist are skipped.
-    """
-    top, is_all = folder.local_folder, names is None
-    if top is None:
-        return
-    if names is None:
-        found = (
-            Path(at, name) for at, folders, files in os.walk(top) for name in (*folders, *files)
-        )
-        names = [
-            path.relative_to(top).as_posix()
-            for path in found
-            if path.is_symlink() or not path.is_dir()
-        ]
-    invalid = [
-        name
-        for name in names
-        if os.path.lexists(top / name)
-        and (
-            leads_out(folder, name)
-            or not ((top / name).is_file() or (is_all and (top / name).is_dir()))
-        )
-    ]
-    if invalid:
-        raise CorruptError(
-            f"{top}: {listing(invalid, ', ')}: expected regular files inside of the folder"
-        )
-
-
-def check_prefix_inside(folder: Store, prefix: str) -> None:
-    """As `check_files_inside`, for the files whose names begin with `prefix`."""
-    if folder.local_folder is None:
-        return
-    above, _, begin = prefix.rpartition("/")
-    entries = list_entries(folder.local_folder / above)
-    names = [entry.name for entry in entries if entry.name.startswith(begin)]
-    check_files_inside(folder, [f"{above}/{name}".lstrip("/") for name in names])
-
-
-@contextmanager
-def local_folder(place: Place, wanted: Callable[[str], bool] = lambda _: True) -> Iterator[Path]:
-    """A local path of a folder while the block runs: its own, or a copy of the `wanted` objects in
-    it.
-
-    Errors of the block name the place, not the copy.
-    """
-    store = place.folder
-    if store.local_folder is not None:
-        yield store.local_folder
-        return
-    with temporary_store() as room:
-        copy = room.within(place.basename)
-        for each in store.list():
-            if wanted(each.name):
-                with closing(store.open(each.name)) as file:
-                    copy_object(file, copy, each.name)
-        try:
-            yield copy.folder
-        except Exception as error:
-            before, after = printable(copy.url), printable(str(place))
-            error.args = tuple(
-                printable_lines(text).replace(before, after) if isinstance(text, str) else text
-                for text in error.args
-            )
-            raise
-
-
-_MEMORY, _PLENTY_BYTES = "/dev/shm", 1 << 30  # noqa: S108 - used for a new folder in it
+_MEMORY_DISK, _PLENTY_BYTES = "/dev/shm", 1 << 30  # noqa: S108 - used for a new folder in it
 _NAME_BYTES = 150  # of the target's name in the hidden folder's; 255 are allowed
 
 
@@ -161,9 +32,8 @@ def replaced_object(target: Place, max_mode: int = 0o777) -> Iterator[Place]:
     objects appear as a whole there; if the block raises afterwards, the object is deleted. Raises
     OSError or TargetError.
     """
-    store = target.store
     if target.is_local:
-        path = Path(store.where(target.name))
+        path = Path(str(target))
         local_disk.make_folder(path.parent)
         start = os.fsencode(path.name)[:_NAME_BYTES].decode("utf-8", "ignore")
         with locked_folder(path.parent, f".{start}{DRAFTS}") as folder:
@@ -174,6 +44,7 @@ def replaced_object(target: Place, max_mode: int = 0o777) -> Iterator[Place]:
             local_disk.move(folder / path.name, path)
             local_disk.sync_path(path.parent)
         return
+    store = target.store
     before = store.stat(target.name)
     try:
         yield target
@@ -193,9 +64,9 @@ def scratch_file(target: Place) -> Iterator[Path]:
         if stage.store.local_folder is not None:
             yield stage.store.local_folder / stage.name
             return
-        with temporary_store() as room:
-            yield room.path(stage.basename)
-            with closing(room.open(stage.basename)) as opened:
+        with temporary_store() as folder:
+            yield folder.path(stage.basename)
+            with closing(folder.open(stage.basename)) as opened:
                 copy_object(opened, stage.store, stage.name)
 
 
@@ -207,11 +78,11 @@ def scratch_folder(store: Store) -> Iterator[Path]:
     if store.local_folder is not None:
         yield store.local_folder
         return
-    with temporary_store() as room:
-        yield room.folder
-        for each in room.list():
-            with closing(room.open(each.name)) as opened:
-                copy_object(opened, store, each.name)
+    with temporary_store() as folder:
+        yield folder.folder
+        for stored in folder.list():
+            with closing(folder.open(stored.name)) as opened:
+                copy_object(opened, store, stored.name)
 
 
 def spool_file(folder: Path | None = None) -> BinaryIO:
@@ -265,16 +136,17 @@ def files_made_by(make: Callable[[Path], object]) -> dict[str, bytes]:
 
     Raises TargetError or NoSpaceError when they cannot be written.
     """
-    place = tempfile.gettempdir()
+    parent = tempfile.gettempdir()
     with suppress(OSError):  # in memory if there is plenty, because training waits
-        if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > _PLENTY_BYTES:
-            place = _MEMORY
-    with explained(Path(place)), temporary_store(folder=Path(place)) as room:
-        make(room.folder)
-        return files_below(room.folder)
+        is_writable = os.access(_MEMORY_DISK, os.W_OK)
+        if is_writable and shutil.disk_usage(_MEMORY_DISK).free > _PLENTY_BYTES:
+            parent = _MEMORY_DISK
+    with explained(Path(parent)), temporary_store(folder=Path(parent)) as store:
+        make(store.folder)
+        return files_below(store.folder)
 
 
 def files_below(folder: Path) -> dict[str, bytes]:
     """All files in a folder and below it, by relative path."""
     store = LocalStore(folder)
-    return {each.name: store.read(each.name) for each in store.list()}
+    return {stored.name: store.read(stored.name) for stored in store.list()}

@@ -24,16 +24,17 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.messages import warn
 from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.blocks import ALIGNMENT, BLOCK_BYTES, new_block
 from ft_ckpt.storage.local_disk import PREFIX
 from ft_ckpt.storage.local_store import LocalStore, temporary_store
 from ft_ckpt.storage.locks import new_owner
 from ft_ckpt.storage.mounts import LOCAL_FILE_SYSTEMS, MountedFrom, mount_of
-from ft_ckpt.storage.prefetch import ALIGNMENT, BLOCK_BYTES, new_block
 from ft_ckpt.storage.store import Store
 
-_TRIED_MOUNTS: set[MountedFrom] = set()  # mounts that this process has tried
 TRIAL = f"{PREFIX}probe-"  # prefix of the hidden folders of trials
 _FILE, _CONTENT = "file", b"written by a trial, to be deleted" * 128  # in each of them
+_MULTIPART_BYTES = 20 << 20  # more than one part of an upload
+_tried_mounts: set[MountedFrom] = set()  # by this process
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,16 @@ def try_place(store: Store, names: Collection[str] | None = None) -> tuple[Abili
     Raises TargetError, UnreadableError or ConfigError if the folder cannot be written or deleted
     again.
     """
-    trials: Mapping[str, Callable[[Any], str]] = (
-        BUCKET_TRIALS if store.local_folder is None else FOLDER_TRIALS
-    )
-    with _trial_folder(store) as room:
-        place = room if room.local_folder is None else room.local_folder
-        return tuple(
-            _tried(name, trial, place)
-            for name, trial in trials.items()
-            if names is None or name in names
-        )
+    trials: Mapping[str, Callable[[Any], str]] = FOLDER_TRIALS
+    if store.local_folder is None:
+        trials = BUCKET_TRIALS
+    with _trial_folder(store) as trial_store:
+        folder = trial_store.local_folder or trial_store
+        abilities = []
+        for name, trial in trials.items():
+            if names is None or name in names:
+                abilities.append(_run_trial(name, trial, folder))
+        return tuple(abilities)
 
 
 def refuse_unfit(folder: Path) -> None:
@@ -69,17 +70,17 @@ def refuse_unfit(folder: Path) -> None:
     Warns of a bucket that is mounted as a folder. Raises TargetError where nothing can be saved.
     """
     mount = mount_of(folder)
-    if mount is None or mount.kind in LOCAL_FILE_SYSTEMS or mount in _TRIED_MOUNTS:
+    if mount is None or mount.kind in LOCAL_FILE_SYSTEMS or mount in _tried_mounts:
         return
-    failed = [each for each in try_place(LocalStore(folder), FOLDER_NEEDS) if not each.works]
-    if failed:
+    abilities = try_place(LocalStore(folder), FOLDER_NEEDS)
+    failures = [f"{ability.name}: {ability.detail}" for ability in abilities if not ability.works]
+    if failures:
         advice = "give its URL (s3://...) instead" if mount.is_bucket else "choose another path"
-        details = listing([f"{each.name}: {each.detail}" for each in failed])
         raise TargetError(
             f"{folder}: {mount.kind} from {mount.source} cannot do what a save "
-            f"needs ({details}); {advice}"
+            f"needs ({listing(failures)}); {advice}"
         )
-    _TRIED_MOUNTS.add(mount)
+    _tried_mounts.add(mount)
     if mount.is_bucket:
         warn(mount.warning, stacklevel=4)
 
@@ -99,38 +100,35 @@ def _trial_folder(store: Store) -> Iterator[Store]:
             (local.folder / _FILE).write_bytes(_CONTENT)
             yield local
         return
-    room = store.within(f"{TRIAL}{new_owner()}")
-    room.write(_FILE, _CONTENT, create_only=True)
+    bucket = store.within(f"{TRIAL}{new_owner()}")
+    bucket.write(_FILE, _CONTENT, create_only=True)
     try:
-        yield room
+        yield bucket
     finally:
-        room.delete([each.name for each in room.list()])
+        bucket.delete([stored.name for stored in bucket.list()])
 
 
-def _tried(name: str, trial: Callable[[Any], str], place: Path | Store) -> Ability:
+def _run_trial(name: str, trial: Callable[[Any], str], folder: Path | Store) -> Ability:
     try:
-        wrong = trial(place)
+        failure = trial(folder)
     except CheckpointError as error:
-        wrong = str(error)
+        failure = str(error)
     except OSError as error:
-        wrong = reason_of(error)
-    return Ability(name, works=not wrong, detail=wrong)
+        failure = reason_of(error)
+    return Ability(name, works=not failure, detail=failure)
 
 
-# Trials. Each returns its failure, "" for none. They share one hidden folder with a file `_FILE` in
-# it.
+# Trials of folders. Each returns its failure, "" for none. They share one hidden folder with a file
+# `_FILE` in it.
 
 
-def _write_blocks(room: Path) -> str:
-    writing, block = LocalStore(room).create("blocks", 2 * ALIGNMENT), new_block(2 * ALIGNMENT)
+def _write_blocks(folder: Path) -> str:
+    writing = LocalStore(folder).create("blocks", 2 * ALIGNMENT)
+    block = new_block(2 * ALIGNMENT)
     try:
-        with (
-            memoryview(block) as content,
-            content[:ALIGNMENT] as first,
-            content[ALIGNMENT:] as second,
-        ):
-            writing.write(ALIGNMENT, second)
-            writing.write(0, first)
+        with memoryview(block) as content:
+            writing.write(ALIGNMENT, content[ALIGNMENT:])
+            writing.write(0, content[:ALIGNMENT])
         writing.finish()
     except BaseException:
         writing.abandon()
@@ -138,31 +136,30 @@ def _write_blocks(room: Path) -> str:
     return ""
 
 
-def _rename_files(room: Path) -> str:
-    (room / "new").write_bytes(b"new")
-    (room / "old").write_bytes(b"old")
-    local_disk.move(room / "new", room / "old")
-    return "" if (room / "old").read_bytes() == b"new" else "the old file stayed"
+def _rename_files(folder: Path) -> str:
+    (folder / "new").write_bytes(b"new")
+    (folder / "old").write_bytes(b"old")
+    local_disk.move(folder / "new", folder / "old")
+    return "" if (folder / "old").read_bytes() == b"new" else "the old file stayed"
 
 
-def _swap_two_folders(room: Path) -> str:
-    for name in ("one", "other"):
-        (room / name).mkdir()
-        (room / name / name).write_bytes(b"")
-    local_disk.exchange_folders(room / "one", room / "other")
-    return "" if (room / "one" / "other").exists() else "nothing changed"
+def _swap_two_folders(folder: Path) -> str:
+    for name in ("first", "second"):
+        (folder / name).mkdir()
+        (folder / name / name).write_bytes(b"")
+    local_disk.exchange_folders(folder / "first", folder / "second")
+    return "" if (folder / "first" / "second").exists() else "nothing changed"
 
 
-def _hard_links(room: Path) -> str:
-    os.link(room / "file", room / "link")
-    return "" if (room / "link").samefile(room / "file") else "the link is another file"
+def _hard_links(folder: Path) -> str:
+    os.link(folder / _FILE, folder / "link")
+    return "" if (folder / "link").samefile(folder / _FILE) else "the link is another file"
 
 
-def _write_past_cache(room: Path) -> str:
+def _write_past_cache(folder: Path) -> str:
     block = new_block(ALIGNMENT)
-    descriptor = os.open(
-        room / "direct", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0), 0o600
-    )
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0)
+    descriptor = os.open(folder / "direct", flags, 0o600)
     try:
         os.pwrite(descriptor, block, 0)
     finally:
@@ -171,21 +168,20 @@ def _write_past_cache(room: Path) -> str:
     return ""
 
 
-def _lock_files(room: Path) -> str:
-    with (room / "file").open("rb") as one, (room / "file").open("rb") as other:
-        fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def _lock_files(folder: Path) -> str:
+    path = folder / _FILE
+    with path.open("rb") as first, path.open("rb") as second:
+        fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with suppress(BlockingIOError):
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return "two have the same lock"
     return ""
 
 
-def _map_files(room: Path) -> str:
-    with (
-        (room / "file").open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-    ):
-        return "" if len(mapped) == (room / "file").stat().st_size else "its length differs"
+def _map_files(folder: Path) -> str:
+    path = folder / _FILE
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        return "" if len(mapped) == path.stat().st_size else "its length differs"
 
 
 # nothing can be saved without these
@@ -201,47 +197,45 @@ FOLDER_TRIALS: dict[str, Callable[[Path], str]] = {
 }
 
 
-_MULTIPART_BYTES = 20 << 20  # more than one part of an upload
+# Trials of buckets, likewise.
 
 
-def _create_once(room: Store) -> str:
+def _create_once(bucket: Store) -> str:
     with suppress(NameTakenError):
-        room.write(_FILE, _CONTENT, create_only=True)
+        bucket.write(_FILE, _CONTENT, create_only=True)
         return "the condition is ignored: a second writer replaced the first"
     return ""
 
 
-def _read_ranges(room: Store) -> str:
-    return "" if room.read(_FILE, 3, 7) == _CONTENT[3:7] else "other bytes came"
+def _read_ranges(bucket: Store) -> str:
+    return "" if bucket.read(_FILE, 3, 7) == _CONTENT[3:7] else "other bytes came"
 
 
-def _write_in_parts(room: Store) -> str:
-    block, writing = new_block(), room.create("large", _MULTIPART_BYTES)
+def _write_in_parts(bucket: Store) -> str:
+    block, writing = new_block(), bucket.create("large", _MULTIPART_BYTES)
     try:
         with memoryview(block) as content:
             for start in range(0, _MULTIPART_BYTES, BLOCK_BYTES):
-                with content[: min(BLOCK_BYTES, _MULTIPART_BYTES - start)] as part:
-                    writing.write(start, part)
+                size_bytes = min(BLOCK_BYTES, _MULTIPART_BYTES - start)
+                writing.write(start, content[:size_bytes])
         writing.finish()
     except BaseException:
         writing.abandon()
         raise
-    stored = room.stat("large")
-    return (
-        ""
-        if stored is not None and stored.size_bytes == _MULTIPART_BYTES
-        else "not whole afterwards"
-    )
+    stored = bucket.stat("large")
+    is_whole = stored is not None and stored.size_bytes == _MULTIPART_BYTES
+    return "" if is_whole else "not whole afterwards"
 
 
-def _copy_there(room: Store) -> str:
-    if not room.copy(_FILE, "copied"):
+def _copy_at_service(bucket: Store) -> str:
+    if not bucket.copy(_FILE, "copied"):
         return "refused"
-    return "" if room.read("copied") == _CONTENT else "other bytes came"
+    return "" if bucket.read("copied") == _CONTENT else "other bytes came"
 
 
-def _list_written(room: Store) -> str:
-    return "" if _FILE in {each.name for each in room.list()} else "what was written is not listed"
+def _list_written(bucket: Store) -> str:
+    names = {stored.name for stored in bucket.list()}
+    return "" if _FILE in names else "what was written is not listed"
 
 
 IF_NEW = "creating what is new only"
@@ -251,6 +245,6 @@ BUCKET_TRIALS: dict[str, Callable[[Store], str]] = {
     IF_NEW: _create_once,
     "reading ranges": _read_ranges,
     "writing in parts": _write_in_parts,
-    "copies by the service": _copy_there,
+    "copies by the service": _copy_at_service,
     "listing at once": _list_written,
 }

@@ -81,7 +81,7 @@ def transfer(_setting: Setting, direction: str, way: str, size_bytes: int) -> li
 
 
 def _ours_up(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
-    from ft_ckpt.storage.prefetch import BLOCK_BYTES
+    from ft_ckpt.storage.blocks import BLOCK_BYTES
     from ft_ckpt.storage.stores import open_store
 
     store, view = open_store(folder), memoryview(memory)
@@ -96,11 +96,11 @@ def _ours_up(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
 
 
 def _ours_down(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
-    from ft_ckpt.storage.prefetch import read_into
+    from ft_ckpt.storage.prefetch import read_in_steps
     from ft_ckpt.storage.stores import open_store
 
     store, view = open_store(folder), memoryview(memory)
-    return lambda: read_into(view, store.open(_NAME), len(view))
+    return lambda: read_in_steps(store.open(_NAME), view, len(view))
 
 
 def _client(folder: str) -> tuple[Any, str]:

@@ -40,7 +40,7 @@ def as_mount(monkeypatch, kind, source="x"):
     found = MountedFrom("/mnt/x", kind, source)
     with monkeypatch.context() as patch:
         patch.setattr(trials, "mount_of", lambda _: found)
-        patch.setattr(trials, "_TRIED_MOUNTS", set())
+        patch.setattr(trials, "_tried_mounts", set())
         yield
 
 

@@ -69,7 +69,7 @@ def test_a_model_is_a_listing_and_a_request_for_each_file(s3, asked, there, tmp_
 
 
 def test_weights_come_in_large_ranges_and_touch_no_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(prefetch, "_FAR_BLOCK_BYTES", 1 << 20)  # 16 MB as a rule
+    monkeypatch.setattr(prefetch, "_REMOTE_BLOCK_BYTES", 1 << 20)  # 16 MB as a rule
     model, again = (
         torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(20))) for _ in range(2)
     )

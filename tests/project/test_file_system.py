@@ -46,7 +46,9 @@ OF_PATHS = {
 
 # The floor: what a store and the fast road beside it are made of.
 STORAGE = {
+    "blocks",
     "direct_io",
+    "free_memory",
     "libc",
     "local_disk",
     "local_file",
@@ -55,11 +57,8 @@ STORAGE = {
     "mounts",
     "prefetch",
 }
-STORAGE |= {
-    "place",
-    "scratch",
-    "trials",
-}  # paths as places; files for libraries that want paths; trials of a file system
+# Paths as places; checks of links; files for libraries that want paths; trials of a file system.
+STORAGE |= {"inside", "place", "scratch", "trials"}
 # The commit protocol of folders, its recovery and its opposite, locks of readers and runs, and open
 # files kept open.
 CHECKPOINT = {"commit", "delete", "open_folder", "opening", "reader_leases", "recovery"}

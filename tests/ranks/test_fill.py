@@ -28,7 +28,7 @@ from ft_ckpt.ranks import fill
 from ft_ckpt.ranks.fill import WantedTensor, fill_all
 from ft_ckpt.ranks.sharding import Box, ReplicatedSharding
 from ft_ckpt.ranks.source import Source
-from ft_ckpt.storage import prefetch
+from ft_ckpt.storage import whole_files
 from ft_ckpt.storage.local_store import LocalStore
 
 DTYPES = [
@@ -289,9 +289,9 @@ def test_load_model_reads_what_is_cold_and_maps_the_rest(
 ):
     net = models.build("llama")
     ft_ckpt.CheckpointSaver().save(net, tmp_path / "net")
-    monkeypatch.setattr(prefetch, "LEAST_WHOLE_BYTES", 1)
+    monkeypatch.setattr(whole_files, "MIN_BYTES", 1)
     monkeypatch.setattr(
-        prefetch,
+        whole_files,
         "cached_bytes",
         lambda _, start, size: None if in_cache is None else in_cache * size,
     )
@@ -306,17 +306,17 @@ def test_load_model_reads_what_is_cold_and_maps_the_rest(
 
 def test_ranks_of_one_machine_share_the_page_cache(tmp_path, monkeypatch):
     ft_ckpt.CheckpointSaver().save(models.build("llama"), tmp_path / "net")
-    monkeypatch.setattr(prefetch, "LEAST_WHOLE_BYTES", 1)
-    monkeypatch.setattr(prefetch, "cached_bytes", lambda *_: 0)
+    monkeypatch.setattr(whole_files, "MIN_BYTES", 1)
+    monkeypatch.setattr(whole_files, "cached_bytes", lambda *_: 0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert ft_ckpt.load_model(tmp_path / "net", with_report=True)[1].zero_copy
 
 
 def test_no_memory_for_a_cold_file_maps_it(tmp_path, monkeypatch):
     ft_ckpt.CheckpointSaver().save(models.build("llama"), tmp_path / "net")
-    monkeypatch.setattr(prefetch, "LEAST_WHOLE_BYTES", 1)
-    monkeypatch.setattr(prefetch, "cached_bytes", lambda *_: 0)
-    monkeypatch.setattr(prefetch, "available_bytes", lambda: 1 << 10)
+    monkeypatch.setattr(whole_files, "MIN_BYTES", 1)
+    monkeypatch.setattr(whole_files, "cached_bytes", lambda *_: 0)
+    monkeypatch.setattr(whole_files, "available_bytes", lambda: 1 << 10)
     assert ft_ckpt.load_model(tmp_path / "net", with_report=True)[1].zero_copy
 
 

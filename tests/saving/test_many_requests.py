@@ -80,7 +80,7 @@ def test_requests_that_read(files, s3):
             ByteRun(s.name, far, at, s.size_bytes)
             for s, at in zip(layout.specs, layout.starts, strict=True)
         ]
-        asked += sum(1 for _ in prefetch._block_reads(runs, prefetch._block_size(far)))
+        asked += sum(1 for _ in prefetch._block_reads(runs, prefetch.block_size(far)))
     begin("s3://bucket/run", 4)
     before = s3.asked
     go_on("s3://bucket/run")

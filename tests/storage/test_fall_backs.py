@@ -27,9 +27,9 @@ from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.ranks.ranks import Ranks
 from ft_ckpt.saving import regions, write_plan
 from ft_ckpt.storage import libc
+from ft_ckpt.storage.blocks import BLOCK_BYTES, new_block
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import open_place
-from ft_ckpt.storage.prefetch import BLOCK_BYTES, new_block
 from ft_ckpt.storage.writer import Writer, tuning_for
 
 SMALL = 1 << 16  # a block of many, even for small tensors

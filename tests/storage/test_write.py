@@ -23,8 +23,8 @@ from ft_ckpt.errors import IncompleteError, NoSpaceError, TargetError
 from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.formats.writing import FilePlan, write_file
 from ft_ckpt.storage import direct_io, local_disk
+from ft_ckpt.storage.blocks import BLOCK_BYTES
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.prefetch import BLOCK_BYTES
 from ft_ckpt.storage.writer import Region, Writer, WriteTuning, region_of, tuning_for
 
 

@@ -39,7 +39,7 @@ from ft_ckpt.extensions.rl.deltas import append_checkpoint
 from ft_ckpt.extensions.rl.rebuilding import drop_rebuilt, mark_staged
 from ft_ckpt.extensions.transfer import copies
 from ft_ckpt.runs.prune import prune_run
-from ft_ckpt.storage import local_disk, scratch
+from ft_ckpt.storage import copying, local_disk
 from ft_ckpt.storage.place import open_place
 
 LOADED = (
@@ -272,7 +272,7 @@ def act(root, command, step, there, environment):
     tempfile.tempdir = str(root / "tmp")
     Path(tempfile.tempdir).mkdir(exist_ok=True)
     local_disk.fsync = lambda _: None  # no power is cut: spare the disk
-    copies.SMALL_COPY_BYTES = scratch.SMALL_COPY_BYTES = copies._MIN_REUSED_BYTES = LARGE_BYTES // 2
+    copies.SMALL_COPY_BYTES = copying.SMALL_COPY_BYTES = copies._MIN_REUSED_BYTES = LARGE_BYTES // 2
     object_store._PART_BYTES = 5 << 20
     COMMANDS[command][step](root, there)
 

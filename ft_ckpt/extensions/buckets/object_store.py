@@ -101,28 +101,31 @@ def client_reason(error: BaseException) -> str:
     internal.
     """
     text = str(error)
-    status, code = (
-        re.search(r"status code: (\d+ [A-Za-z ]+)", text),
-        re.search(r"<Code>(.*?)</Code>", text),
-    )
+    status = re.search(r"status code: (\d+ [A-Za-z ]+)", text)
     if status is None:
-        first = re.sub(r".* - (?=HTTP error|Received)", "", text.split("\n", 1)[0])
-        return f"{type(error).__name__}: {without_secrets(first)[:300]}"
+        first_line = text.split("\n", 1)[0]
+        first_line = re.sub(r".* - (?=HTTP error|Received)", "", first_line)
+        return f"{type(error).__name__}: {without_secrets(first_line)[:300]}"
+    reason = status[1].strip()
+    code = re.search(r"<Code>(.*?)</Code>", text)
+    if code is not None:
+        reason += f", {code[1].strip()}"
     message = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
-    said = ", ".join(found[1].strip() for found in (status, code) if found is not None)
-    return f"{said}: {without_secrets(message[1])[:300]}" if message is not None else said
+    if message is not None:
+        reason += f": {without_secrets(message[1])[:300]}"
+    return reason
 
 
-def until_whole(ask: Callable[[], _T], tries: int = 3) -> _T:
-    """The result of `ask`, which is repeated if its response was cut off: the client does not retry
-    that itself.
+def until_whole(request: Callable[[], _T], tries: int = 3) -> _T:
+    """The result of `request`, which is repeated if its response was cut off: the client does not
+    retry that itself.
     """
     try:
-        return ask()
+        return request()
     except exceptions.BaseError as error:
-        if tries == 1 or not any(said in str(error) for said in _CUT_OFF):
+        if tries == 1 or not any(message in str(error) for message in _CUT_OFF):
             raise
-    return until_whole(ask, tries - 1)
+    return until_whole(request, tries - 1)
 
 
 def refuse_missing_bucket(where: str, error: BaseException) -> None:
@@ -153,6 +156,8 @@ _CLIENT_SETTINGS = (
     "timeout",
     "user_agent",
 )
+_ENDPOINT_OPTIONS = ("aws_endpoint_url", "aws_endpoint", "endpoint_url", "endpoint")
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 # of one request, by the client's own clock: a part of an upload may take minutes on a slow line
 _TIMEOUT = "3m"
 _RETRIES = {"retry_timeout": timedelta(minutes=30)}  # ten tries, some of which may time out
@@ -162,17 +167,19 @@ def client_options(url: str, **options: Any) -> dict[str, Any]:
     """Defaults, overridden by environment variables, overridden by `options`: the client itself
     merges none of them.
     """
-    start = _VARIABLES.get(url.partition("://")[0].lower(), "AZURE")
-    found = {name: os.environ.get(f"{start}_{name.upper()}") for name in _CLIENT_SETTINGS}
-    variables = {name: value for name, value in found.items() if value is not None}
-    client = {"timeout": _TIMEOUT, **variables, **options.get("client_options", {})}
-    signed = {"unsigned_payload": True} if start == "AWS" and _uses_tls(options) else {}
-    return {
-        **signed,
-        **options,
-        "client_options": client,
-        "retry_config": {**_RETRIES, **options.get("retry_config", {})},
-    }
+    prefix = _VARIABLES.get(url.partition("://")[0].lower(), "AZURE")
+    client_settings = {"timeout": _TIMEOUT}
+    for name in _CLIENT_SETTINGS:
+        value = os.environ.get(f"{prefix}_{name.upper()}")
+        if value is not None:
+            client_settings[name] = value
+    merged: dict[str, Any] = {}
+    if prefix == "AWS" and _uses_tls(options):
+        merged["unsigned_payload"] = True
+    merged.update(options)
+    merged["client_options"] = {**client_settings, **options.get("client_options", {})}
+    merged["retry_config"] = {**_RETRIES, **options.get("retry_config", {})}
+    return merged
 
 
 def _uses_tls(options: dict[str, Any]) -> bool:
@@ -180,23 +187,18 @@ def _uses_tls(options: dict[str, Any]) -> bool:
     redundant.
     """
     config = {**options, **options.get("config", {})}
-    names = ("aws_endpoint_url", "aws_endpoint", "endpoint_url", "endpoint")
-    given = [config[name] for name in names if name in config]
-    given += [
-        os.environ[name]
-        for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-        if name in os.environ
-    ]
-    return not any(str(endpoint).startswith("http:") for endpoint in given)
+    endpoints = [config[name] for name in _ENDPOINT_OPTIONS if name in config]
+    endpoints += [os.environ[name] for name in _ENDPOINT_VARIABLES if name in os.environ]
+    return not any(str(endpoint).startswith("http:") for endpoint in endpoints)
 
 
-_PART_BYTES, _MOST_PARTS = 16 << 20, 10_000  # of an upload; the limit is S3's
+_PART_BYTES, _MAX_PARTS = 16 << 20, 10_000  # of an upload; the limit is S3's
 _STREAMS = 4  # parts of one upload that are sent in parallel
 
 
 def size_of_parts(size_bytes: int) -> int:
     """The bytes of each part of the upload of an object, which is one request."""
-    return max(_PART_BYTES, -(-size_bytes // _MOST_PARTS))
+    return max(_PART_BYTES, -(-size_bytes // _MAX_PARTS))
 
 
 @dataclass
@@ -232,12 +234,11 @@ class RemoteWriting:
             if not len(memory):
                 return
             self._ahead[offset] = bytes(memory)
-            while (piece := self._ahead.pop(self._arrived, None)) is not None:
+            while self._arrived in self._ahead:
+                piece = self._ahead.pop(self._arrived)
                 self._ready.append(piece)
-                self._arrived, self._waiting = (
-                    self._arrived + len(piece),
-                    self._waiting + len(piece),
-                )
+                self._arrived += len(piece)
+                self._waiting += len(piece)
             self._change.notify_all()
             self._change.wait_for(
                 lambda: self._waiting < self.part_bytes or self._error is not None
@@ -245,30 +246,28 @@ class RemoteWriting:
             self._raise_failure()
 
     def finish(self) -> Stored:
-        if self._arrived != self.size_bytes:
-            missing = (
-                f"{self.name}: {self._arrived} of {self.size_bytes} bytes arrived; nothing is kept"
-            )
+        arrived = self._arrived
+        if arrived != self.size_bytes:
             self.abandon()
-            raise IncompleteError(missing)
+            raise IncompleteError(
+                f"{self.name}: {arrived} of {self.size_bytes} bytes arrived; nothing is kept"
+            )
         self._end()
         self._raise_failure()
-        found = self.store.stat(self.name)
-        if (
-            found is None
-            or found.size_bytes != self.size_bytes
-            or self._etag not in (None, found.etag)
-        ):
-            where = self.store.where(self.name)
+        stored = self.store.stat(self.name)
+        if stored is None or not self._is_upload(stored):
             raise CorruptError(
-                f"{where}: differs from what was uploaded: incomplete, or overwritten by another "
-                "process; save again"
+                f"{self.store.where(self.name)}: differs from what was uploaded: incomplete, or "
+                "overwritten by another process; save again"
             )
-        return found
+        return stored
 
     def abandon(self) -> None:
         self._dropped = True
         self._end()
+
+    def _is_upload(self, stored: Stored) -> bool:
+        return stored.size_bytes == self.size_bytes and self._etag in (None, stored.etag)
 
     def _end(self) -> None:
         with self._change:
@@ -288,7 +287,7 @@ class RemoteWriting:
             if not self.size_bytes and self._next_piece() is None:
                 obstore.put(self.store.client, self.store.key(self.name), b"", use_multipart=False)
                 return
-            done = obstore.put(
+            result = obstore.put(
                 self.store.client,
                 self.store.key(self.name),
                 iter(self._next_piece, None),
@@ -296,7 +295,7 @@ class RemoteWriting:
                 chunk_size=self.part_bytes,
                 max_concurrency=_STREAMS,
             )
-            self._etag = done["e_tag"] or None  # Ceph's gateway returns none
+            self._etag = result["e_tag"] or None  # Ceph's gateway returns none
         except BaseException as error:  # noqa: BLE001 - raised by the next write, or by finish
             with self._change:
                 self._error = None if self._dropped else error
@@ -355,8 +354,9 @@ class ObjectStore(RemoteStore):
     def parent(self) -> "ObjectStore | None":
         if not self.prefix:
             return None
-        above = self.prefix.rstrip("/").rpartition("/")[0]
-        return ObjectStore(self.client, self.url.rpartition("/")[0], f"{above}/" if above else "")
+        folder = self.prefix.rstrip("/").rpartition("/")[0]
+        prefix = f"{folder}/" if folder else ""
+        return ObjectStore(self.client, self.url.rpartition("/")[0], prefix)
 
     def within(self, folder: str) -> "ObjectStore":
         return ObjectStore(self.client, self.where(folder), f"{self.prefix}{checked_name(folder)}/")
@@ -375,18 +375,18 @@ class ObjectStore(RemoteStore):
         """Open an object by reading its first bytes, so that a small one takes one request."""
         try:
             with reading_object(self.where(name)):
-                facts, first = until_whole(lambda: self._first_bytes(name))
+                facts, first_bytes = until_whole(lambda: self._first_bytes(name))
         except UnreadableError as error:
-            found = self.stat(name) if "range" in str(error).lower() else None
-            if found is None or found.size_bytes:
+            stored = self.stat(name) if "range" in str(error).lower() else None
+            if stored is None or stored.size_bytes:
                 raise
-            return RemoteObject(self, name, 0, found.version)  # an empty object has no range
-        found = self._stored(facts)
-        if len(first) != min(_FIRST_BYTES, found.size_bytes):
+            return RemoteObject(self, name, 0, stored.version)  # an empty object has no range
+        stored = self._stored(facts)
+        if len(first_bytes) != min(_FIRST_BYTES, stored.size_bytes):
             raise CorruptError(
-                f"{self.where(name)}: {len(first)} of its first bytes came; read it again"
+                f"{self.where(name)}: {len(first_bytes)} of its first bytes came; read it again"
             )
-        return RemoteObject(self, name, found.size_bytes, found.version, first)
+        return RemoteObject(self, name, stored.size_bytes, stored.version, first_bytes)
 
     def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:
         """Write a small object in one request.
@@ -410,26 +410,24 @@ class ObjectStore(RemoteStore):
 
     def list(self, prefix: str = "") -> list[Stored]:
         with reading_object(self.where(prefix)):
-            found = until_whole(lambda: [*obstore.list(self.client, self._folder_key(prefix))])
-        return sorted(
-            (self._stored(each) for page in found for each in page), key=lambda each: each.name
-        )
+            pages = until_whole(lambda: [*obstore.list(self.client, self._folder_key(prefix))])
+        objects: list[Stored] = []
+        for page in pages:
+            objects += [self._stored(facts) for facts in page]
+        return sorted(objects, key=lambda stored: stored.name)
 
     def list_folder(self, prefix: str = "") -> FolderListing:
         with reading_object(self.where(prefix)):
-            found = until_whole(
+            answer = until_whole(
                 lambda: obstore.list_with_delimiter(self.client, self._folder_key(prefix))
             )
-        names = sorted(
-            str(each).rstrip("/").rsplit("/", 1)[-1] for each in found["common_prefixes"]
-        )
-        folders = tuple(
-            Folder(name, self.where(f"{prefix}/{name}" if prefix else name)) for name in names
-        )
-        objects = tuple(
-            sorted((self._stored(each) for each in found["objects"]), key=lambda each: each.name)
-        )
-        return FolderListing(bool(folders or objects), folders, objects)
+        start = f"{prefix}/" if prefix else ""
+        folder_keys = [str(key).rstrip("/") for key in answer["common_prefixes"]]
+        names = sorted(key.rpartition("/")[2] for key in folder_keys)
+        folders = tuple(Folder(name, self.where(start + name)) for name in names)
+        objects = [self._stored(facts) for facts in answer["objects"]]
+        objects.sort(key=lambda stored: stored.name)
+        return FolderListing(bool(folders or objects), folders, tuple(objects))
 
     def stat(self, name: str) -> Stored | None:
         try:
@@ -440,7 +438,8 @@ class ObjectStore(RemoteStore):
 
     def copy(self, name: str, other: str, source: Store | None = None) -> bool:
         """A copy on the server; False between two clients."""
-        store, goal = self if source is None else source, self.key(other)
+        store: Store = self if source is None else source
+        goal = self.key(other)
         if not isinstance(store, ObjectStore) or store.client is not self.client:
             return False
         if store.stat(name) is None:
@@ -492,17 +491,16 @@ class ObjectStore(RemoteStore):
     def _folder_key(self, folder: str) -> str | None:
         return self.key(folder) if folder else self.prefix or None
 
-    def _stored(self, found: Any) -> Stored:
+    def _stored(self, facts: Any) -> Stored:
         # whole seconds, as a HEAD response gives it
-        modified = float(int(found["last_modified"].timestamp()))
-        etag = found.get("e_tag")
+        modified = float(int(facts["last_modified"].timestamp()))
+        etag = facts.get("e_tag")
         # from Azure's listings; its other responses quote it
         if etag is not None and etag.startswith("0x"):
             etag = f'"{etag}"'
-        version = etag or f"{_MADE_UP}{modified}-{found['size']}"
-        return Stored(
-            found["path"].removeprefix(self.prefix), found["size"], modified, version, etag
-        )
+        name, size_bytes = facts["path"].removeprefix(self.prefix), facts["size"]
+        version = etag or f"{_MADE_UP}{modified}-{size_bytes}"
+        return Stored(name, size_bytes, modified, version, etag)
 
 
 @dataclass
@@ -513,7 +511,7 @@ class RemoteObject:
     name: str
     size_bytes: int
     version: str
-    first: bytes = field(default=b"", repr=False)  # bytes that were read when it was opened
+    first_bytes: bytes = field(default=b"", repr=False)  # read when it was opened
     can_map = False
 
     @property
@@ -523,9 +521,9 @@ class RemoteObject:
     def read_into(self, memory: memoryview, start: int = 0) -> None:
         stop = start + len(memory)
         refuse_beyond(self, self.where, stop)
-        here = self.first[start:stop]
-        memory[: len(here)] = here
-        memory, start = memory[len(here) :], start + len(here)
+        known_bytes = self.first_bytes[start:stop]
+        memory[: len(known_bytes)] = known_bytes
+        memory, start = memory[len(known_bytes) :], start + len(known_bytes)
         if not len(memory):
             return
         options: Any = {"range": (start, stop)}
@@ -534,18 +532,18 @@ class RemoteObject:
             options["if_match"] = self.version
         with reading_object(self.where):
             answer = obstore.get(self.store.client, self.store.key(self.name), options=options)
-            found = answer.bytes()
+            content = answer.bytes()
         if has_version and answer.meta["e_tag"] != self.version:  # some services ignore conditions
             raise changed_object(self.where)
-        refuse_other_length(self.where, start, len(found), len(memory))
-        memory[:] = memoryview(found).cast("B")
+        refuse_other_length(self.where, start, len(content), len(memory))
+        memory[:] = memoryview(content).cast("B")
 
     def map(self) -> None:
         return
 
     def check(self) -> None:
-        found = self.store.stat(self.name)
-        if found is None or found.version != self.version:
+        stored = self.store.stat(self.name)
+        if stored is None or stored.version != self.version:
             raise changed_object(self.where)
 
     def close(self) -> None:

@@ -1,0 +1,68 @@
+"""Checks that the files of a local folder are regular files inside of it."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+
+from ft_ckpt.errors import CorruptError, listing
+from ft_ckpt.storage.local_disk import list_entries
+from ft_ckpt.storage.store import Store
+
+
+def leads_out(folder: Store, name: str) -> bool:
+    """True if a link in the path of `name` leads out of `folder`, except into the blobs of the
+    Hub's cache.
+    """
+    top = PurePosixPath(folder.identity)
+    real = PurePosixPath(folder.within(name).identity)
+    roots = [top]
+    if top.parent.name == "snapshots":
+        roots.append(top.parent.parent / "blobs")
+    return not any(real.is_relative_to(root) for root in roots)
+
+
+def check_files_inside(folder: Store, names: Iterable[str] | None = None) -> None:
+    """Raise CorruptError listing those of `names` (None: everything in `folder`) that are not
+    regular files inside it.
+
+    Links within the folder are followed. Names that do not exist are skipped.
+    """
+    top = folder.local_folder
+    if top is None:
+        return
+    allows_folders = names is None  # a link to a folder inside is one of "everything"
+    if names is None:
+        names = _all_names(top)
+    invalid = []
+    for name in names:
+        path = top / name
+        if not os.path.lexists(path):
+            continue
+        has_kind = path.is_file() or (allows_folders and path.is_dir())
+        if leads_out(folder, name) or not has_kind:
+            invalid.append(name)
+    if invalid:
+        raise CorruptError(
+            f"{top}: {listing(invalid, ', ')}: expected regular files inside of the folder"
+        )
+
+
+def check_prefix_inside(folder: Store, prefix: str) -> None:
+    """As `check_files_inside`, for the files whose names begin with `prefix`."""
+    if folder.local_folder is None:
+        return
+    above, _, start = prefix.rpartition("/")
+    entries = list_entries(folder.local_folder / above)
+    names = [entry.name for entry in entries if entry.name.startswith(start)]
+    check_files_inside(folder, [f"{above}/{name}".lstrip("/") for name in names])
+
+
+def _all_names(top: Path) -> list[str]:
+    """Everything below `top` but its real folders."""
+    names = []
+    for folder, folders, files in os.walk(top):
+        for name in (*folders, *files):
+            path = Path(folder, name)
+            if path.is_symlink() or not path.is_dir():
+                names.append(path.relative_to(top).as_posix())
+    return names

@@ -1,0 +1,180 @@
+"""A read-only view of a store as it was listed: later versions of an object are errors."""
+
+from collections.abc import Iterable, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from ft_ckpt.errors import CorruptError, MissingError, TargetError
+from ft_ckpt.storage.copying import copy_object
+from ft_ckpt.storage.local_file import open_local_file
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.store import (
+    Folder,
+    FolderListing,
+    Readable,
+    RemoteStore,
+    Store,
+    Stored,
+    changed_object,
+    checked_name,
+    read_object,
+)
+
+
+@dataclass
+class RequestCount:
+    """The number of range requests; approximate with several threads."""
+
+    count: int = 0
+
+
+@dataclass(eq=False)
+class _CountedObject:
+    """An open object whose reads are counted."""
+
+    inner: Readable
+    requests: RequestCount
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def read_into(self, memory: memoryview, start: int = 0) -> None:
+        self.requests.count += 1
+        self.inner.read_into(memory, start)
+
+
+@dataclass(frozen=True)
+class ListedStore(RemoteStore):
+    """The objects of `inner` that are `listed`, by name, in the versions listed; nothing can be
+    written.
+
+    A remote object is opened once, and shared: closing it releases nothing.
+    """
+
+    inner: Store
+    listed: Mapping[str, Stored]
+    # by `where`
+    opened: dict[str, _CountedObject] = field(default_factory=dict, compare=False, repr=False)
+    requests: RequestCount = field(default_factory=RequestCount, compare=False)
+    # local copies, by `where`
+    fetched: dict[str, Path] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def url(self) -> str:
+        return self.inner.url
+
+    @property
+    def identity(self) -> str:
+        return self.inner.identity
+
+    @property
+    def parent(self) -> None:
+        """None: only this folder was listed."""
+
+    def within(self, folder: str) -> "ListedStore":
+        """The listed objects below `folder`."""
+        start = f"{folder}/"
+        listed = {}
+        for path, stored in self.listed.items():
+            if path.startswith(start):
+                name = path.removeprefix(start)
+                listed[name] = replace(stored, name=name)
+        inner = self.inner.within(folder)
+        return ListedStore(inner, listed, self.opened, self.requests, self.fetched)
+
+    def where(self, name: str) -> str:
+        return self.inner.where(name)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        return read_object(self, name, start, stop)
+
+    def open(self, name: str) -> Readable:
+        """Open an object, or its local copy.
+
+        Raises CorruptError when its version is not the listed one.
+        """
+        listed, where = self.stat(name), self.where(name)
+        if listed is None:
+            raise MissingError(f"{where}: no such object")
+        if where in self.fetched:
+            return open_local_file(self.fetched[where], name)
+        if where in self.opened:
+            return cast("Readable", self.opened[where])
+        file = self.inner.open(name)
+        if file.version != listed.version:
+            file.close()
+            raise changed_object(where)
+        if file.can_map:
+            return file
+        self.opened[where] = _CountedObject(file, self.requests)
+        return cast("Readable", self.opened[where])
+
+    def fetch(self, names: Iterable[str], folder: LocalStore) -> None:
+        """Copy objects into `folder`, from which they are read afterwards.
+
+        If its disk has no space for all of them, none is copied. An object that cannot be read is
+        left to its reader.
+        """
+        missing = []
+        for name in names:
+            if name in self.listed and self.where(name) not in self.fetched:
+                missing.append(self.listed[name])
+        free_bytes = folder.free_bytes()
+        if free_bytes is not None and free_bytes < sum(stored.size_bytes for stored in missing):
+            return
+        for stored in missing:
+            with suppress(CorruptError), closing(self.open(stored.name)) as opened:
+                copy_object(opened, folder, stored.name)
+                self.fetched[self.where(stored.name)] = folder.path(stored.name)
+
+    def list(self, prefix: str = "") -> list[Stored]:
+        start = f"{prefix}/" if prefix else ""
+        return [self.listed[name] for name in sorted(self.listed) if name.startswith(start)]
+
+    def list_folder(self, prefix: str = "") -> FolderListing:
+        """The folders and objects directly in the folder `prefix`."""
+        start = f"{prefix}/" if prefix else ""
+        objects = []
+        folders: dict[str, Folder] = {}
+        for stored in self.list(prefix):
+            name, _, below = stored.name.removeprefix(start).partition("/")
+            if below:
+                folders[name] = Folder(name, self.inner.within(start + name).identity)
+            else:
+                objects.append(stored)
+        return FolderListing(bool(folders or objects), tuple(folders.values()), tuple(objects))
+
+    def stat(self, name: str) -> Stored | None:
+        return self.listed.get(checked_name(name))
+
+    def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:
+        self._refuse(name)
+
+    def create(self, name: str, size_bytes: int) -> NoReturn:
+        self._refuse(name)
+
+    def copy(self, name: str, other: str, source: Store | None = None) -> bool:
+        self._refuse(other)
+
+    def delete(self, names: Iterable[str]) -> None:
+        self._refuse(", ".join(names))
+
+    def free_bytes(self) -> int | None:
+        return 0
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise TargetError(
+            f"{self.where(name)}: cannot be written, the store is open for "
+            "reading only; open it again"
+        )
+
+
+def hold_listed(store: Store) -> Store:
+    """A remote `store` as it is listed now, so that later requests only read bytes; a local store
+    itself.
+    """
+    if store.local_folder is not None:
+        return store
+    return ListedStore(store, {stored.name: stored for stored in store.list()})
