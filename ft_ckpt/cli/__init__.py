@@ -48,14 +48,14 @@ GROUPS = {
             "show", "RUN [OPTIONS]", "Print the path of the checkpoint with the best metric."
         ),
         "diff": Command(
-            "files", "A B [OPTIONS]", "Compare the tensors of two checkpoints or models."
+            "diff", "A B [OPTIONS]", "Compare the tensors of two checkpoints or models."
         ),
         "report": Command(
             "report", "RUN [OPTIONS]", "Write a page about a run: metrics, times, sizes."
         ),
     },
     "check": {
-        "verify": Command("show", "PATH [OPTIONS]", "Check that files are as they were saved."),
+        "verify": Command("verify", "PATH [OPTIONS]", "Check that files are as they were saved."),
         "sign": Command("sign", "CHECKPOINT --key PRIVATE [OPTIONS]", "Sign a checkpoint."),
         "check-resume": Command(
             "check", "[OPTIONS] SCRIPT [ARGS]", "Prove that a training script resumes exactly."
@@ -94,7 +94,7 @@ GROUPS = {
         "convert": Command(
             "files", "SRC DST [OPTIONS]", "Write weights in another format or dtype."
         ),
-        "merge": Command("files", "ADAPTER OUT [OPTIONS]", "Merge an adapter into its base model."),
+        "merge": Command("merge", "ADAPTER OUT [OPTIONS]", "Merge an adapter into its base model."),
         "average": Command(
             "files", "A B ... OUT [OPTIONS]", "Average the weights of several checkpoints."
         ),

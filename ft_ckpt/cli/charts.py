@@ -6,11 +6,11 @@ size at every width. Colours are CSS variables of the page. Each mark has a titl
 
 import html
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from itertools import chain
 
+from ft_ckpt.cli.chart_axes import Axis, is_drawable, time_axis, value_axis
 from ft_ckpt.messages import printable
 
 CHART_STYLE = """
@@ -38,10 +38,8 @@ figcaption small { font-weight: 400; color: var(--muted) }
 _HEIGHT = 180  # of the plot of a chart, in pixels
 _ROW = 40  # height of a row of marks
 _SHADE = 20  # height of a row of shades
-_MIN_LOG_RATIO = 100  # between the largest and the smallest of at least five values
 _MAX_DRAWN = 400  # points of one series; beyond it four are drawn of each interval
 _MAX_LARGE_MARKS = 60
-_MAX_VALUE = 1e300
 _CURVE_UNITS = 1000  # width of a curve's own coordinates
 
 
@@ -67,95 +65,9 @@ class Series:
     marks: tuple[Mark, ...]
 
 
-@dataclass(frozen=True)
-class Axis:
-    """A scale with its ticks, linear or logarithmic."""
-
-    low: float
-    high: float
-    ticks: tuple[float, ...]
-    is_log: bool = False
-
-    def share(self, value: float) -> float:
-        """The place of `value` between both ends, from 0 to 1."""
-        low, high = self.low, self.high
-        if self.is_log:
-            low, high, value = math.log(low), math.log(high), math.log(value)
-        return (value - low) / (high - low) if high > low else 0.5
-
-
 def escaped(text: str) -> str:
     """Text for HTML and SVG, in one line, without control characters and secrets."""
     return html.escape(printable(text))
-
-
-def _is_drawable(value: float) -> bool:
-    """Whether the value has a place on a scale: sums of several such values are finite."""
-    return abs(value) <= _MAX_VALUE
-
-
-def value_axis(values: Iterable[float], *, from_zero: bool = False, whole: bool = False) -> Axis:
-    """The scale for `values`: linear, or logarithmic if they are positive and differ a hundredfold.
-
-    `from_zero`: it is linear and begins at 0. `whole`: no ticks between whole numbers.
-    """
-    numbers = sorted(filter(_is_drawable, values)) or [0.0]
-    low, high = (0.0 if from_zero else numbers[0]), numbers[-1]
-    is_spread = low > 0 and high / low >= _MIN_LOG_RATIO
-    if is_spread and len(numbers) >= 5 and not whole:
-        return _log_axis(low, high)
-    if low == high:
-        margin = 1.0 if whole else abs(low) * 0.1 or 1.0
-        return Axis(low - margin if not from_zero else low, high + margin, (high,))
-    step = _round_step((high - low) / 4)
-    if whole:
-        step = max(1.0, _round_step((high - low) / 5))
-    first, last = math.floor(low / step), math.ceil(high / step)
-    ticks = tuple(number * step for number in range(first, last + 1))
-    if whole:  # steps: the curve takes the whole width
-        return Axis(low, high, tuple(tick for tick in ticks if low <= tick <= high))
-    return Axis(ticks[0], ticks[-1], ticks)
-
-
-def _log_axis(low: float, high: float) -> Axis:
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    stride = math.ceil((last - first) / 5)
-    ticks = tuple(10.0**power for power in range(first, last + 1, stride))
-    return Axis(10.0**first, 10.0**last, ticks, is_log=True)
-
-
-def _round_step(step: float) -> float:
-    """The smallest 1, 2 or 5 times a power of ten that is at least `step`."""
-    if step < 1e-300:  # a power of ten below it is 0
-        return 1e-300
-    power = 10.0 ** math.floor(math.log10(step))
-    return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= step * (1 - 1e-9))
-
-
-_MINUTE, _HOUR, _DAY = 60, 3600, 86400
-_TIME_STEPS = (
-    *(1, 2, 5, 10, 30),
-    *(_MINUTE * count for count in (1, 2, 5, 10, 30)),
-    *(_HOUR * count for count in (1, 2, 3, 6, 12)),
-    *(_DAY * count for count in (1, 2, 5)),
-)
-
-
-def time_axis(moments: Sequence[float]) -> tuple[Axis, Callable[[float], str]]:
-    """The scale for unix times, and the text of a tick in UTC."""
-    low, high = min(moments), max(moments)
-    if low == high:
-        low, high = low - 1, high + 1
-    step = next((step for step in _TIME_STEPS if (high - low) / step <= 4), None)
-    step = step or math.ceil((high - low) / 4 / _DAY) * _DAY
-    pattern = "%d %b" if step >= _DAY else "%H:%M" if step >= _MINUTE else "%H:%M:%S"
-    first = math.ceil(low / step) * step
-    ticks = tuple(float(tick) for tick in range(first, int(high) + 1, step))
-
-    def tick_text(moment: float) -> str:
-        return datetime.fromtimestamp(moment, timezone.utc).strftime(pattern)
-
-    return Axis(low, high, ticks), tick_text
 
 
 def thinned(marks: Sequence[Mark]) -> list[Mark]:
@@ -174,14 +86,14 @@ def thinned(marks: Sequence[Mark]) -> list[Mark]:
         groups.setdefault(number, []).append(mark)
     drawn: list[Mark] = []
     for group in groups.values():
-        finite = sorted((mark for mark in group if _is_drawable(mark.y)), key=lambda mark: mark.y)
+        finite = sorted((mark for mark in group if is_drawable(mark.y)), key=lambda mark: mark.y)
         extremes = {id(mark) for mark in (group[0], group[-1], *finite[:1], *finite[-1:])}
         drawn += [mark for mark in group if id(mark) in extremes or _always_drawn(mark)]
     return drawn
 
 
 def _always_drawn(mark: Mark) -> bool:
-    return mark.is_ringed or not mark.is_hollow or not _is_drawable(mark.y)
+    return mark.is_ringed or not mark.is_hollow or not is_drawable(mark.y)
 
 
 def line_chart(title: str, series: Sequence[Series], *, unit: str = "", note: str = "") -> str:
@@ -218,7 +130,7 @@ def _curve(marks: Sequence[Mark], x_axis: Axis, y_axis: Axis) -> str:
     commands = []
     is_down = False
     for mark in marks:
-        if not _is_drawable(mark.y):
+        if not is_drawable(mark.y):
             is_down = False
             continue
         x, y = x_axis.share(mark.x) * _CURVE_UNITS, _height_at(mark, y_axis)
@@ -232,13 +144,13 @@ def _curve(marks: Sequence[Mark], x_axis: Axis, y_axis: Axis) -> str:
 
 
 def _height_at(mark: Mark, y_axis: Axis) -> float:
-    return _HEIGHT * (1 - y_axis.share(mark.y)) if _is_drawable(mark.y) else 0.0
+    return _HEIGHT * (1 - y_axis.share(mark.y)) if is_drawable(mark.y) else 0.0
 
 
 def _mark_at(mark: Mark, share: float, y: float, is_small: bool) -> str:
     place = f'cx="{100 * share:.2f}%" cy="{y:.1f}"'
     title = f"<title>{escaped(mark.title)}</title>"
-    if not _is_drawable(mark.y):
+    if not is_drawable(mark.y):
         cross = f'<text class="odd middle" x="{100 * share:.2f}%" y="{y + 4:.1f}">'
         return f"{cross}&times;{title}</text>"
     ring = f'<circle class="ring" {place} r="8"/>' if mark.is_ringed else ""
@@ -327,7 +239,7 @@ def shade_chart(
 
 
 def _shade_look(value: float, axis: Axis) -> str:
-    if not _is_drawable(value):
+    if not is_drawable(value):
         return 'class="filled series-2"'
     shade = 0.1 + 0.9 * axis.share(value) if value > 0 else 0.0
     return f'class="filled series-1" fill-opacity="{shade:.2f}"'
@@ -397,5 +309,7 @@ def _figure(
         *body,
         "</svg></div>",
     ]
-    lines += [f'<p class="legend">{legend}</p>'] if legend else []
-    return "\n".join([*lines, "</figure>"])
+    if legend:
+        lines.append(f'<p class="legend">{legend}</p>')
+    lines.append("</figure>")
+    return "\n".join(lines)

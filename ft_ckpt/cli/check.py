@@ -163,8 +163,10 @@ def _launch_command(words: Sequence[str], nproc: int, launch: str | None) -> lis
         )
     if launch:
         return [*shlex.split(launch), *words]
+    if nproc == 1:
+        return [sys.executable, *words]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
-    return [sys.executable, *(torchrun if nproc > 1 else ()), *words]
+    return [sys.executable, *torchrun, *words]
 
 
 def _run_script(command: Sequence[str], rehearsal: Rehearsal, what: str) -> list[Step]:

@@ -9,7 +9,6 @@ from itertools import chain
 from ft_ckpt._version import __version__
 from ft_ckpt.checkpoint import parse_time
 from ft_ckpt.cli.charts import (
-    CHART_STYLE,
     Column,
     Mark,
     Series,
@@ -21,69 +20,12 @@ from ft_ckpt.cli.charts import (
     shade_chart,
 )
 from ft_ckpt.cli.plan import human_time
+from ft_ckpt.cli.report_style import PAGE_STYLE
 from ft_ckpt.cli.run_facts import Drift, KeptCheckpoint, RunFacts, StoredModel
 from ft_ckpt.config import human_size
 from ft_ckpt.retention import Keep
 from ft_ckpt.schedule import LoggedSave
 
-_LIGHT = """
---page: #f6f8fa; --card: #ffffff; --text: #1f2328; --muted: #59636e; --line: #d8dee4;
---first: #0b62d6; --second: #b35900; --third: #768089; --good: #1a7f37; --bad: #c0271f;
-"""
-_DARK = """
---page: #0d1117; --card: #161b22; --text: #e6edf3; --muted: #9aa5b1; --line: #30363d;
---first: #6cb2ff; --second: #f0a35c; --third: #7d8590; --good: #4ac26b; --bad: #ff8a80;
-"""
-_COLOURS = f"""
-:root {{ color-scheme: light dark; {_LIGHT} }}
-@media (prefers-color-scheme: dark) {{ :root {{ {_DARK} }} }}
-"""
-_STYLE = """
-* { box-sizing: border-box }
-body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; margin: 0 }
-body { padding: 1.5rem 1rem 3rem; background: var(--page); color: var(--text) }
-main { max-width: 1180px; margin: 0 auto }
-h1 { font-size: 1.6rem; margin: 0; overflow-wrap: anywhere }
-h2 { font-size: 1.15rem; margin: 2.2rem 0 .7rem }
-p { margin: .3rem 0; overflow-wrap: anywhere }
-.muted { color: var(--muted) } .good { color: var(--good) } .bad { color: var(--bad) }
-.lead { font-size: 1.05rem; margin-bottom: 1.2rem }
-.card, .facts, .charts > figure { background: var(--card); border: 1px solid var(--line) }
-.card, .facts, .charts > figure { border-radius: 10px; padding: .9rem 1rem }
-.note { border-left: 4px solid var(--second); margin: .8rem 0 }
-.charts { display: grid; gap: 1rem; margin-top: .7rem }
-.charts { grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)) }
-.facts { display: grid; margin: 0; gap: 1rem 2rem }
-.facts { grid-template-columns: repeat(auto-fit, minmax(min(100%, 330px), 1fr)) }
-dt { color: var(--muted); font-size: .85rem } dd { margin: 0; overflow-wrap: anywhere }
-.wide { overflow-x: auto; padding-top: .2rem; padding-bottom: .2rem }
-table { border-collapse: collapse; width: 100%; font-size: .92rem }
-th, td { text-align: left; vertical-align: top; border-top: 1px solid var(--line) }
-th, td { padding: .5rem 1.1rem .5rem 0 } th:last-child, td:last-child { padding-right: 0 }
-thead th { border-top: 0; color: var(--muted); font-weight: 600; vertical-align: bottom }
-tbody th { font-weight: 600; white-space: nowrap }
-.long { min-width: 14rem } .date { white-space: nowrap }
-.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
-.badge { font-size: .75rem; font-weight: 600; border: 1px solid; border-radius: 99px }
-.badge { padding: 0 .5em; width: fit-content; max-width: 100%; overflow-wrap: anywhere }
-.badge { display: block; white-space: normal }
-details { margin-top: .8rem } summary { cursor: pointer; color: var(--first) }
-footer { margin-top: 2.5rem; color: var(--muted); font-size: .85rem }
-@media (max-width: 899px) {
-table, tbody, th, td { display: block } thead { display: none }
-tbody tr { display: grid; gap: .4rem .8rem }
-tbody tr { grid-template-columns: repeat(auto-fill, minmax(6rem, 1fr)) }
-tbody tr { padding: .8rem 0; border-top: 1px solid var(--line) }
-tbody tr:first-child { border-top: 0 }
-tbody th, td, .number { border: 0; padding: 0; text-align: left; white-space: normal }
-tbody th, td { overflow-wrap: anywhere; min-width: 0 } .date { white-space: normal }
-tbody th, .long { grid-column: 1 / -1 } .name { grid-column: span 2 }
-td::before { content: attr(data-label); display: block; color: var(--muted); font-size: .8rem }
-.empty { display: none }
-}
-@media print { body { background: none } .card, .facts, figure { break-inside: avoid } }
-"""
-PAGE_STYLE = _COLOURS + _STYLE + CHART_STYLE
 _SAVES_NOTE = (
     "waited: how long training waited. on disk: from the call until the commit; "
     "&ge;: until the files were written, as only a later save stores the time of the commit."
@@ -250,11 +192,12 @@ def _metric_chart(facts: RunFacts, name: str) -> str:
     marks = []
     for step, value in facts.metric_points(name):
         checkpoint = existing.get(step)
-        title = f"{name} {_value_text(value)}, step {step}, "
-        title += "deleted" if checkpoint is None else checkpoint.name
-        is_best = best is not None and checkpoint is best
-        title += ", the best" if is_best else ""
         is_deleted = checkpoint is None
+        is_best = best is not None and checkpoint is best
+        fate = "deleted" if checkpoint is None else checkpoint.name
+        if is_best:
+            fate += ", the best"
+        title = f"{name} {_value_text(value)}, step {step}, {fate}"
         marks.append(Mark(step, value, title, is_hollow=is_deleted, is_ringed=is_best))
     notes = {"min": "lower is better", "max": "higher is better"}
     note = notes.get(facts.rankings.get(name, ""), "")
@@ -290,7 +233,8 @@ def _rows_text(table: _Table, rows: Sequence[Sequence[str]], label: str) -> str:
     for name, *cells in rows:
         lines.append(f'<tr role="row"><th scope="row" role="rowheader">{name}</th>')
         for (head, look), cell in zip(table.columns[1:], cells, strict=True):
-            look += "" if cell else " empty"
+            if not cell:
+                look += " empty"
             lines.append(f'<td role="cell" class="{look}" data-label="{escaped(head)}">{cell}</td>')
         lines.append("</tr>")
     lines.append("</tbody></table></div>")
@@ -304,16 +248,15 @@ def _checkpoint_table(facts: RunFacts) -> Iterable[str]:
     rows = []
     for checkpoint in reversed(facts.checkpoints):
         size_cells = [checkpoint.size_bytes, checkpoint.own_bytes][: len(sizes)]
-        rows.append(
-            (
-                _name_cell(facts, checkpoint),
-                "" if checkpoint.step is None else str(checkpoint.step),
-                escaped(_moment_text(checkpoint.created)),
-                *(f"{size / scale:.1f}" for size in size_cells),
-                *(_metric_cell(checkpoint, metric) for metric in metrics),
-                _fate_cell(checkpoint),
-            )
-        )
+        cells = [
+            _name_cell(facts, checkpoint),
+            "" if checkpoint.step is None else str(checkpoint.step),
+            escaped(_moment_text(checkpoint.created)),
+        ]
+        cells += [f"{size / scale:.1f}" for size in size_cells]
+        cells += [_metric_cell(checkpoint, metric) for metric in metrics]
+        cells.append(_fate_cell(checkpoint))
+        rows.append(tuple(cells))
     columns = [("checkpoint", ""), ("step", "number"), ("saved, UTC", "date")]
     columns += [(head, "number") for head in (*sizes, *metrics)]
     columns.append(("why it is here", "long"))

@@ -24,13 +24,12 @@ from ft_ckpt.integrations.trainer_files import (
     load_best_weights,
     metrics_of,
     prune_older,
-    push_checkpoint,
-    push_saved,
+    requested_checkpoint,
     state_text,
-    wanted_of,
 )
 from ft_ckpt.integrations.trainer_layout import WrittenFiles, collect_files, defining_classes
 from ft_ckpt.integrations.trainer_models import HeldState, held_state, unsaved_state
+from ft_ckpt.integrations.trainer_push import push_checkpoint, push_saved
 from ft_ckpt.messages import warn
 from ft_ckpt.model import is_adapter_run, parts_of, without_own_layouts
 from ft_ckpt.ranks import ModelTensors, Ranks, by_itself, current_ranks, is_distributed, try_action
@@ -77,15 +76,15 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train; a checkpoint to resume from is verified first."""
-        wanted = wanted_of(resume_from_checkpoint)
+        request = requested_checkpoint(resume_from_checkpoint)
         directory, deep = Path(self.args.output_dir), self.ft_ckpt.config.verify_resume
         # Its files are verified again when they are opened, because they may have been replaced by
         # then.
         self.__chosen = ChosenCheckpoint()
-        if wanted:
-            self.__chosen = chosen_by(self.__current_ranks(), wanted, directory, deep)
-        with temporary_store() as room:
-            return super().train(self.__chosen.path_for_trainer(room.url), *args, **kwargs)
+        if request:
+            self.__chosen = chosen_by(self.__current_ranks(), request, directory, deep)
+        with temporary_store() as scratch:
+            return super().train(self.__chosen.path_for_trainer(scratch.url), *args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any) -> Any:
         """The batches of a step, from our iterator over the data."""
@@ -115,8 +114,9 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     def ft_ckpt_step_ended(self) -> bool:
         """Note the end of a step; return whether a save was requested within it."""
-        late, self.__late, self.__mid_step = self.__late, False, False
-        return late
+        is_requested = self.__late
+        self.__late = self.__mid_step = False
+        return is_requested
 
     def _init_training_state(
         self, max_steps: int, steps_per_epoch: int, *args: Any, **kwargs: Any
@@ -141,7 +141,8 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         prepared = super()._prepare_for_training(max_steps, train_dataloader, path)
         if self.__saver is not None:
             self.__saver.close()
-        self.__loader, self.__pass, self.__random = prepared[1], None, None
+        self.__loader = prepared[1]
+        self.__pass = self.__random = None
         self.__attribute = self.__rehearse_save()
         self.__saver = self.__make_saver(self.args.output_dir)
         self.__saver.register(
@@ -181,13 +182,12 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     def __refuse_unsaveable(self, attribute: str | None) -> None:
         model = self.model_wrapped
-        found = ModelTensors(model).sources()
-        alone = is_adapter_run(model, found, attribute)
+        sources = ModelTensors(model).sources()
         try:
             parts = parts_of(
                 model,
-                found,
-                adapter_only=alone,
+                sources,
+                adapter_only=is_adapter_run(model, sources, attribute),
                 attribute=attribute,
                 dtype=self.ft_ckpt.config.dtype,
             )
@@ -267,8 +267,8 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     def __agree_on_best(self) -> None:
         """Take the path of the best model from rank 0: other ranks may not see the folder."""
-        mine = {"path": self.state.best_model_checkpoint}
-        agreed = self.__current_ranks().agree("the place of the best model", mine)
+        facts = {"path": self.state.best_model_checkpoint}
+        agreed = self.__current_ranks().agree("the place of the best model", facts)
         self.state.best_model_checkpoint = agreed.result["path"]
 
     def __current_ranks(self) -> Ranks:
@@ -330,7 +330,8 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
-            self.init_hf_repo(token=token, **({} if private is None else {"private": private}))
+            repo_options = {} if private is None else {"private": private}
+            self.init_hf_repo(token=token, **repo_options)
         self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None
@@ -360,10 +361,10 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         """The arguments that say which weights are saved: adapters without their base, if that can
         be made again.
         """
-        found = ModelTensors(self.model_wrapped).sources()
+        sources = ModelTensors(self.model_wrapped).sources()
         attribute = written.attribute or self.ft_ckpt.config.attribute
         return {
-            "adapter_only": is_adapter_run(self.model_wrapped, found, attribute),
+            "adapter_only": is_adapter_run(self.model_wrapped, sources, attribute),
             "attribute": attribute,
         }
 
@@ -378,11 +379,9 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         return written or WrittenFiles()
 
     def __collect_files(self, target: Path) -> WrittenFiles:
-        methods = [
-            f"{kind.__name__}.{name}"
-            for name in ("save_model", "_save")
-            for kind in overriding(type(self), name)
-        ]
+        methods = []
+        for name in ("save_model", "_save"):
+            methods += [f"{kind.__name__}.{name}" for kind in overriding(type(self), name)]
         if not methods:
             return WrittenFiles()
         self.__collects = True
@@ -408,22 +407,21 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         self.__agree_on_best()
         written = self.__added_files(target)
         self.__name_unsaved(self.__saver)
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "metrics": metrics_of(self.state),
             "extra_files": {**written.files, TRAINER_STATE_NAME: state_text(self)},
             # _save_checkpoint then pushes this checkpoint and deletes older ones
             "background": False,
         }
         if self.args.save_only_model and not self.ft_ckpt.has_state:
-            self.__saver.save(
-                self.model_wrapped, target, **self.__selection(written), step=step, **given
-            )
+            selection = self.__selection(written)
+            self.__saver.save(self.model_wrapped, target, **selection, step=step, **arguments)
         else:
             # A pass may have been interrupted within a step, whose gradients the Trainer does not
             # keep either.
             self.accelerator.gradient_state._set_sync_gradients(True)
             self.__saver.step(step=step)
-            self.__saver.save_state(path=target, **given)
+            self.__saver.save_state(path=target, **arguments)
 
     def __make_saver(self, directory: str | None) -> CheckpointSaver[Any]:
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)

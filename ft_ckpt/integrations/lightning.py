@@ -14,25 +14,24 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 from typing_extensions import Unpack
 
 from ft_ckpt import CheckpointSaver, Every
 from ft_ckpt.config import SaveSettings, make_config, names_of
 from ft_ckpt.errors import ConfigError, SelectionError, listing
+from ft_ckpt.integrations.lightning_data import FedLoader, refuse_unsized
+from ft_ckpt.integrations.lightning_state import LightningState, averaging_callbacks
 from ft_ckpt.model import has_adapters, library_of
 from ft_ckpt.ranks import is_distributed
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs import (
-    DataPosition,
     GeneratorStates,
     SaveHook,
     capture_generators,
@@ -41,159 +40,6 @@ from ft_ckpt.runs import (
     restore_generators,
 )
 from ft_ckpt.storage import Place, absolute_location
-
-_OURS = ("state_dict", "optimizer_states", "lr_schedulers")  # stored by ft_ckpt itself
-# arguments of the module's constructor: any objects, not needed by a resume
-_ARGUMENTS = "hyper_parameters"
-# where averaging callbacks put weights and counts
-_CURRENT, _AVERAGING = "current_model_state", "averaging_state"
-_EPOCH, _BATCH = "epoch_progress", "epoch_loop.batch_progress"
-
-
-class LightningState:
-    """The rest of Lightning's own checkpoint, without model, optimizers and schedulers: loops,
-    callbacks, data module, precision, and values added by hooks.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self.is_over = False  # training has ended
-
-    def state_dict(self) -> dict[str, Any]:
-        """The current values.
-
-        Raises SelectionError if a hook has put tensors into state_dict that are not live.
-        """
-        made = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        module = self._trainer.lightning_module
-        weights = made["state_dict"]
-        # the average is in their place; it is an item of the run
-        if averaging_callbacks(self._trainer):
-            weights = made.pop(_CURRENT, weights)
-            made.pop(_AVERAGING, None)
-        live, stored = module.state_dict(keep_vars=True), weights.items()
-        # Only parameters and buffers are compared: get_extra_state returns a new object of any type
-        # at each call.
-        own = chain(
-            module.named_parameters(remove_duplicate=False),
-            module.named_buffers(remove_duplicate=False),
-        )
-        names = {name for name, _ in own}
-        others = [
-            n
-            for n, one in stored
-            if n not in live or (n in names and one.data_ptr() != live[n].data_ptr())
-        ]
-        if others:
-            raise SelectionError(
-                f"{listing(others, ', ')}: put into the checkpoint's state_dict by an "
-                "on_save_checkpoint of the module or a callback; the live weights are what ft_ckpt "
-                "saves. Leave state_dict alone there, or use another callback"
-            )
-        kept = {
-            name: value
-            for name, value in made.items()
-            if name not in _OURS and _ARGUMENTS not in name
-        }
-        if self.is_over:
-            kept["loops"]["fit_loop"] = _as_if_not_over(
-                kept["loops"]["fit_loop"], self._trainer.is_last_batch
-            )
-        return {**kept, "metrics": dict(self._trainer.callback_metrics)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the values by Lightning's own functions."""
-        connector, module = self._trainer._checkpoint_connector, self._trainer.lightning_module
-        checkpoint = {**state, "state_dict": module.state_dict()}
-        # both are restored: it is given what it has
-        for callback in averaging_callbacks(self._trainer):
-            callback.on_save_checkpoint(self._trainer, module, checkpoint)
-        connector._loaded_checkpoint = checkpoint
-        try:
-            module.on_load_checkpoint(connector._loaded_checkpoint)
-            connector.restore_datamodule()
-            connector.restore_callbacks()
-            connector.restore_precision_plugin_state()
-            connector.restore_loops()
-        finally:
-            connector._loaded_checkpoint = {}
-        self._trainer._logger_connector._callback_metrics.update(state["metrics"])
-
-
-def averaging_callbacks(trainer: Any) -> list[Any]:
-    """The callbacks that keep an average of the weights, such as Lightning's WeightAveraging."""
-    return [
-        each
-        for each in trainer.callbacks
-        if isinstance(getattr(each, "_average_model", None), AveragedModel)
-    ]
-
-
-class FedLoader:
-    """Proxy of a training data loader that yields the batches of `place`; other attributes are
-    those of the loader.
-    """
-
-    def __init__(self, loader: Any, place: DataPosition, before_batch: Callable[[], None]) -> None:
-        """`before_batch` is called whenever the trainer requests a batch, before it is read."""
-        self.__dict__.update(_loader=loader, _place=place, _before_batch=before_batch)
-
-    def __iter__(self) -> Iterator[Any]:
-        self.end_pass()
-        return self._batches()
-
-    def _batches(self) -> Iterator[Any]:
-        batches = self._place.batches()
-        while True:
-            self._before_batch()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            yield batch
-
-    def end_pass(self) -> None:
-        self._place.end_pass()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty: Lightning assumes that a loader with state can be resumed."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give the loader its state from a checkpoint of Lightning's own, if the run starts from
-        such a checkpoint.
-        """
-        if state:
-            self._loader.load_state_dict(state)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # absent while this object is being copied
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._loader, name, value)
-
-
-def _as_if_not_over(fit_loop: Mapping[str, Any], epoch_is_whole: bool) -> dict[str, Any]:
-    """The state of the loops for a run that may be continued with a higher limit.
-
-    Lightning counts an epoch that a limit of steps cut short as completed, and a completed one as
-    unfinished.
-    """
-    epoch, batch = fit_loop[_EPOCH], fit_loop[_BATCH]
-    if epoch_is_whole:
-        batch = {**batch, "current": dict.fromkeys(batch["current"], 0), "is_last_batch": False}
-    else:
-        epoch = {
-            kind: {**n, **{w: n[w] - 1 for w in ("processed", "completed")}}
-            for kind, n in epoch.items()
-        }
-    return {**fit_loop, _EPOCH: epoch, _BATCH: batch}
-
 
 __all__ = ["LightningCheckpoint"]
 
@@ -204,13 +50,11 @@ def _checkpoint_classes() -> tuple[type, ...]:
     """The base classes by which a trainer recognizes checkpoint callbacks: of the imported
     packages, else of all.
     """
-    used = [name for name in _PACKAGES if name in sys.modules]
-    there = (
-        used
-        or [name for name in _PACKAGES if find_spec(name.partition(".")[0]) is not None]
-        or _PACKAGES
-    )
-    return tuple(importlib.import_module(f"{name}.callbacks").Checkpoint for name in there)
+    names = [name for name in _PACKAGES if name in sys.modules]
+    if not names:
+        names = [name for name in _PACKAGES if find_spec(name.partition(".")[0]) is not None]
+    modules = [importlib.import_module(f"{name}.callbacks") for name in names or _PACKAGES]
+    return tuple(module.Checkpoint for module in modules)
 
 
 _Base: Any = type("_Base", _checkpoint_classes(), {})
@@ -252,11 +96,9 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
     ) -> None:
         super().__init__()
         self._config = make_config(None, {**settings, "every": every})
-        self._directory, self._tokenizer, self._replay = (
-            absolute_location(directory),
-            tokenizer,
-            replay,
-        )
+        self._directory = absolute_location(directory)
+        self._tokenizer = tokenizer
+        self._replay = replay
         parse_mode(resume)  # raises ConfigError now, and not when the training starts
         self._resume: str | Path | Place | bool | None = resume
         self._allow = allow if isinstance(allow, bool) else names_of(allow, "allow")
@@ -293,11 +135,9 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
                 f"ckpt_path={trainer.ckpt_path!r}: both Lightning and ft_ckpt would restore the "
                 "run; leave it out, or begin from it with LightningCheckpoint(resume='never')"
             )
-        attribute = (
-            _saved_attribute(pl_module)
-            if self._config.attribute is None
-            else self._config.attribute
-        )
+        attribute = self._config.attribute
+        if attribute is None:
+            attribute = _saved_attribute(pl_module)
         config = replace(self._config, attribute=attribute or None)
         before = _handlers_of(config.every)
         self._saver = CheckpointSaver(
@@ -305,20 +145,19 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         )
         # Lightning sets its own handlers later, which would end the run before it is saved: see
         # on_train_start.
-        self._handlers = {
-            n: one for n, one in _handlers_of(config.every).items() if one != before[n]
-        }
-        _set_handlers({number: before[number] for number in self._handlers})
+        handlers = _handlers_of(config.every)
+        changed = [number for number in handlers if handlers[number] != before[number]]
+        self._handlers = {number: handlers[number] for number in changed}
+        _set_handlers({number: before[number] for number in changed})
         self._state = LightningState(trainer)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         averaging = averaging_callbacks(trainer)
         averages = [callback._average_model for callback in averaging]
         series = {"optimizer": trainer.optimizers, "scheduler": schedulers, "average": averages}
-        objects = {
-            f"{kind}_{n}" if n else kind: one
-            for kind, some in series.items()
-            for n, one in enumerate(some)
-        }
+        objects = {}
+        for kind, members in series.items():
+            for number, member in enumerate(members):
+                objects[f"{kind}_{number}" if number else kind] = member
         self._saver.register(model=trainer.strategy.model, **objects, lightning=self._state)
         self._feed(trainer)
         for callback in averaging:
@@ -344,8 +183,9 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         if self._saver is None or self._state is None or self._state.is_over:
             return
         self._state.is_over = True
-        for loader in self._loaders if trainer.is_last_batch else ():
-            loader.end_pass()
+        if trainer.is_last_batch:
+            for loader in self._loaders:
+                loader.end_pass()
         self._note_step(trainer)
         self._saver.close()
 
@@ -369,13 +209,14 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         plain, saver = strategy.process_dataloader, self._saver
 
         def process_dataloader(loader: Any) -> Any:
-            made = plain(loader)
+            processed = plain(loader)
             if not trainer.training or saver is None:
-                return made
-            _refuse_unsized(made, trainer.limit_train_batches)
-            place = saver.place_in(made, self._replay)
-            self._loaders.append(FedLoader(made, place, lambda: self._before_batch(trainer)))
-            return self._loaders[-1]
+                return processed
+            refuse_unsized(processed, trainer.limit_train_batches)
+            place = saver.place_in(processed, self._replay)
+            fed = FedLoader(processed, place, lambda: self._before_batch(trainer))
+            self._loaders.append(fed)
+            return fed
 
         strategy.process_dataloader = process_dataloader
 
@@ -416,13 +257,8 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
                 del callback.on_train_end
         if self._random is not None and self._limit is not None:
             trainer.limit_val_batches = self._limit
-        self._saver, self._state, self._random, self._limit, self._loaders = (
-            None,
-            None,
-            None,
-            None,
-            [],
-        )
+        self._saver = self._state = self._random = self._limit = None
+        self._loaders = []
 
 
 def _refuse_strategy(trainer: Any) -> None:
@@ -450,39 +286,25 @@ def _refuse_callbacks(trainer: Any) -> None:
             )
 
 
-def _refuse_unsized(loader: Any, limit: Any) -> None:
-    """Raise ConfigError for a loader without length or limit: Lightning then reads a batch ahead to
-    find its end.
-    """
-    try:
-        len(loader)
-    except (TypeError, NotImplementedError):
-        if not isinstance(limit, int):
-            raise ConfigError(
-                f"{type(getattr(loader, 'dataset', loader)).__name__}: has no length, so Lightning "
-                "reads a batch ahead, and a save would not know the position; set the batches of "
-                "an epoch: Trainer(limit_train_batches=N)"
-            ) from None
-
-
 def _saved_attribute(module: Any) -> str:
     """The path of the only Hugging Face or PEFT model in a LightningModule; "" if there is none."""
-    found: list[str] = []
+    models: list[str] = []
     for path, inner in module.named_modules():
-        if (library_of(inner) is not None or has_adapters(inner)) and not any(
-            path.startswith(f"{one}.") for one in found
-        ):
-            found.append(path)
-    if len(found) > 1:
+        is_model = library_of(inner) is not None or has_adapters(inner)
+        is_inside = any(path.startswith(f"{model}.") for model in models)
+        if is_model and not is_inside:
+            models.append(path)
+    if len(models) > 1:
         raise SelectionError(
-            f"{listing(found, ', ')}: {len(found)} models in {type(module).__name__}; say whose "
+            f"{listing(models, ', ')}: {len(models)} models in {type(module).__name__}; say whose "
             "weights the checkpoint holds: attribute='...', or attribute='' for the whole module"
         )
-    return found[0] if found else ""
+    return models[0] if models else ""
 
 
 def _handlers_of(every: Every | None) -> dict[int, Any]:
-    numbers = [signal.Signals[name] for name in (every.signals if every is not None else ())]
+    names = () if every is None else every.signals
+    numbers = [signal.Signals[name] for name in names]
     return {number: signal.getsignal(number) for number in numbers}
 
 

@@ -52,21 +52,21 @@ def get_last_checkpoint(folder: str, incomplete: bool = False) -> str | None:
 
     `incomplete` includes incomplete folders. Raises FileNotFoundError when there is no `folder`.
     """
-    names = [each.name for each in _entries(folder)]
+    names = [entry.name for entry in _entries(folder)]
     steps = [name for name in names if name.startswith("step_")]
-    chosen = steps or [name for name in names if name.startswith("epoch_")]
+    names = steps or [name for name in names if name.startswith("epoch_")]
     if not incomplete:
-        stores = {name: LocalStore(Path(folder, name)) for name in chosen}
-        chosen = [
-            name
-            for name in chosen
-            if any(stores[name].stat(mark) for mark in (_MARKER, MANIFEST_NAME))
-        ]
-    numbered = [name for name in chosen if _folder_number(name) is not None]
+        names = [name for name in names if _is_complete(Path(folder, name))]
+    numbered = [name for name in names if _folder_number(name) is not None]
     if not numbered:
         return None
-    spelt = folder if folder.endswith("/") else f"{folder}/"  # as it was given
-    return spelt + max(numbered, key=_folder_order)
+    prefix = folder if folder.endswith("/") else f"{folder}/"
+    return prefix + max(numbered, key=_folder_order)
+
+
+def _is_complete(folder: Path) -> bool:
+    store = LocalStore(folder)
+    return bool(store.stat(_MARKER) or store.stat(MANIFEST_NAME))
 
 
 def clean_last_n_checkpoints(output_dir: str, keep_last_n_checkpoints: int) -> None:
@@ -75,24 +75,24 @@ def clean_last_n_checkpoints(output_dir: str, keep_last_n_checkpoints: int) -> N
 
     A negative number keeps all. Folders without a number stay. Raises FileNotFoundError as above.
     """
-    folders = [each for each in _entries(output_dir) if isinstance(each, Folder)]
-    folders = [each for each in folders if each.name.startswith(("step_", "epoch_"))]
-    folders = [each for each in folders if _folder_number(each.name) is not None]
-    folders.sort(key=lambda each: _folder_order(each.name))
+    folders = [entry for entry in _entries(output_dir) if isinstance(entry, Folder)]
+    folders = [folder for folder in folders if folder.name.startswith(("step_", "epoch_"))]
+    folders = [folder for folder in folders if _folder_number(folder.name) is not None]
+    folders.sort(key=lambda folder: _folder_order(folder.name))
     if keep_last_n_checkpoints < 0:
         return
-    for each in folders[: max(0, len(folders) - keep_last_n_checkpoints)]:
-        path = Path(output_dir, each.name)
+    for folder in folders[: max(0, len(folders) - keep_last_n_checkpoints)]:
+        path = Path(output_dir, folder.name)
         LOG.info("removing checkpoint %s", path)
-        if not each.is_link:  # the target of a link is kept
+        if not folder.is_link:  # the target of a link is kept
             _delete_unmarked(path)
 
 
 def _entries(folder: str) -> tuple[Folder | Stored, ...]:
-    found = LocalStore(Path(folder)).list_folder()
-    if not found.exists:
+    listed = LocalStore(Path(folder)).list_folder()
+    if not listed.exists:
         raise MissingError(f"{folder}: no such folder; name the one that the script saves to")
-    return *found.folders, *found.objects
+    return *listed.folders, *listed.objects
 
 
 def _folder_number(name: str) -> int | None:

@@ -112,17 +112,18 @@ def load_checkpoint_state(
     ranks, folder = current_ranks(), Path(checkpoint_state_dir)
     tag, error = ranks.attempt(lambda: _check_folder(engine, folder, ranks))
     ranks.agree("load_checkpoint_state()", error=error)
-    found, error = ranks.attempt(lambda: _restore_engine(engine, folder, tag))
+    states, error = ranks.attempt(lambda: _restore_engine(engine, folder, tag))
     ranks.agree("load_checkpoint() of DeepSpeed", error=error)
-    client.load_state_dict({key: value for key, value in found.items() if key not in _OTHER_KEYS})
+    client.load_state_dict({key: value for key, value in states.items() if key not in _OTHER_KEYS})
     outcomes = [Restored("weights", "restored"), Restored("optimizer", "restored")]
     if engine.lr_scheduler is not None:
         outcomes.append(Restored("scheduler", "restored"))
-    outcomes += [Restored(key, *("restored",) if key in client else _ABSENT) for key in _EXPECTED]
-    generators, error = ranks.attempt(lambda: _restore_generators(found, ranks.rank))
-    items, _ = agree_on_outcomes(
-        ranks, "random numbers", [*outcomes, *([generators] if generators else [])], 0, error
-    )
+    for key in _EXPECTED:
+        outcomes.append(Restored(key, "restored") if key in client else Restored(key, *_ABSENT))
+    generators, error = ranks.attempt(lambda: _restore_generators(states, ranks.rank))
+    if generators is not None:
+        outcomes.append(generators)
+    items, _ = agree_on_outcomes(ranks, "random numbers", outcomes, 0, error)
     report = RestoreReport(folder / tag, items, notes=(_IN_FLIGHT,))
     if report.problems and ranks.is_main:
         warn(f"{report.path}: {listing(list(report.problems))}", stacklevel=2)
@@ -145,13 +146,14 @@ def save_checkpoint_state(
         "python_rng_state": random.getstate(),
     }
     if torch.cuda.is_available():
-        states["torch_cuda_rng_state_all"] = torch.cuda.get_rng_state_all()
+        devices = torch.cuda.get_rng_state_all()
+        states["torch_cuda_rng_state_all"] = devices
         states["torch_cuda_rng_states"] = {
-            f"cuda:{index}": state for index, state in enumerate(states["torch_cuda_rng_state_all"])
+            f"cuda:{index}": state for index, state in enumerate(devices)
         }
     with _with_attributes(engine, mpu=None):
-        own = {"rng_states": states, "rank": current_ranks().rank}
-        engine.save_checkpoint(str(checkpoint_state_dir), client_state={**client, **own})
+        client_state = {**client, "rng_states": states, "rank": current_ranks().rank}
+        engine.save_checkpoint(str(checkpoint_state_dir), client_state=client_state)
 
 
 def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
@@ -160,9 +162,9 @@ def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
     Raises LoadError if it does not fit; each file is compared by one rank.
     """
     place = _step_folder(Place(LocalStore(folder)))
-    names = (
-        [] if place is None else sorted(name for name in _file_names(place) if name.endswith(".pt"))
-    )
+    names = []
+    if place is not None:
+        names = sorted(name for name in _file_names(place) if name.endswith(".pt"))
     models = [name for name in names if name.endswith(_MODEL_STATES)]
     if place is None or not models:
         raise NotACheckpointError(
@@ -180,12 +182,11 @@ def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
     optimizers = [name for name in names if name.endswith(_OPTIMIZER_STATES)]
     count, is_zero = engine.seq_dp_world_size, engine.zero_optimization()
     with damaged_input(models[0]):
-        shapes = {
-            name: tuple(shape)
-            for group in stored["param_shapes"] or ()
-            for name, shape in group.items()
-        }
-        settings = {
+        shapes = {}
+        for group in stored["param_shapes"] or ():
+            for name, shape in group.items():
+                shapes[name] = tuple(shape)
+        settings: dict[str, tuple[Any, Any]] = {
             "ranks": (stored["dp_world_size"], count),
             "ZeRO-3": (
                 models[0].startswith("zero_pp_rank"),
@@ -199,16 +200,13 @@ def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
             "a scheduler": (stored["lr_scheduler"] is not None, engine.lr_scheduler is not None),
             "training_step": ("training_step" in stored, True),
         }
-    problems = [
-        f"{what}: {saved} in the folder, {here} here"
-        for what, (saved, here) in settings.items()
-        if saved != here
-    ]
     live = {name: source.shape for name, source in ModelTensors(engine).sources().items()}
-    problems += [
-        f"{name}: {shape} in the folder, {live.get(name)} here"
-        for name, shape in shapes.items()
-        if live.get(name) != shape
+    for name, shape in shapes.items():
+        settings[name] = (shape, live.get(name))
+    problems = [
+        f"{name}: {saved} in the folder, {current} here"
+        for name, (saved, current) in settings.items()
+        if saved != current
     ]
     if problems:
         raise LoadError(
@@ -222,15 +220,16 @@ def _step_folder(place: Place) -> Place | None:
     """The folder with the ranks' files: `place`, or the one that its file `latest` names; None if
     there is none.
     """
-    store, candidates = place.folder, [place]
+    store = place.folder
+    candidates = [place]
     if store.stat(_LATEST) is not None:
         check_files_inside(store, [_LATEST])
         name = read_text(store, _LATEST, _MAX_LATEST_BYTES, errors="replace").strip()
-        candidates += [Place(store, name)] if is_inside(name) else []
+        if is_inside(name):
+            candidates.append(Place(store, name))
+    endings = (_MODEL_STATES, _OPTIMIZER_STATES)
     for candidate in candidates:
-        if any(
-            name.endswith((_MODEL_STATES, _OPTIMIZER_STATES)) for name in _file_names(candidate)
-        ):
+        if any(name.endswith(endings) for name in _file_names(candidate)):
             return candidate
     return None
 
@@ -248,7 +247,8 @@ def _restore_engine(engine: Any, folder: Path, tag: str) -> dict[str, Any]:
     def load(path: str, map_location: Any = None) -> Any:
         value = _read_states(Path(path), getattr(engine.optimizer, "loss_scaler", None))
         if path.endswith(_MODEL_STATES):
-            read.update({key: one for key, one in value.items() if key != "module"})
+            read.update(value)
+            read.pop("module", None)
         return value
 
     with _with_attributes(engine, checkpoint_engine=SimpleNamespace(load=load), mpu=None):
@@ -268,14 +268,12 @@ def _read_states(path: Path, scaler: Any, *, checked: bool = False) -> Any:
                 f"{path}: a {stored.kind}, the engine has {type(scaler).__name__}; "
                 "use the same precision"
             )
-        numbers = {
-            key: stored.state[key]
-            for key in vars(scaler)
-            if type(stored.state.get(key)) in (int, float, bool)
-        }
-        made = object.__new__(type(scaler))
-        vars(made).update(vars(scaler) | numbers)
-        return made
+        copy = object.__new__(type(scaler))
+        vars(copy).update(vars(scaler))
+        for key in vars(scaler):
+            if type(stored.state.get(key)) in (int, float, bool):
+                vars(copy)[key] = stored.state[key]
+        return copy
 
     objects: dict[str, Callable[[StandIn], Any]] = {
         "deepspeed.runtime.zero.config.ZeroStageEnum": lambda stored: int(stored.args[0]),
@@ -303,7 +301,8 @@ def _restore_generators(stored: Mapping[str, Any], rank: int) -> Restored:
         generators = plain_states(
             states["python_rng_state"], states["numpy_rng_state"], states["torch_cpu_rng_state"]
         )
-        if devices := states.get("torch_cuda_rng_states"):
+        devices = states.get("torch_cuda_rng_states")
+        if devices:
             generators["cuda"] = {
                 name.removeprefix("cuda:"): state for name, state in devices.items()
             }

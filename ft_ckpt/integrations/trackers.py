@@ -30,14 +30,15 @@ def checkpoint_values(report: SaveReport, prefix: str = "checkpoint/") -> dict[s
 
     "is_best" is 0 or 1, and absent if the run does not rank its checkpoints by a metric.
     """
-    found: dict[str, float] = {
+    values: dict[str, float] = {
         "seconds": report.seconds,
         "bytes": report.bytes,
         "tensors": report.tensors,
     }
-    if (is_best := _is_best(report)) is not None:
-        found["is_best"] = float(is_best)
-    return {f"{prefix}{name}": value for name, value in found.items()}
+    is_best = _is_best(report)
+    if is_best is not None:
+        values["is_best"] = float(is_best)
+    return {f"{prefix}{name}": value for name, value in values.items()}
 
 
 def log_to_accelerate(
@@ -81,26 +82,26 @@ def log_to_wandb(
             raise ConfigError(
                 "no W&B run is active; call wandb.init() before the first save, or pass a run"
             )
-        with open_checkpoint(report.place) as held:
-            facts = _facts_of(report, held.manifest)
-            artifact = wandb.Artifact(
-                name or f"checkpoint-{target.id}", type="model", metadata=facts
-            )
+        with open_checkpoint(report.place) as checkpoint:
+            facts = _facts_of(report, checkpoint.manifest)
+            artifact_name = name or f"checkpoint-{target.id}"
+            artifact = wandb.Artifact(artifact_name, type="model", metadata=facts)
             if upload:
-                paths = _paths_of(held.manifest, state=state)
-                held.refuse_damaged(paths)
-                with local_folder(Place(held.store), paths.__contains__) as folder:
+                paths = _paths_of(checkpoint.manifest, state=state)
+                checkpoint.refuse_damaged(paths)
+                with local_folder(Place(checkpoint.store), paths.__contains__) as folder:
                     for path in paths:
                         artifact.add_file(str(folder / path), name=path)
             else:
-                where = report.path
-                artifact.add_reference(
-                    where if isinstance(where, str) else where.absolute().as_uri(), checksum=False
-                )
-            aliases = ["latest", *([] if report.step is None else [f"step-{report.step}"])]
-            target.log_artifact(
-                artifact, aliases=[*aliases, "best"] if _is_best(report) else aliases
-            )
+                location = report.path
+                url = location if isinstance(location, str) else location.absolute().as_uri()
+                artifact.add_reference(url, checksum=False)
+            aliases = ["latest"]
+            if report.step is not None:
+                aliases.append(f"step-{report.step}")
+            if _is_best(report):
+                aliases.append("best")
+            target.log_artifact(artifact, aliases=aliases)
 
     return log_artifact
 
@@ -124,20 +125,18 @@ def log_to_mlflow(
             raise ConfigError(
                 "no MLflow run is active; call mlflow.start_run() before the first save"
             )
-        values = {
-            name.replace("/", "_"): value for name, value in checkpoint_values(report).items()
-        }
+        values = checkpoint_values(report, "checkpoint_")
         mlflow.log_metrics(values, step=report.step, run_id=mlflow_run)
-        with open_checkpoint(report.place) as held:
-            paths = _paths_of(held.manifest, state=state)
-            held.refuse_damaged(paths)
-            with local_folder(Place(held.store), paths.__contains__) as there:
+        with open_checkpoint(report.place) as checkpoint:
+            paths = _paths_of(checkpoint.manifest, state=state)
+            checkpoint.refuse_damaged(paths)
+            with local_folder(Place(checkpoint.store), paths.__contains__) as files:
                 for path in paths:
-                    below = path.rpartition("/")[0]
-                    place = "/".join(
-                        step for step in (folder, report.place.basename, below) if step
+                    steps = (folder, report.place.basename, path.rpartition("/")[0])
+                    artifact_path = "/".join(step for step in steps if step)
+                    mlflow.log_artifact(
+                        str(files / path), artifact_path=artifact_path, run_id=mlflow_run
                     )
-                    mlflow.log_artifact(str(there / path), artifact_path=place, run_id=mlflow_run)
 
     return log_files
 
@@ -146,19 +145,23 @@ def _is_best(report: SaveReport) -> bool | None:
     """Whether the checkpoint is the best of its run by the first metric of its rankings; None
     without rankings.
     """
-    ranking = next(iter(load_manifest(report.place.folder).rankings.items()), None)
-    return None if ranking is None else best(Place(report.place.beside), ranking) == report.path
+    rankings = list(load_manifest(report.place.folder).rankings.items())
+    if not rankings:
+        return None
+    return best(Place(report.place.beside), rankings[0]) == report.path
 
 
 def _paths_of(manifest: Manifest, *, state: bool) -> list[str]:
-    return [file.path for file in (manifest if state else weights_manifest(manifest)).files]
+    logged = manifest if state else weights_manifest(manifest)
+    return [file.path for file in logged.files]
 
 
 def _facts_of(report: SaveReport, manifest: Manifest) -> dict[str, Any]:
-    facts = {
+    return {
         "step": report.step,
         "kind": report.kind,
         "bytes": report.bytes,
         "run_id": manifest.run_id,
+        "metrics": dict(manifest.metrics),
+        "versions": dict(manifest.versions),
     }
-    return {**facts, "metrics": dict(manifest.metrics), "versions": dict(manifest.versions)}

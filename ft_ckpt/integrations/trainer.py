@@ -88,13 +88,18 @@ def checkpointed(
         raise ConfigError(
             f"on_resumed={short(on_resumed)}: expected a function of the saver, or None"
         )
-    config, rules = make_config(None, settings), make_config(None, {"keep": keep}).keep
-    allow = allow if isinstance(allow, bool) else names_of(allow, "allow")
-    ours = TrainerSettings(rules, allow, config, hooks_of(on_saved), state, on_resumed)
+    trainer_settings = TrainerSettings(
+        keep=make_config(None, {"keep": keep}).keep,
+        allow=allow if isinstance(allow, bool) else names_of(allow, "allow"),
+        config=make_config(None, settings),
+        on_saved=hooks_of(on_saved),
+        has_state=state,
+        on_resumed=on_resumed,
+    )
     if isinstance(trainer, type) and issubclass(trainer, Trainer):
-        return cast("TrainerOrClass", _with_our_saving(trainer, ours))
+        return cast("TrainerOrClass", _checkpointed_class(trainer, trainer_settings))
     if isinstance(trainer, Trainer):
-        _take_over(trainer, ours)
+        _take_over(trainer, trainer_settings)
         return trainer
     raise ConfigError(
         f"checkpointed(): {in_words(trainer)}, expected transformers' Trainer or a class built on "
@@ -113,11 +118,11 @@ def _take_over(trainer: Trainer, settings: TrainerSettings) -> None:
             f"{kind.__name__}: saves through ft_ckpt already; call checkpointed() "
             "once for a trainer"
         )
-    trainer.__class__ = _with_our_saving(kind, settings)
+    trainer.__class__ = _checkpointed_class(kind, settings)
     trainer.ft_ckpt_begin()
 
 
-def _with_our_saving(kind: type[Any], settings: TrainerSettings) -> type[Any]:
+def _checkpointed_class(kind: type[Any], settings: TrainerSettings) -> type[Any]:
     for method in _REPLACED:
         for base in overriding(kind, method):
             if ends_chain(base, method):

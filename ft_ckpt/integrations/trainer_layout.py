@@ -27,7 +27,11 @@ _WEIGHTS = re.compile(
 # Arguments of save_pretrained that change no name and no value of what is written.
 _PLAIN_ARGUMENTS = frozenset(
     {
-        *("state_dict", "is_main_process", "max_shard_size", "safe_serialization", "token"),
+        "state_dict",
+        "is_main_process",
+        "max_shard_size",
+        "safe_serialization",
+        "token",
         "selected_adapters",  # if it names all adapters
     }
 )
@@ -75,9 +79,9 @@ def collect_files(
     layout that ft_ckpt does not write.
     """
     inside = unwrap(model)
-    with temporary_store() as room:
-        _link_neighbours(target, room.folder)
-        folder = room.folder / (target.name or "checkpoint")
+    with temporary_store() as scratch:
+        _link_neighbours(target, scratch.folder)
+        folder = scratch.folder / (target.name or "checkpoint")
         folder.mkdir()
         with _without_weights(inside, folder) as saved:
             write(str(folder))
@@ -101,12 +105,12 @@ def collect_files(
     return WrittenFiles(written, attribute)
 
 
-def _link_neighbours(target: Path, room: Path) -> None:
+def _link_neighbours(target: Path, folder: Path) -> None:
     parent = target.absolute().parent
     if parent.is_dir():
         for entry in os.scandir(parent):
             if entry.name != target.name:
-                (room / entry.name).symlink_to(entry.path)
+                (folder / entry.name).symlink_to(entry.path)
 
 
 @contextmanager
@@ -130,9 +134,8 @@ def _has_plain_layout(module: nn.Module) -> bool:
     """Whether `save_pretrained` of the module is that of transformers or PEFT."""
     method = getattr(type(module), "save_pretrained", None)
     library = getattr(undecorated(method), "__module__", "") if method is not None else ""
-    return library.partition(".")[0] in ("transformers", "peft") and (
-        is_pretrained(module) or is_peft_model(module)
-    )
+    is_of_library = library.partition(".")[0] in ("transformers", "peft")
+    return is_of_library and (is_pretrained(module) or is_peft_model(module))
 
 
 def _recorder(module: Any, path: str, folder: Path, saved: list[str]) -> Callable[..., Any]:
@@ -168,18 +171,16 @@ def _are_live(model: nn.Module, weights: Mapping[str, bytes]) -> bool:
         elif not path.endswith(".safetensors.index.json"):
             return False
     live = ModelTensors(model).sources()
-    by_key = {source.key: name for name, source in live.items() if name in stored}
-    if not stored.keys() <= live.keys() or any(
-        source.key not in by_key for source in live.values()
-    ):
+    if not stored.keys() <= live.keys():
+        return False
+    stored_keys = {live[name].key for name in stored}
+    if any(source.key not in stored_keys for source in live.values()):
         return False
     for name, tensor in stored.items():
         local = live[name].local
-        if (
-            local is None
-            or live[name].sharding.is_sharded
-            or not _are_equal(tensor, local.detach().cpu())
-        ):
+        if local is None or live[name].sharding.is_sharded:
+            return False
+        if not _are_equal(tensor, local.detach().cpu()):
             return False
     return True
 
@@ -187,5 +188,6 @@ def _are_live(model: nn.Module, weights: Mapping[str, bytes]) -> bool:
 def _are_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
         return False
-    words = [part.contiguous().view(-1).view(torch.uint8) for part in (tensor, other)]
-    return torch.equal(words[0], words[1])
+    first = tensor.contiguous().view(-1).view(torch.uint8)
+    second = other.contiguous().view(-1).view(torch.uint8)
+    return torch.equal(first, second)

@@ -26,33 +26,27 @@ from ft_ckpt.runs import bare_identity
 # Attributes of every Trainer: saved in another way, or no state of the training.
 _OF_TRAINER = frozenset(
     {
-        *(
-            "model",
-            "model_wrapped",
-            "deepspeed",
-            "optimizer",
-            "lr_scheduler",
-            "accelerator",
-            "args",
-            "state",
-            "control",
-        ),
-        *(
-            "callback_handler",
-            "train_dataset",
-            "eval_dataset",
-            "data_collator",
-            "processing_class",
-            "_eval_dataloaders",
-        ),
-        *(
-            "_tr_loss",
-            "label_smoother",
-            "_memory_tracker",
-            "push_in_progress",
-            "neftune_hook_handle",
-            "ft_ckpt",
-        ),
+        "model",
+        "model_wrapped",
+        "deepspeed",
+        "optimizer",
+        "lr_scheduler",
+        "accelerator",
+        "args",
+        "state",
+        "control",
+        "callback_handler",
+        "train_dataset",
+        "eval_dataset",
+        "data_collator",
+        "processing_class",
+        "_eval_dataloaders",
+        "_tr_loss",
+        "label_smoother",
+        "_memory_tracker",
+        "push_in_progress",
+        "neftune_hook_handle",
+        "ft_ckpt",
     }
 )
 _OF_CHECKPOINTED = "_Checkpointed__"
@@ -118,15 +112,14 @@ class BufferedGeneration:
 
 def held_state(trainer: Trainer) -> HeldState:
     """The state that `trainer`, whose model and optimizer are prepared, holds beside them."""
-    trained, models, objects = dict[str, nn.Module](), dict[str, nn.Module](), dict[str, Any]()
+    trained: dict[str, nn.Module] = {}
+    models: dict[str, nn.Module] = {}
+    objects: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     leaves = dict(_leaves_of(trainer))
-    optimizers = [
-        trainer.optimizer,
-        *(leaf for leaf in leaves.values() if isinstance(leaf, torch.optim.Optimizer)),
-    ]
+    optimizers = [leaf for leaf in leaves.values() if isinstance(leaf, torch.optim.Optimizer)]
     optimized: set[int] = set()
-    for optimizer in optimizers:
+    for optimizer in (trainer.optimizer, *optimizers):
         for group in optimizer.param_groups:
             optimized.update(id(parameter) for parameter in group["params"])
     for name, value in leaves.items():
@@ -143,8 +136,8 @@ def held_state(trainer: Trainer) -> HeldState:
     return HeldState(trained, models, objects, digests_of(tensors))
 
 
-def unsaved_state(trainer: Trainer, held: HeldState, registered: Collection[str]) -> list[str]:
-    """The names of state that has appeared or moved since `held`, and that is not in a checkpoint.
+def unsaved_state(trainer: Trainer, before: HeldState, registered: Collection[str]) -> list[str]:
+    """The names of state that has appeared or moved since `before` and is in no checkpoint.
 
     `registered` are the names of items that are registered or watched.
     """
@@ -156,9 +149,9 @@ def unsaved_state(trainer: Trainer, held: HeldState, registered: Collection[str]
         elif name not in registered:
             names[_attribute_of(name)] = None
     for name, digest in digests_of(tensors).items():
-        if held.tensors.get(name) != digest:
+        if before.tensors.get(name) != digest:
             names[_attribute_of(name)] = None
-    generation = held.objects.get(GENERATION)
+    generation = before.objects.get(GENERATION)
     if generation is not None and not generation.is_storable:
         names["trainer._buffered_inputs"] = None
     return list(names)
@@ -178,17 +171,16 @@ def _leaves_of(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     once, with a name.
     """
     main = _MainModel(trainer)
+    attributes_of_trainer = dict(vars(trainer))
+    saved_otherwise = [*_OF_TRAINER]
+    if _generates(trainer):
+        saved_otherwise += _GENERATION
+    for name in saved_otherwise:
+        attributes_of_trainer.pop(name, None)
+    roots = [("trainer", attributes_of_trainer)]
+    for callback in trainer.callback_handler.callbacks:
+        roots.append((type(callback).__name__, vars(callback)))
     seen: set[int] = set()
-    left_out = _GENERATION if _generates(trainer) else ()
-    roots = [
-        (
-            "trainer",
-            {k: v for k, v in vars(trainer).items() if k not in _OF_TRAINER and k not in left_out},
-        )
-    ]
-    roots += [
-        (type(callback).__name__, vars(callback)) for callback in trainer.callback_handler.callbacks
-    ]
     names: set[str] = set()
     for owner, attributes in roots:
         for attribute, value in list(attributes.items()):
@@ -208,6 +200,8 @@ def _leaves(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (nn.Module, Tensor)) or _has_state(value):
         yield path, value
         return
+    if not depth:
+        return
     children: list[tuple[Any, Any]] = []
     if isinstance(value, Mapping):
         children = list(value.items())
@@ -215,7 +209,7 @@ def _leaves(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
         children = list(enumerate(value))
     elif _is_plain_object(value):
         children = list(vars(value).items())
-    for key, child in children if depth else []:
+    for key, child in children:
         yield from _leaves(child, f"{path}.{key}", depth - 1)
 
 
@@ -224,9 +218,8 @@ def _has_state(value: Any) -> bool:
         return True
     if isinstance(value, (DataLoader, Trainer, type)) or _library_of(value) in _LIBRARIES:
         return False
-    return callable(getattr(value, "state_dict", None)) and callable(
-        getattr(value, "load_state_dict", None)
-    )
+    has_getter = callable(getattr(value, "state_dict", None))
+    return has_getter and callable(getattr(value, "load_state_dict", None))
 
 
 def _is_plain_object(value: Any) -> bool:
@@ -248,18 +241,17 @@ class _MainModel:
     """
 
     def __init__(self, trainer: Any) -> None:
-        roots = [trainer.model, trainer.model_wrapped]
-        self.modules = {id(module) for root in roots for module in root.modules()}
-        tensors = [tensor for root in roots for tensor in (*root.parameters(), *root.buffers())]
-        self.tensors = {id(tensor) for tensor in tensors}
-        self.memory = {
-            tensor.data_ptr() for tensor in tensors if tensor.numel() and not tensor.is_meta
-        }
-        self.others = {
-            bare_identity(value)
-            for value in (trainer.optimizer, trainer.lr_scheduler)
-            if value is not None
-        }
+        self.modules: set[int] = set()
+        self.tensors: set[int] = set()
+        self.memory: set[int] = set()  # addresses
+        for root in (trainer.model, trainer.model_wrapped):
+            self.modules.update(id(module) for module in root.modules())
+            for tensor in (*root.parameters(), *root.buffers()):
+                self.tensors.add(id(tensor))
+                if tensor.numel() and not tensor.is_meta:
+                    self.memory.add(tensor.data_ptr())
+        objects = [trainer.optimizer, trainer.lr_scheduler]
+        self.objects = {bare_identity(value) for value in objects if value is not None}
 
     def without(self, value: Any) -> Any:
         """The value, or what of a module is outside of the trained model; None if nothing is."""
@@ -268,7 +260,7 @@ class _MainModel:
         if isinstance(value, Tensor):
             shares = value.numel() and not value.is_meta and value.data_ptr() in self.memory
             return None if id(value) in self.tensors or shares else value
-        return None if bare_identity(value) in self.others else value
+        return None if bare_identity(value) in self.objects else value
 
     def _outside(self, module: nn.Module) -> nn.Module | None:
         if id(module) in self.modules:

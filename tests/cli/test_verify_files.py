@@ -7,7 +7,7 @@ from small_checkpoints import save, save_with_state
 
 from ft_ckpt.checkpoint import foreign_files
 from ft_ckpt.checkpoint.foreign_files import verify_listed
-from ft_ckpt.cli import run_command, show
+from ft_ckpt.cli import run_command, verify as verify_command
 from ft_ckpt.errors import NotACheckpointError, UnreadableError
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import open_place
@@ -43,7 +43,7 @@ def test_a_file_that_no_manifest_lists_is_judged_by_its_header(tmp_path, capsys)
 def test_one_folder_that_is_closed_hides_no_other(tmp_path, capsys, monkeypatch):
     for step in (1, 2):
         save_with_state(tmp_path / f"checkpoint-{step}", step)
-    seen, compared = LocalStore.stat, show.verify
+    seen, compared = LocalStore.stat, verify_command.verify
 
     def refuse(folder):
         if folder.name == "checkpoint-1":
@@ -53,9 +53,9 @@ def test_one_folder_that_is_closed_hides_no_other(tmp_path, capsys, monkeypatch)
         LocalStore, "stat", lambda store, name: refuse(store.folder) or seen(store, name)
     )
     monkeypatch.setattr(
-        show, "verify", lambda at, **how: refuse(at.folder.folder) or compared(at, **how)
+        verify_command, "verify", lambda at, **how: refuse(at.folder.folder) or compared(at, **how)
     )
-    monkeypatch.setattr(show, "discover", lambda place: [])
+    monkeypatch.setattr(verify_command, "discover", lambda place: [])
     assert verified(tmp_path) == 1
     printed = capsys.readouterr().out
     assert "Permission denied" in printed

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.cli import run_command
-from ft_ckpt.cli.files import show_file
+from ft_ckpt.cli.show_file import show_file
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, TargetError
 from ft_ckpt.extensions.tools import convert, converting as convert_room, open_source
 from ft_ckpt.extensions.tools.rename_rules import read_map, rename_tensors

@@ -189,17 +189,17 @@ def test_what_is_verified_is_what_is_read(tmp_path, monkeypatch):
     """
     run(ours(tmp_path / "run", stop_after=2))
     monkeypatch.setattr(problems, "SMALL_BYTES", 0)  # as if the weights were large
-    sought = trainer_files._wanted_checkpoint
+    sought = trainer_files._requested_path
 
     def damaged_after(*asked):
         found = sought(*asked)
         rot(found / "model.safetensors")
         return found
 
-    monkeypatch.setattr(trainer_files, "_wanted_checkpoint", damaged_after)
+    monkeypatch.setattr(trainer_files, "_requested_path", damaged_after)
     with pytest.raises(CorruptError, match=r"model\.safetensors"):
         run(ours(tmp_path / "run", stop_after=3), True)
-    monkeypatch.setattr(trainer_files, "_wanted_checkpoint", sought)
+    monkeypatch.setattr(trainer_files, "_requested_path", sought)
     best = ours(tmp_path / "best", stop_after=1)
     run(best)
     rot(tmp_path / "best" / "checkpoint-1" / "model.safetensors")

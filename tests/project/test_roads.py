@@ -14,6 +14,7 @@ from places import ROOT
 # section of docs/how-it-works.md that list them.
 ROADS = {
     "resume": ("ft_ckpt.runs.resume:resume_run", "Resume", "Resume"),
+    "publish": ("ft_ckpt.extensions.rl.publishing:publish", "Publish", "A publish"),
 }
 MAX_STEPS = 8
 ITEM = re.compile(r"^ *\d+\. `(\w+)`", re.MULTILINE)

@@ -21,7 +21,7 @@ from wrappers import fsdp2
 import ft_ckpt.storage.writer
 from ft_ckpt import CheckpointSaver, errors, latest, verify
 from ft_ckpt.checkpoint.stored_manifest import read_manifest
-from ft_ckpt.extensions.rl.session import SESSIONS
+from ft_ckpt.extensions.rl.session_files import SESSIONS
 from ft_ckpt.ranks.ranks import current_ranks
 from ft_ckpt.storage.place import open_place
 

@@ -20,8 +20,7 @@ from ft_ckpt.checkpoint.manifest import manifest_to_json
 from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import ConfigError, CorruptError, EngineError, NameTakenError
-from ft_ckpt.extensions.rl import PublishReport
-from ft_ckpt.extensions.rl.follow import follow_run
+from ft_ckpt.extensions.rl import PublishReport, follow_run
 from ft_ckpt.storage.digests import read_record
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import open_place

@@ -30,8 +30,7 @@ from ft_ckpt import CheckpointSaver, ServerOptions
 from ft_ckpt.checkpoint.manifest import manifest_to_json
 from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import ConfigError, EngineError, NotACheckpointError, RankError
-from ft_ckpt.extensions.rl import PublishReport
-from ft_ckpt.extensions.rl.follow import Publisher, follow_run
+from ft_ckpt.extensions.rl import Publisher, PublishReport, follow_run
 from ft_ckpt.integrations.trainer import FtCkptCallback
 from ft_ckpt.storage.place import Place, open_place
 

@@ -37,7 +37,7 @@ from ft_ckpt.errors import (
     TargetError,
     WriterError,
 )
-from ft_ckpt.extensions.rl.session import SESSIONS
+from ft_ckpt.extensions.rl.session_files import SESSIONS
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import open_place
 

@@ -2,8 +2,6 @@ from .exporting import (
     export as export,
 )
 from .follow import (
-    PendingPublish as PendingPublish,
-    Publisher as Publisher,
     follow_run as follow_run,
 )
 from .frontier import (
@@ -20,14 +18,20 @@ from .preflight import (
 from .publish_reports import (
     PublishReport as PublishReport,
 )
+from .publisher import (
+    PendingPublish as PendingPublish,
+    Publisher as Publisher,
+)
 from .publishing import (
     publish as publish,
 )
 from .session import (
-    LastCheckpoint as LastCheckpoint,
     OpenSession as OpenSession,
-    check_writer_names as check_writer_names,
     open_session as open_session,
+)
+from .session_files import (
+    LastCheckpoint as LastCheckpoint,
+    check_writer_names as check_writer_names,
     parts_of as parts_of,
 )
 from .writer import (

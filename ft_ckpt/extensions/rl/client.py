@@ -192,7 +192,9 @@ def _secrets_in(value: str) -> list[str]:
     """
     value = re.sub(r"^[A-Za-z]+ +", "", value.strip())
     words = re.split(r"[\s;,]+|(?<=\w)=(?=[^=])", value)  # no padding of base64
-    secrets = {value, *(word for word in words if len(word) > _SHORT)} - {""}
+    secrets = {word for word in words if len(word) > _SHORT}
+    if value:
+        secrets.add(value)
     return sorted(secrets, key=len, reverse=True)
 
 

@@ -96,7 +96,9 @@ def changed_pieces(path: str, new: DigestedFile, old: DigestedFile) -> Iterator[
                 changed_bytes += positions.size * (width + index.itemsize)
             if changed_bytes >= _PIECE_BYTES:
                 yield _piece(path, changes, piece_start, start + size)
-                changes, changed_bytes, piece_start = {}, 0, start + size
+                changes = {}
+                changed_bytes = 0
+                piece_start = start + size
     if changes:
         yield _piece(path, changes, piece_start, new.file.size_bytes)
 

@@ -1,111 +1,19 @@
-"""Publishes the checkpoints of a run when they are committed: from the training process, or from
-one that watches.
-"""
+"""Publishes the checkpoints of a run when they are committed, from a process that watches it."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
-from ft_ckpt.checkpoint import CheckpointInfo, in_run_order, open_checkpoint
-from ft_ckpt.errors import CheckpointError, ConfigError, TargetError, UnreadableError, listing
+from ft_ckpt.checkpoint import CheckpointInfo, in_run_order
+from ft_ckpt.errors import CheckpointError, ConfigError, TargetError, UnreadableError
 from ft_ckpt.extensions.rl.options import ServerOptions
 from ft_ckpt.extensions.rl.publish_reports import PublishReport
 from ft_ckpt.extensions.rl.publishing import publish
 from ft_ckpt.extensions.rl.servers import connect
-from ft_ckpt.jobs import BackgroundJob, JobQueue
-from ft_ckpt.messages import LOG, warn
+from ft_ckpt.messages import warn
 from ft_ckpt.runs import FOLLOW_SECONDS, CheckpointKey, key_of, looks, stop_on_signal
-from ft_ckpt.storage import Place, location_name, open_place
+from ft_ckpt.storage import Place, open_place
 
 _MAX_FAILURES = 2  # of one checkpoint, while all servers answer
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PendingPublish(BackgroundJob[PublishReport | None]):
-    """A publish in the background.
-
-    Its report is None if a newer checkpoint was waiting before it began.
-    """
-
-    urls: tuple[str, ...]
-    """The servers."""
-
-
-class Publisher:
-    """Publishes in the background, one checkpoint at a time; of several that wait, only the
-    newest.
-    """
-
-    def __init__(self, options: ServerOptions, after_resume: str = "resumed") -> None:
-        self.options, self.after_resume = options, after_resume
-        self.version: str | None = None  # of the last publish
-        self._queue = JobQueue()
-        self._pending: list[PendingPublish] = []
-        self._started = 0  # publishes
-
-    def begin(self, place: Place) -> PendingPublish:
-        """Publish the checkpoint at `place`, leased from now on.
-
-        An error is a warning, and raised by the handle.
-        """
-        path = place.location
-        stack = ExitStack()
-        try:
-            stack.enter_context(open_checkpoint(place))
-        except Exception as error:  # noqa: BLE001 - raised from the handle
-            self._warn_not_published(path, error)
-            failed: Future[PublishReport | None] = Future()
-            failed.set_exception(error)
-            return PendingPublish(path=path, future=failed, urls=self.options.url)
-        self._started += 1
-        number = self._started
-
-        def publish_held() -> PublishReport | None:
-            try:
-                with stack:
-                    if number < self._started:  # a newer one waits
-                        return None
-                    report = publish(place, self.options)
-            except BaseException as error:
-                self._warn_not_published(path, error)
-                raise
-            self.version = report.version
-            urls = ", ".join(self.options.url)
-            LOG.info("published %s as %s to %s", path, report.version, urls)
-            return report
-
-        future = self._queue.start(f"ft_ckpt-publish-{location_name(path)}", publish_held)
-        pending = PendingPublish(path=path, future=future, urls=self.options.url)
-        self._pending = [*(each for each in self._pending if not each.done), pending]
-        return pending
-
-    def end(self, *, wait_for: bool) -> None:
-        """Wait for all publishes if `wait_for`; warn of those not ended, which continue until the
-        process ends.
-        """
-        left = [pending for pending in self._pending if not pending.done]
-        if wait_for and left:
-            LOG.info(
-                "waiting until %s is published to %s",
-                location_name(left[-1].path),
-                ", ".join(self.options.url),
-            )
-            try:
-                wait([pending.future for pending in left])
-            finally:
-                left = [pending for pending in left if not pending.done]
-        if left:
-            warn(f"{listing([str(each.path) for each in left])}: not published yet", stacklevel=3)
-
-    def _warn_not_published(self, path: Path | str, error: BaseException) -> None:
-        option = " --delta" if self.options.delta else ""
-        warn(
-            f"{path}: not published: {error}; training goes on; run `ft-ckpt publish "
-            f"{path} {' '.join(self.options.url)}{option}` to try again",
-            stacklevel=3,
-        )
 
 
 class _Following:
@@ -119,13 +27,14 @@ class _Following:
         on_published: Callable[[PublishReport], object],
         on_trouble: Callable[[str], object],
     ) -> None:
-        self.options, self.on_published, self.on_trouble = options, on_published, on_trouble
+        self.options = options
+        self.on_published = on_published
+        self.on_trouble = on_trouble
         self.published = 0
         self.error: CheckpointError | None = None  # the newest since the last publish
         self._newest: CheckpointInfo | None = None  # of those that were published
-        self._settled: set[CheckpointKey] = (
-            set()
-        )  # published, skipped or obsolete: not published again
+        # published, skipped or obsolete: not published again
+        self._settled: set[CheckpointKey] = set()
         self._failures: dict[CheckpointKey, int] = {}
         self._skipped: set[str] = set()  # reported
         self._outages: set[str] = set()  # reported since the last publish
@@ -134,7 +43,8 @@ class _Following:
         """Publish the newest of `infos`, and settle it and all older ones."""
         if self._newest is not None:  # a sync brings the newest first
             ordered = in_run_order([*infos, self._newest])
-            self._settled |= {key_of(info) for info in ordered[: ordered.index(self._newest)]}
+            older = ordered[: ordered.index(self._newest)]
+            self._settled.update(key_of(info) for info in older)
         waiting = [info for info in infos if key_of(info) not in self._settled]
         if not waiting:
             return
@@ -150,7 +60,8 @@ class _Following:
         except CheckpointError as error:
             self._skip(info, error)
         else:
-            self._settled |= {key_of(older) for older in infos[: infos.index(info) + 1]}
+            published = infos[: infos.index(info) + 1]
+            self._settled.update(key_of(older) for older in published)
             self._newest = info
             self.published += 1
             self.error = None
@@ -182,8 +93,10 @@ class _Following:
         self._report_once(f"{info.path}: skipped: {error}", self._skipped)
 
     def _all_answer(self) -> bool:
+        if self.options.delta:
+            return True
         try:
-            for client in () if self.options.delta else self.options.clients():
+            for client in self.options.clients():
                 connect(client)
         except CheckpointError:
             return False
@@ -217,10 +130,9 @@ def follow_run(
     one.
     """
     following = _Following(options, on_published, on_trouble)
+    place = open_place(run).absolute
     with stop_on_signal() as stop:
-        for infos in looks(
-            open_place(run).absolute, idle_seconds, poll_seconds, stop, following.note
-        ):
+        for infos in looks(place, idle_seconds, poll_seconds, stop, following.note):
             following.visit(infos)
         if following.error is not None and not stop.is_set():
             raise following.error

@@ -10,24 +10,21 @@ checkpoint stores: samples in flight are stored like samples never taken.
 
 import hashlib
 import heapq
-import math
 import operator
 import secrets
-import struct
 import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, TicketError, listing
+from ft_ckpt.extensions.rl.shuffling import shuffled
 from ft_ckpt.messages import short
 
 _VERSION = 1  # of the state and of the shuffled order
 _ENDLESS = 1 << 62  # the end of the last epoch if there is no last epoch
-_ROUNDS = 4
 _PLAIN_IDS = {str, int, bytes}  # with a repr that is the same in every process and version
 _KEYS = ("version", "samples", "ids", "seed", "epochs", "low", "runs", "dropped")
 
@@ -110,8 +107,10 @@ class Frontier:
 
         Several threads may iterate.
         """
-        while ticket := self.take():
-            yield ticket[0]
+        tickets = self.take()
+        while tickets:
+            yield tickets[0]
+            tickets = self.take()
 
     def trained(self, *tickets: Ticket) -> None:
         """Settle samples that were trained; call it after their backward pass, before the
@@ -262,14 +261,17 @@ class Frontier:
         if number < self._end:
             spans.append((number, self._end))
         with self._changed:
-            self._open, self._in_flight, self._failures = spans, {}, {}
-            self._trained, self._dropped, self._token = trained, dropped, secrets.token_hex(4)
+            self._open = spans
+            self._in_flight = {}
+            self._failures = {}
+            self._trained, self._dropped = trained, dropped
+            self._token = secrets.token_hex(4)
             self._changed.notify_all()
 
     def _ticket(self, key: int) -> Ticket:
         epoch, index = divmod(key, self.samples)
         if self._seed is not None:
-            index = _shuffled(index, self.samples, self._seed, epoch)
+            index = shuffled(index, self.samples, self._seed, epoch)
         name = index if self._ids is None else self._ids[index]
         return Ticket(name, epoch, self._failures.get(key, 0) + 1, key, self._token)
 
@@ -466,43 +468,3 @@ def _digest_of(ids: Sequence[Any]) -> str:
             )
         digest.update(repr(block).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
-
-
-def _shuffled(position: int, count: int, seed: int, epoch: int) -> int:
-    """The index of the sample at a position of a shuffled epoch: a permutation of range(count),
-    without a list of it.
-
-    A Feistel network on a grid of at least `count` cells: position = high * width + low, and each
-    round adds to `high` a random number chosen by `low`, then to `low` one chosen by `high`. A
-    result beyond `count` is permuted again.
-    """
-    width, height, rounds = _random_rounds(count, seed, epoch)
-    while True:
-        high, low = divmod(position, width)
-        for of_low, of_high in rounds:
-            high = (high + of_low[low]) % height
-            low = (low + of_high[high]) % width
-        position = high * width + low
-        if position < count:
-            return position
-
-
-@lru_cache(maxsize=8)
-def _random_rounds(
-    count: int, seed: int, epoch: int
-) -> tuple[int, int, tuple[tuple[list[int], list[int]], ...]]:
-    """Width and height of the grid, and the numbers to add in each round: SHAKE-256 of
-    "seed/epoch/round".
-
-    About 8 * sqrt(count) numbers: 25,000 for 10 million samples.
-    """
-    width = math.isqrt(count - 1) + 1
-    height = -(-count // width)
-    rounds = []
-    for number in range(_ROUNDS):
-        stream = hashlib.shake_256(f"{seed}/{epoch}/{number}".encode()).digest(8 * (width + height))
-        values = struct.unpack(f"<{width + height}Q", stream)
-        of_low = [value % height for value in values[:width]]
-        of_high = [value % width for value in values[width:]]
-        rounds.append((of_low, of_high))
-    return width, height, tuple(rounds)

@@ -247,9 +247,9 @@ def _is_base(value: Any) -> bool:
 
 
 def _is_header_map(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(
-        isinstance(text, str) for text in [*value, *value.values()]
-    )
+    if not isinstance(value, Mapping):
+        return False
+    return all(isinstance(text, str) for text in [*value, *value.values()])
 
 
 def _one_of(name: str, choices: Sequence[str]) -> Rule:

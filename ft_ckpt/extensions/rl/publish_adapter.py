@@ -57,17 +57,15 @@ def publish_adapter(
     part: PublishedPart,
     file: TensorFile,
     uncompared: Mapping[str, str],
-    *,
-    has_version: bool,
 ) -> PublishReport:
     """Load the adapter on all servers and compare the answers; if one fails, unload it where it was
     new.
 
-    `uncompared`: by URL, why the base of a server was not compared. `has_version`: whether the
-    caller named the version.
+    `uncompared`: by URL, why the base of a server was not compared.
     """
     reference = _reference(part, file)
-    adapter = _Adapter(part.adapter_name, part.served_folder(), reference, has_version)
+    folder = part.served_folder()
+    adapter = _Adapter(part.adapter_name, folder, reference, part.has_given_version)
     targets = [_Target(server) for server in servers]
     problems = problems_on(targets, _prepare, adapter)
     if problems:

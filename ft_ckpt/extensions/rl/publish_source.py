@@ -71,6 +71,7 @@ class PublishedPart:
     checkpoint: OpenCheckpoint
     record: PartRecord
     options: ServerOptions
+    has_given_version: bool  # the caller has named the version
 
     @property
     def place(self) -> Place:
@@ -163,7 +164,8 @@ def open_part(
             raise CorruptError(
                 f"{checkpoint.path}: {listing(problems)}; not published, use another checkpoint"
             )
-        yield PublishedPart(checkpoint, _chosen_part(checkpoint, options), options)
+        record = _chosen_part(checkpoint, options)
+        yield PublishedPart(checkpoint, record, options, options.version is not None)
 
 
 def drop_rebuilt_entries(entry: Place, options: ServerOptions) -> None:
@@ -236,7 +238,7 @@ def _exported(part: PublishedPart, engine: str, stage: Path) -> Iterator[Publish
         export(part.path, folder, engine)
     options = replace(part.options, part=None, name=name, version=version)
     with open_part(open_place(folder), options) as exported:
-        yield exported
+        yield replace(exported, has_given_version=part.has_given_version)
 
 
 def _pull_to_stage(place: Place, stage: Path) -> Path:

@@ -1,8 +1,8 @@
 """Publish a committed checkpoint into running inference servers, and prove that they hold it."""
 
+import dataclasses
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from typing_extensions import Unpack
@@ -71,13 +71,10 @@ def publish(
     servers = [connect(client) for client in options.clients()]
     with open_published(place, servers, options) as part, part.opened_file() as file:
         uncompared = refuse_misread(servers, part, file)
-        if part.is_adapter:
-            has_version = options.version is not None
-            report = publish_adapter(servers, part, file, uncompared, has_version=has_version)
-        else:
-            report = publish_weights(servers, part, file)
+        report = publish_part(servers, part, file, uncompared)
     drop_rebuilt_entries(place, options)
-    return replace(report, path=place.location, seconds=time.monotonic() - start)
+    seconds = time.monotonic() - start
+    return dataclasses.replace(report, path=place.location, seconds=seconds)
 
 
 def append_to_chain(place: Place, options: ServerOptions) -> PublishReport:
@@ -123,6 +120,18 @@ def refuse_misread(
         distinct = list(dict.fromkeys(problems))
         raise LoadError(f"{part.checkpoint.path}: not published: {listing(distinct)}")
     return uncompared
+
+
+def publish_part(
+    servers: Sequence[Server],
+    part: PublishedPart,
+    file: TensorFile,
+    uncompared: Mapping[str, str],
+) -> PublishReport:
+    """Load the part on all servers and prove that they hold it, or restore them."""
+    if part.is_adapter:
+        return publish_adapter(servers, part, file, uncompared)
+    return publish_weights(servers, part, file)
 
 
 def _compare_base_of(server: Server, part: PublishedPart) -> tuple[list[str], str]:

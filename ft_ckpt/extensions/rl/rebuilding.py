@@ -167,11 +167,9 @@ def drop_rebuilt(chain: Place, folder: Path, keep: int = 2) -> None:
     for info in list_checkpoints(Place(LocalStore(folder))).found:
         path = folder / info.name
         entry = manifests.get(info.name)
-        if (
-            entry is not None
-            and is_staged(path)
-            and content_digest(info.manifest) == content_of(entry)
-        ):
+        if entry is None or not is_staged(path):
+            continue
+        if content_digest(info.manifest) == content_of(entry):
             rebuilt.append(path)
     remove_checkpoints(Place(LocalStore(folder)), rebuilt[:-keep], ())
 
@@ -256,8 +254,12 @@ class _RebuiltFile:
         pieces: Sequence[Readable],
         head: bytes | None,
     ) -> None:
-        self.name, self.where, self.size_bytes, self.version = name, where, size_bytes, base.version
-        self.base, self.stack = base, ExitStack()
+        self.name = name
+        self.where = where
+        self.size_bytes = size_bytes
+        self.version = base.version
+        self.base = base
+        self.stack = ExitStack()
         old_head = _head_of(base)
         self.head = old_head if head is None else head
         self.shift = len(self.head) - len(old_head)

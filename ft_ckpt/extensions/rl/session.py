@@ -1,52 +1,35 @@
-"""The session of a run: processes beside the trainer, its writers, hand in their parts of each
-checkpoint.
-
-It consists of files below the folder of the run, on a disk or in a bucket:
-
-    .ft_ckpt-writers/session.json              the open session; written by the trainer alone
-    .ft_ckpt-writers/TOKEN/joined/NAME         the mark of the process that is the writer NAME
-    .ft_ckpt-writers/TOKEN/STEP/NAME/...       the files that NAME hands in for STEP
-    .ft_ckpt-writers/TOKEN/STEP/NAME/HANDED    their list with digests, written last
-
-The trainer asks for a step in session.json, waits for HANDED of each writer, and takes the files
-into the stage of its save, below state/writers/NAME. So they are files of one checkpoint, which one
-manifest commits. Every start of the trainer, and every resume, opens a session with a new token:
-files of an earlier session are never used.
-
-The age of a mark is measured by the store's clock alone. Process liveness is decided as for other
-marks, see `guards`.
-"""
+"""The session of a run on the side of the trainer, see `session_files`."""
 
 import json
 import re
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ft_ckpt.checkpoint import (
-    ExclusiveLease,
-    Manifest,
-    load_manifest,
-    mark_holder,
-    may_live,
-    read_mark,
-    store_time,
-)
-from ft_ckpt.errors import (
-    CheckpointError,
-    ConfigError,
-    NameTakenError,
-    TargetError,
-    WriterError,
-    listing,
+from ft_ckpt.checkpoint import ExclusiveLease, load_manifest, mark_holder, read_mark
+from ft_ckpt.errors import CheckpointError, NameTakenError, TargetError, WriterError, listing
+from ft_ckpt.extensions.rl.session_files import (
+    HANDED,
+    PARTS,
+    SESSION,
+    HandedIn,
+    LastCheckpoint,
+    Session,
+    check_writer_names,
+    handed_folder,
+    is_open,
+    is_same_content,
+    mark_of,
+    pauses,
+    read_session,
+    sessions_of,
 )
 from ft_ckpt.messages import LOG
 from ft_ckpt.schema import FieldError, as_record
 from ft_ckpt.storage import (
-    PREFIX,
     FileRecord,
     LocalStore,
     Place,
@@ -54,139 +37,12 @@ from ft_ckpt.storage import (
     copy_object,
     is_gone,
     is_inside,
-    open_place,
     process_facts,
     read_record,
     read_text,
 )
 
-SESSIONS = f"{PREFIX}writers"  # folder in that of the run
-SESSION, HANDED = "session.json", "handed.json"
-PARTS = "state/writers"  # folder in a checkpoint
-STATE_FILE = "state.safetensors"  # of a writer's state, in its folder
-_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
-_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.005, 0.2  # between polls of a disk
-_BUCKET_PAUSE_SECONDS = 1.0
 _PROCESS_KEYS = ("host", "machine", "namespace", "pid", "started")  # that identify a process
-
-
-@dataclass(frozen=True)
-class LastCheckpoint:
-    """The checkpoint from which a process that joins now must continue."""
-
-    path: str  # its name in the folder of the run; its location if it is elsewhere
-    identity: str  # see OpenCheckpoint
-    step: int | None
-
-    def place(self, run: Place) -> Place:
-        """Its place, for a process that sees the run at `run`."""
-        return Place(run.folder, self.path) if "/" not in self.path else open_place(self.path)
-
-
-@dataclass(frozen=True)
-class Session:
-    """The contents of session.json."""
-
-    token: str
-    writers: tuple[str, ...]
-    optional: tuple[str, ...]  # a checkpoint may be committed without these
-    last: LastCheckpoint | None
-    asked: int | None = None  # the step whose state is requested
-
-    def group(self, name: str) -> tuple[str, ...]:
-        """The writers `name`-0, `name`-1, ..."""
-        member = re.compile(rf"{re.escape(name)}-\d+")
-        return tuple(writer for writer in self.writers if member.fullmatch(writer))
-
-
-@dataclass(frozen=True)
-class HandedIn:
-    """The contents of HANDED: the files of one writer for one step, or the error that one of its
-    functions raised.
-    """
-
-    # a `linked` file is not handed in: it equals that of the checkpoint `last`
-    files: tuple[FileRecord, ...] = ()
-    last: str | None = None  # path of that checkpoint, as in `LastCheckpoint`
-    error: str | None = None
-
-
-def room_of(run: Store) -> Store:
-    """The folder of the sessions of the run whose checkpoints are in `run`."""
-    return run.within(SESSIONS)
-
-
-def read_session(room: Store) -> Session | None:
-    """The session in session.json, which may have ended; None without one."""
-    with suppress(CheckpointError, FieldError, ValueError):
-        return as_record(json.loads(read_text(room, SESSION)), Session)
-    return None
-
-
-def mark_of(session: Session, name: str) -> str:
-    """The name of the mark of the writer `name`."""
-    return f"{session.token}/joined/{name}"
-
-
-def handed_folder(session: Session, step: int, name: str) -> str:
-    """The folder of the files that the writer `name` hands in for `step`."""
-    return f"{session.token}/{step}/{name}"
-
-
-def is_open(room: Store) -> bool:
-    """Whether the process that opened the session may be alive.
-
-    Writes an object to read the clock of the store.
-    """
-    if is_gone(read_mark(room, SESSION)):
-        return False
-    mark = room.stat(SESSION)
-    return mark is not None and may_live(room, mark, store_time(room))
-
-
-def pauses(store: Store) -> Iterator[float]:
-    """Seconds to sleep between polls of `store`, which grow to a limit."""
-    pause = _BUCKET_PAUSE_SECONDS if store.local_folder is None else _FIRST_PAUSE_SECONDS
-    while True:
-        yield pause
-        pause = max(pause, min(1.5 * pause, _MAX_PAUSE_SECONDS))
-
-
-def check_writer_names(names: Iterable[str]) -> None:
-    """Raise ConfigError for invalid or repeated names of writers, and for none."""
-    names = list(names)
-    wrong = [repr(name) for name in names if not isinstance(name, str) or not _NAME.fullmatch(name)]
-    wrong += sorted({f"{name!r} twice" for name in names if names.count(name) > 1})
-    if wrong or not names:
-        raise ConfigError(
-            f"writers: {listing(wrong, ', ') or 'none'}; expected names of letters, digits, '.', "
-            "'_' and '-', each once"
-        )
-
-
-def parts_of(manifest: Manifest) -> dict[str, tuple[FileRecord, ...]]:
-    """The files of each writer in a checkpoint, with paths relative to the writer's folder."""
-    parts: dict[str, tuple[FileRecord, ...]] = {}
-    for file in manifest.files:
-        if file.path.startswith(f"{PARTS}/"):
-            name, _, path = file.path.removeprefix(f"{PARTS}/").partition("/")
-            parts[name] = (*parts.get(name, ()), replace(file, path=path))
-    return parts
-
-
-def default_rule(parts: Sequence[str], writers: Sequence[str]) -> dict[str, list[str]]:
-    """The parts of a checkpoint that each writer of a group gets: those of its own name, the others
-    in turns.
-
-    With four parts and two writers, writer 0 gets parts 0 and 2, writer 1 gets parts 1 and 3.
-    """
-    assigned: dict[str, list[str]] = {}
-    for name in writers:
-        assigned[name] = [name] if name in parts else []
-    absent = [part for part in parts if part not in assigned]
-    for number, part in enumerate(absent):
-        assigned[writers[number % len(writers)]].append(part)
-    return assigned
 
 
 @dataclass(eq=False, kw_only=True)
@@ -207,24 +63,26 @@ class OpenSession:
     run: Place
     session: Session
     timeout_seconds: float
-    room: Store = field(init=False)
+    sessions: Store = field(init=False)
     _asked_at: float = 0.0
     _lease: "_SessionLease | None" = None
 
     def __post_init__(self) -> None:
-        self.room = room_of(self.run.folder)
+        self.sessions = sessions_of(self.run.folder)
 
     def open(self) -> None:
         """Write the session, and keep its mark alive.
 
         Raises TargetError while another process has one open.
         """
-        facts, process = read_mark(self.room, SESSION), process_facts()
+        facts, process = read_mark(self.sessions, SESSION), process_facts()
         is_of_process = all(facts.get(key) == process[key] for key in _PROCESS_KEYS)
-        if facts and not is_of_process and is_open(self.room):
+        if facts and not is_of_process and is_open(self.sessions):
             raise self._taken()
         self._delete_below("")  # of sessions that are over
-        self._lease = _SessionLease(self.room, SESSION, self.session.token, session=self.session)
+        self._lease = _SessionLease(
+            self.sessions, SESSION, self.session.token, session=self.session
+        )
         try:
             self._lease.put(create_only=True)
         except NameTakenError:
@@ -236,7 +94,7 @@ class OpenSession:
 
         Raises WriterError if another process has taken the run over.
         """
-        stored = read_session(self.room)
+        stored = read_session(self.sessions)
         if stored is not None and stored.token != self.session.token:
             raise WriterError(f"step {step}: {self._taken()}")
         self._asked_at = time.monotonic()
@@ -253,7 +111,7 @@ class OpenSession:
         records: list[FileRecord] = []
         notes: list[str] = []
         waiting = list(self.session.writers)
-        pause = pauses(self.room)
+        pause = pauses(self.sessions)
         while waiting:
             problems = self._absences(waiting)
             ready = self._ready(step)  # after the processes are checked: one may hand in and end
@@ -299,7 +157,7 @@ class OpenSession:
         asked = self.session.asked
         is_answered = asked == last.step
         self._write(replace(self.session, last=last, asked=None if is_answered else asked))
-        for folder in self.room.within(self.session.token).list_folder().folders:
+        for folder in self.sessions.within(self.session.token).list_folder().folders:
             is_step = folder.name.isdecimal()
             if is_step and last.step is not None and int(folder.name) < last.step:
                 self._delete_below(f"{self.session.token}/{folder.name}")
@@ -309,13 +167,14 @@ class OpenSession:
         if self._lease is not None:
             self._lease.stop()
         with suppress(CheckpointError):
-            stored = read_session(self.room)
+            stored = read_session(self.sessions)
             if stored is not None and stored.token == self.session.token:
                 self._delete_below("")
 
     def _taken(self) -> TargetError:
+        holder = mark_holder(self.sessions, SESSION)
         return TargetError(
-            f"{self.room.where(SESSION)}: {mark_holder(self.room, SESSION)} trains this run, or "
+            f"{self.sessions.where(SESSION)}: {holder} trains this run, or "
             "was killed less than ten minutes ago on another machine; end it, or use another folder"
         )
 
@@ -325,13 +184,13 @@ class OpenSession:
         self._lease.put()
 
     def _delete_below(self, folder: str) -> None:
-        if self.room.local_folder is not None:  # with drafts and folders of killed writers
-            LocalStore(self.room.local_folder / folder).delete_all()
+        if self.sessions.local_folder is not None:  # with drafts and folders of killed writers
+            LocalStore(self.sessions.local_folder / folder).delete_all()
         else:
-            self.room.delete([stored.name for stored in self.room.list(folder)])
+            self.sessions.delete([stored.name for stored in self.sessions.list(folder)])
 
     def _ready(self, step: int) -> set[str]:
-        below = self.room.within(f"{self.session.token}/{step}")
+        below = self.sessions.within(f"{self.session.token}/{step}")
         if below.local_folder is not None:
             names = [folder.name for folder in below.list_folder().folders]
             return {name for name in names if below.stat(f"{name}/{HANDED}") is not None}
@@ -343,9 +202,9 @@ class OpenSession:
         return ready
 
     def _why_ended(self, name: str) -> str:
-        if self.room.local_folder is None:
+        if self.sessions.local_folder is None:
             return ""
-        facts = read_mark(self.room, mark_of(self.session, name))
+        facts = read_mark(self.sessions, mark_of(self.session, name))
         if facts and is_gone(facts):
             return (
                 f"its process {facts.get('pid')} on {facts.get('host')} has ended; start it again"
@@ -354,10 +213,11 @@ class OpenSession:
 
     def _why_late(self, name: str) -> str:
         mark = mark_of(self.session, name)
-        if self.room.stat(mark) is None:
+        if self.sessions.stat(mark) is None:
             return f"has not joined within {self.timeout_seconds:g} s; start it, or invite others"
+        holder = mark_holder(self.sessions, mark)
         return (
-            f"{mark_holder(self.room, mark)} handed in nothing within {self.timeout_seconds:g} s; "
+            f"{holder} handed in nothing within {self.timeout_seconds:g} s; "
             "check that process, or give invite() a larger timeout_seconds"
         )
 
@@ -377,7 +237,7 @@ class OpenSession:
         """Take the files of one writer into the stage: their records, and the problem, if there is
         one.
         """
-        below = self.room.within(handed_folder(self.session, step, name))
+        below = self.sessions.within(handed_folder(self.session, step, name))
         try:
             handed = as_record(json.loads(read_text(below, HANDED)), HandedIn)
         except (FieldError, ValueError) as error:
@@ -415,11 +275,6 @@ def _is_whole(stage: Store, name: str, file: FileRecord) -> bool:
         return False
     # the commit of a bucket compares its objects
     return stage.local_folder is None or read_record(stage, name).digest == file.digest
-
-
-def is_same_content(record: FileRecord, other: FileRecord) -> bool:
-    """Whether two files have the same bytes, by their records."""
-    return (record.size_bytes, record.digest) == (other.size_bytes, other.digest)
 
 
 def open_session(
@@ -461,17 +316,12 @@ def _compare_with_parts(
         )
 
 
-def _without_group(names: Sequence[str], others: Collection[str], allowed: set[str]) -> list[str]:
-    """The names whose group is not among those of `others`, and that are not allowed."""
-    groups = {_group_of(name) for name in others}
+def _without_group(names: Sequence[str], members: Collection[str], allowed: set[str]) -> list[str]:
+    """The names whose group is not among those of `members`, and that are not allowed."""
+    groups = {_group_of(name) for name in members}
     missing = [name for name in names if _group_of(name) not in groups]
     return [name for name in missing if allowed.isdisjoint({name, _group_of(name)})]
 
 
 def _group_of(name: str) -> str:
     return re.sub(r"-\d+$", "", name)
-
-
-def handed_to_json(handed: HandedIn) -> bytes:
-    """The text of HANDED."""
-    return json.dumps(asdict(handed)).encode()

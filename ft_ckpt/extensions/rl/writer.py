@@ -4,15 +4,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ft_ckpt.checkpoint import (
     ExclusiveLease,
-    OpenCheckpoint,
     load_manifest,
     mark_holder,
     may_live,
@@ -30,7 +29,7 @@ from ft_ckpt.errors import (
     is_number,
     listing,
 )
-from ft_ckpt.extensions.rl.session import (
+from ft_ckpt.extensions.rl.session_files import (
     HANDED,
     PARTS,
     SESSION,
@@ -42,59 +41,34 @@ from ft_ckpt.extensions.rl.session import (
     handed_folder,
     handed_to_json,
     is_open,
-    is_same_content,
     mark_of,
     parts_of,
     pauses,
     read_session,
-    room_of,
+    sessions_of,
 )
-from ft_ckpt.extensions.tools import load, save
+from ft_ckpt.extensions.rl.writer_parts import (
+    Files,
+    Part,
+    copy_files,
+    is_committed,
+    load_states,
+    store_file,
+)
+from ft_ckpt.extensions.tools import save
 from ft_ckpt.messages import warn
 from ft_ckpt.storage import (
     FileRecord,
-    LocalStore,
     Place,
-    Store,
-    copy_object,
     is_gone,
     is_inside,
     make_like,
     open_place,
     read_record,
-    record_of,
 )
 
-Files = Mapping[str, str | os.PathLike[str] | bytes]
 Rule = Callable[[Sequence[str], Sequence[str]], Mapping[str, Sequence[str]]]
 _LIVE_SECONDS = 2.0  # between checks that the trainer's process is alive
-
-
-@dataclass(frozen=True)
-class Part:
-    """The part of a writer in a checkpoint."""
-
-    path: Path | str
-    """The checkpoint."""
-    step: int | None
-    """Its step."""
-    states: Mapping[str, Any] = field(repr=False)
-    """The states by the name of the writer that handed them in: usually one, with tensors on the
-    CPU.
-    """
-    files: Mapping[str, tuple[Path, ...]]
-    """The files, copied to the folder given to `resume`, by the name of the writer that handed them
-    in.
-    """
-
-    @property
-    def state(self) -> Any:
-        """The one state. Raises WriterError if there is none, or several."""
-        if len(self.states) != 1:
-            raise WriterError(
-                f"{self.path}: {len(self.states)} states ({', '.join(self.states)}); see `states`"
-            )
-        return next(iter(self.states.values()))
 
 
 class Writer:
@@ -136,7 +110,7 @@ class Writer:
         self.run = open_place(run).absolute
         self.name = name if index is None else f"{name}-{index}"
         self._group = None if index is None else name
-        self._room = room_of(self.run.folder)
+        self._sessions = sessions_of(self.run.folder)
         self._lock, self._over = threading.RLock(), threading.Event()
         self._session = self._await_session(session, timeout_seconds)
         self._lease = self._join()
@@ -197,12 +171,11 @@ class Writer:
             self._refuse_over()
             self._session = self._current() or self._session
             last = self._session.last
-            if step in self._handed or (
-                last is not None and last.step is not None and step <= last.step
-            ):
+            is_committed = last is not None and last.step is not None and step <= last.step
+            if step in self._handed or is_committed:
+                outcome = "handed in" if step in self._handed else "committed"
                 raise WriterError(
-                    f"step {step}: {'handed in' if step in self._handed else 'committed'} before "
-                    "by the run; hand in each step once, in order"
+                    f"step {step}: {outcome} before by the run; hand in each step once, in order"
                 )
             self._hand_in(step, state, files or {})
 
@@ -238,14 +211,14 @@ class Writer:
             for name in names:
                 stored.update(f"{PARTS}/{name}/{path}" for path in paths[name])
             checkpoint.refuse_damaged(stored)
-            has_files = any(path != STATE_FILE for path in chain.from_iterable(paths.values()))
-            states = _load_states(checkpoint, paths)
-            if has_files and folder is None:
+            all_paths = set(chain.from_iterable(paths.values()))
+            states = load_states(checkpoint, paths)
+            if all_paths - {STATE_FILE} and folder is None:
                 raise WriterError(
                     f"{checkpoint.location}: the part of {self.name} has files; give "
                     "resume() a folder for them"
                 )
-            files = _copy_files(checkpoint, paths, Path(str(folder)))
+            files = copy_files(checkpoint, paths, Path(str(folder)))
             return Part(checkpoint.location, checkpoint.manifest.step, states, files)
 
     def close(self) -> None:
@@ -265,10 +238,10 @@ class Writer:
 
     def _await_session(self, token: str | None, timeout_seconds: float) -> Session:
         deadline = time.monotonic() + timeout_seconds
-        pause = pauses(self._room)
+        pause = pauses(self._sessions)
         while True:
-            session = read_session(self._room)
-            if session is not None and token in (None, session.token) and is_open(self._room):
+            session = read_session(self._sessions)
+            if session is not None and token in (None, session.token) and is_open(self._sessions):
                 if self.name not in session.writers:
                     raise WriterError(
                         f"{self.run}: writer {self.name} is not invited, "
@@ -278,7 +251,7 @@ class Writer:
                 return session
             if time.monotonic() > deadline:
                 raise WriterError(
-                    f"{self._room.where(SESSION)}: no trainer has invited writers "
+                    f"{self._sessions.where(SESSION)}: no trainer has invited writers "
                     f"within {timeout_seconds:g} s; call CheckpointSaver.invite "
                     "there, and give both the same folder"
                 )
@@ -286,14 +259,14 @@ class Writer:
 
     def _join(self) -> ExclusiveLease:
         mark = mark_of(self._session, self.name)
-        lease = ExclusiveLease(self._room, mark)
+        lease = ExclusiveLease(self._sessions, mark)
         try:
             lease.put(create_only=True)
         except NameTakenError:
-            stored = self._room.stat(mark)
-            if stored is not None and may_live(self._room, stored, store_time(self._room)):
+            stored = self._sessions.stat(mark)
+            if stored is not None and may_live(self._sessions, stored, store_time(self._sessions)):
                 raise WriterError(
-                    f"{self.run}: writer {self.name} is {mark_holder(self._room, mark)}; use "
+                    f"{self.run}: writer {self.name} is {mark_holder(self._sessions, mark)}; use "
                     "another name"
                 ) from None
             lease.put()
@@ -317,10 +290,10 @@ class Writer:
 
         If it is over, ends this writer and raises WriterError.
         """
-        session = read_session(self._room)
+        session = read_session(self._sessions)
         if session is not None and session.token == self._session.token:
             return session
-        if session is not None or self._room.stat(SESSION) is None:
+        if session is not None or self._sessions.stat(SESSION) is None:
             # A resuming trainer has no session for a moment, so an end cannot be told from a new
             # start here.
             self._end("the trainer has ended or begun anew")
@@ -343,7 +316,7 @@ class Writer:
 
     def _watch(self) -> None:
         """Follow the session, and hand in what is provided when the trainer asks."""
-        pause = pauses(self._room)
+        pause = pauses(self._sessions)
         version = ""  # of the session that was read last
         checked_at = time.monotonic()
         while not self._over.wait(next(pause)):
@@ -351,16 +324,16 @@ class Writer:
             try:
                 if now > checked_at + _LIVE_SECONDS:
                     checked_at = now
-                    if is_gone(read_mark(self._room, SESSION)):
+                    if is_gone(read_mark(self._sessions, SESSION)):
                         self._end("the trainer's process has ended")
                         return
-                stored = self._room.stat(SESSION)
+                stored = self._sessions.stat(SESSION)
                 if stored is None or stored.version != version:
                     self._session = self._current() or self._session
                     version = "" if stored is None else stored.version
                 step = self.asked
                 if step is not None and self._provided is not None:
-                    pause = pauses(self._room)
+                    pause = pauses(self._sessions)
                     self._hand_in_provided(step, *self._provided)
             except WriterError:
                 return
@@ -383,7 +356,7 @@ class Writer:
                 else:
                     reason = "its state or files function raised"
                 handed = HandedIn(error=f"{reason} {type(error).__name__}: {error}")
-                store = self._room.within(handed_folder(self._session, step, self.name))
+                store = self._sessions.within(handed_folder(self._session, step, self.name))
                 store.write(HANDED, handed_to_json(handed))
                 self._handed.add(step)
                 warn(f"step {step}: writer {self.name} handed in nothing: {error!r}", stacklevel=2)
@@ -401,7 +374,7 @@ class Writer:
                 f"step {step}: {listing(wrong, ', ')}: no path for a file of a "
                 "part; use another name"
             )
-        store = self._room.within(handed_folder(self._session, step, self.name))
+        store = self._sessions.within(handed_folder(self._session, step, self.name))
         make_like(store, self.run.folder)
         store = store.unsynced  # the commit of the trainer makes the files durable
         committed = self._in_last_checkpoint()
@@ -409,12 +382,12 @@ class Writer:
         if state is not None:
             save(state, Place(store, STATE_FILE))
             record = read_record(store, STATE_FILE)
-            if _is_committed(record, committed):
+            if is_committed(record, committed):
                 store.delete([STATE_FILE])
                 record = replace(record, linked=True)
             records.append(record)
         for path, source in files.items():
-            records.append(_store_file(store, path, source, committed))
+            records.append(store_file(store, path, source, committed))
         last = self._session.last
         handed = HandedIn(tuple(records), None if last is None else last.path)
         store.write(HANDED, handed_to_json(handed))
@@ -429,62 +402,3 @@ class Writer:
             manifest = load_manifest(last.place(self.run).folder)
             return {file.path: file for file in parts_of(manifest).get(self.name, ())}
         return {}
-
-
-def _is_committed(record: FileRecord, committed: Mapping[str, FileRecord]) -> bool:
-    """Whether the last checkpoint has the file with the same bytes."""
-    file = committed.get(record.path)
-    return file is not None and is_same_content(file, record)
-
-
-def _store_file(
-    store: Store,
-    path: str,
-    source: str | os.PathLike[str] | bytes,
-    committed: Mapping[str, FileRecord],
-) -> FileRecord:
-    if isinstance(source, bytes):
-        record = record_of(path, source)
-        if _is_committed(record, committed):
-            return replace(record, linked=True)
-        store.write(path, source)
-        return record
-    place = open_place(source)
-    record = replace(read_record(place.store, place.name), path=path)
-    if _is_committed(record, committed):
-        return replace(record, linked=True)
-    with closing(place.open()) as opened:  # a copy: the process may change its file later
-        copy_object(opened, store, path)
-    return read_record(store, path)
-
-
-def _load_states(checkpoint: OpenCheckpoint, paths: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """The states in the parts of a checkpoint, whose files have these `paths`."""
-    states = {}
-    for name in paths:
-        if STATE_FILE in paths[name]:
-            place = Place(checkpoint.store, f"{PARTS}/{name}/{STATE_FILE}")
-            states[name] = load(place, map_location="cpu", mapped=False)
-    return states
-
-
-def _copy_files(
-    checkpoint: OpenCheckpoint, paths: Mapping[str, Sequence[str]], folder: Path
-) -> dict[str, tuple[Path, ...]]:
-    """Copy the files of parts, but their states, into `folder`/NAME: all, or none."""
-    copied: dict[str, tuple[Path, ...]] = {}
-    with ExitStack() as undo:
-        for name in paths:
-            goal = folder / name
-            copied[name] = tuple(goal / path for path in paths[name] if path != STATE_FILE)
-            for path in paths[name]:
-                if path == STATE_FILE:
-                    continue
-                with closing(checkpoint.store.open(f"{PARTS}/{name}/{path}")) as opened:
-                    copy_object(opened, LocalStore(goal), path)
-                undo.callback((goal / path).unlink, missing_ok=True)
-        undo.pop_all()
-    return copied
-
-
-__all__ = ["Part", "Writer"]

@@ -51,7 +51,7 @@ def hub_errors(where: str, *, writing: bool, failed: str = "not pushed") -> Iter
         raise
     except HUB_ERRORS as error:
         clean_causes(error)
-        raise _as_ours(where, error, failed if writing else None) from error
+        raise _converted(where, error, failed if writing else None) from error
 
 
 @contextmanager
@@ -90,10 +90,11 @@ def hub_status(error: BaseException | None) -> int | None:
     """The HTTP status of an error or its causes, if any."""
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", None)
-        if status is None and (found := _XET_STATUS.search(str(error))):
-            status = found[1]
         if status is not None:
             return int(status)
+        in_text = _XET_STATUS.search(str(error))
+        if in_text is not None:
+            return int(in_text[1])
         error = error.__cause__ or error.__context__
     return None
 
@@ -103,12 +104,12 @@ def is_transient(error: BaseException) -> bool:
     have succeeded.
     """
     status = hub_status(error)
-    return (
-        isinstance(error, HTTP_ERROR) if status is None else status in (409, 412) or status >= 500
-    )
+    if status is None:
+        return isinstance(error, HTTP_ERROR)
+    return status in (409, 412) or status >= 500
 
 
-def _as_ours(where: str, error: BaseException, failed: str | None) -> CheckpointError:
+def _converted(where: str, error: BaseException, failed: str | None) -> CheckpointError:
     text = f"{where}: {failed or 'not read'} ({_hub_reason(error)}); {_advice(error)}"
     if isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError)) and failed is None:
         return MissingError(text)
@@ -119,10 +120,9 @@ def _hub_reason(error: BaseException) -> str:
     """The client's message and its cause, in one line of at most 400 characters."""
     words = " ".join(str(error).split()) or shown(error)
     cause = error.__cause__
-    below = (
-        "" if cause is None or hub_status(error) is None else f"; {' '.join(str(cause).split())}"
-    )
-    return f"{words}{below}"[:400].rstrip(".")
+    if cause is not None and hub_status(error) is not None:
+        words += f"; {' '.join(str(cause).split())}"
+    return words[:400].rstrip(".")
 
 
 def _advice(error: BaseException) -> str:

@@ -42,7 +42,8 @@ def cache_folder() -> Path:
     """The folder of the cache: FT_CKPT_CACHE, else ft_ckpt in HF_HOME, where Hugging Face libraries
     keep models.
     """
-    if folder := os.environ.get(_FOLDER):
+    folder = os.environ.get(_FOLDER)
+    if folder:
         return Path(folder)
     home = Path(constants.HF_HOME)
     if home.parts[:1] == ("~",):  # of a user that the system does not list, without HOME

@@ -1,0 +1,166 @@
+"""The session of a run: processes beside the trainer, its writers, hand in their parts of each
+checkpoint.
+
+It consists of files below the folder of the run, on a disk or in a bucket:
+
+    .ft_ckpt-writers/session.json              the open session; written by the trainer alone
+    .ft_ckpt-writers/TOKEN/joined/NAME         the mark of the process that is the writer NAME
+    .ft_ckpt-writers/TOKEN/STEP/NAME/...       the files that NAME hands in for STEP
+    .ft_ckpt-writers/TOKEN/STEP/NAME/HANDED    their list with digests, written last
+
+The trainer asks for a step in session.json, waits for HANDED of each writer, and takes the files
+into the stage of its save, below state/writers/NAME. So they are files of one checkpoint, which one
+manifest commits. Every start of the trainer, and every resume, opens a session with a new token:
+files of an earlier session are never used.
+
+The age of a mark is measured by the store's clock alone. Process liveness is decided as for other
+marks, see `guards`.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+
+from ft_ckpt.checkpoint import Manifest, may_live, read_mark, store_time
+from ft_ckpt.errors import CheckpointError, ConfigError, listing
+from ft_ckpt.schema import FieldError, as_record
+from ft_ckpt.storage import PREFIX, FileRecord, Place, Store, is_gone, open_place, read_text
+
+SESSIONS = f"{PREFIX}writers"  # folder in that of the run
+SESSION, HANDED = "session.json", "handed.json"
+PARTS = "state/writers"  # folder in a checkpoint
+STATE_FILE = "state.safetensors"  # of a writer's state, in its folder
+_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
+_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.005, 0.2  # between polls of a disk
+_BUCKET_PAUSE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class LastCheckpoint:
+    """The checkpoint from which a process that joins now must continue."""
+
+    path: str  # its name in the folder of the run; its location if it is elsewhere
+    identity: str  # see OpenCheckpoint
+    step: int | None
+
+    def place(self, run: Place) -> Place:
+        """Its place, for a process that sees the run at `run`."""
+        return Place(run.folder, self.path) if "/" not in self.path else open_place(self.path)
+
+
+@dataclass(frozen=True)
+class Session:
+    """The contents of session.json."""
+
+    token: str
+    writers: tuple[str, ...]
+    optional: tuple[str, ...]  # a checkpoint may be committed without these
+    last: LastCheckpoint | None
+    asked: int | None = None  # the step whose state is requested
+
+    def group(self, name: str) -> tuple[str, ...]:
+        """The writers `name`-0, `name`-1, ..."""
+        member = re.compile(rf"{re.escape(name)}-\d+")
+        return tuple(writer for writer in self.writers if member.fullmatch(writer))
+
+
+@dataclass(frozen=True)
+class HandedIn:
+    """The contents of HANDED: the files of one writer for one step, or the error that one of its
+    functions raised.
+    """
+
+    # a `linked` file is not handed in: it equals that of the checkpoint `last`
+    files: tuple[FileRecord, ...] = ()
+    last: str | None = None  # path of that checkpoint, as in `LastCheckpoint`
+    error: str | None = None
+
+
+def sessions_of(run: Store) -> Store:
+    """The folder of the sessions of the run whose checkpoints are in `run`."""
+    return run.within(SESSIONS)
+
+
+def read_session(sessions: Store) -> Session | None:
+    """The session in session.json, which may have ended; None without one."""
+    with suppress(CheckpointError, FieldError, ValueError):
+        return as_record(json.loads(read_text(sessions, SESSION)), Session)
+    return None
+
+
+def mark_of(session: Session, name: str) -> str:
+    """The name of the mark of the writer `name`."""
+    return f"{session.token}/joined/{name}"
+
+
+def handed_folder(session: Session, step: int, name: str) -> str:
+    """The folder of the files that the writer `name` hands in for `step`."""
+    return f"{session.token}/{step}/{name}"
+
+
+def is_open(sessions: Store) -> bool:
+    """Whether the process that opened the session may be alive.
+
+    Writes an object to read the clock of the store.
+    """
+    if is_gone(read_mark(sessions, SESSION)):
+        return False
+    mark = sessions.stat(SESSION)
+    return mark is not None and may_live(sessions, mark, store_time(sessions))
+
+
+def pauses(store: Store) -> Iterator[float]:
+    """Seconds to sleep between polls of `store`, which grow to a limit."""
+    pause = _BUCKET_PAUSE_SECONDS if store.local_folder is None else _FIRST_PAUSE_SECONDS
+    while True:
+        yield pause
+        pause = max(pause, min(1.5 * pause, _MAX_PAUSE_SECONDS))
+
+
+def check_writer_names(names: Iterable[str]) -> None:
+    """Raise ConfigError for invalid or repeated names of writers, and for none."""
+    names = list(names)
+    wrong = [repr(name) for name in names if not isinstance(name, str) or not _NAME.fullmatch(name)]
+    wrong += sorted({f"{name!r} twice" for name in names if names.count(name) > 1})
+    if wrong or not names:
+        raise ConfigError(
+            f"writers: {listing(wrong, ', ') or 'none'}; expected names of letters, digits, '.', "
+            "'_' and '-', each once"
+        )
+
+
+def parts_of(manifest: Manifest) -> dict[str, tuple[FileRecord, ...]]:
+    """The files of each writer in a checkpoint, with paths relative to the writer's folder."""
+    parts: dict[str, tuple[FileRecord, ...]] = {}
+    for file in manifest.files:
+        if file.path.startswith(f"{PARTS}/"):
+            name, _, path = file.path.removeprefix(f"{PARTS}/").partition("/")
+            parts[name] = (*parts.get(name, ()), replace(file, path=path))
+    return parts
+
+
+def default_rule(parts: Sequence[str], writers: Sequence[str]) -> dict[str, list[str]]:
+    """The parts of a checkpoint that each writer of a group gets: those of its own name, the others
+    in turns.
+
+    With four parts and two writers, writer 0 gets parts 0 and 2, writer 1 gets parts 1 and 3.
+    """
+    assigned: dict[str, list[str]] = {}
+    for name in writers:
+        assigned[name] = [name] if name in parts else []
+    absent = [part for part in parts if part not in assigned]
+    for number, part in enumerate(absent):
+        assigned[writers[number % len(writers)]].append(part)
+    return assigned
+
+
+def is_same_content(record: FileRecord, other: FileRecord) -> bool:
+    """Whether two files have the same bytes, by their records."""
+    return (record.size_bytes, record.digest) == (other.size_bytes, other.digest)
+
+
+def handed_to_json(handed: HandedIn) -> bytes:
+    """The text of HANDED."""
+    return json.dumps(asdict(handed)).encode()

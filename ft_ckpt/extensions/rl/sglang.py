@@ -1,0 +1,101 @@
+"""The endpoints of SGLang, which other servers have, too."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ft_ckpt.errors import EngineError
+from ft_ckpt.extensions.rl.client import Answer, Client
+from ft_ckpt.extensions.rl.server_answers import (
+    Served,
+    digests_of,
+    says_loaded,
+    says_not_loaded,
+    served_models,
+    weight_version_at,
+)
+
+# Retracted requests are recomputed from their tokens; "in_place" would keep the cache of the old
+# weights
+_MODES = {"wait": "retract", "keep": "retract", "abort": "abort"}
+
+
+@dataclass(frozen=True)
+class SGLang:
+    """A server of SGLang, or one with its endpoints."""
+
+    client: Client
+    version: str
+    engine: str = field(default="SGLang", init=False)
+
+    def served(self) -> Served:
+        return served_models(self.client)
+
+    def model_name(self, base: str, adapter: str) -> str:
+        return f"{base}:{adapter}"  # the base answers a name without a colon
+
+    def load_adapter(self, name: str, path: str) -> bool:
+        body = {"lora_name": name, "lora_path": path}
+        answer = self._post(
+            "/load_lora_adapter", f"adapter {name!r} from {path}", body, passes=says_loaded
+        )
+        return not says_loaded(answer)
+
+    def unload_adapter(self, name: str) -> None:
+        # asked even if its list has no such adapter: it may be loaded all the same
+        body = {"lora_name": name}
+        self._post(
+            "/unload_lora_adapter", f"unloading adapter {name!r}", body, passes=says_not_loaded
+        )
+
+    def weight_version(self) -> str | None:
+        return weight_version_at(
+            self.client, "/get_weight_version", "/model_info", "/get_model_info"
+        )
+
+    def set_weight_version(self, version: str) -> None:
+        body = {"new_version": version, "abort_all_requests": False}
+        self._post("/update_weight_version", "its version", body)
+
+    def is_paused(self) -> bool:
+        return False
+
+    def pause(self, in_flight: str) -> None:
+        self._post("/pause_generation", "pausing", {"mode": _MODES[in_flight]})
+
+    def resume(self) -> None:
+        self._post("/continue_generation", "resuming")
+
+    def load_weights(self, path: str) -> None:
+        body = {
+            "model_path": path,
+            "flush_cache": True,
+            "abort_all_requests": False,
+            "keep_pause": True,
+        }
+        self._post("/update_weights_from_disk", f"weights from {path}", body)
+
+    def drop_caches(self) -> None:
+        """Nothing to do: loading weights drops the caches, and those of adapters are keyed by load,
+        not by name.
+        """
+
+    def digests(self) -> Mapping[str, str] | None:
+        answer = self.client.post("/weights_checker", {"action": "checksum"})
+        # 400: it has no such action
+        return None if answer.status == 400 else digests_of(self.client, answer)
+
+    def _post(
+        self,
+        path: str,
+        action: str,
+        body: Mapping[str, Any] | None = None,
+        passes: Callable[[Answer], bool] = lambda _: False,
+    ) -> Answer:
+        answer = self.client.post(path, body)
+        if passes(answer):
+            return answer
+        document = self.client.expect(answer, action).document
+        if isinstance(document, dict) and document.get("success") is False:
+            raise EngineError(f"{self.client.url}: {action}: refused: {answer.quoted}")
+        return answer

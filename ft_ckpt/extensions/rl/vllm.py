@@ -1,0 +1,108 @@
+"""The endpoints of vLLM."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ft_ckpt.errors import EngineError
+from ft_ckpt.extensions.rl.client import Answer, Client
+from ft_ckpt.extensions.rl.server_answers import (
+    Served,
+    digests_of,
+    is_object,
+    says_loaded,
+    served_models,
+    weight_version_at,
+)
+
+
+@dataclass(frozen=True)
+class VLLM:
+    """A server of vLLM."""
+
+    client: Client
+    version: str
+    engine: str = field(default="vLLM", init=False)
+
+    def served(self) -> Served:
+        return served_models(self.client)
+
+    def model_name(self, base: str, adapter: str) -> str:
+        return adapter
+
+    def load_adapter(self, name: str, path: str) -> bool:
+        # "load_inplace" reads the disk at each step, and a reused name answers from the old cache
+        body = {"lora_name": name, "lora_path": path}
+        answer = self._post(
+            "/v1/load_lora_adapter", f"adapter {name!r} from {path}", body, passes=says_loaded
+        )
+        return answer.is_success
+
+    def unload_adapter(self, name: str) -> None:
+        answer = self.client.post("/v1/unload_lora_adapter", {"lora_name": name})
+        if answer.status != 404:
+            self.client.expect(answer, f"unloading adapter {name!r}")
+
+    def weight_version(self) -> str | None:
+        return weight_version_at(self.client, "/weight_info")
+
+    def set_weight_version(self, version: str) -> None:
+        self._post("/update_weight_version", "its version", {"new_version": version})
+
+    def is_paused(self) -> bool:
+        answer = self.client.get("/is_paused")
+        if not answer.is_absent:
+            self.client.expect(answer, "whether it is paused")
+        return is_object(answer) and answer.document.get("is_paused") is True
+
+    def pause(self, in_flight: str) -> None:
+        self._post("/pause", "pausing", mode=in_flight)
+
+    def resume(self) -> None:
+        answer = self.client.post("/resume")
+        # without the endpoints it cannot have been paused
+        if not answer.is_absent or self.is_paused():
+            self.client.expect(answer, "resuming")
+
+    def load_weights(self, path: str) -> None:
+        arguments = {"weights_path": path, "is_checkpoint_format": True}
+        self._post(
+            "/collective_rpc",
+            f"weights from {path}",
+            {"method": "reload_weights", "kwargs": arguments},
+        )
+        self.drop_caches()
+
+    def drop_caches(self) -> None:
+        # blocks of requests kept by a pause are dropped and recomputed, too
+        for path in ("/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"):
+            answer = self.client.post(path, reset_running_requests="true")
+            if not answer.is_absent:  # versions differ in these endpoints
+                self.client.expect(answer, f"dropping its caches ({path})")
+            if is_object(answer) and answer.document.get("success") is False:
+                raise EngineError(
+                    f"{self.client.url}: {path}: not dropped; it would answer from the old weights"
+                )
+
+    def digests(self) -> Mapping[str, str] | None:
+        answer = self.client.post("/weight_checker", {"action": "checksum"})
+        return digests_of(self.client, answer)
+
+    def _post(
+        self,
+        path: str,
+        action: str,
+        body: Mapping[str, Any] | None = None,
+        passes: Callable[[Answer], bool] = lambda _: False,
+        **query: str,
+    ) -> Answer:
+        answer = self.client.post(path, body, **query)
+        if passes(answer):
+            return answer
+        if answer.status == 404 and answer.document in (None, {"detail": "Not Found"}):
+            raise EngineError(
+                f"{self.client.url}: {action}: it has no {path}; start vLLM with --enable-lora and "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True for adapters, with "
+                "VLLM_SERVER_DEV_MODE=1 for weights"
+            )
+        return self.client.expect(answer, action)

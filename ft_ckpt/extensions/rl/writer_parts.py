@@ -1,0 +1,108 @@
+"""The part of a writer in a checkpoint: read for a resume, stored for a hand-over."""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ft_ckpt.checkpoint import OpenCheckpoint
+from ft_ckpt.errors import WriterError
+from ft_ckpt.extensions.rl.session_files import PARTS, STATE_FILE, is_same_content
+from ft_ckpt.extensions.tools import load
+from ft_ckpt.storage import (
+    FileRecord,
+    LocalStore,
+    Place,
+    Store,
+    copy_object,
+    open_place,
+    read_record,
+    record_of,
+)
+
+Files = Mapping[str, str | os.PathLike[str] | bytes]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a writer in a checkpoint."""
+
+    path: Path | str
+    """The checkpoint."""
+    step: int | None
+    """Its step."""
+    states: Mapping[str, Any] = field(repr=False)
+    """The states by the name of the writer that handed them in: usually one, with tensors on the
+    CPU.
+    """
+    files: Mapping[str, tuple[Path, ...]]
+    """The files, copied to the folder given to `resume`, by the name of the writer that handed them
+    in.
+    """
+
+    @property
+    def state(self) -> Any:
+        """The one state. Raises WriterError if there is none, or several."""
+        if len(self.states) != 1:
+            raise WriterError(
+                f"{self.path}: {len(self.states)} states ({', '.join(self.states)}); see `states`"
+            )
+        return next(iter(self.states.values()))
+
+
+def is_committed(record: FileRecord, committed: Mapping[str, FileRecord]) -> bool:
+    """Whether the last checkpoint has the file with the same bytes."""
+    file = committed.get(record.path)
+    return file is not None and is_same_content(file, record)
+
+
+def store_file(
+    store: Store,
+    path: str,
+    source: str | os.PathLike[str] | bytes,
+    committed: Mapping[str, FileRecord],
+) -> FileRecord:
+    if isinstance(source, bytes):
+        record = record_of(path, source)
+        if is_committed(record, committed):
+            return replace(record, linked=True)
+        store.write(path, source)
+        return record
+    place = open_place(source)
+    record = replace(read_record(place.store, place.name), path=path)
+    if is_committed(record, committed):
+        return replace(record, linked=True)
+    with closing(place.open()) as opened:  # a copy: the process may change its file later
+        copy_object(opened, store, path)
+    return read_record(store, path)
+
+
+def load_states(checkpoint: OpenCheckpoint, paths: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """The states in the parts of a checkpoint, whose files have these `paths`."""
+    states = {}
+    for name in paths:
+        if STATE_FILE in paths[name]:
+            place = Place(checkpoint.store, f"{PARTS}/{name}/{STATE_FILE}")
+            states[name] = load(place, map_location="cpu", mapped=False)
+    return states
+
+
+def copy_files(
+    checkpoint: OpenCheckpoint, paths: Mapping[str, Sequence[str]], folder: Path
+) -> dict[str, tuple[Path, ...]]:
+    """Copy the files of parts, but their states, into `folder`/NAME: all, or none."""
+    copied: dict[str, tuple[Path, ...]] = {}
+    with ExitStack() as undo:
+        for name in paths:
+            goal = folder / name
+            copied[name] = tuple(goal / path for path in paths[name] if path != STATE_FILE)
+            for path in paths[name]:
+                if path == STATE_FILE:
+                    continue
+                with closing(checkpoint.store.open(f"{PARTS}/{name}/{path}")) as opened:
+                    copy_object(opened, LocalStore(goal), path)
+                undo.callback((goal / path).unlink, missing_ok=True)
+        undo.pop_all()
+    return copied

@@ -1,0 +1,121 @@
+"""Pushes of a Trainer: its checkpoints and the model that it has saved, with its card."""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+from transformers.trainer_utils import HubStrategy, SaveStrategy
+from transformers.utils import PushInProgress
+
+from ft_ckpt.checkpoint import CARD_NAME
+from ft_ckpt.extensions.transfer import HubPlace, PendingPush, PushOptions, PushReport, begin_push
+from ft_ckpt.storage import LocalStore, files_made_by
+
+_FOLDER_OF_LAST = "last-checkpoint"  # as the Trainer names it
+
+
+def push_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
+    """Start to push a checkpoint by `hub_strategy`; while the last push is running, only if
+    `hub_always_push`.
+    """
+    args, strategy = trainer.args, trainer.args.hub_strategy
+    if not trainer.is_world_process_zero() or strategy == HubStrategy.END:
+        return
+    if not args.hub_always_push and _is_pushing(trainer):
+        return
+    trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
+    by_step = args.save_strategy == SaveStrategy.STEPS
+    place = f"step {trainer.state.global_step}" if by_step else f"epoch {int(trainer.state.epoch)}"
+    message = f"Training in progress, {place}"  # the Trainer's own message
+    pushes = [_start_hub_push(trainer, checkpoint, "", message)]
+    if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+        folder = _FOLDER_OF_LAST if strategy == HubStrategy.CHECKPOINT else checkpoint.name
+        pushes.append(
+            _start_hub_push(trainer, checkpoint, folder, f"{message}, checkpoint", state=True)
+        )
+    _note_pushes(trainer, pushes)
+
+
+def push_saved(
+    trainer: Trainer,
+    message: str | None,
+    card_options: Mapping[str, Any],
+    *,
+    blocking: bool,
+    token: str | None,
+    revision: str | None,
+) -> "PushReport | Future[PushReport]":
+    """Push the files that `save_model` wrote to the output folder, with the Trainer's card for
+    `card_options`.
+
+    Waits for the running push first. Raises the errors of `push`; without `blocking` its future
+    does.
+    """
+    folder = Path(trainer.args.output_dir)
+    card = _trainer_card(trainer, folder, card_options)
+    trainer._finish_current_push()
+    push = _start_hub_push(trainer, folder, "", message, card=card, token=token, revision=revision)
+    if blocking:
+        return push.result()
+    _note_pushes(trainer, [push])
+    return push.future
+
+
+def _trainer_card(trainer: Trainer, saved: Path, options: Mapping[str, Any]) -> str | None:
+    """The text of the Trainer's card.
+
+    It is made in a scratch folder: the saved card is part of a checkpoint.
+    """
+    tags = options.get("tags") or ()
+    tags = [tags] if isinstance(tags, str) else list(tags)
+    tags += getattr(trainer.model, "model_tags", None) or ()
+    repo_name = (trainer.args.hub_model_id or saved.absolute().name).split("/")[-1]
+    arguments = {**options, "model_name": options.get("model_name") or repo_name}
+    if tags:
+        arguments["tags"] = list(dict.fromkeys(tags))
+    before = LocalStore(saved).read(CARD_NAME) if LocalStore(saved).stat(CARD_NAME) else None
+
+    def make_card(place: Path) -> None:
+        if before is not None:
+            LocalStore(place).write(CARD_NAME, before)
+        output_dir, trainer.args.output_dir = trainer.args.output_dir, str(place)
+        try:
+            trainer.create_model_card(**arguments)
+        finally:
+            trainer.args.output_dir = output_dir
+
+    card = files_made_by(make_card).get(CARD_NAME)
+    return None if card is None else card.decode()
+
+
+def _start_hub_push(
+    trainer: Trainer,
+    checkpoint: Path,
+    folder: str,
+    message: str | None,
+    *,
+    token: str | None = None,
+    revision: str | None = None,
+    **more: Any,
+) -> PendingPush:
+    args, config = trainer.args, trainer.ft_ckpt.config
+    place = HubPlace(trainer.hub_model_id, revision or args.hub_revision or "main", folder)
+    options = PushOptions(
+        token=token or args.hub_token, base_id=config.base_id, message=message, **more
+    )
+    return begin_push(checkpoint, place.url, options)
+
+
+def _note_pushes(trainer: Trainer, pushes: list[PendingPush]) -> None:
+    """Register running pushes with the Trainer, which waits for them at the end of training."""
+    jobs = [push.future for push in pushes]
+    if _is_pushing(trainer):
+        trainer.push_in_progress.jobs.extend(jobs)
+    else:
+        trainer.push_in_progress = PushInProgress(jobs)
+
+
+def _is_pushing(trainer: Trainer) -> bool:
+    return trainer.push_in_progress is not None and not trainer.push_in_progress.is_done()
