@@ -23,10 +23,11 @@ def dtype_of(name: str) -> torch.dtype:
 
 def all_finite(data: torch.Tensor) -> bool:
     """Whether no element is NaN or infinity, in any dtype; `torch.isfinite` takes few of 8 bits."""
-    # has neither
-    if not (data.is_floating_point() or data.is_complex()) or data.dtype == torch.float4_e2m1fn_x2:
+    can_be_infinite = data.is_floating_point() or data.is_complex()
+    if not can_be_infinite or data.dtype == torch.float4_e2m1fn_x2:
         return True
-    return bool(torch.isfinite(data if data.dtype.itemsize > 1 else data.float()).all())
+    values = data if data.dtype.itemsize > 1 else data.float()
+    return bool(torch.isfinite(values).all())
 
 
 def is_within(data: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -38,12 +39,10 @@ def is_within(data: torch.Tensor, dtype: torch.dtype) -> bool:
     """
     if not data.numel() or not (dtype.is_floating_point or dtype.is_complex):
         return True
-    values = (
-        torch.view_as_real(data)
-        if data.is_complex()
-        else data
-        if data.dtype.itemsize > 1
-        else data.float()
-    )
+    values = data
+    if data.is_complex():
+        values = torch.view_as_real(data)
+    elif data.dtype.itemsize == 1:
+        values = data.float()
     low, high = map(float, torch.aminmax(values))
     return max(-low, high) <= torch.finfo(dtype).max

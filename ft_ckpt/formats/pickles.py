@@ -2,8 +2,7 @@
 looked up, or run.
 
 `unpickle` reads bare pickles: the metadata of torch.distributed.checkpoint, leaves of Cerebras
-files. Torch files are read by `torch.load`, to which `torch_file` gives values and stand-ins of
-this module.
+files. Torch files are read by `torch.load`, which gets values and stand-ins of this module.
 """
 
 import codecs
@@ -41,9 +40,9 @@ class StandIn(metaclass=Sealed):
     state: Any
 
     def __new__(cls, *args: Any, **named: Any) -> "StandIn":
-        made = object.__new__(cls)
-        made.args, made.state = (*args, *named.values()), None
-        return made
+        instance = object.__new__(cls)
+        instance.args, instance.state = (*args, *named.values()), None
+        return instance
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -61,12 +60,8 @@ def stand_in(full_name: str) -> type[StandIn]:
 _make_scalar = np.float32(0).__reduce__()[0]
 # Globals that give plain values. All are classes and functions in C, which no pickle can modify.
 PLAIN_VALUES: Mapping[str, Any] = {
-    **{f"builtins.{made.__name__}": made for made in (complex, set, frozenset, bytes, bytearray)},
-    **{
-        f"torch.{name}": value
-        for name, value in vars(torch).items()
-        if isinstance(value, torch.dtype)
-    },
+    **{f"builtins.{kind.__name__}": kind for kind in (complex, set, frozenset, bytes, bytearray)},
+    **{f"torch.{name}": dtype for name, dtype in vars(torch).items() if type(dtype) is torch.dtype},
     "_codecs.encode": codecs.encode,
     "collections.OrderedDict": OrderedDict,
     "torch.device": torch.device,

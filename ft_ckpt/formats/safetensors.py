@@ -27,7 +27,7 @@ from ft_ckpt.storage import Readable, is_utf8, read_range
 # names that end in ".position_ids" if it has position ids. For other models it lists the name as
 # unexpected, and ignores it.
 HELPER = "__hdf5__.rotary_emb.inv_freq.position_ids"
-_MOST_HEADER_BYTES = 100_000_000  # the safetensors format's own bound
+_MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own bound
 NAMES = {  # torch name: name in the file, narrowest first, in the reference writer's order
     "bool": "BOOL",
     "uint8": "U8",
@@ -49,7 +49,8 @@ NAMES = {  # torch name: name in the file, narrowest first, in the reference wri
     "int64": "I64",
     "uint64": "U64",
 }
-_TAKEN = ("__metadata__", HELPER)
+_RESERVED = ("__metadata__", HELPER)
+Shape = tuple[int, ...]
 _NAME = attrgetter("name")
 _RANK = {name: index for index, name in enumerate(NAMES)}
 _TORCH_NAMES = {stored: name for name, stored in NAMES.items()}
@@ -64,15 +65,54 @@ def lay_out_safetensors(
 
     Raises SelectionError naming unsupported dtypes, reserved names, and texts that are not Unicode.
     """
-    stored_texts = [*(spec.name for spec in specs), *ties, *metadata, *metadata.values()]
-    if not is_utf8("".join(stored_texts)):  # one check for all
-        broken = [repr(text) for text in stored_texts if not is_utf8(text)]
+    _refuse_texts([*(spec.name for spec in specs), *ties, *metadata, *metadata.values()])
+    _refuse_specs(specs)
+    ordered = sorted(sorted(specs, key=_NAME), key=lambda spec: -_RANK[spec.dtype])
+    header = bytearray(8) + b"{"
+    if metadata or ties:
+        notes = json.dumps({**metadata, **ties}, ensure_ascii=False, separators=(",", ":"))
+        header += f'"__metadata__":{notes},'.encode()
+    # The entries are put together as text: objects for 100,000 tensors would take more time and
+    # memory than the rest. Kinds of tensors are few, even for many tensors.
+    kinds: dict[tuple[Shape, str], tuple[str, int]] = {}
+    offsets = []
+    end = 0
+    for spec in ordered:
+        kind = (spec.shape, spec.dtype)
+        if kind not in kinds:
+            kinds[kind] = (_kind_text(spec), spec.size_bytes)
+        text, size_bytes = kinds[kind]
+        start = end
+        end += size_bytes
+        offsets.append(start)
+        name = encode_basestring(spec.name)
+        header += f'{name}:{{{text},"data_offsets":[{start},{end}]}},'.encode()
+    if header.endswith(b","):
+        header.pop()
+    header += b"}"
+    header += b" " * (-len(header) % 8)
+    header[:8] = (len(header) - 8).to_bytes(8, "little")
+    starts = tuple(len(header) + offset for offset in offsets)
+    return Layout(bytes(header), tuple(ordered), starts, len(header) + end)
+
+
+def _kind_text(spec: Spec) -> str:
+    """The dtype and the shape in the entry of a tensor."""
+    return f'"dtype":"{NAMES[spec.dtype]}","shape":[{",".join(map(str, spec.shape))}]'
+
+
+def _refuse_texts(texts: Sequence[str]) -> None:
+    if is_utf8("".join(texts)):  # one check for all
+        return
+    broken = [repr(text) for text in texts if not is_utf8(text)]
+    raise SelectionError(f"{listing(broken, ', ')}: safetensors files take Unicode only; rename it")
+
+
+def _refuse_specs(specs: Sequence[Spec]) -> None:
+    reserved = [spec.name for spec in specs if spec.name in _RESERVED]
+    if reserved:
         raise SelectionError(
-            f"{listing(broken, ', ')}: safetensors files take Unicode only; rename it"
-        )
-    if taken := [spec.name for spec in specs if spec.name in _TAKEN]:
-        raise SelectionError(
-            f"{listing(taken, ', ')}: safetensors files keep this name for themselves; rename it"
+            f"{listing(reserved, ', ')}: safetensors files keep this name for themselves; rename it"
         )
     foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in NAMES]
     if foreign:
@@ -80,34 +120,6 @@ def lay_out_safetensors(
             f"{listing(foreign, ', ')}: safetensors has no such type; convert it, or leave it out "
             "of the model's state dict (persistent=False)"
         )
-    ordered = sorted(sorted(specs, key=_NAME), key=lambda spec: -_RANK[spec.dtype])
-    notes = json.dumps({**metadata, **ties}, ensure_ascii=False, separators=(",", ":"))
-    header = bytearray(8) + b"{"
-    if metadata or ties:
-        header += f'"__metadata__":{notes},'.encode()
-    kinds = {(spec.shape, spec.dtype): spec for spec in ordered}  # few, even for many tensors
-    texts = {
-        kind: (
-            f'"dtype":"{NAMES[spec.dtype]}","shape":[{",".join(map(str, spec.shape))}]',
-            spec.size_bytes,
-        )
-        for kind, spec in kinds.items()
-    }
-    begin, offsets = 0, []
-    # as text: objects for 100,000 tensors would take more time and memory than the rest
-    for spec in ordered:
-        text, size_bytes = texts[spec.shape, spec.dtype]
-        offsets.append(begin)
-        begin += size_bytes
-        span = f'"data_offsets":[{offsets[-1]},{begin}]'
-        header += f"{encode_basestring(spec.name)}:{{{text},{span}}},".encode()
-    if header.endswith(b","):
-        header.pop()
-    header += b"}"
-    header += b" " * (-len(header) % 8)
-    header[:8] = (len(header) - 8).to_bytes(8, "little")
-    starts = tuple(len(header) + offset for offset in offsets)
-    return Layout(bytes(header), tuple(ordered), starts, len(header) + begin)
 
 
 class HeaderEntry(NamedTuple):
@@ -147,7 +159,7 @@ def begins_with_header(head: bytes) -> bool:
     """Whether `head`, at least the first 9 bytes of a file, begins with a length and a header of
     that format.
     """
-    return head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= _MOST_HEADER_BYTES
+    return head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= _MAX_HEADER_BYTES
 
 
 def parse_header(
@@ -159,32 +171,35 @@ def parse_header(
     other.
     """
     length = int.from_bytes(read(0, 8), "little")
-    if not 2 <= length <= min(_MOST_HEADER_BYTES, file_bytes - 8):
+    if not 2 <= length <= min(_MAX_HEADER_BYTES, file_bytes - 8):
         raise CorruptError(f"a header of {length:,} bytes in a file of {file_bytes:,}")
     text = bytes(read(8, length))
+    data_start = 8 + length
     try:
         rows = json.loads(text)
         metadata = {str(key): str(value) for key, value in rows.pop("__metadata__", {}).items()}
-        tensors = {name: _header_entry(row, 8 + length) for name, row in rows.items()}
+        tensors = {name: _header_entry(row, data_start) for name, row in rows.items()}
     except (AttributeError, CorruptError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise CorruptError(f"malformed header ({shown(error)})") from error
-    at = 8 + length
+    end = data_start
     for name, entry in sorted(tensors.items(), key=lambda item: item[1][2:]):
-        if entry.start != at:
+        if entry.start != end:
             raise CorruptError(
                 f"{name}: bytes {entry.start:,} to {entry.end:,}, the tensor "
-                f"before it ends at {at:,}"
+                f"before it ends at {end:,}"
             )
-        at = entry.end
-    if at != file_bytes:
-        kind = "truncated" if file_bytes < at else "bytes after its last tensor"
-        raise CorruptError(f"{kind}: {file_bytes:,} bytes, but its header describes {at:,}")
+        end = entry.end
+    if end != file_bytes:
+        kind = "truncated" if file_bytes < end else "bytes after its last tensor"
+        raise CorruptError(f"{kind}: {file_bytes:,} bytes, but its header describes {end:,}")
     return SafetensorsHeader(tensors, metadata)
 
 
 def _header_entry(row: Mapping[str, Any], data_start: int) -> HeaderEntry:
-    dtype, shape = str(_TORCH_NAMES.get(row["dtype"], row["dtype"])), checked_sizes(row["shape"])
+    dtype = str(_TORCH_NAMES.get(row["dtype"], row["dtype"]))
+    shape = checked_sizes(row["shape"])
     start, end = checked_sizes(row["data_offsets"])
-    if end < start or (dtype in ITEM_BYTES and end - start != Spec("", shape, dtype).size_bytes):
+    is_of_size = dtype not in ITEM_BYTES or end - start == Spec("", shape, dtype).size_bytes
+    if end < start or not is_of_size:
         raise CorruptError(f"{dtype} {list(shape)} at bytes {start:,} to {end:,}")
     return HeaderEntry(dtype, shape, data_start + start, data_start + end)

@@ -6,6 +6,7 @@ For every format.
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from huggingface_hub import split_state_dict_into_shards_factory
 
@@ -16,36 +17,37 @@ def split_into_files(
     specs: Mapping[str, Spec],
     stem: str,
     suffix: str,
-    most_bytes: int,
+    max_bytes: int,
     separate: frozenset[str] = frozenset(),
 ) -> dict[str, list[str]]:
     """The tensors of each file by its name, split as transformers would: in their order, at most
-    `most_bytes` each.
+    `max_bytes` each.
 
-    Tensors in `separate` come first, in files without others. A tensor larger than `most_bytes` has
+    Tensors in `separate` come first, in files without others. A tensor larger than `max_bytes` has
     its own file.
     """
     sizes = {name: spec.size_bytes for name, spec in specs.items()}
-    if not separate and sum(sizes.values()) <= most_bytes:
+    if not separate and sum(sizes.values()) <= max_bytes:
         return {f"{stem}{suffix}": list(specs)}
-    groups = [
-        {name: size for name, size in sizes.items() if (name in separate) == first}
-        for first in (True, False)
-    ]
-    splits = [
-        split_state_dict_into_shards_factory(
-            group, get_storage_size=int, filename_pattern="{suffix}", max_shard_size=most_bytes
-        )
-        for group in groups
-        if group
-    ]
-    shards = [tensors for split in splits for tensors in split.filename_to_tensors.values()]
+    separate_sizes = {name: size for name, size in sizes.items() if name in separate}
+    other_sizes = {name: size for name, size in sizes.items() if name not in separate}
+    shards = [*_split(separate_sizes, max_bytes), *_split(other_sizes, max_bytes)]
     if len(shards) < 2:
         return {f"{stem}{suffix}": list(specs)}
-    return {
-        f"{stem}-{i:05d}-of-{len(shards):05d}{suffix}": tensors
-        for i, tensors in enumerate(shards, 1)
-    }
+    files = {}
+    for number, names in enumerate(shards, 1):
+        files[f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}"] = names
+    return files
+
+
+def _split(sizes: dict[str, Any], max_bytes: int) -> list[list[str]]:
+    """The names in each shard."""
+    if not sizes:
+        return []
+    split = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern="{suffix}", max_shard_size=max_bytes
+    )
+    return list(split.filename_to_tensors.values())
 
 
 def shard_index(
@@ -56,6 +58,10 @@ def shard_index(
     """The text of the index of several files: the file of each tensor, and of each alias in
     `ties`.
     """
-    places = {tensor: name for name, tensors in files.items() for tensor in tensors}
-    places |= {alias: places[kept] for alias, kept in ties.items()}
-    return json.dumps({"metadata": totals, "weight_map": places}, indent=2, sort_keys=True) + "\n"
+    weight_map: dict[str, str] = {}
+    for file, names in files.items():
+        weight_map.update(dict.fromkeys(names, file))
+    for alias, name in ties.items():
+        weight_map[alias] = weight_map[name]
+    document = {"metadata": totals, "weight_map": weight_map}
+    return json.dumps(document, indent=2, sort_keys=True) + "\n"

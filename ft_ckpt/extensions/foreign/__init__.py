@@ -1,6 +1,7 @@
-"""Files of other programs: PyTorch, DCP, Lightning, Accelerate, Keras, flax, orbax, TensorFlow.
+"""Files of other programs: PyTorch, DCP, Lightning, Accelerate, flax, orbax, TensorFlow.
 
-Nothing here runs what a file contains. Begin at `torch_file`, then read one other, `lightning`.
+Nothing here runs what a file contains. Begin at `formats`; then read one, `lightning`. Files of
+torch have a module each for loading (`torch_file`), checksums, values, tensors, layout and saving.
 """
 
 import lazy_loader

@@ -31,8 +31,18 @@ from ft_ckpt.formats import (
 from ft_ckpt.storage import Place, Store, check_files_inside, is_inside
 
 METADATA = ".metadata"
-_CLASSES = {  # that a `.metadata` names, by module
-    "torch.distributed.checkpoint.metadata": (
+
+
+def _stand_ins(module: str, *names: str) -> dict[str, type[StandIn]]:
+    full_names = [f"{module}.{name}" for name in names]
+    return {full_name: stand_in(full_name) for full_name in full_names}
+
+
+_PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+_GLOBALS = {  # that a `.metadata` may name
+    **PLAIN_VALUES,
+    **_stand_ins(
+        "torch.distributed.checkpoint.metadata",
         "BytesStorageMetadata",
         "ChunkStorageMetadata",
         "Metadata",
@@ -42,14 +52,11 @@ _CLASSES = {  # that a `.metadata` names, by module
         "TensorStorageMetadata",
         "_MEM_FORMAT_ENCODING",
     ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
-    # of Python 3.13
-    "pathlib._local": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
+    **_stand_ins("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    **_stand_ins("torch.serialization", "_get_layout"),
+    **_stand_ins("pathlib", *_PATHS),
+    **_stand_ins("pathlib._local", *_PATHS),  # of Python 3.13
 }
-_NAMES = [f"{module}.{name}" for module, names in _CLASSES.items() for name in names]
-_GLOBALS = {**PLAIN_VALUES, **{full_name: stand_in(full_name) for full_name in _NAMES}}
 Offsets = tuple[int, ...]
 # what is stored for a tensor, by its name and the offsets of the box
 _Infos = dict[tuple[str, Offsets | None], Any]

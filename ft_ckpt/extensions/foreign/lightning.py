@@ -135,19 +135,19 @@ def open_lightning_folder(place: Place) -> TensorView | None:
 def _module_weights(folder: TensorFile) -> TensorView:
     """The weights in a sharded checkpoint under the names of the module."""
     names: dict[str, str] = {}
-    others = Counter[str]()
+    skipped_counts = Counter[str]()
     for stored_name in folder.specs:
         key, _, name = stored_name.partition(".")
         if key in _SHARDED_WEIGHTS and name:
             names[name] = stored_name
         else:
-            others[key] += 1
+            skipped_counts[key] += 1
     if not names:
         raise LoadError(
             f"{_META}: no weights of Lightning beside it, expected "
             f"{' or '.join(_SHARDED_WEIGHTS)}.* tensors"
         )
-    skipped = [f"{key}: {count} tensors" for key, count in others.items()]
+    skipped = [f"{key}: {count} tensors" for key, count in skipped_counts.items()]
     skipped += [*folder.skipped, f"{_META}: the state of the training"]
     return TensorView.of_file(folder, names, skipped=skipped)
 

@@ -77,10 +77,10 @@ def open_keras_archive(raw: RawFile, verify: bool = False) -> IndexedFile:
     with damaged_input(f"{raw.name}: an archive of Keras"):
         archive = zipfile.ZipFile(FileStream(raw))
         names = archive.namelist()
-        others = [name for name in names if name not in (_INNER, _CONFIG, _FACTS)]
+        unread = [name for name in names if name not in (_INNER, _CONFIG, _FACTS)]
         if _INNER not in names:
             raise LoadError(
-                f"{raw.name}: no {_INNER} in it, but {listing(others, ', ') or 'nothing'}; save it "
+                f"{raw.name}: no {_INNER} in it, but {listing(unread, ', ') or 'nothing'}; save it "
                 "again with Keras"
             )
         damaged = archive.testzip()
@@ -102,7 +102,7 @@ def open_keras_archive(raw: RawFile, verify: bool = False) -> IndexedFile:
                 f"{_INNER}: other names than those of a model's variables; use another copy"
             )
         named = _named_file(file, _Naming(naming.paths, metadata))
-    named.skipped = (*named.skipped, *(f"{name}: a file of the archive" for name in others))
+    named.skipped = (*named.skipped, *(f"{name}: a file of the archive" for name in unread))
     return named
 
 
