@@ -103,21 +103,21 @@ def fill_tensor(tensor: WantedTensor) -> int:
     return sum(map(_fill_box, tensor.in_boxes()))
 
 
-def _fill_box(wanted: WantedBox) -> int:
+def _fill_box(target: WantedBox) -> int:
     """Returns the number of bytes read."""
-    if _is_expanded(wanted.local):
-        return _fill_expanded(wanted)
+    if _is_expanded(target.local):
+        return _fill_expanded(target)
     first, stop = 0, 1
-    if wanted.view:
-        first = wanted.box.offsets[0]
-        stop = first + wanted.box.sizes[0]
-    row_numel = math.prod(wanted.view[1:])
-    step = max(1, _SLICE_BYTES // max(1, row_numel * wanted.dtype.itemsize))
+    if target.view:
+        first = target.box.offsets[0]
+        stop = first + target.box.sizes[0]
+    row_numel = math.prod(target.view[1:])
+    step = max(1, _SLICE_BYTES // max(1, row_numel * target.dtype.itemsize))
     size_bytes = 0
     for low in range(first, stop, step):
         high = min(low + step, stop)
-        data = wanted.file.read(wanted.name, low * row_numel, high * row_numel)
-        put_rows(wanted, low, data.view(-1, *wanted.view[1:]))
+        data = target.file.read(target.name, low * row_numel, high * row_numel)
+        put_rows(target, low, data.view(-1, *target.view[1:]))
         size_bytes += data.nbytes
     return size_bytes
 
@@ -150,14 +150,14 @@ class _RowsLanding:
     dtype.
     """
 
-    wanted: WantedBox
+    target: WantedBox
     low: int = 0  # rows of the box that are done
     filled: int = 0  # bytes in the stage
     stage: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
 
     def put(self, data: Tensor) -> None:
-        wanted, rows_of_box = self.wanted, self.wanted.box.sizes[0]
-        row_bytes = math.prod(wanted.view[1:]) * wanted.dtype.itemsize
+        target, rows_of_box = self.target, self.target.box.sizes[0]
+        row_bytes = math.prod(target.view[1:]) * target.dtype.itemsize
         step = max(1, _STAGE_BYTES // row_bytes)
         while data.numel():
             rows = min(step, rows_of_box - self.low)
@@ -168,37 +168,37 @@ class _RowsLanding:
             copy_bytes(self.stage, self.filled, data[:count])
             data, self.filled = data[count:], self.filled + count
             if self.filled == rows * row_bytes:
-                whole = self.stage[: self.filled].view(wanted.dtype).view(rows, *wanted.view[1:])
-                put_rows(wanted, wanted.box.offsets[0] + self.low, whole)
+                whole = self.stage[: self.filled].view(target.dtype).view(rows, *target.view[1:])
+                put_rows(target, target.box.offsets[0] + self.low, whole)
                 self.low, self.filled = self.low + rows, 0
                 if self.low == rows_of_box:
                     self.stage = self.stage.new_empty(0)
 
 
-def put_rows(wanted: WantedBox, low: int, rows: Tensor) -> None:
+def put_rows(target: WantedBox, low: int, rows: Tensor) -> None:
     """Copy consecutive whole rows of the tensor, from row `low` on, into the box; rows outside of
     it are ignored.
     """
-    box = wanted.box
-    if not wanted.view:
-        wanted.local.copy_(rows.reshape(()))
+    box = target.box
+    if not target.view:
+        target.local.copy_(rows.reshape(()))
         return
     first = box.offsets[0]
     begin, end = max(low, first), min(low + rows.shape[0], first + box.sizes[0])
     if begin < end:
         part = rows[begin - low : end - low]
-        for dim in range(1, len(wanted.view)):
+        for dim in range(1, len(target.view)):
             part = part.narrow(dim, box.offsets[dim], box.sizes[dim])
-        wanted.local[begin - first : end - first].copy_(part)
+        target.local[begin - first : end - first].copy_(part)
 
 
-def _landings_of_box(wanted: WantedBox) -> dict[ByteRun, Landing] | None:
+def _landings_of_box(target: WantedBox) -> dict[ByteRun, Landing] | None:
     """The byte ranges of this rank's box and their landings; None if it must be read through the
     file's format.
     """
-    local, box, view = wanted.local, wanted.box, wanted.view
-    has_dtype, item_bytes = local.dtype == wanted.dtype, wanted.dtype.itemsize
-    run = whole_run(wanted.file, wanted.name)
+    local, box, view = target.local, target.box, target.view
+    has_dtype, item_bytes = local.dtype == target.dtype, target.dtype.itemsize
+    run = whole_run(target.file, target.name)
     if run is None or type(local) not in PLAIN or _is_expanded(local):
         return None
     if not view and not has_dtype:
@@ -213,12 +213,12 @@ def _landings_of_box(wanted: WantedBox) -> dict[ByteRun, Landing] | None:
     if local.is_contiguous() and has_dtype and is_long:
         for number, first in enumerate(_run_starts(box, view, last_cut)):
             start = run.start + first * item_bytes
-            piece = ByteRun(wanted.name, run.file, start, run_bytes)
+            piece = ByteRun(target.name, run.file, start, run_bytes)
             landings[piece] = StraightLanding(local, number * run_bytes)
         return landings
     row_bytes = math.prod(view[1:]) * item_bytes
     start, size_bytes = run.start + box.offsets[0] * row_bytes, box.sizes[0] * row_bytes
-    landings[ByteRun(wanted.name, run.file, start, size_bytes)] = _RowsLanding(wanted)
+    landings[ByteRun(target.name, run.file, start, size_bytes)] = _RowsLanding(target)
     return landings
 
 
@@ -258,19 +258,19 @@ def _is_expanded(local: Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in pairs)
 
 
-def _fill_expanded(wanted: WantedBox) -> int:
+def _fill_expanded(target: WantedBox) -> int:
     """Fill each memory location once.
 
     Raises LoadError if the elements that share it differ in the file.
     """
-    local = wanted.local
+    local = target.local
     whole = torch.empty(local.shape, dtype=local.dtype, device="cpu")
-    size_bytes = _fill_box(replace(wanted, local=whole))
+    size_bytes = _fill_box(replace(target, local=whole))
     once = tuple(slice(1) if stride == 0 else slice(None) for stride in local.stride())
     expanded = whole[once].expand(local.shape).contiguous()
     if not torch.equal(expanded.view(-1).view(torch.uint8), whole.view(-1).view(torch.uint8)):
         raise LoadError(
-            f"{wanted.name}: elements share memory here (made by expand), and differ in the "
+            f"{target.name}: elements share memory here (made by expand), and differ in the "
             "checkpoint"
         )
     local[once].copy_(whole[once])

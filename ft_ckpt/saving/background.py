@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from itertools import count
 from typing import ParamSpec, TypeVar
 from weakref import WeakSet
@@ -124,34 +124,42 @@ class SaveRunner:
             self.snapshot.begin_copies(snapshot.now, snapshot.late)
         try:
             copies = gather_for_writers(snapshot, ranks)
-            self._channel = self._channel or f"background-{next(_channels)}"
-            ranks = current_ranks(context.config.enter_timeout_seconds, self._channel)
-            config = context.config
-            if snapshot.gathers:  # digests of earlier files need the elements of all ranks
-                config = replace(config, reuse_frozen="off")
-            in_thread = replace(context, ranks=ranks, config=config)
-
-            def take_copies() -> SaveRequest:
-                try:
-                    copies.update(self.snapshot.finish_copies())
-                finally:
-                    yield_to_training()  # after the copies: the optimizer waits for them
-                beginning.raise_error()
-                return request
-
-            # the thread takes the copies before it reads from them
-            sources = SnapshotSources(copies, snapshot.gathered_keys)
-            from_copies = replace(attempt, make_request=take_copies, sources=sources)
-
-            def save_snapshot() -> SaveReport:
-                time.sleep(_LAG_SECONDS)
-                return run_save(from_copies, in_thread)
-
-            self.future = self.queue.start("ft_ckpt-save", save_snapshot)
+            # the thread takes the copies, as its first step, before it reads from them
+            from_copies = replace(
+                attempt,
+                make_request=partial(self._take_copies, request, copies, beginning),
+                sources=SnapshotSources(copies, snapshot.gathered_keys),
+            )
+            in_thread = self._context_of_thread(context, snapshot)
+            save = partial(_save_after_lag, from_copies, in_thread)
+            self.future = self.queue.start("ft_ckpt-save", save)
             return PendingSave(path=request.target.location, future=self.future)
         except BaseException:
             self.snapshot.drop_copies()
             raise
+
+    def _context_of_thread(self, context: SaveContext, snapshot: SnapshotPlan) -> SaveContext:
+        """The context with a channel for the agreements of the thread."""
+        config = context.config
+        self._channel = self._channel or f"background-{next(_channels)}"
+        ranks = current_ranks(config.enter_timeout_seconds, self._channel)
+        if snapshot.gathers:  # digests of earlier files need the elements of all ranks
+            config = replace(config, reuse_frozen="off")
+        return replace(context, ranks=ranks, config=config)
+
+    def _take_copies(
+        self, request: SaveRequest, copies: dict[int, Tensor], beginning: Outcome
+    ) -> SaveRequest:
+        """In the thread: finish the copies of the snapshot; the request, which can be saved now.
+
+        Raises the error of `beginning`, or of the copies.
+        """
+        try:
+            copies.update(self.snapshot.finish_copies())
+        finally:
+            yield_to_training()  # after the copies: the optimizer waits for them
+        beginning.raise_error()
+        return request
 
     def _plan_and_agree(
         self, make_request: Callable[[], SaveRequest], context: SaveContext
@@ -246,6 +254,11 @@ class SaveRunner:
             self.wait_for_save()
         finally:
             self.snapshot.close()
+
+
+def _save_after_lag(attempt: Attempt, context: SaveContext) -> SaveReport:
+    time.sleep(_LAG_SECONDS)
+    return run_save(attempt, context)
 
 
 _runners: WeakSet[SaveRunner] = WeakSet()

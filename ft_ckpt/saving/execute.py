@@ -7,8 +7,7 @@ agrees once more.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ft_ckpt.errors import explained
-from ft_ckpt.saving.agree import agree_on_plan
+from ft_ckpt.saving.agree import AgreedSave, agree_on_plan
 from ft_ckpt.saving.commit_files import commit_files, follow_up
 from ft_ckpt.saving.context import SaveContext
 from ft_ckpt.saving.plan import SavePlan, plan_save
@@ -32,6 +31,20 @@ class Attempt:
     tries: int = 0  # that ended with a full disk
     # frozen files that no earlier checkpoint has, as these tries found
     changed: frozenset[str] = frozenset()
+
+    def planned_again(self, agreed: AgreedSave) -> "Attempt":
+        """The next try, of a new plan, which stores the first rank's values of replicas."""
+        return replace(self, make_request=lambda: agreed.plan.request, plan=None)
+
+    def tried_again(self, agreed: AgreedSave, reused: ReusedFiles) -> "Attempt":
+        """The next try, after a full disk, of the same plan."""
+        return replace(
+            self,
+            make_request=lambda: agreed.plan.request,
+            plan=agreed.plan,
+            tries=self.tries + 1,
+            changed=self.changed | (agreed.offers.keys() - reused.digests.keys()),
+        )
 
 
 def run_save(attempt: Attempt, context: SaveContext) -> SaveReport:
@@ -57,19 +70,18 @@ def try_save(attempt: Attempt, context: SaveContext) -> SaveReport | Attempt:
     try:
         with ranks.attempting() as preparing:
             request = attempt.make_request()
-            with explained(request.target):
-                plan = attempt.plan or plan_save(request, ranks, config)
-                gathers = attempt.writes is None  # a snapshot is written without gathering
-                stage = open_stage(plan, context, attempt.tries, attempt.changed, gathers)
+            plan = attempt.plan or plan_save(request, ranks, config)
+            gathers = attempt.writes is None  # a snapshot is written without gathering
+            stage = open_stage(plan, context, attempt.tries, attempt.changed, gathers)
         # Everything that can be refused is refused here, before a tensor moves: later, ranks depend
         # on each other.
         agreed = agree_on_plan("save()", plan, stage, preparing.error, context)
         plan = agreed.plan
         if agreed.replicas_differ:
-            return replace(attempt, make_request=lambda: agreed.plan.request, plan=None)
-        with ranks.attempting() as writing, explained(plan.request.target):
+            return attempt.planned_again(agreed)
+        with ranks.attempting() as writing:
             writes = attempt.writes or plan_writes(plan, config, ranks.size, agreed.state_dict)
-            reused = reuse_files(plan.plans, agreed.offers, stage.store, sources, ranks)
+            reused = reuse_files(plan, agreed.offers, stage.store, sources, ranks)
             written = write_files(writes, reused, sources, stage, agreed, context)
         report = commit_files(stage, agreed, written, writing.error, context)
     except BaseException:
@@ -78,13 +90,6 @@ def try_save(attempt: Attempt, context: SaveContext) -> SaveReport | Attempt:
     finally:
         if stage is not None:
             stage.discard()
-    if report is not None:
-        return follow_up(plan.request, report)
-    # The disk is full, and the settings say to try again.
-    return replace(
-        attempt,
-        make_request=lambda: agreed.plan.request,
-        plan=plan,
-        tries=attempt.tries + 1,
-        changed=attempt.changed | (agreed.offers.keys() - reused.digests.keys()),
-    )
+    if report is None:  # the disk is full, and the settings say to try again
+        return attempt.tried_again(agreed, reused)
+    return follow_up(plan.request, report)

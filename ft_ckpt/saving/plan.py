@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ft_ckpt.config import SaverConfig
+from ft_ckpt.errors import explained
 from ft_ckpt.formats import format_named
 from ft_ckpt.model import Part, identifying_tensors, parts_of, refuse_merged, without_own_layouts
 from ft_ckpt.ranks import (
@@ -46,8 +47,14 @@ def plan_save(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePl
     """The plan for the live model as it is now. Nothing is moved or written.
 
     Raises SelectionError or a subclass when the model lacks what was requested, IncompleteError for
-    tensors that the files would lack, CompanionError when tokenizer, config and model do not fit.
+    tensors that the files would lack, CompanionError when tokenizer, config and model do not fit,
+    TargetError when sidecar files cannot be made.
     """
+    with explained(request.target):
+        return _plan(request, ranks, config)
+
+
+def _plan(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePlan:
     state = request.extra_state
     tensors = ModelTensors(request.model) if state is None else state.tensors
     sources = tensors.sources() if state is None else state.sources

@@ -10,9 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from ft_ckpt.checkpoint import EarlierCheckpoint, Staging, earlier_checkpoints
-from ft_ckpt.errors import CorruptError, TargetError
+from ft_ckpt.errors import CorruptError, TargetError, explained
 from ft_ckpt.ranks import Ranks, Values
 from ft_ckpt.saving.files import PartPlan
+from ft_ckpt.saving.plan import SavePlan
 from ft_ckpt.saving.regions import SourceView, digest_own_bytes
 from ft_ckpt.saving.write_plan import FileWrites, divide_files
 from ft_ckpt.storage import FileRecord, Store, etag_of, joined_digest, whole_digest
@@ -52,22 +53,23 @@ class ReusedFiles:
 
 
 def reuse_files(
-    plans: Sequence[PartPlan],
+    plan: SavePlan,
     offers: Mapping[str, Offer],
     store: Store | None,
     sources: SourceView,
     ranks: Ranks,
 ) -> ReusedFiles:
-    """Link the frozen files of `plans` that equal one of rank 0's `offers` in its `store`.
+    """Link the planned frozen files that equal one of rank 0's `offers` in its `store`.
 
     Collective, if there are offers. Raises TargetError if a file cannot be linked.
     """
     if not offers:
         return ReusedFiles()
-    frozen = frozen_files(plans, ranks.size)
-    equal = equal_files(frozen, offers, ranks, sources)
-    records = [] if store is None else place_equal_files(frozen, equal, store)
-    return ReusedFiles(equal, records)
+    with explained(plan.request.target):
+        frozen = frozen_files(plan.plans, ranks.size)
+        equal = equal_files(frozen, offers, ranks, sources)
+        records = [] if store is None else place_equal_files(frozen, equal, store)
+        return ReusedFiles(equal, records)
 
 
 def link_candidates(

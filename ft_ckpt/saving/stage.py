@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from ft_ckpt.checkpoint import Staging, open_staging_at
 from ft_ckpt.config import SaverConfig
+from ft_ckpt.errors import explained
 from ft_ckpt.saving import reuse_frozen, space
 from ft_ckpt.saving.context import SaveContext
 from ft_ckpt.saving.plan import SavePlan
@@ -53,27 +54,36 @@ def open_stage(
     request, config = plan.request, context.config
     if not context.ranks.is_main:
         return OpenStage()
-    contents = sorted(plan.companions.contents().items())
-    notes = check_configs(plan.plans, plan.companions, request)
-    stage = open_staging_at(
-        request.target,
-        saver_tuning(config).direct_bytes,
-        run_id=request.run_id,
-        overwrite=config.overwrite,
-        max_mode=request.max_mode,
-    )
-    try:
-        offers = _offered_files(plan, stage, context, changed, may_gather)
-        needed_bytes = _needed_bytes(plan, offers)
-        needed_bytes += sum(len(content) for _, content in contents)
-        space.ensure_space(request.target, needed_bytes, config, tries, request.make_room)
-        for path, content in contents:
-            stage.store.write(path, content)
-        records = tuple(record_of(path, content) for path, content in contents)
+    with explained(request.target):
+        notes = check_configs(plan.plans, plan.companions, request)
+        stage = open_staging_at(
+            request.target,
+            saver_tuning(config).direct_bytes,
+            run_id=request.run_id,
+            overwrite=config.overwrite,
+            max_mode=request.max_mode,
+        )
+        try:
+            offers = _offered_files(plan, stage, context, changed, may_gather)
+            records = _write_sidecars(plan, stage, offers, config, tries)
+        except BaseException:
+            stage.discard()
+            raise
         return OpenStage(stage, records, offers, notes)
-    except BaseException:
-        stage.discard()
-        raise
+
+
+def _write_sidecars(
+    plan: SavePlan, stage: Staging, offers: Mapping[str, Offer], config: SaverConfig, tries: int
+) -> tuple[FileRecord, ...]:
+    """Write all files but the weights, once there is room for everything."""
+    request = plan.request
+    contents = sorted(plan.companions.contents().items())
+    needed_bytes = _needed_bytes(plan, offers)
+    needed_bytes += sum(len(content) for _, content in contents)
+    space.ensure_space(request.target, needed_bytes, config, tries, request.make_room)
+    for path, content in contents:
+        stage.store.write(path, content)
+    return tuple(record_of(path, content) for path, content in contents)
 
 
 def _offered_files(

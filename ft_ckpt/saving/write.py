@@ -9,7 +9,7 @@ from typing import Any
 
 from ft_ckpt.checkpoint import stage_store
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.errors import IncompleteError, listing
+from ft_ckpt.errors import IncompleteError, explained, listing
 from ft_ckpt.formats import write_file
 from ft_ckpt.ranks import Ranks, Values, are_equal
 from ft_ckpt.saving.agree import AgreedSave
@@ -51,8 +51,9 @@ def write_files(
     if store is None:
         store = store_of_rank(agreed.stage, target, context.config)
     writes = writes.without(frozenset(reused.digests))
-    writes = _where_all_see(writes, agreed.stage, target, context)
-    facts = write_tensors(writes, sources, store, target, context.ranks, context.config)
+    with explained(target):
+        writes = _where_all_see(writes, agreed.stage, target, context)
+        facts = write_tensors(writes, sources, store, target, context.ranks, context.config)
     return WrittenFiles(writes, facts, reused)
 
 

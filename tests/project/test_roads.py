@@ -13,6 +13,7 @@ from places import ROOT
 # Each road: the function whose body is its steps, the paragraph of ft_ckpt/README.md and the
 # section of docs/how-it-works.md that list them.
 ROADS = {
+    "save": ("ft_ckpt.saving.execute:try_save", "Save", "A save"),
     "resume": ("ft_ckpt.runs.resume:resume_run", "Resume", "Resume"),
     "publish": ("ft_ckpt.extensions.rl.publishing:publish", "Publish", "A publish"),
 }
