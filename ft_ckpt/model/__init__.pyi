@@ -30,21 +30,20 @@ from .entries import (
     Merged as Merged,
     Part as Part,
     finite_numbers as finite_numbers,
-    lossy_casts as lossy_casts,
     merge_choice as merge_choice,
-    shared_between as shared_between,
     unchanged_entry as unchanged_entry,
 )
 from .folder import (
     FolderPart as FolderPart,
     WeightsFolder as WeightsFolder,
-    differing_class as differing_class,
-    join_weight_files as join_weight_files,
+    differing_parts as differing_parts,
     open_folder as open_folder,
+)
+from .folder_files import (
+    join_weight_files as join_weight_files,
     weight_files as weight_files,
 )
 from .libraries import (
-    ADAPTER_FILE as ADAPTER_FILE,
     PREFIX as PREFIX,
     library_of as library_of,
 )
@@ -69,14 +68,12 @@ from .parts import (
     check_model as check_model,
     is_adapter_run as is_adapter_run,
     is_of_adapters as is_of_adapters,
-    kind_of as kind_of,
     model_inside as model_inside,
     parts_of as parts_of,
 )
 from .peft_paths import (
     has_adapters as has_adapters,
     is_peft_model as is_peft_model,
-    stored_base_names as stored_base_names,
 )
 from .quantisation import (
     is_quantised as is_quantised,
@@ -89,7 +86,6 @@ from .selection import (
 from .settings import (
     differences_between as differences_between,
     differences_of_live as differences_of_live,
-    differing_settings as differing_settings,
     is_irreproducible as is_irreproducible,
 )
 from .settings_files import (

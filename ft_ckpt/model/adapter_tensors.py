@@ -13,7 +13,7 @@ from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.formats import dtype_name
 from ft_ckpt.model.adapters import adapter_parts
 from ft_ckpt.model.entries import Entry
-from ft_ckpt.model.folder import join_weight_files
+from ft_ckpt.model.folder_files import join_weight_files
 from ft_ckpt.model.libraries import PREFIX
 from ft_ckpt.model.load_weights import compare_torch_sums, weight_names
 from ft_ckpt.model.peft_paths import peft_name

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ft_ckpt.errors import CheckpointError
 from ft_ckpt.formats import TensorFile, dtype_of
 from ft_ckpt.model.conversion import with_whole_parameters
-from ft_ckpt.model.folder import join_weight_files, weight_files
+from ft_ckpt.model.folder_files import join_weight_files, weight_files
 from ft_ckpt.model.selection import is_pretrained, made_by_class
 from ft_ckpt.ranks import Source, unwrap
 from ft_ckpt.storage import Place, open_place

@@ -88,9 +88,10 @@ def _has_conversions_of_adapter(module: Any) -> bool:
     """Whether transformers read an adapter into the model, and kept that file's conversions instead
     of the base's.
     """
-    conversions = getattr(module, "_weight_conversions", None) or ()
-    patterns = [pattern for conversion in conversions for pattern in conversion.source_patterns]
-    return any(pattern.startswith(PREFIX) for pattern in patterns)
+    for conversion in getattr(module, "_weight_conversions", None) or ():
+        if any(pattern.startswith(PREFIX) for pattern in conversion.source_patterns):
+            return True
+    return False
 
 
 def with_whole_parameters(module: nn.Module, placeholders: Mapping[str, Tensor]) -> Any:

@@ -18,6 +18,8 @@ from ft_ckpt.ranks import Source
 
 MODEL_FILE = "model"
 
+Merged = bool | str | Iterable[str] | Mapping[str, float]  # the argument of a save
+
 
 @dataclass(frozen=True, eq=False)
 class Group:
@@ -78,49 +80,25 @@ class Part:
     extra: str | None = None  # the text of EXTRA_FILE, if there is any
     metadata: Mapping[str, str] = field(default_factory=dict)  # for the headers of its weight files
 
+    @property
+    def casts(self) -> dict[str, int]:
+        """All casts, widening ones included, as {"float32->bfloat16": number of tensors}."""
+        casts: Counter[str] = Counter()
+        for entry in self.entries:
+            if entry.dtype != entry.memory_dtype:
+                casts[f"{dtype_name(entry.memory_dtype)}->{dtype_name(entry.dtype)}"] += 1
+        return dict(casts)
 
-def shared_between(parts: Iterable[Part]) -> tuple[tuple[str, ...], ...]:
-    """Groups of "part:name" that are one tensor in several parts; `name` is relative to the part's
-    module.
-
-    Adapters are left out, because PEFT stores other names.
-    """
-    groups: dict[int, dict[str, None]] = {}
-    for part in (part for part in parts if part.kind != "adapter"):
-        for source in (source for entry in part.entries for source in entry.sources):
-            below = source.name.removeprefix(f"{part.name}.") if part.name else source.name
-            groups.setdefault(source.key, {})[f"{part.name}:{below}"] = None
-    return tuple(
-        tuple(names)
-        for names in groups.values()
-        if len({name.partition(":")[0] for name in names}) > 1
-    )
-
-
-def lossy_casts(part: Part) -> dict[str, int]:
-    """All casts of the part, widening ones included, as {"float32->bfloat16": number of
-    tensors}.
-    """
-    pairs = (
-        (entry.memory_dtype, entry.dtype)
-        for entry in part.entries
-        if entry.dtype != entry.memory_dtype
-    )
-    return dict(Counter(f"{dtype_name(before)}->{dtype_name(after)}" for before, after in pairs))
-
-
-def main_dtype(part: Part) -> str:
-    """The stored dtype of most floating-point elements of the part, for its config; "float32" if
-    there are none.
-    """
-    elements: Counter[str] = Counter()
-    for entry in part.entries:
-        if entry.dtype.is_floating_point:
-            elements[dtype_name(entry.dtype)] += max(1, torch.Size(entry.shape).numel())
-    return elements.most_common(1)[0][0] if elements else "float32"
-
-
-Merged = bool | str | Iterable[str] | Mapping[str, float]
+    @property
+    def main_dtype(self) -> str:
+        """The stored dtype of most floating-point elements, for the config; "float32" if there are
+        none.
+        """
+        elements: Counter[str] = Counter()
+        for entry in self.entries:
+            if entry.dtype.is_floating_point:
+                elements[dtype_name(entry.dtype)] += max(1, torch.Size(entry.shape).numel())
+        return elements.most_common(1)[0][0] if elements else "float32"
 
 
 @dataclass(frozen=True)
@@ -143,9 +121,10 @@ def merge_choice(
     repeated names, weights that are not finite, and for an excluded argument that is neither None
     nor False.
     """
-    contradicting = [
-        name for name, value in excluded.items() if value is not None and value is not False
-    ]
+    contradicting = []
+    for name, value in excluded.items():
+        if value is not None and value is not False:
+            contradicting.append(name)
     if merged is not False and contradicting:
         raise ConfigError(
             f"merged={merged!r} and {', '.join(contradicting)}: a merged model is the whole model "
@@ -153,14 +132,19 @@ def merge_choice(
         )
     if isinstance(merged, bool):
         return MergeChoice() if merged else None
-    names: tuple[Any, ...] = (merged,) if isinstance(merged, str) else ()
-    if isinstance(merged, Iterable) and not isinstance(merged, str):
+    names: tuple[Any, ...] = ()
+    if isinstance(merged, str):
+        names = (merged,)
+    elif isinstance(merged, Iterable):
         names = tuple(merged)
-    weights = tuple(finite_numbers(merged.values())) if isinstance(merged, Mapping) else ()
-    are_names = all(isinstance(name, str) for name in names) and len({*map(str, names)}) == len(
-        names
-    )
-    if not names or not are_names or (isinstance(merged, Mapping) and len(weights) != len(names)):
+    weights: tuple[float, ...] = ()
+    has_weights = True
+    if isinstance(merged, Mapping):
+        weights = tuple(finite_numbers(merged.values()))
+        has_weights = len(weights) == len(names)
+    are_names = all(isinstance(name, str) for name in names)
+    is_repeated = len({str(name) for name in names}) < len(names)
+    if not names or not are_names or is_repeated or not has_weights:
         raise ConfigError(
             f"merged={merged!r}: expected True, names of adapters, each once, or "
             "a weight for each name"
@@ -174,9 +158,11 @@ def finite_numbers(values: Any) -> list[float]:
     """
     if isinstance(values, (str, bytes, bytearray, Mapping, Set)):
         return []
+    numbers = []
     try:
-        found = [math.nan if isinstance(value, (str, bytes)) else float(value) for value in values]
+        for value in values:
+            numbers.append(math.nan if isinstance(value, (str, bytes)) else float(value))
     except (TypeError, ValueError, OverflowError, RuntimeError):
         # the last from a tensor of several elements
         return []
-    return found if all(map(math.isfinite, found)) else []
+    return numbers if all(map(math.isfinite, numbers)) else []

@@ -2,16 +2,11 @@
 checkpoints of ours.
 """
 
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
-from typing import Any
 
 from ft_ckpt.checkpoint import (
-    DIFFUSERS_LORA_FILE,
-    DIFFUSERS_MODEL_FILE,
     MANIFEST_NAME,
     UNREADABLE,
     Manifest,
@@ -20,28 +15,19 @@ from ft_ckpt.checkpoint import (
     load_manifest,
     why_no_checkpoint,
 )
-from ft_ckpt.errors import CorruptError, LoadError, UnreadableError, damaged_input, listing, shown
-from ft_ckpt.formats import (
-    JoinedFile,
-    TensorFile,
-    format_named,
-    open_tensor_file,
-    tensor_formats,
+from ft_ckpt.errors import LoadError, damaged_input
+from ft_ckpt.formats import JoinedFile, TensorFile, TensorFormat, format_named, tensor_formats
+from ft_ckpt.model.folder_files import (
+    STEMS,
+    check_shard_index,
+    join_weight_files,
+    library_stem,
+    weight_files,
 )
 from ft_ckpt.model.libraries import ADAPTER_FILE
-from ft_ckpt.storage import (
-    Place,
-    Store,
-    Stored,
-    is_inside,
-    leads_out,
-    read_text,
-)
+from ft_ckpt.model.settings import Difference, differing_settings
+from ft_ckpt.storage import Place, Store, Stored, leads_out
 
-_STEMS = {
-    "model": ("model", "pytorch_model", DIFFUSERS_MODEL_FILE),
-    "adapter": (ADAPTER_FILE, DIFFUSERS_LORA_FILE),
-}
 # Files that hold weights or training state in some format; all other files of a folder are sidecar
 # files.
 _BULK = re.compile(
@@ -64,15 +50,11 @@ class FolderPart:
         """The prefix that makes the names of its tensors unique among the parts."""
         return f"{self.path.replace('/', '.')}." if self.path else ""
 
-
-def differing_class(one: FolderPart, other: FolderPart) -> list[tuple[str, str, str]]:
-    """("class", name in `one`, name in `other`) for plain modules of two classes: they have no
-    settings file.
-    """
-    if one.kind != "module" or one.record is None or other.record is None:
-        return []
-    before, after = one.record.class_name, other.record.class_name
-    return [("class", before, after)] if before != after else []
+    def stem_in(self, tensor_format: TensorFormat) -> str:
+        """The name of its weight files in another format, without ending and shard number."""
+        if self.stem:
+            return self.stem
+        return ADAPTER_FILE if self.kind == "adapter" else tensor_format.model_stems[0]
 
 
 class WeightsFolder(JoinedFile):
@@ -82,47 +64,75 @@ class WeightsFolder(JoinedFile):
         self, place: Place, parts: Sequence[FolderPart], manifest: Manifest | None = None
     ) -> None:
         super().__init__([(part.prefix, part.file) for part in parts], place.basename)
-        self.place, self.store, self.parts, self.manifest = (
-            place,
-            place.folder,
-            tuple(parts),
-            manifest,
-        )
+        self.place = place
+        self.store = place.folder
+        self.parts = tuple(parts)
+        self.manifest = manifest
+
+    def store_of(self, part: FolderPart) -> Store:
+        """The folder of a part."""
+        return Place(self.store, part.path).folder
 
     def companions(self) -> tuple[list[Stored], list[str]]:
         """Sidecar files that are valid for weights of any format, and names of other files, which
         are left out.
         """
-        parts = self.manifest.parts if self.manifest is not None else ()
-        state_folders = tuple(f"{part.path}/" for part in parts if part.kind == "state")
-        kept: list[Stored] = []
-        left: list[str] = []
-        weights = set()
-        for part in self.parts:
-            names, index = weight_files(Place(self.store, part.path).folder, part.kind)
-            weights |= {
-                f"{part.path}/{name}".lstrip("/") for name in (*names, *([index] if index else []))
-            }
-        stored = self.store.list()
+        files = self.store.list()
+        weight_names = self._weight_names()
         # a dual file has two names
-        versions = {each.version for each in stored if each.name in weights}
-        for each in stored:
-            name = each.name
-            hidden = any(step.startswith(".") for step in name.split("/"))
-            if hidden or name == MANIFEST_NAME or each.version in versions:
+        weight_versions = {file.version for file in files if file.name in weight_names}
+        listed: set[str] | None = None
+        state_folders: tuple[str, ...] = ()
+        if self.manifest is not None:
+            listed = {record.path for record in self.manifest.files}
+            states = [part for part in self.manifest.parts if part.kind == "state"]
+            state_folders = tuple(f"{part.path}/" for part in states)
+        sidecars: list[Stored] = []
+        left_out: list[str] = []
+        for file in files:
+            name = file.name
+            is_hidden = any(step.startswith(".") for step in name.split("/"))
+            if is_hidden or name == MANIFEST_NAME or file.version in weight_versions:
                 continue
             if leads_out(self.store, name):
-                left.append(f"{name!a} (a link out of the folder)")
+                left_out.append(f"{name!a} (a link out of the folder)")
                 continue
-            if self.manifest is not None and all(
-                record.path != name for record in self.manifest.files
-            ):
+            if listed is not None and name not in listed:
                 continue
-            if _BULK.search(name) or name.endswith(".index.json") or name.startswith(state_folders):
-                left.append(name)
+            is_index = name.endswith(".index.json")
+            if is_index or _BULK.search(name) or name.startswith(state_folders):
+                left_out.append(name)
             else:
-                kept.append(each)
-        return kept, left
+                sidecars.append(file)
+        return sidecars, left_out
+
+    def _weight_names(self) -> set[str]:
+        """The paths of the weight files and their indices."""
+        paths: set[str] = set()
+        for part in self.parts:
+            names, index = weight_files(self.store_of(part), part.kind)
+            if index is not None:
+                names = [*names, index]
+            paths.update(f"{part.path}/{name}".lstrip("/") for name in names)
+        return paths
+
+
+def differing_parts(
+    first: WeightsFolder, first_part: FolderPart, second: WeightsFolder, second_part: FolderPart
+) -> list[Difference]:
+    """The settings that differ between a part of two folders and change the output, with values as
+    text.
+
+    Raises CorruptError for a settings file that cannot be parsed.
+    """
+    differences = []
+    records = first_part.record, second_part.record
+    if first_part.kind == "module" and records[0] is not None and records[1] is not None:
+        before, after = records[0].class_name, records[1].class_name
+        if before != after:  # plain modules have no settings file
+            differences.append(("class", before, after))
+    first_store, second_store = first.store_of(first_part), second.store_of(second_part)
+    return [*differences, *differing_settings(first_store, second_store, first_part.kind)]
 
 
 def open_folder(place: Place) -> TensorFile:
@@ -171,12 +181,14 @@ def _open_foreign_folder(place: Place) -> TensorFile | None:
 def _open_own_checkpoint(place: Place) -> TensorFile:
     manifest = load_manifest(place.folder)
     refuse_delta(manifest, place)
-    for name in sorted({part.format for part in manifest.parts}):
-        opened = format_named(name).open_folder(place)
-        if opened is not None:
-            return opened
+    for format_name in sorted({part.format for part in manifest.parts}):
+        tensor_file = format_named(format_name).open_folder(place)
+        if tensor_file is not None:
+            return tensor_file
     parts = []
-    for record in (record for record in manifest.parts if record.kind != "state"):
+    for record in manifest.parts:
+        if record.kind == "state":
+            continue
         names = sorted({tensor.file for tensor in record.tensors})
         file = join_weight_files(place.folder, names)
         ties = dict(file.ties)
@@ -184,7 +196,7 @@ def _open_own_checkpoint(place: Place) -> TensorFile:
             if name in file.specs:
                 ties.update(dict.fromkeys(aliases, name))
         file.ties = ties
-        parts.append(FolderPart(record.path, record.kind, file, record, _library_stem(names)))
+        parts.append(FolderPart(record.path, record.kind, file, record, library_stem(names)))
     return WeightsFolder(place, parts, manifest)
 
 
@@ -201,87 +213,10 @@ def refuse_delta(manifest: Manifest, place: Place) -> None:
 
 
 def _huggingface_parts(store: Store) -> Iterator[FolderPart]:
-    for kind in _STEMS:
+    for kind in STEMS:
         names, index = weight_files(store, kind)
         if names:
             if index is not None:
-                _check_shard_index(store, index, names)
-            yield FolderPart("", kind, join_weight_files(store, names), stem=_library_stem(names))
-
-
-def _library_stem(names: Sequence[str]) -> str:
-    """The stem that diffusers gives to weight files of every format, if the files `names` have it;
-    else "".
-    """
-    for stem in (DIFFUSERS_MODEL_FILE, DIFFUSERS_LORA_FILE):
-        if any(PurePosixPath(name).name.startswith(stem) for name in names):
-            return stem
-    return ""
-
-
-def join_weight_files(store: Store, names: Iterable[str]) -> JoinedFile:
-    """Weight files in `store` as one. Raises CorruptError naming those that are missing."""
-    names = list(names)
-    missing = [name for name in names if not is_inside(name) or store.stat(name) is None]
-    if missing:
-        raise CorruptError(
-            f"{store.url}: {listing(missing, ', ')}: missing; the folder is incomplete, use "
-            "another copy"
-        )
-    return JoinedFile([("", open_tensor_file(store.open(name))) for name in names], store.url)
-
-
-def _weight_file_names(kind: str) -> Iterator[str]:
-    """The names that a weight file may have, in the order of preference of readers."""
-    for tensor_format in tensor_formats():
-        if kind == "adapter":
-            stems = _STEMS["adapter"]
-        else:
-            stems = (*_STEMS["model"], *tensor_format.model_stems)
-        for suffix in tensor_format.suffixes[:1]:
-            yield from (f"{stem}{suffix}" for stem in dict.fromkeys(stems))
-
-
-def weight_files(store: Store, kind: str) -> tuple[list[str], str | None]:
-    """The weight files in `store` that readers prefer, and their index if there are shards."""
-    there = {each.name for each in store.list_folder().objects}
-    for name in _weight_file_names(kind):
-        if name in there:
-            return [name], None
-        if f"{name}.index.json" in there:
-            return sorted(
-                set(_read_weight_map(store, f"{name}.index.json").values())
-            ), f"{name}.index.json"
-    if kind == "adapter":
-        return [], None
-    return sorted(
-        n for n in there if n.endswith(".safetensors") and not n.startswith(_STEMS["adapter"])
-    ), None
-
-
-def _read_weight_map(store: Store, index: str) -> Mapping[str, str]:
-    try:
-        found: Any = json.loads(read_text(store, index))["weight_map"]
-        return {str(name): str(file) for name, file in found.items()}
-    except UnreadableError:
-        raise
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CorruptError(
-            f"{index}: not an index of shards ({shown(error)}); use another copy"
-        ) from error
-
-
-def _check_shard_index(store: Store, index: str, names: Sequence[str]) -> None:
-    """Raise CorruptError when shards lack tensors that are in the index."""
-    there = join_weight_files(store, names)
-    lost = [
-        name
-        for name in _read_weight_map(store, index)
-        if name not in there.specs and name not in there.ties
-    ]
-    there.close()
-    if lost:
-        raise CorruptError(
-            f"{index}: {listing(lost, ', ')}: in no shard; the folder is "
-            "incomplete, use another copy"
-        )
+                check_shard_index(store, index, names)
+            file = join_weight_files(store, names)
+            yield FolderPart("", kind, file, stem=library_stem(names))

@@ -31,12 +31,9 @@ _LIBRARIES = (TRANSFORMERS, DIFFUSERS)
 def library_of(module: nn.Module) -> Library | None:
     """The library whose model class `module` has; None for a plain module."""
     for library in _LIBRARIES:
-        classes = {
-            cls.__name__
-            for cls in type(module).__mro__
-            if cls.__module__.startswith(f"{library.package}.")
-        }
-        if library.base_classes <= classes:
+        prefix = f"{library.package}."
+        classes = [cls for cls in type(module).__mro__ if cls.__module__.startswith(prefix)]
+        if library.base_classes <= {cls.__name__ for cls in classes}:
             return library
     return None
 

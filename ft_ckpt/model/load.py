@@ -19,7 +19,7 @@ from ft_ckpt.model.load_request import (
     refuse_unsigned,
     show_progress,
 )
-from ft_ckpt.storage import Place, open_place
+from ft_ckpt.storage import Place
 
 # The type of `into`; with adapters that it lacks, a PeftModel is returned.
 ModelType = TypeVar("ModelType", bound=nn.Module)
@@ -172,7 +172,7 @@ def load_model(
         mapped=mapped,
         device=device,
     )
-    with open_to_load(open_place(path), part) as (checkpoint, part_name):
+    with open_to_load(path, part) as (checkpoint, part_name):
         refuse_unsigned(checkpoint, require_signature)
         requests = choose_models(checkpoint, part_name, into)
         with show_progress(checkpoint, requests, options):

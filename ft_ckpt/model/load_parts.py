@@ -244,10 +244,10 @@ def _copy_into(
     if record.kind == "model" and is_converted(target):
         on_host = replace(options, device=None, accelerator=None)
         loaded, report = _load_pretrained(checkpoint, record, on_host)
-        state_dict = loaded.state_dict()
-        tensors = {
-            name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)
-        }
+        tensors = {}
+        for name, value in loaded.state_dict().items():
+            if isinstance(value, torch.Tensor):
+                tensors[name] = value
         untied = replace(record, ties=())
         filled = fill_module(target, untied, [MemoryFile(tensors)], store, options.strict)
         return replace(filled, notes=(*filled.notes, *report.notes))

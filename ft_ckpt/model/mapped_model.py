@@ -18,9 +18,10 @@ from ft_ckpt.model.base_class import BaseClass, find_base_class
 from ft_ckpt.model.base_files import FileOrigin, find_origins
 from ft_ckpt.model.conversion import with_whole_parameters
 from ft_ckpt.model.diffusers import model_on_file
-from ft_ckpt.model.folder import weight_files
+from ft_ckpt.model.folder_files import weight_files
 from ft_ckpt.model.libraries import is_config_of_diffusers
 from ft_ckpt.model.making import without_memory
+from ft_ckpt.model.peft_paths import stored_base_names
 from ft_ckpt.model.pretrained import add_folder_settings, model_class
 from ft_ckpt.model.selection import put_at, tensor_at
 from ft_ckpt.ranks import stand_in_parameter
@@ -38,17 +39,15 @@ class FileModel:
 def base_on_files(
     folder: Place,
     shown: Place,
-    record: PartRecord,
+    adapters: Sequence[PartRecord],
     settings: Mapping[str, Any],
-    replaced: Collection[str],
     *,
     in_memory: bool,
 ) -> FileModel:
-    """The base of the adapter in `record` with these `settings`, on its mapped files.
+    """The base of `adapters`, of which the first has these `settings`, on its mapped files.
 
-    `shown`: the name of `folder` in messages. `replaced`: the names of tensors that the adapters
-    store in the place of the base's. The model can run only if `in_memory`: then tensors that
-    transformers converts are computed once. Raises LoadError if there is no model, and for a
+    `shown`: the name of `folder` in messages. The model can run only if `in_memory`: then tensors
+    that transformers converts are computed once. Raises LoadError if there is no model, and for a
     quantised one.
     """
     names, _ = weight_files(folder.folder, "model")
@@ -62,12 +61,15 @@ def base_on_files(
         file = _join_mapped(folder.folder, names, shown)
         return FileModel(model_on_file(config, file, str(shown)), ())
     with local_folder(folder, lambda name: "/" not in name and name not in names) as local:
-        base = find_base_class(str(local), record, settings, trust_remote_code=False)
+        base = find_base_class(str(local), adapters[0], settings, trust_remote_code=False)
         if _is_quantised_folder(local):
             raise LoadError(
                 f"{shown}: its weights are quantised, expected those of the model that was "
                 "quantised; name that model with base="
             )
+        replaced: set[str] = set()
+        for record in adapters:
+            replaced |= stored_base_names(record)
         file = _join_mapped(folder.folder, names, shown)
         model = _model_on_files(local, base, file, replaced, in_memory=in_memory)
         base.complete(model.model)

@@ -56,16 +56,15 @@ def shapes_of_new(
 
 # Functions that draw numbers; not all of them follow `torch.device("meta")`.
 _DRAWING_METHODS = frozenset(
-    getattr(torch.Tensor, name)
-    for name in (
-        "uniform_",
-        "normal_",
-        "bernoulli_",
-        "random_",
-        "exponential_",
-        "cauchy_",
-        "log_normal_",
-        "geometric_",
+    (
+        torch.Tensor.uniform_,
+        torch.Tensor.normal_,
+        torch.Tensor.bernoulli_,
+        torch.Tensor.random_,
+        torch.Tensor.exponential_,
+        torch.Tensor.cauchy_,
+        torch.Tensor.log_normal_,
+        torch.Tensor.geometric_,
     )
 )
 _DRAWING_FACTORIES = frozenset(

@@ -8,7 +8,7 @@ from torch import nn
 from ft_ckpt.checkpoint import DIFFUSERS_LORA_FILE, BaseRecord
 from ft_ckpt.model.adapter_files import write_adapter
 from ft_ckpt.model.diffusers import is_diffusers, write_config
-from ft_ckpt.model.entries import Part, main_dtype
+from ft_ckpt.model.entries import Part
 from ft_ckpt.model.generation import generation_config
 from ft_ckpt.model.model_files import write_model
 from ft_ckpt.model.tokenizer import check_tokenizer
@@ -45,7 +45,7 @@ def write_part_files(
         write_config(folder, part)
     elif part.kind == "model":
         generation = generation_config(part.module, tokenizer, chat_template_name)
-        write_model(folder, part.module, dtype=main_dtype(part), generation=generation)
+        write_model(folder, part.module, dtype=part.main_dtype, generation=generation)
     elif base is not None:
         write_adapter(
             folder,

@@ -179,13 +179,6 @@ def is_adapter_run(
     return not missing_trainable(view, adapter_parts(view, "", "", "as_is"))
 
 
-def kind_of(adapter_only: bool, attribute: Attribute) -> str:
-    """The kind of a save, for the manifest."""
-    if attribute is not None:
-        return "attribute"
-    return "adapter" if adapter_only else "full"
-
-
 def _refuse_missing(parts: Iterable[Part], views: Iterable[View], adapter_only: bool) -> None:
     """Raise IncompleteError naming the tensors of `views` that no part stores and no rule omits.
 

@@ -14,7 +14,7 @@ from torch import nn
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.formats import dtype_name, dtype_of, dump_object
 from ft_ckpt.model.conversion import cast_entries, converted_entries, kept_in_float32
-from ft_ckpt.model.entries import MODEL_FILE, Part, main_dtype, unchanged_entry
+from ft_ckpt.model.entries import MODEL_FILE, Part, unchanged_entry
 from ft_ckpt.model.libraries import TRANSFORMERS, library_of
 from ft_ckpt.model.view import View
 from ft_ckpt.ranks import Source, walk_modules
@@ -90,7 +90,7 @@ def _rounded_by_others(part: Part) -> tuple[str, ...]:
     """A note on tensors that plain `from_pretrained` rounds, because it loads all in the config's
     dtype.
     """
-    main = dtype_of(main_dtype(part))
+    main = dtype_of(part.main_dtype)
     wide_steps = set(kept_in_float32(part.module, main))
     rounded = []
     for entry in part.entries:
@@ -178,12 +178,12 @@ def _class_names(module: nn.Module) -> list[str]:
 
 
 def _refuse_own_layouts(parts: Sequence[Part]) -> None:
-    own = [part for part in parts if _has_own_layout(part)]
-    if not own:
+    refused = [part for part in parts if _has_own_layout(part)]
+    if not refused:
         return
-    names = ", ".join(type(part.module).__name__ for part in own)
+    names = ", ".join(type(part.module).__name__ for part in refused)
     inner: list[str] = []
-    for part in own:
+    for part in refused:
         inner += _pretrained_below(part)
     remedy = ""
     if inner:

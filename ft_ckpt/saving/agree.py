@@ -12,7 +12,6 @@ import xxhash
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import RanksDisagreeError
 from ft_ckpt.messages import warn
-from ft_ckpt.model import kind_of
 from ft_ckpt.ranks import Ranks, Values, name_differing_tensors
 from ft_ckpt.saving import replicas
 from ft_ckpt.saving.context import SaveContext
@@ -119,7 +118,7 @@ def _describe_save(
     offers = {path: [offer.ranks, offer.digests] for path, offer in stage.offers.items()}
     return {
         "path": str(request.target),
-        "kind": "merged" if is_merged else kind_of(request.adapter_only, request.attribute),
+        "kind": "merged" if is_merged else request.kind,
         "step": request.step,
         "tensors": _digest_of_specs(plan),
         "state_dict": request.state_dict is not None,

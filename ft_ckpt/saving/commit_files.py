@@ -12,7 +12,6 @@ from ft_ckpt.config import human_size
 from ft_ckpt.errors import NoSpaceError, explained
 from ft_ckpt.formats import format_by_suffix, format_named, link_second_names
 from ft_ckpt.messages import LOG
-from ft_ckpt.model import kind_of
 from ft_ckpt.ranks import Values
 from ft_ckpt.saving.agree import AgreedSave
 from ft_ckpt.saving.context import SaveContext
@@ -163,7 +162,7 @@ def _manifest_of(
         bases=plan.companions.bases,
         classes=plan.companions.classes,
         notes=notes,
-        kind=kind_of(request.adapter_only, request.attribute),
+        kind=request.kind,
         step=request.step,
         metrics=request.metrics,
         world={"size": context.ranks.size, "engine": plan.engine},

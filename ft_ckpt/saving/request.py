@@ -70,6 +70,13 @@ class SaveRequest:
     # the steps after the commit; returns the report with their handles
     follow_up: Callable[[SaveReport], SaveReport] | None = None
 
+    @property
+    def kind(self) -> str:
+        """The kind of the checkpoint, for its manifest."""
+        if self.attribute is not None:
+            return "attribute"
+        return "adapter" if self.adapter_only else "full"
+
 
 def request_of(
     config: SaverConfig, model: nn.Module, target: Place, **arguments: Any

@@ -10,7 +10,7 @@ from typing import Any
 from ft_ckpt._version import __version__
 from ft_ckpt.checkpoint import BaseRecord, Manifest, PartRecord
 from ft_ckpt.formats import TensorRecord
-from ft_ckpt.model import lossy_casts, shared_between
+from ft_ckpt.model import Part
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.plan import BaseSamples
 from ft_ckpt.storage import FileRecord
@@ -48,7 +48,7 @@ def manifest_of(
         files=tuple(files),
         created=datetime.now(timezone.utc).isoformat(),
         versions=library_versions(),
-        shared=shared_between(parts),
+        shared=_shared_between(parts),
         notes=tuple(dict.fromkeys(all_notes)),
         **facts,
     )
@@ -79,7 +79,7 @@ def _part_record(
         adapter=part.adapter,
         active=part.active,
         base=base,
-        casts=lossy_casts(part),
+        casts=part.casts,
     )
 
 
@@ -102,3 +102,26 @@ def _base_with_fingerprint(
 def library_versions() -> dict[str, str]:
     """The versions of ft_ckpt and of the libraries that affect the saved files."""
     return {"ft_ckpt": __version__, **{name: metadata.version(name) for name in _LIBRARIES}}
+
+
+def _shared_between(parts: Iterable[Part]) -> tuple[tuple[str, ...], ...]:
+    """Groups of "part:name" that are one tensor in several parts; `name` is relative to the part's
+    module.
+
+    Adapters are left out, because PEFT stores other names.
+    """
+    members_by_key: dict[int, dict[str, None]] = {}
+    for part in parts:
+        if part.kind == "adapter":
+            continue
+        prefix = f"{part.name}." if part.name else ""
+        for entry in part.entries:
+            for source in entry.sources:
+                member = f"{part.name}:{source.name.removeprefix(prefix)}"
+                members_by_key.setdefault(source.key, {})[member] = None
+    groups = []
+    for members in members_by_key.values():
+        part_names = {member.partition(":")[0] for member in members}
+        if len(part_names) > 1:
+            groups.append(tuple(members))
+    return tuple(groups)

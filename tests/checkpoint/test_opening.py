@@ -36,7 +36,7 @@ from ft_ckpt.cli import main
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
 from ft_ckpt.extensions import tools
 from ft_ckpt.extensions.tools import converting
-from ft_ckpt.model import load
+from ft_ckpt.model import load_parts
 from ft_ckpt.runs import resume
 from ft_ckpt.storage.place import open_place
 
@@ -70,14 +70,14 @@ def numbers(loaded: dict[str, nn.Module]) -> set[float]:
 def test_parts_are_of_one_moment(tmp_path, monkeypatch):
     """A save between the policy and its value head gives neither half of the other's."""
     CheckpointSaver().save(Pair(1), tmp_path / "out", attribute=PARTS)
-    real = load._load_group
+    real = load_parts._load_model
 
     def overwritten_after(*asked):
         loaded = real(*asked)
         CheckpointSaver().save(Pair(2), tmp_path / "out", attribute=PARTS)
         return loaded
 
-    monkeypatch.setattr(load, "_load_group", overwritten_after)
+    monkeypatch.setattr(load_parts, "_load_model", overwritten_after)
     assert numbers(parts_of_pair(tmp_path / "out")) == {1.0}
     monkeypatch.undo()
     assert numbers(parts_of_pair(tmp_path / "out")) == {2.0}

@@ -188,9 +188,11 @@ def _merge_copy(
             by_placeholder[id(placeholder)] = tensors[key]
 
     def filled(module: nn.Module) -> dict[str, Tensor]:
-        own = {**module._parameters, **module._buffers}
-        ids = {name: id(tensor) for name, tensor in own.items()}
-        return {name: by_placeholder[ids[name]] for name in ids if ids[name] in by_placeholder}
+        replacements = {}
+        for name, tensor in {**module._parameters, **module._buffers}.items():
+            if id(tensor) in by_placeholder:
+                replacements[name] = by_placeholder[id(tensor)]
+        return replacements
 
     with torch.no_grad():
         plain = _merge_by_peft(copy_layer(layer.module, filled), list(adapters))

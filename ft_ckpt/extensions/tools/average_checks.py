@@ -14,12 +14,10 @@ from ft_ckpt.formats import TensorFile
 from ft_ckpt.model import (
     WeightsFolder,
     adapter_settings,
-    differing_class,
-    differing_settings,
+    differing_parts,
     is_irreproducible,
     quantisation_of,
 )
-from ft_ckpt.storage import Place
 
 _UNNAMED = "not named"
 
@@ -31,7 +29,7 @@ def refuse_quantised_sources(files: Sequence[TensorFile], names: Sequence[str]) 
         if not isinstance(file, WeightsFolder):
             continue
         for part in file.parts:
-            settings_field = quantisation_of(Place(file.store, part.path).folder)
+            settings_field = quantisation_of(file.store_of(part))
             if settings_field:
                 quantised.append(f"{Path(name, part.path)}: {settings_field}")
     if quantised:
@@ -78,12 +76,9 @@ def differing_part_settings(
 ) -> list[str]:
     """Settings of the part `index` that differ from the first source's and change the output."""
     first = folders[0].parts[index]
-    first_store = Place(folders[0].store, first.path).folder
     problems = []
     for name, folder in zip(names[1:], folders[1:], strict=True):
-        store = Place(folder.store, first.path).folder
-        differences = differing_class(first, folder.parts[index])
-        differences += differing_settings(first_store, store, first.kind)
+        differences = differing_parts(folders[0], first, folder, folder.parts[index])
         for settings_field, expected, value in differences:
             problems.append(
                 f"{Path(name, first.path)}: {settings_field} is {value}, {expected} in {names[0]}"
@@ -113,7 +108,7 @@ def differing_bases(
     adapters = []
     for name, folder in zip(names, folders, strict=True):
         part = folder.parts[index]
-        settings = adapter_settings(Place(folder.store, part.path).folder)
+        settings = adapter_settings(folder.store_of(part))
         base = part.record.base if part.record is not None else None
         is_alone = all(part.kind == "adapter" for part in folder.parts)
         adapters.append(_AdapterOf(name, settings, base, is_alone))

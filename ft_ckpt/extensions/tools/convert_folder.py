@@ -16,7 +16,7 @@ from ft_ckpt.extensions.tools.output_files import Output, plan_output
 from ft_ckpt.extensions.tools.rename_rules import Names, rename_tensors
 from ft_ckpt.extensions.tools.translated_file import select_tensors, translate_file
 from ft_ckpt.formats import TensorFile, TensorView, shard_index, split_into_files
-from ft_ckpt.model import ADAPTER_FILE, FolderPart, WeightsFolder
+from ft_ckpt.model import FolderPart, WeightsFolder
 from ft_ckpt.storage import FileRecord, Place, Store, copy_object, read_record, read_text
 
 
@@ -67,7 +67,7 @@ def plan_part(part: FolderPart, options: ConvertOptions) -> ConvertedPart:
     """The new files of a part, named and divided as its readers expect."""
     names = _names_in_part(part, [*part.file.specs, *part.file.ties], options.names)
     file = translate_file(part.file, names, options.dtype)
-    stem = part.stem or (ADAPTER_FILE if part.kind == "adapter" else options.format.model_stems[0])
+    stem = part.stem_in(options.format)
     ending = options.format.suffixes[0]
     folder = f"{part.path}/" if part.path else ""
     shards = {f"{stem}{ending}": list(file.specs)}

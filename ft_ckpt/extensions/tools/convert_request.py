@@ -103,10 +103,10 @@ def convert_options(
 def _writable_format(name: str | None) -> TensorFormat | None:
     if name is None:
         return None
-    writable = [known.name for known in written_formats(name)]
+    writable = [tensor_format.name for tensor_format in written_formats(name)]
     if name not in writable:
-        writers = {known.name: known.why_read_only for known in tensor_formats()}
-        reason = writers.get(name) or expected_one_of(name, writable)
+        reasons = {entry.name: entry.why_read_only for entry in tensor_formats()}
+        reason = reasons.get(name) or expected_one_of(name, writable)
         raise ConfigError(f"format={name!r}: {reason}")
     return format_named(name)
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from ft_ckpt.extensions.tools.copy_check import SLICE_BYTES
 from ft_ckpt.extensions.tools.translated_file import untie_file
 from ft_ckpt.formats import Spec, TensorFile, TensorView
-from ft_ckpt.model import WeightsFolder, differing_class, differing_settings
-from ft_ckpt.storage import Place
+from ft_ckpt.model import WeightsFolder, differing_parts
 
 _SLICE = SLICE_BYTES // 8  # in elements, which are compared in float64
 _PACKED = "float4_e2m1fn_x2"  # two numbers per byte; torch cannot convert it
@@ -117,11 +116,7 @@ def compare_settings(first: TensorFile, second: TensorFile) -> list[tuple[str, s
         second_part = second_parts.get((part.path, part.kind))
         if second_part is None:
             continue
-        first_store = Place(first.store, part.path).folder
-        second_store = Place(second.store, part.path).folder
-        settings = differing_class(part, second_part)
-        settings += differing_settings(first_store, second_store, part.kind)
-        for name, before, after in settings:
+        for name, before, after in differing_parts(first, part, second, second_part):
             differences.append((f"{part.path}/{name}".lstrip("/"), before, after))
     return differences
 

@@ -106,9 +106,8 @@ def merge(
         base_model = base_on_files(
             folder,
             base_place,
-            stored.records[0],
+            stored.records,
             stored.settings,
-            stored.base_names,
             in_memory=check is not None,
         )
         base_is_stored = stored.has_base and base is None

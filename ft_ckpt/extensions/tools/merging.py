@@ -82,13 +82,20 @@ def merged_part(view: View, *, dtype: str, choice: MergeChoice) -> Part:
         used.update(source.key for source in entry.sources)
     omitted = tuple(source for source in view.sources.values() if source.key not in used)
     notes = [f"adapter {', '.join(names)}: merged into {len(layers)} layers"]
+    notes += _notes_on_rest(view, names, base)
+    return replace(part, entries=entries, omitted=omitted, notes=(*part.notes, *notes))
+
+
+def _notes_on_rest(view: View, names: Sequence[str], base: _MergedBase) -> list[str]:
+    """Notes on adapters that are left out, and on tensors that are no longer tied."""
+    notes = []
     left_out = [name for name in view.module.peft_config if name not in names]
     if left_out:
         notes.append(f"adapter {', '.join(left_out)}: not merged, left out")
     for tied_names in base.untied:
         text = ", ".join(tied_names)
         notes.append(f"{text}: tied, merged differently in each place, stored once each")
-    return replace(part, entries=entries, omitted=omitted, notes=(*part.notes, *notes))
+    return notes
 
 
 def _chosen_adapters(view: View, choice: MergeChoice) -> list[str]:

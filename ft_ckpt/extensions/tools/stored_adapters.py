@@ -25,7 +25,6 @@ from ft_ckpt.model import (
     finite_numbers,
     join_weight_files,
     merge_choice,
-    stored_base_names,
     weight_files,
 )
 from ft_ckpt.storage import Place, Store, open_place, read_text
@@ -49,14 +48,6 @@ class StoredAdapters:
     def settings(self) -> dict[str, Any]:
         """The config of the first adapter."""
         return _read_config(self.folder)
-
-    @property
-    def base_names(self) -> frozenset[str]:
-        """The names in the base of the tensors that the adapters store."""
-        names: set[str] = set()
-        for record in self.records:
-            names |= stored_base_names(record)
-        return frozenset(names)
 
     @property
     def files(self) -> set[str]:
