@@ -44,6 +44,16 @@ def test_arrays_have_the_names_of_their_keys():
     assert list(file.skipped) == ["rate: float", "name: str", "wave: complex", "none: NoneType"]
 
 
+def test_a_file_can_be_one_array_in_pieces(tmp_path):
+    array = b"\x93\x91\x02\xa5uint8\xc4\x02"  # its shape, type and bytes
+    pieces = [b"\xc7%c\x01" % (len(array) + 2) + array + data for data in (b"ab", b"cd")]
+    content = b"\x83\xb9__msgpack_chunked_array__\xc3\xa5shape\x81\xa10\x04\xa6chunks\x82"
+    content += b"\xa10" + pieces[0] + b"\xa11" + pieces[1]
+    (tmp_path / "x.msgpack").write_bytes(content)
+    file = open_source(tmp_path / "x.msgpack")
+    assert bytes(file.read("array").tolist()) == b"abcd"
+
+
 def test_an_array_in_pieces_is_one():
     file = check_file(GOLDEN / "pieces.msgpack", PIECES)
     for low, high in [(0, 9), (7, 8), (6, 33), (30, 35), (4, 4)]:

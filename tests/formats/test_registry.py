@@ -1,6 +1,7 @@
 """The registry of formats: a new one is a class, in a table or an entry point."""
 
 import ast
+import importlib
 import os
 import shutil
 import subprocess
@@ -173,3 +174,15 @@ def test_nothing_compares_names_of_formats():
                 if isinstance(one, ast.Constant)
             }
             assert not names & constants, f"{path}:{node.lineno}"
+
+
+def test_a_module_that_is_missing_is_not_taken_for_damage(tiny, tmp_path, monkeypatch):
+    ft_ckpt.save({"a": torch.ones(3)}, tmp_path / "x.safetensors")
+    ft_ckpt.convert(tmp_path / "x.safetensors", tmp_path / "x.tiny")
+
+    def needs_a_module(self, file, verify=False):
+        importlib.import_module("not_there")
+
+    monkeypatch.setattr(Tiny, "open_indexed", needs_a_module)
+    with pytest.raises(ConfigError, match=r"x\.tiny: a module .*No module named 'not_there'"):
+        ft_ckpt.convert(tmp_path / "x.tiny", tmp_path / "y.h5")

@@ -76,7 +76,12 @@ HUB = {"extensions/transfer/hub", "extensions/transfer/hub_buckets"}
 STREAMS = {"cli/options"}
 # Accelerate reads its folders itself, and nodes that see no checkpoint get one in their temporary
 # folder.
-TRAINING = {"extensions/foreign/accelerate_folder", "runs/node_copies", "runs/run_lease"}
+TRAINING = {
+    "extensions/foreign/accelerate_files",
+    "extensions/foreign/accelerate_folder",
+    "runs/node_copies",
+    "runs/run_lease",
+}
 # Whether a word that is no command is the name of a file.
 WORDS = {"cli/__init__"}
 

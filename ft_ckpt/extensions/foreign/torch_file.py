@@ -121,7 +121,10 @@ def _load_legacy(file: RawFile) -> Any:
 def _load_zip(source: Source, name: str, admits: Callable[[str], bool], *, mmap: bool) -> Any:
     _rewind(source)
     unknown = get_unsafe_globals_in_checkpoint(source)
-    refused = [name for name in unknown if name not in _VALUES and not admits(name)]
+    refused = []
+    for full_name in unknown:
+        if full_name not in _VALUES and not admits(full_name):
+            refused.append(full_name)
     if refused:
         raise LoadError(
             f"{name}: refers to {listing(sorted(refused), ', ')}; expected tensors and plain data. "

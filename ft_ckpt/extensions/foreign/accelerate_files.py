@@ -1,0 +1,180 @@
+"""Compares a folder of `accelerator.save_state` with the objects that an Accelerator has prepared.
+
+Such a folder numbers objects and parameters instead of naming them. Every file is read as
+Accelerate reads it: by torch with `weights_only`, which executes nothing.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ft_ckpt.errors import LoadError, listing
+from ft_ckpt.model import join_weight_files
+from ft_ckpt.runs import settings_of, unwrap_optimizer
+from ft_ckpt.storage import LocalStore
+
+OF_OBJECTS = re.compile(
+    r"((pytorch_)?model(_\d+)?\.(safetensors|bin)|(optimizer|scheduler)(_\d+)?\.bin|scaler\.pt)"
+)
+
+
+def file_problems(path: Path, accelerator: Any) -> list[str]:
+    """The files that Accelerate would miss, and those that it would leave unread."""
+    expected = [_weights_name(path, number) for number in range(len(accelerator._models))]
+    expected += _numbered_names("optimizer", accelerator._optimizers)
+    expected += _numbered_names("scheduler", accelerator._schedulers)
+    if accelerator.scaler is not None:
+        expected.append("scaler.pt")
+    names = [entry.name for entry in path.iterdir()]
+    stored = {name for name in names if OF_OBJECTS.fullmatch(name)}
+    problems = [f"{name}: not in the folder" for name in expected if name not in stored]
+    for name in sorted(stored.difference(expected)):
+        problems.append(f"{name}: of an object that this run has not")
+    return problems
+
+
+def _weights_name(path: Path, number: int) -> str:
+    """The file of a model; of two, the one that Accelerate reads."""
+    safe = numbered("model", number, ".safetensors")
+    pickled = numbered("pytorch_model", number, ".bin")
+    return pickled if (path / pickled).exists() and not (path / safe).exists() else safe
+
+
+def numbered(stem: str, number: int, suffix: str) -> str:
+    return f"{stem}_{number}{suffix}" if number else f"{stem}{suffix}"
+
+
+def _numbered_names(stem: str, objects: Sequence[Any]) -> list[str]:
+    return [numbered(stem, number, ".bin") for number in range(len(objects))]
+
+
+def read_values(path: Path, name: str) -> Any:
+    """The values in a file, as Accelerate reads it; tensors are mapped. Raises LoadError."""
+    from accelerate.utils import load
+
+    try:
+        return load(path / name, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        kind = type(error).__name__
+        raise LoadError(
+            f"{path / name}: torch.load(weights_only=True) fails ({kind}): the file is missing or "
+            "damaged, or refers to code, which is not executed; use another folder"
+        ) from error
+
+
+def weight_problems(path: Path, models: Sequence[nn.Module]) -> Iterator[str]:
+    """The tensors of the models that are missing, unknown or of another shape in the folder."""
+    for number, model in enumerate(models):
+        file_name = _weights_name(path, number)
+        values = model.state_dict(keep_vars=True).items()
+        live = {_bare_name(name): value for name, value in values if isinstance(value, Tensor)}
+        shapes: dict[str, tuple[int, ...]] = {}
+        with closing(join_weight_files(LocalStore(path), [file_name])) as file:
+            for name, spec in file.specs.items():
+                shapes[_bare_name(name)] = spec.shape
+            for alias, name in file.ties.items():
+                shapes[_bare_name(alias)] = file.specs[name].shape
+        tied = {id(live[name]) for name in shapes if name in live}
+        for name, shape in shapes.items():
+            if name not in live:
+                yield f"{file_name}: {name}: not in the model"
+            elif shape != tuple(live[name].shape):
+                yield f"{file_name}: {name}: {list(shape)}, {list(live[name].shape)} in the model"
+        for name, value in live.items():
+            if name not in shapes and id(value) not in tied:
+                yield f"{file_name}: {name}: not in the file, and the model has it"
+
+
+def optimizer_problems(path: Path, accelerator: Any) -> Iterator[str]:
+    """What shows that the parameters of the optimizers have another order than in the folder, which
+    numbers them.
+    """
+    names: dict[int, str] = {}
+    for model in accelerator._models:
+        for name, parameter in model.named_parameters():
+            names[id(parameter)] = name
+    for number, optimizer in enumerate(accelerator._optimizers):
+        file_name = numbered("optimizer", number, ".bin")
+        state = read_values(path, file_name)
+        try:
+            for problem in _group_problems(state, unwrap_optimizer(optimizer).param_groups, names):
+                yield f"{file_name}: {problem}"
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise LoadError(
+                f"{path / file_name}: not the state of an optimizer; use another folder"
+            ) from error
+
+
+def _group_problems(
+    state: Mapping[str, Any], live_groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]
+) -> Iterator[str]:
+    """The differences of an optimizer's groups; `names`: of the live parameters by identity."""
+    groups = state["param_groups"]
+    before = [str(len(group["params"])) for group in groups]
+    now = [str(len(group["params"])) for group in live_groups]
+    if before != now:
+        yield (
+            f"groups of {listing(before, ', ')} parameters in the folder, of "
+            f"{listing(now, ', ')} here"
+        )
+        return
+    for number, (group, live) in enumerate(zip(groups, live_groups, strict=True)):
+        live_names = [
+            names.get(id(parameter), "a parameter of no prepared model")
+            for parameter in live["params"]
+        ]
+        # if the optimizer was made of named parameters
+        saved_names = group.get("param_names", live_names)
+        for saved_name, live_name in zip(saved_names, live_names, strict=True):
+            if _bare_name(saved_name) != _bare_name(live_name):
+                yield f"group {number}: {saved_name} in the folder, {live_name} here"
+        for index, parameter, name in zip(group["params"], live["params"], live_names, strict=True):
+            problem = _shape_problem(state["state"].get(index, {}), parameter)
+            if problem is not None:
+                yield f"{name}: {problem}"
+        if "param_names" in group or _has_settings(group, live):
+            continue
+        alike = []
+        for other_number, other in enumerate(live_groups):
+            if _has_settings(group, other):
+                alike.append(str(other_number))
+        if alike:
+            yield (
+                f"group {number} has the settings of group {listing(alike, ', ')} here: "
+                "another order"
+            )
+
+
+def _shape_problem(entries: Mapping[str, Any], parameter: Tensor) -> str | None:
+    """What shows by its shape that the state `entries` is of another parameter."""
+    shapes: dict[str, list[int]] = {}
+    for key, value in entries.items():
+        if isinstance(value, Tensor) and value.ndim == parameter.ndim:
+            shapes[key] = list(value.shape)
+    # others are statistics of the optimizer's own form
+    if not shapes or list(parameter.shape) in shapes.values():
+        return None
+    key, shape = next(iter(shapes.items()))
+    return f"{key} has shape {shape}, the parameter {list(parameter.shape)}"
+
+
+def _has_settings(group: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
+    """Whether a stored group has the settings of a live one, but for a rate that a scheduler
+    changes.
+    """
+    before, now = settings_of(group), settings_of(live)
+    keys = before.keys() & now.keys() - {"param_names"}
+    if "initial_lr" in keys:
+        keys -= {"lr"}
+    return all(before[key] == now[key] for key in keys)
+
+
+def _bare_name(name: str) -> str:
+    """The name of a tensor without the prefixes of DDP and torch.compile, which Accelerate may have
+    removed.
+    """
+    return name.replace("_orig_mod.", "").removeprefix("module.")
