@@ -1,9 +1,3 @@
-from .bucket_delete import (
-    drop_from_bucket as drop_from_bucket,
-    mark_guards as mark_guards,
-    settle_in_bucket as settle_in_bucket,
-    strip_in_bucket as strip_in_bucket,
-)
 from .cards import (
     CARD_NAME as CARD_NAME,
     with_current_cards as with_current_cards,
@@ -37,14 +31,8 @@ from .delete import (
     STATE as STATE,
     Removal as Removal,
     delete_checkpoint as delete_checkpoint,
-    delete_state as delete_state,
-    deletion_guards as deletion_guards,
-    finish_deletion as finish_deletion,
-    folder_entries as folder_entries,
     manifest_files as manifest_files,
-    releasable_bytes as releasable_bytes,
     set_aside as set_aside,
-    unfinished_deletions as unfinished_deletions,
     without_state as without_state,
 )
 from .earlier import (
@@ -60,7 +48,6 @@ from .hub_names import (
     is_hub_name as is_hub_name,
 )
 from .leases import (
-    CLOCK as CLOCK,
     ExclusiveLease as ExclusiveLease,
     holder_of as holder_of,
     mark_holder as mark_holder,
@@ -116,8 +103,11 @@ from .problems import (
     stored_bytes as stored_bytes,
 )
 from .recovery import (
-    recover_target as recover_target,
     uncommit as uncommit,
+)
+from .run_folder import (
+    RunFolder as RunFolder,
+    open_run_folder as open_run_folder,
 )
 from .selection import (
     best as best,

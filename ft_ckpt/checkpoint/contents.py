@@ -267,9 +267,10 @@ def _describe_rest(files: set[str], listed: FolderListing) -> Contents:
 
 def _weight_names(files: Iterable[str]) -> tuple[str, ...]:
     """The files with the name of weights in some format, and indexes of shards."""
-    suffixes = tuple(suffix for entry in tensor_formats() for suffix in entry.suffixes)
-    endings = (*suffixes, ".safetensors.index.json", ".bin.index.json")
-    return tuple(sorted(name for name in files if name.endswith(endings)))
+    endings = [".safetensors.index.json", ".bin.index.json"]
+    for known_format in tensor_formats():
+        endings += known_format.suffixes
+    return tuple(sorted(name for name in files if name.endswith(tuple(endings))))
 
 
 def class_in(config: Mapping[str, Any], otherwise: str) -> str:

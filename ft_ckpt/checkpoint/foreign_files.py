@@ -3,7 +3,7 @@ lists the file.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
 from itertools import islice
 from typing import Any
@@ -17,19 +17,20 @@ from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, listing
 from ft_ckpt.formats import read_header
 from ft_ckpt.storage import FileRecord, Place, Store, is_inside
 
+_INDEX = ".safetensors.index.json"
+
 
 def listing_manifest(place: Place) -> tuple[Store, Manifest, FileRecord] | None:
     """The checkpoint that lists the file at `place`: its store, its manifest, the record.
 
-    None if none does.
-
-    Raises ManifestError for a damaged manifest.
+    None if none does. Raises ManifestError for a damaged manifest.
     """
     for store, name in islice(place.folders_around(), 1, None):
-        if store.stat(MANIFEST_NAME) is not None:
-            manifest = load_manifest(store)
-            record = {record.path: record for record in manifest.files}.get(name)
-            if record is not None:
+        if store.stat(MANIFEST_NAME) is None:
+            continue
+        manifest = load_manifest(store)
+        for record in manifest.files:
+            if record.path == name:
                 return store, manifest, record
     return None
 
@@ -39,17 +40,16 @@ def verify_listed(place: Place) -> VerifyReport | None:
 
     Raises ManifestError.
     """
-    found = listing_manifest(place) if place.is_object else None
-    if found is None:
+    listed = listing_manifest(place) if place.is_object else None
+    if listed is None:
         return None
-    store, manifest, record = found
+    store, manifest, record = listed
     current, notes = with_current_cards(store, manifest)
-    record = next((file for file in current.files if file.path == record.path), record)
+    for file in current.files:
+        if file.path == record.path:
+            record = file
     problems = tuple(str(problem) for problem in file_problems(store, record))
     return VerifyReport(place.location, not problems, problems, 1, record.size_bytes, notes)
-
-
-_INDEX = ".safetensors.index.json"
 
 
 def verify_foreign(place: Place) -> VerifyReport:
@@ -59,8 +59,11 @@ def verify_foreign(place: Place) -> VerifyReport:
     each JSON file. Values cannot be checked without recorded digests. Raises LoadError if there is
     no safetensors file.
     """
-    store, names = (place.store, [place.name]) if place.is_object else (place.folder, None)
-    names = names or [each.name for each in store.list()]
+    if place.is_object:
+        store, names = place.store, [place.name]
+    else:
+        store = place.folder
+        names = [stored.name for stored in store.list()]
     weights = [name for name in names if name.endswith(".safetensors")]
     if not weights and not any(name.endswith(_INDEX) for name in names):
         problem = f"no {MANIFEST_NAME} and no safetensors files in it"
@@ -69,54 +72,62 @@ def verify_foreign(place: Place) -> VerifyReport:
         raise LoadError(f"{place}: {problem}; `ft-ckpt show` reads other formats")
     tensors: dict[str, set[str]] = {}
     problems: list[str] = []
+    size_bytes = 0
     for name in weights:
         try:
             with closing(store.open(name)) as file:
+                size_bytes += file.size_bytes
                 tensors[name] = set(read_header(file))
-        except CorruptError as error:  # noqa: PERF203 - one for each file
-            problems.append(
-                str(error) if str(error).startswith(f"{name}: ") else f"{name}: {error}"
-            )
-    for name in names:
-        if name.endswith(".json"):
-            problems += _document_problems(store, name, tensors)
-    size = sum(each.size_bytes for name in weights if (each := store.stat(name)) is not None)
-    return VerifyReport(place.location, not problems, tuple(problems), len(weights), size)
+        except CorruptError as error:  # noqa: PERF203 - of each file
+            text = str(error)
+            problems.append(text if text.startswith(f"{name}: ") else f"{name}: {text}")
+    documents = [name for name in names if name.endswith(".json")]
+    for name in documents:
+        problems += _document_problems(store, name, tensors)
+    return VerifyReport(place.location, not problems, tuple(problems), len(weights), size_bytes)
 
 
-def _document_problems(store: Store, name: str, held: dict[str, set[str]]) -> Iterator[str]:
+def _document_problems(
+    store: Store, name: str, tensors: Mapping[str, Collection[str]]
+) -> Iterator[str]:
     try:
-        found = json.loads(store.read(name).decode("utf-8"))
+        document = json.loads(store.read(name).decode("utf-8"))
     except (CheckpointError, ValueError, RecursionError) as error:
         yield f"{name}: not JSON ({error})"
         return
     if name.endswith(_INDEX):
-        yield from _index_file_problems(store, name, found, held)
+        yield from _index_file_problems(store, name, document, tensors)
 
 
 def _index_file_problems(
-    store: Store, index: str, found: Any, held: dict[str, set[str]]
+    store: Store, index: str, document: Any, tensors: Mapping[str, Collection[str]]
 ) -> Iterator[str]:
-    """Check that an index maps each tensor to a file beside it that contains it."""
-    where = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(where, dict):
+    """Check that an index maps each tensor to a file in its folder that contains it; `tensors`: the
+    names in each readable file.
+    """
+    shard_of = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(shard_of, dict):
         yield f"{index}: no weight_map in it"
         return
     folder = index.rpartition("/")[0]
-    shards = {str(file): f"{folder}/{file}" if folder else str(file) for file in where.values()}
-    lost = sorted(
-        shard for shard, name in shards.items() if not is_inside(shard) or store.stat(name) is None
-    )
-    if lost:
-        yield f"{index}: shards missing: {listing(lost, ', ')}"
-    tensors = {
-        shard: held[name] for shard, name in shards.items() if shard not in lost and name in held
-    }
-    wrong = sorted(
-        name for name, shard in where.items() if name not in tensors.get(str(shard), where)
-    )
+    missing: list[str] = []
+    tensors_in: dict[str, Collection[str]] = {}  # each shard whose header was read
+    for shard in sorted({str(file) for file in shard_of.values()}):
+        name = f"{folder}/{shard}" if folder else shard
+        if not is_inside(shard) or store.stat(name) is None:
+            missing.append(shard)
+        elif name in tensors:
+            tensors_in[shard] = tensors[name]
+    if missing:
+        yield f"{index}: shards missing: {listing(missing, ', ')}"
+    wrong = []
+    for name, shard in shard_of.items():
+        if name not in tensors_in.get(str(shard), shard_of):
+            wrong.append(name)
     if wrong:
-        yield f"{index}: not in the shards that it maps them to: {listing(wrong, ', ')}"
-    stray = sorted(name for names in tensors.values() for name in names if name not in where)
-    if stray:
-        yield f"{index}: in its shards, not in it: {listing(stray, ', ')}"
+        yield f"{index}: not in the shards that it maps them to: {listing(sorted(wrong), ', ')}"
+    unmapped: list[str] = []
+    for names in tensors_in.values():
+        unmapped += [name for name in names if name not in shard_of]
+    if unmapped:
+        yield f"{index}: in its shards, not in it: {listing(sorted(unmapped), ', ')}"

@@ -31,7 +31,7 @@ FORMAT_VERSION = 1  # increased when an older reader could misread a newer manif
 MANIFEST_LIMIT_BYTES = 256 << 20  # a million tensors
 _OF_COMMITS = ("files", "token")  # fields that depend on the commit, not only on the content
 _DELTA_FIELDS = {"base", "base_content", "content"}
-_MOST_RANKS = 1 << 17  # that may have written one file: each needs a digest state during a check
+_MAX_RANKS = 1 << 17  # that may have written one file: each needs a digest state during a check
 _INDEX = re.compile(r"[0-9]{1,19}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 _encode = json.JSONEncoder(ensure_ascii=False).encode
@@ -184,7 +184,8 @@ def manifest_from_json(text: str, source: str = MANIFEST_NAME) -> Manifest:
         raise ManifestError(
             f"{source}: malformed manifest ({error}); the checkpoint is damaged, use an older one"
         ) from error
-    if problems := list(_manifest_problems(manifest)):
+    problems = list(_manifest_problems(manifest))
+    if problems:
         raise ManifestError(
             f"{source}: malformed manifest ({listing(problems)}); the checkpoint is damaged, use "
             "an older one"
@@ -202,26 +203,21 @@ def content_identity(manifest: Manifest) -> str:
 
 
 def _part_json(part: PartRecord) -> str:
-    base = (
-        None
-        if part.base is None
-        else {**values_of(part.base), "id": part.base.id and without_secrets(part.base.id)}
-    )
-    plain = {**values_of(part), "base": base}
-    head = "".join(
-        f"{_json_text(key)}: {_json_text(value)}, "
-        for key, value in plain.items()
-        if key != "tensors"
-    )
+    facts = values_of(part)
+    del facts["tensors"]
+    if part.base is not None:
+        base_id = part.base.id and without_secrets(part.base.id)
+        facts["base"] = {**values_of(part.base), "id": base_id}
+    fields_text = "".join(f"{_json_text(key)}: {_json_text(facts[key])}, " for key in facts)
     tensors = ",\n".join("      " + _json_text(values_of(tensor)) for tensor in part.tensors)
-    return f'    {{{head}"tensors": [\n{tensors}\n    ]}}'
+    return f'    {{{fields_text}"tensors": [\n{tensors}\n    ]}}'
 
 
 def _json_text(value: Any) -> str:
     """JSON that can be encoded as UTF-8: surrogates (file name bytes that are not UTF-8) are
     escaped.
     """
-    return re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", _encode(value))
+    return re.sub("[\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", _encode(value))
 
 
 def _text_digest(text: str) -> str:
@@ -274,14 +270,16 @@ def _check_digest(document: dict[str, Any], text: str, source: str) -> None:
     """
     expected = document.get("digest")
     if "digest" in document:
-        found = _text_digest(text.replace(_digest_line(str(expected)), "", 1))
-        if found != expected:
+        digest = _text_digest(text.replace(_digest_line(str(expected)), "", 1))
+        if digest != expected:
             raise ManifestError(
-                f"{source}: its digest is {found}, expected {expected!r}: the manifest has changed "
-                "since then; "
+                f"{source}: its digest is {digest}, expected {expected!r}: the manifest has "
+                "changed since then; "
                 'use an older checkpoint, or delete the line "digest" if you changed it yourself'
             )
-    elif unknown := sorted(document.keys() - {each.name for each in fields(Manifest)}):
+        return
+    unknown = sorted(document.keys() - {field.name for field in fields(Manifest)})
+    if unknown:
         raise ManifestError(
             f"{source}: malformed manifest ({listing(unknown, ', ')}: unknown, and no digest); the "
             "checkpoint is damaged, use an older one"
@@ -290,34 +288,39 @@ def _check_digest(document: dict[str, Any], text: str, source: str) -> None:
 
 def _manifest_problems(manifest: Manifest) -> Iterator[str]:
     """A line for each value of the right type that no save can have written."""
-    repeated = [
-        path for path, count in Counter(file.path for file in manifest.files).items() if count > 1
-    ]
-    yield from (f"{path!r}: listed more than once" for path in repeated)
+    counts = Counter(file.path for file in manifest.files)
+    for path, count in counts.items():
+        if count > 1:
+            yield f"{path!r}: listed more than once"
     for file in manifest.files:
-        if file.ranks > _MOST_RANKS:
-            yield f"{file.path!r}: written by {file.ranks} ranks, expected at most {_MOST_RANKS}"
+        if file.ranks > _MAX_RANKS:
+            yield f"{file.path!r}: written by {file.ranks} ranks, expected at most {_MAX_RANKS}"
         elif file.sha256 is not None and not _SHA256.fullmatch(file.sha256):
             yield f"{file.path!r}: sha256 {short(file.sha256)}, expected 64 hex digits"
         elif not _are_in_order(file):
             yield f"{file.path!r}: cuts that are not in order, inside of the file and of its ranks"
-    base = manifest.delta.get("base", "")
-    if manifest.delta and (
-        "/" in base or not is_inside(base) or not manifest.delta.keys() >= _DELTA_FIELDS
-    ):
+    if manifest.delta and not _is_delta_record(manifest.delta):
         yield f"delta: {dict(manifest.delta)}, expected the name of its base and two digests"
     for part in manifest.parts:
-        if part.kind not in PART_KINDS:
-            yield f"part {part.path!r}: kind {part.kind!r}, expected one of {', '.join(PART_KINDS)}"
-        for name, samples in (part.base.fingerprint if part.base else {}).items():
-            if not _are_samples(samples):
-                yield f"sampled elements of {name!r}: {short(samples)}, expected numbers by index"
-        for tensor in part.tensors:
-            if tensor.start > tensor.end:
-                yield (
-                    f"{tensor.name!r}: shape {list(tensor.shape)} at bytes {tensor.start} to "
-                    f"{tensor.end}"
-                )
+        yield from _part_problems(part)
+
+
+def _part_problems(part: PartRecord) -> Iterator[str]:
+    if part.kind not in PART_KINDS:
+        yield f"part {part.path!r}: kind {part.kind!r}, expected one of {', '.join(PART_KINDS)}"
+    fingerprint = part.base.fingerprint if part.base else {}
+    for name, samples in fingerprint.items():
+        if not _are_samples(samples):
+            yield f"sampled elements of {name!r}: {short(samples)}, expected numbers by index"
+    for tensor in part.tensors:
+        if tensor.start > tensor.end:
+            shape = list(tensor.shape)
+            yield f"{tensor.name!r}: shape {shape} at bytes {tensor.start} to {tensor.end}"
+
+
+def _is_delta_record(delta: Mapping[str, str]) -> bool:
+    base = delta.get("base", "")
+    return delta.keys() >= _DELTA_FIELDS and "/" not in base and is_inside(base)
 
 
 def _are_samples(samples: Any) -> bool:
@@ -331,14 +334,14 @@ def _are_samples(samples: Any) -> bool:
 
 
 def _are_in_order(file: FileRecord) -> bool:
-    at = 0
+    position = 0
     for cut in file.cuts:
-        if not at <= cut.start <= cut.stop <= file.size_bytes:
+        if not position <= cut.start <= cut.stop <= file.size_bytes:
             return False
-        more = -(-max(0, cut.stop - cut.start - cut.lead) // cut.chunk)
-        if cut.owner + more >= file.ranks:
+        further_ranks = -(-max(0, cut.stop - cut.start - cut.lead) // cut.chunk)
+        if cut.owner + further_ranks >= file.ranks:
             return False
-        at = cut.stop
+        position = cut.stop
     return True
 
 
@@ -346,11 +349,11 @@ def check_paths(manifest: Manifest, source: str) -> None:
     """Raise ManifestError naming every path of the manifest that leads out of its folder; `source`
     names it.
     """
-    paths = {file.path for file in manifest.files} | {
-        tensor.file for part in manifest.parts for tensor in part.tensors
-    }
+    paths = {file.path for file in manifest.files}
+    paths.update(part.path for part in manifest.parts if part.path)
+    for part in manifest.parts:
+        paths.update(tensor.file for tensor in part.tensors)
     unsafe = [path for path in paths if not is_inside(path)]
-    unsafe += [part.path for part in manifest.parts if part.path != "" and not is_inside(part.path)]
     if unsafe:
         raise ManifestError(
             f"{source}: {listing(sorted(map(repr, unsafe)))}: a path in a manifest must be "

@@ -23,19 +23,27 @@ def read_metrics(store: Store, manifest: Manifest) -> Mapping[str, float]:
 
     Raises UnreadableError when a mark cannot be read now.
     """
-    found = dict(manifest.metrics)
-    for each in store.list_folder().objects:
-        if each.name.startswith(METRIC):
-            try:
-                mark = json.loads(read_text(store, each.name, _LIMIT_BYTES))
-                if mark["created"] == manifest.created:
-                    found[str(mark["metric"])] = float(mark["value"])
-            except UnreadableError:
-                raise
-            except (CorruptError, KeyError, RecursionError, TypeError, ValueError):
-                # damaged, or deleted since
-                continue
-    return found
+    metrics = dict(manifest.metrics)
+    objects = store.list_folder().objects
+    marks = [stored.name for stored in objects if stored.name.startswith(METRIC)]
+    for name in marks:
+        measured = _read_mark(store, name, manifest)
+        if measured is not None:
+            metrics[measured[0]] = measured[1]
+    return metrics
+
+
+def _read_mark(store: Store, name: str, manifest: Manifest) -> tuple[str, float] | None:
+    """The metric in a mark; None if it is of another save, damaged, or deleted since."""
+    try:
+        mark = json.loads(read_text(store, name, _LIMIT_BYTES))
+        if mark["created"] != manifest.created:
+            return None
+        return str(mark["metric"]), float(mark["value"])
+    except UnreadableError:
+        raise
+    except (CorruptError, KeyError, RecursionError, TypeError, ValueError):
+        return None
 
 
 def check_metric(name: str) -> None:

@@ -111,8 +111,8 @@ class OpenCheckpoint:
         """
         if isinstance(self.store, ListedStore) and self.stack is not None:
             with suppress(NoSpaceError):
-                room = self.stack.enter_context(temporary_store())
-                self.store.fetch(paths, replace(room, syncs=False, direct_bytes=None))
+                folder = self.stack.enter_context(temporary_store())
+                self.store.fetch(paths, replace(folder, syncs=False, direct_bytes=None))
 
     def refuse_damaged(self, paths: Collection[str] | None = None) -> None:
         """Compare the digests of the files `paths` (None: of all), before anything of them is used.

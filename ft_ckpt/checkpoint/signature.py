@@ -95,49 +95,46 @@ def signature_problems(
         signer = os.fspath(signed_by)
         with _explained(f"{signer}: not usable as a public key, {_EXPECTED}"):
             config.use_elliptic_key_verifier(public_key=Path(signer))
-    gained = [f"{name}: not signed; move it away" for name in unlisted]
+    problems = [f"{name}: not signed; move it away" for name in unlisted]
     try:
         bundle = read_text(origin, SIGNATURE_NAME, _LIMIT_BYTES)
     except MissingError:
-        return (
-            *gained,
-            (
-                f"{SIGNATURE_NAME}: missing, expected a signature by {signer}; "
-                "`ft-ckpt sign` makes one"
-            ),
-        )
+        expected = f"expected a signature by {signer}; `ft-ckpt sign` makes one"
+        return (*problems, f"{SIGNATURE_NAME}: missing, {expected}")
     except CorruptError as error:
-        return (*gained, f"{SIGNATURE_NAME}: cannot be read ({error})")
-    with temporary_store(prefix="ft_ckpt-sign-") as room:
-        room.write(SIGNATURE_NAME, bundle.encode())
+        return (*problems, f"{SIGNATURE_NAME}: cannot be read ({error})")
+    with temporary_store(prefix="ft_ckpt-sign-") as scratch:
+        scratch.write(SIGNATURE_NAME, bundle.encode())
         try:
-            config.verify(_named_folder(opened, room), room.folder / SIGNATURE_NAME)
+            config.verify(_named_folder(opened, scratch), scratch.folder / SIGNATURE_NAME)
         except Exception as error:  # noqa: BLE001 - a bundle may contain anything
             # the library's list of the files that differ
             is_list = str(error).startswith("Signature mismatch")
             why = printable(str(error)) if is_list else shown(error)
-            return (*gained, f"{SIGNATURE_NAME}: not a signature of these files by {signer}: {why}")
-    return tuple(gained)
+            problems.append(f"{SIGNATURE_NAME}: not a signature of these files by {signer}: {why}")
+    return tuple(problems)
 
 
-def _named_folder(opened: Store, room: LocalStore) -> Path:
+def _named_folder(opened: Store, scratch: LocalStore) -> Path:
     """A link to the open folder with the name of the checkpoint, which the library records."""
-    link = room.within("folder").folder / Path(opened.url).name
+    link = scratch.folder / "folder" / Path(opened.url).name
     link.parent.mkdir()
     link.symlink_to(folder_of(opened).absolute())
     return link
 
 
 def unlisted_files(folder: Path, manifest: Manifest) -> list[str]:
-    """The files in `folder` that a signature does not cover, without itself and our marks,
-    sorted.
-    """
-    files = (path for path in walk_tree(folder) if path.is_symlink() or not path.is_dir())
-    names = {path.relative_to(folder).as_posix() for path in files} - {
-        SIGNATURE_NAME,
-        *_signed_names(manifest),
-    }
-    return sorted(name for name in names if not name.startswith(PREFIX) or "/" in name)
+    """The files in `folder` that a signature does not cover, without itself and marks, sorted."""
+    signed = {SIGNATURE_NAME, *_signed_names(manifest)}
+    names = []
+    for path in walk_tree(folder):
+        if path.is_dir() and not path.is_symlink():
+            continue
+        name = path.relative_to(folder).as_posix()
+        is_mark = name.startswith(PREFIX) and "/" not in name
+        if name not in signed and not is_mark:
+            names.append(name)
+    return sorted(names)
 
 
 def _signed_names(manifest: Manifest) -> list[str]:
@@ -155,31 +152,29 @@ class _ListedFiles:
     trusts: bool = False  # take the SHA-256 that the manifest has; the others are computed
 
     def hash(self, model_path: Path, **_: Any) -> Any:
-        known = {
-            file.path: file.sha256 for file in self.manifest.files if self.trusts and file.sha256
-        }
-        names = [name for name in _signed_names(self.manifest) if name not in known]
-        present = [path for name in names if (path := model_path / name).is_file()]
-        return _with_known(self.config.hash(model_path, files_to_hash=present), known)
+        recorded = {}
+        if self.trusts:
+            recorded = {file.path: file.sha256 for file in self.manifest.files if file.sha256}
+        paths = [model_path / name for name in _signed_names(self.manifest) if name not in recorded]
+        present = [path for path in paths if path.is_file()]
+        return _with_recorded(self.config.hash(model_path, files_to_hash=present), recorded)
 
     def add_ignored_paths(self, **_: Any) -> None:
         """Does nothing: a bundle must not exclude files."""
 
 
-def _with_known(hashed: Any, known: Mapping[str, str]) -> Any:
-    """The library's manifest `hashed`, and the files `known` by their SHA-256, hexadecimal."""
+def _with_recorded(hashed: Any, recorded: Mapping[str, str]) -> Any:
+    """The library's manifest `hashed`, and the files whose SHA-256, hexadecimal, is `recorded`."""
     from model_signing import manifest as library
 
     kind = library.SerializationType.from_args(hashed.serialization_type)
-    found = [(each.identifier, each.digest) for each in hashed.resource_descriptors()]
-    sample = found[0][1]  # of ft_ckpt.json, which is always computed
-    found += [
-        (name, replace(sample, digest_value=bytes.fromhex(digest)))
-        for name, digest in known.items()
-    ]
-    return library.Manifest(
-        hashed.model_name, [kind.new_item(name, digest) for name, digest in found], kind
-    )
+    descriptors = list(hashed.resource_descriptors())
+    items = [kind.new_item(file.identifier, file.digest) for file in descriptors]
+    sample = descriptors[0].digest  # of ft_ckpt.json, which is always computed
+    for name, sha256 in recorded.items():
+        digest = replace(sample, digest_value=bytes.fromhex(sha256))
+        items.append(kind.new_item(name, digest))
+    return library.Manifest(hashed.model_name, items, kind)
 
 
 def _hashing_of(hashing: Any) -> Any:
@@ -203,7 +198,6 @@ def _libraries() -> tuple[Any, Any, Any]:
 
 @contextmanager
 def _explained(what: str, kind: type[CheckpointError] = ConfigError) -> Iterator[None]:
-    """Raise an error of the library as one of ours."""
     try:
         yield
     except Exception as error:

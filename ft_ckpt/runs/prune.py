@@ -2,43 +2,24 @@
 disk.
 """
 
-import contextlib
 import dataclasses
-import hashlib
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
 from ft_ckpt.checkpoint import (
-    CLOCK,
     MANIFEST_NAME,
     STATE,
     CheckpointInfo,
     Removal,
-    damage_of,
-    delete_checkpoint,
-    delete_state,
-    deletion_guards,
-    drop_from_bucket,
-    finish_deletion,
-    folder_entries,
-    is_mark,
+    RunFolder,
     list_checkpoints,
     manifest_files,
-    mark_guards,
-    may_live,
+    open_run_folder,
     parse_time,
-    recover_target,
-    releasable_bytes,
-    settle_in_bucket,
-    store_time,
-    strip_in_bucket,
-    unfinished_deletions,
     without_state,
 )
 from ft_ckpt.errors import CheckpointError, ConfigError, UnreadableError
@@ -52,174 +33,11 @@ from ft_ckpt.retention import (
     plan_pruning,
 )
 from ft_ckpt.storage import (
-    TRIAL,
-    ListedStore,
-    LocalStore,
     Place,
     Store,
-    Stored,
-    clear_old_drafts,
-    folder_of,
-    holding_lock,
     location_name,
     open_place,
 )
-
-RemovalStep = tuple[Path | str, Callable[[], Removal]]  # one removal: location and action
-_STAGE = re.compile(r"\.(?P<target>.+)\.ft_ckpt-stage-.+-\d+-[0-9a-f]{8}", re.DOTALL)
-# store identity -> digest of the listing that was verified
-_VALID_IN_BUCKETS: dict[str, bytes] = {}
-
-
-@dataclass(frozen=True)
-class LocalRun:
-    """The folder of a run on a disk: renames and locks, see `delete` and `commit`."""
-
-    root: Path
-
-    def snapshot(self) -> Place:
-        return Place(LocalStore(self.root))
-
-    @contextlib.contextmanager
-    def exclusive_sweep(self) -> Iterator[bool]:
-        """Lock the folder against a second pruning, which could bring a checkpoint back; False when
-        one is running.
-
-        On file systems without folder locks, such as NFS, only one process may prune.
-        """
-        with holding_lock(self.root.resolve(strict=True)) as acquired:
-            yield acquired is not False
-
-    def unfinished(self) -> list[RemovalStep]:
-        return [(path, partial(finish_deletion, path)) for path in unfinished_deletions(self.root)]
-
-    def drop(self, location: Path | str) -> Removal:
-        return delete_checkpoint(Path(location))
-
-    def strip(self, location: Path | str) -> Removal:
-        return delete_state(Path(location))
-
-    def is_valid(self, info: CheckpointInfo) -> bool:
-        return not damage_of(info.place)
-
-    def guards(self, checkpoint: Store) -> tuple[str, ...]:
-        return deletion_guards(folder_of(checkpoint))
-
-    def releasable(self, checkpoint: Store, names: Iterable[str]) -> int:
-        return releasable_bytes(folder_of(checkpoint), names)
-
-    def recover(self) -> tuple[str, ...]:
-        """Settle stages and sidelines.
-
-        The run's own folder comes first: what is below it may be in a stage.
-        """
-        clear_old_drafts(self.root)
-        stages = (_STAGE.fullmatch(path.name) for path in folder_entries(self.root))
-        targets = sorted({stage["target"] for stage in stages if stage})
-        return tuple(
-            line
-            for target in (self.root, *(self.root / name for name in targets))
-            for line in recover_target(target)
-        )
-
-
-@dataclass
-class BucketRun:
-    """The folder of a run in a bucket, see `bucket_delete` and `guards`; each decision comes from
-    one listing.
-    """
-
-    root: Store
-    now: float = 0.0  # time of the store's clock: a lower bound
-
-    def snapshot(self) -> Place:
-        return Place(ListedStore(self.root, self._list_all()))
-
-    def exclusive_sweep(self) -> AbstractContextManager[bool]:
-        """No lock: each removal gives way to other sweeps on its own."""
-        return contextlib.nullcontext(True)
-
-    def unfinished(self) -> list[RemovalStep]:
-        """All folders with marks: their processes may be dead.
-
-        Stale clock and trial objects are deleted here.
-        """
-        self.now = store_time(self.root)
-        listed = self._list_all()
-        passing = [each for each in listed.values() if each.name.startswith((CLOCK, TRIAL))]
-        if spent := [each.name for each in passing if not may_live(self.root, each, self.now)]:
-            self.root.delete(spent)
-        marked = {name.partition("/")[0] for name in listed if is_mark(name.partition("/")[2])}
-        seen, steps = ListedStore(self.root, listed), list[RemovalStep]()
-        for name in sorted(name for name in marked if not name.startswith(".")):
-            store = self.root.within(name)
-            steps.append((store.url, partial(self._settle, store, seen.within(name).listed)))
-        return steps
-
-    def drop(self, location: Path | str) -> Removal:
-        return drop_from_bucket(self.root.within(location_name(location)))
-
-    def strip(self, location: Path | str) -> Removal:
-        return strip_in_bucket(self.root.within(location_name(location)))
-
-    def is_valid(self, info: CheckpointInfo) -> bool:
-        """Verified once: a valid checkpoint stays valid while its objects keep the versions that
-        were verified.
-        """
-        objects = [each for each in info.store.list() if not is_mark(each.name)]
-        versions = hashlib.blake2b(repr(objects).encode(), digest_size=16).digest()
-        if _VALID_IN_BUCKETS.get(info.store.identity) != versions:
-            if damage_of(info.place):
-                return False
-            _VALID_IN_BUCKETS[info.store.identity] = versions
-        return True
-
-    def guards(self, checkpoint: Store) -> tuple[str, ...]:
-        return mark_guards(checkpoint, {each.name: each for each in checkpoint.list()}, self.now)
-
-    def releasable(self, checkpoint: Store, names: Iterable[str]) -> int:
-        return sum(
-            found.size_bytes for name in names if (found := checkpoint.stat(name)) is not None
-        )
-
-    def recover(self) -> tuple[str, ...]:
-        """Delete what is left of dead saves, and finish removals.
-
-        A failure is a warning: leftovers block no save.
-        """
-        done = []
-        try:
-            for location, step in self.unfinished():
-                removal = step()
-                if removal.freed_bytes or removal.dropped:
-                    what = (
-                        "finished its removal"
-                        if removal.dropped
-                        else "removed what was left of a save"
-                    )
-                    done.append(f"{location_name(location)}: {what}")
-        except CheckpointError as error:
-            warn(
-                f"{self.root.url}: leftovers of dead saves were not removed ({error})", stacklevel=3
-            )
-        return tuple(done)
-
-    def _list_all(self) -> dict[str, Stored]:
-        listed = {each.name: each for each in self.root.list()}
-        self.now = max([self.now, *(each.modified for each in listed.values())])
-        return listed
-
-    def _settle(self, store: Store, listed: Mapping[str, Stored]) -> Removal:
-        return settle_in_bucket(store, listed, self.now) or Removal(store.url)
-
-
-RunFolder = LocalRun | BucketRun  # checkpoints in it are named by their location
-
-
-def open_run_folder(root: Place) -> RunFolder:
-    """The folder of a run at `root`."""
-    store = root.folder
-    return BucketRun(store) if store.local_folder is None else LocalRun(store.local_folder)
 
 
 @dataclass(frozen=True)

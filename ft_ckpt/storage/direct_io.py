@@ -73,7 +73,7 @@ class LocalWriting:
             with explained(self.path):
                 if self.syncs or self.is_shared:
                     local_disk.sync_open(self.plain)
-                found = os.fstat(self.plain)
+                facts = os.fstat(self.plain)
                 self._close()
                 if self.draft != self.path:
                     self._take_name()
@@ -82,7 +82,7 @@ class LocalWriting:
         except BaseException:
             self.abandon()
             raise
-        return local_disk.stored_file(self.name, found)
+        return local_disk.stored_file(self.name, facts)
 
     def abandon(self) -> None:
         """A shared file is not deleted."""

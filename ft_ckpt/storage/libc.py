@@ -64,10 +64,10 @@ def cached_bytes(descriptor: int, start: int, size_bytes: int) -> int | None:
     """
     if not sys.platform.startswith("linux"):
         return None  # there the number is that of another call
-    place, found = (ctypes.c_uint64 * 2)(start, size_bytes), (ctypes.c_uint64 * 5)()
-    if _LIBC.syscall(_CACHESTAT, descriptor, place, found, 0):
+    place, counts = (ctypes.c_uint64 * 2)(start, size_bytes), (ctypes.c_uint64 * 5)()
+    if _LIBC.syscall(_CACHESTAT, descriptor, place, counts, 0):
         return None
-    return int(found[0]) * mmap.PAGESIZE
+    return int(counts[0]) * mmap.PAGESIZE
 
 
 def map_private(descriptor: int, size_bytes: int) -> int | None:

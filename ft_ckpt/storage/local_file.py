@@ -22,7 +22,7 @@ from ft_ckpt.storage import libc, local_disk
 from ft_ckpt.storage.mounts import keeps_exact_times
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
-_MOST_AT_ONCE = 1 << 30  # bytes read in one call; Linux takes less than 2 GB
+_MAX_CALL_BYTES = 1 << 30  # read in one call; Linux takes less than 2 GB
 
 
 class LocalFile:
@@ -34,23 +34,23 @@ class LocalFile:
 
     def __init__(self, name: str, path: Path, descriptor: int) -> None:
         self.name, self.path, self.descriptor = name, path, descriptor  # `path`: for messages
-        self._closer, self._closed = weakref.finalize(self, os.close, descriptor), False
-        found = os.fstat(descriptor)
-        self.size_bytes, self.version = found.st_size, local_disk.file_version(found)
-        self.mode = stat.S_IMODE(found.st_mode) | stat.S_IRUSR
-        self._opened_mtime_ns = found.st_mtime_ns
+        self._closer = weakref.finalize(self, os.close, descriptor)
+        self._closed = False
+        facts = os.fstat(descriptor)
+        self.size_bytes, self.version = facts.st_size, local_disk.file_version(facts)
+        self.mode = stat.S_IMODE(facts.st_mode) | stat.S_IRUSR
+        self._opened_mtime_ns = facts.st_mtime_ns
 
     @property
     def where(self) -> str:
         return str(self.path)
 
     def read_into(self, memory: memoryview, start: int = 0) -> None:
-        done, wanted = 0, len(memory)
-        while done < wanted:
+        done, size_bytes = 0, len(memory)
+        while done < size_bytes:
+            target = memory[done : done + _MAX_CALL_BYTES]
             try:
-                count = os.preadv(
-                    self.descriptor, [memory[done : done + _MOST_AT_ONCE]], start + done
-                )
+                count = os.preadv(self.descriptor, [target], start + done)
             except OSError as error:
                 self._refuse_closed()
                 raise self.refused(f"at byte {start + done}", error) from error
@@ -58,9 +58,9 @@ class LocalFile:
                 break
             done += count
         self.check()  # after reading, so that a concurrent write is detected
-        if done < wanted:
+        if done < size_bytes:
             raise CorruptError(
-                f"{self.path.name}: ends at byte {start + done}, bytes up to {start + wanted} "
+                f"{self.path.name}: ends at byte {start + done}, bytes up to {start + size_bytes} "
                 "asked for; it is truncated, or its index is damaged"
             )
 
@@ -98,11 +98,10 @@ class LocalFile:
 
     def refused(self, where: str, error: OSError) -> UnreadableError:
         """The error for a read that the system refused."""
-        found = UnreadableError(
-            f"{self.path.name}: cannot be read {where} ({error}); load it again"
-        )
-        found.errno = error.errno
-        return found
+        text = f"{self.path.name}: cannot be read {where} ({error}); load it again"
+        unreadable = UnreadableError(text)
+        unreadable.errno = error.errno
+        return unreadable
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -166,21 +165,23 @@ class MappedBytes:
         `read_into`.
         """
         part = self.parts.get((start, size_bytes))
-        held = None if part is None else part()
-        if held is None:
-            held = self._lend_anew(start, size_bytes)
-            if (start, size_bytes) in self.given_back:
-                end = start + size_bytes
-                for first, last in [(start, end)] if self.is_own else _shared_edges(start, end):
-                    read_into(self.memory[first:last], first)
-        return held
+        view = None if part is None else part()
+        if view is not None:
+            return view
+        view = self._new_part(start, size_bytes)
+        if (start, size_bytes) in self.given_back:
+            end = start + size_bytes
+            ranges = [(start, end)] if self.is_own else _shared_edges(start, end)
+            for first, last in ranges:
+                read_into(self.memory[first:last], first)
+        return view
 
-    def _lend_anew(self, start: int, size_bytes: int) -> memoryview:
-        held = self.memory[start : start + size_bytes]
-        part = self.parts[start, size_bytes] = _FileRange(held, _FileRange.end_use)
+    def _new_part(self, start: int, size_bytes: int) -> memoryview:
+        view = self.memory[start : start + size_bytes]
+        part = self.parts[start, size_bytes] = _FileRange(view, _FileRange.end_use)
         part.mapping, part.start, part.size_bytes = self, start, size_bytes
         _lent[id(part)] = part
-        return held
+        return view
 
     def give_back(self, start: int, size_bytes: int) -> None:
         """Release the pages that lie entirely in this part."""

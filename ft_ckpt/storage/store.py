@@ -43,7 +43,7 @@ def is_utf8(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-MOST_TEXT_BYTES = 256 << 20  # of a config, an index or another document
+MAX_TEXT_BYTES = 256 << 20  # of a config, an index or another document
 
 
 @dataclass(frozen=True)
@@ -274,9 +274,9 @@ def checked_name(name: str, may_be: Callable[[str], bool] = is_inside) -> str:
 
 
 def missing_object(where: str) -> MissingError:
-    found = MissingError(f"{where}: no such object")
-    found.errno = errno.ENOENT
-    return found
+    error = MissingError(f"{where}: no such object")
+    error.errno = errno.ENOENT
+    return error
 
 
 def changed_object(where: str) -> CorruptError:
@@ -293,11 +293,12 @@ def refuse_beyond(file: Readable, where: str, stop: int) -> None:
         )
 
 
-def refuse_other_length(where: str, start: int, found: int, expected: int) -> None:
-    """Raise CorruptError if a response has `found` bytes instead of `expected`."""
-    if found != expected:
+def refuse_other_length(where: str, start: int, size_bytes: int, expected: int) -> None:
+    """Raise CorruptError if a response has `size_bytes` instead of the expected ones."""
+    if size_bytes != expected:
         raise CorruptError(
-            f"{where}: {found} bytes came from byte {start} on, expected {expected}; read it again"
+            f"{where}: {size_bytes} bytes came from byte {start} on, expected {expected}; read it "
+            "again"
         )
 
 
@@ -305,12 +306,12 @@ def etag_of(store: Store, name: str) -> str | None:
     """The version that the service assigned to an object; None if it assigns none, or there is no
     object.
     """
-    found = store.stat(name)
-    return None if found is None else found.etag
+    stored = store.stat(name)
+    return None if stored is None else stored.etag
 
 
 def read_text(
-    store: Store, name: str, limit_bytes: int = MOST_TEXT_BYTES, errors: str = "strict"
+    store: Store, name: str, limit_bytes: int = MAX_TEXT_BYTES, errors: str = "strict"
 ) -> str:
     """The UTF-8 text of an object; `errors` as for `bytes.decode`.
 
@@ -319,10 +320,10 @@ def read_text(
     """
     with closing(store.open(name)) as file:
         if file.size_bytes > limit_bytes:
-            found = (
-                f"{store.where(name)}: {file.size_bytes:,} bytes, expected at most {limit_bytes:,}"
+            raise CorruptError(
+                f"{store.where(name)}: {file.size_bytes:,} bytes, expected at most "
+                f"{limit_bytes:,}; use another copy"
             )
-            raise CorruptError(f"{found}; use another copy")
         content = read_range(file, 0, limit_bytes)
     with damaged_input(store.where(name)):
         return content.decode("utf-8", errors)

@@ -67,8 +67,8 @@ class Region:
 
 def region_of(start: int, data: bytes) -> Region:
     """The region of `data` from byte `start` on."""
-    held = ctypes.create_string_buffer(data, max(len(data), 1))
-    return Region(start, ctypes.addressof(held), len(data), held)
+    buffer = ctypes.create_string_buffer(data, max(len(data), 1))
+    return Region(start, ctypes.addressof(buffer), len(data), buffer)
 
 
 def digest_regions(regions: Iterable[Region]) -> str:
@@ -182,15 +182,15 @@ class DurableFile:
         """Copy a region, which may change as soon as this returns; `tensor` is another digest to
         update with it.
         """
-        start, address, left = region.start, region.address, region.size_bytes
-        while left:
-            block = self._block_at(start)
-            count = min(left, self.limit - self.high)
-            ctypes.memmove(address_of(block) + self.high, address, count)
+        done = 0
+        while done < region.size_bytes:
+            block = self._block_at(region.start + done)
+            count = min(region.size_bytes - done, self.limit - self.high)
+            ctypes.memmove(address_of(block) + self.high, region.address + done, count)
             if tensor is not None:
                 self.parts.append((tensor, self.high, self.high + count))
             self.high += count
-            start, address, left = start + count, address + count, left - count
+            done += count
 
     def put_zeros(self, start: int, stop: int) -> None:
         if start < stop:
@@ -238,21 +238,19 @@ class DurableFile:
     def _dispatch_block(self) -> None:
         if self.block is None:
             return
-        block, part = self.block, (self.digest, self.low, self.high)
-        hashed = [self.writer.file_hasher.submit(update_digests, block, [part])]
-        further = (
-            self.parts if self.sha256 is None else [*self.parts, (self.sha256, self.low, self.high)]
-        )
-        if further:
-            hashed.append(self.writer.tensor_hasher.submit(update_digests, block, further))
+        block, writer = self.block, self.writer
+        file_part = (self.digest, self.low, self.high)
+        hashed = [writer.file_hasher.submit(update_digests, block, [file_part])]
+        other_parts = self.parts
+        if self.sha256 is not None:
+            other_parts = [*other_parts, (self.sha256, self.low, self.high)]
+        if other_parts:
+            hashed.append(writer.tensor_hasher.submit(update_digests, block, other_parts))
         self.block, self.parts = None, []
         # raises a writer's error
         self.jobs = [job for job in self.jobs if not job.done() or job.result() is not None]
-        self.jobs.append(
-            self.writer.pool.submit(
-                self._flush_block, block, self.base, self.low, self.high, hashed
-            )
-        )
+        flush = writer.pool.submit(self._flush_block, block, self.base, self.low, self.high, hashed)
+        self.jobs.append(flush)
 
     def _flush_block(
         self, block: Block, base: int, low: int, high: int, hashed: list[Future[None]]

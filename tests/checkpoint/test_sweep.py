@@ -522,7 +522,7 @@ def test_two_sweeps_do_not_meet(run):
 def test_one_that_disappears_is_no_error(run, monkeypatch):
     """Somebody deletes by hand while the sweep looks, or after it has."""
     monkeypatch.setattr(
-        "ft_ckpt.runs.prune.deletion_guards",
+        "ft_ckpt.checkpoint.run_folder.deletion_guards",
         lambda path: shutil.rmtree(path.with_name("checkpoint-9"), True) or (),
     )
     assert prune_run(run, Keep(last=1)).problems == ()
