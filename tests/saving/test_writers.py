@@ -275,7 +275,7 @@ def test_what_is_handed_in_early_outlasts_the_checkpoint_that_has_its_files(tmp_
 
 
 def test_a_file_of_the_name_of_the_list_is_no_list(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored, store_file = threading.Event(), writer_module._store_file
+    stored, store_file = threading.Event(), writer_module.store_file
 
     def slow(*arguments: Any) -> Any:
         record = store_file(*arguments)
@@ -283,7 +283,7 @@ def test_a_file_of_the_name_of_the_list_is_no_list(s3: S3, monkeypatch: pytest.M
         time.sleep(2)  # longer than the pause between looks at a bucket
         return record
 
-    monkeypatch.setattr(writer_module, "_store_file", slow)
+    monkeypatch.setattr(writer_module, "store_file", slow)
     with trainer("s3://bucket/run") as saver:
         saver.invite("replay")
         writer = Writer("s3://bucket/run", "replay")
