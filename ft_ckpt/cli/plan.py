@@ -235,7 +235,11 @@ def _show_plan(
 
 def _row_json(row: IntervalRow) -> dict[str, Any]:
     """Its fields; None in place of infinity, which JSON does not have."""
-    return {name: None if value == math.inf else value for name, value in asdict(row).items()}
+    fields = asdict(row)
+    for name, value in fields.items():
+        if value == math.inf:
+            fields[name] = None
+    return fields
 
 
 def _percent_text(fraction: float) -> str:

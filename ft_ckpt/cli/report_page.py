@@ -460,9 +460,12 @@ def _changed_layers(drifts: Sequence[Drift]) -> list[str]:
         for layer, change in drift.layers.items():
             finite = change if math.isfinite(change) else math.inf
             largest[layer] = max(largest.get(layer, 0.0), finite)
-    chosen = sorted(largest, key=lambda layer: -largest[layer])[:_MAX_LAYERS]
-    return sorted(chosen, key=_layer_key)
+    by_change = sorted(largest, key=lambda layer: -largest[layer])
+    return sorted(by_change[:_MAX_LAYERS], key=_layer_key)
 
 
 def _layer_key(name: str) -> list[tuple[int, int, str]]:
-    return [(0, int(word), "") if word.isdecimal() else (1, 0, word) for word in name.split(".")]
+    key = []
+    for word in name.split("."):
+        key.append((0, int(word), "") if word.isdecimal() else (1, 0, word))
+    return key

@@ -146,7 +146,8 @@ def show_reports(reports: Sequence[VerifyReport], note: str = "", *, as_json: bo
     In JSON a single report is not in a list.
     """
     if as_json:
-        print_json(reports[0] if len(reports) == 1 else list(reports))
+        rows = [_report_json(report) for report in reports]
+        print_json(rows[0] if len(rows) == 1 else rows)
         return
     for report in reports:
         verdict = "ok" if report.ok else count_of(len(report.problems), "problem")
@@ -155,6 +156,17 @@ def show_reports(reports: Sequence[VerifyReport], note: str = "", *, as_json: bo
         _print_problems("", report.problems)
         for note in report.notes:
             print_lines(f"  note: {note}")
+
+
+def _report_json(report: VerifyReport) -> dict[str, Any]:
+    return {
+        "path": report.path,
+        "ok": report.ok,
+        "problems": report.problems,
+        "files": report.files,
+        "bytes": report.bytes,
+        "notes": report.notes,
+    }
 
 
 def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:

@@ -9,7 +9,7 @@ Format: `open_instruct/grpo_fast.py` of August 2026, on DeepSpeed 0.18.3 to 0.19
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,8 +180,21 @@ def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
         _read_states(Path(folder, place.name, name), scaler, checked=True)
     stored = _read_states(Path(folder, place.name, models[0]), scaler)
     optimizers = [name for name in names if name.endswith(_OPTIMIZER_STATES)]
+    problems = _misfits(engine, stored, models[0], optimizers)
+    if problems:
+        raise LoadError(
+            f"{folder}: {listing(problems)}; make the engine as the saved run did. Once ft_ckpt "
+            "has saved it, saver.resume() takes it to other ranks and stages"
+        )
+    return place.name
+
+
+def _misfits(
+    engine: Any, stored: Mapping[str, Any], model_file: str, optimizer_files: Sequence[str]
+) -> list[str]:
+    """The settings and shapes in which the engine differs from the stored one."""
     count, is_zero = engine.seq_dp_world_size, engine.zero_optimization()
-    with damaged_input(models[0]):
+    with damaged_input(model_file):
         shapes = {}
         for group in stored["param_shapes"] or ():
             for name, shape in group.items():
@@ -189,12 +202,12 @@ def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
         settings: dict[str, tuple[Any, Any]] = {
             "ranks": (stored["dp_world_size"], count),
             "ZeRO-3": (
-                models[0].startswith("zero_pp_rank"),
+                model_file.startswith("zero_pp_rank"),
                 engine.zero_optimization_partition_weights(),
             ),
-            "files of ZeRO's optimizer": (len(optimizers), count if is_zero else 0),
+            "files of ZeRO's optimizer": (len(optimizer_files), count if is_zero else 0),
             "of bfloat16": (
-                any(name.startswith("bf16_") for name in optimizers),
+                any(name.startswith("bf16_") for name in optimizer_files),
                 is_zero and engine.bfloat16_enabled(),
             ),
             "a scheduler": (stored["lr_scheduler"] is not None, engine.lr_scheduler is not None),
@@ -203,17 +216,11 @@ def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
     live = {name: source.shape for name, source in ModelTensors(engine).sources().items()}
     for name, shape in shapes.items():
         settings[name] = (shape, live.get(name))
-    problems = [
+    return [
         f"{name}: {saved} in the folder, {current} here"
         for name, (saved, current) in settings.items()
         if saved != current
     ]
-    if problems:
-        raise LoadError(
-            f"{folder}: {listing(problems)}; make the engine as the saved run did. Once ft_ckpt "
-            "has saved it, saver.resume() takes it to other ranks and stages"
-        )
-    return place.name
 
 
 def _step_folder(place: Place) -> Place | None:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -205,15 +204,16 @@ class Writer:
                     "trainer continues from"
                 )
             parts = parts_of(checkpoint.manifest)
-            names = self._assigned_parts(list(parts), rule)
-            paths = {name: [file.path for file in parts[name]] for name in names}
+            paths: dict[str, list[str]] = {}
             stored: set[str] = set()
-            for name in names:
+            has_files = False
+            for name in self._assigned_parts(list(parts), rule):
+                paths[name] = [file.path for file in parts[name]]
                 stored.update(f"{PARTS}/{name}/{path}" for path in paths[name])
+                has_files = has_files or any(path != STATE_FILE for path in paths[name])
             checkpoint.refuse_damaged(stored)
-            all_paths = set(chain.from_iterable(paths.values()))
             states = load_states(checkpoint, paths)
-            if all_paths - {STATE_FILE} and folder is None:
+            if has_files and folder is None:
                 raise WriterError(
                     f"{checkpoint.location}: the part of {self.name} has files; give "
                     "resume() a folder for them"
