@@ -27,16 +27,17 @@ from ft_ckpt.checkpoint import ExclusiveLease, holder_of, parse_mark
 from ft_ckpt.errors import CheckpointError, LeaseTakenError, MissingError, NameTakenError, explained
 from ft_ckpt.messages import LOG
 from ft_ckpt.storage import (
+    PREFIX,
     Place,
     Store,
     is_gone,
     is_of_this_machine,
-    local_disk,
+    make_folder,
     process_facts,
     steady_seconds,
 )
 
-RUN_LEASE = f"{local_disk.PREFIX}run"
+RUN_LEASE = f"{PREFIX}run"
 LEASE_SECONDS, RENEW_SECONDS = 60.0, 20.0
 _LOOKS = 30  # at a mark that is watched
 # on a disk, and in a bucket: several may take over a dead lease at the same moment
@@ -195,7 +196,7 @@ def lease_run(directory: Place, user: object) -> RunLease:
     store = directory.absolute.folder
     if store.local_folder is not None:
         with explained(store.local_folder):
-            local_disk.make_folder(store.local_folder)
+            make_folder(store.local_folder)
     # a power cut ends the process, too; and no renewal makes the folder again
     store = store.unsynced
     with _taking:

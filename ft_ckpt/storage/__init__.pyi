@@ -48,6 +48,7 @@ from .local_disk import (
     PREFIX as PREFIX,
     clear_drafts as clear_drafts,
     list_names as list_names,
+    make_folder as make_folder,
     make_locked_folder as make_locked_folder,
     permission_bits as permission_bits,
     regular_descriptor as regular_descriptor,

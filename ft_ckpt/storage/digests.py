@@ -236,7 +236,9 @@ def chunk_of_rank(cut: Cut, rank: int) -> tuple[int, int] | None:
 
 def cut_chunks(cut: Cut) -> Iterator[tuple[int, int, int]]:
     """The chunks of one cut, as (start, stop, rank)."""
-    start, stop, owner = cut.start, min(cut.start + cut.lead, cut.stop), cut.owner
+    start, stop = cut.start, min(cut.start + cut.lead, cut.stop)
+    rank = cut.owner
     while start < cut.stop:
-        yield start, stop, owner
-        start, stop, owner = stop, min(stop + cut.chunk, cut.stop), owner + 1
+        yield start, stop, rank
+        start, stop = stop, min(stop + cut.chunk, cut.stop)
+        rank += 1

@@ -16,6 +16,7 @@ OPERATIONS = {
     for name in (
         "clear_drafts",
         "list_names",
+        "make_folder",
         "make_locked_folder",
         "permission_bits",
         "regular_descriptor",

@@ -14,7 +14,7 @@ manifest commits. Every start of the trainer, and every resume, opens a session 
 files of an earlier session are never used.
 
 The age of a mark is measured by the store's clock alone. Process liveness is decided as for other
-marks, see `guards`.
+marks, see `leases`.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 A signature covers the bytes of the manifest. A copy on a disk gets exactly this manifest. In a
 bucket the manifest differs, because it has the ETags of the objects: there the object
-`guards.SIGNED` keeps the signature and the signed manifest, for later copies to a disk.
+`marks.SIGNED` keeps the signature and the signed manifest, for later copies to a disk.
 """
 
 import json
