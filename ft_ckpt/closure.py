@@ -56,7 +56,8 @@ def checkpoint_closure(
     invalid arguments, CheckpointError for a call inside another such function, RanksDisagreeError
     when ranks call it at different steps.
     """
-    every, problems = every_of(every), []
+    every = every_of(every)
+    problems = []
     if not isinstance(every, Every | None):
         problems.append(f"every={every!r}: expected Every(...)")
     elif every is not None and every.best:
@@ -74,9 +75,8 @@ def checkpoint_closure(
         raise ConfigError(f"checkpoint_closure: {listing(problems)}")
 
     def decorate(inner: Callable[..., Any]) -> Callable[..., Any]:
-        scheduled = _ClosureSchedule(
-            f"{getattr(inner, '__name__', type(inner).__name__)}()", every, total_steps, saver
-        )
+        name = f"{getattr(inner, '__name__', type(inner).__name__)}()"
+        scheduled = _ClosureSchedule(name, every, total_steps, saver)
 
         @wraps(inner)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ class _ClosureSchedule:
     ) -> None:
         self.name = name
         self._every, self._total_steps, self._saver = every, total_steps, saver
-        self._given = saver is not None
+        self._finds_saver = saver is None
         self._poll: ClockPoll | None = None  # None until the first call
         self._schedule, self._history = Every(), History()
         self._calls = 0
@@ -114,8 +114,8 @@ class _ClosureSchedule:
         self._find_saver()
         if self._saver is not None:
             self._saver._run.reminder.note_call()  # its schedule decides here
-        if self._saver is not None and not self._saver._run.is_between_steps:
-            return None
+            if not self._saver._run.is_between_steps:
+                return None
         poll = self._note_step()
         step = self._history.step
         reason = schedule.own_reason(self._schedule, self._history, step, self._epochs_done())
@@ -127,7 +127,9 @@ class _ClosureSchedule:
         """Run `function` on all ranks when all have entered and their weights are sharded as
         between steps.
         """
-        ranks, before, begun = self._current_ranks(), self._history, time.monotonic()
+        ranks = self._current_ranks()
+        before = self._history
+        begun = time.monotonic()
         _, error = try_action(self._restore_shards)
         ranks.agree(self.name, {"step": before.step}, error, same=("step",))
         # if it fails, it runs again an interval later
@@ -138,43 +140,50 @@ class _ClosureSchedule:
         finally:
             _running.pop()
         text = None if error is None else f"{type(error).__name__}: {error}"
-        failed = ranks.agree(
-            f"the end of {self.name}", {"error": text}, decide=_failed_ranks
-        ).result
+        agreed = ranks.agree(f"the end of {self.name}", {"error": text}, decide=_failed_ranks)
         if error is not None:
             raise error
-        if failed:
-            raise RankError(f"{self.name} failed on {failed}")
+        if agreed.result:
+            raise RankError(f"{self.name} failed on {agreed.result}")
         self._history = self._after_call(before, reason, time.monotonic() - begun)
         return result
 
     def _after_call(self, before: History, reason: str, cost: float | None) -> History:
-        step, epochs, now = before.step, self._epochs_done(), time.monotonic()
         return schedule.after_save(
-            self._schedule, before, step, epochs, now, cost_seconds=cost, reason=reason
+            self._schedule,
+            before,
+            before.step,
+            self._epochs_done(),
+            time.monotonic(),
+            cost_seconds=cost,
+            reason=reason,
         )
 
     def _find_saver(self) -> None:
-        """Find the saver: the given or the open one.
+        """Take the open saver, unless one was passed.
 
         After it is closed, its last step stays current.
         """
-        opened = [] if self._given else open_savers()
-        found = [saver for saver in opened if saver._run.has_begun] or opened
-        if len(found) > 1:
+        if not self._finds_saver:
+            return
+        savers = open_savers()
+        savers = [saver for saver in savers if saver._run.has_begun] or savers
+        if len(savers) > 1:
             raise ConfigError(
-                f"{self.name}: {len(found)} savers are open; say which counts the steps: "
+                f"{self.name}: {len(savers)} savers are open; say which counts the steps: "
                 "@checkpoint_closure(saver=saver), or close the others"
             )
-        if found and found[0] is not self._saver:
-            self._saver = found[0]
-            self._poll = None if found[0]._run.has_begun else self._poll
+        if savers and savers[0] is not self._saver:
+            self._saver = savers[0]
+            if self._saver._run.has_begun:
+                self._poll = None
 
     def _note_step(self) -> ClockPoll:
         """Note the step that has ended; start again at the first call, and if the saver was resumed
         since.
         """
-        step, now = self._current_step(), time.monotonic()
+        step = self._current_step()
+        now = time.monotonic()
         if self._poll is None or step < self._history.step:
             self._schedule = self._make_schedule()
             self._poll = ClockPoll(self._schedule)
@@ -205,11 +214,8 @@ class _ClosureSchedule:
                 f"{self.name}: no schedule; pass @checkpoint_closure(every=Every(steps=100)), or "
                 "open a saver with every= before the first call"
             )
-        if (
-            every is not None
-            and every.epochs
-            and (self._saver is None or not self._saver._run.feeds.known_positions)
-        ):
+        knows_epochs = self._saver is not None and bool(self._saver._run.feeds.known_positions)
+        if every is not None and every.epochs and not knows_epochs:
             raise ConfigError(
                 f"{self.name}: every.epochs={every.epochs}, but no saver knows the epochs: take "
                 "the batches from saver.remaining(loader), and pass saver="
@@ -218,25 +224,21 @@ class _ClosureSchedule:
 
     def _epochs_done(self, *, with_last: bool = True) -> int:
         """Completed passes over the data, rounded down to multiples of `every.epochs`."""
+        if self._saver is None:
+            return 0
         epochs = self._schedule.epochs or 1
-        return (
-            0
-            if self._saver is None
-            else epochs * self._saver._run.feeds.passes_done(epochs, with_last=with_last)
-        )
+        return epochs * self._saver._run.feeds.passes_done(epochs, with_last=with_last)
 
     def _is_last(self) -> bool:
-        done, step = self._history.saved_step, self._history.step
+        saved_step, step = self._history.saved_step, self._history.step
         if self._total_steps is not None:
-            return done < self._total_steps <= step
-        if (
-            self._saver is None
-            or self._saver._epochs is None
-            or self._saver._run.feeds.current is None
-        ):
+            return saved_step < self._total_steps <= step
+        if self._saver is None or self._saver._epochs is None:
             return False
         feed = self._saver._run.feeds.current
-        return done < step and bool(feed.at_end) and feed.epoch + 1 >= self._saver._epochs
+        if feed is None or step <= saved_step:
+            return False
+        return bool(feed.at_end) and feed.epoch + 1 >= self._saver._epochs
 
     def _restore_shards(self) -> None:
         """Reshard the parameters of every model that the saver knows, by listing its tensors."""
@@ -252,6 +254,5 @@ class _ClosureSchedule:
 
 
 def _failed_ranks(values: Values) -> str:
-    return listing(
-        [f"rank {rank}: {value['error']}" for rank, value in enumerate(values) if value["error"]]
-    )
+    errors = [(rank, value["error"]) for rank, value in enumerate(values)]
+    return listing([f"rank {rank}: {error}" for rank, error in errors if error])

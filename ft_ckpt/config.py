@@ -292,16 +292,18 @@ def numbers_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:
             f"metrics={metrics!r:.80}: expected a name and a number for each, "
             f"such as {{'loss': 0.5}}"
         )
-    found = {name: _number_of(value) for name, value in metrics.items()}
+    numbers = {name: _number_of(value) for name, value in metrics.items()}
     problems = [
-        f"{name} is {_value_kind(metrics[name])}" for name, value in found.items() if value is None
+        f"{name} is {_value_kind(metrics[name])}"
+        for name, value in numbers.items()
+        if value is None
     ]
-    problems += [f"the name {name!r} is no text" for name in found if not isinstance(name, str)]
+    problems += [f"the name {name!r} is no text" for name in numbers if not isinstance(name, str)]
     if problems:
         raise ConfigError(
             f"metrics: {listing(problems)}; expected a name and one real number for each"
         )
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in numbers.items() if value is not None}
 
 
 def step_of(step: Any) -> int | None:

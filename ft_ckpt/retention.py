@@ -137,10 +137,10 @@ class PrunePlan:
 
 
 def plan_pruning(
-    held: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None = None
+    checkpoints: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None = None
 ) -> PrunePlan:
-    """Apply `keep` to the checkpoints `held`: to those of the run `run_id` if given, else to each
-    run separately.
+    """Apply `keep` to the `checkpoints`: to those of the run `run_id` if given, else to each run
+    separately.
 
     Other checkpoints are kept: exports, and those without a run unless there are no runs. Of each
     run these are never dropped or stripped: the newest valid one, the newest valid one with a
@@ -149,45 +149,62 @@ def plan_pruning(
     checkpoint is kept. Nothing of a run is dropped while none of it is valid, or while no valid one
     of it has a metric that the rules rank by.
     """
-    oldest_first = sorted(held, key=_age_key)
+    oldest_first = sorted(checkpoints, key=_age_key)
     runs = _judged_runs(oldest_first, run_id)
-    firm = _firm_reasons(held, runs)
-    asked = {path: why for ours in runs for path, why in _chosen_by_rules(ours, keep).items()}
-    stays = {each.path: (*firm[each.path], *asked.get(each.path, ())) for each in oldest_first}
-    bare = sorted((each for ours in runs for each in _losing_state(ours, keep, firm)), key=_age_key)
-    # stripped of state, they would be empty
-    alone = {each.path for each in bare if not each.has_weights}
-    kept = {path: why for path, why in stays.items() if why and path not in alone}
-    bases = {each.path: each.base for each in held}
-    for each in reversed(oldest_first):  # a base is older
-        base = bases[each.path]
-        if each.path in kept and base in bases and base is not None:
-            kept.setdefault(base, (f"the base of {str(each.path).rpartition('/')[2]}",))
-    kept = {path: kept[path] for path in stays if path in kept}
-    drop = tuple(path for path in stays if path not in kept)
-    return PrunePlan(kept, drop, tuple(each.path for each in bare if each.path in kept))
+    firm = _firm_reasons(checkpoints, runs)
+    by_rules: dict[Path | str, tuple[str, ...]] = {}
+    stripped: list[HeldCheckpoint] = []
+    for run in runs:
+        by_rules.update(_chosen_by_rules(run, keep))
+        stripped += _losing_state(run, keep, firm)
+    stripped.sort(key=_age_key)
+    # without their state, they would be empty
+    emptied = {checkpoint.path for checkpoint in stripped if not checkpoint.has_weights}
+    kept: dict[Path | str, tuple[str, ...]] = {}
+    for checkpoint in oldest_first:
+        reasons = (*firm[checkpoint.path], *by_rules.get(checkpoint.path, ()))
+        if reasons and checkpoint.path not in emptied:
+            kept[checkpoint.path] = reasons
+    bases = {checkpoint.path: checkpoint.base for checkpoint in checkpoints}
+    for checkpoint in reversed(oldest_first):  # a base is older
+        base = bases[checkpoint.path]
+        if checkpoint.path in kept and base in bases and base is not None:
+            kept.setdefault(base, (f"the base of {str(checkpoint.path).rpartition('/')[2]}",))
+    paths = [checkpoint.path for checkpoint in oldest_first]
+    return PrunePlan(
+        keep={path: kept[path] for path in paths if path in kept},
+        drop=tuple(path for path in paths if path not in kept),
+        strip=tuple(checkpoint.path for checkpoint in stripped if checkpoint.path in kept),
+    )
 
 
-def check_metrics(held: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None = None) -> None:
+def check_metrics(
+    checkpoints: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None = None
+) -> None:
     """Raise ConfigError for a metric of `keep` that none of the checkpoints has to which it
     applies; names theirs.
     """
-    judged = [each for ours in _judged_runs(held, run_id) for each in ours]
+    judged: list[HeldCheckpoint] = []
+    for run in _judged_runs(checkpoints, run_id):
+        judged += run
     state = keep.state or Keep()
     measured = metrics_of(judged)
-    if judged and (unmeasured := sorted({*keep.metrics, *state.metrics} - measured)):
+    unmeasured = sorted({*keep.metrics, *state.metrics} - measured)
+    if judged and unmeasured:
         raise ConfigError(
             f"best: no checkpoint has {name_metrics(unmeasured, measured)}; nothing was deleted. "
             "Give the name of a metric that they have"
         )
 
 
-def metrics_of(held: Iterable[HeldCheckpoint]) -> set[str]:
+def metrics_of(checkpoints: Iterable[HeldCheckpoint]) -> set[str]:
     """The metrics that a valid one of the checkpoints has, as a number."""
     names = set[str]()
-    for each in held:
-        if each.valid:
-            names.update(name for name, value in each.metrics.items() if not math.isnan(value))
+    for checkpoint in checkpoints:
+        if checkpoint.valid:
+            names.update(
+                name for name, value in checkpoint.metrics.items() if not math.isnan(value)
+            )
     return names
 
 
@@ -202,103 +219,147 @@ def name_metrics(unmeasured: Sequence[str], measured: Iterable[str]) -> str:
     return f"{names} ({question} {choices_text})" if question else f"{names} ({choices_text})"
 
 
-def _judged_runs(held: Sequence[HeldCheckpoint], run_id: str | None) -> list[list[HeldCheckpoint]]:
+def _judged_runs(
+    checkpoints: Sequence[HeldCheckpoint], run_id: str | None
+) -> list[list[HeldCheckpoint]]:
     """The checkpoints that the rules apply to, grouped by run."""
-    asked = [each for each in held if not each.is_export]
-    named = sorted({each.run_id for each in asked if each.run_id is not None})
-    wanted: Sequence[str | None] = [run_id] if run_id is not None else named or [None]
-    return [[each for each in asked if each.run_id == one] for one in wanted]
+    saved = [checkpoint for checkpoint in checkpoints if not checkpoint.is_export]
+    run_ids: list[str | None] = [run_id]
+    if run_id is None:
+        named = sorted({checkpoint.run_id for checkpoint in saved if checkpoint.run_id is not None})
+        run_ids = [*named] or [None]
+    by_run: dict[str | None, list[HeldCheckpoint]] = {number: [] for number in run_ids}
+    for checkpoint in saved:
+        if checkpoint.run_id in by_run:
+            by_run[checkpoint.run_id].append(checkpoint)
+    return list(by_run.values())
 
 
-def newest_valid(held: Iterable[HeldCheckpoint]) -> dict[Path | str, str]:
+def newest_valid(checkpoints: Iterable[HeldCheckpoint]) -> dict[Path | str, str]:
     """The newest valid checkpoint and the newest valid one with a training state, with the reason
     by path.
     """
-    whole = sorted((each for each in held if each.valid), key=_age_key)
-    found = {
-        each.path: "newest valid with state"
-        for each in [one for one in whole if one.has_state][-1:]
-    }
-    return found | {each.path: "newest valid" for each in whole[-1:]}
+    valid = sorted((checkpoint for checkpoint in checkpoints if checkpoint.valid), key=_age_key)
+    with_state = [checkpoint for checkpoint in valid if checkpoint.has_state]
+    reasons: dict[Path | str, str] = {}
+    if with_state:
+        reasons[with_state[-1].path] = "newest valid with state"
+    if valid:
+        reasons[valid[-1].path] = "newest valid"
+    return reasons
 
 
-def _age_key(each: HeldCheckpoint) -> tuple[int, int, float, str]:
+def _age_key(checkpoint: HeldCheckpoint) -> tuple[int, int, float, str]:
     """The order of `catalog.in_run_order` within a run: step, number, time of creation; then
     path.
     """
-    return -1 if each.step is None else each.step, each.number, each.created, str(each.path)
+    return (
+        -1 if checkpoint.step is None else checkpoint.step,
+        checkpoint.number,
+        checkpoint.created,
+        str(checkpoint.path),
+    )
 
 
 def _firm_reasons(
-    held: Sequence[HeldCheckpoint], runs: Sequence[Sequence[HeldCheckpoint]]
+    checkpoints: Sequence[HeldCheckpoint], runs: Sequence[Sequence[HeldCheckpoint]]
 ) -> dict[Path | str, tuple[str, ...]]:
     """The reasons to keep each checkpoint regardless of the rules; `runs`: the checkpoints that
     rules apply to.
     """
-    reasons = {each.path: each.guards for each in held}
-    judged = {each.path for ours in runs for each in ours}
-    for each in held:
-        if each.path not in judged:
-            reasons[each.path] += ("of another run" if each.run_id else "of no run",)
-    for ours in runs:
-        unproved = () if any(each.valid for each in ours) else ("no valid one is there",)
-        for each in ours:
-            reasons[each.path] += unproved
-        for path, why in newest_valid(ours).items():
-            reasons[path] += (why,)
+    reasons = {checkpoint.path: checkpoint.guards for checkpoint in checkpoints}
+    judged = {checkpoint.path for run in runs for checkpoint in run}
+    for checkpoint in checkpoints:
+        if checkpoint.path not in judged:
+            reasons[checkpoint.path] += ("of another run" if checkpoint.run_id else "of no run",)
+    for run in runs:
+        if not any(checkpoint.valid for checkpoint in run):
+            for checkpoint in run:
+                reasons[checkpoint.path] += ("no valid one is there",)
+        for path, reason in newest_valid(run).items():
+            reasons[path] += (reason,)
     return reasons
 
 
 def _losing_state(
-    ours: Sequence[HeldCheckpoint], keep: Keep, firm: Mapping[Path | str, tuple[str, ...]]
+    run: Sequence[HeldCheckpoint], keep: Keep, firm: Mapping[Path | str, tuple[str, ...]]
 ) -> list[HeldCheckpoint]:
+    """The checkpoints of a run whose training state no rule keeps."""
     if keep.state is None:
         return []
-    stateful = [each for each in ours if each.has_state]
-    asked = _chosen_by_rules(stateful, keep.state)
-    return [each for each in stateful if not firm[each.path] and each.path not in asked]
+    stateful = [checkpoint for checkpoint in run if checkpoint.has_state]
+    chosen = _chosen_by_rules(stateful, keep.state)
+    return [
+        checkpoint
+        for checkpoint in stateful
+        if not firm[checkpoint.path] and checkpoint.path not in chosen
+    ]
 
 
 def _chosen_by_rules(
-    held: Sequence[HeldCheckpoint], keep: Keep
+    checkpoints: Sequence[HeldCheckpoint], keep: Keep
 ) -> dict[Path | str, tuple[str, ...]]:
-    """The checkpoints of `held` that a rule selects, each with those rules, oldest first."""
+    """The checkpoints that a rule selects, each with those rules, oldest first."""
     if not keep.has_rules:
-        return {each.path: ("no rule drops it",) for each in held}
-    if unmeasured := sorted(set(keep.metrics) - metrics_of(held)):
-        return {each.path: (f"no checkpoint has {listing(unmeasured, ', ')}",) for each in held}
-    found: dict[Path | str, list[str]] = {}
-    for group in (held, [each for each in held if each.valid]):
-        for each, reason in _asked_by_rules(group, keep):
-            reasons = found.setdefault(each.path, [])
-            if reason not in reasons:
-                reasons.append(reason)
-    return {path: tuple(reasons) for path, reasons in found.items()}
+        return {checkpoint.path: ("no rule drops it",) for checkpoint in checkpoints}
+    unmeasured = sorted(set(keep.metrics) - metrics_of(checkpoints))
+    if unmeasured:
+        reason = f"no checkpoint has {listing(unmeasured, ', ')}"
+        return {checkpoint.path: (reason,) for checkpoint in checkpoints}
+    reasons: dict[Path | str, list[str]] = {}
+    for group in (checkpoints, [checkpoint for checkpoint in checkpoints if checkpoint.valid]):
+        for checkpoint, reason in _selections(group, keep):
+            of_path = reasons.setdefault(checkpoint.path, [])
+            if reason not in of_path:
+                of_path.append(reason)
+    return {path: tuple(of_path) for path, of_path in reasons.items()}
 
 
-def _asked_by_rules(
-    held: Sequence[HeldCheckpoint], keep: Keep
+def _selections(
+    checkpoints: Sequence[HeldCheckpoint], keep: Keep
 ) -> Iterator[tuple[HeldCheckpoint, str]]:
-    yield from ((each, f"last {keep.last}") for each in _last_of(held, keep.last))
-    for each in held:
-        if keep.every_steps and each.step is not None and each.step % keep.every_steps == 0:
-            yield each, f"every {keep.every_steps} steps"
+    """Each checkpoint that a rule selects, with the rule; several times if several rules do."""
+    for checkpoint in _last_of(checkpoints, keep.last):
+        yield checkpoint, f"last {keep.last}"
+    for checkpoint in checkpoints:
+        if (
+            keep.every_steps
+            and checkpoint.step is not None
+            and checkpoint.step % keep.every_steps == 0
+        ):
+            yield checkpoint, f"every {keep.every_steps} steps"
     for metric, mode, count in keep.rankings:
-        known = [each for each in held if not math.isnan(each.metrics.get(metric, math.nan))]
-        known.sort(
-            key=lambda each: each.metrics[metric] if mode == "min" else -each.metrics[metric]
-        )
         # of equal ones the oldest first
-        yield from ((each, f"best {metric}") for each in known[:count])
+        for checkpoint in _ranked(checkpoints, metric, mode)[:count]:
+            yield checkpoint, f"best {metric}"
     for name, pattern in _PERIODS.items():
-        last_of = {
-            datetime.fromtimestamp(each.created, timezone.utc).strftime(pattern): each
-            for each in sorted(held, key=lambda each: (each.created, _age_key(each)))
-        }
-        yield from (
-            (last_of[period], f"{name}: {period}")
-            for period in _last_of(list(last_of), getattr(keep, name))
-        )
+        newest = _newest_by_period(checkpoints, pattern)
+        for period in _last_of(list(newest), getattr(keep, name)):
+            yield newest[period], f"{name}: {period}"
+
+
+def _ranked(checkpoints: Iterable[HeldCheckpoint], metric: str, mode: str) -> list[HeldCheckpoint]:
+    """The checkpoints that have the metric, the best first."""
+    measured = [
+        checkpoint
+        for checkpoint in checkpoints
+        if not math.isnan(checkpoint.metrics.get(metric, math.nan))
+    ]
+    sign = 1 if mode == "min" else -1
+    return sorted(measured, key=lambda checkpoint: sign * checkpoint.metrics[metric])
+
+
+def _newest_by_period(
+    checkpoints: Iterable[HeldCheckpoint], pattern: str
+) -> dict[str, HeldCheckpoint]:
+    """The newest checkpoint of each period, which `pattern` names; the oldest period first."""
+    newest: dict[str, HeldCheckpoint] = {}
+    for checkpoint in sorted(
+        checkpoints, key=lambda checkpoint: (checkpoint.created, _age_key(checkpoint))
+    ):
+        created = datetime.fromtimestamp(checkpoint.created, timezone.utc)
+        newest[created.strftime(pattern)] = checkpoint
+    return newest
 
 
 def missed_rules(checkpoint: HeldCheckpoint, keep: Keep) -> tuple[str, ...]:

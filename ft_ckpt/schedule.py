@@ -106,7 +106,7 @@ def parse_seconds(duration: float | timedelta | str) -> float:
     )
 
 
-_MOST = 500  # entries; beyond it, every second one of the older half is dropped
+_MAX_LOGGED = 500  # saves; beyond it, every second one of the older half is dropped
 
 
 @dataclass(frozen=True)
@@ -129,11 +129,12 @@ class LoggedSave:
 
 def append_save(log: Sequence[LoggedSave], entry: LoggedSave) -> tuple[LoggedSave, ...]:
     """The log with one more entry; a long log is thinned out at its older end."""
-    log = (*(each for each in log if each.step != entry.step), entry)
-    if len(log) <= _MOST:
-        return log
-    half = len(log) // 2
-    return (*log[:half:2], *log[half:])
+    entries = [save for save in log if save.step != entry.step]
+    entries.append(entry)
+    if len(entries) <= _MAX_LOGGED:
+        return tuple(entries)
+    half = len(entries) // 2
+    return (*entries[:half:2], *entries[half:])
 
 
 def finish_last(
@@ -144,23 +145,21 @@ def finish_last(
     """
     if not log:
         return ()
-    stall = log[-1].stall_seconds
-    stall = None if stall is None else stall + waited_seconds
-    return (
-        *log[:-1],
-        replace(log[-1], seconds=seconds, size_bytes=size_bytes, stall_seconds=stall),
-    )
+    last = log[-1]
+    stall = None if last.stall_seconds is None else last.stall_seconds + waited_seconds
+    last = replace(last, seconds=seconds, size_bytes=size_bytes, stall_seconds=stall)
+    return (*log[:-1], last)
 
 
 def log_to_json(log: Sequence[LoggedSave]) -> list[dict[str, Any]]:
     """The log as JSON values; metrics that are not finite are text."""
     entries = []
-    for each in log:
+    for save in log:
         metrics = {
             name: value if math.isfinite(value) else str(value)
-            for name, value in each.metrics.items()
+            for name, value in save.metrics.items()
         }
-        entries.append({**vars(each), "metrics": metrics})
+        entries.append({**vars(save), "metrics": metrics})
     return entries
 
 
@@ -200,11 +199,11 @@ DEADLINE_VARIABLE = "SLURM_JOB_END_TIME"  # unix seconds, set by Slurm in the en
 
 _POLL_SECONDS = 1.0  # latency of a signal
 _POLL_SHARE = 0.005  # largest fraction of the time for polls
-_MOST_STEPS_UNASKED = 100  # bounds the latency if steps suddenly take long
+_MAX_STEPS_UNASKED = 100  # bounds the latency if steps suddenly take long
 # assumed until a save is measured; short, so that the first save comes early
 _FIRST_SAVE_SECONDS = 1.0
 _UNMEASURED_MARGIN_SECONDS = 300.0
-_LEAST_MARGIN_SECONDS = 60.0
+_MIN_MARGIN_SECONDS = 60.0
 _STEP_WEIGHT, _SAVE_WEIGHT = 0.1, 0.3  # of the newest measurement in the running mean
 
 
@@ -296,8 +295,8 @@ class History:
         """The values that a resumed run continues with: best metrics, measurements, failures, the
         log of its saves.
         """
-        kept = {name: getattr(self, name) for name in _KEPT}
-        return kept | {"best": dict(self.best), "saves": log_to_json(self.saves)}
+        values = {name: getattr(self, name) for name in _KEPT_FIELDS}
+        return values | {"best": dict(self.best), "saves": log_to_json(self.saves)}
 
 
 @dataclass(frozen=True)
@@ -313,7 +312,7 @@ class _KeptHistory:
     reason: str | None
 
 
-_KEPT = tuple(kept.name for kept in fields(_KeptHistory))
+_KEPT_FIELDS = tuple(declared.name for declared in fields(_KeptHistory))
 
 
 def begin_history(
@@ -326,20 +325,21 @@ def begin_history(
     from a routine save counts as a failure after that save. Raises LoadError when `kept` is not
     from `to_json`.
     """
-    begun = History(step=step, seen_at=now, saved_step=step, saved_epochs=epochs_done, saved_at=now)
+    history = History(
+        step=step, seen_at=now, saved_step=step, saved_epochs=epochs_done, saved_at=now
+    )
     if kept is None:
-        return begun
+        return history
     try:
-        counted = as_record(kept, _KeptHistory)
+        record = as_record(kept, _KeptHistory)
     except FieldError as error:
         raise LoadError(
             f"history: {error}; the file was not written by ft_ckpt or was changed since"
         ) from error
     saves = log_from_json(kept.get("saves", []))
-    was_routine = counted.reason in ROUTINE
-    return replace(
-        begun, **{**vars(counted), "failures": counted.failures + was_routine}, saves=saves
-    )
+    was_routine = record.reason in ROUTINE
+    history = replace(history, **vars(record), saves=saves)
+    return replace(history, failures=record.failures + was_routine)
 
 
 def own_reason(
@@ -412,11 +412,10 @@ def next_poll(history: History, step: int, poll_seconds: float) -> int:
     """
     if not history.step_seconds:
         return step + 1
-    gap = max(
-        int(_POLL_SECONDS / history.step_seconds),
-        math.ceil(poll_seconds / _POLL_SHARE / history.step_seconds),
-    )
-    return step + int(min(max(1, gap), _MOST_STEPS_UNASKED))
+    gap_of_latency = int(_POLL_SECONDS / history.step_seconds)
+    gap_of_cost = math.ceil(poll_seconds / _POLL_SHARE / history.step_seconds)
+    gap = max(1, gap_of_latency, gap_of_cost)
+    return step + int(min(gap, _MAX_STEPS_UNASKED))
 
 
 def after_step(history: History, step: int, now: float) -> History:
@@ -452,8 +451,9 @@ def after_save(
     failed save (without metrics too), so that the next try comes an interval later.
     """
     best = dict(history.best)
-    if every.best and _is_improvement(every, history, metrics or {}):
-        best[every.best[0]] = float((metrics or {})[every.best[0]])
+    if metrics and every.best and _is_improvement(every, history, metrics):
+        name, _ = every.best
+        best[name] = float(metrics[name])
     return replace(
         history,
         step=max(step, history.step),
@@ -488,7 +488,8 @@ def _is_improvement(every: Every, history: History, metrics: Mapping[str, float]
     if every.best is None or every.best[0] not in metrics:
         return False
     name, mode = every.best
-    value, before = float(metrics[name]), history.best.get(name)
+    value = float(metrics[name])
+    before = history.best.get(name)
     if before is None or not math.isfinite(value):
         return math.isfinite(value)
     return value < before if mode == "min" else value > before
@@ -504,7 +505,8 @@ def _before_deadline(every: Every, history: History, now: float, now_unix: float
     deadline = every.deadline_unix()
     if deadline is None:
         return False
-    seconds_left, margin = deadline - now_unix, _deadline_margin(every, history)
+    seconds_left = deadline - now_unix
+    margin = _deadline_margin(every, history)
     if not 0 < seconds_left <= margin:
         return False
     unsaved_seconds = now - history.saved_at
@@ -518,7 +520,8 @@ def _deadline_margin(every: Every, history: History) -> float:
         return every.deadline_margin_minutes * 60
     if history.save_seconds is None:
         return _UNMEASURED_MARGIN_SECONDS
-    return max(_LEAST_MARGIN_SECONDS, 3 * history.save_seconds + 2 * (history.step_seconds or 0))
+    measured = 3 * history.save_seconds + 2 * (history.step_seconds or 0)
+    return max(_MIN_MARGIN_SECONDS, measured)
 
 
 def _running_mean(before: float | None, value: float | None, weight: float) -> float | None:
@@ -539,9 +542,9 @@ def _is_duration(value: Any) -> bool:
 
 
 def _is_best(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, (tuple, list)) and len(value) == 2 and value[1] in ("min", "max")
-    )
+    if value is None:
+        return True
+    return isinstance(value, (tuple, list)) and len(value) == 2 and value[1] in ("min", "max")
 
 
 def _is_deadline(value: Any) -> bool:

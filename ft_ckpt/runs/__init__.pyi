@@ -13,6 +13,9 @@ from .data_positions import (
     DataPositions as DataPositions,
     position_in_state as position_in_state,
 )
+from .extension_parts import (
+    UploadTerms as UploadTerms,
+)
 from .follow_up import (
     SaveHook as SaveHook,
     hooks_of as hooks_of,
@@ -60,7 +63,6 @@ from .prune import (
     recover_all as recover_all,
     remove_checkpoints as remove_checkpoints,
     room_maker as room_maker,
-    survey_run as survey_run,
 )
 from .replacing import (
     has_training_state as has_training_state,
@@ -109,6 +111,9 @@ from .shared_opening import (
 )
 from .state_document import (
     read_document as read_document,
+)
+from .survey import (
+    survey_run as survey_run,
 )
 from .torch_optimizers import (
     TorchOptimizers as TorchOptimizers,

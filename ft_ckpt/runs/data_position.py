@@ -53,8 +53,12 @@ class DataPosition:
         `datasets` stream is refilled then). `on_difference`: "warn", "raise" or "ignore" if the
         sampler yields other samples than before.
         """
-        self.loader, self.rank, self.size, self.replay = loader, rank, size, replay
-        self.on_difference, self._order = on_difference, SampleOrder()
+        self.loader = loader
+        self.rank = rank
+        self.size = size
+        self.replay = replay
+        self.on_difference = on_difference
+        self._order = SampleOrder()
         # digest of the consumed items of a pass that is to be resumed
         self._order_left: str | None = None
         # of the data; ranks with the same data count once
@@ -76,7 +80,7 @@ class DataPosition:
         self._loaded_at_end: bool | None = None
         self._is_over = False  # whether the pass to be resumed has no batch left for any rank
         # lower bound of its items, if its last batch may have been short
-        self._least: int | None = None
+        self._min_items: int | None = None
 
     @property
     def at_end(self) -> bool | None:
@@ -85,11 +89,12 @@ class DataPosition:
             return self._loaded_at_end
         if not self.batch:
             return False
-        known = getattr(self.loader, "end_of_dataloader", None)
-        if isinstance(known, bool):
-            return known
-        is_whole = not self._offset and self._origin is None
-        length = None if not is_whole else dataloaders.pass_length(self.loader)
+        at_end = getattr(self.loader, "end_of_dataloader", None)
+        if isinstance(at_end, bool):
+            return at_end
+        if self._offset or self._origin is not None:
+            return None
+        length = dataloaders.pass_length(self.loader)
         return None if length is None else self.batch >= length
 
     def batches(self) -> Iterator[Any]:
@@ -99,23 +104,18 @@ class DataPosition:
         starts a new pass. Raises LoadError if the data is now shorter than the consumed part.
         """
         iterator = self._resume_pass() if self._pending else self._begin_pass()
+        prefetches = dataloaders.looks_ahead(self.loader) and dataloaders.reads_here(self.loader)
         while True:
             # The first batch is requested in the state that the pass began with; workers draw
             # nothing here.
-            if (
-                self.batch
-                and dataloaders.looks_ahead(self.loader)
-                and dataloaders.reads_here(self.loader)
-            ):
+            if self.batch and prefetches:
                 self._last = RandomState(self.loader)
             try:
                 batch = next(iterator)
             except StopIteration:
                 break
-            self.batch, self.samples = (
-                self.batch + 1,
-                self.samples + dataloaders.samples_in(batch) * self.shares,
-            )
+            self.batch += 1
+            self.samples += dataloaders.samples_in(batch) * self.shares
             self._order.take(dataloaders.batches_per_call(self.loader))
             self._remember_own_state()
             yield batch
@@ -129,8 +129,10 @@ class DataPosition:
         """
         if self._start is None or self._pending:
             return
-        self.epoch, self.batch, self._offset = self.epoch + 1, 0, 0
-        self._start, self._last, self._states, self._origin = None, None, [], None
+        self.epoch += 1
+        self.batch = self._offset = 0
+        self._start = self._last = self._origin = None
+        self._states = []
         dataloaders.forget_start(self.loader)
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,6 +142,7 @@ class DataPosition:
         if not self._start:
             self._numbers = dataloaders.loader_counters(self.loader)
         cut = dataloaders.cut_of(self.loader, self.shares)
+        has_last = self._last is not None and self._last is not self._start
         return {
             "size": self.size,
             "shares": self.shares,
@@ -153,19 +156,21 @@ class DataPosition:
             "warm": self._warm,
             "at_end": self.at_end,
             "over": self._pending and self._is_over,
-            "least": self._least if self._pending else None,
+            "least": self._min_items if self._pending else None,
             "numbers": self._numbers,
             "start": self._start and self._start.state,
-            "last": None if self._last is self._start or not self._last else self._last.state,
+            "last": self._last.state if has_last and self._last is not None else None,
             "own": dataloaders.generator_states(self.loader),
             "loader": self._own_state(),
             "origin": self._origin,
-            "order": self._order_left
-            if self._pending
-            else self._order.digest
-            if self.batch
-            else None,
+            "order": self._consumed_order(),
         }
+
+    def _consumed_order(self) -> str | None:
+        """The digest of the items consumed in the current pass."""
+        if self._pending:
+            return self._order_left
+        return self._order.digest if self.batch else None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Restore the position.
@@ -180,44 +185,45 @@ class DataPosition:
         check_position(state)
         self._check_loader(state)
         state = _deep_copy(state)
-        self.epoch, self.batch, self.samples = state["epoch"], state["batch"], state["samples"]
-        self._offset, self._warm = state["offset"], state["warm"]
-        self._numbers, self._loaded_at_end, self._origin = (
-            state["numbers"],
-            state["at_end"],
-            state.get("origin"),
-        )
-        self._order_left = state.get("order")
+        self.epoch = state["epoch"]
+        self.batch = state["batch"]
+        self.samples = state["samples"]
+        self._offset = state["offset"]
+        self._warm = state["warm"]
+        self._numbers = state["numbers"]
+        self._loaded_at_end = state["at_end"]
         # absent in older states
-        self._is_over, self._least = state.get("over", False), state.get("least")
+        self._origin = state.get("origin")
+        self._order_left = state.get("order")
+        self._is_over = state.get("over", False)
+        self._min_items = state.get("least")
         self._start = RandomState(self.loader, state["start"]) if state["start"] else None
         self._last = RandomState(self.loader, state["last"]) if state["last"] else self._start
-        self._states = (
-            [state["loader"]] if state["loader"] is not None and self._jumps_by_state else []
-        )
+        self._states = []
+        if state["loader"] is not None and self._jumps_by_state:
+            self._states.append(state["loader"])
         self._pending = self._start is not None
         dataloaders.set_loader_counters(self.loader, self._numbers)
         shares = state.get("shares", state["size"])  # absent in older states, like the next two
         was = dataloaders.cut_of(self.loader, shares)
-        was = replace(
-            was, **{name: state[name] for name in ("per_step", "sharing") if name in state}
-        )
+        saved_cut = {name: state[name] for name in ("per_step", "sharing") if name in state}
+        was = replace(was, **saved_cut)
         is_same = (state["size"], shares) == (self.size, self.shares)
         # Accelerate gives samplers a generator when there are several ranks, and none when there is
         # one.
-        own = {key: value for key, value in state["own"].items() if is_same or value is not None}
-        dataloaders.set_generator_states(self.loader, own)
-        if not self._pending or (
-            is_same and was.per_step == dataloaders.cut_of(self.loader, shares).per_step
-        ):
+        generators = state["own"]
+        if not is_same:
+            generators = {key: value for key, value in generators.items() if value is not None}
+        dataloaders.set_generator_states(self.loader, generators)
+        per_step = dataloaders.cut_of(self.loader, shares).per_step
+        if not self._pending or (is_same and was.per_step == per_step):
             return []
-        return self._cut_anew(state["size"], shares, was)
+        return self._cut_again(state["size"], shares, was)
 
     def _check_loader(self, state: Mapping[str, Any]) -> None:
         """Raise LoadError for a position that a loader of this kind cannot have."""
-        if state.get("origin") is not None and not hasattr(
-            dataloaders.base_loader(self.loader), "load_state_dict"
-        ):
+        has_state = hasattr(dataloaders.base_loader(self.loader), "load_state_dict")
+        if state.get("origin") is not None and not has_state:
             raise LoadError(
                 "the data: the position is another library's, and this loader has no state; resume "
                 "with a loader of the same kind"
@@ -233,10 +239,8 @@ class DataPosition:
         dataloaders.forget_premade(self.loader)
         if self._origin is not None:
             self.loader.load_state_dict(_deep_copy(self._origin))
-        self._numbers, self._warm = (
-            dataloaders.loader_counters(self.loader),
-            dataloaders.is_warm(self.loader),
-        )
+        self._numbers = dataloaders.loader_counters(self.loader)
+        self._warm = dataloaders.is_warm(self.loader)
         self._start = self._last = RandomState(self.loader)
         if not dataloaders.is_map(self.loader):
             return iter(self.loader)
@@ -251,11 +255,10 @@ class DataPosition:
 
     @property
     def _jumps_by_state(self) -> bool:
-        if (
-            self.replay
-            or dataloaders.is_map(self.loader)
-            or not dataloaders.has_own_state(self.loader)
-        ):
+        """Whether a resume loads the loader's own state instead of reading batches again."""
+        if self.replay or dataloaders.is_map(self.loader):
+            return False
+        if not dataloaders.has_own_state(self.loader):
             return False
         return self.replay is False or not dataloaders.refills_a_buffer(self.loader)
 
@@ -301,17 +304,15 @@ class DataPosition:
         if not again:
             return chain(first, iterator)
         read = len(first)
-        for left in range(again - 1, 0, -1):
-            if left == 1 and self._last is not None and self._last is not self._start:
+        for remaining in range(again - 1, 0, -1):
+            if remaining == 1 and self._last is not None and self._last is not self._start:
                 self._last.put_back()  # the batch that was prefetched in this call was made with it
             first = first and self._read_one(iterator)
             read += len(first)
-        if (
-            not first
-            and self._least is not None
-            and read * dataloaders.cut_of(self.loader, self.shares).per_step >= self._least
-        ):
-            return iter(())
+        if not first and self._min_items is not None:
+            per_step = dataloaders.cut_of(self.loader, self.shares).per_step
+            if read * per_step >= self._min_items:
+                return iter(())
         if not first:
             raise LoadError(
                 f"the data: {self.batch} batches of the pass were consumed when it was saved, now "
@@ -342,40 +343,38 @@ class DataPosition:
 
     def _plan_rewind(self) -> tuple[int, list[AbstractContextManager[None]]]:
         """The number of batches to read again, and the skips before them."""
-        ahead, unit = (
-            dataloaders.looks_ahead(self.loader),
-            dataloaders.batches_per_call(self.loader),
-        )
+        ahead = _AHEAD if dataloaders.looks_ahead(self.loader) else 0
+        unit = dataloaders.batches_per_call(self.loader)
         if self._origin is not None:
             self.loader.load_state_dict(_deep_copy(self._origin))
             return self.batch, []
         if self._states:
             self.loader.load_state_dict(self._states[0])
-            return (_AHEAD if ahead else 0), []
+            return ahead, []
         if not dataloaders.is_map(self.loader):
             return self.batch, []
-        again = self.batch if self.replay else min(self.batch, _AHEAD if ahead else 1)
+        again = self.batch if self.replay else min(self.batch, ahead or 1)
         jumps: list[AbstractContextManager[None]] = []
         if self._offset:
             unseen = self._offset // dataloaders.cut_of(self.loader, self.shares).divisor
             jumps.append(dataloaders.skipping_items(self.loader, 0, unseen, inside=True))
         # The first batch is kept: some loaders fill up the last batch with samples of the first.
-        keep, drop = max(again - 1, 0) * unit, (self.batch - again) * unit
+        keep = max(again - 1, 0) * unit
+        drop = (self.batch - again) * unit
         moment = self._start if self._warm else None
         jumps.append(dataloaders.skipping_items(self.loader, keep, drop, moment, order=self._order))
         return again, jumps
 
-    def _cut_anew(self, saved: int, shares: int, was: DataCut) -> list[str]:
+    def _cut_again(self, saved: int, shares: int, was: DataCut) -> list[str]:
         """Continue after the items that `saved` ranks had consumed together, from a pass cut into
         `shares` as `was`.
         """
         cut = dataloaders.cut_of(self.loader, self.shares)
-        is_map, length = dataloaders.is_map(self.loader), dataloaders.pass_length(self.loader)
+        is_map = dataloaders.is_map(self.loader)
         # In positions of ft_ckpt 0.2.0 the offset also counts items that were yielded again.
-        taken = (
-            self._offset - (self._offset % was.divisor if is_map else 0) + self.batch * was.per_step
-        )
-        done = f"{saved} ranks had seen {taken} {cut.unit} of this pass, {self.size} go on"
+        repeated = self._offset % was.divisor if is_map else 0
+        consumed = self._offset - repeated + self.batch * was.per_step
+        done = f"{saved} ranks had seen {consumed} {cut.unit} of this pass, {self.size} go on"
         if shares == self.shares:
             done = f"batches of {was.per_step} before, of {cut.per_step} now: {done}"
             if self.on_difference == "raise":
@@ -388,35 +387,42 @@ class DataPosition:
             )
         if self._states and shares == self.shares and not dataloaders.looks_ahead(self.loader):
             # the position itself is in the loader's own state
-            self._offset = taken - self.batch * cut.per_step
+            self._offset = consumed - self.batch * cut.per_step
             return [f"{done} with the next one"]
-        self._last, self._states, self._order_left = self._start, [], None
+        self._last = self._start
+        self._states = []
+        self._order_left = None
         notes = _sharing_problems(was, cut) if shares != self.shares else []
-        is_over = dataloaders.is_spent(self.loader, self.shares, taken) if is_map else None
-        if is_over is None or dataloaders.ends_together(self.loader):
-            is_over = bool(is_over or self._loaded_at_end)
-        if is_over or self._is_over:
+        if self._is_over or self._has_ended(consumed, is_map=is_map):
             self._loaded_at_end = self._is_over = True
-            self.batch, self._offset = taken // cut.per_step if length is None else length, 0
+            length = dataloaders.pass_length(self.loader)
+            self.batch = consumed // cut.per_step if length is None else length
+            self._offset = 0
             return [f"{done} after its end", *notes]
-        if is_map and taken % cut.per_step:
-            self.batch, self._offset = 0, taken - taken % cut.divisor
+        if is_map and consumed % cut.per_step:
+            self.batch = 0
+            self._offset = consumed - consumed % cut.divisor
             how = "in the middle of a batch of theirs: batches are cut anew from there"
         else:
-            self.batch, self._offset = taken // cut.per_step, 0
+            self.batch = consumed // cut.per_step
+            self._offset = 0
             how = f"with batch {self.batch + 1} of theirs"
-        self._least = None if is_map else taken - was.per_step + 1
-        again = taken - self._offset - self.batch * cut.per_step
+        self._min_items = None if is_map else consumed - was.per_step + 1
+        again = consumed - self._offset - self.batch * cut.per_step
         if cut.unit == "samples":
             # batches without a first dimension count for less
             self.samples = max(0, self.samples - again)
-        return [
-            f"{done} {how}"
-            + (
-                f"; {again} of them are given again, so that all ranks begin alike" if again else ""
-            ),
-            *notes,
-        ]
+        note = f"{done} {how}"
+        if again:
+            note += f"; {again} of them are given again, so that all ranks begin alike"
+        return [note, *notes]
+
+    def _has_ended(self, consumed: int, *, is_map: bool) -> bool:
+        """Whether the pass is over after `taken` items of the source."""
+        is_spent = dataloaders.is_spent(self.loader, self.shares, consumed) if is_map else None
+        if is_spent is None or dataloaders.ends_together(self.loader):
+            return bool(is_spent or self._loaded_at_end)
+        return is_spent
 
 
 def report_difference(problem: str, on_difference: str, stacklevel: int) -> None:
@@ -438,12 +444,8 @@ def _sharing_problems(was: DataCut, now: DataCut) -> list[str]:
         return [problem]
     if was.sharing == now.sharing:
         return []
-    return [
-        (
-            f"its order is {now.sharing} now, was {was.sharing}: some samples are "
-            "left out and others given again"
-        )
-    ]
+    change = f"its order is {now.sharing} now, was {was.sharing}"
+    return [f"{change}: some samples are left out and others given again"]
 
 
 def _deep_copy(value: Any) -> Any:

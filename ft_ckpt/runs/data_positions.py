@@ -22,9 +22,17 @@ class _FeedSlot:
     @property
     def counts(self) -> dict[str, Any]:
         """Epoch, batch, samples, and whether the pass is known to have ended."""
+        names = (*_PLACE, "at_end")
         if self.feed is None:
-            return {name: (self.state or {}).get(name) for name in (*_PLACE, "at_end")}
-        return {name: getattr(self.feed, name) for name in (*_PLACE, "at_end")}
+            state = self.state or {}
+            return {name: state.get(name) for name in names}
+        return {name: getattr(self.feed, name) for name in names}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, with the description of its data."""
+        if self.feed is None:
+            return self.state or {}
+        return {**self.feed.state_dict(), _ABOUT: describe_data(self.feed.loader)}
 
 
 class DataPositions:
@@ -41,16 +49,19 @@ class DataPositions:
         """The position of `loader`, restored from the checkpoint; other arguments as for
         `DataPosition`.
         """
-        self.current = next((feed for feed in self.known_positions if feed.loader is loader), None)
-        if self.current is None:
-            slot = self._slot_of(loader, on_difference)
-            self.current = DataPosition(
-                loader, ranks.rank, ranks.size, replay=replay, on_difference=on_difference
-            )
-            slot.feed = self.current
-            for note in () if slot.state is None else self.current.load_state_dict(slot.state):
+        for feed in self.known_positions:
+            if feed.loader is loader:
+                self.current = feed
+                return feed
+        slot = self._slot_of(loader, on_difference)
+        feed = DataPosition(
+            loader, ranks.rank, ranks.size, replay=replay, on_difference=on_difference
+        )
+        self.current = slot.feed = feed
+        if slot.state is not None:
+            for note in feed.load_state_dict(slot.state):
                 warn(f"loader {self._slots.index(slot)}: {note}", stacklevel=4)
-        return self.current
+        return feed
 
     @property
     def known_positions(self) -> list[DataPosition]:
@@ -72,19 +83,16 @@ class DataPositions:
         """Completed multiples of `of` passes; `with_last` counts a pass that has yielded its last
         batch.
         """
-        places = [slot.counts for slot in self._slots]
-        return sum(
-            (place["epoch"] + (with_last and bool(place["at_end"]))) // of for place in places
-        )
+        multiples = 0
+        for slot in self._slots:
+            counts = slot.counts
+            has_last = with_last and bool(counts["at_end"])
+            multiples += (counts["epoch"] + has_last) // of
+        return multiples
 
     def state_dicts(self) -> list[dict[str, Any]]:
         """The state of the position in each loader."""
-        return [
-            (slot.state or {})
-            if slot.feed is None
-            else {**slot.feed.state_dict(), _ABOUT: describe_data(slot.feed.loader)}
-            for slot in self._slots
-        ]
+        return [slot.state_dict() for slot in self._slots]
 
     def _slot_of(self, loader: Any, on_difference: str) -> _FeedSlot:
         """The slot of the loader: one with the same data, else the first that was not requested.
@@ -92,15 +100,15 @@ class DataPositions:
         If the checkpoint has one loader, of other data, `on_difference` decides between an error
         and a warning.
         """
-        waiting, about = [slot for slot in self._slots if slot.feed is None], describe_data(loader)
-        alike = [
-            slot
-            for slot in waiting
-            if slot.state is not None and slot.state.get(_ABOUT, about) == about
-        ]
+        waiting = [slot for slot in self._slots if slot.feed is None]
         if not waiting:
             self._slots.append(_FeedSlot(None))
             return self._slots[-1]
+        about = describe_data(loader)
+        alike = []
+        for slot in waiting:
+            if slot.state is not None and slot.state.get(_ABOUT, about) == about:
+                alike.append(slot)
         if not alike and len(self._slots) > 1:
             warn(
                 f"loader of {about[0]} with {about[1]} samples: no loader of the checkpoint had "

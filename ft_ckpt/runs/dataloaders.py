@@ -7,7 +7,6 @@ one that reads on rank 0 for all has a `slice_fn`, batch samplers and data sets 
 "dataset.0"), so that names do not depend on the wrappers of more ranks.
 """
 
-import math
 import operator
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -71,7 +70,7 @@ def _plain_item(item: Any) -> Any:
     if isinstance(item, str):
         return item
     if isinstance(item, (list, tuple)):
-        return [_plain_item(each) for each in item]
+        return [_plain_item(element) for element in item]
     return operator.index(item)
 
 
@@ -80,7 +79,7 @@ _NUMBERS = {  # counters and seeds that determine the sample order, besides gene
     "sampler": ("epoch", "initial_seed", "seed"),
     "dataset": ("epoch",),
 }
-_DEEPEST = 16  # nesting of wrappers around a data set or a sampler
+_MAX_DEPTH = 16  # nesting of wrappers around a data set or a sampler
 
 
 def base_loader(loader: Any) -> Any:
@@ -92,9 +91,8 @@ def base_loader(loader: Any) -> Any:
 
 def is_map(loader: Any) -> bool:
     """Whether samples are read by index, so that skipped ones are not read."""
-    return isinstance(base_loader(loader), DataLoader) and not isinstance(
-        base_loader(loader).dataset, IterableDataset
-    )
+    inner = base_loader(loader)
+    return isinstance(inner, DataLoader) and not isinstance(inner.dataset, IterableDataset)
 
 
 def looks_ahead(loader: Any) -> bool:
@@ -113,10 +111,8 @@ def reads_here(loader: Any) -> bool:
 def is_warm(loader: Any) -> bool:
     """Whether workers of an earlier pass persist: then a pass draws no seed for them."""
     inner = base_loader(loader)
-    return (
-        bool(getattr(inner, "persistent_workers", False))
-        and getattr(inner, "_iterator", None) is not None
-    )
+    persists = bool(getattr(inner, "persistent_workers", False))
+    return persists and getattr(inner, "_iterator", None) is not None
 
 
 def forget_premade(loader: Any) -> None:
@@ -135,12 +131,13 @@ def has_own_state(loader: Any) -> bool:
     A loader whose data set has no state reads everything again and counts it twice. One that reads
     on rank 0 for all corrects its count of batches, but not the state of its data set.
     """
+    if hasattr(loader, "slice_fn"):
+        return False
     inner = base_loader(loader)
-    knowing = (inner, getattr(inner, "dataset", None))
-    is_stateful = all(
-        hasattr(part, "state_dict") and hasattr(part, "load_state_dict") for part in knowing
-    )
-    return is_stateful and not hasattr(loader, "slice_fn")
+    for part in (inner, getattr(inner, "dataset", None)):
+        if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
+            return False
+    return True
 
 
 def refills_a_buffer(loader: Any) -> bool:
@@ -167,11 +164,9 @@ def forget_start(loader: Any) -> None:
 
 def batches_per_call(loader: Any) -> int:
     """Number of batches that the reading rank reads for one batch of `loader`."""
-    if (
-        not hasattr(loader, "slice_fn")
-        or loader.split_batches
-        or getattr(loader, "submesh_tp", None)
-    ):
+    if not hasattr(loader, "slice_fn") or loader.split_batches:
+        return 1
+    if getattr(loader, "submesh_tp", None):
         return 1
     return int(loader.state.num_processes)
 
@@ -183,17 +178,12 @@ def data_shares(loader: Any, size: int) -> int:
     # reads on rank 0 for all; under tensor parallelism all ranks get the same batch
     if hasattr(loader, "slice_fn"):
         return 1 if getattr(loader, "submesh_tp", None) else size
-    parts = [
-        _sampler_at(holder, name) for holder, name in _sampler_places(loader)
-    ] + _nested_datasets(loader)
-    counts = [
-        getattr(part, n)
-        for part in parts
-        for n in ("num_processes", "num_replicas")
-        if hasattr(part, n)
-    ]
-    if counts:
-        return int(counts[0])
+    parts = [_sampler_at(holder, name) for holder, name in _sampler_places(loader)]
+    parts += _nested_datasets(loader)
+    for part in parts:
+        for name in ("num_processes", "num_replicas"):
+            if hasattr(part, name):
+                return int(getattr(part, name))
     # Accelerate shards only for several shares
     is_whole = base_loader(loader) is not loader and is_map(loader)
     return 1 if is_whole else size
@@ -220,49 +210,51 @@ def cut_of(loader: Any, shares: int) -> DataCut:
     size = getattr(base_loader(loader), "batch_size", None)
     if not is_map(loader):
         # Accelerate's and transformers' shards of a stream deal batches to ranks in turn.
-        shards = [
-            part
-            for part in _nested_datasets(loader)
-            if hasattr(part, "num_processes") and _is_of_library(part)
-        ]
-        known = shares == 1 or hasattr(loader, "slice_fn") or bool(shards)
-        whole = (size or 1) * (1 if getattr(loader, "split_batches", False) else shares)
-        return DataCut(whole, 1, "samples" if size else "batches", "stream" if known else None)
-    places, at = _sampler_places(loader), _source_place(loader)
+        is_dealt = any(_is_shard(dataset) for dataset in _nested_datasets(loader))
+        is_known = shares == 1 or hasattr(loader, "slice_fn") or is_dealt
+        per_step = (size or 1) * (1 if getattr(loader, "split_batches", False) else shares)
+        unit = "samples" if size else "batches"
+        return DataCut(per_step, 1, unit, "stream" if is_known else None)
+    places = _sampler_places(loader)
+    at = _source_place(loader)
+    source = _sampler_at(*places[at])
     outer = [_sampler_at(holder, name) for holder, name in places[:at]]
-    source, cutters = (
-        _sampler_at(*places[at]),
-        [sampler for sampler in outer if "batch_sampler" not in vars(sampler)],
-    )
-    is_split = getattr(
-        loader if hasattr(loader, "slice_fn") else [*outer, source][0], "split_batches", False
-    )
-    whole = math.prod((1 if is_split else shares, *(sampler.batch_size for sampler in cutters)))
-    is_shared = base_loader(loader) is not loader or any(
-        hasattr(sampler, "num_processes") for sampler in outer
-    )
+    cutters = [sampler for sampler in outer if "batch_sampler" not in vars(sampler)]
+    outermost = outer[0] if outer else source
+    splitter = loader if hasattr(loader, "slice_fn") else outermost
+    per_step = 1 if getattr(splitter, "split_batches", False) else shares
+    for sampler in cutters:
+        per_step *= sampler.batch_size
+    has_shards = any(hasattr(sampler, "num_processes") for sampler in outer)
+    is_shared = base_loader(loader) is not loader or has_shards
     is_dealt = isinstance(source, DistributedSampler) and _is_of_library(source)
     order = type(source).__name__
     if isinstance(source, SequentialSampler) or (is_dealt and not source.shuffle):
         order = "in order"
-    known = shares == 1 or is_shared or is_dealt
+    is_known = shares == 1 or is_shared or is_dealt
     unit = "samples" if cutters or places[at][1] == "sampler" else "batches"
-    return DataCut(whole, 1 if is_shared else shares, unit, order if known else None)
+    return DataCut(per_step, 1 if is_shared else shares, unit, order if is_known else None)
 
 
-def is_spent(loader: Any, shares: int, taken: int) -> bool | None:
-    """Whether a pass has no batch left for any rank after `taken` items of the source; None if
+def _is_shard(dataset: Any) -> bool:
+    """Whether a library deals the batches of a stream to ranks in turn."""
+    return hasattr(dataset, "num_processes") and _is_of_library(dataset)
+
+
+def is_spent(loader: Any, shares: int, consumed: int) -> bool | None:
+    """Whether a pass has no batch left for any rank after `consumed` items of the source; None if
     unknown.
     """
-    places, cut = _sampler_places(loader), cut_of(loader, shares)
+    places = _sampler_places(loader)
+    cut = cut_of(loader, shares)
+    source = _sampler_at(*places[_source_place(loader)])
     try:
-        left = len(_sampler_at(*places[_source_place(loader)])) - taken // cut.divisor
+        remaining = len(source) - consumed // cut.divisor
     except TypeError:
         return None
-    drops = getattr(loader, "_drop_last", False) or getattr(
-        _sampler_at(*places[0]), "drop_last", False
-    )
-    return left <= 0 or bool(drops and left < cut.per_step // cut.divisor)
+    outermost = _sampler_at(*places[0])
+    drops_last = getattr(loader, "_drop_last", False) or getattr(outermost, "drop_last", False)
+    return remaining <= 0 or bool(drops_last and remaining < cut.per_step // cut.divisor)
 
 
 def ends_together(loader: Any) -> bool:
@@ -334,7 +326,7 @@ def _sampler_places(loader: Any) -> list[tuple[Any, str]]:
     places: list[tuple[Any, str]] = []
     holder = base_loader(loader)
     name = "sampler" if getattr(holder, "batch_sampler", None) is None else "batch_sampler"
-    while name in getattr(holder, "__dict__", {}) and len(places) < _DEEPEST:
+    while name in getattr(holder, "__dict__", {}) and len(places) < _MAX_DEPTH:
         places.append((holder, name))
         holder = _sampler_at(holder, name)
         name = "batch_sampler" if "batch_sampler" in getattr(holder, "__dict__", {}) else "sampler"
@@ -349,7 +341,7 @@ def _sampler_at(holder: Any, name: str) -> Any:
 def _nested_datasets(loader: Any) -> list[Any]:
     datasets: list[Any] = []
     holder = base_loader(loader)
-    while "dataset" in getattr(holder, "__dict__", {}) and len(datasets) < _DEEPEST:
+    while "dataset" in getattr(holder, "__dict__", {}) and len(datasets) < _MAX_DEPTH:
         holder = vars(holder)["dataset"]
         datasets.append(holder)
     return datasets
@@ -373,21 +365,23 @@ def loader_counters(loader: Any) -> dict[str, int]:
     for part_name, part in _loader_parts(loader).items():
         for name in _NUMBERS.get(part_name.split(".")[0], ()):
             value = getattr(part, name, None)
-            is_ours = name in getattr(part, "__dict__", {}) or hasattr(part, f"set_{name}")
-            if is_ours and isinstance(value, int) and not isinstance(value, bool):
+            is_settable = name in getattr(part, "__dict__", {}) or hasattr(part, f"set_{name}")
+            if is_settable and isinstance(value, int) and not isinstance(value, bool):
                 counters[f"{part_name}:{name}"] = value
     return counters
 
 
 def set_loader_counters(loader: Any, saved: Mapping[str, int]) -> None:
     """Restore `loader_counters` in the parts that this loader has."""
-    current, parts = loader_counters(loader), _loader_parts(loader)
+    current = loader_counters(loader)
+    parts = _loader_parts(loader)
     for key in saved.keys() & current.keys():
         part_name, name = key.split(":")
-        if hasattr(parts[part_name], f"set_{name}"):
-            getattr(parts[part_name], f"set_{name}")(saved[key])
+        part = parts[part_name]
+        if hasattr(part, f"set_{name}"):
+            getattr(part, f"set_{name}")(saved[key])
         else:
-            setattr(parts[part_name], name, saved[key])
+            setattr(part, name, saved[key])
 
 
 def count_empty_pass(loader: Any, at_start: Mapping[str, int]) -> None:
@@ -396,11 +390,10 @@ def count_empty_pass(loader: Any, at_start: Mapping[str, int]) -> None:
     Accelerate's loaders do not count a pass without a batch on this rank, and would repeat its
     order on this rank.
     """
-    counted = {
-        key: value for key, value in loader_counters(loader).items() if key == "loader:iteration"
-    }
-    if counted and counted.items() <= at_start.items():
-        set_loader_counters(loader, {key: value + 1 for key, value in counted.items()})
+    key = "loader:iteration"
+    count = loader_counters(loader).get(key)
+    if count is not None and at_start.get(key) == count:
+        set_loader_counters(loader, {key: count + 1})
 
 
 def loader_generators(loader: Any) -> dict[str, tuple[Any, str, Any]]:
@@ -434,9 +427,9 @@ def set_generator_states(loader: Any, saved: Mapping[str, Any]) -> None:
         if key not in saved:
             continue
         state = saved[key]
-        wanted = None if state is None else rng.generator_in(state, generator)
-        if wanted is not generator:
-            setattr(part, name, wanted)
+        restored = None if state is None else rng.generator_in(state, generator)
+        if restored is not generator:
+            setattr(part, name, restored)
 
 
 class _SkippingSampler:
@@ -454,13 +447,11 @@ class _SkippingSampler:
         moment: "RandomState | None",
         order: SampleOrder | None,
     ) -> None:
-        self.plain, self._keep, self._drop, self._moment, self._order = (
-            plain,
-            keep,
-            drop,
-            moment,
-            order,
-        )
+        self.plain = plain
+        self._keep = keep
+        self._drop = drop
+        self._moment = moment
+        self._order = order
         self._is_new = True
 
     def __iter__(self) -> Iterator[Any]:

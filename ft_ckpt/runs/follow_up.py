@@ -4,23 +4,24 @@ They run in this order in the thread that finished the save. Their errors do not
 which is committed.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import ConfigError, listing
-from ft_ckpt.extensions.rl import Publisher, ServerOptions
-from ft_ckpt.extensions.transfer import (
-    PendingPush,
-    PushOptions,
-    RunUploads,
+from ft_ckpt.jobs import BackgroundJob
+from ft_ckpt.messages import short, warn
+from ft_ckpt.runs.extension_parts import (
+    Publisher,
+    Uploads,
     UploadTerms,
     begin_push,
+    end_pushes,
+    open_publisher,
+    open_uploads,
 )
-from ft_ckpt.jobs import BackgroundJob, yield_to_training
-from ft_ckpt.messages import short, warn
 from ft_ckpt.runs.run_places import RunPlaces
 from ft_ckpt.saving import SaveReport
 from ft_ckpt.storage import Place
@@ -36,9 +37,9 @@ class FollowUp:
     """
 
     hooks: tuple[SaveHook, ...] = ()
-    uploads: RunUploads | None = None
-    pushes: list[PendingPush] = field(default_factory=list)
+    uploads: Uploads | None = None
     publisher: Publisher | None = None
+    pushes: list[BackgroundJob[Any]] = field(default_factory=list)
 
     def plan(
         self,
@@ -56,46 +57,44 @@ class FollowUp:
         """
 
         def follow(report: SaveReport) -> SaveReport:
-            jobs: dict[str, BackgroundJob[Any]] = {}
             if committed is not None:
                 committed(report)
             if prune is not None:
                 with nullcontext() if self.uploads is None else self.uploads.sweeping:
                     prune(report.place)
-            if (
-                is_main
-                and terms is not None
-                and self.uploads is not None
-                and self.uploads.takes(report.place)
-            ):
+            if not is_main:
+                return report
+            jobs: dict[str, BackgroundJob[Any]] = {}
+            if self.uploads is not None and terms is not None and self.uploads.takes(report.place):
                 jobs["upload"] = self.uploads.begin_upload(report.place, terms)
-            if is_main and push_to is not None:
-                push = begin_push(report.place, push_to, PushOptions(base_id=base_id))
-                self.pushes.append(push)
-                jobs["push"] = push
-            if is_main and publishes and self.publisher is not None:
+            if push_to is not None:
+                jobs["push"] = begin_push(report.place, push_to, base_id)
+                self.pushes.append(jobs["push"])
+            if self.publisher is not None and publishes:
                 jobs["publish"] = self.publisher.begin(report.place)
             report = replace(report, follow_ups=jobs)
-            for hook in self.hooks if is_main else ():
+            for hook in self.hooks:
                 _call_hook(hook, report)
             return report
 
         return follow
 
+    def end(self, *, wait: bool) -> None:
+        """Wait for pushes and publishes, or only name those that go on until the process ends."""
+        end_pushes(self.pushes, wait=wait)
+        if self.publisher is not None:
+            self.publisher.end(wait_for=wait)
+
 
 def make_follow_up(
     on_saved: SaveHook | Iterable[SaveHook] | None, places: RunPlaces, config: SaverConfig
 ) -> FollowUp:
-    """The follow-up of a saver; its uploads run at low priority."""
+    """The follow-up of a saver. Raises ConfigError."""
     uploads = None
     if places.directory is not None and places.staging is not None:
-        uploads = RunUploads(places.staging, places.directory, yield_to_training)
-    publisher, goal = None, config.publish
-    if goal is not None:
-        settings: dict[str, Any] = dict(goal) if isinstance(goal, Mapping) else {"url": goal}
-        after_resume = settings.pop("after_resume", "resumed")
-        publisher = Publisher(ServerOptions(**settings), after_resume)
-    return FollowUp(hooks_of(on_saved), uploads, publisher=publisher)
+        uploads = open_uploads(places.staging, places.directory)
+    publisher = None if config.publish is None else open_publisher(config.publish)
+    return FollowUp(hooks_of(on_saved), uploads, publisher)
 
 
 def _call_hook(hook: SaveHook, report: SaveReport) -> None:
@@ -107,13 +106,14 @@ def _call_hook(hook: SaveHook, report: SaveReport) -> None:
         warn(f"{report.path}: saved, but {name} of on_saved failed: {problem}", stacklevel=2)
 
 
-def hooks_of(given: SaveHook | Iterable[SaveHook] | None) -> tuple[SaveHook, ...]:
-    """The functions in `given`: one, several or none. Raises ConfigError for anything else."""
-    if given is None:
+def hooks_of(on_saved: SaveHook | Iterable[SaveHook] | None) -> tuple[SaveHook, ...]:
+    """The functions in `on_saved`: one, several or none. Raises ConfigError for anything else."""
+    if on_saved is None:
         return ()
-    hooks = (
-        (given,) if callable(given) else tuple(given) if isinstance(given, Iterable) else (given,)
-    )
+    if not callable(on_saved) and isinstance(on_saved, Iterable):
+        hooks = tuple(on_saved)
+    else:
+        hooks = (on_saved,)
     wrong = [short(hook) for hook in hooks if not callable(hook)]
     if wrong:
         raise ConfigError(

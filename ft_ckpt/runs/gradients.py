@@ -18,7 +18,7 @@ from ft_ckpt.ranks import (
     unwrap,
 )
 
-_TAKEN = "_ft_ckpt_taken"  # attribute of a gradient that a step has used: its version then
+_USED = "_ft_ckpt_taken"  # attribute of a gradient that a step has used: its version then
 
 
 class StepWatch:
@@ -41,14 +41,11 @@ class StepWatch:
     def watch_optimizers(self, optimizers: Iterable[Any]) -> None:
         """Hook the optimizers that are torch's and call step hooks; others cannot be tracked."""
         for optimizer in optimizers:
-            is_hooked = isinstance(optimizer, torch.optim.Optimizer) and getattr(
-                type(optimizer).step, "hooked", False
-            )
-            if is_hooked and id(optimizer) not in self._hooks:
-                self._hooks[id(optimizer)] = (
-                    optimizer,
-                    optimizer.register_step_post_hook(self._mark_taken),
-                )
+            if not isinstance(optimizer, torch.optim.Optimizer) or id(optimizer) in self._hooks:
+                continue
+            if getattr(type(optimizer).step, "hooked", False):
+                handle = optimizer.register_step_post_hook(self._mark_used)
+                self._hooks[id(optimizer)] = (optimizer, handle)
 
     def is_unfinished(self, models: Callable[[], Iterable[nn.Module]]) -> bool:
         """Whether gradients are pending and no step was taken since the last call."""
@@ -63,12 +60,15 @@ class StepWatch:
         """
         if not self._hooks:
             return False
-        optimizers = [optimizer for optimizer, _ in self._hooks.values()]
-        gradients = (gradient for optimizer in optimizers for gradient in _gradients_of(optimizer))
-        if any(getattr(gradient, _TAKEN, None) != gradient._version for gradient in gradients):
-            return True
-        kept = (one for model in models() for one in kept_gradients(unwrap(model)).values())
-        return any(one.read() is not None for one in kept)
+        for optimizer, _ in self._hooks.values():
+            for gradient in _gradients_of(optimizer):
+                if getattr(gradient, _USED, None) != gradient._version:
+                    return True
+        for model in models():
+            unsharded = kept_gradients(unwrap(model))
+            if any(gradient.read() is not None for gradient in unsharded.values()):
+                return True
+        return False
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -76,11 +76,11 @@ class StepWatch:
             handle.remove()
         self._hooks.clear()
 
-    def _mark_taken(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _mark_used(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._has_stepped = True
         self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
         for gradient in _gradients_of(optimizer):
-            setattr(gradient, _TAKEN, gradient._version)
+            setattr(gradient, _USED, gradient._version)
 
 
 def pending_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -115,7 +115,8 @@ def restore_gradients(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
             whole[name].write(stored[name].to(parameter.device))
         elif is_distributed(parameter.detach()):
             gradient = torch.zeros_like(parameter.detach())
-            if (local := local_part(gradient)) is not None:
+            local = local_part(gradient)
+            if local is not None:
                 local.copy_(stored[name])
             parameter.grad = gradient
         else:
@@ -130,9 +131,11 @@ def _gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _accumulated_gradients(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    whole = kept_gradients(root)
+    unsharded = kept_gradients(root)
     for name, parameter in root.named_parameters():
-        pending = whole[name].read() if name in whole else None
-        gradient = pending if pending is not None else parameter.grad
-        if gradient is not None and (local := local_part(gradient)) is not None:
+        gradient = unsharded[name].read() if name in unsharded else None
+        if gradient is None:
+            gradient = parameter.grad
+        local = None if gradient is None else local_part(gradient)
+        if local is not None:
             yield name, local

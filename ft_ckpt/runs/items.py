@@ -116,7 +116,7 @@ def optimizer_of(item: Item) -> OptimizerItem:
 def plain_optimizers(items: Iterable[Item]) -> list[Any]:
     """The optimizers among `items` whose steps use gradients of the models' own parameters."""
     optimizers = optimizers_among(items)
-    return [each.optimizer for each in optimizers if each.kind.uses_model_gradients]
+    return [item.optimizer for item in optimizers if item.kind.uses_model_gradients]
 
 
 def refuse_unsaveable(items: Iterable[Item]) -> None:

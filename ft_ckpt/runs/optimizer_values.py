@@ -97,11 +97,9 @@ def decode_setting(stored: Mapping[str, Any], device: Any = None) -> Any:
     if "text" in stored:
         return unpack(stored, device)
     value = decode_value(stored["value"])
-    return (
-        torch.tensor(value, dtype=dtype_of(stored["tensor"]), device="cpu")
-        if "tensor" in stored
-        else value
-    )
+    if "tensor" not in stored:
+        return value
+    return torch.tensor(value, dtype=dtype_of(stored["tensor"]), device="cpu")
 
 
 def set_setting(group: dict[str, Any], key: str, stored: Mapping[str, Any]) -> None:
@@ -148,10 +146,8 @@ def tensors_of_entry(key: str, entry: Entry) -> list[tuple[str, Entry]]:
     if "dtype" in entry:
         return [(key, entry)]
     owner = {"rank": entry["rank"]} if "rank" in entry else {}
-    return [
-        (f"{key}/{number}", {**leaf, **owner})
-        for number, leaf in enumerate(entry.get("leaves", ()))
-    ]
+    leaves = enumerate(entry.get("leaves", ()))
+    return [(f"{key}/{number}", {**leaf, **owner}) for number, leaf in leaves]
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int] | None) -> bool:

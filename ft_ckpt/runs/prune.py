@@ -12,17 +12,14 @@ from pathlib import Path
 
 from ft_ckpt.checkpoint import (
     MANIFEST_NAME,
-    STATE,
-    CheckpointInfo,
     Removal,
     RunFolder,
     list_checkpoints,
     manifest_files,
     open_run_folder,
-    parse_time,
     without_state,
 )
-from ft_ckpt.errors import CheckpointError, ConfigError, UnreadableError
+from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.messages import LOG, warn
 from ft_ckpt.retention import (
     HeldCheckpoint,
@@ -32,9 +29,9 @@ from ft_ckpt.retention import (
     newest_valid,
     plan_pruning,
 )
+from ft_ckpt.runs.survey import survey
 from ft_ckpt.storage import (
     Place,
-    Store,
     location_name,
     open_place,
 )
@@ -51,19 +48,6 @@ class PruneReport:
     # unlisted files in the folders of dropped checkpoints, which stay
     left: tuple[Path | str, ...] = ()
     problems: tuple[str, ...] = ()
-
-
-def survey_run(
-    root: str | os.PathLike[str] | Place, protect: Iterable[str | os.PathLike[str] | Place] = ()
-) -> list[HeldCheckpoint]:
-    """The checkpoints in the folder `root` of a run, oldest first; links and `root` itself are left
-    out.
-
-    Guarded: checkpoints in `protect`, pinned or leased ones, targets of links in `root`, and those
-    that a save is about to replace. Raises UnreadableError when a manifest, or `root`, cannot be
-    read now: rules applied to some of the checkpoints could delete the wrong ones.
-    """
-    return _survey(open_run_folder(open_place(root)), protect)
 
 
 def prune_run(
@@ -84,10 +68,10 @@ def prune_run(
     """
 
     def make_plan(run: RunFolder) -> PrunePlan:
-        held = _survey(run, protect)
+        checkpoints = survey(run, protect)
         if strict:
-            check_metrics(held, keep, run_id)
-        return plan_pruning(held, keep, run_id)
+            check_metrics(checkpoints, keep, run_id)
+        return plan_pruning(checkpoints, keep, run_id)
 
     return _run_plan(open_place(root), make_plan, dry_run=dry_run)
 
@@ -135,23 +119,28 @@ def make_room(
     """
 
     def as_if_saved(run: RunFolder) -> PrunePlan:
-        held = _survey(run, protect)
-        vital = newest_valid(each for each in held if run_id is None or each.run_id == run_id)
-        if not vital:
-            return plan_pruning(held, keep, run_id)
-        held = [
-            dataclasses.replace(each, guards=(*each.guards, vital[each.path]))
-            if each.path in vital
-            else each
-            for each in held
+        checkpoints = survey(run, protect)
+        of_run = [
+            checkpoint
+            for checkpoint in checkpoints
+            if run_id is None or checkpoint.run_id == run_id
         ]
+        vital = newest_valid(of_run)
+        if not vital:
+            return plan_pruning(checkpoints, keep, run_id)
+        guarded = []
+        for checkpoint in checkpoints:
+            guards = checkpoint.guards
+            if checkpoint.path in vital:
+                guards = (*guards, vital[checkpoint.path])
+            guarded.append(dataclasses.replace(checkpoint, guards=guards))
         now = datetime.now(timezone.utc).timestamp()
-        number = 1 + max((each.number for each in held), default=0)
+        number = 1 + max((checkpoint.number for checkpoint in checkpoints), default=0)
         coming = HeldCheckpoint(
             path="\0", step=step, created=now, has_state=True, run_id=run_id, number=number
         )
-        planned = plan_pruning([*held, coming], keep, run_id)
-        kept = {path: why for path, why in planned.keep.items() if path != coming.path}
+        planned = plan_pruning([*guarded, coming], keep, run_id)
+        kept = {path: reasons for path, reasons in planned.keep.items() if path != coming.path}
         return dataclasses.replace(planned, keep=kept)
 
     return _run_plan(open_place(root), as_if_saved)
@@ -178,68 +167,6 @@ def recover_all(root: str | os.PathLike[str] | Place) -> tuple[str, ...]:
     return open_run_folder(open_place(root)).recover()
 
 
-def _survey(
-    run: RunFolder, protect: Iterable[str | os.PathLike[str] | Place]
-) -> list[HeldCheckpoint]:
-    root = run.snapshot()
-    links = {each.identity: each.name for each in root.folder.list_folder().folders if each.is_link}
-    protected = {open_place(path).folder.identity for path in protect}
-    listed = list_checkpoints(root, links=False)
-    listed.require_readable()
-    infos = (info for info in listed.found if info.store != root.folder)
-    return [
-        held
-        for info in infos
-        if (held := _held_checkpoint(run, info, links, protected)) is not None
-    ]
-
-
-def _held_checkpoint(
-    run: RunFolder, info: CheckpointInfo, links: Mapping[str, str], protected: set[str]
-) -> HeldCheckpoint | None:
-    """The checkpoint with its guards; `links`: link name by store identity.
-
-    None if it was deleted meanwhile.
-    """
-    manifest, store, path = info.manifest, info.store, info.path
-    try:
-        valid = run.is_valid(info)
-    except UnreadableError:
-        raise  # unreadable now is not invalid
-    except CheckpointError:
-        if store.stat(MANIFEST_NAME) is None:  # deleted since it was listed
-            return None
-        valid = False
-    guards = [f"linked from {links[store.identity]}"] if store.identity in links else []
-    guards += ["protected by the caller"] if store.identity in protected else []
-    kinds, base = {part.kind for part in manifest.parts}, manifest.delta.get("base")
-    return HeldCheckpoint(
-        path=path,
-        step=manifest.step,
-        created=_created_seconds(store, manifest.created),
-        number=manifest.number or 0,
-        metrics=info.metrics,
-        guards=(*guards, *run.guards(store)),
-        valid=valid,
-        has_state=STATE in kinds,
-        has_weights=kinds != {STATE},
-        run_id=None if manifest.export else manifest.run_id,
-        is_export=manifest.export,
-        base=base
-        and (
-            path.with_name(base) if isinstance(path, Path) else f"{path.rpartition('/')[0]}/{base}"
-        ),
-    )
-
-
-def _created_seconds(store: Store, created: str) -> float:
-    """Unix time of `created`; of the manifest's last change if it is invalid."""
-    if (then := parse_time(created)) is not None:
-        return then.timestamp()
-    found = store.stat(MANIFEST_NAME)
-    return 0.0 if found is None else found.modified
-
-
 def _run_plan(
     root: Place, make_plan: Callable[[RunFolder], PrunePlan], *, dry_run: bool = False
 ) -> PruneReport:
@@ -249,20 +176,18 @@ def _run_plan(
             return _dry_report(run, make_plan(run))
         with run.exclusive_sweep() as alone:
             if not alone:
-                return PruneReport(
-                    problems=(f"{root}: another sweep is at work there; nothing was deleted",)
-                )
-            done = [_try_step(*step) for step in run.unfinished()]
+                problem = f"{root}: another sweep is at work there; nothing was deleted"
+                return PruneReport(problems=(problem,))
+            outcomes = [_try_step(path, step) for path, step in run.unfinished()]
             plan = make_plan(run)
-            done += [_try_step(path, partial(run.drop, path)) for path in plan.drop]
-            done += [_try_step(path, partial(run.strip, path)) for path in plan.strip]
+            outcomes += [_try_step(path, partial(run.drop, path)) for path in plan.drop]
+            outcomes += [_try_step(path, partial(run.strip, path)) for path in plan.strip]
     except ConfigError:
         raise
     except (CheckpointError, OSError) as error:
-        return PruneReport(
-            problems=(f"{root}: cannot be listed ({error}); no further checkpoint was deleted",)
-        )
-    report = _prune_report(plan, done)
+        problem = f"{root}: cannot be listed ({error}); no further checkpoint was deleted"
+        return PruneReport(problems=(problem,))
+    report = _prune_report(plan, outcomes)
     for path in report.dropped:
         LOG.info("deleted %s", location_name(path))
     for path in report.stripped:
@@ -277,23 +202,36 @@ def _try_step(path: Path | str, step: Callable[[], Removal]) -> Removal | str:
         return f"{path}: not deleted completely ({error}); the next sweep continues"
 
 
-def _prune_report(plan: PrunePlan, done: list[Removal | str]) -> PruneReport:
-    removals = [each for each in done if isinstance(each, Removal)]
+def _prune_report(plan: PrunePlan, outcomes: list[Removal | str]) -> PruneReport:
+    removals = [outcome for outcome in outcomes if isinstance(outcome, Removal)]
+    kept = dict(plan.keep)
+    unlisted: list[Path | str] = []
+    for removal in removals:
+        if removal.why:
+            kept[removal.path] = removal.why
+        unlisted += removal.left
     return PruneReport(
-        kept={**plan.keep, **{each.path: each.why for each in removals if each.why}},
-        dropped=tuple(each.path for each in removals if each.dropped),
-        stripped=tuple(each.path for each in removals if each.stripped),
-        freed_bytes=sum(each.freed_bytes for each in removals),
-        left=tuple(file for each in removals for file in each.left),
-        problems=tuple(each for each in done if isinstance(each, str)),
+        kept=kept,
+        dropped=tuple(removal.path for removal in removals if removal.dropped),
+        stripped=tuple(removal.path for removal in removals if removal.stripped),
+        freed_bytes=sum(removal.freed_bytes for removal in removals),
+        left=tuple(unlisted),
+        problems=tuple(outcome for outcome in outcomes if isinstance(outcome, str)),
     )
 
 
 def _dry_report(run: RunFolder, plan: PrunePlan) -> PruneReport:
-    at = {info.path: info for info in list_checkpoints(run.snapshot(), links=False).found}
-    doomed = [at[path].store for path in plan.drop if path in at]
-    sizes = [run.releasable(store, manifest_files(store, MANIFEST_NAME)) for store in doomed]
-    for info in (at[path] for path in plan.strip if path in at):
-        rest = {file.path for file in without_state(info.manifest).files}
-        sizes.append(run.releasable(info.store, {file.path for file in info.manifest.files} - rest))
-    return PruneReport(plan.keep, plan.drop, plan.strip, sum(sizes))
+    listed = list_checkpoints(run.snapshot(), links=False).found
+    infos = {info.path: info for info in listed}
+    freed_bytes = 0
+    for path in plan.drop:
+        if path in infos:
+            store = infos[path].store
+            freed_bytes += run.releasable(store, manifest_files(store, MANIFEST_NAME))
+    for path in plan.strip:
+        if path in infos:
+            manifest = infos[path].manifest
+            kept = {file.path for file in without_state(manifest).files}
+            files = {file.path for file in manifest.files}
+            freed_bytes += run.releasable(infos[path].store, files - kept)
+    return PruneReport(plan.keep, plan.drop, plan.strip, freed_bytes)

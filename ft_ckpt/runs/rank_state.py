@@ -55,8 +55,8 @@ def capture_rank_state(
         trees[_STEPS] = int(accelerator.step)
         trees[_SYNC] = synced
     if not synced:
-        for each in optimizers_among(items):
-            if each.kind.is_accumulating(each.optimizer):
+        for item in optimizers_among(items):
+            if item.kind.is_accumulating(item.optimizer):
                 raise SelectionError(
                     "gradients: DeepSpeed does not expose them; save when the optimizer has stepped"
                 )
@@ -84,10 +84,10 @@ def read_rank_state(
     source_rank = min(ranks.rank, saved_ranks - 1)
     names = [*document["ranks"][source_rank]]
     feeds = [name for name in names if name.startswith(f"{_FEED}-")]
-    others = [name for name in (_RANDOM, _STEPS, _SYNC) if name in names]
+    further_names = [name for name in (_RANDOM, _STEPS, _SYNC) if name in names]
     trees: dict[str, Any] = {}
     failed: list[Restored] = []
-    for name in (*feeds, *others):
+    for name in (*feeds, *further_names):
         is_feed = name in feeds
         owner = 0 if is_feed and saved_ranks != ranks.size else source_rank
         try:

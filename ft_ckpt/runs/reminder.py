@@ -78,9 +78,9 @@ def _versions_of(models: list[nn.Module]) -> dict[int, int]:
     """The counters of torch that rise whenever weights are written in place, as optimizers write
     them.
     """
-    parameters = [parameter for model in models for parameter in model.parameters()]
-    return {
-        id(parameter): parameter._version
-        for parameter in parameters
-        if not parameter.is_inference()
-    }
+    versions = {}
+    for model in models:
+        for parameter in model.parameters():
+            if not parameter.is_inference():
+                versions[id(parameter)] = parameter._version
+    return versions

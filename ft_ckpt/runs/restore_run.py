@@ -42,8 +42,8 @@ def restore_state(
         report = RestoreReport() if restored is None else restored
         items, requests = agree_on_outcomes(ranks, "resume()", report.items, report.requests, error)
         allowed.refuse_unrestored(resume_point.checkpoint.location, items, HALF_RESTORED)
-        for each in optimizers_among(run_items(run.accelerator, run.registered)):
-            each.kind.after_restore(each.optimizer)
+        for item in optimizers_among(run_items(run.accelerator, run.registered)):
+            item.kind.after_restore(item.optimizer)
     return replace(report, items=items, requests=requests)
 
 
@@ -84,7 +84,7 @@ def _restore_on_rank(
         )
         run.feeds = rank_state.feeds
         run.restore_progress(document, checkpoint.place.folder, checkpoint.manifest.created)
-    outcomes += [each for each in comparison.outcomes if each.status == "restored"]
+    outcomes += [outcome for outcome in comparison.outcomes if outcome.status == "restored"]
     outcomes += rank_state.outcomes
     return RestoreReport(
         path=checkpoint.location,
@@ -102,13 +102,13 @@ def _restore_items(
     sources, rank = matched.sources, matched.ranks.rank
     items = [item for item in matched.items if item.name not in left_out]
     objects = [item for item in items if item.kind == "object"]
-    others = [item for item in items if item.kind != "object"]
+    models_and_optimizers = [item for item in items if item.kind != "object"]
     outcomes = []
     if "weights" not in left_out:
         outcomes.append(restore_weights(sources, resume_point, filler))
-    for each in optimizers_among(items):
-        each.kind.before_restore(each.optimizer)
-    outcomes += restore_items(others, sources, resume_point, rank, filler)
+    for item in optimizers_among(items):
+        item.kind.before_restore(item.optimizer)
+    outcomes += restore_items(models_and_optimizers, sources, resume_point, rank, filler)
     outcomes += restore_items(objects, sources, resume_point, rank, filler)
     return outcomes
 

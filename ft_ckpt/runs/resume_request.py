@@ -66,7 +66,7 @@ class ResumeRequest:
             return self.mode
         if self.places.directory is None or os.sep in self.mode:
             return self.open_path(self.mode)
-        of_run = [Place(each.folder, self.mode) for each in reversed(self.places.folders)]
+        of_run = [Place(folder.folder, self.mode) for folder in reversed(self.places.folders)]
         for place in (*of_run, open_place(self.mode)):
             if folder_exists(place):
                 return place

@@ -29,7 +29,15 @@ _NUMPY_WORDS = 624  # of the Mersenne Twister; NumPy reads out of bounds from a 
 # supported by `state_of`
 KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 # raised by setters
-_BAD = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
+_REFUSALS = (
+    AttributeError,
+    IndexError,
+    KeyError,
+    OverflowError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def capture_generators() -> GeneratorStates:
@@ -56,16 +64,17 @@ def restore_generators(state: Mapping[str, Any]) -> list[str]:
     problems = []
     for name, (kind, generator) in _GLOBAL.items():
         problems += _try_put(name, partial(_put_or_keep, kind, generator), state)
-    here = _device_indices() | {
-        kind: indices for kind, indices in _device_indices(wake=True).items() if kind in state
-    }
-    for device, indices in here.items():
-        problems += _try_put(device, partial(_put_devices, device, indices), state)
-    return problems + _unknown_devices(state, here)
+    devices = _device_indices()
+    for kind, indices in _device_indices(wake=True).items():
+        if kind in state:
+            devices[kind] = indices
+    for kind, indices in devices.items():
+        problems += _try_put(kind, partial(_put_devices, kind, indices), state)
+    return problems + _unknown_devices(state, devices)
 
 
-def _unknown_devices(state: Mapping[str, Any], here: Collection[str]) -> list[str]:
-    unknown = [kind for kind in state if kind not in _GLOBAL and kind not in here]
+def _unknown_devices(state: Mapping[str, Any], devices: Collection[str]) -> list[str]:
+    unknown = [kind for kind in state if kind not in _GLOBAL and kind not in devices]
     return [f"{kind}: saved from a device this process has none of" for kind in unknown]
 
 
@@ -113,7 +122,7 @@ def generator_in(state: Mapping[str, Any], generator: Any = None) -> Any:
         if generator is None or (state_of(generator) or {}).get("kind") != kind:
             generator = _MAKERS[kind](state)
         _put_state(kind, generator, inner)
-    except _BAD as error:
+    except _REFUSALS as error:
         raise CorruptError(
             f"a random number generator: the saved state does not fit: {error}"
         ) from error
@@ -135,7 +144,7 @@ def _put_or_keep(kind: str, generator: Any, state: Any) -> None:
     before = _current_state(generator)
     try:
         _put_state(kind, generator, state)
-    except _BAD:  # setters set a part of the state before they check the rest
+    except _REFUSALS:  # setters set a part of the state before they check the rest
         _put_state(kind, generator, before)
         raise
 
@@ -149,7 +158,7 @@ def _try_put(name: str, put: Callable[[Any], str | None], state: Mapping[str, An
         return [f"{name}: not in the saved state"]
     try:
         problem = put(state[name])
-    except _BAD as error:
+    except _REFUSALS as error:
         problem = f"the saved state does not fit ({shown(error)})"
     return [f"{name}: {problem}"] if problem else []
 
@@ -179,7 +188,8 @@ def _python_tuple(state: Mapping[str, Any]) -> tuple[Any, ...]:
 
     Raises CorruptError for values of other types, which it would convert.
     """
-    words, gauss = tuple(int(word) for word in state["words"]), state["gauss"]
+    words = tuple(int(word) for word in state["words"])
+    gauss = state["gauss"]
     if type(state["version"]) is not int or type(gauss) not in (float, type(None)):
         raise CorruptError(f"version {state['version']!r:.40}, gauss {gauss!r:.40}")
     return state["version"], words, gauss
@@ -190,19 +200,21 @@ def _numpy_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises CorruptError for values it does not check.
     """
-    at = state["state"]["pos"] if state["bit_generator"] == "MT19937" else 0
-    kinds = type(at), type(state["has_gauss"]), type(state["gauss"])
-    if kinds != (int, int, float) or not 0 <= at <= _NUMPY_WORDS:
+    position = state["state"]["pos"] if state["bit_generator"] == "MT19937" else 0
+    kinds = type(position), type(state["has_gauss"]), type(state["gauss"])
+    if kinds != (int, int, float) or not 0 <= position <= _NUMPY_WORDS:
+        has_gauss, gauss = state["has_gauss"], state["gauss"]
         raise CorruptError(
-            f"pos {at!r:.40}, has_gauss {state['has_gauss']!r:.40}, gauss {state['gauss']!r:.40}"
+            f"pos {position!r:.40}, has_gauss {has_gauss!r:.40}, gauss {gauss!r:.40}"
         )
     return dict(state)
 
 
 def _put_devices(kind: str, indices: list[tuple[int, ...]], states: Any) -> str | None:
     if isinstance(states, Mapping):  # by device number, if the saving process saw all devices
-        here = [str(*index or (torch.accelerator.current_device_index(),)) for index in indices]
-        states = [states[number] for number in here if number in states]
+        current = torch.accelerator.current_device_index()
+        numbers = [str(*index or (current,)) for index in indices]
+        states = [states[number] for number in numbers if number in states]
     for saved, index in zip(states, indices, strict=False):
         torch.get_device_module(kind).set_rng_state(_byte_tensor(saved), *index)
     if len(states) != len(indices):
@@ -228,18 +240,13 @@ def _device_indices(wake: bool = False) -> dict[str, list[tuple[int, ...]]]:
     module = torch.get_device_module(device)
     if not wake and not getattr(module, "is_initialized", lambda: True)():
         return {}
-    count, distributed = torch.accelerator.device_count(), torch.distributed
-    shares_machine = (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
+    distributed = torch.distributed
+    has_group = distributed.is_available() and distributed.is_initialized()
+    count = torch.accelerator.device_count()
+    if count > 1 and not (has_group and distributed.get_world_size() > 1):
+        return {device.type: [(index,) for index in range(count)]}
     # One device is named without a number: not every kind of device takes one (mps).
-    return {
-        device.type: [(index,) for index in range(count)]
-        if count > 1 and not shares_machine
-        else [()]
-    }
+    return {device.type: [()]}
 
 
 # A stored state names its kind; only these kinds are created.

@@ -160,8 +160,8 @@ class TrainingRun:
         steps change.
         """
         hooked: dict[Optimizer, list[Tensor]] = {}
-        for each in optimizers_among(run_items(self.accelerator, self.registered)):
-            inner, further = each.kind.hooked_optimizer(each.optimizer)
+        for item in optimizers_among(run_items(self.accelerator, self.registered)):
+            inner, further = item.kind.hooked_optimizer(item.optimizer)
             has_hooks = getattr(type(inner).step, "hooked", False)
             if isinstance(inner, Optimizer) and has_hooks:
                 hooked[inner] = further

@@ -55,15 +55,15 @@ def try_bucket(store: Store) -> None:
     except CheckpointError as error:
         raise TargetError(f"{store.url}: {_why_unwritable(store)} ({error})") from error
     failed = [
-        f"{each.name}: {each.detail}"
-        for each in abilities
-        if not each.works and each.name != IF_NEW
+        f"{ability.name}: {ability.detail}"
+        for ability in abilities
+        if not ability.works and ability.name != IF_NEW
     ]
     if failed:
         raise TargetError(
             f"{store.url}: can be written, but not read or listed ({listing(failed)})"
         )
-    if not all(each.works for each in abilities):
+    if not all(ability.works for ability in abilities):
         warn(
             f"{store.url}: the store ignores conditional writes, so two runs that save the same "
             "step would mix their files; let one run at a time save there",
@@ -96,15 +96,15 @@ class RunPlaces:
 
     @property
     def folders(self) -> tuple[Place, ...]:
-        return tuple(each for each in (self.directory, self.staging) if each is not None)
+        return tuple(place for place in (self.directory, self.staging) if place is not None)
 
     def beside(self, checkpoint: Place) -> tuple[Place, ...]:
         """The locations of a checkpoint, one per folder of the run; only its own if it is outside
         of them.
         """
-        if not any(checkpoint.beside.identity == each.folder.identity for each in self.folders):
+        if not any(checkpoint.beside.identity == place.folder.identity for place in self.folders):
             return (checkpoint,)
-        return tuple(Place(each.folder, checkpoint.basename) for each in self.folders)
+        return tuple(Place(place.folder, checkpoint.basename) for place in self.folders)
 
 
 def open_run_places(
@@ -144,8 +144,8 @@ def _claim_staging(staging: Place, directory: Place) -> None:
     other as well.
     """
     store, url = staging.folder, directory.folder.url
-    found = store.read(_CLAIM).decode(errors="replace") if store.stat(_CLAIM) is not None else None
-    if found is None and list_checkpoints(staging).found:
+    claim = store.read(_CLAIM).decode(errors="replace") if store.stat(_CLAIM) is not None else None
+    if claim is None and list_checkpoints(staging).found:
         raise ConfigError(
             f"{staging}: holds checkpoints that were not staged there; `ft-ckpt sync {staging} "
             f"{url}` brings them to the bucket; use an empty folder"
@@ -153,7 +153,7 @@ def _claim_staging(staging: Place, directory: Place) -> None:
     try:
         store.write(_CLAIM, url.encode(), create_only=True)
     except NameTakenError:
-        if found != url:
+        if claim != url:
             raise ConfigError(
-                f"{staging}: for {found}, expected {url}; give each run a staging folder of its own"
+                f"{staging}: for {claim}, expected {url}; give each run a staging folder of its own"
             ) from None

@@ -11,25 +11,19 @@ from typing import Any, TypeVar
 
 from ft_ckpt.checkpoint import (
     CARD_NAME,
+    CheckpointInfo,
     damage_of,
     list_checkpoints,
     load_manifest,
     manifest_text,
-    parse_manifest,
     text_identity,
 )
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import CheckpointError, ConfigError, LeaseTakenError, TargetError, listing
-from ft_ckpt.extensions.rl import LastCheckpoint, OpenSession, open_session, parts_of
-from ft_ckpt.extensions.transfer import (
-    LONGEST_EXIT_SECONDS,
-    UploadTerms,
-    wait_for_pushes,
-    warn_of_unpushed,
-)
 from ft_ckpt.messages import LOG, warn
 from ft_ckpt.model import is_adapter_run
 from ft_ckpt.ranks import Ranks, current_ranks, try_action
+from ft_ckpt.runs.extension_parts import UploadTerms, WriterSession, open_writer_session
 from ft_ckpt.runs.follow_up import AfterSave, FollowUp
 from ft_ckpt.runs.merge_descriptions import differing_settings
 from ft_ckpt.runs.prune import prune_after_save, room_maker
@@ -54,7 +48,8 @@ from ft_ckpt.saving import (
 from ft_ckpt.schedule import History, LoggedSave, after_commit, append_save
 from ft_ckpt.storage import Place, open_place
 
-T = TypeVar("T")
+Result = TypeVar("Result")
+MAX_EXIT_SECONDS = 600.0  # a process that exits on a signal waits this long for uploads
 _SAVES_WITHOUT_METRIC = 3  # before a warning, in a run without any metrics
 
 
@@ -71,7 +66,7 @@ class RunSaves:
     is_closed: bool = False
     # the writers, and seconds to wait for them
     invited: tuple[Mapping[str, bool], float] | None = None
-    session: OpenSession | None = None  # of the writers, on rank 0
+    session: WriterSession | None = None  # of the writers, on rank 0
     last_saved: Place | None = None  # the last checkpoint that this process saved, on rank 0
     last_files: frozenset[str] = frozenset()  # of it, if it is on a disk
     lease: RunLease | None = None  # of the directory, on rank 0
@@ -130,10 +125,8 @@ class RunSaves:
         """Save if `every` asks for it; after a save on a signal the process exits (SystemExit)."""
         if self.pending.has_ended(self._current_ranks()):
             self._warn_on_failure(self.pending.wait_for_save)
-        metrics, every = (
-            self.run.agree_on_metrics(metrics, self._current_ranks()),
-            self.run.config.every,
-        )
+        every = self.run.config.every
+        metrics = self.run.agree_on_metrics(metrics, self._current_ranks())
         reason = self.run.reason_to_save(metrics, self._current_ranks())
         if reason is None:
             return None
@@ -144,7 +137,7 @@ class RunSaves:
             self.close()
             self.run.close()
             self.pending.close()
-            try_action(lambda: self._finish_uploads(LONGEST_EXIT_SECONDS))
+            try_action(lambda: self._finish_uploads(MAX_EXIT_SECONDS))
             raise SystemExit(exit_code(reason, every.exit_code if every else None))
         return report
 
@@ -187,8 +180,9 @@ class RunSaves:
         """
         self.pending.wait_for_save()
         self._warn_of_lost_files()
-        run, begun = self.run, time.monotonic()
+        run = self.run
         history = run.history
+        begun = time.monotonic()
         run.note_saved(reason, metrics)
         entry = LoggedSave(run.step, time.time(), reason, metrics)
         run.history = replace(run.history, saves=append_save(history.saves, entry))
@@ -203,8 +197,8 @@ class RunSaves:
             if differing:
                 text = describe_differences(differing)
                 report_differences(text, f"step {run.step}", self._current_ranks(), config)
-            found, attribute = model_sources(captured.sources), config.attribute
-            adapters = is_adapter_run(run.model, found, attribute)
+            attribute = config.attribute
+            adapters = is_adapter_run(run.model, model_sources(captured.sources), attribute)
             adapters = run.base.is_left_out(
                 run.model, adapters, adapter_only, self._current_ranks()
             )
@@ -302,7 +296,8 @@ class RunSaves:
         base_id: str | None = None,
     ) -> AfterSave:
         """The follow-up of a save that is made now."""
-        is_main, prune = self._current_ranks().is_main, None
+        is_main = self._current_ranks().is_main
+        prune = None
         if prunes:
             directory = self.places.target if is_main else None
             prune = partial(
@@ -343,11 +338,8 @@ class RunSaves:
                 return ""
             self.end_session()
             start = self.last_saved or self.run.resumed_from
-            last, parts = None, dict[str, Any]()
-            if start is not None:
-                last, parts = _last_checkpoint(run, start), parts_of(load_manifest(start.folder))
-            self.session = open_session(run.absolute, writers, last, parts, allow, timeout_seconds)
-            return self.session.session.token
+            self.session = open_writer_session(run.absolute, writers, start, allow, timeout_seconds)
+            return self.session.token
 
         token, error = ranks.attempt(open_on_leader)
         value = {"writers": sorted(writers), "token": token}
@@ -368,7 +360,7 @@ class RunSaves:
     def _ask_writers(self) -> None:
         """Ask the writers for their state at this step.
 
-        Collective; raises as `OpenSession.ask` does.
+        Collective; raises as `CheckpointSaver.save_state` does for a failed writer.
         """
         session, ranks = self.session, self._current_ranks()
 
@@ -385,13 +377,12 @@ class RunSaves:
         if self.last_saved is None or not self.last_files:
             return
         folder = self.last_saved.folder
-        gone = self.last_files - {each.name for each in folder.list()}
+        gone = self.last_files - {stored.name for stored in folder.list()}
         if not gone:
             return
         with suppress(CheckpointError):  # pruned, or replaced by another program
-            lost = sorted(
-                gone.intersection(file.path for file in load_manifest(folder).files) - {CARD_NAME}
-            )
+            listed = {file.path for file in load_manifest(folder).files}
+            lost = sorted((gone & listed) - {CARD_NAME})
             if lost:
                 warn(
                     f"{self.last_saved}: {listing(lost, ', ')}: deleted after the save, so that it "
@@ -404,12 +395,10 @@ class RunSaves:
         folder = self.last_saved.folder
         self.last_files = frozenset()
         if folder.local_folder is not None:
-            self.last_files = frozenset(each.name for each in folder.list())
+            self.last_files = frozenset(stored.name for stored in folder.list())
         if self.session is not None and self.places.directory is not None:
             try:
-                self.session.note_committed(
-                    _last_checkpoint(self.places.directory, self.last_saved)
-                )
+                self.session.note_committed(self.last_saved)
             except CheckpointError as error:
                 warn(
                     f"{report.path}: saved, but its writers could not be notified: {error}",
@@ -425,11 +414,9 @@ class RunSaves:
         """Publish the resumed checkpoint, or the version published before it, to servers that may
         lack it; wait.
         """
-        publisher, resumed, ranks = (
-            self.follow_up.publisher,
-            self.run.resumed_from,
-            self._current_ranks(),
-        )
+        publisher = self.follow_up.publisher
+        resumed = self.run.resumed_from
+        ranks = self._current_ranks()
         if publisher is None or resumed is None:
             return
 
@@ -450,27 +437,26 @@ class RunSaves:
         """The checkpoint of the version that engines had when `resumed` was saved, else `resumed`;
         and the reason.
         """
-        version, why = self.run.published, "it was saved before any version was published"
-        if version is not None:
-            why = f"the run has no checkpoint of the version {version}"
-            for info in (
-                info for folder in self.places.folders for info in list_checkpoints(folder).found
-            ):
-                identity = text_identity(manifest_text(info.store).encode())
-                # of weights, of an adapter
-                if not version.endswith((f"#{identity[:16]}", f"-{identity[:8]}")):
-                    continue
-                if problems := damage_of(info.place, deep=True):
-                    why = (
-                        f"{info.name}, which has the version {version}, is damaged: "
-                        f"{listing(list(problems))}"
-                    )
-                else:
-                    return (
-                        info.place,
-                        f"publishing {info.name}: engines had it when {resumed.basename} was saved",
-                    )
-        return resumed, f"publishing {resumed.basename}: {why}"
+        version = self.run.published
+        if version is None:
+            reason = "it was saved before any version was published"
+            return resumed, f"publishing {resumed.basename}: {reason}"
+        reason = f"the run has no checkpoint of the version {version}"
+        infos: list[CheckpointInfo] = []
+        for folder in self.places.folders:
+            infos += list_checkpoints(folder).found
+        for info in infos:
+            identity = text_identity(manifest_text(info.store).encode())
+            # of weights, of an adapter
+            if not version.endswith((f"#{identity[:16]}", f"-{identity[:8]}")):
+                continue
+            problems = damage_of(info.place, deep=True)
+            if not problems:
+                note = f"engines had it when {resumed.basename} was saved"
+                return info.place, f"publishing {info.name}: {note}"
+            damage = listing(problems)
+            reason = f"{info.name}, which has the version {version}, is damaged: {damage}"
+        return resumed, f"publishing {resumed.basename}: {reason}"
 
     def end_follow_up(self, *, wait: bool) -> None:
         """Wait for uploads, pushes and publishes, or only name those that go on until the process
@@ -485,20 +471,18 @@ class RunSaves:
             elif self.follow_up.uploads is not None:
                 self.follow_up.uploads.warn_of_left()
         finally:
-            (wait_for_pushes if wait else warn_of_unpushed)(self.follow_up.pushes)
-            if self.follow_up.publisher is not None:
-                self.follow_up.publisher.end(wait_for=wait)
+            self.follow_up.end(wait=wait)
 
     def _finish_uploads(self, seconds: float | None = None) -> None:
         """Wait on all ranks for rank 0's uploads. After `seconds`, warn of those that are left."""
         uploads, ranks = self.follow_up.uploads, self._current_ranks()
         if uploads is None:
             return
-        left, error = ranks.attempt(lambda: uploads.finish(seconds) if ranks.is_main else "")
-        if left and seconds is None and self.run.config.on_failure == "raise":
-            error = TargetError(left)
-        elif left:
-            warn(left, stacklevel=4)
+        unfinished, error = ranks.attempt(lambda: uploads.finish(seconds) if ranks.is_main else "")
+        if unfinished and seconds is None and self.run.config.on_failure == "raise":
+            error = TargetError(unfinished)
+        elif unfinished:
+            warn(unfinished, stacklevel=4)
         ranks.agree("the uploads of close()", error=error)
 
     def _upload_terms(self) -> UploadTerms:
@@ -506,7 +490,7 @@ class RunSaves:
             self.run.run_id, self.run.own_ids, self.run.config.keep, self._protected_paths()
         )
 
-    def _warn_on_failure(self, action: Callable[[], T]) -> T | None:
+    def _warn_on_failure(self, action: Callable[[], Result]) -> Result | None:
         try:
             return action()
         except CheckpointError as error:
@@ -523,12 +507,3 @@ class RunSaves:
 
     def _current_ranks(self) -> Ranks:
         return current_ranks(self.run.config.enter_timeout_seconds)
-
-
-def _last_checkpoint(run: Place, checkpoint: Place) -> LastCheckpoint:
-    text = manifest_text(checkpoint.folder)
-    is_inside = checkpoint.beside.identity == run.folder.identity
-    path = checkpoint.basename if is_inside else str(checkpoint.absolute)
-    return LastCheckpoint(
-        path, text_identity(text.encode()), parse_manifest(text, str(checkpoint)).step
-    )

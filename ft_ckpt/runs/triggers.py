@@ -40,16 +40,20 @@ class ClockPoll:
         """Why to save now, the same on every rank; None for no reason, or if no poll is due."""
         if self._every is None or not self._goes_on or (ranks.size > 1 and step < self._next_step):
             return None
-        begun, signal = time.monotonic(), self._watch.received
-        wanted = schedule.shared_reason(self._every, history, begun, time.time(), signal)
-        next_step = schedule.next_poll(history, step, self._poll_seconds)
-        goes_on = schedule.needs_poll(self._every)
-        mine = {"reason": wanted, "signal": signal, "next_step": next_step, "goes_on": goes_on}
-        poll: dict[str, Any] = ranks.agree("saver.step()", mine, decide=_merge_polls).result
+        begun = time.monotonic()
+        signal = self._watch.received
+        value = {
+            "reason": schedule.shared_reason(self._every, history, begun, time.time(), signal),
+            "signal": signal,
+            "next_step": schedule.next_poll(history, step, self._poll_seconds),
+            "goes_on": schedule.needs_poll(self._every),
+        }
+        poll: dict[str, Any] = ranks.agree("saver.step()", value, decide=_merge_polls).result
         self._poll_seconds = min(self._poll_seconds, time.monotonic() - begun)
-        self._next_step, self._goes_on = poll["next_step"], poll["goes_on"]
-        decided: str | None = poll["signal"] or poll["reason"]
-        return decided
+        self._next_step = poll["next_step"]
+        self._goes_on = poll["goes_on"]
+        reason: str | None = poll["signal"] or poll["reason"]
+        return reason
 
     @property
     def is_signalled(self) -> bool:

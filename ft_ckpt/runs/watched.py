@@ -49,19 +49,20 @@ def digest_of_model(model: nn.Module) -> ModelDigest:
     """The digest of the model's values now. Raises as `ModelTensors.sources`."""
     sources = ModelTensors(model).sources(allow_meta=True)
     local = {}
+    is_whole = True
     for name, source in sources.items():
         part = source.local
         if part is not None and not part.is_meta:
             local[name] = part
+        else:
+            is_whole = False
+        if source.sharding.is_sharded:
+            is_whole = False
     digests = digests_of(local)
     facts = [(name, digests.get(name, "")) for name in sources]
-    is_whole = len(local) == len(sources) and not any(
-        source.sharding.is_sharded for source in sources.values()
-    )
-    devices = {part.device.type for part in local.values()}
-    return ModelDigest(
-        xxhash.xxh3_128_hexdigest(repr(facts).encode()), tuple(sorted(devices)), is_whole
-    )
+    bits = xxhash.xxh3_128_hexdigest(repr(facts).encode())
+    devices = sorted({part.device.type for part in local.values()})
+    return ModelDigest(bits, tuple(devices), is_whole)
 
 
 def changed_models(watched: Mapping[str, WatchedModel], ranks: Ranks) -> list[str]:
@@ -87,7 +88,10 @@ def changed_models(watched: Mapping[str, WatchedModel], ranks: Ranks) -> list[st
 
 
 def _all_names(values: Values) -> list[str]:
-    return sorted({name for value in values for name in value["names"]})
+    names: set[str] = set()
+    for value in values:
+        names.update(value["names"])
+    return sorted(names)
 
 
 def watched_digests(watched: Mapping[str, WatchedModel]) -> dict[str, str]:

@@ -24,7 +24,8 @@ from ft_ckpt.checkpoint.verification import verify
 from ft_ckpt.errors import NotACheckpointError, TargetError, UnreadableError
 from ft_ckpt.extensions.buckets.object_store import ObjectStore
 from ft_ckpt.retention import Keep
-from ft_ckpt.runs.prune import PruneReport, make_room, prune_run, recover_all, survey_run
+from ft_ckpt.runs.prune import PruneReport, make_room, prune_run, recover_all
+from ft_ckpt.runs.survey import survey_run
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.stores import open_store

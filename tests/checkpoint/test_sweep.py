@@ -28,7 +28,8 @@ from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.checkpoint.verification import verify
 from ft_ckpt.errors import NotACheckpointError
 from ft_ckpt.retention import Keep
-from ft_ckpt.runs.prune import PruneReport, make_room, prune_run, recover_all, survey_run
+from ft_ckpt.runs.prune import PruneReport, make_room, prune_run, recover_all
+from ft_ckpt.runs.survey import survey_run
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.digests import read_record
 from ft_ckpt.storage.local_store import LocalStore

@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import pkgutil
+import re
 from pathlib import Path
 
 import pytest
@@ -60,3 +62,18 @@ def entered_modules() -> set[str]:
 
 def test_packages_are_entered_by_their_fronts():
     assert entered_modules() == ENTERED
+
+
+def import_strings():
+    """The import strings in the sources, "module:name", by which a layer names a higher one."""
+    names = set()
+    for path in (ROOT / "ft_ckpt").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names.update(re.findall(r"^ft_ckpt(?:\.\w+)*:[\w.]+$", node.value))
+    return sorted(names)
+
+
+@pytest.mark.parametrize("name", import_strings())
+def test_import_strings_name_what_exists(name):
+    assert callable(pkgutil.resolve_name(name))

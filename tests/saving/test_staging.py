@@ -164,7 +164,7 @@ from ft_ckpt.runs import run_saves
 from training import QUIET, learn, prepared
 from s3_server import FAST
 
-run_saves.LONGEST_EXIT_SECONDS = float(sys.argv[2])
+run_saves.MAX_EXIT_SECONDS = float(sys.argv[2])
 run = prepared()
 with CheckpointSaver(run.accelerator, "s3://bucket/run", staging=sys.argv[1], every=Every(steps=3),
                      store_options=FAST, **QUIET) as saver:

@@ -25,12 +25,7 @@ from .publisher import (
 from .publishing import (
     publish as publish,
 )
-from .session import (
-    OpenSession as OpenSession,
-    open_session as open_session,
-)
 from .session_files import (
-    LastCheckpoint as LastCheckpoint,
     check_writer_names as check_writer_names,
     parts_of as parts_of,
 )

@@ -9,7 +9,16 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ft_ckpt.checkpoint import ExclusiveLease, load_manifest, mark_holder, read_mark
+from ft_ckpt.checkpoint import (
+    ExclusiveLease,
+    Manifest,
+    load_manifest,
+    manifest_text,
+    mark_holder,
+    parse_manifest,
+    read_mark,
+    text_identity,
+)
 from ft_ckpt.errors import CheckpointError, NameTakenError, TargetError, WriterError, listing
 from ft_ckpt.extensions.rl.session_files import (
     HANDED,
@@ -23,6 +32,7 @@ from ft_ckpt.extensions.rl.session_files import (
     is_open,
     is_same_content,
     mark_of,
+    parts_of,
     pauses,
     read_session,
     sessions_of,
@@ -148,12 +158,18 @@ class OpenSession:
             reasons = [f"writer {name}: {problems[name]}" for name in required]
             raise WriterError(f"step {step}: {listing(reasons)}; nothing was committed")
 
-    def note_committed(self, last: LastCheckpoint) -> None:
-        """Let processes that join from now on continue from the checkpoint `last`.
+    @property
+    def token(self) -> str:
+        """Distinguishes the session from others of the run."""
+        return self.session.token
+
+    def note_committed(self, checkpoint: Place) -> None:
+        """Let processes that join from now on continue from `checkpoint`.
 
         Files that were handed in for earlier steps are deleted. Those of its own step stay, for a
         repeated save.
         """
+        last, _ = _last_checkpoint(self.run, checkpoint)
         asked = self.session.asked
         is_answered = asked == last.step
         self._write(replace(self.session, last=last, asked=None if is_answered else asked))
@@ -280,26 +296,35 @@ def _is_whole(stage: Store, name: str, file: FileRecord) -> bool:
 def open_session(
     run: Place,
     writers: Mapping[str, bool],
-    last: LastCheckpoint | None,
-    parts: Iterable[str],
+    start: Place | None,
     allow: Iterable[str],
     timeout_seconds: float,
 ) -> OpenSession:
     """Open a session for `writers` (True: optional), whose processes continue from the checkpoint
-    `last` with `parts`.
+    at `start`.
 
     Raises WriterError for writers without a part there, and parts without a writer, that `allow`
     does not name; TargetError while another process has a session open.
     """
     check_writer_names(writers)
     optional = tuple(name for name, is_optional in writers.items() if is_optional)
-    if last is not None:
-        _compare_with_parts(last, tuple(writers), set(parts), {*allow, *optional})
+    last: LastCheckpoint | None = None
+    if start is not None:
+        last, manifest = _last_checkpoint(run, start)
+        _compare_with_parts(last, tuple(writers), set(parts_of(manifest)), {*allow, *optional})
     session = Session(uuid.uuid4().hex, tuple(writers), optional, last)
     opened = OpenSession(run, session, timeout_seconds)
     opened.open()
     LOG.info("writers %s are invited to %s", ", ".join(writers), run)
     return opened
+
+
+def _last_checkpoint(run: Place, checkpoint: Place) -> tuple[LastCheckpoint, Manifest]:
+    text = manifest_text(checkpoint.folder)
+    manifest = parse_manifest(text, str(checkpoint))
+    is_in_run = checkpoint.beside.identity == run.folder.identity
+    path = checkpoint.basename if is_in_run else str(checkpoint.absolute)
+    return LastCheckpoint(path, text_identity(text.encode()), manifest.step), manifest
 
 
 def _compare_with_parts(

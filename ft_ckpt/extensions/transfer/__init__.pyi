@@ -23,8 +23,6 @@ from .pushing import (
     push as push,
     push_goal as push_goal,
     push_now as push_now,
-    wait_for_pushes as wait_for_pushes,
-    warn_of_unpushed as warn_of_unpushed,
 )
 from .reports import (
     CopyReport as CopyReport,
@@ -37,9 +35,4 @@ from .signing import (
 )
 from .syncing import (
     sync as sync,
-)
-from .uploads import (
-    LONGEST_EXIT_SECONDS as LONGEST_EXIT_SECONDS,
-    RunUploads as RunUploads,
-    UploadTerms as UploadTerms,
 )

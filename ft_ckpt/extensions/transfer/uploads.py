@@ -36,23 +36,13 @@ from ft_ckpt.extensions.transfer.reports import PushReport
 from ft_ckpt.jobs import JobQueue
 from ft_ckpt.messages import LOG, warn
 from ft_ckpt.retention import Keep
-from ft_ckpt.runs import prune_after_save
+from ft_ckpt.runs import UploadTerms, prune_after_save
 from ft_ckpt.storage import Place, folder_of, location_name
 
-LONGEST_EXIT_SECONDS = 600.0  # a process that exits waits this long for uploads
+_MAX_EXIT_SECONDS = 600.0  # a process that exits waits this long for uploads
 _GIVING_UP_SECONDS = 10.0  # for an upload to notice that it is cancelled
 # the bucket has a later save, or this one with or without its training state
 _SUPERSEDING = {Relation.NEWER, Relation.WITH_STATE, Relation.WITHOUT_STATE}
-
-
-@dataclass(frozen=True)
-class UploadTerms:
-    """The run whose checkpoints are uploaded, and its retention rules."""
-
-    run_id: str
-    own_ids: Collection[str]  # runs whose checkpoints of the same name are replaced
-    keep: Keep | None = None
-    protect: tuple[Place, ...] = ()
 
 
 @dataclass
@@ -166,7 +156,7 @@ class RunUploads:
     def _end_with_process(self) -> None:
         if self._is_over.is_set() or self._queue.join(0):
             return
-        rest = self.finish(LONGEST_EXIT_SECONDS)
+        rest = self.finish(_MAX_EXIT_SECONDS)
         if rest:
             warn(rest, stacklevel=2)
 

@@ -1,0 +1,136 @@
+"""What extensions do for a run: uploads, pushes, publishes, writers beside the trainer.
+
+They are named by import strings, and imported when a saver asks for them.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Any, Protocol
+
+from ft_ckpt.jobs import BackgroundJob, yield_to_training
+from ft_ckpt.retention import Keep
+from ft_ckpt.storage import FileRecord, Place, Store
+
+_UPLOADS = "ft_ckpt.extensions.transfer.uploads:RunUploads"
+_PUSH_OPTIONS = "ft_ckpt.extensions.transfer.endpoints:PushOptions"
+_BEGIN_PUSH = "ft_ckpt.extensions.transfer.pushing:begin_push"
+_WAIT_FOR_PUSHES = "ft_ckpt.extensions.transfer.pushing:wait_for_pushes"
+_WARN_OF_UNPUSHED = "ft_ckpt.extensions.transfer.pushing:warn_of_unpushed"
+_PUBLISHER = "ft_ckpt.extensions.rl.publisher:Publisher"
+_SERVER_OPTIONS = "ft_ckpt.extensions.rl.options:ServerOptions"
+_OPEN_SESSION = "ft_ckpt.extensions.rl.session:open_session"
+
+
+@dataclass(frozen=True)
+class UploadTerms:
+    """The run whose checkpoints are uploaded, and its retention rules."""
+
+    run_id: str
+    own_ids: Collection[str]  # runs whose checkpoints of the same name are replaced
+    keep: Keep | None = None
+    protect: tuple[Place, ...] = ()
+
+
+class Uploads(Protocol):
+    """Uploads of the checkpoints in a staging folder to the directory of the run."""
+
+    @property
+    def sweeping(self) -> AbstractContextManager[Any]:
+        """Held while checkpoints of the staging folder are deleted."""
+
+    def takes(self, checkpoint: Place) -> bool:
+        """Whether the checkpoint is in the staging folder."""
+
+    def begin_upload(self, checkpoint: Place, terms: UploadTerms) -> BackgroundJob[Any]:
+        """Upload the checkpoint, and those that are left, in the background."""
+
+    def begin_round(self, terms: UploadTerms) -> None:
+        """Upload what earlier processes have left."""
+
+    def finish(self, seconds: float | None = None) -> str:
+        """Wait for the uploads, at most `seconds`; returns a text on those that are left."""
+
+    def warn_of_left(self) -> None:
+        """Warn of the uploads that go on until the process ends."""
+
+
+class Publisher(Protocol):
+    """Publishes checkpoints to servers in the background."""
+
+    version: str | None
+    after_resume: str
+
+    def begin(self, place: Place) -> BackgroundJob[Any]:
+        """Publish the checkpoint at `place`."""
+
+    def end(self, *, wait_for: bool) -> None:
+        """Wait for all publishes, or only warn of those that have not ended."""
+
+
+class WriterSession(Protocol):
+    """A session of writers, whose files become a part of each checkpoint; on rank 0."""
+
+    @property
+    def token(self) -> str:
+        """Distinguishes the session from others of the run."""
+
+    def ask(self, step: int) -> None:
+        """Ask the writers for their files of this step."""
+
+    def collect(self, step: int, stage: Store) -> tuple[list[FileRecord], list[str]]:
+        """Take the files of the writers into the stage of a save: their records, and notes."""
+
+    def note_committed(self, checkpoint: Place) -> None:
+        """Tell the writers that the checkpoint is committed."""
+
+    def close(self) -> None:
+        """End the session; the writers end then."""
+
+
+def open_uploads(staging: Place, directory: Place) -> Uploads:
+    """The uploads from `staging` to `directory`, at low priority."""
+    uploads: Uploads = resolve_name(_UPLOADS)(staging, directory, yield_to_training)
+    return uploads
+
+
+def open_publisher(setting: Any) -> Publisher:
+    """The publisher of `SaverConfig.publish`. Raises ConfigError."""
+    settings: dict[str, Any] = dict(setting) if isinstance(setting, Mapping) else {"url": setting}
+    after_resume = settings.pop("after_resume", "resumed")
+    options = resolve_name(_SERVER_OPTIONS)(**settings)
+    publisher: Publisher = resolve_name(_PUBLISHER)(options, after_resume)
+    return publisher
+
+
+def begin_push(
+    checkpoint: Place, destination: str | Place, base_id: str | None
+) -> BackgroundJob[Any]:
+    """Push the checkpoint in the background; `base_id` is the Hub's name of an adapter's base."""
+    options = resolve_name(_PUSH_OPTIONS)(base_id=base_id)
+    push: BackgroundJob[Any] = resolve_name(_BEGIN_PUSH)(checkpoint, destination, options)
+    return push
+
+
+def end_pushes(pushes: Sequence[BackgroundJob[Any]], *, wait: bool) -> None:
+    """Wait until all pushes have ended, or only warn of those that have not."""
+    if pushes:
+        resolve_name(_WAIT_FOR_PUSHES if wait else _WARN_OF_UNPUSHED)(pushes)
+
+
+def open_writer_session(
+    run: Place,
+    writers: Mapping[str, bool],
+    start: Place | None,
+    allow: Iterable[str],
+    timeout_seconds: float,
+) -> WriterSession:
+    """Open a session for `writers` (True: optional), who continue from the checkpoint `start`.
+
+    Raises as `CheckpointSaver.invite` does.
+    """
+    session: WriterSession = resolve_name(_OPEN_SESSION)(
+        run, writers, start, allow, timeout_seconds
+    )
+    return session
