@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import LlamaForCausalLM
 
 from ft_ckpt import SaverConfig
-from ft_ckpt.ranks.ranks import Ranks
+from ft_ckpt.ranks import Ranks
+from ft_ckpt.saving import request_of
 from ft_ckpt.saving.agree import _describe_save
 from ft_ckpt.saving.plan import plan_save
-from ft_ckpt.saving.request import request_of
 from ft_ckpt.saving.stage import OpenStage
 from ft_ckpt.saving.write_plan import FileWrites, divide_files
-from ft_ckpt.storage.digests import chunk_of_rank
+from ft_ckpt.storage import chunk_of_rank
 from scripts.bench.common import Row, Setting, as_child, in_child, medians, seconds
 from scripts.bench.models import config_of
 

@@ -81,7 +81,7 @@ def transfer(_setting: Setting, direction: str, way: str, size_bytes: int) -> li
 
 
 def _ours_up(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
-    from ft_ckpt.storage.blocks import BLOCK_BYTES
+    from ft_ckpt.storage import BLOCK_BYTES
     from ft_ckpt.storage.stores import open_store
 
     store, view = open_store(folder), memoryview(memory)

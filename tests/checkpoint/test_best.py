@@ -11,10 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Every, Keep
-from ft_ckpt.checkpoint.catalog import discover
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint import discover, read_manifest
 from ft_ckpt.errors import ConfigError, NotACheckpointError, TargetError
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage import open_place
 
 
 def saver_of(folder, **settings):
@@ -194,7 +193,8 @@ def test_a_name_is_the_runs_own(tmp_path, monkeypatch):
 
 
 PAGE = ROOT / "docs" / "schedule.md"
-LOOP = re.search(r"Train an epoch, evaluate.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+(LOOP,) = [block for block in BLOCKS if "evaluate(model)" in block]
 
 
 def epochs(folder, losses, stop=None):

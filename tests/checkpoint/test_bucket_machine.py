@@ -33,12 +33,10 @@ from seeds import chosen_seed, examples, machine_settings
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep
-from ft_ckpt.checkpoint import leases
-from ft_ckpt.checkpoint.pins import pin, unpin
+from ft_ckpt.checkpoint import leases, pin, unpin
 from ft_ckpt.errors import CheckpointError, NotACheckpointError, TargetError, UnreadableError
-from ft_ckpt.runs.prune import prune_run
-from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.store import Store
+from ft_ckpt.runs import prune_run
+from ft_ckpt.storage import Place, Store
 from ft_ckpt.storage.stores import open_store
 
 MANIFEST, PIN = "ft_ckpt.json", ".ft_ckpt-pin"

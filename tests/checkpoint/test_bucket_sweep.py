@@ -10,24 +10,30 @@ from faults import Requests, try_worlds
 from faulty_stores import Stopped, Watch, all_interleavings
 from small_checkpoints import save_with_state
 
-from ft_ckpt.checkpoint import leases, marks
+from ft_ckpt.checkpoint import (
+    MANIFEST_NAME,
+    TOMBSTONE,
+    discover,
+    leases,
+    marks,
+    open_checkpoint,
+    pin,
+    pin_reason,
+    read_mark,
+    unpin,
+    verify,
+)
 from ft_ckpt.checkpoint.bucket_delete import drop_from_bucket, strip_in_bucket
-from ft_ckpt.checkpoint.catalog import discover
-from ft_ckpt.checkpoint.leases import LEASE, put_mark, read_mark
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.marks import SAVING, TOMBSTONE
+from ft_ckpt.checkpoint.leases import LEASE, put_mark
+from ft_ckpt.checkpoint.marks import SAVING
 from ft_ckpt.checkpoint.object_staging import open_object_staging
-from ft_ckpt.checkpoint.opening import open_checkpoint
-from ft_ckpt.checkpoint.pins import pin, pin_reason, unpin
 from ft_ckpt.checkpoint.reader_leases import hold_lease
-from ft_ckpt.checkpoint.verification import verify
 from ft_ckpt.errors import NotACheckpointError, TargetError, UnreadableError
 from ft_ckpt.extensions.buckets.object_store import ObjectStore
 from ft_ckpt.retention import Keep
-from ft_ckpt.runs.prune import PruneReport, make_room, prune_run, recover_all
-from ft_ckpt.runs.survey import survey_run
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.runs import PruneReport, prune_run, recover_all, survey_run
+from ft_ckpt.runs.prune import make_room
+from ft_ckpt.storage import LocalStore, Place, open_place
 from ft_ckpt.storage.stores import open_store
 
 KEEP = Keep(last=2, state=Keep(last=1))  # of four drops two and strips one

@@ -6,14 +6,11 @@ from buckets import new_bucket
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint.opening import open_checkpoint
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
-from ft_ckpt.checkpoint.verification import verify
+from ft_ckpt.checkpoint import open_checkpoint, read_manifest, verify
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.extensions.transfer import copy
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage import LocalStore, Place, open_place
 
 CHANGED = ("README.md: the model card was changed after the save",)
 

@@ -14,26 +14,23 @@ import pytest
 from seeds import chosen_seed
 from small_checkpoints import contents, make_checkpoint, rewrite_manifest, save, signed
 
-from ft_ckpt.checkpoint import problems
-from ft_ckpt.checkpoint.catalog import discover
-from ft_ckpt.checkpoint.commit import commit_stage, open_stage
-from ft_ckpt.checkpoint.manifest import (
+from ft_ckpt.checkpoint import (
     MANIFEST_NAME,
-    check_paths,
+    discover,
+    latest,
     manifest_from_json,
     manifest_to_json,
+    problems,
+    read_manifest,
+    verify,
 )
-from ft_ckpt.checkpoint.selection import latest
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
-from ft_ckpt.checkpoint.verification import verify
+from ft_ckpt.checkpoint.commit import commit_stage, open_stage
+from ft_ckpt.checkpoint.manifest import check_paths
 from ft_ckpt.errors import ManifestError, NotACheckpointError, UnreadableError
-from ft_ckpt.formats.safetensors import read_header
+from ft_ckpt.formats import read_header
 from ft_ckpt.retention import Keep
-from ft_ckpt.runs.prune import prune_run
-from ft_ckpt.storage.digests import FileRecord, read_record
-from ft_ckpt.storage.local_file import open_local_file
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.runs import prune_run
+from ft_ckpt.storage import FileRecord, LocalStore, open_local_file, open_place, read_record
 
 
 @pytest.fixture

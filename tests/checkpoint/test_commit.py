@@ -20,23 +20,19 @@ import pytest
 from faults import Disk, World, in_child, try_worlds
 from small_checkpoints import contents, make_checkpoint, save
 
-from ft_ckpt.checkpoint.commit import (
+from ft_ckpt.checkpoint import (
+    MANIFEST_NAME,
     check_target,
-    commit_stage,
-    discard_stage,
-    open_stage,
+    latest,
     place_files,
+    read_manifest,
+    uncommit,
+    verify,
 )
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.recovery import recover_target, uncommit
-from ft_ckpt.checkpoint.selection import latest
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
-from ft_ckpt.checkpoint.verification import verify
+from ft_ckpt.checkpoint.commit import commit_stage, discard_stage, open_stage
+from ft_ckpt.checkpoint.recovery import recover_target
 from ft_ckpt.errors import CorruptError, ManifestError, NoSpaceError, TargetError
-from ft_ckpt.storage import local_disk, locks
-from ft_ckpt.storage.digests import FileRecord
-from ft_ckpt.storage.place import open_place
-from ft_ckpt.storage.scratch import scratch_file
+from ft_ckpt.storage import FileRecord, local_disk, locks, open_place, scratch_file
 
 INDEX = "model.safetensors.index.json"
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and other users need root")

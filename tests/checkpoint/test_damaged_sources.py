@@ -27,12 +27,10 @@ from transformers import AutoModelForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint.cards import CARD_NAME
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint import CARD_NAME, MANIFEST_NAME, read_manifest
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import CheckpointError, CorruptError
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage import open_place
 
 LORA = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
 

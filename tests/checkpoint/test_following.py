@@ -14,14 +14,12 @@ from faults import Disk, World, try_worlds
 from small_checkpoints import save, save_of
 
 import ft_ckpt
+from ft_ckpt.checkpoint import SIGNED, CheckpointInfo, discover, pin, read_manifest
 from ft_ckpt.checkpoint.bucket_delete import settle_in_bucket
-from ft_ckpt.checkpoint.catalog import CheckpointInfo, discover
 from ft_ckpt.checkpoint.delete import delete_state
-from ft_ckpt.checkpoint.marks import PIN, SIGNED
+from ft_ckpt.checkpoint.marks import PIN
 from ft_ckpt.checkpoint.metrics import METRIC, read_metrics
-from ft_ckpt.checkpoint.pins import pin
 from ft_ckpt.checkpoint.reader_leases import lease_reasons
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -30,9 +28,8 @@ from ft_ckpt.errors import (
     NotACheckpointError,
 )
 from ft_ckpt.retention import Keep
-from ft_ckpt.runs.prune import prune_run
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.runs import prune_run
+from ft_ckpt.storage import LocalStore, Place, open_place
 
 QUICK: dict[str, Any] = {"idle_seconds": 0, "poll_seconds": 0.02}
 

@@ -15,15 +15,14 @@ from places import TESTS
 from safetensors.torch import load_file
 
 from ft_ckpt import CheckpointSaver, Writer, convert, latest, load_model, pull, verify
-from ft_ckpt.checkpoint.manifest import (
+from ft_ckpt.checkpoint import (
     MANIFEST_NAME,
     Manifest,
     manifest_from_json,
     manifest_to_json,
+    read_manifest,
 )
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
-from ft_ckpt.storage.digests import FileRecord
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage import FileRecord, open_place
 
 sys.path.insert(0, str(TESTS / "golden"))
 from make_checkpoints import (

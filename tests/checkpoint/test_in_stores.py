@@ -10,15 +10,22 @@ from http_server import Fault
 from s3_server import FAST
 from small_checkpoints import make_checkpoint, rewrite_manifest, save
 
-from ft_ckpt.checkpoint.catalog import discover, list_checkpoints, run_checkpoints
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint import (
+    MANIFEST_NAME,
+    best,
+    checkpoint_problems,
+    discover,
+    latest,
+    list_checkpoints,
+    load_manifest,
+    open_checkpoint,
+    open_staging,
+    read_manifest,
+    run_checkpoints,
+    verify,
+)
 from ft_ckpt.checkpoint.object_staging import open_object_staging, put_manifest
-from ft_ckpt.checkpoint.opening import open_checkpoint
-from ft_ckpt.checkpoint.problems import checkpoint_problems, file_problems
-from ft_ckpt.checkpoint.selection import best, latest
-from ft_ckpt.checkpoint.staging import open_staging
-from ft_ckpt.checkpoint.stored_manifest import load_manifest, read_manifest
-from ft_ckpt.checkpoint.verification import verify
+from ft_ckpt.checkpoint.problems import file_problems
 from ft_ckpt.errors import (
     CorruptError,
     ManifestError,
@@ -27,8 +34,7 @@ from ft_ckpt.errors import (
     TargetError,
     UnreadableError,
 )
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage import LocalStore, Place, open_place
 
 SHARD = "policy/model-00001-of-00002.safetensors"
 

@@ -14,17 +14,23 @@ import pytest
 from faults import Disk, in_child, try_worlds
 from small_checkpoints import contents, save
 
-from ft_ckpt.checkpoint import leases, marks, reader_leases
-from ft_ckpt.checkpoint.leases import may_live, put_mark, read_mark
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint import (
+    MANIFEST_NAME,
+    leases,
+    marks,
+    may_live,
+    pin,
+    pin_reason,
+    read_mark,
+    reader_leases,
+    unpin,
+    verify,
+)
+from ft_ckpt.checkpoint.leases import put_mark
 from ft_ckpt.checkpoint.marks import SAVING
-from ft_ckpt.checkpoint.pins import pin, pin_reason, unpin
 from ft_ckpt.checkpoint.reader_leases import hold_lease, lease_reasons
-from ft_ckpt.checkpoint.verification import verify
 from ft_ckpt.errors import NoSpaceError, NotACheckpointError, TargetError
-from ft_ckpt.storage import local_disk
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage import LocalStore, local_disk, open_place
 
 HOLD = """
 import sys, time

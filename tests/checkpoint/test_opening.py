@@ -28,17 +28,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoConfig, GPTN
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_to_json
-from ft_ckpt.checkpoint.opening import open_checkpoint
+from ft_ckpt.checkpoint import MANIFEST_NAME, manifest_to_json, open_checkpoint, read_manifest
 from ft_ckpt.checkpoint.reader_leases import lease_reasons
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.cli import main
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
 from ft_ckpt.extensions import tools
 from ft_ckpt.extensions.tools import converting
 from ft_ckpt.model import load_parts
 from ft_ckpt.runs import resume
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage import open_place
 
 SEED = chosen_seed()
 

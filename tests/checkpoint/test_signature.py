@@ -24,19 +24,15 @@ from small_checkpoints import contents, make_checkpoint, rewrite_manifest, save,
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint import signature
+from ft_ckpt.checkpoint import SIGNATURE_NAME, pin, read_manifest, signature, verify
 from ft_ckpt.checkpoint.commit import commit_stage, open_stage
-from ft_ckpt.checkpoint.pins import pin
 from ft_ckpt.checkpoint.reader_leases import hold_lease
-from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
-from ft_ckpt.checkpoint.verification import verify
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import ConfigError, CorruptError, ManifestError, NotACheckpointError
 from ft_ckpt.extensions.transfer import copy, push, sign, sync
 from ft_ckpt.retention import Keep
-from ft_ckpt.runs.prune import prune_run
-from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.runs import prune_run
+from ft_ckpt.storage import Place, open_place
 
 pytest.importorskip("model_signing")
 RUN = "import sys; from ft_ckpt.cli import main; main()"

@@ -17,23 +17,24 @@ import pytest
 from faults import Disk, World, try_worlds
 from small_checkpoints import contents, make_checkpoint, manifest_of, save, save_of, save_with_state
 
-from ft_ckpt.checkpoint.catalog import discover
+from ft_ckpt.checkpoint import (
+    MANIFEST_NAME,
+    TOMBSTONE,
+    PartRecord,
+    discover,
+    pin,
+    read_manifest,
+    unpin,
+    verify,
+    without_state,
+)
 from ft_ckpt.checkpoint.commit import commit_stage, open_stage
-from ft_ckpt.checkpoint.delete import without_state
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord
-from ft_ckpt.checkpoint.marks import TOMBSTONE
-from ft_ckpt.checkpoint.pins import pin, unpin
 from ft_ckpt.checkpoint.reader_leases import hold_lease, lease_reasons
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
-from ft_ckpt.checkpoint.verification import verify
 from ft_ckpt.errors import NotACheckpointError
 from ft_ckpt.retention import Keep
-from ft_ckpt.runs.prune import PruneReport, make_room, prune_run, recover_all
-from ft_ckpt.runs.survey import survey_run
-from ft_ckpt.storage import local_disk
-from ft_ckpt.storage.digests import read_record
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.runs import PruneReport, prune_run, recover_all, survey_run
+from ft_ckpt.runs.prune import make_room
+from ft_ckpt.storage import LocalStore, local_disk, open_place, read_record
 
 READER = """
 import sys

@@ -16,11 +16,10 @@ from small_checkpoints import contents
 from transformers import Trainer, TrainingArguments
 
 from ft_ckpt import CheckpointSaver, Keep, average, best, convert, latest, open_place, sync, verify
-from ft_ckpt.checkpoint import problems
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint import MANIFEST_NAME, problems
 from ft_ckpt.errors import TargetError, UnreadableError
 from ft_ckpt.integrations.trainer import FtCkptCallback
-from ft_ckpt.runs.prune import prune_run
+from ft_ckpt.runs import prune_run
 
 FILES = [MANIFEST_NAME, "model.safetensors", "config.json"]
 

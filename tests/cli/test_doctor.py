@@ -16,14 +16,10 @@ from mounted import mounted, needs_fuse
 from small_checkpoints import save
 
 from ft_ckpt import verify
-from ft_ckpt.checkpoint.commit import check_target
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint import MANIFEST_NAME, check_target
 from ft_ckpt.cli import main
 from ft_ckpt.errors import TargetError
-from ft_ckpt.storage import local_disk, trials
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.mounts import MountedFrom, mount_of
-from ft_ckpt.storage.trials import try_place
+from ft_ckpt.storage import LocalStore, MountedFrom, local_disk, mount_of, trials, try_place
 
 
 def doctor(monkeypatch, capsys, place, *options):

@@ -21,16 +21,15 @@ from training import QUIET, prepared
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Every, Keep, cli
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.cli.chart_axes import value_axis
 from ft_ckpt.cli.charts import Mark, thinned
 from ft_ckpt.cli.report_page import page_text
 from ft_ckpt.cli.report_style import PAGE_STYLE
 from ft_ckpt.cli.run_facts import gather_facts
 from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError, TargetError
-from ft_ckpt.runs.state_document import read_document
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.runs import read_document
+from ft_ckpt.storage import LocalStore, open_place
 
 STEPS = 18
 VOID = {"meta", "link"}

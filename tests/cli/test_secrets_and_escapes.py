@@ -19,11 +19,10 @@ from small_checkpoints import rewrite_manifest, save_with_state
 
 import ft_ckpt as library
 from ft_ckpt import CheckpointSaver, SaverConfig
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.extensions.transfer import PushOptions
-from ft_ckpt.storage import progress
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage import open_place, progress
 
 WITH_KEYS = {
     "s3://AKIA:S3CRET@bucket/run": "AWS_SECRET_ACCESS_KEY",

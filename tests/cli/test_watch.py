@@ -12,11 +12,11 @@ from launch import run_python
 from small_checkpoints import contents, save, save_of
 
 import ft_ckpt
-from ft_ckpt.checkpoint.catalog import discover
+from ft_ckpt.checkpoint import discover
 from ft_ckpt.checkpoint.metrics import METRIC
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import CheckpointError, ConfigError
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage import open_place
 
 RUN = "import sys; from ft_ckpt.cli import main; main()"
 # Notes that it was called, and prints the number at the end of the checkpoint's name, and a half.

@@ -20,9 +20,9 @@ from seeds import examples
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.extensions.tools import diff as room, open_source
-from ft_ckpt.extensions.tools.diff import by_layer, compare_files, layer_of
-from ft_ckpt.formats.safetensors import NAMES
+from ft_ckpt.extensions.tools import by_layer, compare_files, diff as room, open_source
+from ft_ckpt.extensions.tools.diff import layer_of
+from ft_ckpt.formats import NAMES
 
 RUN = "import sys; from ft_ckpt.cli import main; main()"
 

@@ -29,8 +29,7 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.extensions.foreign import torch_save
 from ft_ckpt.extensions.hdf5 import cerebras_types
-from ft_ckpt.extensions.tools import convert
-from ft_ckpt.extensions.tools.objects import load, save
+from ft_ckpt.extensions.tools import convert, load, save
 from ft_ckpt.formats import Node, decode_node, encode_node, unflatten
 from ft_ckpt.storage import local_disk
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ft_ckpt.errors import ConfigError, SelectionError
-from ft_ckpt.extensions.tools.objects import load, save
+from ft_ckpt.extensions.tools import load, save
 
 Point = namedtuple("Point", "x y")
 

@@ -18,8 +18,8 @@ import torch
 from contract_format import equal
 
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.extensions.tools.objects import load, save
-from ft_ckpt.formats.pickles import OpaqueObject
+from ft_ckpt.extensions.tools import load, save
+from ft_ckpt.formats import OpaqueObject
 
 LEAF = {"type": None, "context": None, "children_spec": []}
 TEXT = h5py.string_dtype()

@@ -23,9 +23,8 @@ from transformers import (
 
 from ft_ckpt.errors import CorruptError, SelectionError
 from ft_ckpt.extensions.hdf5 import dual
-from ft_ckpt.extensions.tools.objects import load, save
-from ft_ckpt.formats.layout import Spec
-from ft_ckpt.formats.safetensors import HELPER
+from ft_ckpt.extensions.tools import load, save
+from ft_ckpt.formats import HELPER, Spec
 
 SMALL = {
     "hidden_size": 32,

@@ -21,8 +21,8 @@ from ft_ckpt.errors import ConfigError, CorruptError, SelectionError
 from ft_ckpt.extensions.hdf5 import cerebras_types, hdf5, hdf5_layout
 from ft_ckpt.extensions.hdf5.hdf5_metadata import Dataset
 from ft_ckpt.extensions.hdf5.hdf5_skeleton import dataset_bytes, hdf5_header
-from ft_ckpt.extensions.tools.objects import load, save
-from ft_ckpt.formats.layout import Spec
+from ft_ckpt.extensions.tools import load, save
+from ft_ckpt.formats import Spec
 
 TOOLS = pytest.mark.skipif(shutil.which("h5dump") is None, reason="hdf5-tools are not installed")
 

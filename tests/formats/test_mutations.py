@@ -32,15 +32,21 @@ from places import TESTS, python_path
 from seeds import chosen_seed
 
 from ft_ckpt import load, save
-from ft_ckpt.checkpoint.manifest import Manifest, PartRecord
+from ft_ckpt.checkpoint import Manifest, PartRecord
 from ft_ckpt.errors import CheckpointError
 from ft_ckpt.extensions.tools import open_source
-from ft_ckpt.formats import decode_node, file_index, pickles as pickles_module, unflatten
-from ft_ckpt.formats.layout import TensorRecord
-from ft_ckpt.runs.state_document import FOLDER, read_document
+from ft_ckpt.formats import (
+    TensorRecord,
+    decode_node,
+    file_index,
+    pickles as pickles_module,
+    unflatten,
+)
+from ft_ckpt.runs import read_document
+from ft_ckpt.runs.state_document import FOLDER
 from ft_ckpt.saving import STATE_DOCUMENT
 from ft_ckpt.schedule import History
-from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage import LocalStore
 
 LIBRARIES = TESTS / "golden/libraries"
 STEP_SECONDS = 10

@@ -18,7 +18,7 @@ from tiny_format import Tiny
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.formats import (
     detect_format,
@@ -27,7 +27,7 @@ from ft_ckpt.formats import (
     registry,
     tensor_formats,
 )
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage import open_place
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, LoadError
 from ft_ckpt.extensions.foreign import tensorflow
 from ft_ckpt.extensions.tools import convert, open_source
 from ft_ckpt.extensions.tools.shard_rules import assign_shards, read_shard_rules
-from ft_ckpt.formats.layout import ITEM_BYTES, Spec
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.formats import ITEM_BYTES, Spec
+from ft_ckpt.storage import open_place
 
 DTYPES = sorted(tensorflow.DTYPES)
 

@@ -22,8 +22,7 @@ from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, LoadError
 from ft_ckpt.extensions.foreign.torch_tensors import open_torch_file
 from ft_ckpt.extensions.foreign.torch_values import named_leaves
 from ft_ckpt.extensions.foreign.torch_write import lay_out_torch
-from ft_ckpt.extensions.tools import convert
-from ft_ckpt.extensions.tools.objects import load
+from ft_ckpt.extensions.tools import convert, load
 from ft_ckpt.formats import ITEM_BYTES, Layout, Spec, record_span
 from ft_ckpt.storage import Region
 

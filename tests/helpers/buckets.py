@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.store import Store
+from ft_ckpt.storage import LocalStore, Place, Store
 from ft_ckpt.storage.stores import open_store
 
 

@@ -22,15 +22,12 @@ from s3_server import BUCKET, S3
 from small_checkpoints import contents
 
 from ft_ckpt import verify
-from ft_ckpt.checkpoint import marks
+from ft_ckpt.checkpoint import MANIFEST_NAME, marks, open_checkpoint
 from ft_ckpt.checkpoint.leases import LEASE
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.opening import open_checkpoint
 from ft_ckpt.checkpoint.reader_leases import hold_lease
 from ft_ckpt.errors import CheckpointError, NotACheckpointError
-from ft_ckpt.runs.prune import recover_all
-from ft_ckpt.storage.local_store import temporary_store
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.runs import recover_all
+from ft_ckpt.storage import open_place, temporary_store
 
 THERE = "there"  # target folder, or prefix in the bucket
 IN_BUCKET = "bucket:"  # prefix of the names of objects, in mappings that also have files

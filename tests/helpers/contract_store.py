@@ -16,7 +16,7 @@ from ft_ckpt.errors import (
     MissingError,
     NameTakenError,
 )
-from ft_ckpt.storage.store import Store
+from ft_ckpt.storage import Store
 
 ODD_NAMES = ["sp ace.txt", "ünïcode/ß.bin", "per%20cent", "plus+and&more=1", ".hidden", "[x]*?"]
 ODD_NAMES += ["a" * 200, "deep/" * 20 + "x"]

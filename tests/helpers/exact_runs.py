@@ -12,12 +12,10 @@ from safetensors.torch import load_file, save_file
 from wrappers import WRAPPERS, Live, truth
 
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.ranks.gather import gather_tensors
-from ft_ckpt.ranks.ranks import current_ranks
+from ft_ckpt.ranks import current_ranks, gather_tensors
+from ft_ckpt.runs import run_items, run_sources, walk_models
 from ft_ckpt.runs.capture import assemble_state
 from ft_ckpt.runs.exchange import exchange_facts, local_state
-from ft_ckpt.runs.items import run_items
-from ft_ckpt.runs.run_tensors import run_sources, walk_models
 
 TOLD: dict[str, Any] = {"enter_timeout_seconds": 60, "on_difference": "ignore"}
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from ft_ckpt.errors import CorruptError, MissingError, TargetError, UnreadableError
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.store import FolderListing, Readable, RemoteStore, Store, Stored
+from ft_ckpt.storage import FolderListing, LocalStore, Readable, RemoteStore, Store, Stored
 
 READS = ("read", "open", "list", "list_folder", "stat")
 WRITES = ("write", "create", "copy", "delete")

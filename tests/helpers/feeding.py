@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from ft_ckpt.runs import rng
-from ft_ckpt.runs.data_position import DataPosition
+from ft_ckpt.runs import DataPosition, rng
 
 Make = Callable[[], Any]
 SAMPLES, EPOCHS = 11, 3

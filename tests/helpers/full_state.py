@@ -4,9 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from ft_ckpt.ranks.gather import gather_tensors
-from ft_ckpt.ranks.ranks import current_ranks
-from ft_ckpt.ranks.tensors import ModelTensors
+from ft_ckpt.ranks import ModelTensors, current_ranks, gather_tensors
 
 
 def full_state_dict(model: nn.Module, names: Sequence[str] | None = None) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from faulty_stores import READS, WRITES, Stopped, Watch, WatchedStore
 
-from ft_ckpt.storage.store import Store
+from ft_ckpt.storage import Store
 
 
 class PacedClient(Watch):

@@ -11,14 +11,17 @@ from typing import Any
 
 import xxhash
 
+from ft_ckpt.checkpoint import MANIFEST_NAME, Manifest, PartRecord, manifest_to_json, read_manifest
 from ft_ckpt.checkpoint.commit import commit_stage, open_stage
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord, manifest_to_json
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
-from ft_ckpt.formats.layout import TensorRecord
-from ft_ckpt.storage.digests import FileRecord, digest_of_open, read_record
-from ft_ckpt.storage.local_file import open_local_file
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.formats import TensorRecord
+from ft_ckpt.storage import (
+    FileRecord,
+    LocalStore,
+    digest_of_open,
+    open_local_file,
+    open_place,
+    read_record,
+)
 
 Folder = str | os.PathLike[str]
 

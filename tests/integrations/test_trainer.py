@@ -22,8 +22,7 @@ from wrappers import cut_over_ranks
 
 import ft_ckpt
 from ft_ckpt import Every, Keep, verify
-from ft_ckpt.checkpoint import problems
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint import problems, read_manifest
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -34,7 +33,7 @@ from ft_ckpt.errors import (
 from ft_ckpt.integrations import trainer_files
 from ft_ckpt.integrations.trainer import FtCkptCallback, checkpointed
 from ft_ckpt.saver import open_savers
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage import open_place
 
 EVALUATED = {"eval_dataset": Sentences(noise=False), "eval_strategy": "steps", "eval_steps": 1}
 SHAPES = {

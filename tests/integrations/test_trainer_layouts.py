@@ -18,9 +18,9 @@ from trainers import Recorded, ours, run
 from transformers import TrainerCallback
 
 import ft_ckpt
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.errors import SelectionError
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage import open_place
 
 
 class FilesOfProject:

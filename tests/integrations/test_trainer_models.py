@@ -14,9 +14,9 @@ from torch import nn
 from trainers import Recorded, ours, run, trainer
 from transformers import TrainerCallback
 
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.errors import LoadError
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage import open_place
 
 STEPS = 5
 

@@ -10,9 +10,9 @@ from huggingface_hub import RepoCard
 from trainers import ours, run
 
 import ft_ckpt
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.errors import TargetError
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage import open_place
 
 PUSHING = {"push_to_hub": True, "hub_model_id": "user/run", "max_steps": 3, "save_total_limit": 3}
 

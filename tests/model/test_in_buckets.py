@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint.opening import open_checkpoint
-from ft_ckpt.checkpoint.verification import verify
+from ft_ckpt.checkpoint import open_checkpoint, verify
 from ft_ckpt.errors import (
     BaseMismatchError,
     ConfigError,
@@ -32,8 +31,7 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.extensions.buckets.object_store import RemoteObject
 from ft_ckpt.extensions.tools import open_source
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage import LocalStore, Place, open_place
 
 
 @pytest.fixture(scope="module")

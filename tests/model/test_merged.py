@@ -17,9 +17,9 @@ from peft import inject_adapter_in_model
 from transformers import AutoModelForCausalLM
 
 from ft_ckpt import CheckpointSaver, errors, verify
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.extensions.tools import merging
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage import open_place
 
 LINEAR = ["q_proj", "v_proj", "down_proj"]
 TARGETS = {

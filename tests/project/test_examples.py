@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from wrappers import ACCELERATE_CPU
 
 import ft_ckpt
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.checkpoint import read_manifest
+from ft_ckpt.storage import open_place
 
 TINY = ("--batch-size", "8", "--sequence-length", "64")
 

@@ -9,7 +9,7 @@ from crowds import crowd
 from torch.distributed import HashStore
 
 from ft_ckpt.errors import CheckpointError, LoadError, RankError, RanksDisagreeError
-from ft_ckpt.ranks.ranks import Ranks
+from ft_ckpt.ranks import Ranks
 
 SIGNS_BYTES = 4096  # of a rank in a phase, on a busy machine
 MANY = 40  # more than a rank looks at at a time

@@ -19,11 +19,17 @@ from tuning import buckets_of
 
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import IncompleteError, RankError, RanksDisagreeError
-from ft_ckpt.ranks.gather import are_equal, gather_tensors, stream_chunks
-from ft_ckpt.ranks.ranks import Ranks, current_ranks
-from ft_ckpt.ranks.replicas import sample_elements
-from ft_ckpt.ranks.tensors import ModelTensors, from_state_dict
-from ft_ckpt.ranks.wrappers import unwrap
+from ft_ckpt.ranks import (
+    ModelTensors,
+    Ranks,
+    are_equal,
+    current_ranks,
+    from_state_dict,
+    gather_tensors,
+    sample_elements,
+    unwrap,
+)
+from ft_ckpt.ranks.gather import stream_chunks
 
 CPU = torch.device("cpu")
 

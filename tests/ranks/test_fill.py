@@ -21,15 +21,11 @@ from seeds import examples
 import ft_ckpt
 from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.extensions.hdf5 import hdf5
-from ft_ckpt.formats import raw_file as raw_files, safetensors_file
-from ft_ckpt.formats.reading import read_onto
+from ft_ckpt.formats import raw_file as raw_files, read_onto, safetensors_file
 from ft_ckpt.model.load_weights import fetching_weights
-from ft_ckpt.ranks import fill
-from ft_ckpt.ranks.fill import WantedTensor, fill_all
-from ft_ckpt.ranks.sharding import Box, ReplicatedSharding
-from ft_ckpt.ranks.source import Source
-from ft_ckpt.storage import whole_files
-from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.ranks import ReplicatedSharding, Source, WantedTensor, fill, fill_all
+from ft_ckpt.ranks.sharding import Box
+from ft_ckpt.storage import LocalStore, whole_files
 
 DTYPES = [
     torch.float32,

@@ -15,13 +15,11 @@ from places import WORKERS, python_path
 from seeds import examples
 from torch.distributed import HashStore
 
-from ft_ckpt.ranks import fill, sharding
-from ft_ckpt.ranks.fill import WantedTensor
-from ft_ckpt.ranks.ranks import Ranks
+from ft_ckpt.ranks import Ranks, WantedTensor, fill, sharding
 from ft_ckpt.saving import regions, write_plan
 from ft_ckpt.saving.regions import live
+from ft_ckpt.storage import ByteRun
 from ft_ckpt.storage.digests import rank_parts
-from ft_ckpt.storage.prefetch import ByteRun
 
 shapes = st.lists(
     st.lists(st.integers(0, 60) | st.integers(1000, 1100), max_size=2).map(tuple),

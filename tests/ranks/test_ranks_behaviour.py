@@ -20,10 +20,10 @@ from wrappers import fsdp2
 
 import ft_ckpt.storage.writer
 from ft_ckpt import CheckpointSaver, errors, latest, verify
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.extensions.rl.session_files import SESSIONS
-from ft_ckpt.ranks.ranks import current_ranks
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.ranks import current_ranks
+from ft_ckpt.storage import open_place
 
 BUCKET = 1 << 16  # the smallest: the wide model takes some hundred of them
 

@@ -7,9 +7,9 @@ import pytest
 from torch.distributed import HashStore
 
 from ft_ckpt.errors import RankError
-from ft_ckpt.ranks.ranks import Ranks
+from ft_ckpt.ranks import Ranks
 from ft_ckpt.saving.shared_folders import all_ranks_see
-from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage import LocalStore
 
 
 def test_a_rank_that_cannot_look_is_named_on_the_other(tmp_path, monkeypatch):

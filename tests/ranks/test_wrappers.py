@@ -10,14 +10,18 @@ from torch import Tensor, nn
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import SelectionError
-from ft_ckpt.ranks import tensor_kinds, wrappers
-from ft_ckpt.ranks.gather import gather_tensors
+from ft_ckpt.ranks import (
+    ModelTensors,
+    ReplicatedSharding,
+    TensorKind,
+    TensorLayout,
+    Wrapper,
+    current_ranks,
+    gather_tensors,
+    tensor_kinds,
+    wrappers,
+)
 from ft_ckpt.ranks.module_state import added_state
-from ft_ckpt.ranks.ranks import current_ranks
-from ft_ckpt.ranks.sharding import ReplicatedSharding
-from ft_ckpt.ranks.tensor_kind import TensorKind, TensorLayout
-from ft_ckpt.ranks.tensors import ModelTensors
-from ft_ckpt.ranks.wrapper import Wrapper
 
 
 class Crate(nn.Module):

@@ -587,6 +587,7 @@ print(*sorted(name for name in sys.modules if name.startswith("ft_ckpt.")))
         "extensions",
         "extensions.rl",
         "extensions.rl.frontier",
+        "extensions.rl.shuffling",
         "messages",
     ]
     assert ended.stdout.split() == [f"ft_ckpt.{name}" for name in ours]

@@ -15,7 +15,7 @@ from namespaces import can_mount
 from networks import SWITCH, in_network_of, running_cluster, why_no_cluster
 from s3_server import running_s3
 
-from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage import LocalStore
 
 needs_mounts = pytest.mark.skipif(
     not can_mount(), reason="needs namespaces of mounts, which root has"

@@ -20,8 +20,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ft_ckpt
-from ft_ckpt.runs import rng
-from ft_ckpt.runs.data_position import DataPosition
+from ft_ckpt.runs import DataPosition, rng
 
 COUNT, BATCH, SPLIT = 48, 2, 4
 # batches: in the middle of one of twice as many ranks, at its end, at the last

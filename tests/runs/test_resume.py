@@ -18,8 +18,7 @@ from training import QUIET, begin, go_on, network, prepared, train, whole
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Every, Keep, latest
-from ft_ckpt.checkpoint import opening, stored_manifest
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint import MANIFEST_NAME, opening, stored_manifest
 from ft_ckpt.errors import (
     ConfigError,
     CorruptError,
@@ -30,7 +29,7 @@ from ft_ckpt.errors import (
     UnreadableError,
 )
 from ft_ckpt.runs import resume_point
-from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage import LocalStore
 
 SHAPES = {
     "shuffled": {},

@@ -30,13 +30,12 @@ from training import QUIET, learn, prepared
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint.catalog import discover
-from ft_ckpt.checkpoint.leases import put_mark, read_mark
+from ft_ckpt.checkpoint import discover, read_mark
+from ft_ckpt.checkpoint.leases import put_mark
 from ft_ckpt.errors import ConfigError, LeaseTakenError, RanksDisagreeError
 from ft_ckpt.runs import run_lease
 from ft_ckpt.runs.run_lease import RUN_LEASE
-from ft_ckpt.storage import locks
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage import locks, open_place
 
 FORK = multiprocessing.get_context("fork")
 needs_namespaces = pytest.mark.skipif(not can_mount(), reason="needs namespaces, which root has")

@@ -27,12 +27,9 @@ from ft_ckpt.integrations.open_instruct_state import (
     load_checkpoint_state,
     save_checkpoint_state,
 )
-from ft_ckpt.ranks.gather import gather_tensors
-from ft_ckpt.ranks.ranks import current_ranks
+from ft_ckpt.ranks import ModelTensors, current_ranks, gather_tensors
 from ft_ckpt.ranks.source import box_memories
-from ft_ckpt.ranks.tensors import ModelTensors
-from ft_ckpt.runs.optimizer_kinds import unwrap_optimizer
-from ft_ckpt.runs.torch_optimizers import TorchOptimizers
+from ft_ckpt.runs import TorchOptimizers, unwrap_optimizer
 from ft_ckpt.saver import CheckpointSaver
 
 ZERO, TORCH = ZeroOptimizers(), TorchOptimizers()

@@ -19,10 +19,10 @@ from wrappers import WRAPPERS, Live
 
 from ft_ckpt import CheckpointSaver, verify
 from ft_ckpt.errors import CheckpointError, NoSpaceError
-from ft_ckpt.ranks.ranks import Ranks
+from ft_ckpt.ranks import Ranks
 from ft_ckpt.saving import PendingSave, shared_folders, snapshot
 from ft_ckpt.saving.snapshot import Snapshot
-from ft_ckpt.storage.direct_io import LocalWriting
+from ft_ckpt.storage import LocalWriting
 
 SHORT = {
     "enter_timeout_seconds": 60,

@@ -12,8 +12,7 @@ import pytest
 from places import WORKERS, python_path
 
 from ft_ckpt import verify
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.stored_manifest import load_manifest
+from ft_ckpt.checkpoint import MANIFEST_NAME, load_manifest
 from ft_ckpt.storage.stores import open_store
 
 pytest.importorskip("obstore")

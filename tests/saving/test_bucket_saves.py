@@ -10,14 +10,16 @@ import torch
 from buckets import new_bucket
 
 from ft_ckpt import CheckpointSaver, load_model
-from ft_ckpt.checkpoint import object_staging
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.pins import pin, unpin
-from ft_ckpt.checkpoint.problems import checkpoint_problems
-from ft_ckpt.checkpoint.stored_manifest import load_manifest
+from ft_ckpt.checkpoint import (
+    MANIFEST_NAME,
+    checkpoint_problems,
+    load_manifest,
+    object_staging,
+    pin,
+    unpin,
+)
 from ft_ckpt.errors import NameTakenError, NoSpaceError
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place
+from ft_ckpt.storage import LocalStore, Place
 
 SETTINGS = {
     "safetensors": {},

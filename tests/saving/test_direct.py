@@ -24,16 +24,22 @@ from tuning import blocks_of
 from wrappers import WRAPPERS
 
 from ft_ckpt import CheckpointSaver, latest, verify
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.errors import CorruptError, NoSpaceError, RankError
 from ft_ckpt.ranks import gather
 from ft_ckpt.saving import shared_folders, write_plan
-from ft_ckpt.storage import writer
-from ft_ckpt.storage.digests import Cut, FileRecord, joined_digest, rank_parts, read_record
-from ft_ckpt.storage.local_file import MappedBytes
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import open_place
-from ft_ckpt.storage.verify_files import digest_problems
+from ft_ckpt.storage import (
+    Cut,
+    FileRecord,
+    LocalStore,
+    MappedBytes,
+    digest_problems,
+    joined_digest,
+    open_place,
+    read_record,
+    writer,
+)
+from ft_ckpt.storage.digests import rank_parts
 
 SHORT = {"enter_timeout_seconds": 60, "on_difference": "ignore", "io_threads": 2}
 

@@ -38,11 +38,10 @@ from wrappers import ACCELERATE_CPU, WRAPPERS, named_tensors, truth
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint import read_manifest
+from ft_ckpt.ranks import ModelTensors, current_ranks
 from ft_ckpt.ranks.gather import stream_chunks
-from ft_ckpt.ranks.ranks import current_ranks
-from ft_ckpt.ranks.tensors import ModelTensors
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage import open_place
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -28,14 +28,10 @@ from torch import distributed, nn
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep, verify
-from ft_ckpt.checkpoint import problems
-from ft_ckpt.checkpoint.catalog import discover
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.pins import pin, pin_reason
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint import MANIFEST_NAME, discover, pin, pin_reason, problems, read_manifest
 from ft_ckpt.errors import CheckpointError, ManifestError, TargetError
-from ft_ckpt.runs.prune import prune_run
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.runs import prune_run
+from ft_ckpt.storage import open_place
 
 FAULTS = ("ENOSPC", "EIO", "EINTR", "EMFILE", "ESTALE", "EACCES", "EROFS", "short")
 LASTING = ("ENOSPC and on", "EIO and on", "EROFS and on")

@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, errors, latest, verify
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import SelectionError
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage import open_place
 
 LINEAR = ["q_proj", "v_proj", "down_proj"]
 

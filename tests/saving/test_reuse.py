@@ -17,12 +17,10 @@ from transformers import AutoModelForCausalLM
 from wrappers import WRAPPERS, truth
 
 from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig, load_model, verify
-from ft_ckpt.checkpoint.catalog import discover
-from ft_ckpt.checkpoint.delete import delete_checkpoint
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint import delete_checkpoint, discover, read_manifest
 from ft_ckpt.errors import NoSpaceError
 from ft_ckpt.saving import files, space, write
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage import open_place
 
 FROZEN, TRAINED = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage import open_place
 
 FORMATS = ("safetensors", "h5", "dual")
 

@@ -21,8 +21,7 @@ from s3_server import FAST, running_s3
 from training import QUIET, learn, prepared
 
 from ft_ckpt import CheckpointSaver, Keep, latest, verify
-from ft_ckpt.checkpoint.catalog import list_checkpoints
-from ft_ckpt.checkpoint.pins import pin
+from ft_ckpt.checkpoint import list_checkpoints, pin
 from ft_ckpt.errors import (
     ConfigError,
     CorruptError,
@@ -33,7 +32,7 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.runs import triggers
 from ft_ckpt.saving import space
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage import open_place
 
 LAST = 5
 DOWN = {"status": 503, "code": "SlowDown", "times": 1_000_000}

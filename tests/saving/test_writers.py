@@ -25,9 +25,8 @@ from s3_server import S3
 import ft_ckpt
 import ft_ckpt.extensions.rl.writer as writer_module
 from ft_ckpt import CheckpointSaver, Writer
-from ft_ckpt.checkpoint.catalog import CheckpointInfo
-from ft_ckpt.checkpoint.delete import delete_checkpoint, delete_state
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint import CheckpointInfo, delete_checkpoint, read_manifest
+from ft_ckpt.checkpoint.delete import delete_state
 from ft_ckpt.cli import views
 from ft_ckpt.errors import (
     CheckpointError,
@@ -38,8 +37,7 @@ from ft_ckpt.errors import (
     WriterError,
 )
 from ft_ckpt.extensions.rl.session_files import SESSIONS
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage import LocalStore, open_place
 
 FORK = multiprocessing.get_context("fork")
 

@@ -18,10 +18,15 @@ from seeds import examples
 import ft_ckpt
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.formats import reading
-from ft_ckpt.storage import libc, prefetch as blocks
+from ft_ckpt.storage import (
+    ByteRun,
+    libc,
+    open_local_file,
+    prefetch as blocks,
+    read_ahead,
+    read_in_place,
+)
 from ft_ckpt.storage.blocks import ALIGNMENT
-from ft_ckpt.storage.local_file import open_local_file
-from ft_ckpt.storage.prefetch import ByteRun, read_ahead, read_in_place
 
 SIZE = (3 << 20) + 4097
 BLOCK = 1 << 20

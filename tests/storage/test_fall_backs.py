@@ -23,14 +23,10 @@ from torch.distributed import HashStore
 from tuning import blocks_of
 
 from ft_ckpt import CheckpointSaver, verify
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
-from ft_ckpt.ranks.ranks import Ranks
+from ft_ckpt.checkpoint import read_manifest
+from ft_ckpt.ranks import Ranks
 from ft_ckpt.saving import regions, write_plan
-from ft_ckpt.storage import libc
-from ft_ckpt.storage.blocks import BLOCK_BYTES, new_block
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import open_place
-from ft_ckpt.storage.writer import Writer, tuning_for
+from ft_ckpt.storage import BLOCK_BYTES, LocalStore, Writer, libc, new_block, open_place, tuning_for
 
 SMALL = 1 << 16  # a block of many, even for small tensors
 SIZES = {

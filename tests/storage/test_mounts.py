@@ -7,8 +7,8 @@ from launch import run_python
 from mounted import gluster_clients, needs_gluster
 
 from ft_ckpt.errors import CorruptError
+from ft_ckpt.storage import open_local_file
 from ft_ckpt.storage.local_disk import locked_folder
-from ft_ckpt.storage.local_file import open_local_file
 from ft_ckpt.storage.mounts import keeps_exact_times
 
 CONTENT = b"1" * 4096

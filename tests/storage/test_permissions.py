@@ -19,14 +19,12 @@ from small_checkpoints import save_with_state
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep
-from ft_ckpt.checkpoint.pins import pin
+from ft_ckpt.checkpoint import pin
 from ft_ckpt.checkpoint.reader_leases import hold_lease
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import NameTakenError
-from ft_ckpt.runs.prune import prune_run
-from ft_ckpt.storage import local_disk
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.runs import prune_run
+from ft_ckpt.storage import LocalStore, local_disk, open_place
 
 GROUP, OTHERS = 0o010, 0o001  # the bit with which this class of users enters a folder
 # of files, of folders

@@ -12,10 +12,7 @@ from contract_store import StoreContract, put
 from s3_server import BUCKET
 
 from ft_ckpt.errors import ConfigError, CorruptError, TargetError
-from ft_ckpt.storage import local_disk
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import open_place
-from ft_ckpt.storage.store import is_inside
+from ft_ckpt.storage import LocalStore, is_inside, local_disk, open_place
 from ft_ckpt.storage.stores import open_store
 
 

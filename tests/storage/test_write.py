@@ -20,12 +20,18 @@ from torch import nn
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import IncompleteError, NoSpaceError, TargetError
-from ft_ckpt.formats.layout import Layout, Spec
-from ft_ckpt.formats.writing import FilePlan, write_file
-from ft_ckpt.storage import direct_io, local_disk
-from ft_ckpt.storage.blocks import BLOCK_BYTES
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.writer import Region, Writer, WriteTuning, region_of, tuning_for
+from ft_ckpt.formats import FilePlan, Layout, Spec, write_file
+from ft_ckpt.storage import (
+    BLOCK_BYTES,
+    LocalStore,
+    Region,
+    Writer,
+    WriteTuning,
+    direct_io,
+    local_disk,
+    region_of,
+    tuning_for,
+)
 
 
 def plan(sizes, header=b"head", gap=0, trailer=b""):

@@ -12,11 +12,8 @@ from faults import Disk, Requests, try_worlds
 from small_checkpoints import contents, make_checkpoint, save_with_state
 
 from ft_ckpt import copy, verify
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.pins import pin
+from ft_ckpt.checkpoint import MANIFEST_NAME, load_manifest, open_staging, pin
 from ft_ckpt.checkpoint.reader_leases import hold_lease
-from ft_ckpt.checkpoint.staging import open_staging
-from ft_ckpt.checkpoint.stored_manifest import load_manifest
 from ft_ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -24,10 +21,16 @@ from ft_ckpt.errors import (
     NoSpaceError,
     NotACheckpointError,
 )
-from ft_ckpt.storage import local_disk
-from ft_ckpt.storage.digests import Cut, FileRecord, RunningDigest, joined_digest
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage import (
+    Cut,
+    FileRecord,
+    LocalStore,
+    Place,
+    RunningDigest,
+    joined_digest,
+    local_disk,
+    open_place,
+)
 
 FROZEN = "frozen.bin"
 FROZEN_BYTES = 9 << 20  # more than one block, and above what is sent in one call

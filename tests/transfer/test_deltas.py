@@ -20,15 +20,18 @@ from seeds import examples
 
 import ft_ckpt
 from ft_ckpt import Keep
-from ft_ckpt.checkpoint.catalog import discover
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord, manifest_to_json
-from ft_ckpt.checkpoint.stored_manifest import load_manifest
+from ft_ckpt.checkpoint import (
+    MANIFEST_NAME,
+    Manifest,
+    PartRecord,
+    discover,
+    load_manifest,
+    manifest_to_json,
+)
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, ManifestError, NameTakenError
 from ft_ckpt.extensions.rl import delta_files
-from ft_ckpt.runs.prune import prune_run
-from ft_ckpt.storage.digests import read_record
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.runs import prune_run
+from ft_ckpt.storage import LocalStore, open_place, read_record
 
 Tensors = dict[str, torch.Tensor]
 KINDS = (

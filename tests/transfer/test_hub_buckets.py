@@ -28,9 +28,7 @@ from small_checkpoints import contents, save_with_state
 
 import ft_ckpt as library
 from ft_ckpt import CheckpointSaver, copy, latest, pull, push, sync, verify
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint import MANIFEST_NAME, SIGNATURE_NAME, read_manifest
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -41,7 +39,7 @@ from ft_ckpt.errors import (
     UnreadableError,
 )
 from ft_ckpt.extensions.transfer import hub_client
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage import open_place
 
 URL = "hf://buckets/user/ckpts"
 GOAL = f"{URL}/run/checkpoint-1"

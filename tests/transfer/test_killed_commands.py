@@ -29,18 +29,16 @@ from small_checkpoints import (
 
 import ft_ckpt
 from ft_ckpt import Keep
+from ft_ckpt.checkpoint import PartRecord, open_staging
 from ft_ckpt.checkpoint.commit import commit_stage
 from ft_ckpt.checkpoint.delete import delete_state
-from ft_ckpt.checkpoint.manifest import PartRecord
-from ft_ckpt.checkpoint.staging import open_staging
 from ft_ckpt.errors import TargetError
 from ft_ckpt.extensions.buckets import object_store
 from ft_ckpt.extensions.rl.deltas import append_checkpoint
 from ft_ckpt.extensions.rl.rebuilding import drop_rebuilt, mark_staged
 from ft_ckpt.extensions.transfer import copies
-from ft_ckpt.runs.prune import prune_run
-from ft_ckpt.storage import copying, local_disk
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.runs import prune_run
+from ft_ckpt.storage import copying, local_disk, open_place
 
 LOADED = (
     "obstore",

@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, pull, push
+from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.checkpoint.reader_leases import lease_reasons
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -39,9 +39,9 @@ from ft_ckpt.errors import (
     TargetError,
     UnreadableError,
 )
-from ft_ckpt.extensions.transfer import hub as hub_module, hub_client, model_card
-from ft_ckpt.extensions.transfer.hub_place import HubPlace, parse_place
-from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.extensions.transfer import HubPlace, hub as hub_module, hub_client, model_card
+from ft_ckpt.extensions.transfer.hub_place import parse_place
+from ft_ckpt.storage import Place, open_place
 
 METRICS = {"eval_loss": 2.0, "eval_accuracy": 0.5, "eval_runtime": 3.0, "learning_rate": 0.1}
 

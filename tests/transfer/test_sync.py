@@ -10,15 +10,17 @@ from test_bucket_places import command
 from test_copies import FROZEN, files_of, save_large
 
 from ft_ckpt import latest, sync, verify
-from ft_ckpt.checkpoint.catalog import list_checkpoints
-from ft_ckpt.checkpoint.delete import delete_checkpoint, delete_state
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.pins import pin
+from ft_ckpt.checkpoint import (
+    MANIFEST_NAME,
+    delete_checkpoint,
+    list_checkpoints,
+    pin,
+    read_manifest,
+)
+from ft_ckpt.checkpoint.delete import delete_state
 from ft_ckpt.checkpoint.reader_leases import hold_lease
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage import LocalStore, Place, open_place
 
 
 @pytest.fixture(params=["folder", "bucket"])

@@ -30,20 +30,17 @@ from torch.distributed import TCPStore
 from tuning import blocks_of
 
 from ft_ckpt import CheckpointSaver, SaverConfig
-from ft_ckpt.ranks.ranks import Ranks, current_ranks
-from ft_ckpt.runs import rng
+from ft_ckpt.ranks import Ranks, current_ranks
+from ft_ckpt.runs import Restored, agree_on_outcomes, rng
 from ft_ckpt.runs.exchange import LocalState, exchange_facts, local_state
 from ft_ckpt.runs.open_on_ranks import merge_views
-from ft_ckpt.runs.restore_report import Restored, agree_on_outcomes
 from ft_ckpt.runs.state_trees import flatten_tree
+from ft_ckpt.saving import SaveContext, request_of
 from ft_ckpt.saving.agree import agree_on_plan
-from ft_ckpt.saving.context import SaveContext
 from ft_ckpt.saving.plan import SavePlan, plan_save
-from ft_ckpt.saving.request import request_of
 from ft_ckpt.saving.shared_folders import all_ranks_see
 from ft_ckpt.saving.stage import OpenStage
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place
+from ft_ckpt.storage import LocalStore, Place
 
 PHASES = ("first save", "second save", "resume")
 _here = threading.local()

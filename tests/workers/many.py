@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ft_ckpt.ranks import tensor_kinds
-from ft_ckpt.ranks.tensors import ModelTensors, source_of_tensor
+from ft_ckpt.ranks import ModelTensors, source_of_tensor, tensor_kinds
 
 WORLD = 1024
 
