@@ -179,8 +179,9 @@ class _ClosureSchedule:
                 self._poll = None
 
     def _note_step(self) -> ClockPoll:
-        """Note the step that has ended; start again at the first call, and if the saver was resumed
-        since.
+        """Note the step that has ended.
+
+        Start again at the first call, and if the saver was resumed since.
         """
         step = self._current_step()
         now = time.monotonic()

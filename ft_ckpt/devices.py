@@ -41,15 +41,17 @@ def has_streams(device: torch.device) -> bool:
 
 
 def choosing_device(device: torch.device) -> AbstractContextManager[None]:
-    """Make `device` this thread's current one in a block; a new thread would use, and initialise,
-    the first.
+    """Make `device` this thread's current one in a block.
+
+    A new thread would use, and initialise, the first.
     """
     return torch.accelerator.device_index(device.index) if has_streams(device) else nullcontext()
 
 
 def pinned_memory(size_bytes: int, device: torch.device) -> Tensor:
-    """New memory for copies from and to `device`: uint8, one dimension; page-aligned if it is
-    large.
+    """New memory for copies from and to `device`: uint8, one dimension.
+
+    Page-aligned if it is large.
     """
     if size_bytes and has_streams(device):
         # torch's allocator rounds up to a power of two
@@ -72,8 +74,9 @@ def pinned_block(size_bytes: int, device: torch.device) -> Memory:
 
 
 class RegisteredBlock(Block):
-    """Memory that stays registered with a backend while it is referenced; empty in a forked
-    process.
+    """Memory that stays registered with a backend while it is referenced.
+
+    Empty in a forked process.
     """
 
     device: torch.device | None = None  # set when it is registered

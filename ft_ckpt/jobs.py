@@ -33,8 +33,9 @@ class BackgroundJob(Generic[Result]):
         return self.future.done()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the job, at most `timeout` seconds; returns whether it has ended, with or
-        without an error.
+        """Wait for the job, at most `timeout` seconds.
+
+        Returns whether it has ended, with or without an error.
         """
         return bool(wait([self.future], timeout).done)
 

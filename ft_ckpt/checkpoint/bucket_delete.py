@@ -42,8 +42,9 @@ Listed = Mapping[str, Stored]  # objects of a checkpoint's folder, by name
 
 
 def drop_from_bucket(store: Store) -> Removal:
-    """Delete the checkpoint in `store`, unless something guards it; raises as
-    `delete.delete_checkpoint` does.
+    """Delete the checkpoint in `store`, unless something guards it.
+
+    Raises as `delete.delete_checkpoint` does.
     """
     version = manifest_version(store)
     if version is None:  # deleted by another process
@@ -55,8 +56,9 @@ def drop_from_bucket(store: Store) -> Removal:
 
 
 def strip_in_bucket(store: Store) -> Removal:
-    """Delete the training state of the checkpoint in `store`, unless something guards it; raises as
-    above.
+    """Delete the training state of the checkpoint in `store`, unless something guards it.
+
+    Raises as above.
     """
     version = manifest_version(store)
     if version is None:
@@ -71,12 +73,11 @@ def strip_in_bucket(store: Store) -> Removal:
 
 
 def settle_in_bucket(store: Store, listed: Listed, now: float) -> Removal | None:
-    """Finish interrupted operations of dead processes in the folder `store`, as `listed`; None if
-    there are none.
+    """Finish interrupted operations of dead processes in the folder `store`, as `listed`.
 
-    Without a manifest, the files of a dead save are deleted if its mark is "cleared". The mark
-    itself is deleted a day after its last renewal, because a process that seemed dead may write
-    again; that of a committed save at once.
+    None if there are none. Without a manifest, the files of a dead save are deleted if its mark is
+    "cleared". The mark itself is deleted a day after its last renewal, because a process that
+    seemed dead may write again; that of a committed save at once.
     """
     committed, saving = listed.get(MANIFEST_NAME), listed.get(SAVING)
     if committed and saving and clear_spent_mark(store):

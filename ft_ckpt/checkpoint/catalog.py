@@ -192,8 +192,9 @@ def _read_all(stores: Sequence[Store]) -> list[CheckpointInfo | CheckpointError 
 
 
 def _read_info(store: Store) -> CheckpointInfo | CheckpointError | None:
-    """The checkpoint committed in `store`, or the error of reading it; None when nothing is
-    committed there.
+    """The checkpoint committed in `store`, or the error of reading it.
+
+    None when nothing is committed there.
     """
     try:
         with damaged_input(store.url):

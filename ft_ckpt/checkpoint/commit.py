@@ -60,12 +60,11 @@ _CANNOT_SWAP = {
 
 
 def check_target(target: Path, needed_bytes: int) -> None:
-    """Check that a checkpoint of `needed_bytes` can be written to `target`; may make a temporary
-    hidden folder.
+    """Check that a checkpoint of `needed_bytes` can be written to `target`.
 
-    Raises TargetError when `target` is a file or cannot be created or written; NoSpaceError when
-    its device has less than `needed_bytes` free. An overwrite needs space for both checkpoints, so
-    the old one does not count as free.
+    May make a temporary hidden folder. Raises TargetError when `target` is a file or cannot be
+    created or written; NoSpaceError when its device has less than `needed_bytes` free. An overwrite
+    needs space for both checkpoints, so the old one does not count as free.
     """
     with explained(target):
         target = local_disk.real_path(target)
@@ -109,13 +108,13 @@ def open_stage(target: Path) -> Path:
 
 
 def commit_stage(stage: Path, target: Path, manifest: Manifest, max_mode: int = 0o777) -> None:
-    """Make `stage` the checkpoint `target`, durably, with `manifest`; on an exception before that,
-    nothing changes.
+    """Make `stage` the checkpoint `target`, durably, with `manifest`.
 
-    The manifest must list every file in the stage. Files of `target` that belong to no checkpoint
-    stay, except weights that readers would mix up with the new ones. Files and folders get the
-    permissions of the ones they replace, limited by `max_mode`, see LocalStore. Leftovers that
-    cannot be deleted are a warning, and left to the next save.
+    On an exception before that, nothing changes. The manifest must list every file in the stage.
+    Files of `target` that belong to no checkpoint stay, except weights that readers would mix up
+    with the new ones. Files and folders get the permissions of the ones they replace, limited by
+    `max_mode`, see LocalStore. Leftovers that cannot be deleted are a warning, and left to the next
+    save.
 
     Raises CorruptError when stage and manifest differ, ManifestError when a path leads out of the
     folder, TargetError or NoSpaceError when `target` cannot be written: the old checkpoint is still
@@ -133,10 +132,10 @@ def commit_stage(stage: Path, target: Path, manifest: Manifest, max_mode: int = 
 
 
 def place_files(stage: Path, target: Path) -> None:
-    """Make the files in `stage`, without a manifest, the folder `target`, durably; it must be
-    missing or empty.
+    """Make the files in `stage`, without a manifest, the folder `target`, durably.
 
-    They appear together, unless the folder cannot be moved (a mount point, the working directory).
+    It must be missing or empty. They appear together, unless the folder cannot be moved (a mount
+    point, the working directory).
     """
     with explained(target):
         target = local_disk.real_path(target)
@@ -268,8 +267,9 @@ def _set_modes(stage: Path, everything: list[Path], target: Path, max_mode: int)
 
 
 def _replaced(path: Path) -> os.stat_result | None:
-    """The facts about the file or folder that will be replaced, if there is one; links count for
-    nothing.
+    """The facts about the file or folder that will be replaced, if there is one.
+
+    Links count for nothing.
     """
     try:
         facts = path.lstat()
@@ -326,8 +326,9 @@ def _is_movable(stage: Path, target: Path) -> bool:
 
 
 def _check_obstacles(target: Path, new: list[str], old: frozenset[str]) -> None:
-    """Raise TargetError if a folder is in the way of a file, or a file in the way of a folder;
-    deletes neither.
+    """Raise TargetError if a folder is in the way of a file, or a file in the way of a folder.
+
+    Deletes neither.
     """
     folders: set[str] = set()
     for path in new:

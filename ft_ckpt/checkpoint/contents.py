@@ -281,8 +281,9 @@ def class_in(config: Mapping[str, Any], otherwise: str) -> str:
 
 
 def document_in(store: Store, name: str, max_bytes: int = _MAX_DOCUMENT_BYTES) -> Mapping[str, Any]:
-    """The JSON object `name`; empty if it is missing, damaged or too large: the description goes
-    without it.
+    """The JSON object `name`.
+
+    Empty if it is missing, damaged or too large: the description goes without it.
     """
     try:
         document = json.loads(read_text(store, name, max_bytes))

@@ -84,11 +84,10 @@ def delete_state(path: Path) -> Removal:
 
 
 def set_aside(path: Path, manifest: Manifest) -> Path | None:
-    """Rename the damaged checkpoint `path` to a hidden name, which is not listed; returns the new
-    path.
+    """Rename the damaged checkpoint `path` to a hidden name, which is not listed.
 
-    None while it is being read or saved to, or if it is no longer the checkpoint of `manifest`.
-    Raises OSError.
+    Returns the new path. None while it is being read or saved to, or if it is no longer the
+    checkpoint of `manifest`. Raises OSError.
     """
     if lease_reasons(path) or _is_being_saved(path):
         return None
@@ -188,8 +187,9 @@ def manifest_files(store: Store, name: str) -> frozenset[str]:
 
 
 def releasable_bytes(path: Path, names: Iterable[str]) -> int:
-    """Bytes that deleting these files of `path` frees; hard links count once, files linked
-    elsewhere not at all.
+    """Bytes that deleting these files of `path` frees.
+
+    Hard links count once, files linked elsewhere not at all.
     """
     stats = local_disk.file_stats(names, path)
     deleted_links = Counter((facts.st_dev, facts.st_ino) for facts in stats)
@@ -211,8 +211,9 @@ def folder_entries(folder: Path) -> list[Path]:
 
 
 def _deletion_obstacles(path: Path) -> tuple[str, ...]:
-    """The reasons why `path` cannot be deleted now; an unfinished deletion is one, because it needs
-    its tombstone.
+    """The reasons why `path` cannot be deleted now.
+
+    An unfinished deletion is one, because it needs its tombstone.
     """
     reasons = deletion_guards(path)
     if (path / TOMBSTONE).exists():
@@ -228,8 +229,9 @@ def _is_being_saved(path: Path) -> bool:
 
 
 def _restore_manifest(path: Path) -> bool:
-    """Undo the deletion of `path`, which turned out to be guarded; False when it is damaged or was
-    replaced.
+    """Undo the deletion of `path`, which turned out to be guarded.
+
+    False when it is damaged or was replaced.
     """
     deleted = _manifest_or_none(path / TOMBSTONE)
     current = _manifest_or_none(path / MANIFEST_NAME)

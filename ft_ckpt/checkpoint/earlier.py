@@ -19,8 +19,9 @@ class EarlierCheckpoint:
     committed: float  # unix seconds, by the clock of the store
 
     def link_file(self, record: FileRecord, store: Store, name: str) -> bool:
-        """Copy or link a file to `name` in `store`; False if impossible, or if it was modified
-        after the commit.
+        """Copy or link a file to `name` in `store`.
+
+        False if impossible, or if it was modified after the commit.
 
         Raises what the stores do.
         """

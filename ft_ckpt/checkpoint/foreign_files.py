@@ -102,8 +102,9 @@ def _document_problems(
 def _index_file_problems(
     store: Store, index: str, document: Any, tensors: Mapping[str, Collection[str]]
 ) -> Iterator[str]:
-    """Check that an index maps each tensor to a file in its folder that contains it; `tensors`: the
-    names in each readable file.
+    """Check that an index maps each tensor to a file in its folder that contains it.
+
+    `tensors`: the names in each readable file.
     """
     shard_of = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(shard_of, dict):

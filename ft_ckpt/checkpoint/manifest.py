@@ -265,8 +265,9 @@ def _parse_document(text: str, source: str) -> dict[str, Any]:
 
 
 def _check_digest(document: dict[str, Any], text: str, source: str) -> None:
-    """Compare a manifest with its digest; one without is by 0.1.0 and must have no undeclared
-    fields.
+    """Compare a manifest with its digest.
+
+    One without is by 0.1.0 and must have no undeclared fields.
     """
     expected = document.get("digest")
     if "digest" in document:
@@ -346,8 +347,9 @@ def _are_in_order(file: FileRecord) -> bool:
 
 
 def check_paths(manifest: Manifest, source: str) -> None:
-    """Raise ManifestError naming every path of the manifest that leads out of its folder; `source`
-    names it.
+    """Raise ManifestError naming every path of the manifest that leads out of its folder.
+
+    `source` names it.
     """
     paths = {file.path for file in manifest.files}
     paths.update(part.path for part in manifest.parts if part.path)

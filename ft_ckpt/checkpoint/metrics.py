@@ -65,10 +65,9 @@ def check_metric(name: str) -> None:
 
 
 def write_metric(store: Store, manifest: Manifest, name: str, value: float) -> None:
-    """Write a metric of the checkpoint in `store`, durably, in place of an older value; it must be
-    leased.
+    """Write a metric of the checkpoint in `store`, durably, in place of an older value.
 
-    Raises ConfigError as `check_metric` does, and TargetError.
+    It must be leased. Raises ConfigError as `check_metric` does, and TargetError.
     """
     check_metric(name)
     shown = value if math.isfinite(value) else str(value)

@@ -26,8 +26,9 @@ _PAUSES = (0.0, 1.0, 4.0)  # seconds before each attempt to write the manifest
 
 @dataclass(frozen=True)
 class ObjectStaging:
-    """Objects under their final names, which the manifest makes a checkpoint; `mark` excludes other
-    saves.
+    """Objects under their final names, which the manifest makes a checkpoint.
+
+    `mark` excludes other saves.
     """
 
     store: Store

@@ -20,8 +20,9 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 @dataclass(frozen=True)
 class OpenFolder(LocalStore):
-    """The files of the open checkpoint of `marker` in this folder of it; other files are not
-    seen.
+    """The files of the open checkpoint of `marker` in this folder of it.
+
+    Other files are not seen.
     """
 
     marker: "OpenManifest | None" = None
@@ -96,8 +97,9 @@ class OpenManifest:
 
 
 def open_folder(path: Path, stack: ExitStack) -> Path:
-    """A path at which the folder `path` stays this folder until the stack closes; `path` itself
-    without /proc.
+    """A path at which the folder `path` stays this folder until the stack closes.
+
+    `path` itself without /proc.
     """
     if not _DESCRIPTORS.is_dir():
         return path

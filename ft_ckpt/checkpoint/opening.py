@@ -103,8 +103,9 @@ class OpenCheckpoint:
         return (*problems, *map(misleading_problem, names))
 
     def fetch_files(self, paths: Collection[str]) -> None:
-        """Download files of a checkpoint in a bucket once, into a temporary folder; they are
-        compared and read there.
+        """Download files of a checkpoint in a bucket once, into a temporary folder.
+
+        They are compared and read there.
 
         Without room for all of them they stay in the bucket, and comparing and reading are a
         download each.
@@ -179,8 +180,9 @@ def hold_open(place: Place, *, compares: bool = True) -> Iterator[Place]:
 
 
 def checkpoint_around(place: Place) -> tuple[Store, str] | None:
-    """The checkpoint of ft_ckpt that is or contains `place`, and the name of `place` in it; None if
-    there is none.
+    """The checkpoint of ft_ckpt that is or contains `place`, and the name of `place` in it.
+
+    None if there is none.
     """
     for store, name in place.folders_around():
         if store.stat(MANIFEST_NAME) is not None:
@@ -189,8 +191,9 @@ def checkpoint_around(place: Place) -> tuple[Store, str] | None:
 
 
 def files_in(manifest: Manifest, name: str) -> set[str]:
-    """The file `name`, or the files in the folder `name` but training state; of a folder of
-    training state, all.
+    """The file `name`, or the files in the folder `name` but training state.
+
+    Of a folder of training state, all.
     """
     start = f"{name}/" if name else ""
     inside = {file.path for file in manifest.files if f"{file.path}/".startswith(start)}
@@ -204,8 +207,9 @@ def text_identity(text: bytes) -> str:
 
 
 def _open_listed(store: Store, stack: ExitStack) -> OpenCheckpoint:
-    """The checkpoint in a bucket, listed while no save is replacing it; leased until the stack is
-    closed.
+    """The checkpoint in a bucket, listed while no save is replacing it.
+
+    Leased until the stack is closed.
     """
     before = manifest_version(store)
     lease = stack.enter_context(hold_lease(Place(store))) if before else None

@@ -14,12 +14,11 @@ from ft_ckpt.storage import Place, Store
 
 
 def pin(place: Place, reason: str = "") -> None:
-    """Exempt the checkpoint at `place` from all retention rules, durably; `ls` and `prune` show
-    `reason`.
+    """Exempt the checkpoint at `place` from all retention rules, durably.
 
-    Raises NotACheckpointError when nothing is committed there; TargetError or NoSpaceError when the
-    pin cannot be written, and none is left. In a bucket also UnreadableError when it is unknown
-    whether a removal is in progress.
+    `ls` and `prune` show `reason`. Raises NotACheckpointError when nothing is committed there;
+    TargetError or NoSpaceError when the pin cannot be written, and none is left. In a bucket also
+    UnreadableError when it is unknown whether a removal is in progress.
     """
     store = place.folder
     _check_committed(store)
@@ -47,8 +46,9 @@ def unpin(place: Place) -> bool:
 
 
 def pin_reason(place: Place) -> str | None:
-    """The user and the reason of the pin of the checkpoint at `place`, for messages; None when it
-    is not pinned.
+    """The user and the reason of the pin of the checkpoint at `place`, for messages.
+
+    None when it is not pinned.
     """
     store = place.folder
     if store.stat(PIN) is None:

@@ -105,8 +105,9 @@ def file_problems(store: Store, file: FileRecord) -> list[Problem]:
 
 
 def large_files(store: Store, manifest: Manifest) -> list[FileRecord]:
-    """The files whose digests are not compared whenever the checkpoint is opened; one of several
-    hard links.
+    """The files whose digests are not compared whenever the checkpoint is opened.
+
+    One of several hard links.
     """
     return distinct_files(store, [file for file in manifest.files if not _is_small(file)])
 
@@ -126,8 +127,9 @@ def stored_bytes(store: Store, manifest: Manifest) -> int:
 
 
 def file_key(store: Store, name: str) -> object:
-    """A key that is equal for all hard links of one file; the name of a missing file or of an
-    object.
+    """A key that is equal for all hard links of one file.
+
+    The name of a missing file or of an object.
     """
     try:
         stored = None if store.local_folder is None else store.stat(name)
@@ -150,8 +152,9 @@ def _list_folders_of(store: Store, manifest: Manifest) -> dict[str, Stored]:
 
 
 def _size_problem(store: Store, file: FileRecord, stored: Stored | None) -> Problem | None:
-    """The size problem of a file that was listed as `stored`; if it was not listed, opening it
-    gives the reason.
+    """The size problem of a file that was listed as `stored`.
+
+    If it was not listed, opening it gives the reason.
     """
     try:
         if stored is not None:

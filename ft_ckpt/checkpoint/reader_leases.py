@@ -33,12 +33,11 @@ from ft_ckpt.storage import (
 
 @contextmanager
 def hold_lease(place: Place) -> Iterator[str | None]:
-    """Protect the checkpoint at `place` from deletion while the block runs; read its manifest
-    inside, once.
+    """Protect the checkpoint at `place` from deletion while the block runs.
 
-    Does nothing without a manifest, or if the folder cannot be written: nothing can be deleted
-    there either. In a bucket it must be a checkpoint; yields the name of the lease for
-    `settled_list`, None without write access.
+    Read its manifest inside, once. Does nothing without a manifest, or if the folder cannot be
+    written: nothing can be deleted there either. In a bucket it must be a checkpoint; yields the
+    name of the lease for `settled_list`, None without write access.
     """
     store = place.folder
     if store.local_folder is None:
@@ -96,8 +95,9 @@ class _FileLease(Lease):
 
 
 def _put_object_lease(store: Store) -> Lease | None:
-    """A lease on the checkpoint of a bucket; None without write access: such a reader cannot
-    prevent a deletion.
+    """A lease on the checkpoint of a bucket.
+
+    None without write access: such a reader cannot prevent a deletion.
     """
     lease = Lease(store, new_mark(LEASE))
     try:

@@ -141,10 +141,10 @@ def uncommit(path: Path) -> None:
 
 
 def listed_files(folder: Path) -> frozenset[str] | None:
-    """The files of the checkpoint in `folder`; None when there is none. Accepts newer manifest
-    formats.
+    """The files of the checkpoint in `folder`.
 
-    Raises UnreadableError when the manifest cannot be read now.
+    None when there is none. Accepts newer manifest formats. Raises UnreadableError when the
+    manifest cannot be read now.
     """
     try:
         text = read_text(LocalStore(folder), MANIFEST_NAME, MANIFEST_LIMIT_BYTES)
@@ -194,8 +194,9 @@ def _carry_foreign_files(stage: Path, target: Path, manifest: Manifest | None) -
 
 
 def _find_leftovers(folder: Path, target: Path | None) -> list[_Leftover]:
-    """The leftovers of interrupted saves in `folder`, one for each save; only those of `target`,
-    when it is given.
+    """The leftovers of interrupted saves in `folder`, one for each save.
+
+    Only those of `target`, when it is given.
     """
     leftovers: dict[str, _Leftover] = {}
     for entry_name in local_disk.list_names(folder):
@@ -214,8 +215,9 @@ def _find_leftovers(folder: Path, target: Path | None) -> list[_Leftover]:
 
 
 def _recover_leftover(leftover: _Leftover, max_seconds: float) -> str | None:
-    """Undo or finish one interrupted save; returns a line about it, None when its owner may be
-    alive.
+    """Undo or finish one interrupted save.
+
+    Returns a line about it, None when its owner may be alive.
     """
     stage, target = leftover.stage, leftover.target
     try:

@@ -64,8 +64,9 @@ class LocalRun:
 
     @contextlib.contextmanager
     def exclusive_sweep(self) -> Iterator[bool]:
-        """Lock the folder against a second pruning, which could bring a checkpoint back; False when
-        one is running.
+        """Lock the folder against a second pruning, which could bring a checkpoint back.
+
+        False when one is running.
 
         On file systems without folder locks, such as NFS, only one process may prune.
         """
@@ -109,8 +110,9 @@ class LocalRun:
 
 @dataclass
 class BucketRun:
-    """The folder of a run in a bucket, see `bucket_delete` and `marks`; each decision comes from
-    one listing.
+    """The folder of a run in a bucket, see `bucket_delete` and `marks`.
+
+    Each decision comes from one listing.
     """
 
     root: Store

@@ -77,10 +77,9 @@ class SaveMark(ExclusiveLease):
 
 
 def clear_spent_mark(store: Store) -> bool:
-    """Delete the mark of a save that was killed after it committed the checkpoint in `store`; True
-    if there was one.
+    """Delete the mark of a save that was killed after it committed the checkpoint in `store`.
 
-    A mark that cannot be read or deleted now stays.
+    True if there was one. A mark that cannot be read or deleted now stays.
     """
     with suppress(CheckpointError):
         token = read_mark(store, SAVING).get("token")

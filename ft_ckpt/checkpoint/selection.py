@@ -13,13 +13,12 @@ from ft_ckpt.storage import Place, open_place
 
 
 def latest(directory: str | os.PathLike[str] | Place) -> Path | str | None:
-    """The newest checkpoint in `directory` that passes `verify(deep=False)`; None if there is none,
-    or no folder.
+    """The newest checkpoint in `directory` that passes `verify(deep=False)`.
 
-    Checkpoints computed from others (an average, a merged model) are skipped, and invalid ones with
-    a warning. Returns a local path or a URL, as `directory` is. Raises UnreadableError when a newer
-    one, or any manifest, cannot be read now: it may be the newest; NotACheckpointError when
-    `directory` is a file.
+    None if there is none, or no folder. Checkpoints computed from others (an average, a merged
+    model) are skipped, and invalid ones with a warning. Returns a local path or a URL, as
+    `directory` is. Raises UnreadableError when a newer one, or any manifest, cannot be read now: it
+    may be the newest; NotACheckpointError when `directory` is a file.
     """
     info = find_latest(open_place(directory))
     return None if info is None else info.path
@@ -34,14 +33,13 @@ def find_latest(directory: Place) -> CheckpointInfo | None:
 def best(
     run: str | os.PathLike[str] | Place, metric: str | tuple[str, str] | None = None
 ) -> Path | str | None:
-    """The best checkpoint of the newest run in the folder `run` by a metric; None when none has a
-    number.
+    """The best checkpoint of the newest run in the folder `run` by a metric.
 
-    `metric` is (name, "min" or "max"). A name alone, or None if there is one metric, is looked up
-    in the run's `Keep.best` and `Every.best`. NaN is never the best; the oldest of equal ones is.
-    Checkpoints that do not pass `verify(deep=False)` are skipped with a warning. Raises ConfigError
-    when the metric or its direction is unknown; UnreadableError when one that may be the best
-    cannot be read now.
+    None when none has a number. `metric` is (name, "min" or "max"). A name alone, or None if there
+    is one metric, is looked up in the run's `Keep.best` and `Every.best`. NaN is never the best;
+    the oldest of equal ones is. Checkpoints that do not pass `verify(deep=False)` are skipped with
+    a warning. Raises ConfigError when the metric or its direction is unknown; UnreadableError when
+    one that may be the best cannot be read now.
     """
     info = find_best(open_place(run), metric)
     return None if info is None else info.path

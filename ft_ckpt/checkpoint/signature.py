@@ -49,11 +49,10 @@ def make_signature(
     password: str | None,
     provider: str | None,
 ) -> bytes:
-    """The bundle for the checkpoint whose open files are in `opened`; without `key`, by Sigstore's
-    keyless signing.
+    """The bundle for the checkpoint whose open files are in `opened`.
 
-    Raises ConfigError for an unusable key, or without the library; TargetError when Sigstore cannot
-    be used now.
+    Without `key`, by Sigstore's keyless signing. Raises ConfigError for an unusable key, or without
+    the library; TargetError when Sigstore cannot be used now.
     """
     hashing, signing, _ = _libraries()
     config = signing.Config().set_hashing_config(

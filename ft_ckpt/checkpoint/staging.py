@@ -28,8 +28,9 @@ class Staging(Protocol):
         ...
 
     def commit(self, manifest: Manifest) -> None:
-        """Make the files the checkpoint, durably, or change nothing; raises as
-        `commit.commit_stage` does.
+        """Make the files the checkpoint, durably, or change nothing.
+
+        Raises as `commit.commit_stage` does.
         """
         ...
 
@@ -70,10 +71,10 @@ def open_staging_at(
     overwrite: bool = False,
     max_mode: int = 0o777,
 ) -> Staging:
-    """A new staging for a place in any store; raises as `open_staging` and `open_object_staging`
-    do.
+    """A new staging for a place in any store.
 
-    On a disk, `max_mode` limits the permissions of what is committed.
+    Raises as `open_staging` and `open_object_staging` do. On a disk, `max_mode` limits the
+    permissions of what is committed.
     """
     folder = target.folder.local_folder
     if folder is not None:

@@ -94,8 +94,9 @@ def next_number(target: Store, beside: Store) -> int:
 
 
 def _number_in_head(store: Store) -> int:
-    """The number of the checkpoint in `store`, read from the start of its manifest; 0 when it has
-    none.
+    """The number of the checkpoint in `store`, read from the start of its manifest.
+
+    0 when it has none.
     """
     try:
         with closing(store.open(MANIFEST_NAME)) as file:

@@ -114,10 +114,9 @@ def index_footer(text: bytes, data_start: int, index_start: int, file_bytes: int
 
 
 def read_index(raw: RawFile, end: int | None = None) -> TensorIndex | None:
-    """The index whose footer ends at byte `end` (default: the end of the file); None if there is no
-    valid footer.
+    """The index whose footer ends at byte `end` (default: the end of the file).
 
-    Raises CorruptError when the index itself is damaged.
+    None if there is no valid footer. Raises CorruptError when the index itself is damaged.
     """
     end = raw.size_bytes if end is None else end
     if end < FOOTER_BYTES:
@@ -131,10 +130,10 @@ def read_index(raw: RawFile, end: int | None = None) -> TensorIndex | None:
 
 
 def moved_index(data: bytes, source: str) -> TensorIndex:
-    """The index from the bytes of its dataset, which another program has moved; its offsets are
-    invalid.
+    """The index from the bytes of its dataset, which another program has moved.
 
-    Raises CorruptError when it is damaged: the file is then damaged as well.
+    Its offsets are invalid. Raises CorruptError when it is damaged: the file is then damaged as
+    well.
     """
     footer = _parse_footer(data[-FOOTER_BYTES:])
     if footer is None:

@@ -48,8 +48,9 @@ def _field_tuples(described: Sequence[Any]) -> Any:
 
 
 def is_describable(dtype: np.dtype[Any]) -> bool:
-    """Whether the type can be restored from its JSON form; False with Python objects or
-    metadata.
+    """Whether the type can be restored from its JSON form.
+
+    False with Python objects or metadata.
     """
     if dtype.hasobject or dtype.metadata:
         return False
@@ -60,8 +61,9 @@ def is_describable(dtype: np.dtype[Any]) -> bool:
 
 
 def stored_array(array: Array) -> Array:
-    """`array` in row-major order; a dtype that not every format has becomes bytes, with one more
-    dimension.
+    """`array` in row-major order.
+
+    A dtype that not every format has becomes bytes, with one more dimension.
     """
     dtype = array.dtype
     if dtype.isbuiltin and dtype.kind in "biufc" and dtype.name in _NUMBERS:

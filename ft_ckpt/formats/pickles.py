@@ -88,11 +88,10 @@ class _TableUnpickler(pickle.Unpickler):
 
 
 def unpickle(data: bytes, source: str, table: Mapping[str, Any] = PLAIN_VALUES) -> Any:
-    """The value pickled in `data`, whose globals are looked up in `table`; `source` names it in
-    errors.
+    """The value pickled in `data`, whose globals are looked up in `table`.
 
-    Raises LoadError for a global that is not in the table, CorruptError for a damaged pickle and
-    one above 64 MB.
+    `source` names it in errors. Raises LoadError for a global that is not in the table,
+    CorruptError for a damaged pickle and one above 64 MB.
     """
     if len(data) > MAX_BYTES:
         raise CorruptError(

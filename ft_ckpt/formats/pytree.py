@@ -73,8 +73,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor or an array of the object; `shape` and `dtype` (torch's name) are those of its
-    stored bytes.
+    """A tensor or an array of the object.
+
+    `shape` and `dtype` (torch's name) are those of its stored bytes.
     """
 
     shape: tuple[int, ...]
@@ -293,8 +294,9 @@ def _tensor_problem(
 
 
 def _memory_identity(tensor: torch.Tensor) -> Hashable:
-    """A key that is equal for tensors with the same memory and layout; None for other classes and
-    empty tensors.
+    """A key that is equal for tensors with the same memory and layout.
+
+    None for other classes and empty tensors.
     """
     if type(tensor) not in _WITH_MEMORY or tensor.numel() == 0:
         return None

@@ -92,8 +92,9 @@ class RawFile:
             )
 
     def read_in(self, threads: int = 4, direct: str = "auto") -> bool:
-        """Read the whole file into private memory at the disk's rate; "mapped" tensors then use
-        this memory.
+        """Read the whole file into private memory at the disk's rate.
+
+        "mapped" tensors then use this memory.
 
         Returns False if the file is mapped already, or memory is short. Raises CorruptError when it
         changes meanwhile.

@@ -31,8 +31,9 @@ class StraightLanding:
     at: int = 0
 
     def put(self, data: Tensor, *, lasts: bool = False) -> None:
-        """Copy the next bytes into place; asynchronously if `data` lasts until the device has
-        copied it.
+        """Copy the next bytes into place.
+
+        Asynchronously if `data` lasts until the device has copied it.
         """
         end = self.at + data.numel()
         if self.local.device.type == "cpu" and data.device.type == "cpu":

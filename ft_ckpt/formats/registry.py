@@ -97,8 +97,9 @@ def format_named(name: str) -> "TensorFormat":
 
 
 def checkpoint_format_of(name: str) -> "TensorFormat":
-    """The format of a weight file, by suffix; the default for unknown suffixes, which its reader
-    rejects.
+    """The format of a weight file, by suffix.
+
+    The default for unknown suffixes, which its reader rejects.
     """
     suffix = PurePosixPath(name).suffix
     tensor_format = _checkpoint_format(suffix)

@@ -93,10 +93,9 @@ def _header_index(header: SafetensorsHeader) -> TensorIndex:
 def link_second_names(
     tensor_format: TensorFormat, written: Sequence[FileRecord], store: Store
 ) -> list[FileRecord]:
-    """Link files in `store` under the second name of their format, if it has one; the records of
-    the links.
+    """Link files in `store` under the second name of their format, if it has one.
 
-    Stores without links get none.
+    The records of the links. Stores without links get none.
     """
     if not tensor_format.link_suffix:
         return []

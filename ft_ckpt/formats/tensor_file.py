@@ -73,8 +73,9 @@ class TensorView(TensorFile):
         metadata: Mapping[str, str] = _EMPTY,
         skipped: Sequence[str] = (),
     ) -> None:
-        """`sources`: the tensor of `files` that each name stands for; `dtypes`: by name, to which
-        the tensor is cast as it is read.
+        """`sources`: the tensor of `files` that each name stands for.
+
+        `dtypes`: by name, to which the tensor is cast as it is read.
 
         Closing the view closes `files`.
         """

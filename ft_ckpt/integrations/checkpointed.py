@@ -104,8 +104,9 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         self.ft_ckpt_begin()
 
     def ft_ckpt_begin(self) -> None:
-        """Prepare a trainer whose `Trainer.__init__` has run; its output folder becomes an absolute
-        path.
+        """Prepare a trainer whose `Trainer.__init__` has run.
+
+        Its output folder becomes an absolute path.
 
         Raises ConfigError for an output folder that is a URL.
         """
@@ -220,8 +221,9 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         return absent
 
     def __name_unsaved(self, saver: CheckpointSaver[Any]) -> None:
-        """Warn once of state that moves and that the checkpoints do not have; a resume reports it
-        too.
+        """Warn once of state that moves and that the checkpoints do not have.
+
+        A resume reports it too.
         """
         run = saver._run
         names = unsaved_state(self, self.__held, {*run.watched, *run.registered})

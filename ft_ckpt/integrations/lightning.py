@@ -68,15 +68,14 @@ class LightningSettings(SaveSettings, total=False):
 
 
 class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are computed at import time
-    """Saves a Lightning run to `directory` and resumes it; one per trainer, on a single device or
-    under DDP.
+    """Saves a Lightning run to `directory` and resumes it.
 
-    A checkpoint has the weights of the submodule `attribute` of the LightningModule; "" is the
-    whole module. None is its only Hugging Face or PEFT model, or the whole module if it has none.
-    Everything else is part of the training state. `every` counts Lightning's `global_step`, and
-    metrics are the trainer's `callback_metrics`. `resume` and `allow` are those of
-    `CheckpointSaver.resume`, `replay` is that of `remaining`; `tokenizer`, `on_saved` and
-    `settings` are the saver's.
+    One per trainer, on a single device or under DDP. A checkpoint has the weights of the submodule
+    `attribute` of the LightningModule; "" is the whole module. None is its only Hugging Face or
+    PEFT model, or the whole module if it has none. Everything else is part of the training state.
+    `every` counts Lightning's `global_step`, and metrics are the trainer's `callback_metrics`.
+    `resume` and `allow` are those of `CheckpointSaver.resume`, `replay` is that of `remaining`;
+    `tokenizer`, `on_saved` and `settings` are the saver's.
 
     Raises ConfigError for invalid settings, and when training starts with a strategy that is not
     supported.

@@ -8,8 +8,9 @@ from ft_ckpt.runs import DataPosition
 
 
 class FedLoader:
-    """Proxy of a training data loader that yields the batches of `place`; other attributes are
-    those of the loader.
+    """Proxy of a training data loader that yields the batches of `place`.
+
+    Other attributes are those of the loader.
     """
 
     def __init__(self, loader: Any, place: DataPosition, before_batch: Callable[[], None]) -> None:

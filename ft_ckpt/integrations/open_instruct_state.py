@@ -96,13 +96,12 @@ class ClientState(dict[str, Any]):
 def load_checkpoint_state(
     engine: Any, checkpoint_state_dir: str | Path, client: ClientState
 ) -> RestoreReport:
-    """Restore a DeepSpeed engine and `client` from a checkpoint-state folder; call it on every
-    rank.
+    """Restore a DeepSpeed engine and `client` from a checkpoint-state folder.
 
-    Restores weights, optimizer, scheduler, counters, and the RNG states of the ranks that stored
-    them: under ZeRO-3 each rank, else rank 0. The report lists the outcome of each item; items that
-    the folder lacks also cause a warning. Every file is read and compared with its checksums before
-    the engine changes. Nothing in the folder is executed.
+    Call it on every rank. Restores weights, optimizer, scheduler, counters, and the RNG states of
+    the ranks that stored them: under ZeRO-3 each rank, else rank 0. The report lists the outcome of
+    each item; items that the folder lacks also cause a warning. Every file is read and compared
+    with its checksums before the engine changes. Nothing in the folder is executed.
 
     Raises NotACheckpointError without DeepSpeed's files; LoadError for anything but tensors, plain
     data and DeepSpeed's own records, for a folder of another number of ranks, stage or precision,
@@ -133,12 +132,11 @@ def load_checkpoint_state(
 def save_checkpoint_state(
     engine: Any, checkpoint_state_dir: str | Path, client: Mapping[str, Any]
 ) -> None:
-    """Write a checkpoint-state folder that open-instruct's GRPO trainer resumes from; call it on
-    every rank.
+    """Write a checkpoint-state folder that open-instruct's GRPO trainer resumes from.
 
-    The RNG states of each rank are added to the client state `client`. DeepSpeed writes the files;
-    under ZeRO-1 and -2 it stores the client state of rank 0 only. The write is not atomic: `latest`
-    is written last.
+    Call it on every rank. The RNG states of each rank are added to the client state `client`.
+    DeepSpeed writes the files; under ZeRO-1 and -2 it stores the client state of rank 0 only. The
+    write is not atomic: `latest` is written last.
     """
     states: dict[str, Any] = {
         "torch_cpu_rng_state": torch.get_rng_state(),
@@ -224,8 +222,9 @@ def _misfits(
 
 
 def _step_folder(place: Place) -> Place | None:
-    """The folder with the ranks' files: `place`, or the one that its file `latest` names; None if
-    there is none.
+    """The folder with the ranks' files: `place`, or the one that its file `latest` names.
+
+    None if there is none.
     """
     store = place.folder
     candidates = [place]
@@ -246,8 +245,9 @@ def _file_names(place: Place) -> list[str]:
 
 
 def _restore_engine(engine: Any, folder: Path, tag: str) -> dict[str, Any]:
-    """Let DeepSpeed restore the engine; returns the model-states file, with the client state,
-    without its weights.
+    """Let DeepSpeed restore the engine.
+
+    Returns the model-states file, with the client state, without its weights.
     """
     read: dict[str, Any] = {}
 

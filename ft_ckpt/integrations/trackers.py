@@ -142,8 +142,9 @@ def log_to_mlflow(
 
 
 def _is_best(report: SaveReport) -> bool | None:
-    """Whether the checkpoint is the best of its run by the first metric of its rankings; None
-    without rankings.
+    """Whether the checkpoint is the best of its run by the first metric of its rankings.
+
+    None without rankings.
     """
     rankings = list(load_manifest(report.place.folder).rankings.items())
     if not rankings:

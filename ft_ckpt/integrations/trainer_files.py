@@ -124,8 +124,9 @@ def chosen_by(ranks: Ranks, request: str, folder: Path, deep: bool) -> ChosenChe
 
 
 def _requested_path(request: str, folder: Path, deep: bool) -> Path | None:
-    """The path `request`, or for a mode that of the newest whole checkpoint in `folder`; None for a
-    fresh start.
+    """The path `request`, or for a mode that of the newest whole checkpoint in `folder`.
+
+    None for a fresh start.
     """
     if request not in ("auto", "must"):
         path = Path(request)
@@ -147,10 +148,9 @@ def _requested_path(request: str, folder: Path, deep: bool) -> Path | None:
 
 
 def _newest_whole(folder: Path, deep: bool) -> Path | None:
-    """The whole checkpoint in `folder` with the highest step, of ft_ckpt or the Trainer; None
-    without one.
+    """The whole checkpoint in `folder` with the highest step, of ft_ckpt or the Trainer.
 
-    Raises CorruptError if there are checkpoints of ft_ckpt, but none is whole.
+    None without one. Raises CorruptError if there are checkpoints of ft_ckpt, but none is whole.
     """
     paths_by_step = []
     for entry in LocalStore(folder).list_folder().folders:
@@ -193,11 +193,10 @@ def has_our_state(path: Path) -> bool:
 
 
 def load_best_weights(model: nn.Module, path: Path, deep: bool, ranks: Ranks) -> None:
-    """Load the weights of rank 0's checkpoint at `path` into `model`; ranks that do not see it get
-    a copy.
+    """Load the weights of rank 0's checkpoint at `path` into `model`.
 
-    Collective. `deep` compares the digests of all its files. Raises CorruptError naming damaged
-    files, LoadError when the weights do not fit.
+    Ranks that do not see it get a copy. Collective. `deep` compares the digests of all its files.
+    Raises CorruptError naming damaged files, LoadError when the weights do not fit.
     """
     with ExitStack() as stack:
         # all ranks have loaded before the stack deletes the copies on other nodes
@@ -237,11 +236,10 @@ def _trainer_state(path: Path) -> str | None:
 def prune_older(
     folder: Path, newest: Path, best: str | None, limit: int | None, keep: Keep | None
 ) -> None:
-    """Delete checkpoints of the run of `newest` that `keep` does not select; without `keep`, all
-    above `limit`.
+    """Delete checkpoints of the run of `newest` that `keep` does not select.
 
-    `best` is the Trainer's best checkpoint, which stays. Warns of checkpoints that could not be
-    deleted.
+    Without `keep`, all above `limit`. `best` is the Trainer's best checkpoint, which stays. Warns
+    of checkpoints that could not be deleted.
     """
     run_id = read_manifest(open_place(newest)).run_id
     if keep is None and limit is not None and limit > 0:

@@ -17,8 +17,9 @@ _FOLDER_OF_LAST = "last-checkpoint"  # as the Trainer names it
 
 
 def push_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
-    """Start to push a checkpoint by `hub_strategy`; while the last push is running, only if
-    `hub_always_push`.
+    """Start to push a checkpoint by `hub_strategy`.
+
+    While the last push is running, only if `hub_always_push`.
     """
     args, strategy = trainer.args, trainer.args.hub_strategy
     if not trainer.is_world_process_zero() or strategy == HubStrategy.END:

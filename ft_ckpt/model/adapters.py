@@ -93,8 +93,9 @@ def adapter_parts(
 
 
 def why_redrawn(adapter: str, config: Any) -> str:
-    """Why PEFT draws other numbers for the adapter each time that it makes it; "" if it does
-    not.
+    """Why PEFT draws other numbers for the adapter each time that it makes it.
+
+    "" if it does not.
     """
     # UniLora
     if getattr(config, "proj_seed", 0) is None and not getattr(config, "save_indices", True):

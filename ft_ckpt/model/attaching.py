@@ -136,8 +136,9 @@ def _make_adapter(model: Any, adapter: str, config: Any) -> Any:
 def _resize_embeddings(
     model: Any, checkpoint: OpenCheckpoint, records: Sequence[PartRecord]
 ) -> tuple[str, ...]:
-    """Resize the embeddings of a base to the rows that the adapters store; a note if it was
-    done.
+    """Resize the embeddings of a base to the rows that the adapters store.
+
+    A note if it was done.
     """
     if is_peft_model(model):
         return ()
@@ -150,8 +151,9 @@ def _resize_embeddings(
 
 
 def _stored_rows(model: Any, records: Sequence[PartRecord]) -> int | None:
-    """The number of input embedding rows that the adapters store; None if they store no
-    embeddings.
+    """The number of input embedding rows that the adapters store.
+
+    None if they store no embeddings.
     """
     embedding = embedding_of(model)
     if embedding is None:

@@ -20,8 +20,9 @@ def keeps_base(config: Any) -> bool:
 
 
 def start_keeps_base(init_lora_weights: Any) -> bool:
-    """Whether LoRA matrices that are initialised so leave the base unchanged; False for an unknown
-    initialisation.
+    """Whether LoRA matrices that are initialised so leave the base unchanged.
+
+    False for an unknown initialisation.
     """
     return str(init_lora_weights).lower() in _KEEPS_BASE
 

@@ -42,12 +42,11 @@ class BaseClass:
 def find_base_class(
     place: str, record: PartRecord, settings: Mapping[str, Any], **options: Any
 ) -> BaseClass:
-    """The class and config for the base of the adapter in `record` with these `settings`; `place`:
-    its files.
+    """The class and config for the base of the adapter in `record` with these `settings`.
 
-    The recorded class, or else the first of these whose modules have the names of the adapter's
-    tensors: the class in the adapter's config, the one that the files name, the auto class of its
-    task. `options`: of `from_pretrained`.
+    `place`: its files. The recorded class, or else the first of these whose modules have the names
+    of the adapter's tensors: the class in the adapter's config, the one that the files name, the
+    auto class of its task. `options`: of `from_pretrained`.
     """
     from transformers import AutoConfig, AutoModel
 
@@ -116,8 +115,9 @@ def _candidates(config: Any, settings: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _class_named(name: str, config: Any) -> Any:
-    """The class `name` of transformers, or the auto class for it in the config's own code; None if
-    there is none.
+    """The class `name` of transformers, or the auto class for it in the config's own code.
+
+    None if there is none.
     """
     import transformers
 

@@ -203,8 +203,9 @@ def _find_absent(model: Any, sources: Mapping[str, Source], folder: Place) -> fr
 def _shapes_in(
     file: TensorFile, model: Any, sources: Mapping[str, Source]
 ) -> dict[str, tuple[int, ...] | None]:
-    """The shape in `file` of each of the model's tensors that it has; None if transformers converts
-    it.
+    """The shape in `file` of each of the model's tensors that it has.
+
+    None if transformers converts it.
     """
     empty = {}
     for name, source in sources.items():

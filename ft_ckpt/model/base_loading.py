@@ -55,8 +55,9 @@ def load_base(
 
 
 def _refuse_damaged_base(place: Place, verify: bool) -> None:
-    """Compare the files of a base in a folder with its manifest, or torch's files with their sums;
-    an id has none.
+    """Compare the files of a base in a folder with its manifest, or torch's files with their sums.
+
+    An id has none.
     """
     if not place.is_folder:
         return
@@ -75,8 +76,9 @@ def _refuse_damaged_base(place: Place, verify: bool) -> None:
 
 
 def _class_in_diffusers(place: Place) -> str | None:
-    """The class in diffusers of the model in the folder `place`; None for another model, or no
-    folder.
+    """The class in diffusers of the model in the folder `place`.
+
+    None for another model, or no folder.
     """
     if not place.is_folder or place.folder.stat("config.json") is None:
         return None

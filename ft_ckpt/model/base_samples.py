@@ -110,8 +110,9 @@ def identifying_samples(record: PartRecord) -> dict[str, Mapping[str, float]]:
 def base_samples(
     model: nn.Module, rank: int, attribute: str | None = None
 ) -> dict[str, dict[str, float]]:
-    """A few local elements of frozen base tensors: of adapted layers, else of all; {} without
-    adapters.
+    """A few local elements of frozen base tensors: of adapted layers, else of all.
+
+    {} without adapters.
     """
     if not has_adapters(module_at(model, attribute or "")):
         return {}
@@ -273,8 +274,9 @@ class _Comparison:
 
 
 def _adapted_paths(record: PartRecord) -> frozenset[str]:
-    """All prefixes of the paths of the adapter's tensors in the base model; they include the
-    adapted layers.
+    """All prefixes of the paths of the adapter's tensors in the base model.
+
+    They include the adapted layers.
     """
     paths = set()
     for tensor in record.tensors:
@@ -291,8 +293,9 @@ def are_near(
     tolerance: float,
     is_adapted: bool,
 ) -> bool:
-    """Whether elements differ by at most `tolerance` times their size; in an adapted layer, at
-    least 1/4 of the largest.
+    """Whether elements differ by at most `tolerance` times their size.
+
+    In an adapted layer, at least 1/4 of the largest.
     """
     min_size = 1e-6
     if is_adapted:

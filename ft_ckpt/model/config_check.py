@@ -123,8 +123,9 @@ def _is_public(cls: type) -> bool:
 
 
 def _public_ancestor(cls: type) -> type | None:
-    """The nearest class of transformers that a script's class is derived from; None if it is its
-    abstract base.
+    """The nearest class of transformers that a script's class is derived from.
+
+    None if it is its abstract base.
     """
     import transformers
 
@@ -137,8 +138,9 @@ def _public_ancestor(cls: type) -> type | None:
 
 
 def _packed_layers(part: Part) -> frozenset[str]:
-    """The paths of the layers that a quantiser has packed; empty for a model that is not
-    quantised.
+    """The paths of the layers that a quantiser has packed.
+
+    Empty for a model that is not quantised.
     """
     module: nn.Module = part.module
     if not is_quantised(module, module.config):

@@ -20,8 +20,9 @@ _CAST_DTYPES = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.fl
 
 
 def load_conversion_table() -> None:
-    """Build transformers' conversion table before training starts; it takes 60 ms, once per
-    process.
+    """Build transformers' conversion table before training starts.
+
+    It takes 60 ms, once per process.
     """
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -124,8 +125,9 @@ def _conversion_groups(
     computed_names: Iterable[str],
     revert: Callable[..., dict[str, Tensor]],
 ) -> dict[str, Group]:
-    """Stored name -> the group that computes it; one group for all if layers do not convert
-    independently.
+    """Stored name -> the group that computes it.
+
+    One group for all if layers do not convert independently.
     """
     layers: dict[str, list[str]] = {}
     for name in converted:

@@ -25,8 +25,9 @@ def embedding_of(model: Any, getter: str = "get_input_embeddings") -> Any:
 
 
 def resized_embeddings(view: View, model: Any) -> set[str]:
-    """Names of embedding weights with another number of rows than the loaded base had; `model`: the
-    base model.
+    """Names of embedding weights with another number of rows than the loaded base had.
+
+    `model`: the base model.
     """
     if not hasattr(model, "get_input_embeddings") or not hasattr(model, "config"):
         return set()
@@ -58,8 +59,9 @@ def _weights(view: View, model: Any) -> list[str]:
 
 @lru_cache(4)  # the model is made once for all saves of a run
 def _shapes_with_words(cls: type, config: str, words: int) -> Shapes:
-    """The shapes that the class makes of a config with another number of words; empty if it makes
-    no model of it.
+    """The shapes that the class makes of a config with another number of words.
+
+    Empty if it makes no model of it.
     """
     try:
         changed = read_config(cls.config_class, config)  # type: ignore[attr-defined]  # of transformers' classes

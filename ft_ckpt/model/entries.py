@@ -91,8 +91,9 @@ class Part:
 
     @property
     def main_dtype(self) -> str:
-        """The stored dtype of most floating-point elements, for the config; "float32" if there are
-        none.
+        """The stored dtype of most floating-point elements, for the config.
+
+        "float32" if there are none.
         """
         elements: Counter[str] = Counter()
         for entry in self.entries:
@@ -103,8 +104,9 @@ class Part:
 
 @dataclass(frozen=True)
 class MergeChoice:
-    """The adapters to merge: `adapters`, or the active ones if empty; each multiplied by its
-    weight, if given.
+    """The adapters to merge: `adapters`, or the active ones if empty.
+
+    Each multiplied by its weight, if given.
     """
 
     adapters: tuple[str, ...] = ()
@@ -153,8 +155,9 @@ def merge_choice(
 
 
 def finite_numbers(values: Any) -> list[float]:
-    """The values as floats; empty unless they are finite numbers in an order: no string, mapping or
-    set.
+    """The values as floats.
+
+    Empty unless they are finite numbers in an order: no string, mapping or set.
     """
     if isinstance(values, (str, bytes, bytearray, Mapping, Set)):
         return []

@@ -15,13 +15,12 @@ _MODES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")
 
 
 def generation_config(model: nn.Module, tokenizer: Any, chat_template_name: str | None) -> Any:
-    """The GenerationConfig to save, or None when the model cannot generate; the live one is not
-    changed.
+    """The GenerationConfig to save, or None when the model cannot generate.
 
-    `chat_template_name` None: a copy of the live one, without its invalid fields if it was changed.
-    A name with "olmo": no BOS, and the EOS ids of <|im_end|> and <|endoftext|>. Any other name: EOS
-    and BOS of the tokenizer. Raises CompanionError when there is no tokenizer, a token is not in
-    the vocabulary, or its id exceeds the embedding rows.
+    The live one is not changed. `chat_template_name` None: a copy of the live one, without its
+    invalid fields if it was changed. A name with "olmo": no BOS, and the EOS ids of <|im_end|> and
+    <|endoftext|>. Any other name: EOS and BOS of the tokenizer. Raises CompanionError when there is
+    no tokenizer, a token is not in the vocabulary, or its id exceeds the embedding rows.
     """
     live = getattr(model, "generation_config", None)
     if live is None or not hasattr(model, "can_generate") or not model.can_generate():  # type: ignore[operator]  # a method

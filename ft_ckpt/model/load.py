@@ -126,12 +126,11 @@ def load_model(
     mapped: bool | Literal["auto"] = "auto",
     with_report: bool = False,
 ) -> Any:
-    """Load the model at `path`, in eval mode: a Hugging Face model, or a PeftModel on its base; or
-    fill yours.
+    """Load the model at `path`, in eval mode: a Hugging Face model, or a PeftModel on its base.
 
-    `path` is a checkpoint or the folder of one of its parts; `part` also selects one by name. A
-    checkpoint of several attributes gives a dict by name; parameters that they shared are shared
-    again, unless both are in your modules.
+    Or fill yours. `path` is a checkpoint or the folder of one of its parts; `part` also selects one
+    by name. A checkpoint of several attributes gives a dict by name; parameters that they shared
+    are shared again, unless both are in your modules.
 
     `mapped`: files are mapped, not copied, if the model keeps tensors as they are stored. A weight
     is copied when it is first written, unused weights are not read, and the processes of a machine

@@ -164,8 +164,9 @@ def _compare_stored(
 
 
 def _direct_targets(tensors: ModelTensors) -> dict[str, Source]:
-    """The tensors that can be overwritten in place, without calling their modules; in engines, all
-    but opaque ones.
+    """The tensors that can be overwritten in place, without calling their modules.
+
+    In engines, all but opaque ones.
     """
     overriding = []
     for path, _, module in walk_modules(tensors.chain[-1]):

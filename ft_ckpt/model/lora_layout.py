@@ -27,11 +27,10 @@ _ORIGIN_SETTINGS = frozenset(
 
 
 def in_lora_layout(part: Part) -> Part:
-    """The adapter as `load_lora_weights` reads it, if it is LoRA on a model of diffusers; other
-    adapters unchanged.
+    """The adapter as `load_lora_weights` reads it, if it is LoRA on a model of diffusers.
 
-    An adapter of diffusers' models that diffusers cannot read keeps PEFT's layout, with a note that
-    says why.
+    Other adapters unchanged. An adapter of diffusers' models that diffusers cannot read keeps
+    PEFT's layout, with a note that says why.
     """
     if not is_diffusers(part.module):
         return part
@@ -51,8 +50,9 @@ def in_lora_layout(part: Part) -> Part:
 
 
 def component_of(module: Any) -> str:
-    """The name in a pipeline of the model that carries adapters, from its class; diffusers' default
-    is the second.
+    """The name in a pipeline of the model that carries adapters, from its class.
+
+    Diffusers' default is the second.
     """
     for cls in type(model_below(module)).__mro__:
         if cls.__module__.startswith("diffusers.") and "UNet" in cls.__name__:

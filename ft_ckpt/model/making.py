@@ -34,8 +34,9 @@ def _replacing(method: str, function: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """In the block, transformers models are made without memory for parameters; buffers get their
-    values.
+    """In the block, transformers models are made without memory for parameters.
+
+    Buffers get their values.
     """
     from accelerate import init_empty_weights
     from transformers.initialization import guard_torch_init_functions
@@ -146,8 +147,9 @@ def listing_own(record: PartRecord) -> Iterator[None]:
 def _stored_dtypes(
     module: nn.Module, sources: Mapping[str, Source], record: PartRecord
 ) -> dict[str, torch.dtype]:
-    """The stored dtypes of the model's tensors by name; for a tensor stored as several, their
-    promoted dtype.
+    """The stored dtypes of the model's tensors by name.
+
+    For a tensor stored as several, their promoted dtype.
     """
     stored = {tensor.name: dtype_of(tensor.dtype) for tensor in record.tensors}
     dtypes: dict[str, torch.dtype] = {}

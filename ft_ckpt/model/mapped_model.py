@@ -145,10 +145,9 @@ def _is_quantised_folder(folder: Path) -> bool:
 def _put_tensors(
     model: Any, described: Any, origin: FileOrigin, file: TensorFile, in_memory: bool
 ) -> dict[str, str]:
-    """Put mapped tensors, or stand-ins for computed ones, into the model; a line by name for each
-    misfit.
+    """Put mapped tensors, or stand-ins for computed ones, into the model.
 
-    `described`: the model as `with_whole_parameters` gives it.
+    A line by name for each misfit. `described`: the model as `with_whole_parameters` gives it.
     """
 
     def read_stored(name: str) -> Tensor:

@@ -32,8 +32,9 @@ def blank_card() -> str:
 
 
 def name_base(file: Path, base_id: str | None) -> None:
-    """Set the base model in a card to `base_id`; without one, remove a path, which the Hub
-    refuses.
+    """Set the base model in a card to `base_id`.
+
+    Without one, remove a path, which the Hub refuses.
     """
     card = ModelCard.load(file)
     base_in_card = card.data.base_model
@@ -48,8 +49,9 @@ def name_base(file: Path, base_id: str | None) -> None:
 
 
 def injected_card(config: Any, library: str = "peft") -> str:
-    """The model card for injected adapters, as PEFT writes it for a PeftModel; `library`: the one
-    that reads them.
+    """The model card for injected adapters, as PEFT writes it for a PeftModel.
+
+    `library`: the one that reads them.
     """
     # on use, because it is slow to import; a process with adapters has already imported it
     import peft

@@ -96,8 +96,9 @@ def _write_code(folder: Path, model: nn.Module, config: Any) -> None:
 
 
 def _localised_entry(entry: Any, folder: Path, source: Path) -> Any:
-    """Copy the file of an `auto_map` entry and return it without "repo--"; unchanged if the file is
-    not local.
+    """Copy the file of an `auto_map` entry and return it without "repo--".
+
+    Unchanged if the file is not local.
     """
     if isinstance(entry, (list, tuple)):
         return [_localised_entry(item, folder, source) for item in entry]

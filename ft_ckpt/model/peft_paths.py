@@ -101,8 +101,9 @@ def layers_with_base(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _steps_to_base(module: nn.Module) -> tuple[str, ...]:
-    """The names of the children of a PEFT layer that contain base tensors; () for another
-    module.
+    """The names of the children of a PEFT layer that contain base tensors.
+
+    () for another module.
     """
     from peft.tuners.adaption_prompt.layer import AdaptedAttention, AdaptedAttentionGPT
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -141,7 +142,8 @@ def base_name(stored_name: str) -> str:
 
 
 def stored_base_names(record: PartRecord) -> set[str]:
-    """The names in the base model of all stored tensors of an adapter; those of base tensors are
-    among them.
+    """The names in the base model of all stored tensors of an adapter.
+
+    Those of base tensors are among them.
     """
     return {base_name(peft_name(tensor.name, tensor.file)) for tensor in record.tensors}

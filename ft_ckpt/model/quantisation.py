@@ -17,8 +17,9 @@ _PACKED_LAYERS = frozenset(("Linear4bit", "Linear8bitLt"))  # of bitsandbytes
 
 
 def is_quantised(model: nn.Module, config: Any) -> bool:
-    """Whether the weights are packed; a merged or dequantised model may still have its quantisation
-    config.
+    """Whether the weights are packed.
+
+    A merged or dequantised model may still have its quantisation config.
     """
     settings = getattr(config, "quantization_config", None)
     if settings is None:

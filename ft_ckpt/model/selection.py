@@ -297,8 +297,9 @@ def _without_class_aliases(view: View) -> _Selection:
 
 
 def diverged_ties(view: View) -> list[tuple[Source, Source]]:
-    """Pairs (alias, main) that the model declares tied but that are two tensors in memory; compared
-    at the save.
+    """Pairs (alias, main) that the model declares tied but that are two tensors in memory.
+
+    Compared at the save.
     """
     declared = getattr(view.module, "all_tied_weights_keys", None) or {}
     patterns = _alias_patterns(view.module) if declared else []

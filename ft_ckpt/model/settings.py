@@ -252,8 +252,9 @@ def _peft_defaults(method: Any) -> dict[str, Any]:
 
 
 def _canonical_config(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The config with the defaults and names of the installed transformers; None for a model it
-    cannot parse.
+    """The config with the defaults and names of the installed transformers.
+
+    None for a model it cannot parse.
     """
     import transformers
 

@@ -27,8 +27,9 @@ def read_settings(store: Store, name: str) -> dict[str, Any] | None:
 
 
 def parse_settings(store: Store, name: str, text: str) -> dict[str, Any] | None:
-    """The JSON object in the text of a file; None for null. Raises CorruptError for other
-    contents.
+    """The JSON object in the text of a file.
+
+    None for null. Raises CorruptError for other contents.
     """
     with damaged_input(store.where(name)):
         settings = json.loads(text)

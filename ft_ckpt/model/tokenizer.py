@@ -19,12 +19,11 @@ _SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 def check_tokenizer(model: nn.Module, tokenizer: Any) -> tuple[str, ...]:
-    """A note on the tokens that have no row in the model's input embedding; additional rows are
-    valid padding.
+    """A note on the tokens that have no row in the model's input embedding.
 
-    Published models have such tokens: Gemma 3 1B has that of its larger siblings' images. Raises
-    CompanionError for one that a text always has: a special token (end, start, padding, ...), or a
-    token in the chat template.
+    Additional rows are valid padding. Published models have such tokens: Gemma 3 1B has that of its
+    larger siblings' images. Raises CompanionError for one that a text always has: a special token
+    (end, start, padding, ...), or a token in the chat template.
     """
     text_tokenizer, rows = tokenizer_of_text(tokenizer), embedding_rows(model)
     if text_tokenizer is None or rows is None:
@@ -107,7 +106,8 @@ def token_id(model: nn.Module, tokenizer: Any, token: str) -> int:
 
 
 def embedding_rows(model: nn.Module) -> int | None:
-    """Rows of the input embedding: its declared size, global shape, or the config's vocab_size;
+    """Rows of the input embedding: its declared size, global shape, or the config's vocab_size.
+
     None if unknown.
     """
     embedding = embedding_of(model)

@@ -58,11 +58,10 @@ def view_of(
     attribute: str = "",
     extra: Mapping[str, Any] | None = None,
 ) -> View:
-    """A view of the whole model, or of the submodule at the dotted path `attribute`; `sources`: the
-    tensors of the model.
+    """A view of the whole model, or of the submodule at the dotted path `attribute`.
 
-    Raises UnknownAttributeError naming the existing submodules, SelectionError when it is not a
-    module, IncompleteError when it has no tensors.
+    `sources`: the tensors of the model. Raises UnknownAttributeError naming the existing
+    submodules, SelectionError when it is not a module, IncompleteError when it has no tensors.
     """
     module = module_at(model, attribute)
     prefix = f"{attribute}." if attribute else ""

@@ -76,8 +76,9 @@ def verdict_on(values: Values, decide: Callable[[Values], Any]) -> Verdict:
 def judge_entries(
     what: str, entries: dict[int, dict[str, Any]], size: int, same: tuple[str, ...], limit: float
 ) -> Verdict | None:
-    """The verdict if the entries of the ranks show a problem, else None; `same` names fields that
-    must be equal.
+    """The verdict if the entries of the ranks show a problem, else None.
+
+    `same` names fields that must be equal.
     """
     missing = [rank for rank in range(size) if rank not in entries]
     if missing:

@@ -176,8 +176,9 @@ class _RowsLanding:
 
 
 def put_rows(target: WantedBox, low: int, rows: Tensor) -> None:
-    """Copy consecutive whole rows of the tensor, from row `low` on, into the box; rows outside of
-    it are ignored.
+    """Copy consecutive whole rows of the tensor, from row `low` on, into the box.
+
+    Rows outside of it are ignored.
     """
     box = target.box
     if not target.view:
@@ -193,8 +194,9 @@ def put_rows(target: WantedBox, low: int, rows: Tensor) -> None:
 
 
 def _landings_of_box(target: WantedBox) -> dict[ByteRun, Landing] | None:
-    """The byte ranges of this rank's box and their landings; None if it must be read through the
-    file's format.
+    """The byte ranges of this rank's box and their landings.
+
+    None if it must be read through the file's format.
     """
     local, box, view = target.local, target.box, target.view
     has_dtype, item_bytes = local.dtype == target.dtype, target.dtype.itemsize

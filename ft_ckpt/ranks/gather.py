@@ -37,12 +37,11 @@ class Chunk:
 
 
 def stream_chunks(chosen: Sequence[Source], ranks: Ranks, to: int = 0) -> Iterator[Chunk]:
-    """The elements of `chosen`, in order, as chunks on the rank `to`; nothing on the others.
-    Collective.
+    """The elements of `chosen`, in order, as chunks on the rank `to`.
 
-    Every rank must exhaust it, with the same `chosen`. Beside its own shard the rank `to` holds at
-    most BUCKET_BYTES, or two rows of a tensor where these are larger; an opaque tensor is gathered
-    whole.
+    Nothing on the others. Collective. Every rank must exhaust it, with the same `chosen`. Beside
+    its own shard the rank `to` holds at most BUCKET_BYTES, or two rows of a tensor where these are
+    larger; an opaque tensor is gathered whole.
     """
     for bucket in stream_buckets(chosen, ranks, to):
         yield from bucket
@@ -106,8 +105,9 @@ class _RowRange:
         return (self.high - self.low) * self.row_numel * self.info.dtype.itemsize
 
     def boxes_of_rank(self, rank: int) -> tuple[Box, ...]:
-        """The boxes that `rank` contributes; for a tensor that every rank holds whole, the boxes in
-        its own memory.
+        """The boxes that `rank` contributes.
+
+        For a tensor that every rank holds whole, the boxes in its own memory.
         """
         sharding = self.info.sharding
         return sharding.local_boxes(rank) if _is_everywhere(self.info) else sharding.boxes(rank)

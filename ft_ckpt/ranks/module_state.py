@@ -77,8 +77,9 @@ def are_plain(modules: Sequence[nn.Module]) -> bool:
 
 
 def _is_plain(changed: Container[type], module: nn.Module) -> bool:
-    """Whether a module is a wrapper, or has torch's listing; `changed`: classes that override
-    it.
+    """Whether a module is a wrapper, or has torch's listing.
+
+    `changed`: classes that override it.
     """
     fields = vars(module)
     overrides = type(module) in changed or "state_dict" in fields
@@ -91,11 +92,11 @@ def _is_plain(changed: Container[type], module: nn.Module) -> bool:
 
 
 def added_state(root: nn.Module, live: Mapping[str, Any]) -> dict[str, AddedValue]:
-    """The state of `root` beside its `live` tensors, by canonical name; aliases of `live` tensors
-    are left out.
+    """The state of `root` beside its `live` tensors, by canonical name.
 
-    Moves no data and calls no collective: FSDP1's own listing is not used. Raises SelectionError
-    naming a module that fails to list its state, and entries that hooks add.
+    Aliases of `live` tensors are left out. Moves no data and calls no collective: FSDP1's own
+    listing is not used. Raises SelectionError naming a module that fails to list its state, and
+    entries that hooks add.
     """
     live_ids = {id(tensor) for tensor in live.values()}
     live_memory = {_memory_key(tensor) for tensor in live.values()} - {None}
@@ -304,8 +305,9 @@ def _is_users(hook: Any) -> bool:
 
 
 def _memory_key(value: Any) -> Any:
-    """A key that is equal for tensors that view the same memory; None for a value without
-    memory.
+    """A key that is equal for tensors that view the same memory.
+
+    None for a value without memory.
     """
     local = local_part(value) if isinstance(value, Tensor) else None
     if local is None or local.layout is not torch.strided:

@@ -35,8 +35,9 @@ _MAX_POLLED = 32  # ranks whose signs of life are polled at a time
 
 @contextmanager
 def beside_thread(name: str, work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Run `work` in a daemon thread during the block; it must return soon after its event is
-    set.
+    """Run `work` in a daemon thread during the block.
+
+    It must return soon after its event is set.
     """
     done = threading.Event()
     thread = threading.Thread(target=work, args=(done,), name=name, daemon=True)
@@ -303,8 +304,9 @@ class Ranks:
         return agreement.disagreement(f"{what}: {why} within {limit:g} s; {ADVICE}")
 
     def _await_names(self, names: Sequence[str], awaited: Iterable[int], limit: float) -> bool:
-        """Wait for `names`, each set by one of the ranks `awaited`; False after `limit` seconds
-        without a sign of life.
+        """Wait for `names`, each set by one of the ranks `awaited`.
+
+        False after `limit` seconds without a sign of life.
 
         If many are missing, only the first ones are polled. Raises as `_check_failures` does.
         """
@@ -342,8 +344,9 @@ class Ranks:
             agreement.raise_problem(json.loads(self.store.get(f"{later}/failed")))
 
     def _report_failure(self, error: BaseException | None) -> None:
-        """Report at the next agreement that this rank has failed; the first report of any rank
-        counts.
+        """Report at the next agreement that this rank has failed.
+
+        The first report of any rank counts.
         """
         if error is not None:
             report = json.dumps(agreement.failure_of_rank(self.rank, error))
@@ -351,8 +354,9 @@ class Ranks:
                 self.store.compare_set(self._store_key(f"{self.rounds + 1}/failed"), "", report)
 
     def _have_arrived(self, missing: "deque[tuple[str, int]]", seconds: float) -> bool:
-        """Wait at most `seconds`, or a second, until all names are set; else remove the leading set
-        ones.
+        """Wait at most `seconds`, or a second, until all names are set.
+
+        Else remove the leading set ones.
 
         Returns whether none is missing.
         """

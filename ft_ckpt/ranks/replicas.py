@@ -13,8 +13,9 @@ WEIGHTS = "weights"  # first part of the name of a tensor of the saved model
 
 
 def place_of(sharding: Sharding, rank: int) -> str:
-    """Offsets and sizes of the part of `rank`, at most one box, in the tensor, as JSON; "" for the
-    whole tensor.
+    """Offsets and sizes of the part of `rank`, at most one box, in the tensor, as JSON.
+
+    "" for the whole tensor.
     """
     for box in sharding.local_boxes(rank):
         if box.sizes != sharding.view:

@@ -36,12 +36,11 @@ def runs_over_grid(
     ranks: Sequence[int],
     cuts: Iterable[tuple[int, int]],
 ) -> tuple[Runs, ...]:
-    """The runs of a tensor of the shape `view`, which is not empty; () if there are more than
-    MAX_RUNS.
+    """The runs of a tensor of the shape `view`, which is not empty.
 
-    `cuts` are pairs (dimension of the view, dimension of the grid), applied in order, as
-    torch.chunk does. `ranks` fill the grid, its last dimension fastest; of replicas the first is
-    taken.
+    () if there are more than MAX_RUNS. `cuts` are pairs (dimension of the view, dimension of the
+    grid), applied in order, as torch.chunk does. `ranks` fill the grid, its last dimension fastest;
+    of replicas the first is taken.
     """
     stretches = [[_Stretch(0, size)] for size in view]
     for dim, axis in cuts:

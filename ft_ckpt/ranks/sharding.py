@@ -51,8 +51,9 @@ class Sharding(Protocol):
 
     @property
     def is_replicated(self) -> bool:
-        """Whether several ranks should hold the same elements of it; the same answer on every
-        rank.
+        """Whether several ranks should hold the same elements of it.
+
+        The same answer on every rank.
         """
         ...
 
@@ -73,8 +74,9 @@ class Sharding(Protocol):
 
     @property
     def runs(self) -> tuple[Runs, ...]:
-        """All elements in order, if the boxes form few runs; () if they do not, or if every rank
-        has all elements.
+        """All elements in order, if the boxes form few runs.
+
+        () if they do not, or if every rank has all elements.
 
         The ranks are those of this rank's replica group. Only the group that contributes has
         `owners`.
@@ -261,10 +263,10 @@ class OpaqueSharding:
 
 
 def is_known_to_all(sharding: Sharding, world_size: int) -> bool:
-    """Whether every rank knows which ranks contribute to a gather of the tensor; the same answer on
-    every rank.
+    """Whether every rank knows which ranks contribute to a gather of the tensor.
 
-    In a group of shards without rank 0, which holds replicas, ranks know their own group alone.
+    The same answer on every rank. In a group of shards without rank 0, which holds replicas, ranks
+    know their own group alone.
     """
     if isinstance(sharding, MeshSharding):
         return len(sharding.mesh.ranks) == world_size

@@ -45,8 +45,9 @@ class Source:
 
     @property
     def local(self) -> Tensor | None:
-        """This rank's elements, as `Sharding.local_boxes` says, without gradient; None if it has
-        none.
+        """This rank's elements, as `Sharding.local_boxes` says, without gradient.
+
+        None if it has none.
         """
         return self.take(self.live)
 
@@ -72,8 +73,9 @@ class Source:
 
 
 def box_memories(boxes: Sequence[Box], local: Tensor | None) -> list[tuple[Box, Tensor]]:
-    """Each box of a rank with its memory in the shape of the box; `local` is the memory of all
-    boxes.
+    """Each box of a rank with its memory in the shape of the box.
+
+    `local` is the memory of all boxes.
     """
     if local is None or not boxes:
         return []

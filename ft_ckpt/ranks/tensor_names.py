@@ -11,10 +11,9 @@ from ft_ckpt.ranks.ranks import Ranks
 def name_differing_tensors(
     ranks: Ranks, what: str, digest: str, names_of: Callable[[], Iterable[str]]
 ) -> None:
-    """Raise RanksDisagreeError naming the tensors that some ranks lack; `digest` covers this
-    rank's. Collective.
+    """Raise RanksDisagreeError naming the tensors that some ranks lack.
 
-    Only the first rank with each digest sends its names.
+    `digest` covers this rank's. Collective. Only the first rank with each digest sends its names.
     """
     first = ranks.agree(what, {"digest": digest}, decide=_first_by_digest).result
     names = [*names_of()] if ranks.rank in first else []

@@ -180,8 +180,9 @@ def _without_data(sources: Mapping[str, Source]) -> list[str]:
 
 
 def _is_lost(info: Source, has_data: bool) -> bool:
-    """Whether elements are missing; `has_data`: whether this rank has the elements that it should
-    have.
+    """Whether elements are missing.
+
+    `has_data`: whether this rank has the elements that it should have.
     """
     if info.sharding.is_opaque:  # torch gathers it
         return False
@@ -192,8 +193,9 @@ def _is_lost(info: Source, has_data: bool) -> bool:
 
 
 def _direct_tensors(module: nn.Module, stand_ins: Mapping[str, Any]) -> dict[str, Any]:
-    """The module's direct parameters and persistent buffers, in order; `stand_ins` replace those an
-    engine took.
+    """The module's direct parameters and persistent buffers, in order.
+
+    `stand_ins` replace those an engine took.
     """
     tensors: dict[str, Any] = {}
     for name, parameter in module._parameters.items():

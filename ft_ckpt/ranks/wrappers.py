@@ -64,8 +64,9 @@ def wrapper_chain(model: nn.Module) -> list[nn.Module]:
 
 
 def wrapped_key(module: nn.Module) -> str | None:
-    """The name of the wrapped child, which canonical names leave out; None if `module` is not a
-    wrapper.
+    """The name of the wrapped child, which canonical names leave out.
+
+    None if `module` is not a wrapper.
     """
     children = module._modules
     for wrapper in WRAPPERS:

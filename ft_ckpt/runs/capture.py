@@ -188,8 +188,9 @@ def _summarize_tree(fact: Document) -> Document:
 
 
 def _leaf_source(name: str, leaf: Document, tensor: Tensor | None, owner: int) -> Source:
-    """The source of a tensor in a tree, stored by the rank `owner`; `tensor` is this rank's, or
-    None.
+    """The source of a tensor in a tree, stored by the rank `owner`.
+
+    `tensor` is this rank's, or None.
     """
     shape = tuple(leaf["shape"])
     sharding = OwnedSharding(shape, owner)

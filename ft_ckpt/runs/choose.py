@@ -56,8 +56,9 @@ class Damage:
 
 @dataclass(frozen=True)
 class Choice:
-    """What to resume from: a checkpoint, or a folder of another program; neither to start
-    afresh.
+    """What to resume from: a checkpoint, or a folder of another program.
+
+    Neither to start afresh.
     """
 
     facts: CheckpointFacts | None = None

@@ -263,8 +263,9 @@ class DataPosition:
         return self.replay is False or not dataloaders.refills_a_buffer(self.loader)
 
     def _own_state(self) -> Any:
-        """The loader's own state before the batches that a resume reads again; None to read from
-        the first batch.
+        """The loader's own state before the batches that a resume reads again.
+
+        None to read from the first batch.
         """
         if self._pending:
             return self._states[0] if self._states else None
@@ -275,8 +276,9 @@ class DataPosition:
         return self._states[0] if len(self._states) > _AHEAD else None
 
     def _resume_pass(self) -> Iterator[Any]:
-        """The loader's iterator after the consumed batches; random state and generators are
-        unchanged.
+        """The loader's iterator after the consumed batches.
+
+        Random state and generators are unchanged.
         """
         now = RandomState(self.loader)
         self._pending = False

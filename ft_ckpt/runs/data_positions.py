@@ -46,8 +46,9 @@ class DataPositions:
     def position_of(
         self, loader: Any, ranks: Ranks, replay: bool | None, on_difference: str
     ) -> DataPosition:
-        """The position of `loader`, restored from the checkpoint; other arguments as for
-        `DataPosition`.
+        """The position of `loader`, restored from the checkpoint.
+
+        Other arguments as for `DataPosition`.
         """
         for feed in self.known_positions:
             if feed.loader is loader:
@@ -80,8 +81,9 @@ class DataPositions:
         return (first.get("epoch") or 0) + bool(first.get("at_end"))
 
     def passes_done(self, of: int = 1, *, with_last: bool = True) -> int:
-        """Completed multiples of `of` passes; `with_last` counts a pass that has yielded its last
-        batch.
+        """Completed multiples of `of` passes.
+
+        `with_last` counts a pass that has yielded its last batch.
         """
         multiples = 0
         for slot in self._slots:

@@ -52,8 +52,9 @@ class SampleOrder:
 
     @property
     def digest(self) -> str | None:
-        """Digest of all taken items; None if items are not plain values, or no sampler was
-        followed.
+        """Digest of all taken items.
+
+        None if items are not plain values, or no sampler was followed.
         """
         return self._taken.hexdigest() if self._is_known else None
 
@@ -172,8 +173,9 @@ def batches_per_call(loader: Any) -> int:
 
 
 def data_shares(loader: Any, size: int) -> int:
-    """Number of shares of the data over `size` ranks; ranks with the same data (tensor parallelism)
-    have one share.
+    """Number of shares of the data over `size` ranks.
+
+    Ranks with the same data (tensor parallelism) have one share.
     """
     # reads on rank 0 for all; under tensor parallelism all ranks get the same batch
     if hasattr(loader, "slice_fn"):
@@ -242,8 +244,9 @@ def _is_shard(dataset: Any) -> bool:
 
 
 def is_spent(loader: Any, shares: int, consumed: int) -> bool | None:
-    """Whether a pass has no batch left for any rank after `consumed` items of the source; None if
-    unknown.
+    """Whether a pass has no batch left for any rank after `consumed` items of the source.
+
+    None if unknown.
     """
     places = _sampler_places(loader)
     cut = cut_of(loader, shares)

@@ -35,11 +35,11 @@ def local_state(
     rank_trees: Mapping[str, Any],
     digest: bool = True,
 ) -> LocalState:
-    """This rank's part of the state; `rank_trees` are trees that each rank stores for itself. Moves
-    nothing.
+    """This rank's part of the state.
 
-    `digest`: add the digests by which ranks compare their objects. Raises SelectionError naming
-    state that cannot be saved.
+    `rank_trees` are trees that each rank stores for itself. Moves nothing. `digest`: add the
+    digests by which ranks compare their objects. Raises SelectionError naming state that cannot be
+    saved.
     """
     facts: Document = {}
     trees: Document = {}

@@ -32,8 +32,9 @@ AfterSave = Callable[[SaveReport], SaveReport]
 
 @dataclass(frozen=True, eq=False)
 class FollowUp:
-    """The steps of one saver after its saves; uploads, pushes and publishes run in their own
-    threads.
+    """The steps of one saver after its saves.
+
+    Uploads, pushes and publishes run in their own threads.
     """
 
     hooks: tuple[SaveHook, ...] = ()
@@ -52,8 +53,9 @@ class FollowUp:
         publishes: bool = False,
         committed: Callable[[SaveReport], None] | None = None,
     ) -> AfterSave:
-        """The follow-up of one save; only rank 0 (`is_main`) uploads, pushes, publishes and calls
-        hooks.
+        """The follow-up of one save.
+
+        Only rank 0 (`is_main`) uploads, pushes, publishes and calls hooks.
         """
 
         def follow(report: SaveReport) -> SaveReport:

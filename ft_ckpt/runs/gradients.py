@@ -99,8 +99,9 @@ def pending_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def restore_gradients(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    """Restore the gradients of `pending_gradients`; other parameters get None, as before the first
-    backward.
+    """Restore the gradients of `pending_gradients`.
+
+    Other parameters get None, as before the first backward.
     """
     root = unwrap(model)
     whole = kept_gradients(root)

@@ -29,12 +29,11 @@ def object_signatures(
     registered: Mapping[str, Any],
     sources_of_run: Callable[[], Mapping[Key, Source]],
 ) -> Signatures:
-    """Signatures that distinguish several unnamed prepared objects of one kind, by item; "" is the
-    saved model.
+    """Signatures that distinguish several unnamed prepared objects of one kind, by item.
 
-    A signature is the class and a digest of the tensors or parameters; `sources_of_run` gives the
-    tensors of all models. Raises ConfigError naming objects with equal signatures: a change of
-    their order could not be detected.
+    "" is the saved model. A signature is the class and a digest of the tensors or parameters;
+    `sources_of_run` gives the tensors of all models. Raises ConfigError naming objects with equal
+    signatures: a change of their order could not be detected.
     """
     by_series: dict[str, list[Item]] = {}
     for item in run_items(accelerator, registered):

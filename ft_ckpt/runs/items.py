@@ -28,8 +28,9 @@ _SERIES = ("model", "scheduler", "custom")
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """One object whose state a run needs; `kind` is "optimizer", "model" or "object" (with a state
-    dict).
+    """One object whose state a run needs.
+
+    `kind` is "optimizer", "model" or "object" (with a state dict).
     """
 
     name: str

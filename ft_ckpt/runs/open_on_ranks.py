@@ -87,8 +87,9 @@ def merge_views(answers: Values) -> dict[str, Any]:
 def _open_copy(
     facts: CheckpointFacts, place: Place, stack: ExitStack, deep: bool
 ) -> tuple[ResumePoint, bool] | None:
-    """The checkpoint as this rank sees it, and whether its files are rank 0's; None if it is
-    another or damaged.
+    """The checkpoint as this rank sees it, and whether its files are rank 0's.
+
+    None if it is another or damaged.
     """
     with ExitStack() as trial:
         checkpoint = trial.enter_context(open_checkpoint(place))

@@ -49,8 +49,9 @@ class OptimizerKind(ABC):
     def state_tensors(
         self, optimizer: Any, description: Description, sources: Mapping[str, Source]
     ) -> dict[str, Source]:
-        """The tensors of the described state as sources, by "parameter/key"; the same names on
-        every rank.
+        """The tensors of the described state as sources, by "parameter/key".
+
+        The same names on every rank.
 
         Raises SelectionError naming state that this rank lacks for its parts of parameters, and
         other ranks have.
@@ -114,8 +115,9 @@ def kind_of_optimizer(optimizer: Any) -> OptimizerKind | None:
 
 
 def engine_counters(engine: Any) -> Any:
-    """The counters of a DeepSpeed engine, as an object with a state dict; None for other
-    objects.
+    """The counters of a DeepSpeed engine, as an object with a state dict.
+
+    None for other objects.
     """
     if not hasattr(engine, "global_samples"):
         return None

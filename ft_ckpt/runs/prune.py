@@ -158,11 +158,10 @@ def remove_checkpoints(
 
 
 def recover_all(root: str | os.PathLike[str] | Place) -> tuple[str, ...]:
-    """Undo or finish the saves into `root` whose process died (see `commit`, `bucket_delete`); a
-    line for each.
+    """Undo or finish the saves into `root` whose process died (see `commit`, `bucket_delete`).
 
-    For the process that is about to save there: no other process may be saving into `root`. Raises
-    TargetError.
+    A line for each. For the process that is about to save there: no other process may be saving
+    into `root`. Raises TargetError.
     """
     return open_run_folder(open_place(root)).recover()
 

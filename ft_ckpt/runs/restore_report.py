@@ -10,8 +10,9 @@ from ft_ckpt.ranks import Ranks, Values
 
 @dataclass(frozen=True)
 class Restored:
-    """The outcome of one item: `status` is "restored", "absent" (on one side) or "failed"; `detail`
-    says why.
+    """The outcome of one item: `status` is "restored", "absent" (on one side) or "failed".
+
+    `detail` says why.
     """
 
     name: str

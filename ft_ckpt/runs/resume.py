@@ -28,12 +28,11 @@ def resume_run(
     allow: Iterable[str] | bool,
     versions: Mapping[str, str],
 ) -> None:
-    """Restore `run` from the checkpoint that `request` selects; leave it as it is for a fresh
-    start. Collective.
+    """Restore `run` from the checkpoint that `request` selects.
 
-    Digests, items and settings are compared before anything is overwritten; a damaged checkpoint is
-    left out, and the next one chosen. If an item fails afterwards, the run is half restored.
-    `allow` and errors as for `CheckpointSaver.resume`.
+    Leave it as it is for a fresh start. Collective. Digests, items and settings are compared before
+    anything is overwritten; a damaged checkpoint is left out, and the next one chosen. If an item
+    fails afterwards, the run is half restored. `allow` and errors as for `CheckpointSaver.resume`.
     """
     allowed = AllowedItems(allow)
     damage = Damage()
@@ -60,8 +59,9 @@ def resume_run(
 
 
 def report_resume(run: TrainingRun, report: RestoreReport) -> None:
-    """Keep the report; warn about differences and notes, or raise LoadError for differences, as
-    `on_difference` says.
+    """Keep the report.
+
+    Warn about differences and notes, or raise LoadError for differences, as `on_difference` says.
     """
     run.note_resumed(report)
     on_difference = run.config.on_difference

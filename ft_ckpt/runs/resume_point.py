@@ -19,8 +19,9 @@ class ResumePoint:
     far_ranks: str = ""  # that do not see the checkpoint and read a copy, as text
 
     def way_to_read(self, fan_out: str) -> str:
-        """The way for `choose_filler`, from SaverConfig.fan_out and the store of the checkpoint;
-        the same on all ranks.
+        """The way for `choose_filler`, from SaverConfig.fan_out and the store of the checkpoint.
+
+        The same on all ranks.
 
         Ranks that read a copy on their disk do not ask rank 0 for small ranges of the bucket.
         """

@@ -55,11 +55,11 @@ def capture_generators() -> GeneratorStates:
 
 
 def restore_generators(state: Mapping[str, Any]) -> list[str]:
-    """Set all generators to `state`, made by `capture_generators`; return a sentence for each that
-    failed.
+    """Set all generators to `state`, made by `capture_generators`.
 
-    A generator that fails keeps its state, and the others are restored. Accelerators that are only
-    in the state, or only in use in this process, are named too.
+    Return a sentence for each that failed. A generator that fails keeps its state, and the others
+    are restored. Accelerators that are only in the state, or only in use in this process, are named
+    too.
     """
     problems = []
     for name, (kind, generator) in _GLOBAL.items():
@@ -112,10 +112,9 @@ def _current_state(generator: Any) -> Any:
 
 
 def generator_in(state: Mapping[str, Any], generator: Any = None) -> Any:
-    """`generator` set to `state`, made by `state_of`; a new generator if it is None or of another
-    kind.
+    """`generator` set to `state`, made by `state_of`.
 
-    Raises CorruptError for an invalid state.
+    A new generator if it is None or of another kind. Raises CorruptError for an invalid state.
     """
     try:
         kind, inner = state["kind"], state["state"]
@@ -231,8 +230,9 @@ def _byte_tensor(state: Any) -> torch.Tensor:
 
 
 def _device_indices(wake: bool = False) -> dict[str, list[tuple[int, ...]]]:
-    """The arguments that name this process's devices to their module; with `wake` also of an unused
-    device.
+    """The arguments that name this process's devices to their module.
+
+    With `wake` also of an unused device.
     """
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:

@@ -200,8 +200,9 @@ class TrainingRun:
         return captured
 
     def restore_progress(self, document: Document, origin: Store, created: str) -> None:
-        """Take over step, run id and history from the checkpoint at `origin`; `created`: the moment
-        of its save.
+        """Take over step, run id and history from the checkpoint at `origin`.
+
+        `created`: the moment of its save.
         """
         progress = document["progress"]
         self.step = progress["step"]
@@ -310,8 +311,9 @@ class TrainingRun:
             self.run_id = run_id
 
     def facts_of_save(self, step: int | None, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """Step, metrics and run id for a save of weights; `step` and `metrics` override those of
-        the run.
+        """Step, metrics and run id for a save of weights.
+
+        `step` and `metrics` override those of the run.
         """
         if not self.has_begun and self.resumed_from is None:
             return {"step": step, "metrics": dict(metrics)}

@@ -112,8 +112,9 @@ class RunLease(ExclusiveLease):
         self.begin(RENEW_SECONDS)
 
     def renew(self) -> None:
-        """Renew the mark while a saver uses it; release it when all of them were deleted without
-        `close`.
+        """Renew the mark while a saver uses it.
+
+        Release it when all of them were deleted without `close`.
         """
         if self._is_unused():
             self.release()

@@ -42,11 +42,10 @@ def check_directory(directory: Place, config: SaverConfig, *, is_main: bool) -> 
 
 
 def try_bucket(store: Store) -> None:
-    """Write an object into the bucket twice, read it, list it and delete it; warns if the store
-    ignores conditions.
+    """Write an object into the bucket twice, read it, list it and delete it.
 
-    Raises ConfigError if there is no such bucket, TargetError if it refuses the credentials or
-    takes no writes.
+    Warns if the store ignores conditions. Raises ConfigError if there is no such bucket,
+    TargetError if it refuses the credentials or takes no writes.
     """
     try:
         abilities = try_place(store, _QUICK_TRIALS)
@@ -99,8 +98,9 @@ class RunPlaces:
         return tuple(place for place in (self.directory, self.staging) if place is not None)
 
     def beside(self, checkpoint: Place) -> tuple[Place, ...]:
-        """The locations of a checkpoint, one per folder of the run; only its own if it is outside
-        of them.
+        """The locations of a checkpoint, one per folder of the run.
+
+        Only its own if it is outside of them.
         """
         if not any(checkpoint.beside.identity == place.folder.identity for place in self.folders):
             return (checkpoint,)

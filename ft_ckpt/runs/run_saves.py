@@ -434,8 +434,9 @@ class RunSaves:
             self.run.report = replace(self.run.report, notes=(*self.run.report.notes, note))
 
     def _last_published(self, resumed: Place) -> tuple[Place, str]:
-        """The checkpoint of the version that engines had when `resumed` was saved, else `resumed`;
-        and the reason.
+        """The checkpoint of the version that engines had when `resumed` was saved, else `resumed`.
+
+        And the reason.
         """
         version = self.run.published
         if version is None:

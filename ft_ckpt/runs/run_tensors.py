@@ -33,11 +33,10 @@ def walk_models(model: nn.Module, items: Iterable[Item]) -> dict[str, ModelTenso
 
 
 def run_sources(models: Mapping[str, ModelTensors], items: Sequence[Item]) -> dict[Key, Source]:
-    """The sources of `walk_models`; those that an optimizer of the run has trained are marked
-    trainable too.
+    """The sources of `walk_models`.
 
-    Loops freeze and unfreeze parameters: `requires_grad` at one moment does not say which ones a
-    run has changed.
+    Those that an optimizer of the run has trained are marked trainable too. Loops freeze and
+    unfreeze parameters: `requires_grad` at one moment does not say which ones a run has changed.
     """
     sources: dict[Key, Source] = {}
     for item, tensors in models.items():

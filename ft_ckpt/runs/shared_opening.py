@@ -19,10 +19,10 @@ def open_for_all(
     ranks: Ranks,
     stack: ExitStack,
 ) -> tuple[ResumePoint | None, Sequence[Problem]]:
-    """Open on all ranks, until `stack` closes, what `open_on_leader` opens on rank 0; or None and
-    the problems of its files. Collective.
+    """Open on all ranks, until `stack` closes, what `open_on_leader` opens on rank 0.
 
-    `what` names the call in errors; `deep`: all digests are compared.
+    Or None and the problems of its files. Collective. `what` names the call in errors; `deep`: all
+    digests are compared.
     """
     resume_point, error = try_action(lambda: open_on_leader() if ranks.is_main else None)
     facts = {} if resume_point is None else facts_of(resume_point.checkpoint)._asdict()

@@ -38,13 +38,13 @@ def exit_code(name: str, chosen: int | None = None) -> int:
 
 
 class SignalWatch:
-    """Records the name of the first signal to arrive in `received`; `close` restores the previous
-    handlers.
+    """Records the name of the first signal to arrive in `received`.
 
-    Duplicates within a second are ignored, because launchers forward signals that the scheduler has
-    sent to all processes already. After that second the signals have their default effect: any of
-    them ends the process at once, even one that hangs in a collective. A committed checkpoint is
-    not affected; one being written is not committed.
+    `close` restores the previous handlers. Duplicates within a second are ignored, because
+    launchers forward signals that the scheduler has sent to all processes already. After that
+    second the signals have their default effect: any of them ends the process at once, even one
+    that hangs in a collective. A committed checkpoint is not affected; one being written is not
+    committed.
 
     Ignored signals (`nohup`, shell background jobs) stay ignored. Forked child processes get the
     previous handlers. Python lets only the main thread handle signals: in another thread nothing is

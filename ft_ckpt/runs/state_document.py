@@ -104,8 +104,9 @@ def read_document(store: Store, manifest: Manifest) -> Document:
 
 
 def entries_of_rank(document: Document, rank: int) -> Document:
-    """The document's entries of this rank alone; empty for a rank that the saved run did not
-    have.
+    """The document's entries of this rank alone.
+
+    Empty for a rank that the saved run did not have.
     """
     ranks: list[Document] = document["ranks"]
     return ranks[rank] if rank < len(ranks) else {}

@@ -24,8 +24,9 @@ from ft_ckpt.runs.state_trees import live_tensors, source_of_leaf
 
 
 class StoredTensors:
-    """The tensor files of one checkpoint, opened when first needed; tensors are found by part
-    folder and name.
+    """The tensor files of one checkpoint, opened when first needed.
+
+    Tensors are found by part folder and name.
     """
 
     def __init__(self, checkpoint: OpenCheckpoint) -> None:

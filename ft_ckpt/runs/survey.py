@@ -27,12 +27,12 @@ from ft_ckpt.storage import (
 def survey_run(
     root: str | os.PathLike[str] | Place, protect: Iterable[str | os.PathLike[str] | Place] = ()
 ) -> list[HeldCheckpoint]:
-    """The checkpoints in the folder `root` of a run, oldest first; links and `root` itself are left
-    out.
+    """The checkpoints in the folder `root` of a run, oldest first.
 
-    Guarded: checkpoints in `protect`, pinned or leased ones, targets of links in `root`, and those
-    that a save is about to replace. Raises UnreadableError when a manifest, or `root`, cannot be
-    read now: rules applied to some of the checkpoints could delete the wrong ones.
+    Links and `root` itself are left out. Guarded: checkpoints in `protect`, pinned or leased ones,
+    targets of links in `root`, and those that a save is about to replace. Raises UnreadableError
+    when a manifest, or `root`, cannot be read now: rules applied to some of the checkpoints could
+    delete the wrong ones.
     """
     return survey(open_run_folder(open_place(root)), protect)
 

@@ -22,8 +22,9 @@ from ft_ckpt.saving.stage import OpenStage
 
 @dataclass(frozen=True, eq=False)
 class AgreedSave:
-    """The result of the exchange that precedes every write; identical on all ranks except `plan`
-    and `samples`.
+    """The result of the exchange that precedes every write.
+
+    Identical on all ranks except `plan` and `samples`.
     """
 
     plan: SavePlan  # its request has the replicas that differ, if they were compared
@@ -44,11 +45,10 @@ def agree_on_plan(
     *,
     fits: bool = True,
 ) -> AgreedSave:
-    """Compare the plans and the replicas of all ranks in the exchange `what`; the result `fits` if
-    all ranks do.
+    """Compare the plans and the replicas of all ranks in the exchange `what`.
 
-    `plan` and `stage` are None after an `error`. Raises the error of any rank,
-    RanksDisagreeError naming tensors, or replicas if the settings refuse these.
+    The result `fits` if all ranks do. `plan` and `stage` are None after an `error`. Raises the
+    error of any rank, RanksDisagreeError naming tensors, or replicas if the settings refuse these.
     """
     ranks = context.ranks
     digests: dict[str, replicas.ReplicaDigest] = {}

@@ -164,8 +164,9 @@ class SaveRunner:
     def _plan_and_agree(
         self, make_request: Callable[[], SaveRequest], context: SaveContext
     ) -> tuple[Attempt, SnapshotPlan | None]:
-        """The planned save, with the replicas that differ, and its snapshot; None if the save must
-        run now.
+        """The planned save, with the replicas that differ, and its snapshot.
+
+        None if the save must run now.
         """
         attempt = Attempt(make_request)
         snapshot: SnapshotPlan | None = None
@@ -211,8 +212,9 @@ class SaveRunner:
         return attempt, plan_snapshot(writes, ranks, changed, gathers=gathers)
 
     def wait_for_save(self) -> SaveReport | None:
-        """Wait for the save in flight and return its report or raise its error; None when there is
-        none.
+        """Wait for the save in flight and return its report or raise its error.
+
+        None when there is none.
         """
         if self.future is not None:
             wait([self.future])  # an interrupt of it leaves the save in flight

@@ -59,11 +59,10 @@ def file_turns(writes: FileWrites, gathering: Gathering) -> Iterator[Iterator[Re
 def gathered_turns(
     places: Sequence[tuple[Entry, int]], gathering: Gathering
 ) -> Iterator[Iterator[Region]]:
-    """The bytes of tensors at their places in a file, in order, on the rank that gathers them;
-    nothing elsewhere.
+    """The bytes of tensors at their places in a file, in order, on the rank that gathers them.
 
-    Each turn is an iterator over what moves in one bucket. Collective: all ranks take the same
-    turns in the same order.
+    Nothing elsewhere. Each turn is an iterator over what moves in one bucket. Collective: all ranks
+    take the same turns in the same order.
     """
     starts = {entry.name: start for entry, start in places}
 
@@ -79,11 +78,10 @@ def gathered_turns(
 def cast_regions(
     start: int, entry: Entry, data: Tensor, nonfinite: set[str] | None = None
 ) -> Iterator[Region]:
-    """Flat elements of a tensor in the entry's dtype, on the host; converted ones in pieces, to
-    save memory.
+    """Flat elements of a tensor in the entry's dtype, on the host.
 
-    `start` is their offset in the file; `nonfinite`, if given, gets the entry's name if NaN or
-    infinity is stored.
+    Converted ones in pieces, to save memory. `start` is their offset in the file; `nonfinite`, if
+    given, gets the entry's name if NaN or infinity is stored.
     """
     if is_accelerator(data.device):
         pieces = host_pieces(data)

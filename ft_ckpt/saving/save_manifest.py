@@ -86,8 +86,9 @@ def _part_record(
 def _base_with_fingerprint(
     name: str, bases: Mapping[str, BaseRecord], samples: Sequence[BaseSamples]
 ) -> BaseRecord | None:
-    """The base of an adapter with its fingerprint, merged from the samples of all ranks; None for
-    other parts.
+    """The base of an adapter with its fingerprint, merged from the samples of all ranks.
+
+    None for other parts.
     """
     if name not in bases:
         return None
@@ -105,10 +106,9 @@ def library_versions() -> dict[str, str]:
 
 
 def _shared_between(parts: Iterable[Part]) -> tuple[tuple[str, ...], ...]:
-    """Groups of "part:name" that are one tensor in several parts; `name` is relative to the part's
-    module.
+    """Groups of "part:name" that are one tensor in several parts.
 
-    Adapters are left out, because PEFT stores other names.
+    `name` is relative to the part's module. Adapters are left out, because PEFT stores other names.
     """
     members_by_key: dict[int, dict[str, None]] = {}
     for part in parts:

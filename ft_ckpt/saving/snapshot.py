@@ -51,8 +51,9 @@ class Snapshot:
                 self._hooks[id(optimizer)] = optimizer, handle
 
     def begin_copies(self, now: Copies, late: Copies) -> None:
-        """Copy `now`; `finish_copies` copies `late`, and the next step of watched optimizers waits
-        for it.
+        """Copy `now`.
+
+        `finish_copies` copies `late`, and the next step of watched optimizers waits for it.
         """
         self._copied = _copy_by_device(self._now, now, {})
         self._left = late
@@ -112,8 +113,9 @@ def copies_size(tensors: Iterable[Tensor]) -> int:
 
 
 class _CopyMemory:
-    """Reused memory of the size of the largest snapshot; pinned where an accelerator copies into
-    it.
+    """Reused memory of the size of the largest snapshot.
+
+    Pinned where an accelerator copies into it.
     """
 
     def __init__(self) -> None:

@@ -141,10 +141,10 @@ def _write_shares(
 def _write_whole_files(
     writes: WritePlan, sources: SourceView, store: Store, writer: Writer, ranks: Ranks, finite: bool
 ) -> list[FileRecord]:
-    """Write each file on one rank, which gathers its tensors; return the records of this rank's
-    files.
+    """Write each file on one rank, which gathers its tensors.
 
-    Raises IncompleteError on NaN or infinity if they must be `finite`.
+    Return the records of this rank's files. Raises IncompleteError on NaN or infinity if they must
+    be `finite`.
     """
     nonfinite: set[str] | None = set() if finite else None
     gathering = Gathering(ranks, sources, nonfinite=nonfinite)
@@ -162,10 +162,10 @@ def _write_whole_files(
 def _gathered_regions(
     files: Sequence[FileWrites], gathering: Gathering
 ) -> Iterator[tuple[str, Region]]:
-    """The regions of the files that this rank writes, with their paths; in between it sends tensors
-    to other writers.
+    """The regions of the files that this rank writes, with their paths.
 
-    Writers take turns, one bucket each, so that all of them are busy.
+    In between it sends tensors to other writers. Writers take turns, one bucket each, so that all
+    of them are busy.
     """
 
     def turns_to(rank: int) -> Iterator[tuple[str, Iterator[Region]]]:

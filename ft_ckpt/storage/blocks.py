@@ -14,8 +14,9 @@ OwnBlock = TypeVar("OwnBlock", bound=mmap.mmap)
 
 
 class BlockKeeper:
-    """Allocates the blocks that are read into, and tracks their use; this one takes them for free
-    once they were passed on.
+    """Allocates the blocks that are read into, and tracks their use.
+
+    This one takes them for free once they were passed on.
     """
 
     def make_block(self, size_bytes: int) -> Memory:

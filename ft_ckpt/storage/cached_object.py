@@ -11,8 +11,9 @@ _BLOCK_BYTES, _MAX_BLOCKS = 256 << 10, 16
 
 @dataclass(eq=False)
 class CachedObject:
-    """The open object `inner` with an LRU cache of blocks; ranges larger than a block are not
-    cached.
+    """The open object `inner` with an LRU cache of blocks.
+
+    Ranges larger than a block are not cached.
     """
 
     inner: Readable

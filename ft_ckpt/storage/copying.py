@@ -18,11 +18,11 @@ SMALL_COPY_BYTES = 8 << 20  # objects up to it are written in one call
 def copy_object(
     file: Readable, store: Store, name: str, watch: Callable[[memoryview], object] = lambda _: None
 ) -> Stored | None:
-    """Write all of an open object into `store`, durably, as `name`; returns the stored object, None
-    for a small one.
+    """Write all of an open object into `store`, durably, as `name`.
 
-    `watch` is called with all bytes in order, before they are written. Between local folders the
-    copy is no more open than the file. Raises what reading and writing do.
+    Returns the stored object, None for a small one. `watch` is called with all bytes in order,
+    before they are written. Between local folders the copy is no more open than the file. Raises
+    what reading and writing do.
     """
     if isinstance(file, LocalFile):
         store = store.limited(file.mode)

@@ -183,7 +183,8 @@ def whole_digest(digest: str) -> str:
 
 
 def file_digest(digests: Sequence[str]) -> str:
-    """The digest of a file from the hexadecimal digests of its ranks' parts, in rank order;
+    """The digest of a file from the hexadecimal digests of its ranks' parts, in rank order.
+
     `whole_digest` of one.
     """
     return whole_digest(digests[0]) if len(digests) == 1 else joined_digest(digests)
@@ -195,8 +196,9 @@ def joined_digest(digests: Iterable[str]) -> str:
 
 
 def rank_parts(cuts: Sequence[Cut], size_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """The ranges of the file in order, as (start, stop, rank that wrote it); neighbours of one rank
-    may be joined.
+    """The ranges of the file in order, as (start, stop, rank that wrote it).
+
+    Neighbours of one rank may be joined.
     """
     at = 0
     for cut in cuts:

@@ -25,11 +25,11 @@ _FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 @dataclass
 class LocalWriting:
-    """A file that is being written at `draft`; `finish` moves it to `path`, if that is another
-    path.
+    """A file that is being written at `draft`.
 
-    Whole disk blocks of aligned memory go past the page cache, through the descriptor `direct`. All
-    other bytes go through it: the kernel merges the bytes of two ranks that share a disk block.
+    `finish` moves it to `path`, if that is another path. Whole disk blocks of aligned memory go
+    past the page cache, through the descriptor `direct`. All other bytes go through it: the kernel
+    merges the bytes of two ranks that share a disk block.
     """
 
     name: str
@@ -124,12 +124,11 @@ def create_file(
     syncs: bool = True,
     is_new: bool = False,
 ) -> LocalWriting:
-    """Create `draft`, which will be moved to `path`; its space is allocated, unless `shared`, see
-    `allocate_file`.
+    """Create `draft`, which will be moved to `path`.
 
-    It has the permissions of the file that it replaces, if there is one, limited by `max_mode`.
-    Raises NoSpaceError when there is not enough, TargetError when `draft` cannot be created, or
-    exists and is not `shared`.
+    Its space is allocated, unless `shared`, see `allocate_file`. It has the permissions of the file
+    that it replaces, if there is one, limited by `max_mode`. Raises NoSpaceError when there is not
+    enough, TargetError when `draft` cannot be created, or exists and is not `shared`.
     """
     with explained(path):
         replaced = None
@@ -154,10 +153,10 @@ def create_file(
 
 
 def allocate_file(path: Path, size_bytes: int, max_mode: int = 0o777) -> None:
-    """Allocate the space of the file `path`, creating it if it is missing; several processes may
-    write to it.
+    """Allocate the space of the file `path`, creating it if it is missing.
 
-    Raises NoSpaceError when there is not enough, TargetError when the file cannot be created.
+    Several processes may write to it. Raises NoSpaceError when there is not enough, TargetError
+    when the file cannot be created.
     """
     with explained(path):
         descriptor = os.open(path, _FLAGS | os.O_CREAT, 0o666 & max_mode)
@@ -169,8 +168,9 @@ def allocate_file(path: Path, size_bytes: int, max_mode: int = 0o777) -> None:
 
 
 def _open_unbuffered(path: Path) -> int:
-    """A second descriptor of the file `path`, unbuffered; -1 if the file system does not support
-    it.
+    """A second descriptor of the file `path`, unbuffered.
+
+    -1 if the file system does not support it.
     """
     if not hasattr(os, "O_DIRECT"):
         return -1
@@ -196,8 +196,9 @@ def allocate_space(descriptor: int, size_bytes: int, *, keeps_size: bool = False
 
 
 def _whole_blocks(offset: int, memory: memoryview) -> tuple[int, int]:
-    """The range of `memory` at `offset` that fills whole disk blocks from aligned addresses; (0, 0)
-    for none.
+    """The range of `memory` at `offset` that fills whole disk blocks from aligned addresses.
+
+    (0, 0) for none.
     """
     first = -offset % ALIGNMENT
     last = len(memory) - (offset + len(memory)) % ALIGNMENT

@@ -23,8 +23,9 @@ _VERSION_2 = _GroupFiles("memory.max", "memory.current", "inactive_file")
 
 
 def available_bytes() -> int:
-    """Memory that can be allocated without swapping or exceeding a limit, in bytes; 0 if
-    unknown.
+    """Memory that can be allocated without swapping or exceeding a limit, in bytes.
+
+    0 if unknown.
     """
     try:
         machine_bytes = _available_on_machine()

@@ -59,8 +59,9 @@ def fallocate(descriptor: int, size_bytes: int, *, keeps_size: bool = False) -> 
 
 
 def cached_bytes(descriptor: int, start: int, size_bytes: int) -> int | None:
-    """Bytes of this range of a file in the page cache, in whole pages; None if the kernel has no
-    cachestat.
+    """Bytes of this range of a file in the page cache, in whole pages.
+
+    None if the kernel has no cachestat.
     """
     if not sys.platform.startswith("linux"):
         return None  # there the number is that of another call
@@ -71,8 +72,9 @@ def cached_bytes(descriptor: int, start: int, size_bytes: int) -> int | None:
 
 
 def map_private(descriptor: int, size_bytes: int) -> int | None:
-    """The address of a private, writable mapping of an open file (-1: zeroed memory); None if it is
-    refused.
+    """The address of a private, writable mapping of an open file (-1: zeroed memory).
+
+    None if it is refused.
     """
     flags = mmap.MAP_PRIVATE | (mmap.MAP_ANONYMOUS if descriptor < 0 else _MAP_NORESERVE)
     address = _LIBC.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)

@@ -47,10 +47,9 @@ class _CountedObject:
 
 @dataclass(frozen=True)
 class ListedStore(RemoteStore):
-    """The objects of `inner` that are `listed`, by name, in the versions listed; nothing can be
-    written.
+    """The objects of `inner` that are `listed`, by name, in the versions listed.
 
-    A remote object is opened once, and shared: closing it releases nothing.
+    Nothing can be written. A remote object is opened once, and shared: closing it releases nothing.
     """
 
     inner: Store
@@ -172,8 +171,9 @@ class ListedStore(RemoteStore):
 
 
 def hold_listed(store: Store) -> Store:
-    """A remote `store` as it is listed now, so that later requests only read bytes; a local store
-    itself.
+    """A remote `store` as it is listed now, so that later requests only read bytes.
+
+    A local store itself.
     """
     if store.local_folder is not None:
         return store

@@ -154,10 +154,9 @@ def folder_handle(folder: Path, below: str = "", *, like: Path | None = None) ->
 
 
 def move_files(paths: Iterable[str], source: Path, goal: Path, *, replace: bool = True) -> None:
-    """Move those of `paths` that are in `source` to the same path in `goal`, durably; links are not
-    followed.
+    """Move those of `paths` that are in `source` to the same path in `goal`, durably.
 
-    Without `replace`, a file whose path exists in `goal` stays in `source`.
+    Links are not followed. Without `replace`, a file whose path exists in `goal` stays in `source`.
     """
     for below, names in _by_folder(paths):
         with contextlib.ExitStack() as stack:
@@ -178,8 +177,9 @@ def move_files(paths: Iterable[str], source: Path, goal: Path, *, replace: bool 
 
 
 def delete_files(paths: Iterable[str], folder: Path) -> None:
-    """Delete those of `paths` that are files or links in `folder`, durably; links are not
-    followed.
+    """Delete those of `paths` that are files or links in `folder`, durably.
+
+    Links are not followed.
     """
     for below, names in _by_folder(paths):
         with (
@@ -242,8 +242,9 @@ def _is_in(folder: int, name: str) -> bool:
 
 
 def walk_tree(folder: Path) -> Iterator[Path]:
-    """Every file and folder below `folder`, contents before their folder; links are not
-    followed.
+    """Every file and folder below `folder`, contents before their folder.
+
+    Links are not followed.
     """
     for parent, folders, files in os.walk(folder, topdown=False):
         for name in (*files, *folders):
@@ -378,8 +379,9 @@ def holds_mount(folder: Path) -> bool:
 
 
 def make_locked_folder(path_of: Callable[[str], Path], mode: int = 0o777) -> Path:
-    """Make a new folder that this process has locked; `path_of` gives its path from the owner's
-    name.
+    """Make a new folder that this process has locked.
+
+    `path_of` gives its path from the owner's name.
     """
     while True:
         folder = path_of(locks.new_owner())
@@ -401,10 +403,9 @@ def clear_drafts(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked_folder(parent: Path, start: str) -> Iterator[Path]:
-    """Yield a new, locked folder in `parent`, private to this user, whose name begins with `start`;
-    deleted afterwards.
+    """Yield a new, locked folder in `parent`, private to this user, whose name begins with `start`.
 
-    Folders of the same kind whose processes were killed are deleted first.
+    Deleted afterwards. Folders of the same kind whose processes were killed are deleted first.
     """
     for name in list_names(parent):
         if name.startswith(start) and re.fullmatch(locks.OWNER, name[len(start) :]):

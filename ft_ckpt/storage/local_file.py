@@ -26,8 +26,9 @@ _MAX_CALL_BYTES = 1 << 30  # read in one call; Linux takes less than 2 GB
 
 
 class LocalFile:
-    """A file that is open for reading; closed by `close` or when this object is
-    garbage-collected.
+    """A file that is open for reading.
+
+    Closed by `close` or when this object is garbage-collected.
     """
 
     can_map = True
@@ -65,8 +66,9 @@ class LocalFile:
             )
 
     def map(self, *, in_large_pages: bool = True) -> "MappedBytes | None":
-        """The mapping of the file; `in_large_pages`: faster to touch, but slower to read from the
-        disk.
+        """The mapping of the file.
+
+        `in_large_pages`: faster to touch, but slower to read from the disk.
         """
         self.check()
         if not self.size_bytes:
@@ -136,8 +138,9 @@ class MappedBytes:
     def create(
         descriptor: int, size_bytes: int, *, in_large_pages: bool = True
     ) -> "MappedBytes | None":
-        """The mapping of an open file (-1: zeroed private memory); None if the system refuses
-        it.
+        """The mapping of an open file (-1: zeroed private memory).
+
+        None if the system refuses it.
         """
         address = libc.map_private(descriptor, size_bytes)
         if address is None:
@@ -149,8 +152,9 @@ class MappedBytes:
         return MappedBytes(address, size_bytes, is_own=descriptor < 0)
 
     def read_in(self, start: int, stop: int) -> bool:
-        """Read these bytes of the file into the page cache; False if that fails, where touching
-        them would be fatal.
+        """Read these bytes of the file into the page cache.
+
+        False if that fails, where touching them would be fatal.
         """
         first = start // _PAGE * _PAGE
         return bool(libc.madvise(self.address + first, stop - first, libc.POPULATE_READ) == 0)
@@ -158,8 +162,9 @@ class MappedBytes:
     def lend(
         self, start: int, size_bytes: int, read_into: Callable[[memoryview, int], None]
     ) -> memoryview:
-        """A part of the memory, released when nothing refers to it; the same object while it is in
-        use.
+        """A part of the memory, released when nothing refers to it.
+
+        The same object while it is in use.
 
         Bytes of a part that was released before and may differ from the file are read again by
         `read_into`.

@@ -122,8 +122,9 @@ class LocalStore:
         return self._begin_file(name, size_bytes)
 
     def allocate(self, name: str, size_bytes: int) -> None:
-        """Allocate the space of the file that will be `share`d under this name; creates it if it
-        does not exist.
+        """Allocate the space of the file that will be `share`d under this name.
+
+        Creates it if it does not exist.
         """
         path = self.path(name)
         with explained(path):
@@ -288,10 +289,10 @@ def linked_path(path: Path) -> Path | None:
 
 
 def readable_mode(path: Path, goal: Path) -> int:
-    """The permission bits common to all files at `path`; none for a class of users that may not
-    enter their folders.
+    """The permission bits common to all files at `path`.
 
-    The folders are those at and below `path`, and its parent unless `goal` is below the parent.
+    None for a class of users that may not enter their folders. The folders are those at and below
+    `path`, and its parent unless `goal` is below the parent.
     """
     top = path.resolve()
     folders = [Path(folder) for folder, _, _ in os.walk(top)]

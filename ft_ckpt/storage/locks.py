@@ -36,8 +36,9 @@ def new_owner() -> str:
 
 
 def machine_id() -> str | None:
-    """The boot id, equal for all containers of this machine, which see each other's locks; None if
-    unknown.
+    """The boot id, equal for all containers of this machine, which see each other's locks.
+
+    None if unknown.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -46,10 +47,10 @@ def machine_id() -> str | None:
 
 
 def hold_lock(path: Path) -> bool | None:
-    """Lock the file or folder `path` until `release_lock`; False if another process has it or
-    `path` is missing.
+    """Lock the file or folder `path` until `release_lock`.
 
-    None if unknown: the file system has no locks, or `path` cannot be opened.
+    False if another process has it or `path` is missing. None if unknown: the file system has no
+    locks, or `path` cannot be opened.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -71,8 +72,9 @@ def hold_lock(path: Path) -> bool | None:
 
 
 def release_lock(path: Path) -> None:
-    """Release the lock that was taken at `path`, even if the file was moved since; does nothing if
-    it was not held.
+    """Release the lock that was taken at `path`, even if the file was moved since.
+
+    Does nothing if it was not held.
     """
     with _change:
         descriptor = _lock_descriptors.pop(str(path), None)
@@ -96,12 +98,12 @@ def holding_lock(path: Path) -> Iterator[bool | None]:
 
 @contextmanager
 def claim_leftover(path: Path, owner: str, seconds: float) -> Iterator[bool]:
-    """Lock the leftover of `owner` at `path` while the block runs; yields False when it must not be
-    deleted.
+    """Lock the leftover of `owner` at `path` while the block runs.
 
-    It must not while another process has it locked; without lock information, or if another machine
-    made it, also until it is `seconds` old. On a network file system a lock is seen through the
-    same mount only: there a process of this machine must be gone, too.
+    Yields False when it must not be deleted. It must not while another process has it locked;
+    without lock information, or if another machine made it, also until it is `seconds` old. On a
+    network file system a lock is seen through the same mount only: there a process of this machine
+    must be gone, too.
     """
     with holding_lock(path) as is_locked:
         yield _has_ended(_age_seconds(path), is_locked, _sees_locks_of(owner, path), seconds)
@@ -143,8 +145,9 @@ def process_facts() -> dict[str, Any]:
 
 
 def is_gone(facts: Mapping[str, Any]) -> bool:
-    """Whether the process of these `process_facts` has ended; False if unknown, as for one of
-    another machine.
+    """Whether the process of these `process_facts` has ended.
+
+    False if unknown, as for one of another machine.
     """
     pid = facts.get("pid")
     if not is_of_this_machine(facts) or not isinstance(pid, int) or pid < 1:
@@ -166,8 +169,9 @@ def is_of_this_machine(facts: Mapping[str, Any]) -> bool:
 
 
 def steady_seconds() -> float:
-    """Seconds since the boot of the machine, equal for all its processes; they go on while it is
-    suspended.
+    """Seconds since the boot of the machine, equal for all its processes.
+
+    They go on while it is suspended.
     """
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
@@ -222,8 +226,9 @@ def _can_lock(path: Path) -> bool | None:
 
 
 def _is_running(pid: int) -> bool:
-    """Whether there is a process of this number, which may be another user's; a zombie has
-    ended.
+    """Whether there is a process of this number, which may be another user's.
+
+    A zombie has ended.
     """
     try:
         os.kill(pid, 0)

@@ -70,8 +70,9 @@ def mount_of(folder: Path) -> MountedFrom | None:
 
 
 def is_on_local_disk(path: Path) -> bool:
-    """Whether only this machine writes to the file system of `path`; True if its kind is
-    unknown.
+    """Whether only this machine writes to the file system of `path`.
+
+    True if its kind is unknown.
     """
     mount = mount_of(path)
     return mount is None or mount.kind in LOCAL_FILE_SYSTEMS
@@ -97,8 +98,9 @@ def keeps_exact_times(descriptor: int) -> bool:
 
 
 def _mounts() -> Iterator[tuple[int, MountedFrom]]:
-    """The mounts with their numbers, see proc(5) on mountinfo; none where there is no such
-    table.
+    """The mounts with their numbers, see proc(5) on mountinfo.
+
+    None where there is no such table.
     """
     try:
         table = Path(_PROCESS, "mountinfo").read_text(encoding="utf-8", errors="surrogateescape")

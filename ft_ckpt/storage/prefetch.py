@@ -95,15 +95,15 @@ def read_ahead(
     block_bytes: int | None = None,
     keeper: BlockKeeper | None = None,
 ) -> Iterator[ReadPart]:
-    """Yield the bytes of all `runs`, in order; while one part is in use, `threads` threads read the
-    following ones.
+    """Yield the bytes of all `runs`, in order.
 
-    If the first run is remote, there are at least six threads. At most `threads` + 2 blocks of
-    `block_bytes` (a multiple of ALIGNMENT; None: 8 MiB, 16 for remote objects) are in use.
-    `direct`: "auto" reads past the page cache unless a read is small or cached, "on" always, "off"
-    never; file systems that do not support it use the page cache. `keeper` allocates the blocks,
-    and keeps them while their bytes are copied. Raises CorruptError when a file is too short,
-    cannot be read, or has changed since it was opened.
+    While one part is in use, `threads` threads read the following ones. If the first run is remote,
+    there are at least six threads. At most `threads` + 2 blocks of `block_bytes` (a multiple of
+    ALIGNMENT; None: 8 MiB, 16 for remote objects) are in use. `direct`: "auto" reads past the page
+    cache unless a read is small or cached, "on" always, "off" never; file systems that do not
+    support it use the page cache. `keeper` allocates the blocks, and keeps them while their bytes
+    are copied. Raises CorruptError when a file is too short, cannot be read, or has changed since
+    it was opened.
     """
     keeper = keeper or BlockKeeper()
     runs = iter(runs)
@@ -269,8 +269,9 @@ def _pays_direct(read: BlockRead) -> bool:
 
 
 def _open_direct(file: Readable, stack: ExitStack) -> int | None:
-    """A second descriptor of the open file, with O_DIRECT; None if that is refused, or the file is
-    not local.
+    """A second descriptor of the open file, with O_DIRECT.
+
+    None if that is refused, or the file is not local.
     """
     if not isinstance(file, LocalFile):
         return None

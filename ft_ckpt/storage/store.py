@@ -205,14 +205,16 @@ class Store(Protocol):
         ...
 
     def create(self, name: str, size_bytes: int) -> Writable:
-        """A new object of exactly `size_bytes`; replaces the one of that name when it is
-        finished.
+        """A new object of exactly `size_bytes`.
+
+        Replaces the one of that name when it is finished.
         """
         ...
 
     def list(self, prefix: str = "") -> list[Stored]:
-        """All objects in the folder `prefix` and below it, sorted by name; empty if there is no
-        such folder.
+        """All objects in the folder `prefix` and below it, sorted by name.
+
+        Empty if there is no such folder.
         """
         ...
 
@@ -225,7 +227,8 @@ class Store(Protocol):
         ...
 
     def copy(self, name: str, other: str, source: "Store | None" = None) -> bool:
-        """Copy or link the object `name` (of `source`, if given) to `other` inside the service;
+        """Copy or link the object `name` (of `source`, if given) to `other` inside the service.
+
         False if impossible.
         """
         ...
@@ -303,8 +306,9 @@ def refuse_other_length(where: str, start: int, size_bytes: int, expected: int) 
 
 
 def etag_of(store: Store, name: str) -> str | None:
-    """The version that the service assigned to an object; None if it assigns none, or there is no
-    object.
+    """The version that the service assigned to an object.
+
+    None if it assigns none, or there is no object.
     """
     stored = store.stat(name)
     return None if stored is None else stored.etag

@@ -14,10 +14,9 @@ _SAMPLES, _SAMPLE_BYTES = 64, 256 << 10
 
 
 def read_whole(file: Readable, threads: int = 4, direct: str = "auto") -> MappedBytes | None:
-    """All of an open object in private memory, at the rate of the disk or network; None without
-    enough memory.
+    """All of an open object in private memory, at the rate of the disk or network.
 
-    Raises CorruptError when the object changes meanwhile.
+    None without enough memory. Raises CorruptError when the object changes meanwhile.
     """
     if not file.size_bytes:
         return None

@@ -42,8 +42,9 @@ def tuning_for(
     block_bytes: int = BLOCK_BYTES,
     sha256: bool = False,
 ) -> WriteTuning:
-    """The tuning for these settings: None and "auto" are the defaults; "on" writes small files past
-    the cache, too.
+    """The tuning for these settings: None and "auto" are the defaults.
+
+    "on" writes small files past the cache, too.
     """
     default = WriteTuning()
     least = {"auto": default.direct_bytes, "on": 0, "off": None}[direct]
@@ -146,8 +147,9 @@ class Writer:
 
     @contextmanager
     def fill(self, goal: Writable) -> Iterator["DurableFile"]:
-        """Yield `goal` to be filled by regions and finished; it is abandoned when the block
-        raises.
+        """Yield `goal` to be filled by regions and finished.
+
+        It is abandoned when the block raises.
         """
         file = DurableFile(self, goal, sha256=hashlib.sha256() if self.tuning.sha256 else None)
         try:
@@ -179,8 +181,9 @@ class DurableFile:
     stored: Stored | None = None  # once it is finished
 
     def put_region(self, region: Region, tensor: Any = None) -> None:
-        """Copy a region, which may change as soon as this returns; `tensor` is another digest to
-        update with it.
+        """Copy a region, which may change as soon as this returns.
+
+        `tensor` is another digest to update with it.
         """
         done = 0
         while done < region.size_bytes:
@@ -204,8 +207,9 @@ class DurableFile:
         self.writer.tensor_hasher.submit(int).result()  # one thread: all earlier jobs are done
 
     def finish(self) -> str:
-        """Write the remaining bytes and make the object durable; returns the digest of all regions,
-        hexadecimal.
+        """Write the remaining bytes and make the object durable.
+
+        Returns the digest of all regions, hexadecimal.
 
         Raises what any write raised, and what `Writable.finish` raises.
         """

@@ -97,8 +97,9 @@ def writing_object(where: str) -> Iterator[None]:
 
 
 def client_reason(error: BaseException) -> str:
-    """Status, code and message of the service, or the first line of the client's error; the rest is
-    internal.
+    """Status, code and message of the service, or the first line of the client's error.
+
+    The rest is internal.
     """
     text = str(error)
     status = re.search(r"status code: (\d+ [A-Za-z ]+)", text)
@@ -320,8 +321,9 @@ _MADE_UP = "~"  # prefix of the version of an object without an etag
 
 @dataclass(frozen=True)
 class ObjectStore(RemoteStore):
-    """The objects of `client` below `prefix` ("" or a path with a slash at its end); `url` is for
-    messages.
+    """The objects of `client` below `prefix` ("" or a path with a slash at its end).
+
+    `url` is for messages.
     """
 
     client: Any = field(repr=False)  # the repr of some clients panics
@@ -330,8 +332,9 @@ class ObjectStore(RemoteStore):
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> "ObjectStore":
-        """The store of the bucket `url`; `options` are those of `obstore.store.from_url`. Raises
-        ConfigError.
+        """The store of the bucket `url`.
+
+        `options` are those of `obstore.store.from_url`. Raises ConfigError.
 
         memory://NAME is a store in the memory of this process.
         """

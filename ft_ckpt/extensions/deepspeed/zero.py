@@ -158,8 +158,9 @@ def changed_with_steps(optimizer: Any) -> list[Any] | None:
 
 
 def _stage_3(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
-    """Each parameter is cut into equal shards; a partition is this rank's shards one after the
-    other.
+    """Each parameter is cut into equal shards.
+
+    A partition is this rank's shards one after the other.
     """
     for number, master in enumerate(optimizer.fp32_partitioned_groups_flat):
         slots = []
@@ -173,8 +174,9 @@ def _stage_3(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
 
 
 def _stages_1_2(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
-    """A group's parameters are concatenated, perhaps aligned; a partition is an equal shard of the
-    result.
+    """A group's parameters are concatenated, perhaps aligned.
+
+    A partition is an equal shard of the result.
     """
     # stage 1 in bfloat16 with float32 gradients has its own class
     if hasattr(optimizer, "bf16_groups"):

@@ -213,8 +213,9 @@ class ZeroOptimizers(TorchOptimizers):
         return bool(optimizer.micro_step_id >= 0)
 
     def unsaveable_state(self, optimizer: Any) -> list[str]:
-        """The reasons are those of the inner optimizer; settings of ZeRO are refused by
-        `describe`.
+        """The reasons are those of the inner optimizer.
+
+        Settings of ZeRO are refused by `describe`.
         """
         if isinstance(optimizer, _Unflattened):
             return super().unsaveable_state(optimizer)
@@ -233,8 +234,9 @@ def scaler_numbers(optimizer: Any) -> dict[str, Any]:
 
 
 def restore_scaler(optimizer: Any, stored: Mapping[str, Any]) -> None:
-    """Restore the `scaler_numbers` of a loss scaler of the same kind; ignore those of another
-    kind.
+    """Restore the `scaler_numbers` of a loss scaler of the same kind.
+
+    Ignore those of another kind.
     """
     values = {key: decode_value(value) for key, value in stored.items()}
     if set(values) != set(scaler_numbers(optimizer)):
@@ -285,8 +287,9 @@ def _describe_state(inner: Any, partitions: list[Partition]) -> dict[str, dict[s
 
 
 def _state_entry(value: Any, master: Tensor, owner: Source) -> Any:
-    """Shape, dtype and device of a tensor as for the parameter, or {"value": plain value}; None for
-    other values.
+    """Shape, dtype and device of a tensor as for the parameter, or {"value": plain value}.
+
+    None for other values.
     """
     if not isinstance(value, Tensor):
         return encode_if_plain(value)
@@ -403,8 +406,9 @@ def _init_inner_state(inner: Any, partition: Partition) -> None:
 
 
 def _link_states(optimizer: Any, partitions: list[Partition]) -> None:
-    """Let DeepSpeed's functions that return a parameter's full state read the restored one; without
-    state in all partitions it links them after the next step.
+    """Let DeepSpeed's functions that return a parameter's full state read the restored one.
+
+    Without state in all partitions it links them after the next step.
     """
     if not hasattr(optimizer, "_hp_optimizer_states_linked"):
         return

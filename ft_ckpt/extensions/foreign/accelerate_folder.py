@@ -221,8 +221,9 @@ def _absent_objects(run: TrainingRun) -> list[Restored]:
 
 
 def _generators_of(states: Mapping[str, Any]) -> GeneratorStates:
-    """The random states of one rank as `restore_generators` takes them; empty if they have
-    another form.
+    """The random states of one rank as `restore_generators` takes them.
+
+    Empty if they have another form.
     """
     try:
         generators = plain_states(
@@ -240,8 +241,9 @@ def _generators_of(states: Mapping[str, Any]) -> GeneratorStates:
 def _positions_of(
     path: Path, loaders: Sequence[Any], ranks: Ranks
 ) -> tuple[DataPositions, Restored | None]:
-    """The positions of the loaders, which only stateful ones store; and the outcome if one has
-    none.
+    """The positions of the loaders, which only stateful ones store.
+
+    And the outcome if one has none.
     """
     positions = []
     for number, loader in enumerate(loaders):

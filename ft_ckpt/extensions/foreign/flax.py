@@ -137,8 +137,9 @@ class _Parser:
         return Node("value", self._read_plain(kind, size))
 
     def _read_head(self) -> tuple[str, Any]:
-        """The kind of the next value and its size; for numbers, booleans and None its value
-        instead.
+        """The kind of the next value and its size.
+
+        For numbers, booleans and None its value instead.
         """
         (first,) = self._take(1)
         for low, high, kind in _RANGES:

@@ -50,11 +50,11 @@ def is_lightning(file: RawFile) -> bool:
 
 
 def open_lightning(file: RawFile) -> TorchFile:
-    """The tensors of the `state_dict` in a checkpoint of Lightning, under its names; nothing in it
-    is run.
+    """The tensors of the `state_dict` in a checkpoint of Lightning, under its names.
 
-    `skipped` summarises the other values, with a line for each object of an unknown class. Raises
-    LoadError for weights of unknown classes; CorruptError when the file is damaged.
+    Nothing in it is run. `skipped` summarises the other values, with a line for each object of an
+    unknown class. Raises LoadError for weights of unknown classes; CorruptError when the file is
+    damaged.
     """
     local = local_copy(file)
     contents = _lightning_contents(local)
@@ -63,11 +63,10 @@ def open_lightning(file: RawFile) -> TorchFile:
 
 
 def load_lightning(raw: RawFile, map_location: Any, mapped: bool, verify: bool) -> Any:
-    """The object in an open file, its tensors on `map_location`; if that is None and `mapped`,
-    mapped from the file.
+    """The object in an open file, its tensors on `map_location`.
 
-    `verify` compares checksums. Objects of unknown classes are `SkippedValue`. Raises as
-    `open_lightning` does.
+    If that is None and `mapped`, mapped from the file. `verify` compares checksums. Objects of
+    unknown classes are `SkippedValue`. Raises as `open_lightning` does.
     """
     if verify:
         check_sums(raw)

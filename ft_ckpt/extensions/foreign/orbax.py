@@ -90,8 +90,9 @@ class OrbaxFile(TensorFile):
 
 
 def orbax_folder(place: Place) -> Place | None:
-    """The folder with the tree: `place`, or the only one in it (a step with one item); None if
-    there is none.
+    """The folder with the tree: `place`, or the only one in it (a step with one item).
+
+    None if there is none.
     """
     if place.folder.stat(_METADATA) is not None:
         return place
@@ -197,8 +198,9 @@ def _divides(part: Sequence[int], shape: Sequence[int]) -> bool:
 
 
 def _chunk_place(key: bytes, grid: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The grid index of the chunk stored under `key` ("0.1", "0/1", "c/0/1"); None for other
-    keys.
+    """The grid index of the chunk stored under `key` ("0.1", "0/1", "c/0/1").
+
+    None for other keys.
     """
     text = key.decode("utf-8", "replace").removeprefix("c").lstrip("./")
     numbers = re.split(r"[./]", text) if text else []

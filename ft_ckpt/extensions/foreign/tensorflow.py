@@ -213,11 +213,11 @@ def check_tensorflow_types(specs: Iterable[Spec]) -> None:
 def write_tensorflow(
     folder: Path, specs: Sequence[Spec], read: ReadRange, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write `specs` as a bundle into `folder`; `read(name, start, stop)` gives the flat elements of
-    a tensor.
+    """Write `specs` as a bundle into `folder`.
 
-    Needs about twice `shard_bytes` of memory (twice a row, or a tensor of a dtype in `_UNSLICED`,
-    if that is more). Raises SelectionError as `check_tensorflow_types` does.
+    `read(name, start, stop)` gives the flat elements of a tensor. Needs about twice `shard_bytes`
+    of memory (twice a row, or a tensor of a dtype in `_UNSLICED`, if that is more). Raises
+    SelectionError as `check_tensorflow_types` does.
     """
     check_tensorflow_types(specs)
     _write_bundle(folder, PREFIX, specs, read, shard_bytes)

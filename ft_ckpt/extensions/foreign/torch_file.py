@@ -134,8 +134,9 @@ def _load_zip(source: Source, name: str, admits: Callable[[str], bool], *, mmap:
 
 
 def _load_safely(source: Source, name: str, unknown: Iterable[str], *, mmap: bool) -> Any:
-    """The value that torch reads without running code; `unknown` are names that become values or
-    stand-ins.
+    """The value that torch reads without running code.
+
+    `unknown` are names that become values or stand-ins.
     """
     accepted: list[Any] = [(kind, f"{kind.__module__}.{kind.__name__}") for kind in _NUMPY_TYPES]
     for full_name in unknown:
@@ -171,10 +172,10 @@ def is_torch_file(file: RawFile) -> bool:
 
 
 def load_torch_object(raw: RawFile, map_location: Any, mapped: bool, verify: bool) -> Any:
-    """The object in an open file, its tensors on `map_location`; if that is None and `mapped`,
-    mapped from the file.
+    """The object in an open file, its tensors on `map_location`.
 
-    `verify` compares checksums. Raises CorruptError where the file is damaged or would run code.
+    If that is None and `mapped`, mapped from the file. `verify` compares checksums. Raises
+    CorruptError where the file is damaged or would run code.
     """
     if verify:
         check_sums(raw)

@@ -16,8 +16,9 @@ _BLOCK_BYTES = 1 << 20  # of a record, read at a time
 
 
 def source_of(file: RawFile) -> Source:
-    """The path of the descriptor of a local file, which stays the same file; a stream for an object
-    in a bucket.
+    """The path of the descriptor of a local file, which stays the same file.
+
+    A stream for an object in a bucket.
     """
     if isinstance(file.file, LocalFile):
         return Path(f"/proc/self/fd/{file.file.descriptor}")

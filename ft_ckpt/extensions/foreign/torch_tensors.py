@@ -73,20 +73,20 @@ class TorchFile(TensorFile):
 
 
 def open_torch_file(file: RawFile) -> TorchFile:
-    """The tensors of a file written by `torch.save`, nested dicts and lists as dotted names;
-    nothing in it is run.
+    """The tensors of a file written by `torch.save`, nested dicts and lists as dotted names.
 
-    Other values are listed in `skipped`, further names of a tensor in `ties`. Raises LoadError
-    naming values that are neither tensors nor plain data, and names that are not unique;
-    CorruptError when the file is damaged.
+    Nothing in it is run. Other values are listed in `skipped`, further names of a tensor in `ties`.
+    Raises LoadError naming values that are neither tensors nor plain data, and names that are not
+    unique; CorruptError when the file is damaged.
     """
     local = local_copy(file)
     return TorchFile(local, *split_tensors(load_torch_value(local), file.name))
 
 
 def local_copy(file: RawFile) -> RawFile:
-    """The file itself, or the open copy of an object in a bucket, which torch cannot map; its name
-    is gone already.
+    """The file itself, or the open copy of an object in a bucket, which torch cannot map.
+
+    Its name is gone already.
     """
     if file.can_map:
         return file

@@ -55,8 +55,9 @@ class FoundDataset(Protocol):
 
 @dataclass(frozen=True)
 class StoredLeaf:
-    """A leaf: its dataset, or the value of all its elements; `dtype` is torch's name, None for
-    numpy arrays.
+    """A leaf: its dataset, or the value of all its elements.
+
+    `dtype` is torch's name, None for numpy arrays.
     """
 
     name: str

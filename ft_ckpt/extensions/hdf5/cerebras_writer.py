@@ -134,8 +134,9 @@ class _LeafDescriber:
         return json.dumps(kind.metadata | _path_metadata(name))
 
     def _kind_of(self, spec: Spec, node: Node, is_array: bool) -> _LeafKind:
-        """What a leaf has in common with others; tensors of one dtype and shape share one
-        record.
+        """What a leaf has in common with others.
+
+        Tensors of one dtype and shape share one record.
         """
         stored = stored_type(spec.dtype, self.native_floats)
         if is_array:

@@ -227,8 +227,9 @@ def _unique_names(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
 
 
 def _attribute_texts(group: Any, key: str) -> Iterator[str]:
-    """A list of strings in the attributes of a group; Keras splits long lists into several
-    attributes.
+    """A list of strings in the attributes of a group.
+
+    Keras splits long lists into several attributes.
     """
     if key in group.attrs:
         parts = [key]
@@ -281,8 +282,9 @@ def _named_file(file: IndexedFile, naming: _Naming) -> IndexedFile:
 
 
 def _dtype_of(file: IndexedFile, path: str) -> str | None:
-    """torch's name of a tensor's dtype; Keras stores dtypes unknown to HDF5 as bytes, with or
-    without a label.
+    """torch's name of a tensor's dtype.
+
+    Keras stores dtypes unknown to HDF5 as bytes, with or without a label.
     """
     stored_dtype = str(file.index.rows[path][0])
     if stored_dtype in ITEM_BYTES:

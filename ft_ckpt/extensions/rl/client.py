@@ -187,8 +187,9 @@ class Client:
 
 
 def _secrets_in(value: str) -> list[str]:
-    """The value of a header without a scheme such as "Bearer", and its words, as in a cookie;
-    longest first.
+    """The value of a header without a scheme such as "Bearer", and its words, as in a cookie.
+
+    Longest first.
     """
     value = re.sub(r"^[A-Za-z]+ +", "", value.strip())
     words = re.split(r"[\s;,]+|(?<=\w)=(?=[^=])", value)  # no padding of base64

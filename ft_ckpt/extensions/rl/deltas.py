@@ -72,14 +72,14 @@ class AppendReport:
 
 
 def append_checkpoint(checkpoint: Place, chain: Place, anchor_every: int) -> AppendReport:
-    """Append the committed `checkpoint`, under its name, to the folder or bucket prefix `chain`;
-    all or nothing.
+    """Append the committed `checkpoint`, under its name, to the folder or bucket prefix `chain`.
 
-    Appends a delta on the newest entry. The files of this entry are read beside the checkpoint if
-    they are still there, else rebuilt from the chain as they are read. Appends an anchor instead if
-    the chain is empty, after `anchor_every - 1` deltas in a row, if a tensor has another name,
-    shape or type, if the delta would have more than half of the bytes, and with a warning if the
-    newest entry is damaged. Digests are compared on the way; memory holds a few slices.
+    All or nothing. Appends a delta on the newest entry. The files of this entry are read beside the
+    checkpoint if they are still there, else rebuilt from the chain as they are read. Appends an
+    anchor instead if the chain is empty, after `anchor_every - 1` deltas in a row, if a tensor has
+    another name, shape or type, if the delta would have more than half of the bytes, and with a
+    warning if the newest entry is damaged. Digests are compared on the way; memory holds a few
+    slices.
 
     Raises NameTakenError if the chain has another checkpoint of this name, or a newer one;
     otherwise as `copy` does.
@@ -175,8 +175,9 @@ def _append_delta_if_possible(
 def _append_delta(
     checkpoint: OpenCheckpoint, manifest: Manifest, newest: CheckpointInfo, goal: Place
 ) -> Manifest | None:
-    """Commit a delta; None if it would be too large, or a tensor has another name, shape or
-    type.
+    """Commit a delta.
+
+    None if it would be too large, or a tensor has another name, shape or type.
     """
     if manifest.step is None and manifest.number is None:
         manifest = replace(manifest, number=(newest.manifest.number or 0) + 1)
@@ -251,8 +252,9 @@ class _DeltaWriter:
 def _write_changes(
     checkpoint: OpenCheckpoint, manifest: Manifest, base: OpenCheckpoint, store: Store
 ) -> tuple[FileRecord, ...] | None:
-    """Write all files of a delta but its manifest; None as soon as it has too many bytes, or cannot
-    be a delta.
+    """Write all files of a delta but its manifest.
+
+    None as soon as it has too many bytes, or cannot be a delta.
     """
     base_files = {file.path: file for file in base.manifest.files}
     writer = _DeltaWriter(store, _MAX_SHARE * _size_of(manifest))
@@ -278,8 +280,9 @@ def _write_changed_tensors(
     base_file: FileRecord,
     writer: _DeltaWriter,
 ) -> bool:
-    """Write the changes of one safetensors file; False if a tensor has another name, shape or
-    type.
+    """Write the changes of one safetensors file.
+
+    False if a tensor has another name, shape or type.
     """
     with (
         closing(checkpoint.store.open(file.path)) as opened,

@@ -48,15 +48,14 @@ def export(
     *,
     overwrite: bool = False,
 ) -> ConvertReport:
-    """Write the LoRA `adapter` to the folder `out` as `engine` ("vllm" or "sglang") applies it; all
-    or nothing.
+    """Write the LoRA `adapter` to the folder `out` as `engine` ("vllm" or "sglang") applies it.
 
-    The result has one rank, the largest of all layers, and one scale, that of most layers. Matrices
-    of lower ranks are padded with zeros. In layers of another scale (alpha_pattern, rank_pattern,
-    use_rslora) the outer matrix is multiplied by the ratio, in its dtype if the products are exact
-    in it, else in float32; a note counts the layers that are rounded. Everything else is unchanged.
-    `adapter`: a PEFT folder, or a checkpoint of ft_ckpt, which is compared with its digests;
-    `overwrite` as in `convert`.
+    All or nothing. The result has one rank, the largest of all layers, and one scale, that of most
+    layers. Matrices of lower ranks are padded with zeros. In layers of another scale
+    (alpha_pattern, rank_pattern, use_rslora) the outer matrix is multiplied by the ratio, in its
+    dtype if the products are exact in it, else in float32; a note counts the layers that are
+    rounded. Everything else is unchanged. `adapter`: a PEFT folder, or a checkpoint of ft_ckpt,
+    which is compared with its digests; `overwrite` as in `convert`.
 
     Raises ConfigError for an unknown engine, SelectionError naming each setting and tensor without
     an exact conversion and the remedy; for files as `convert` does.
@@ -156,8 +155,9 @@ def _plain_adapter(
 
 
 def _scaled(tensor: Tensor, factor: float) -> tuple[Tensor, bool]:
-    """The product in the dtype of the tensor if that is exact, else in float32; and whether it is
-    exact.
+    """The product in the dtype of the tensor if that is exact, else in float32.
+
+    And whether it is exact.
     """
     product = tensor.double() * factor
     for dtype in (tensor.dtype, torch.promote_types(tensor.dtype, torch.float32)):

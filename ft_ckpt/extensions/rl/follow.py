@@ -17,8 +17,9 @@ _MAX_FAILURES = 2  # of one checkpoint, while all servers answer
 
 
 class _Following:
-    """Publishes the newest checkpoint of a run at each look; never one that is older than the last
-    one.
+    """Publishes the newest checkpoint of a run at each look.
+
+    Never one that is older than the last one.
     """
 
     def __init__(
@@ -76,8 +77,9 @@ class _Following:
             self._report_once(f"{error}; skipped", self._skipped)
 
     def _retry(self, info: CheckpointInfo, error: CheckpointError) -> None:
-        """Report an error that may pass; skip the checkpoint at the second one while all servers
-        answer.
+        """Report an error that may pass.
+
+        Skip the checkpoint at the second one while all servers answer.
         """
         key = key_of(info)
         self.error = error
@@ -117,13 +119,12 @@ def follow_run(
     on_published: Callable[[PublishReport], object] = lambda report: None,
     on_trouble: Callable[[str], object] = warn,
 ) -> int:
-    """Publish each new newest checkpoint of `run`, a folder or URL that may not exist yet; returns
-    how many.
+    """Publish each new newest checkpoint of `run`, a folder or URL that may not exist yet.
 
-    Only the newest is published, none twice, and none that is older than the last one. A server
-    that does not answer is retried; a checkpoint that is damaged, or that running servers refuse
-    twice, is skipped; `on_trouble` gets each of these messages once. Ends on SIGINT or SIGTERM,
-    after the current publish, and after `idle_seconds` without a new checkpoint.
+    Returns how many. Only the newest is published, none twice, and none that is older than the last
+    one. A server that does not answer is retried; a checkpoint that is damaged, or that running
+    servers refuse twice, is skipped; `on_trouble` gets each of these messages once. Ends on SIGINT
+    or SIGTERM, after the current publish, and after `idle_seconds` without a new checkpoint.
 
     Raises ConfigError for invalid options and, until one publish has succeeded, for unsupported
     servers. After `idle_seconds` it raises the newest error since the last publish, if there is

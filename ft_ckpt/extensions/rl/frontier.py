@@ -113,8 +113,9 @@ class Frontier:
             tickets = self.take()
 
     def trained(self, *tickets: Ticket) -> None:
-        """Settle samples that were trained; call it after their backward pass, before the
-        `saver.step()` of the batch.
+        """Settle samples that were trained.
+
+        Call it after their backward pass, before the `saver.step()` of the batch.
 
         Raises TicketError naming samples that are not in flight under these tickets; then none is
         settled.
@@ -283,8 +284,9 @@ class Frontier:
             self._changed.notify_all()
 
     def _spans(self) -> list[tuple[int, int]]:
-        """The ranges of numbers that are not settled, sorted and merged; the last one may be empty,
-        at the end.
+        """The ranges of numbers that are not settled, sorted and merged.
+
+        The last one may be empty, at the end.
         """
         spans: list[tuple[int, int]] = []
         in_flight = [(key, key + 1) for key in self._in_flight]

@@ -58,10 +58,10 @@ def publish_adapter(
     file: TensorFile,
     uncompared: Mapping[str, str],
 ) -> PublishReport:
-    """Load the adapter on all servers and compare the answers; if one fails, unload it where it was
-    new.
+    """Load the adapter on all servers and compare the answers.
 
-    `uncompared`: by URL, why the base of a server was not compared.
+    If one fails, unload it where it was new. `uncompared`: by URL, why the base of a server was not
+    compared.
     """
     reference = _reference(part, file)
     folder = part.served_folder()

@@ -6,8 +6,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ServerReport:
-    """One server after a publish; for a chain its new entry, with the kind as `engine` and the base
-    as `before`.
+    """One server after a publish.
+
+    For a chain its new entry, with the kind as `engine` and the base as `before`.
     """
 
     url: str

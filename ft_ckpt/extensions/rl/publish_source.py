@@ -150,8 +150,9 @@ def open_published(
 def open_part(
     place: Place, options: ServerOptions, *, compares: bool = True
 ) -> Iterator[PublishedPart]:
-    """Open the part to publish, on this machine, and lease it; with `compares`, digests are
-    compared.
+    """Open the part to publish, on this machine, and lease it.
+
+    With `compares`, digests are compared.
     """
     if not place.is_local or is_delta(place):
         if options.stage is None:
@@ -169,8 +170,9 @@ def open_part(
 
 
 def drop_rebuilt_entries(entry: Place, options: ServerOptions) -> None:
-    """Delete checkpoints in the stage that were rebuilt from older entries of the chain; log a
-    failure as a warning.
+    """Delete checkpoints in the stage that were rebuilt from older entries of the chain.
+
+    Log a failure as a warning.
     """
     if options.stage is None:
         return

@@ -37,8 +37,9 @@ from ft_ckpt.storage import LocalStore
 def publish_weights(
     servers: Sequence[Server], part: PublishedPart, file: TensorFile
 ) -> PublishReport:
-    """Pause all servers, load and compare, set the version, resume, look again; after a failure
-    restore all.
+    """Pause all servers, load and compare, set the version, resume, look again.
+
+    After a failure restore all.
     """
     weights = Weights(
         version=part.weights_version,
@@ -189,8 +190,9 @@ def _set_version(update: Update, weights: Weights) -> None:
 
 
 def _last_look(updates: Sequence[Update], weights: Weights) -> list[str]:
-    """A line for each server that no longer holds the weights; versions are read last, as a restart
-    resets them.
+    """A line for each server that no longer holds the weights.
+
+    Versions are read last, as a restart resets them.
     """
     problems = problems_on(updates, expect_weights, weights)
     return problems or problems_on(updates, expect_last_version, weights)

@@ -28,8 +28,9 @@ class PendingPublish(BackgroundJob[PublishReport | None]):
 
 
 class Publisher:
-    """Publishes in the background, one checkpoint at a time; of several that wait, only the
-    newest.
+    """Publishes in the background, one checkpoint at a time.
+
+    Of several that wait, only the newest.
     """
 
     def __init__(self, options: ServerOptions, after_resume: str = "resumed") -> None:
@@ -76,8 +77,9 @@ class Publisher:
         return pending
 
     def end(self, *, wait_for: bool) -> None:
-        """Wait for all publishes if `wait_for`; warn of those not ended, which continue until the
-        process ends.
+        """Wait for all publishes if `wait_for`.
+
+        Warn of those not ended, which continue until the process ends.
         """
         unfinished = _unfinished(self._pending)
         if wait_for and unfinished:

@@ -75,13 +75,13 @@ def content_of(manifest: Manifest) -> str:
 
 @contextmanager
 def open_whole(entry: OpenCheckpoint, near: Store | None = None) -> Iterator[OpenCheckpoint]:
-    """The checkpoint that an open entry of a chain stands for; the files of a delta are rebuilt
-    while they are read.
+    """The checkpoint that an open entry of a chain stands for.
 
-    Each base is read from the folder `near` if that has its content under its name, else from the
-    chain. File digests are not compared here, only the content digests that link the entries.
-    Raises CorruptError, also in place of an error of the block, naming each entry that is missing,
-    damaged, or not the base that its delta was computed from.
+    The files of a delta are rebuilt while they are read. Each base is read from the folder `near`
+    if that has its content under its name, else from the chain. File digests are not compared here,
+    only the content digests that link the entries. Raises CorruptError, also in place of an error
+    of the block, naming each entry that is missing, damaged, or not the base that its delta was
+    computed from.
     """
     entries = [entry]
     with ExitStack() as stack:
@@ -105,8 +105,9 @@ def open_whole(entry: OpenCheckpoint, near: Store | None = None) -> Iterator[Ope
 def _whole_store(
     entries: list[OpenCheckpoint], manifest: Manifest, near: Store | None, stack: ExitStack
 ) -> Store:
-    """The files of the checkpoint that the last of `entries` stands for; its bases are appended to
-    `entries`.
+    """The files of the checkpoint that the last of `entries` stands for.
+
+    Its bases are appended to `entries`.
     """
     entry = entries[-1]
     copy = _place_near(near, entry.place.basename, content_digest(manifest))
@@ -131,8 +132,9 @@ def _whole_store(
 def fetch_whole(
     entry: OpenCheckpoint, near: Store | None, copy: Callable[[OpenCheckpoint], CopyReport]
 ) -> CopyReport:
-    """`copy` the checkpoint that an open delta stands for, see `open_whole`; a damaged base in
-    `near` is not used.
+    """`copy` the checkpoint that an open delta stands for, see `open_whole`.
+
+    A damaged base in `near` is not used.
     """
     if near is not None:
         with suppress(CorruptError), open_whole(entry, near) as whole:

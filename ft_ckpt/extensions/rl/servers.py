@@ -75,8 +75,9 @@ class Server(Protocol):
         ...
 
     def load_adapter(self, name: str, path: str) -> bool:
-        """Load the adapter in the folder `path` on the server; False if one of this name is loaded
-        already.
+        """Load the adapter in the folder `path` on the server.
+
+        False if one of this name is loaded already.
         """
         ...
 

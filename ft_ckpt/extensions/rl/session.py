@@ -111,8 +111,9 @@ class OpenSession:
         self._write(replace(self.session, asked=step))
 
     def collect(self, step: int, stage: Store) -> tuple[list[FileRecord], list[str]]:
-        """Wait for the files of all writers for `step`, and take them into `stage`; returns their
-        records, and notes.
+        """Wait for the files of all writers for `step`, and take them into `stage`.
+
+        Returns their records, and notes.
 
         May be repeated with another stage. Raises WriterError naming all required writers that have
         ended, failed, or handed in nothing `timeout_seconds` after `ask`; optional ones become
@@ -238,8 +239,9 @@ class OpenSession:
         )
 
     def _checkpoint_with(self, file: FileRecord, last: str) -> Store:
-        """The checkpoint `last`, which has `file`; the newest one if `last` is deleted and that has
-        the file, too.
+        """The checkpoint `last`, which has `file`.
+
+        The newest one if `last` is deleted and that has the file, too.
         """
         checkpoint = LastCheckpoint(last, "", None).place(self.run).folder
         if checkpoint.stat(file.path) is None and self.session.last is not None:

@@ -109,8 +109,9 @@ def put_all_back(updates: Sequence[Update], weights: Weights) -> list[str]:
 
 
 def _put_back(update: Update, weights: Weights) -> str:
-    """Restore the previous weights, unless another publisher has replaced them; a line on what the
-    server now has.
+    """Restore the previous weights, unless another publisher has replaced them.
+
+    A line on what the server now has.
     """
     server, url, before = update.server, update.url, update.before
     loading = weights.loading_version

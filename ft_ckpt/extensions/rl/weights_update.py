@@ -134,8 +134,9 @@ def expect_last_version(update: Update, weights: Weights) -> None:
 
 
 def difference(update: Update, weights: Weights) -> str | None:
-    """How the digests of the server differ from those of the files; None if they do not, or are not
-    compared.
+    """How the digests of the server differ from those of the files.
+
+    None if they do not, or are not compared.
     """
     update.checked = VERSION_ONLY
     if weights.options.check == "listed":

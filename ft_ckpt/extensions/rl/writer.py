@@ -181,8 +181,9 @@ class Writer:
     def resume(
         self, folder: str | os.PathLike[str] | None = None, *, rule: Rule = default_rule
     ) -> Part | None:
-        """This writer's part of the checkpoint that the trainer continues from, or last saved; None
-        if there is none.
+        """This writer's part of the checkpoint that the trainer continues from, or last saved.
+
+        None if there is none.
 
         Files of the part are copied into `folder`/NAME. In a group, `rule` divides the parts of the
         checkpoint among the invited writers: it is called with the names of both and returns the
@@ -222,8 +223,9 @@ class Writer:
             return Part(checkpoint.location, checkpoint.manifest.step, states, files)
 
     def close(self) -> None:
-        """Leave the session; the trainer's next save fails unless the writer is optional or joins
-        again.
+        """Leave the session.
+
+        The trainer's next save fails unless the writer is optional or joins again.
         """
         self._end("closed")
         if threading.current_thread() is not self._thread:

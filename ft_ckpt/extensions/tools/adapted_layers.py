@@ -144,8 +144,9 @@ def _adapters_on(layer: Any, names: Sequence[str] | None) -> list[str]:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute in: at least float32 for floating-point and complex numbers; other
-    dtypes are unchanged.
+    """The dtype to compute in: at least float32 for floating-point and complex numbers.
+
+    Other dtypes are unchanged.
     """
     is_number = dtype.is_floating_point or dtype.is_complex
     return torch.promote_types(dtype, torch.float32) if is_number else dtype

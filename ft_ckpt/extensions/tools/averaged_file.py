@@ -41,8 +41,9 @@ class AveragedFile(TensorFile):
         *,
         is_adapter: bool = False,
     ) -> None:
-        """`shares`: the weight of each file; `names`: of the files, for messages. Averages have the
-        dtype of the sources, or `dtype`.
+        """`shares`: the weight of each file.
+
+        `names`: of the files, for messages. Averages have the dtype of the sources, or `dtype`.
 
         Raises SelectionError unless all files store the same names, shapes and dtypes, and agree on
         ties.

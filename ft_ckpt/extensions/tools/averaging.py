@@ -37,13 +37,12 @@ def average(
     overwrite: bool = False,
     progress: bool = True,
 ) -> ConvertReport:
-    """Write the average of the checkpoints `sources` to `dst`, a folder or file; all or nothing,
-    durably.
+    """Write the average of the checkpoints `sources` to `dst`, a folder or file.
 
-    `sources` are two or more checkpoints, folders or files of the same tensors; or one run's folder
-    with `last`, the number of its newest valid checkpoints to average. `weights`: a number for each
-    source, normalised to a sum of 1; by default all are equal. Further arguments are those of
-    `convert`.
+    All or nothing, durably. `sources` are two or more checkpoints, folders or files of the same
+    tensors; or one run's folder with `last`, the number of its newest valid checkpoints to average.
+    `weights`: a number for each source, normalised to a sum of 1; by default all are equal. Further
+    arguments are those of `convert`.
 
     Floating-point tensors are averaged in float32 (float64 ones in float64) and rounded once to
     their dtype, or to `dtype`. Other tensors should be equal in all sources; otherwise the last

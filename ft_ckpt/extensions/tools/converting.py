@@ -159,8 +159,9 @@ def write_converted(
 
 
 def open_source(path: str | Path | Place) -> TensorFile:
-    """The tensors at `path` in any format; bytes are copied, so a truncated file raises an
-    error.
+    """The tensors at `path` in any format.
+
+    Bytes are copied, so a truncated file raises an error.
     """
     place = open_place(path)
     with damaged_input(place):

@@ -63,8 +63,9 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """Norm of B - A divided by the norm of A; infinite if only A is zero, or if they cannot be
-        subtracted.
+        """Norm of B - A divided by the norm of A.
+
+        Infinite if only A is zero, or if they cannot be subtracted.
         """
         sums = self.sums
         if self.status not in ("equal", "changed") or sums.unbounded:
@@ -75,12 +76,11 @@ class Difference:
 
 
 def compare_files(first: TensorFile, second: TensorFile) -> list[Difference]:
-    """Compare every tensor of A (`first`) and B (`second`), largest change first; memory holds a
-    few slices.
+    """Compare every tensor of A (`first`) and B (`second`), largest change first.
 
-    A name stands for the tensor that it is tied to. A pair of tensors is compared once, under the
-    first name that both files have. A name in one file only is left out if its tensor is compared
-    under another name.
+    Memory holds a few slices. A name stands for the tensor that it is tied to. A pair of tensors is
+    compared once, under the first name that both files have. A name in one file only is left out if
+    its tensor is compared under another name.
     """
     untied = untie_file(first), untie_file(second)
     differences = [_tensor_difference(*untied, name) for name in _names_to_compare(*untied)]
@@ -103,10 +103,9 @@ def _names_to_compare(first: TensorView, second: TensorView) -> list[str]:
 
 
 def compare_settings(first: TensorFile, second: TensorFile) -> list[tuple[str, str, str]]:
-    """(name, in A, in B) of the settings that differ and change the output; empty unless both are
-    folders.
+    """(name, in A, in B) of the settings that differ and change the output.
 
-    Raises CorruptError for a settings file that cannot be parsed.
+    Empty unless both are folders. Raises CorruptError for a settings file that cannot be parsed.
     """
     if not isinstance(first, WeightsFolder) or not isinstance(second, WeightsFolder):
         return []

@@ -104,8 +104,9 @@ class _StoredTensor:
         return self.values
 
     def rows(self, key: int | slice) -> torch.Tensor | None:
-        """The rows `key` of a tensor that is not mapped, read alone; None if all values must be
-        read.
+        """The rows `key` of a tensor that is not mapped, read alone.
+
+        None if all values must be read.
         """
         shape = self.shape
         if self.values is not None or not shape or self.file.maps(self.name):
@@ -181,8 +182,9 @@ class LazyTensor(torch.Tensor):
 
     @property
     def _is_param(self) -> bool:
-        """Set by torch.nn.Parameter on tensors of other classes; setting it turns this object into
-        a parameter.
+        """Set by torch.nn.Parameter on tensors of other classes.
+
+        Setting it turns this object into a parameter.
         """
         return False
 

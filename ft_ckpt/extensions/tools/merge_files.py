@@ -61,17 +61,16 @@ def merge(
     overwrite: bool = False,
     progress: bool = True,
 ) -> ConvertReport:
-    """Write the base of an adapter with the adapter merged into it to the folder `dst`; all or
-    nothing, durably.
+    """Write the base of an adapter with the adapter merged into it to the folder `dst`.
 
-    `adapter`: a PEFT folder or an ft_ckpt checkpoint, with one or several adapters. The active ones
-    are merged, or those named in `adapters`, each multiplied by its number in `weights`, if given.
-    `base`: the folder of the base model; by default the one in the same checkpoint, or the one that
-    the adapter names, if that is a folder on this machine or in the Hub's cache. It is compared
-    with the samples in the adapter's manifest unless `check_base` is False. The adapter of a
-    quantised base (QLoRA) is merged into the model that was quantised. `check`="logits", or a
-    batch, runs both models before the folder is committed; fused experts are then in memory.
-    `overwrite` as in `convert`.
+    All or nothing, durably. `adapter`: a PEFT folder or an ft_ckpt checkpoint, with one or several
+    adapters. The active ones are merged, or those named in `adapters`, each multiplied by its
+    number in `weights`, if given. `base`: the folder of the base model; by default the one in the
+    same checkpoint, or the one that the adapter names, if that is a folder on this machine or in
+    the Hub's cache. It is compared with the samples in the adapter's manifest unless `check_base`
+    is False. The adapter of a quantised base (QLoRA) is merged into the model that was quantised.
+    `check`="logits", or a batch, runs both models before the folder is committed; fused experts are
+    then in memory. `overwrite` as in `convert`.
 
     Layers are merged in float32 and rounded once to the base's type, or to `dtype`. The base is
     mapped, and one layer at a time is in memory. Sidecar files are the base's; the tokenizer is the

@@ -165,8 +165,9 @@ def _merge_base(base: View, layers: Sequence[AdaptedLayer]) -> _MergedBase:
 
 
 def _result_of_merge(tensor: _MergedTensor | None) -> Any:
-    """A value that is equal for tied tensors that stay equal when merged; None for a tensor that is
-    not merged.
+    """A value that is equal for tied tensors that stay equal when merged.
+
+    None for a tensor that is not merged.
     """
     if tensor is None:
         return None

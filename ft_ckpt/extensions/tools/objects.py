@@ -53,14 +53,13 @@ def save(
     native_floats: bool = False,
     compression: str | None = None,
 ) -> None:
-    """Save `obj` to the file `path` or the object at a URL, durably; after an error the previous
-    file is unchanged.
+    """Save `obj` to the file `path` or the object at a URL, durably.
 
-    `obj` is any nesting of dicts, lists, tuples, numbers, strings, bytes, numpy arrays and tensors.
-    `format` is "h5", "dual", "safetensors" or "torch"; by default the suffix of `path` decides.
-    `native_floats` stores bfloat16 in HDF5 files as a type that every reader understands.
-    `compression="gzip"` compresses HDF5 files, after a shuffle of bytes; meanwhile it needs the
-    space of the uncompressed tensors.
+    After an error the previous file is unchanged. `obj` is any nesting of dicts, lists, tuples,
+    numbers, strings, bytes, numpy arrays and tensors. `format` is "h5", "dual", "safetensors" or
+    "torch"; by default the suffix of `path` decides. `native_floats` stores bfloat16 in HDF5 files
+    as a type that every reader understands. `compression="gzip"` compresses HDF5 files, after a
+    shuffle of bytes; meanwhile it needs the space of the uncompressed tensors.
 
     Raises SelectionError naming the path inside `obj` of a value that cannot be stored, ConfigError
     for unknown settings, TargetError when `path` cannot be written, NoSpaceError when the disk is

@@ -101,8 +101,9 @@ def _read_pieces(file: TensorFile, specs: Sequence[Spec]) -> Iterator[_Piece]:
 
 
 def _prefetched(items: Iterable[_Item]) -> Iterator[_Item]:
-    """Yield `items`; a thread prepares the next item while one is in use, so that reading and
-    writing overlap.
+    """Yield `items`.
+
+    A thread prepares the next item while one is in use, so that reading and writing overlap.
     """
     iterator = iter(items)
     end = object()

@@ -107,8 +107,9 @@ def copy_open(
 def _staging_at(
     checkpoint: OpenCheckpoint, goal: Place, manifest: Manifest, *, overwrite: bool
 ) -> Iterator[Staging]:
-    """A staging folder for `goal`, discarded on errors; that of a killed copy is taken over by the
-    next copy.
+    """A staging folder for `goal`, discarded on errors.
+
+    That of a killed copy is taken over by the next copy.
     """
     identity = f"copy of {content_identity(manifest)}"
     source = checkpoint.store if checkpoint.is_local else checkpoint.place.folder

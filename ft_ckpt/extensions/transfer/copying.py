@@ -5,15 +5,14 @@ from ft_ckpt.extensions.transfer.reports import CopyReport
 
 
 def copy(source: PlaceLike, destination: PlaceLike, *, overwrite: bool = False) -> CopyReport:
-    """Copy the committed checkpoint `source` to `destination`; both are paths or URLs, also of
-    different buckets.
+    """Copy the committed checkpoint `source` to `destination`.
 
-    The name of the source is appended to a destination that ends in a slash. All digests are
-    compared on the way, the manifest is written last. Files of 1 MiB or more that one of the newest
-    checkpoints beside the destination has are not sent again: they are hard-linked and read there,
-    or copied by the service. A signature is copied, see `sign`; pins and leases are not. A failed
-    copy leaves no checkpoint; the next one starts from the beginning. If the same checkpoint is
-    there already, nothing changes.
+    Both are paths or URLs, also of different buckets. The name of the source is appended to a
+    destination that ends in a slash. All digests are compared on the way, the manifest is written
+    last. Files of 1 MiB or more that one of the newest checkpoints beside the destination has are
+    not sent again: they are hard-linked and read there, or copied by the service. A signature is
+    copied, see `sign`; pins and leases are not. A failed copy leaves no checkpoint; the next one
+    starts from the beginning. If the same checkpoint is there already, nothing changes.
 
     From a bucket of the Hub ("hf://buckets/user/name/folder") a checkpoint is copied to a disk
     only. Into one, the files are sent in one batch, and then the manifest; with `overwrite`, there

@@ -100,8 +100,9 @@ def hub_status(error: BaseException | None) -> int | None:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether to retry: after a network or server error or a concurrent change; the request may
-    have succeeded.
+    """Whether to retry: after a network or server error or a concurrent change.
+
+    The request may have succeeded.
     """
     status = hub_status(error)
     if status is None:

@@ -139,8 +139,9 @@ def _is_of_other_base(tag: str, facts: CardFacts) -> bool:
 
 
 def _with_results(index: Any, facts: CardFacts) -> list[Any] | None:
-    """The model index with this checkpoint's results instead of an older one's; None if it is
-    malformed.
+    """The model index with this checkpoint's results instead of an older one's.
+
+    None if it is malformed.
     """
     index = copy.deepcopy(index) if index else [{"name": facts.name, "results": []}]
     try:

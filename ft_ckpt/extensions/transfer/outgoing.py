@@ -197,8 +197,9 @@ def _without_places(
 
 
 def _is_place_here(text: str) -> bool:
-    """Whether a text is an existing absolute path; paths of one name, such as "/s", may be tokens
-    and do not count.
+    """Whether a text is an existing absolute path.
+
+    Paths of one name, such as "/s", may be tokens and do not count.
     """
     path = Path(text)
     if not path.is_absolute() or len(path.parts) < 3 or "\0" in text:

@@ -106,8 +106,9 @@ def _distinct_bytes(infos: Iterable[CheckpointInfo], coming: Manifest) -> int:
 
 @contextmanager
 def _sole_puller(cache: LocalStore, name: str) -> Iterator[None]:
-    """Hold the lock for pulling `name` while the block runs; there is none on file systems without
-    locks.
+    """Hold the lock for pulling `name` while the block runs.
+
+    There is none on file systems without locks.
     """
     lock = f"{_LOCK}{name}"
     while True:

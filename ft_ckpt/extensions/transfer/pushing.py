@@ -145,16 +145,16 @@ def push(
     message: str | None = None,
     background: bool = False,
 ) -> PushReport | PendingPush:
-    """Push the committed `checkpoint` to a model repository on the Hub, as one commit; it is leased
-    during the push.
+    """Push the committed `checkpoint` to a model repository on the Hub, as one commit.
 
-    `destination` is "user/name", or "hf://user/name[@revision][/folder]". A missing repository or
-    branch is created, as a private one if `private` is True. All digests are compared first. The
-    commit has weights, configs, tokenizer and a manifest of these files, and the training state if
-    `state` is True. Local paths are replaced by `base_id`, the name of the base model, or removed.
-    An existing model card keeps its text; its metadata are updated. The same commit deletes files
-    of older checkpoints that the old manifest lists or that readers would confuse with these.
-    Existing files are not sent again; if nothing changes, there is no commit.
+    It is leased during the push. `destination` is "user/name", or
+    "hf://user/name[@revision][/folder]". A missing repository or branch is created, as a private
+    one if `private` is True. All digests are compared first. The commit has weights, configs,
+    tokenizer and a manifest of these files, and the training state if `state` is True. Local paths
+    are replaced by `base_id`, the name of the base model, or removed. An existing model card keeps
+    its text; its metadata are updated. The same commit deletes files of older checkpoints that the
+    old manifest lists or that readers would confuse with these. Existing files are not sent again;
+    if nothing changes, there is no commit.
 
     To a bucket ("s3://...", or a `Place` there) the checkpoint is copied as by `copy`, also without
     the state; `revision`, `private`, `token`, `base_id` and `message` raise ConfigError. A
@@ -220,15 +220,14 @@ def pull(
     token: str | None = None,
     overwrite: bool = False,
 ) -> PullReport:
-    """Fetch the checkpoint at `source` into `folder`, or, from a bucket, into the cache; its path
-    is in the report.
+    """Fetch the checkpoint at `source` into `folder`, or, from a bucket, into the cache.
 
-    `source` is "hf://user/name[@revision][/folder]", read from a single commit, or the URL or
-    `Place` of a checkpoint in a bucket ("s3://...", "hf://buckets/user/name/..."), or the absolute
-    path or `Place` of a checkpoint in a folder. With a manifest, every file is compared with it,
-    and the checkpoint is committed like a save, or not at all. Files on the Hub without a manifest
-    are fetched as they are. `folder` must be new or empty; with `overwrite`, a checkpoint may
-    replace another one.
+    Its path is in the report. `source` is "hf://user/name[@revision][/folder]", read from a single
+    commit, or the URL or `Place` of a checkpoint in a bucket ("s3://...",
+    "hf://buckets/user/name/..."), or the absolute path or `Place` of a checkpoint in a folder. With
+    a manifest, every file is compared with it, and the checkpoint is committed like a save, or not
+    at all. Files on the Hub without a manifest are fetched as they are. `folder` must be new or
+    empty; with `overwrite`, a checkpoint may replace another one.
 
     A delta, see `publish`, is rebuilt to the checkpoint that it stands for, byte for byte. Its base
     is read beside `folder` if it is there, else rebuilt from the chain.

@@ -49,8 +49,9 @@ class Signed:
 
 
 def read_signature(store: Store) -> Signed | None:
-    """The signature of the checkpoint in `store`, not checked; None without one, with a warning if
-    it is no text.
+    """The signature of the checkpoint in `store`, not checked.
+
+    None without one, with a warning if it is no text.
     """
     with suppress(MissingError):
         if store.local_folder is not None:

@@ -23,16 +23,15 @@ def sign(
     password: str | None = None,
     provider: str | None = None,
 ) -> Path:
-    """Sign the checkpoint `path`, after comparing digests; returns the path of the signature, its
-    file `model.sig`.
+    """Sign the checkpoint `path`, after comparing digests.
 
-    It covers the manifest and every file that the manifest lists, in the format of OpenSSF's
-    model-signing. Files whose SHA-256 was stored with the save (SaverConfig.digest) are not read:
-    if one is damaged, the signature does not match it, and verification fails. All other files are
-    read and compared with their digests. `key`: the PEM file of a private key (P-256, P-384 or
-    P-521), encrypted with `password` if given. None: Sigstore's keyless signing, which needs a
-    network, and the credentials of the environment or a login at `provider`. An older signature is
-    replaced.
+    Returns the path of the signature, its file `model.sig`. It covers the manifest and every file
+    that the manifest lists, in the format of OpenSSF's model-signing. Files whose SHA-256 was
+    stored with the save (SaverConfig.digest) are not read: if one is damaged, the signature does
+    not match it, and verification fails. All other files are read and compared with their digests.
+    `key`: the PEM file of a private key (P-256, P-384 or P-521), encrypted with `password` if
+    given. None: Sigstore's keyless signing, which needs a network, and the credentials of the
+    environment or a login at `provider`. An older signature is replaced.
 
     Raises NotACheckpointError when nothing is committed there; CorruptError when files differ from
     the manifest, other files are in the folder, or the checkpoint is replaced meanwhile;

@@ -40,13 +40,12 @@ def sync(
     delete: bool = False,
     dry_run: bool = False,
 ) -> SyncReport:
-    """Copy the checkpoints of the run `source` that `destination` lacks, newest first; both are
-    paths or URLs.
+    """Copy the checkpoints of the run `source` that `destination` lacks, newest first.
 
-    Each is copied as by `copy`: compared by digest, visible when it is complete; files that another
-    checkpoint there has are not sent again. A checkpoint that its run has saved again under the
-    same name is replaced. A checkpoint of another run is never replaced and is reported as a
-    problem. The run may go on: checkpoints are leased while they are copied.
+    Both are paths or URLs. Each is copied as by `copy`: compared by digest, visible when it is
+    complete; files that another checkpoint there has are not sent again. A checkpoint that its run
+    has saved again under the same name is replaced. A checkpoint of another run is never replaced
+    and is reported as a problem. The run may go on: checkpoints are leased while they are copied.
 
     Nothing is deleted unless `delete` is True. Then checkpoints of the same runs, and training
     states, that the source no longer has are deleted at the destination, too; weights saved beside
@@ -130,8 +129,9 @@ def _plan_one(
     *,
     delete: bool,
 ) -> None:
-    """Plan one checkpoint of the source; `stored` is the checkpoint of its name at the
-    destination.
+    """Plan one checkpoint of the source.
+
+    `stored` is the checkpoint of its name at the destination.
     """
     relation = relation_of(None if stored is None else stored.manifest, info.manifest)
     if stored is None or relation is Relation.OLDER:

@@ -261,8 +261,9 @@ class RunUploads:
     def _upload_missing(
         self, info: CheckpointInfo, goal: Place, terms: UploadTerms
     ) -> PushReport | None:
-        """Upload a checkpoint; None if the bucket has a later save, or this one with or without its
-        training state.
+        """Upload a checkpoint.
+
+        None if the bucket has a later save, or this one with or without its training state.
         """
         manifest, stored = info.manifest, _manifest_in(goal)
         relation = relation_of(stored, manifest)
