@@ -25,7 +25,7 @@ def load_base(
     """The base model for `adapters`: `options.base` as module, folder or id, else the recorded one.
 
     Custom code of the base runs only with `trust_remote_code`; there is no prompt. A base in a
-    checkpoint of ours is compared with its manifest, including all digests with `verify`.
+    checkpoint of ft_ckpt is compared with its manifest, including all digests with `verify`.
 
     Raises LoadError when no base is known, it cannot be loaded, or neither its files nor the
     adapters have one of its tensors; CorruptError when its files are damaged.

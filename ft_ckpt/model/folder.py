@@ -1,5 +1,5 @@
 """Opens folders of weights as one file of tensors: Hugging Face folders, sharded or not, and
-checkpoints of ours.
+checkpoints of ft_ckpt.
 """
 
 import re
@@ -42,7 +42,7 @@ class FolderPart:
     path: str  # relative to the folder, "" for the folder itself
     kind: str  # "model" | "adapter" | "module"
     file: TensorFile
-    record: PartRecord | None = None  # if the folder is a checkpoint of ours
+    record: PartRecord | None = None  # if the folder is a checkpoint of ft_ckpt
     stem: str = ""  # of its weight files, if their library has one name for all formats
 
     @property

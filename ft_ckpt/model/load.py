@@ -140,9 +140,9 @@ def load_model(
     files, False reads all. With an accelerator as `device`, tensors are read to it directly, in
     blocks. `base`: the base model of an adapter, as module, folder or id; default is the id that it
     was trained on. Its sampled weights are compared unless `check_base` is False. A base that is a
-    checkpoint of ours is compared with its manifest, like `path`. `into`: your module, wrapped or
-    not, to load a single part into; or a mapping of modules by part, which gives a dict by part. A
-    part that is no Hugging Face model, such as a value head, needs one: a checkpoint has its
+    checkpoint of ft_ckpt is compared with its manifest, like `path`. `into`: your module, wrapped
+    or not, to load a single part into; or a mapping of modules by part, which gives a dict by part.
+    A part that is no Hugging Face model, such as a value head, needs one: a checkpoint has its
     tensors and the name of its class, not its code. The module's memory is filled block by block,
     so a failed load may leave part of the values; it keeps its mode. A model that transformers
     converts (fused experts) is first loaded separately. `classes`: your own classes of diffusers'

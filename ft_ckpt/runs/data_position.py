@@ -404,7 +404,7 @@ class DataPosition:
         if is_map and consumed % cut.per_step:
             self.batch = 0
             self._offset = consumed - consumed % cut.divisor
-            how = "in the middle of a batch of theirs: batches are cut anew from there"
+            how = "in the middle of a batch of theirs: new batches are cut from there"
         else:
             self.batch = consumed // cut.per_step
             self._offset = 0

@@ -1,7 +1,7 @@
 """Peak memory of a process during a save, above the model that it has already.
 
-Each way of ours has a process of its own, because it may keep memory for its next save; the peers
-share one.
+Each way of ft_ckpt has a process of its own, because it may keep memory for its next save; the
+peers share one.
 """
 
 from scripts.bench.common import (

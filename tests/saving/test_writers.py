@@ -344,7 +344,7 @@ def test_who_does_not_belong_is_refused(tmp_path: Path) -> None:
             writer.provide()
     assert writer.wait(10)
     with pytest.raises(
-        WriterError, match=r"the session is over \(the trainer has ended or begun anew\)"
+        WriterError, match=r"the session is over \(the trainer has ended or begun again\)"
     ):
         writer.put(2, "late")
 
@@ -422,7 +422,7 @@ def test_a_resume_begins_a_new_session(tmp_path: Path) -> None:
             old.put(step, step)
             stepped(saver, step)
         saver.resume("checkpoint-1")
-        with pytest.raises(WriterError, match=r"the trainer has ended or begun anew"):
+        with pytest.raises(WriterError, match=r"the trainer has ended or begun again"):
             old.put(3, "of the future that is gone")
         new = Writer(tmp_path, "replay")
         part = new.resume()

@@ -104,7 +104,7 @@ def _indexed_file(
     return file
 
 
-# Files of ours in which another program has moved the data
+# Files of ft_ckpt in which another program has moved the data
 
 
 def _open_moved(source: ForeignFile, verify: bool) -> IndexedFile | None:

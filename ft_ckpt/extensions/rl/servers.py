@@ -23,14 +23,14 @@ PROBE_PROMPTS = ((3, 5, 7, 11, 13), (2, 9, 4, 16, 8), (17, 6, 1, 10, 12))
 _TOP = 5  # tokens whose log probabilities are compared; servers return 5 by default
 _LLAMA_CPP = (
     "llama.cpp reads adapters and weights when it starts; convert a merged model to GGUF and "
-    "start it anew"
+    "start it again"
 )
 _OLLAMA = (
     "ollama makes models from GGUF files: merge the adapter, convert the result to GGUF, and "
     "`ollama create`"
 )
 _TGI = (
-    "TGI reads adapters when it starts (LORA_ADAPTERS=name=path); start it anew, or serve with "
+    "TGI reads adapters when it starts (LORA_ADAPTERS=name=path); start it again, or serve with "
     "vLLM or SGLang"
 )
 _REFUSED = {  # "owned_by" in its list of models: the advice
@@ -41,7 +41,8 @@ _REFUSED = {  # "owned_by" in its list of models: the advice
         "vLLM or SGLang"
     ),
     "tensorrt_llm": (
-        "TensorRT-LLM takes no new weights over HTTP; adapters are named per request; start it anew"
+        "TensorRT-LLM takes no new weights over HTTP; adapters are named per "
+        "request; start it again"
     ),
 }
 _PROBES = (

@@ -298,7 +298,7 @@ class Writer:
         if session is not None or self._sessions.stat(SESSION) is None:
             # A resuming trainer has no session for a moment, so an end cannot be told from a new
             # start here.
-            self._end("the trainer has ended or begun anew")
+            self._end("the trainer has ended or begun again")
             self._refuse_over()
         return None  # not readable now
 

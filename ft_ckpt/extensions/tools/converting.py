@@ -93,7 +93,7 @@ def convert(
     """Write the tensors of `src` to `dst` in another format, atomically and durably.
 
     `src` is a file (HDF5, safetensors, torch, Keras, flax, Lightning), a Hugging Face folder, a
-    checkpoint of ours or a folder of torch's distributed checkpoint, DeepSpeed, TensorFlow or
+    checkpoint of ft_ckpt or a folder of torch's distributed checkpoint, DeepSpeed, TensorFlow or
     orbax. `dst` is a file whose suffix names the format, or a folder, which gets the sidecar files
     of a source folder and a manifest. Both may be URLs. `format`: name of the target format.
     `dtype`: cast floating-point tensors. `map`: a mapping of old tensor names to new ones, or a
@@ -104,9 +104,9 @@ def convert(
 
     Memory holds a few slices, or one tensor if it is not stored in row-major order. Writes to a
     bucket are streamed. An existing checkpoint in a bucket cannot be replaced atomically: it is
-    refused, or with `overwrite` deleted first. A source checkpoint of ours is kept open, so a save
-    that replaces it meanwhile has no effect. Its files are compared with their digests before they
-    are read.
+    refused, or with `overwrite` deleted first. A source checkpoint of ft_ckpt is kept open, so a
+    save that replaces it meanwhile has no effect. Its files are compared with their digests before
+    they are read.
 
     Raises ConfigError, SelectionError for invalid names and types, LoadError or CorruptError for
     the source, TargetError or NoSpaceError for the target.
@@ -272,7 +272,7 @@ def _convert_to_folder(
         staging.commit(converted_manifest(tensor_file, source, records, files, options))
     finally:
         staging.discard()
-    notes = (f"{listing(left_out, ', ')}: not taken along",) if left_out else ()
+    notes = (f"{listing(left_out, ', ')}: not copied",) if left_out else ()
     return _report_of(options, [part.file for part in converted], size_bytes, notes)
 
 

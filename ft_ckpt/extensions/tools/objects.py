@@ -84,7 +84,7 @@ def save(
 
 
 def compress_file(place: Place, compression: str) -> None:
-    """Replace an HDF5 file of ours by a compressed one with the same contents.
+    """Replace an HDF5 file of ft_ckpt by a compressed one with the same contents.
 
     Raises what `load` and `save` raise.
     """
@@ -105,8 +105,8 @@ def load(
 
     `map_location` gives plain tensors on that device; on the CPU large ones are mapped.
     `mapped=False` copies values instead of mapping them. `verify` compares digests: for HDF5 files
-    of ours when a tensor is read, for other files at once, with the manifest beside the file or the
-    checksums in a torch file. `format` is detected from the content.
+    of ft_ckpt when a tensor is read, for other files at once, with the manifest beside the file or
+    the checksums in a torch file. `format` is detected from the content.
 
     Raises CorruptError for a file that is damaged, incomplete or would run code, FileNotFoundError
     when it is absent, ConfigError when `verify` finds no digests, or for a device that is not
