@@ -268,7 +268,9 @@ def _firm_reasons(
     rules apply to.
     """
     reasons = {checkpoint.path: checkpoint.guards for checkpoint in checkpoints}
-    judged = {checkpoint.path for run in runs for checkpoint in run}
+    judged: set[Path | str] = set()
+    for run in runs:
+        judged.update(checkpoint.path for checkpoint in run)
     for checkpoint in checkpoints:
         if checkpoint.path not in judged:
             reasons[checkpoint.path] += ("of another run" if checkpoint.run_id else "of no run",)

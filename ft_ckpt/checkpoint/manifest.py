@@ -103,7 +103,7 @@ class Manifest:
     rankings: Mapping[str, str] = field(default_factory=dict)
     # weights saved beside the checkpoints of a run: retention never deletes them
     export: bool = False
-    # without a step: one more than the largest beside it, since clocks may go back
+    # without a step: one more than the largest in the same folder, since clocks may go back
     number: int | None = None
     # names of the checkpoints that the weights were computed from: an average, a merge
     made_from: tuple[str, ...] = ()
@@ -150,14 +150,7 @@ def manifest_to_json(manifest: Manifest) -> str:
         for name, value in plain["metrics"].items()
     }
     lines = [f"  {_json_text(key)}: {_json_text(value)}," for key, value in plain.items()]
-    kept = (
-        {
-            key: value
-            for key, value in values_of(file).items()
-            if key not in ("etag", "sha256") or value is not None
-        }
-        for file in manifest.files
-    )
+    kept = [_values_of_file(file) for file in manifest.files]
     lines.append(
         '  "files": [\n' + ",\n".join(f"    {_json_text(record)}" for record in kept) + "\n  ],"
     )
@@ -211,6 +204,15 @@ def _part_json(part: PartRecord) -> str:
     fields_text = "".join(f"{_json_text(key)}: {_json_text(facts[key])}, " for key in facts)
     tensors = ",\n".join("      " + _json_text(values_of(tensor)) for tensor in part.tensors)
     return f'    {{{fields_text}"tensors": [\n{tensors}\n    ]}}'
+
+
+def _values_of_file(file: FileRecord) -> dict[str, Any]:
+    """The fields of a record, without an etag or a SHA-256 that it does not have."""
+    values = values_of(file)
+    for name in ("etag", "sha256"):
+        if values[name] is None:
+            del values[name]
+    return values
 
 
 def _json_text(value: Any) -> str:

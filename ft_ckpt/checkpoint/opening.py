@@ -97,7 +97,7 @@ class OpenCheckpoint:
             self.fetch_files(paths)
         problems = checkpoint_problems(self.store, self.manifest, deep=deep, left_out=left_out)
         if not isinstance(self.store, OpenFolder):
-            return tuple(problems)  # the listing contains the files beside it
+            return tuple(problems)  # the listing contains the other files of its folder
         whole_folder = LocalStore(self.store.folder, shown=self.store.shown)
         names = misleading_files(whole_folder, self.manifest)
         return (*problems, *map(misleading_problem, names))

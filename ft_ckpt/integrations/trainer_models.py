@@ -111,7 +111,7 @@ class BufferedGeneration:
 
 
 def held_state(trainer: Trainer) -> HeldState:
-    """The state that `trainer`, whose model and optimizer are prepared, holds beside them."""
+    """The state that a prepared `trainer` holds other than that of its model and optimizer."""
     trained: dict[str, nn.Module] = {}
     models: dict[str, nn.Module] = {}
     objects: dict[str, Any] = {}

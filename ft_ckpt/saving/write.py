@@ -174,7 +174,8 @@ def _gathered_regions(
                 for turn in file_turns(file, replace(gathering, to=rank)):
                     yield file.file.path, turn
 
-    queues = [turns_to(rank) for rank in sorted({file.writer for file in files})]
+    writers = {file.writer for file in files}
+    queues = [turns_to(rank) for rank in sorted(writers)]
     while queues:
         for queue in tuple(queues):
             path, turn = next(queue, ("", None))

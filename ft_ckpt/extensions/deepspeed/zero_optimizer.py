@@ -184,7 +184,9 @@ class ZeroOptimizers(TorchOptimizers):
             _restore_state(optimizer.optimizer, partition, description["state"], fills)
         _link_states(optimizer, partitions)
         restore_scaler(optimizer, description.get("scaler", {}))
-        names = {slot.owner.name for partition in partitions for slot in partition.slots}
+        names: set[str] = set()
+        for partition in partitions:
+            names.update(slot.owner.name for slot in partition.slots)
         missing = names - set(description["state"])
         if missing and description["state"]:
             return (f"{len(missing)} parameter(s) had no state when saved",)

@@ -144,7 +144,7 @@ def _refuse_device(map_location: str | torch.device | None) -> None:
 
 
 def _check_listed(source: Readable, place: Place) -> None:
-    """Compare a file without digests with the manifest beside it.
+    """Compare a file without digests with the manifest in its folder.
 
     Raises ConfigError if no manifest lists the file.
     """
