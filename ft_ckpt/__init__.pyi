@@ -51,9 +51,11 @@ from .model import (
 from .retention import (
     Keep as Keep,
 )
-from .runs import (
-    RestoreReport as RestoreReport,
+from .runs.folder import (
     follow as follow,
+)
+from .runs.state import (
+    RestoreReport as RestoreReport,
 )
 from .saver import (
     CheckpointSaver as CheckpointSaver,

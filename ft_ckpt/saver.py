@@ -39,25 +39,20 @@ from ft_ckpt.model import (
     model_inside,
 )
 from ft_ckpt.ranks import Ranks, current_ranks, is_first_process, try_action, unwrap
-from ft_ckpt.runs import (
-    DataPosition,
+from ft_ckpt.runs.data import DataPosition
+from ft_ckpt.runs.folder import open_run_places, room_maker
+from ft_ckpt.runs.loop import (
     Progress,
-    ResumeRequest,
-    RunSaves,
-    SaveHook,
     TrainingRun,
     check_accelerator,
     check_loop,
     check_mappings,
     check_schedule,
     check_tokenizer,
-    make_follow_up,
-    open_run_places,
-    parse_mode,
-    resume_run,
-    room_maker,
     start_recorder,
 )
+from ft_ckpt.runs.resume import ResumeRequest, parse_mode, resume_run
+from ft_ckpt.runs.saves import RunSaves, SaveHook, make_follow_up
 from ft_ckpt.saving import (
     PendingSave,
     SaveReport,

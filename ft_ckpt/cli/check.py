@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.errors import CheckpointError, ConfigError, LoadError, listing
-from ft_ckpt.runs import END, VARIABLE, Rehearsal, Step, read_steps
+from ft_ckpt.runs.loop import END, VARIABLE, Rehearsal, Step, read_steps
 from ft_ckpt.storage import open_place, spool_file, temporary_store
 
 if TYPE_CHECKING:

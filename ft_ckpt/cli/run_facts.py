@@ -22,7 +22,8 @@ from ft_ckpt.checkpoint import (
 from ft_ckpt.errors import CheckpointError, damaged_input
 from ft_ckpt.extensions.tools import by_layer, compare_files, open_source
 from ft_ckpt.retention import Keep, keep_from_record, missed_rules, plan_pruning
-from ft_ckpt.runs import read_document, survey_run
+from ft_ckpt.runs.folder import survey_run
+from ft_ckpt.runs.state import read_document
 from ft_ckpt.schedule import LoggedSave, log_from_json
 from ft_ckpt.storage import Place, hold_listed
 

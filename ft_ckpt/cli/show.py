@@ -32,7 +32,7 @@ from ft_ckpt.cli.describe import rules_of_run
 from ft_ckpt.cli.options import add_json, print_lines
 from ft_ckpt.errors import CheckpointError, NotACheckpointError
 from ft_ckpt.retention import name_metrics, plan_pruning
-from ft_ckpt.runs import survey_run
+from ft_ckpt.runs.folder import survey_run
 from ft_ckpt.storage import Place, open_place
 
 

@@ -57,7 +57,7 @@ def _watch(options: Namespace) -> None:
     command runs until SIGINT or SIGTERM.
     """
     from ft_ckpt.checkpoint import check_metric
-    from ft_ckpt.runs import follow, stop_on_signal
+    from ft_ckpt.runs.folder import follow, stop_on_signal
 
     check_metric(options.metric)
     if not any(_PATH in word for word in options.command):

@@ -34,7 +34,8 @@ from ft_ckpt.messages import warn
 from ft_ckpt.model import is_adapter_run, parts_of, without_own_layouts
 from ft_ckpt.ranks import ModelTensors, Ranks, by_itself, current_ranks, is_distributed, try_action
 from ft_ckpt.retention import Keep
-from ft_ckpt.runs import GeneratorStates, SaveHook, capture_generators, restore_generators
+from ft_ckpt.runs.data import GeneratorStates, capture_generators, restore_generators
+from ft_ckpt.runs.saves import SaveHook
 from ft_ckpt.storage import local_path, open_place, temporary_store
 
 

@@ -31,14 +31,9 @@ from ft_ckpt.integrations.lightning_state import LightningState, averaging_callb
 from ft_ckpt.model import has_adapters, library_of
 from ft_ckpt.ranks import is_distributed
 from ft_ckpt.retention import Keep
-from ft_ckpt.runs import (
-    GeneratorStates,
-    SaveHook,
-    capture_generators,
-    hooks_of,
-    parse_mode,
-    restore_generators,
-)
+from ft_ckpt.runs.data import GeneratorStates, capture_generators, restore_generators
+from ft_ckpt.runs.resume import parse_mode
+from ft_ckpt.runs.saves import SaveHook, hooks_of
 from ft_ckpt.storage import Place, absolute_location
 
 __all__ = ["LightningCheckpoint"]

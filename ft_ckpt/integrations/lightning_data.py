@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.runs import DataPosition
+from ft_ckpt.runs.data import DataPosition
 
 
 class FedLoader:

@@ -23,14 +23,8 @@ from ft_ckpt.extensions.foreign import compare_sums, load_torch_values
 from ft_ckpt.formats import RawFile, StandIn
 from ft_ckpt.messages import warn
 from ft_ckpt.ranks import ModelTensors, Ranks, current_ranks
-from ft_ckpt.runs import (
-    Restored,
-    RestoreReport,
-    agree_on_outcomes,
-    generator_problems,
-    plain_states,
-    restore_generators,
-)
+from ft_ckpt.runs.data import generator_problems, plain_states, restore_generators
+from ft_ckpt.runs.state import Restored, RestoreReport, agree_on_outcomes
 from ft_ckpt.storage import LocalStore, Place, check_files_inside, is_inside, read_text
 
 _EXPECTED = (

@@ -27,7 +27,8 @@ from ft_ckpt.integrations.checkpointed import Checkpointed, TrainerSettings, ove
 from ft_ckpt.integrations.trainer_layout import ends_chain
 from ft_ckpt.messages import short, warn
 from ft_ckpt.retention import Keep
-from ft_ckpt.runs import SaveHook, hooks_of, in_words
+from ft_ckpt.runs.loop import in_words
+from ft_ckpt.runs.saves import SaveHook, hooks_of
 
 __all__ = ["FtCkptCallback", "checkpointed"]
 

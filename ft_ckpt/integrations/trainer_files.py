@@ -36,18 +36,10 @@ from ft_ckpt.errors import (
 from ft_ckpt.messages import announce, warn
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.retention import Keep
-from ft_ckpt.runs import (
-    ResumePoint,
-    has_training_state,
-    open_for_all,
-    open_resume_point,
-    prune_run,
-    read_document,
-    recover_all,
-    restore_weights,
-    run_sources,
-    walk_models,
-)
+from ft_ckpt.runs.folder import has_training_state, prune_run, recover_all
+from ft_ckpt.runs.items import run_sources, walk_models
+from ft_ckpt.runs.resume import ResumePoint, open_for_all, open_resume_point, restore_weights
+from ft_ckpt.runs.state import read_document
 from ft_ckpt.storage import LocalStore, files_made_by, open_place
 
 _NAME = re.compile(r"checkpoint-(\d+)")

@@ -2,8 +2,8 @@
 optimizers, buffers.
 
 Models that the optimizer trains are registered with the run, others are watched
-(`runs.watched`). State that cannot be restored, such as tensors in lists or models that
-callbacks make after the resume, is named in the reports.
+(`runs.items.watched_models`). State that cannot be restored, such as tensors in lists or models
+that callbacks make after the resume, is named in the reports.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ from transformers import Trainer, TrainingArguments
 from ft_ckpt.errors import SelectionError
 from ft_ckpt.formats import NAMES, PLAIN, flatten
 from ft_ckpt.ranks import digests_of
-from ft_ckpt.runs import bare_identity
+from ft_ckpt.runs.items import bare_identity
 
 # Attributes of every Trainer: saved in another way, or no state of the training.
 _OF_TRAINER = frozenset(

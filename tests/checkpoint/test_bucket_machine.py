@@ -35,7 +35,7 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep
 from ft_ckpt.checkpoint import leases, pin, unpin
 from ft_ckpt.errors import CheckpointError, NotACheckpointError, TargetError, UnreadableError
-from ft_ckpt.runs import prune_run
+from ft_ckpt.runs.folder import prune_run
 from ft_ckpt.storage import Place, Store
 from ft_ckpt.storage.stores import open_store
 

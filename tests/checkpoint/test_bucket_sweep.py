@@ -31,8 +31,8 @@ from ft_ckpt.checkpoint.reader_leases import hold_lease
 from ft_ckpt.errors import NotACheckpointError, TargetError, UnreadableError
 from ft_ckpt.extensions.buckets.object_store import ObjectStore
 from ft_ckpt.retention import Keep
-from ft_ckpt.runs import PruneReport, prune_run, recover_all, survey_run
-from ft_ckpt.runs.prune import make_room
+from ft_ckpt.runs.folder import PruneReport, prune_run, recover_all, survey_run
+from ft_ckpt.runs.folder.prune import make_room
 from ft_ckpt.storage import LocalStore, Place, open_place
 from ft_ckpt.storage.stores import open_store
 

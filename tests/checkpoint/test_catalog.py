@@ -29,7 +29,7 @@ from ft_ckpt.checkpoint.manifest import check_paths
 from ft_ckpt.errors import ManifestError, NotACheckpointError, UnreadableError
 from ft_ckpt.formats import read_header
 from ft_ckpt.retention import Keep
-from ft_ckpt.runs import prune_run
+from ft_ckpt.runs.folder import prune_run
 from ft_ckpt.storage import FileRecord, LocalStore, open_local_file, open_place, read_record
 
 

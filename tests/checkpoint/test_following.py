@@ -28,7 +28,7 @@ from ft_ckpt.errors import (
     NotACheckpointError,
 )
 from ft_ckpt.retention import Keep
-from ft_ckpt.runs import prune_run
+from ft_ckpt.runs.folder import prune_run
 from ft_ckpt.storage import LocalStore, Place, open_place
 
 QUICK: dict[str, Any] = {"idle_seconds": 0, "poll_seconds": 0.02}

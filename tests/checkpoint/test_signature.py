@@ -31,7 +31,7 @@ from ft_ckpt.cli import run_command
 from ft_ckpt.errors import ConfigError, CorruptError, ManifestError, NotACheckpointError
 from ft_ckpt.extensions.transfer import copy, push, sign, sync
 from ft_ckpt.retention import Keep
-from ft_ckpt.runs import prune_run
+from ft_ckpt.runs.folder import prune_run
 from ft_ckpt.storage import Place, open_place
 
 pytest.importorskip("model_signing")

@@ -32,8 +32,8 @@ from ft_ckpt.checkpoint.commit import commit_stage, open_stage
 from ft_ckpt.checkpoint.reader_leases import hold_lease, lease_reasons
 from ft_ckpt.errors import NotACheckpointError
 from ft_ckpt.retention import Keep
-from ft_ckpt.runs import PruneReport, prune_run, recover_all, survey_run
-from ft_ckpt.runs.prune import make_room
+from ft_ckpt.runs.folder import PruneReport, prune_run, recover_all, survey_run
+from ft_ckpt.runs.folder.prune import make_room
 from ft_ckpt.storage import LocalStore, local_disk, open_place, read_record
 
 READER = """

@@ -19,7 +19,7 @@ from ft_ckpt import CheckpointSaver, Keep, average, best, convert, latest, open_
 from ft_ckpt.checkpoint import MANIFEST_NAME, problems
 from ft_ckpt.errors import TargetError, UnreadableError
 from ft_ckpt.integrations.trainer import FtCkptCallback
-from ft_ckpt.runs import prune_run
+from ft_ckpt.runs.folder import prune_run
 
 FILES = [MANIFEST_NAME, "model.safetensors", "config.json"]
 

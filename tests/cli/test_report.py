@@ -28,7 +28,7 @@ from ft_ckpt.cli.report_page import page_text
 from ft_ckpt.cli.report_style import PAGE_STYLE
 from ft_ckpt.cli.run_facts import gather_facts
 from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError, TargetError
-from ft_ckpt.runs import read_document
+from ft_ckpt.runs.state import read_document
 from ft_ckpt.storage import LocalStore, open_place
 
 STEPS = 18

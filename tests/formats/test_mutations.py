@@ -42,8 +42,8 @@ from ft_ckpt.formats import (
     pickles as pickles_module,
     unflatten,
 )
-from ft_ckpt.runs import read_document
-from ft_ckpt.runs.state_document import FOLDER
+from ft_ckpt.runs.state import read_document
+from ft_ckpt.runs.state.document import FOLDER
 from ft_ckpt.saving import STATE_DOCUMENT
 from ft_ckpt.schedule import History
 from ft_ckpt.storage import LocalStore

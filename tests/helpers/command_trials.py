@@ -26,7 +26,7 @@ from ft_ckpt.checkpoint import MANIFEST_NAME, marks, open_checkpoint
 from ft_ckpt.checkpoint.leases import LEASE
 from ft_ckpt.checkpoint.reader_leases import hold_lease
 from ft_ckpt.errors import CheckpointError, NotACheckpointError
-from ft_ckpt.runs import recover_all
+from ft_ckpt.runs.folder import recover_all
 from ft_ckpt.storage import open_place, temporary_store
 
 THERE = "there"  # target folder, or prefix in the bucket

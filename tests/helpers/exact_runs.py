@@ -13,9 +13,9 @@ from wrappers import WRAPPERS, Live, truth
 
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.ranks import current_ranks, gather_tensors
-from ft_ckpt.runs import run_items, run_sources, walk_models
-from ft_ckpt.runs.capture import assemble_state
-from ft_ckpt.runs.exchange import exchange_facts, local_state
+from ft_ckpt.runs.items import run_items, run_sources, walk_models
+from ft_ckpt.runs.state.capture import assemble_state
+from ft_ckpt.runs.state.exchange import exchange_facts, local_state
 
 TOLD: dict[str, Any] = {"enter_timeout_seconds": 60, "on_difference": "ignore"}
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from ft_ckpt.runs import DataPosition, rng
+from ft_ckpt.runs.data import DataPosition, rng
 
 Make = Callable[[], Any]
 SAMPLES, EPOCHS = 11, 3

@@ -19,7 +19,7 @@ from wrappers import WRAPPERS, Live, truth
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, errors
 from ft_ckpt.errors import RanksDisagreeError
-from ft_ckpt.runs import capture
+from ft_ckpt.runs.state import capture
 
 
 class Scaled(nn.Linear):

@@ -38,6 +38,7 @@ def test_no_name_of_a_front_is_that_of_a_module(stub):
     """An imported submodule becomes an attribute of its package, in place of the name."""
     names = {alias.name for node in ast.parse(stub.read_text()).body for alias in node.names}
     modules = {path.stem for path in stub.parent.glob("*.py")}
+    modules |= {path.parent.name for path in stub.parent.glob("*/__init__.py")}
     assert names & modules == set()
 
 

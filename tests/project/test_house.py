@@ -32,7 +32,7 @@ ERRORS = {
 FOREIGN_ERRORS = {
     "__init__.py": {"ImportError"},  # of the import on Windows
     "cli/options.py": {"ArgumentTypeError"},  # argparse's error for the type of an argument
-    "runs/run_saves.py": {"SystemExit"},  # after the save that a signal asked for
+    "runs/saves/run_saves.py": {"SystemExit"},  # after the save that a signal asked for
     # it ends the iterator of an upload, whose client aborts it then
     "extensions/buckets/object_store.py": {"InterruptedError"},
     # it stands for system calls and fails as they do

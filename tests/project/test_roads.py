@@ -15,7 +15,7 @@ from places import ROOT
 ROADS = {
     "save": ("ft_ckpt.saving.execute:try_save", "Save", "A save"),
     "load": ("ft_ckpt.model.load:load_model", "Load", "Load"),
-    "resume": ("ft_ckpt.runs.resume:resume_run", "Resume", "Resume"),
+    "resume": ("ft_ckpt.runs.resume.resuming:resume_run", "Resume", "Resume"),
     "publish": ("ft_ckpt.extensions.rl.publishing:publish", "Publish", "A publish"),
 }
 MAX_STEPS = 8

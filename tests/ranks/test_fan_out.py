@@ -13,7 +13,8 @@ from wrappers import truth
 
 from ft_ckpt.errors import LoadError, RankError
 from ft_ckpt.ranks import broadcast
-from ft_ckpt.runs import Restored, match_run, restore_run
+from ft_ckpt.runs.resume import match_run, restore_run
+from ft_ckpt.runs.state import Restored
 from ft_ckpt.storage import prefetch as reading
 
 BUCKET = 1 << 16  # the minimum: many buckets even for a tiny model

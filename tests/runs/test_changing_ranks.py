@@ -26,7 +26,7 @@ from seeds import chosen_seed
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ft_ckpt.runs import DataPosition
+from ft_ckpt.runs.data import DataPosition
 
 SEED = chosen_seed()
 PASSES = 2

@@ -13,8 +13,8 @@ from places import TESTS
 
 from ft_ckpt.cli.check import Finding, MetricRow, _compare_steps, _verdict_text
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.runs import Rehearsal, Step, read_steps, triggers
-from ft_ckpt.runs.triggers import Recorder
+from ft_ckpt.runs.loop import Rehearsal, Step, read_steps, triggers
+from ft_ckpt.runs.loop.triggers import Recorder
 
 SCRIPT = TESTS / "scripts" / "rehearsed.py"
 

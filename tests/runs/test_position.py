@@ -36,7 +36,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ft_ckpt
 from ft_ckpt.errors import CorruptError, LoadError
-from ft_ckpt.runs import DataPosition, dataloaders, rng
+from ft_ckpt.runs.data import DataPosition, loaders as dataloaders, rng
 
 
 def seeded(seed: int = 5) -> torch.Generator:

@@ -20,7 +20,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ft_ckpt
-from ft_ckpt.runs import DataPosition, rng
+from ft_ckpt.runs.data import DataPosition, rng
 
 COUNT, BATCH, SPLIT = 48, 2, 4
 # batches: in the middle of one of twice as many ranks, at its end, at the last

@@ -28,7 +28,7 @@ from ft_ckpt.errors import (
     SelectionError,
     UnreadableError,
 )
-from ft_ckpt.runs import resume_point
+from ft_ckpt.runs.resume import opening as resume_opening
 from ft_ckpt.storage import LocalStore
 
 SHAPES = {
@@ -164,7 +164,7 @@ def test_each_thing_is_read_once(tmp_path, monkeypatch, mode):
     looked = (
         (stored_manifest, "manifest_from_json"),
         (opening, "parse_manifest"),
-        (resume_point, "read_document"),
+        (resume_opening, "read_document"),
     )
     for module, name in looked:
         real = getattr(module, name)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ft_ckpt
-from ft_ckpt.runs import rng
+from ft_ckpt.runs.data import rng
 
 
 def draws() -> list[float]:

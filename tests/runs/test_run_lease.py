@@ -33,8 +33,8 @@ from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint import discover, read_mark
 from ft_ckpt.checkpoint.leases import put_mark
 from ft_ckpt.errors import ConfigError, LeaseTakenError, RanksDisagreeError
-from ft_ckpt.runs import run_lease
-from ft_ckpt.runs.run_lease import RUN_LEASE
+from ft_ckpt.runs.folder import lease as run_lease
+from ft_ckpt.runs.folder.lease import RUN_LEASE
 from ft_ckpt.storage import locks, open_place
 
 FORK = multiprocessing.get_context("fork")

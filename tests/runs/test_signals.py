@@ -13,12 +13,12 @@ import pytest
 from launch import run_python
 from signals_heard import hear_interrupts
 
-from ft_ckpt.runs import signals
-from ft_ckpt.runs.signals import SignalWatch, exit_code
+from ft_ckpt.runs.loop import signals
+from ft_ckpt.runs.loop.signals import SignalWatch, exit_code
 
 CHILD = """
 import ctypes, signal, sys, threading, time
-from ft_ckpt.runs.signals import SignalWatch
+from ft_ckpt.runs.loop.signals import SignalWatch
 if "--deaf" in sys.argv:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 watch = SignalWatch(["SIGTERM", "SIGUSR1", "SIGINT"])

@@ -29,7 +29,7 @@ from ft_ckpt.integrations.open_instruct_state import (
 )
 from ft_ckpt.ranks import ModelTensors, current_ranks, gather_tensors
 from ft_ckpt.ranks.source import box_memories
-from ft_ckpt.runs import TorchOptimizers, unwrap_optimizer
+from ft_ckpt.runs.optimizers import TorchOptimizers, unwrap_optimizer
 from ft_ckpt.saver import CheckpointSaver
 
 ZERO, TORCH = ZeroOptimizers(), TorchOptimizers()

@@ -30,7 +30,7 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep, verify
 from ft_ckpt.checkpoint import MANIFEST_NAME, discover, pin, pin_reason, problems, read_manifest
 from ft_ckpt.errors import CheckpointError, ManifestError, TargetError
-from ft_ckpt.runs import prune_run
+from ft_ckpt.runs.folder import prune_run
 from ft_ckpt.storage import open_place
 
 FAULTS = ("ENOSPC", "EIO", "EINTR", "EMFILE", "ESTALE", "EACCES", "EROFS", "short")

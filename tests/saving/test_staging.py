@@ -30,7 +30,7 @@ from ft_ckpt.errors import (
     NotACheckpointError,
     TargetError,
 )
-from ft_ckpt.runs import triggers
+from ft_ckpt.runs.loop import triggers
 from ft_ckpt.saving import space
 from ft_ckpt.storage import open_place
 

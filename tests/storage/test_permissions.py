@@ -23,7 +23,7 @@ from ft_ckpt.checkpoint import pin
 from ft_ckpt.checkpoint.reader_leases import hold_lease
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import NameTakenError
-from ft_ckpt.runs import prune_run
+from ft_ckpt.runs.folder import prune_run
 from ft_ckpt.storage import LocalStore, local_disk, open_place
 
 GROUP, OTHERS = 0o010, 0o001  # the bit with which this class of users enters a folder

@@ -30,7 +30,7 @@ from ft_ckpt.checkpoint import (
 )
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, ManifestError, NameTakenError
 from ft_ckpt.extensions.rl import delta_files
-from ft_ckpt.runs import prune_run
+from ft_ckpt.runs.folder import prune_run
 from ft_ckpt.storage import LocalStore, open_place, read_record
 
 Tensors = dict[str, torch.Tensor]

@@ -31,10 +31,11 @@ from tuning import blocks_of
 
 from ft_ckpt import CheckpointSaver, SaverConfig
 from ft_ckpt.ranks import Ranks, current_ranks
-from ft_ckpt.runs import Restored, agree_on_outcomes, rng
-from ft_ckpt.runs.exchange import LocalState, exchange_facts, local_state
-from ft_ckpt.runs.open_on_ranks import merge_views
-from ft_ckpt.runs.state_trees import flatten_tree
+from ft_ckpt.runs.data import rng
+from ft_ckpt.runs.resume.opening import merge_views
+from ft_ckpt.runs.state import Restored, agree_on_outcomes
+from ft_ckpt.runs.state.exchange import LocalState, exchange_facts, local_state
+from ft_ckpt.runs.state.trees import flatten_tree
 from ft_ckpt.saving import SaveContext, request_of
 from ft_ckpt.saving.agree import agree_on_plan
 from ft_ckpt.saving.plan import SavePlan, plan_save

@@ -16,7 +16,7 @@ from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.extensions.deepspeed.zero import Partition, Slot, changed_with_steps, zero_partitions
 from ft_ckpt.formats import decode_value, dtype_name, dtype_of, encode_value
 from ft_ckpt.ranks import ReplicatedSharding, Source, held_source
-from ft_ckpt.runs import (
+from ft_ckpt.runs.optimizers import (
     Description,
     TorchOptimizers,
     encode_if_plain,

@@ -23,21 +23,18 @@ from ft_ckpt.extensions.foreign.accelerate_files import (
     weight_problems,
 )
 from ft_ckpt.ranks import Ranks
-from ft_ckpt.runs import (
+from ft_ckpt.runs.data import (
     DataPositions,
     GeneratorStates,
-    Restored,
-    RestoreReport,
-    TrainingRun,
-    bare_identity,
     generator_problems,
     plain_states,
     position_in_state,
     restore_generators,
-    restore_gradients,
-    run_items,
-    unwrap_optimizer,
 )
+from ft_ckpt.runs.items import bare_identity, run_items
+from ft_ckpt.runs.loop import TrainingRun
+from ft_ckpt.runs.optimizers import unwrap_optimizer
+from ft_ckpt.runs.state import Restored, RestoreReport, restore_gradients
 from ft_ckpt.storage import LocalStore
 
 _PICKLED = re.compile(r"custom_checkpoint_\d+\.pkl")

@@ -18,7 +18,7 @@ from ft_ckpt.extensions.transfer.copies import copy_open
 from ft_ckpt.extensions.transfer.endpoints import PlaceLike
 from ft_ckpt.extensions.transfer.identity import Relation, is_there, relation_of
 from ft_ckpt.extensions.transfer.reports import CopyReport, SyncReport
-from ft_ckpt.runs import PruneReport, recover_all, remove_checkpoints
+from ft_ckpt.runs.folder import PruneReport, recover_all, remove_checkpoints
 from ft_ckpt.storage import Place, location_name, make_like, open_place
 
 

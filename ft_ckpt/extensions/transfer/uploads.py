@@ -36,7 +36,8 @@ from ft_ckpt.extensions.transfer.reports import PushReport
 from ft_ckpt.jobs import JobQueue
 from ft_ckpt.messages import LOG, warn
 from ft_ckpt.retention import Keep
-from ft_ckpt.runs import UploadTerms, prune_after_save
+from ft_ckpt.runs.folder import prune_after_save
+from ft_ckpt.runs.saves import UploadTerms
 from ft_ckpt.storage import Place, folder_of, location_name
 
 _MAX_EXIT_SECONDS = 600.0  # a process that exits waits this long for uploads

@@ -1,0 +1,461 @@
+"""Exact data-loader position: capture and restore.
+
+The batches and random numbers after a resume are those of the uninterrupted run. A position
+therefore stores the random state at the start of the pass, which determines the sample order, and,
+for loaders that prefetch (Accelerate's), the state before the last batch was requested, with which
+the prefetched batch was made. On resume the pass starts again from its first sample: consumed
+samples are skipped at the sampler, unread; the last one or two batches are read again and dropped,
+so that the loader and its counters are where they were; then the random state of the process is
+restored. Nothing in the loader is replaced. A digest proves that the sampler yields the same
+samples as before.
+
+Not exact, because the state is inside the loader: random augmentation in workers (unless `replay`);
+persistent workers, which are new after a resume; an iterable data set that draws from the process's
+global generators at every batch (a shuffle buffer on `random`, say); state that the `state_dict` of
+a stateful loader's data set leaves out.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from ft_ckpt.errors import LoadError
+from ft_ckpt.messages import warn
+from ft_ckpt.runs.data import loaders as dataloaders
+from ft_ckpt.runs.data.fields import check_position
+from ft_ckpt.runs.data.loaders import DataCut, RandomState, SampleOrder
+
+_AHEAD = 2  # batches to read again so that a loader that prefetches one holds the right one
+
+
+class DataPosition:
+    """The position of the run in one data loader. Each rank has its own; no call communicates."""
+
+    def __init__(
+        self,
+        loader: Any,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        replay: bool | None = None,
+        on_difference: str = "warn",
+    ) -> None:
+        """`replay`: on resume, read all batches of the pass again and drop them.
+
+        True is exact for random augmentation in workers too; None does it only for iterable data
+        without an exact state; False only for data without any state (the shuffle buffer of a
+        `datasets` stream is refilled then). `on_difference`: "warn", "raise" or "ignore" if the
+        sampler yields other samples than before.
+        """
+        self.loader = loader
+        self.rank = rank
+        self.size = size
+        self.replay = replay
+        self.on_difference = on_difference
+        self._order = SampleOrder()
+        # digest of the consumed items of a pass that is to be resumed
+        self._order_left: str | None = None
+        # of the data; ranks with the same data count once
+        self.shares = dataloaders.data_shares(loader, size)
+        self.epoch = 0  # passes done
+        self.batch = 0  # batches of this rank consumed in the current pass
+        # consumed by all ranks since the run began, if their batches are as large as this rank's
+        self.samples = 0
+        # items of the source consumed under another cut of this pass, see `DataCut`
+        self._offset = 0
+        self._start: RandomState | None = None
+        self._last: RandomState | None = None
+        self._numbers: dict[str, int] = {}
+        self._warm = False
+        # the loader's own state at the start of a pass that another library began
+        self._origin: Any = None
+        self._states: list[Any] = []  # the loader's own state after each of the last three batches
+        self._pending = False  # whether a position is loaded and the loader not yet advanced to it
+        self._loaded_at_end: bool | None = None
+        self._is_over = False  # whether the pass to be resumed has no batch left for any rank
+        # lower bound of its items, if its last batch may have been short
+        self._min_items: int | None = None
+
+    @property
+    def at_end(self) -> bool | None:
+        """Whether the pass has yielded its last batch; None if unknown before the next request."""
+        if self._pending:
+            return self._loaded_at_end
+        if not self.batch:
+            return False
+        at_end = getattr(self.loader, "end_of_dataloader", None)
+        if isinstance(at_end, bool):
+            return at_end
+        if self._offset or self._origin is not None:
+            return None
+        length = dataloaders.pass_length(self.loader)
+        return None if length is None else self.batch >= length
+
+    def batches(self) -> Iterator[Any]:
+        """One pass: the rest of the current one after `load_state_dict`, otherwise a new one.
+
+        After a `break` the pass is unfinished: a save stores the position in it, another call
+        starts a new pass. Raises LoadError if the data is now shorter than the consumed part.
+        """
+        iterator = self._resume_pass() if self._pending else self._begin_pass()
+        prefetches = dataloaders.looks_ahead(self.loader) and dataloaders.reads_here(self.loader)
+        while True:
+            # The first batch is requested in the state that the pass began with; workers draw
+            # nothing here.
+            if self.batch and prefetches:
+                self._last = RandomState(self.loader)
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                break
+            self.batch += 1
+            self.samples += dataloaders.samples_in(batch) * self.shares
+            self._order.take(dataloaders.batches_per_call(self.loader))
+            self._remember_own_state()
+            yield batch
+        dataloaders.count_empty_pass(self.loader, self._numbers)
+        self.end_pass()
+
+    def end_pass(self) -> None:
+        """Count the current pass as done.
+
+        Does nothing if no pass has begun, or one is yet to be resumed.
+        """
+        if self._start is None or self._pending:
+            return
+        self.epoch += 1
+        self.batch = self._offset = 0
+        self._start = self._last = self._origin = None
+        self._states = []
+        dataloaders.forget_start(self.loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position as plain values, numpy arrays and tensors: two or three random states of
+        about 15 KB each. May differ between ranks.
+        """
+        if not self._start:
+            self._numbers = dataloaders.loader_counters(self.loader)
+        cut = dataloaders.cut_of(self.loader, self.shares)
+        has_last = self._last is not None and self._last is not self._start
+        return {
+            "size": self.size,
+            "shares": self.shares,
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "samples": self.samples,
+            "given": self._offset + self.batch * cut.per_step,
+            "per_step": cut.per_step,
+            "sharing": cut.sharing,
+            "offset": self._offset,
+            "warm": self._warm,
+            "at_end": self.at_end,
+            "over": self._pending and self._is_over,
+            "least": self._min_items if self._pending else None,
+            "numbers": self._numbers,
+            "start": self._start and self._start.state,
+            "last": self._last.state if has_last and self._last is not None else None,
+            "own": dataloaders.generator_states(self.loader),
+            "loader": self._own_state(),
+            "origin": self._origin,
+            "order": self._consumed_order(),
+        }
+
+    def _consumed_order(self) -> str | None:
+        """The digest of the items consumed in the current pass."""
+        if self._pending:
+            return self._order_left
+        return self._order.digest if self.batch else None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Restore the position.
+
+        Returns a sentence for each inexactness. Draws no random number and reads no data.
+
+        `state` is this rank's, or rank 0's on all ranks if another number of ranks saved it. If the
+        number of ranks or the batch size has changed, the data continues after the samples that all
+        ranks together had seen. Raises CorruptError for an invalid state, LoadError for another
+        kind of loader, and for another batch size on as many ranks if `on_difference` is "raise".
+        """
+        check_position(state)
+        self._check_loader(state)
+        state = _deep_copy(state)
+        self.epoch = state["epoch"]
+        self.batch = state["batch"]
+        self.samples = state["samples"]
+        self._offset = state["offset"]
+        self._warm = state["warm"]
+        self._numbers = state["numbers"]
+        self._loaded_at_end = state["at_end"]
+        # absent in older states
+        self._origin = state.get("origin")
+        self._order_left = state.get("order")
+        self._is_over = state.get("over", False)
+        self._min_items = state.get("least")
+        self._start = RandomState(self.loader, state["start"]) if state["start"] else None
+        self._last = RandomState(self.loader, state["last"]) if state["last"] else self._start
+        self._states = []
+        if state["loader"] is not None and self._jumps_by_state:
+            self._states.append(state["loader"])
+        self._pending = self._start is not None
+        dataloaders.set_loader_counters(self.loader, self._numbers)
+        shares = state.get("shares", state["size"])  # absent in older states, like the next two
+        was = dataloaders.cut_of(self.loader, shares)
+        saved_cut = {name: state[name] for name in ("per_step", "sharing") if name in state}
+        was = replace(was, **saved_cut)
+        is_same = (state["size"], shares) == (self.size, self.shares)
+        # Accelerate gives samplers a generator when there are several ranks, and none when there is
+        # one.
+        generators = state["own"]
+        if not is_same:
+            generators = {key: value for key, value in generators.items() if value is not None}
+        dataloaders.set_generator_states(self.loader, generators)
+        per_step = dataloaders.cut_of(self.loader, shares).per_step
+        if not self._pending or (is_same and was.per_step == per_step):
+            return []
+        return self._cut_again(state["size"], shares, was)
+
+    def _check_loader(self, state: Mapping[str, Any]) -> None:
+        """Raise LoadError for a position that a loader of this kind cannot have."""
+        has_state = hasattr(dataloaders.base_loader(self.loader), "load_state_dict")
+        if state.get("origin") is not None and not has_state:
+            raise LoadError(
+                "the data: the position is another library's, and this loader has no state; resume "
+                "with a loader of the same kind"
+            )
+        if state["offset"] < 0 and dataloaders.is_map(self.loader):
+            raise LoadError(
+                f"the data: offset {state['offset']}, expected none below 0; "
+                "resume from another checkpoint"
+            )
+
+    def _begin_pass(self) -> Iterator[Any]:
+        self.end_pass()  # the last loop was left in the middle
+        dataloaders.forget_premade(self.loader)
+        if self._origin is not None:
+            self.loader.load_state_dict(_deep_copy(self._origin))
+        self._numbers = dataloaders.loader_counters(self.loader)
+        self._warm = dataloaders.is_warm(self.loader)
+        self._start = self._last = RandomState(self.loader)
+        if not dataloaders.is_map(self.loader):
+            return iter(self.loader)
+        with dataloaders.skipping_items(self.loader, 0, 0, order=self._order):
+            iterator = iter(self.loader)
+            # some loaders create their sampler's iterator then
+            return chain(list(islice(iterator, 1)), iterator)
+
+    def _remember_own_state(self) -> None:
+        if self._jumps_by_state and dataloaders.looks_ahead(self.loader):
+            self._states = [*self._states[-2:], _deep_copy(self.loader.state_dict())]
+
+    @property
+    def _jumps_by_state(self) -> bool:
+        """Whether a resume loads the loader's own state instead of reading batches again."""
+        if self.replay or dataloaders.is_map(self.loader):
+            return False
+        if not dataloaders.has_own_state(self.loader):
+            return False
+        return self.replay is False or not dataloaders.refills_a_buffer(self.loader)
+
+    def _own_state(self) -> Any:
+        """The loader's own state before the batches that a resume reads again.
+
+        None to read from the first batch.
+        """
+        if self._pending:
+            return self._states[0] if self._states else None
+        if not self.batch or not self._jumps_by_state:
+            return None
+        if not dataloaders.looks_ahead(self.loader):
+            return _deep_copy(self.loader.state_dict())
+        return self._states[0] if len(self._states) > _AHEAD else None
+
+    def _resume_pass(self) -> Iterator[Any]:
+        """The loader's iterator after the consumed batches.
+
+        Random state and generators are unchanged.
+        """
+        now = RandomState(self.loader)
+        self._pending = False
+        dataloaders.forget_premade(self.loader)
+        # again: the script may have set an epoch since
+        dataloaders.set_loader_counters(self.loader, self._numbers)
+        if self._start is not None:
+            self._start.put_back()
+        try:
+            return self._wind_forward()
+        finally:
+            now.put_back()
+
+    def _wind_forward(self) -> Iterator[Any]:
+        is_over, self._is_over = self._is_over, False
+        if is_over and dataloaders.pass_length(self.loader) is None:
+            return iter(deque(self.loader, 0))
+        again, jumps = self._plan_rewind()
+        with ExitStack() as stack:
+            for jump in jumps:
+                stack.enter_context(jump)
+            iterator: Iterator[Any] = iter(self.loader)
+            # The sampler draws its order at the first request.
+            first = self._read_one(iterator) if again or (self._offset and jumps) else []
+        if not again:
+            return chain(first, iterator)
+        read = len(first)
+        for remaining in range(again - 1, 0, -1):
+            if remaining == 1 and self._last is not None and self._last is not self._start:
+                self._last.put_back()  # the batch that was prefetched in this call was made with it
+            first = first and self._read_one(iterator)
+            read += len(first)
+        if not first and self._min_items is not None:
+            per_step = dataloaders.cut_of(self.loader, self.shares).per_step
+            if read * per_step >= self._min_items:
+                return iter(())
+        if not first:
+            raise LoadError(
+                f"the data: {self.batch} batches of the pass were consumed when it was saved, now "
+                "it has fewer; resume with the same data"
+            )
+        self._prove_order()
+        return iterator
+
+    def _prove_order(self) -> None:
+        """Warn if the sampler yielded other samples than before, or raise LoadError, as
+        `on_difference` says.
+        """
+        self._order.take(self.batch * dataloaders.batches_per_call(self.loader))
+        if None in (self._order_left, self._order.digest) or self._order_left == self._order.digest:
+            return
+        problem = (
+            f"the data: the sampler yields other samples than in the {self.batch} batch(es) of "
+            "this pass that the run was given before, so those to come differ as well; use the "
+            "same data and batch size, and a sampler whose order comes from random numbers, or "
+            "from an `epoch` or `seed` that it keeps under this name"
+        )
+        report_difference(problem, self.on_difference, stacklevel=6)
+
+    def _read_one(self, iterator: Iterator[Any]) -> list[Any]:
+        read = list(islice(iterator, 1))
+        self._remember_own_state()
+        return read
+
+    def _plan_rewind(self) -> tuple[int, list[AbstractContextManager[None]]]:
+        """The number of batches to read again, and the skips before them."""
+        ahead = _AHEAD if dataloaders.looks_ahead(self.loader) else 0
+        unit = dataloaders.batches_per_call(self.loader)
+        if self._origin is not None:
+            self.loader.load_state_dict(_deep_copy(self._origin))
+            return self.batch, []
+        if self._states:
+            self.loader.load_state_dict(self._states[0])
+            return ahead, []
+        if not dataloaders.is_map(self.loader):
+            return self.batch, []
+        again = self.batch if self.replay else min(self.batch, ahead or 1)
+        jumps: list[AbstractContextManager[None]] = []
+        if self._offset:
+            unseen = self._offset // dataloaders.cut_of(self.loader, self.shares).divisor
+            jumps.append(dataloaders.skipping_items(self.loader, 0, unseen, inside=True))
+        # The first batch is kept: some loaders fill up the last batch with samples of the first.
+        keep = max(again - 1, 0) * unit
+        drop = (self.batch - again) * unit
+        moment = self._start if self._warm else None
+        jumps.append(dataloaders.skipping_items(self.loader, keep, drop, moment, order=self._order))
+        return again, jumps
+
+    def _cut_again(self, saved: int, shares: int, was: DataCut) -> list[str]:
+        """Continue after the items that `saved` ranks had consumed together, from a pass cut into
+        `shares` as `was`.
+        """
+        cut = dataloaders.cut_of(self.loader, self.shares)
+        is_map = dataloaders.is_map(self.loader)
+        # In positions of ft_ckpt 0.2.0 the offset also counts items that were yielded again.
+        repeated = self._offset % was.divisor if is_map else 0
+        consumed = self._offset - repeated + self.batch * was.per_step
+        done = f"{saved} ranks had seen {consumed} {cut.unit} of this pass, {self.size} go on"
+        if shares == self.shares:
+            done = f"batches of {was.per_step} before, of {cut.per_step} now: {done}"
+            if self.on_difference == "raise":
+                raise LoadError(f"the data: {done}; resume with the same batch size")
+        if self._origin is not None:
+            raise LoadError(
+                "the data: in a pass that another library's loader had begun on "
+                f"{saved} rank(s), {self.size} here; resume on as many, with the "
+                "same batch size, until the pass is done"
+            )
+        if self._states and shares == self.shares and not dataloaders.looks_ahead(self.loader):
+            # the position itself is in the loader's own state
+            self._offset = consumed - self.batch * cut.per_step
+            return [f"{done} with the next one"]
+        self._last = self._start
+        self._states = []
+        self._order_left = None
+        notes = _sharing_problems(was, cut) if shares != self.shares else []
+        if self._is_over or self._has_ended(consumed, is_map=is_map):
+            self._loaded_at_end = self._is_over = True
+            length = dataloaders.pass_length(self.loader)
+            self.batch = consumed // cut.per_step if length is None else length
+            self._offset = 0
+            return [f"{done} after its end", *notes]
+        if is_map and consumed % cut.per_step:
+            self.batch = 0
+            self._offset = consumed - consumed % cut.divisor
+            how = "in the middle of a batch of theirs: new batches are cut from there"
+        else:
+            self.batch = consumed // cut.per_step
+            self._offset = 0
+            how = f"with batch {self.batch + 1} of theirs"
+        self._min_items = None if is_map else consumed - was.per_step + 1
+        again = consumed - self._offset - self.batch * cut.per_step
+        if cut.unit == "samples":
+            # batches without a first dimension count for less
+            self.samples = max(0, self.samples - again)
+        note = f"{done} {how}"
+        if again:
+            note += f"; {again} of them are given again, so that all ranks begin alike"
+        return [note, *notes]
+
+    def _has_ended(self, consumed: int, *, is_map: bool) -> bool:
+        """Whether the pass is over after `taken` items of the source."""
+        is_spent = dataloaders.is_spent(self.loader, self.shares, consumed) if is_map else None
+        if is_spent is None or dataloaders.ends_together(self.loader):
+            return bool(is_spent or self._loaded_at_end)
+        return is_spent
+
+
+def report_difference(problem: str, on_difference: str, stacklevel: int) -> None:
+    """Raise LoadError for "raise", warn for "warn", do nothing for "ignore"."""
+    if on_difference == "raise":
+        raise LoadError(problem)
+    if on_difference == "warn":
+        warn(problem, stacklevel=stacklevel + 1)
+
+
+def _sharing_problems(was: DataCut, now: DataCut) -> list[str]:
+    """Why samples may be skipped or repeated on another number of ranks: at most one sentence."""
+    if None in (was.sharing, now.sharing):
+        problem = (
+            "how ranks share the data is not known: where they do not take it in turn, some "
+            "samples are left out now and others given again; use a DistributedSampler or "
+            "Accelerate's loaders"
+        )
+        return [problem]
+    if was.sharing == now.sharing:
+        return []
+    change = f"its order is {now.sharing} now, was {was.sharing}"
+    return [f"{change}: some samples are left out and others given again"]
+
+
+def _deep_copy(value: Any) -> Any:
+    """A copy that shares no memory with a file or the loader."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return np.array(value)
+    if isinstance(value, Mapping):
+        return {key: _deep_copy(item) for key, item in value.items()}
+    return type(value)(map(_deep_copy, value)) if type(value) in (list, tuple) else value

@@ -1,0 +1,9 @@
+"""The directory of a run: its places, its lease, the checkpoints in it.
+
+Begin at `places`. `lease` keeps a second process out, `prune` deletes by the rules of retention,
+`following` waits for new checkpoints.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

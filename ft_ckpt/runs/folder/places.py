@@ -1,0 +1,193 @@
+"""The directory of a run and its local staging directory, each tested before the first save."""
+
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from ft_ckpt.checkpoint import Manifest, check_target, list_checkpoints, load_manifest
+from ft_ckpt.config import SaverConfig
+from ft_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    ManifestError,
+    NameTakenError,
+    TargetError,
+    listing,
+)
+from ft_ckpt.messages import warn
+from ft_ckpt.storage import (
+    IF_NEW,
+    PREFIX,
+    Place,
+    Store,
+    folder_of,
+    open_place,
+    try_place,
+)
+
+_QUICK_TRIALS = {IF_NEW, "reading ranges", "listing at once"}
+
+
+def check_directory(directory: Place, config: SaverConfig, *, is_main: bool) -> None:
+    """Refuse a directory that checkpoints cannot be saved in. Only rank 0 (`is_main`) tries a
+    bucket.
+
+    Raises ConfigError for settings that cannot work there, and what `check_target` and
+    `try_bucket` raise.
+    """
+    store = directory.folder
+    if store.local_folder is not None:
+        check_target(store.local_folder, 0)
+        return
+    if "{step}" not in config.name_template and not config.overwrite:
+        raise ConfigError(
+            f"name_template={config.name_template!r}: saves replace each other, which in a bucket "
+            "takes overwrite=True; give each a name of its own by {step}"
+        )
+    if is_main:
+        try_bucket(store)
+
+
+def try_bucket(store: Store) -> None:
+    """Write an object into the bucket twice, read it, list it and delete it.
+
+    Warns if the store ignores conditions. Raises ConfigError if there is no such bucket,
+    TargetError if it refuses the credentials or takes no writes.
+    """
+    try:
+        abilities = try_place(store, _QUICK_TRIALS)
+    except ConfigError:
+        raise
+    except CheckpointError as error:
+        raise TargetError(f"{store.url}: {_why_unwritable(store)} ({error})") from error
+    failed = [
+        f"{ability.name}: {ability.detail}"
+        for ability in abilities
+        if not ability.works and ability.name != IF_NEW
+    ]
+    if failed:
+        raise TargetError(
+            f"{store.url}: can be written, but not read or listed ({listing(failed)})"
+        )
+    if not all(ability.works for ability in abilities):
+        warn(
+            f"{store.url}: the store ignores conditional writes, so two runs that save the same "
+            "step would mix their files; let one run at a time save there",
+            stacklevel=5,
+        )
+
+
+def _why_unwritable(store: Store) -> str:
+    try:
+        store.list_folder()
+    except (CheckpointError, OSError):
+        return "cannot be used with these credentials, endpoint and region; correct them"
+    return "can be read, and not written; use credentials that may write there"  # or delete
+
+
+_CLAIM = f"{PREFIX}staging"  # file in a staging folder that names its bucket
+
+
+@dataclass(frozen=True)
+class RunPlaces:
+    """The directory of a run and its local staging directory."""
+
+    directory: Place | None = None  # of its checkpoints
+    staging: Place | None = None  # they are committed here first, if given, and uploaded afterwards
+
+    @property
+    def target(self) -> Place | None:
+        """The folder that saves are committed to."""
+        return self.directory if self.staging is None else self.staging
+
+    @property
+    def folders(self) -> tuple[Place, ...]:
+        return tuple(place for place in (self.directory, self.staging) if place is not None)
+
+    def beside(self, checkpoint: Place) -> tuple[Place, ...]:
+        """The locations of a checkpoint, one per folder of the run.
+
+        Only its own if it is outside of them.
+        """
+        if not any(checkpoint.beside.identity == place.folder.identity for place in self.folders):
+            return (checkpoint,)
+        return tuple(Place(place.folder, checkpoint.basename) for place in self.folders)
+
+
+def open_run_places(
+    directory: str | os.PathLike[str] | Place | None,
+    config: SaverConfig,
+    is_main: Callable[[], bool],
+) -> RunPlaces:
+    """The folders of a run as absolute places, each tested; a bucket by a real write of rank 0.
+
+    Raises ConfigError for settings that cannot work there, or a staging folder of another run, and
+    what `check_directory` raises.
+    """
+    if directory is None:
+        if config.staging is not None:
+            raise ConfigError(
+                f"staging={str(config.staging)!r}: for a run in a bucket; give "
+                "the saver its directory"
+            )
+        return RunPlaces()
+    place = open_place(directory, **config.client_options).absolute
+    if config.staging is not None and place.is_local:
+        raise ConfigError(
+            f"staging={str(config.staging)!r}: {place} is on a disk itself; leave staging out"
+        )
+    check_directory(place, config, is_main=is_main())
+    if config.staging is None:
+        return RunPlaces(place)
+    staging = open_place(config.staging)
+    check_target(folder_of(staging.folder), 0)
+    if is_main():
+        _claim_staging(staging, place)
+    return RunPlaces(place, staging)
+
+
+def _claim_staging(staging: Place, directory: Place) -> None:
+    """Record in a staging folder which bucket it is for: its checkpoints would be uploaded to any
+    other as well.
+    """
+    store, url = staging.folder, directory.folder.url
+    claim = store.read(_CLAIM).decode(errors="replace") if store.stat(_CLAIM) is not None else None
+    if claim is None and list_checkpoints(staging).found:
+        raise ConfigError(
+            f"{staging}: holds checkpoints that were not staged there; `ft-ckpt sync {staging} "
+            f"{url}` brings them to the bucket; use an empty folder"
+        )
+    try:
+        store.write(_CLAIM, url.encode(), create_only=True)
+    except NameTakenError:
+        if claim != url:
+            raise ConfigError(
+                f"{staging}: for {claim}, expected {url}; give each run a staging folder of its own"
+            ) from None
+
+
+def has_training_state(manifest: Manifest) -> bool:
+    return any(part.kind == "state" for part in manifest.parts)
+
+
+def refuse_replacing(target: Place, has_state: bool, run_ids: Collection[str] | None) -> None:
+    """Raise TargetError if `target` holds a checkpoint that the save must not replace.
+
+    A save without training state does not replace a checkpoint with it. With `run_ids`, the ids of
+    a run, a save does not replace a checkpoint of another run. Raises UnreadableError if the
+    manifest cannot be read just now.
+    """
+    try:
+        manifest = load_manifest(target.folder)
+    except ManifestError:
+        return  # nothing committed, or damaged
+    if has_training_state(manifest) and not has_state:
+        raise TargetError(
+            f"{target}: holds training state, which a save of weights alone would delete; save to "
+            "another path"
+        )
+    if run_ids is not None and manifest.run_id is not None and manifest.run_id not in run_ids:
+        raise TargetError(
+            f"{target}: belongs to another run, {manifest.run_id[:6]}; use another directory, "
+            "resume that run, or delete its checkpoints"
+        )

@@ -1,0 +1,236 @@
+"""Prunes a run: deletes the checkpoints that the rules do not keep, and makes room on a full
+disk.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+
+from ft_ckpt.checkpoint import (
+    MANIFEST_NAME,
+    Removal,
+    RunFolder,
+    list_checkpoints,
+    manifest_files,
+    open_run_folder,
+    without_state,
+)
+from ft_ckpt.errors import CheckpointError, ConfigError
+from ft_ckpt.messages import LOG, warn
+from ft_ckpt.retention import (
+    HeldCheckpoint,
+    Keep,
+    PrunePlan,
+    check_metrics,
+    newest_valid,
+    plan_pruning,
+)
+from ft_ckpt.runs.folder.survey import survey
+from ft_ckpt.storage import (
+    Place,
+    location_name,
+    open_place,
+)
+
+
+@dataclass(frozen=True)
+class PruneReport:
+    """The outcome of pruning, or of its dry run. The next sweep retries failed deletions."""
+
+    kept: Mapping[Path | str, tuple[str, ...]] = field(default_factory=dict)  # with the reasons
+    dropped: tuple[Path | str, ...] = ()
+    stripped: tuple[Path | str, ...] = ()  # kept without their training state
+    freed_bytes: int = 0
+    # unlisted files in the folders of dropped checkpoints, which stay
+    left: tuple[Path | str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def prune_run(
+    root: str | os.PathLike[str] | Place,
+    keep: Keep,
+    *,
+    run_id: str | None = None,
+    protect: Iterable[str | os.PathLike[str] | Place] = (),
+    dry_run: bool = False,
+    strict: bool = False,
+) -> PruneReport:
+    """Delete the checkpoints in `root` that `keep` does not ask for (see `retention.plan_pruning`).
+
+    With `run_id` other runs' checkpoints stay; without it the rules apply to each run separately.
+    Exports, averages and folders without a manifest always stay. Failed deletions are reported in
+    `problems`, not raised; so is a concurrent sweep of the same folder, which is not waited for. If
+    `strict`, raises ConfigError for a metric of `keep` that no checkpoint has.
+    """
+
+    def make_plan(run: RunFolder) -> PrunePlan:
+        checkpoints = survey(run, protect)
+        if strict:
+            check_metrics(checkpoints, keep, run_id)
+        return plan_pruning(checkpoints, keep, run_id)
+
+    return _run_plan(open_place(root), make_plan, dry_run=dry_run)
+
+
+def prune_after_save(
+    root: Path | Place | None,
+    keep: Keep | None,
+    run_id: str,
+    protect: tuple[Path | Place, ...],
+    newest_path: Path | Place | None = None,
+) -> None:
+    """Prune a run after a save; failures are warnings and never end the run."""
+    if root is None or keep is None:
+        return
+    try:
+        saved = () if newest_path is None else (newest_path,)
+        problems = prune_run(root, keep, run_id=run_id, protect=(*saved, *protect)).problems
+    except Exception as error:  # noqa: BLE001 - the checkpoint is safe, and the next sweep tries again
+        problems = (str(error),)
+    for problem in problems:
+        warn(f"{root}: an old checkpoint was not deleted: {problem}", stacklevel=4)
+
+
+def room_maker(
+    keep: Keep | None, step: int | None, run_id: str | None, protect: Iterable[Place] = ()
+) -> Callable[[Path], PruneReport] | None:
+    """Deletes from a run's folder what a save of `step` may delete; None if that is nothing."""
+    if keep is None:
+        return None
+    return partial(make_room, keep=keep, step=step, run_id=run_id, protect=protect)
+
+
+def make_room(
+    root: str | os.PathLike[str] | Place,
+    keep: Keep,
+    step: int | None,
+    *,
+    run_id: str | None = None,
+    protect: Iterable[str | os.PathLike[str] | Place] = (),
+) -> PruneReport:
+    """Delete the checkpoints that `keep` will not ask for once `step` is saved.
+
+    The newest valid ones stay, because the new one is not committed yet. Reports as `prune_run`
+    does.
+    """
+
+    def as_if_saved(run: RunFolder) -> PrunePlan:
+        checkpoints = survey(run, protect)
+        of_run = [
+            checkpoint
+            for checkpoint in checkpoints
+            if run_id is None or checkpoint.run_id == run_id
+        ]
+        vital = newest_valid(of_run)
+        if not vital:
+            return plan_pruning(checkpoints, keep, run_id)
+        guarded = []
+        for checkpoint in checkpoints:
+            guards = checkpoint.guards
+            if checkpoint.path in vital:
+                guards = (*guards, vital[checkpoint.path])
+            guarded.append(dataclasses.replace(checkpoint, guards=guards))
+        now = datetime.now(timezone.utc).timestamp()
+        number = 1 + max((checkpoint.number for checkpoint in checkpoints), default=0)
+        coming = HeldCheckpoint(
+            path="\0", step=step, created=now, has_state=True, run_id=run_id, number=number
+        )
+        planned = plan_pruning([*guarded, coming], keep, run_id)
+        kept = {path: reasons for path, reasons in planned.keep.items() if path != coming.path}
+        return dataclasses.replace(planned, keep=kept)
+
+    return _run_plan(open_place(root), as_if_saved)
+
+
+def remove_checkpoints(
+    root: Place, drop: Iterable[Path | str], strip: Iterable[Path | str]
+) -> PruneReport:
+    """Delete the checkpoints `drop` of the run in `root`, and the training states of `strip`,
+    unless they are guarded.
+
+    Interrupted removals are finished first. Reports as `prune_run` does.
+    """
+    return _run_plan(root, lambda _: PrunePlan({}, tuple(drop), tuple(strip)))
+
+
+def recover_all(root: str | os.PathLike[str] | Place) -> tuple[str, ...]:
+    """Undo or finish the saves into `root` whose process died (see `commit`, `bucket_delete`).
+
+    A line for each. For the process that is about to save there: no other process may be saving
+    into `root`. Raises TargetError.
+    """
+    return open_run_folder(open_place(root)).recover()
+
+
+def _run_plan(
+    root: Place, make_plan: Callable[[RunFolder], PrunePlan], *, dry_run: bool = False
+) -> PruneReport:
+    run = open_run_folder(root)
+    try:
+        if dry_run:
+            return _dry_report(run, make_plan(run))
+        with run.exclusive_sweep() as alone:
+            if not alone:
+                problem = f"{root}: another sweep is at work there; nothing was deleted"
+                return PruneReport(problems=(problem,))
+            outcomes = [_try_step(path, step) for path, step in run.unfinished()]
+            plan = make_plan(run)
+            outcomes += [_try_step(path, partial(run.drop, path)) for path in plan.drop]
+            outcomes += [_try_step(path, partial(run.strip, path)) for path in plan.strip]
+    except ConfigError:
+        raise
+    except (CheckpointError, OSError) as error:
+        problem = f"{root}: cannot be listed ({error}); no further checkpoint was deleted"
+        return PruneReport(problems=(problem,))
+    report = _prune_report(plan, outcomes)
+    for path in report.dropped:
+        LOG.info("deleted %s", location_name(path))
+    for path in report.stripped:
+        LOG.info("deleted the training state of %s", location_name(path))
+    return report
+
+
+def _try_step(path: Path | str, step: Callable[[], Removal]) -> Removal | str:
+    try:
+        return step()
+    except (CheckpointError, OSError) as error:
+        return f"{path}: not deleted completely ({error}); the next sweep continues"
+
+
+def _prune_report(plan: PrunePlan, outcomes: list[Removal | str]) -> PruneReport:
+    removals = [outcome for outcome in outcomes if isinstance(outcome, Removal)]
+    kept = dict(plan.keep)
+    unlisted: list[Path | str] = []
+    for removal in removals:
+        if removal.why:
+            kept[removal.path] = removal.why
+        unlisted += removal.left
+    return PruneReport(
+        kept=kept,
+        dropped=tuple(removal.path for removal in removals if removal.dropped),
+        stripped=tuple(removal.path for removal in removals if removal.stripped),
+        freed_bytes=sum(removal.freed_bytes for removal in removals),
+        left=tuple(unlisted),
+        problems=tuple(outcome for outcome in outcomes if isinstance(outcome, str)),
+    )
+
+
+def _dry_report(run: RunFolder, plan: PrunePlan) -> PruneReport:
+    listed = list_checkpoints(run.snapshot(), links=False).found
+    infos = {info.path: info for info in listed}
+    freed_bytes = 0
+    for path in plan.drop:
+        if path in infos:
+            store = infos[path].store
+            freed_bytes += run.releasable(store, manifest_files(store, MANIFEST_NAME))
+    for path in plan.strip:
+        if path in infos:
+            manifest = infos[path].manifest
+            kept = {file.path for file in without_state(manifest).files}
+            files = {file.path for file in manifest.files}
+            freed_bytes += run.releasable(infos[path].store, files - kept)
+    return PruneReport(plan.keep, plan.drop, plan.strip, freed_bytes)

@@ -1,0 +1,9 @@
+"""The items of a run: its named objects, and the tensors of its models.
+
+Begin at `objects`. `tensors` walks the models, `signatures` recognises objects that have no name of
+their own.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

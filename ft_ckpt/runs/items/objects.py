@@ -1,0 +1,187 @@
+"""The items of a run: named objects (models, optimizers, loaders, ...).
+
+Objects cannot have the names that a state uses itself.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ft_ckpt.errors import ConfigError, SelectionError, listing
+from ft_ckpt.ranks import unwrap
+from ft_ckpt.runs.optimizers import (
+    OptimizerKind,
+    engine_counters,
+    kind_of_optimizer,
+    unwrap_optimizer,
+)
+
+ENGINE = "engine"  # the item of the engine's own counters
+EXTRA_STATE = "extra state"  # the item of module state beside parameters and buffers
+_RESERVED = frozenset({"weights", "rng", "gradients", "accumulation", ENGINE})
+_RESERVED_PREFIXES = ("rank-", "loader-", EXTRA_STATE)
+# kinds of prepared objects that have their names from Accelerate's order alone
+_SERIES = ("model", "scheduler", "custom")
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """One object whose state a run needs.
+
+    `kind` is "optimizer", "model" or "object" (with a state dict).
+    """
+
+    name: str
+    kind: str
+    value: Any
+    # "model", "scheduler" or "custom" if the name comes from Accelerate's order alone
+    series: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerItem:
+    """An optimizer among the items, without Accelerate's wrapper, and its kind."""
+
+    name: str
+    kind: OptimizerKind
+    optimizer: Any
+
+
+def run_items(accelerator: Any, registered: Mapping[str, Any]) -> list[Item]:
+    """The objects that Accelerate prepared and those registered by name, without the model that is
+    saved.
+
+    A prepared object that is registered has its registered name. Raises SelectionError for a
+    registered object that is neither a module, an optimizer nor has a state dict, ConfigError for
+    names that are taken or cannot be used.
+    """
+    further = {name: value for name, value in registered.items() if name != "model"}
+    registered_names = {bare_identity(value): name for name, value in further.items()}
+    named: list[tuple[str, Any]] = []
+    series: dict[str, str] = {}
+    prepared: set[int] = set()
+    for name, value in _prepared_objects(accelerator, registered):
+        identity = bare_identity(value)
+        prepared.add(identity)
+        named.append((registered_names.get(identity, name), value))
+        kind = name.split("_")[0]
+        if identity not in registered_names and kind in _SERIES:
+            series[name] = kind
+    for name, value in further.items():
+        if bare_identity(value) not in prepared:
+            named.append((name, value))
+    _refuse_item_names([name for name, _ in named], registered)
+    return [
+        Item(name, _item_kind(name, value), value, series.get(name, "")) for name, value in named
+    ]
+
+
+def main_model(accelerator: Any, registered: Mapping[str, Any]) -> nn.Module | None:
+    """The model that is saved: the one registered as "model", else the first prepared one without
+    another name.
+    """
+    if "model" in registered:
+        return registered["model"]  # type: ignore[no-any-return]
+    models: Sequence[nn.Module] = getattr(accelerator, "_models", ())
+    identities = {bare_identity(value) for value in registered.values()}
+    unnamed = [model for model in models if bare_identity(model) not in identities]
+    return next(iter([*unnamed, *models]), None)
+
+
+def bare_identity(value: Any) -> int:
+    """The identity of an object without the wrappers of Accelerate and engines."""
+    return id(unwrap(value) if isinstance(value, nn.Module) else unwrap_object(value))
+
+
+def unwrap_object(value: Any) -> Any:
+    """A scheduler or an optimizer without the wrappers of Accelerate."""
+    while type(value).__module__.startswith("accelerate.") and hasattr(value, "scheduler"):
+        value = value.scheduler
+    return unwrap_optimizer(value)
+
+
+def optimizers_among(items: Iterable[Item]) -> list[OptimizerItem]:
+    return [optimizer_of(item) for item in items if item.kind == "optimizer"]
+
+
+def optimizer_of(item: Item) -> OptimizerItem:
+    """The optimizer of an item whose kind is "optimizer"."""
+    optimizer = unwrap_optimizer(item.value)
+    kind = kind_of_optimizer(optimizer)
+    assert kind is not None, "an item is an optimizer because its kind was recognized"
+    return OptimizerItem(item.name, kind, optimizer)
+
+
+def plain_optimizers(items: Iterable[Item]) -> list[Any]:
+    """The optimizers among `items` whose steps use gradients of the models' own parameters."""
+    optimizers = optimizers_among(items)
+    return [item.optimizer for item in optimizers if item.kind.uses_model_gradients]
+
+
+def refuse_unsaveable(items: Iterable[Item]) -> None:
+    """Raise SelectionError naming all optimizers whose state can never be saved."""
+    problems: list[str] = []
+    for item in optimizers_among(items):
+        reasons = item.kind.unsaveable_state(item.optimizer)
+        problems += [f"{item.name}: {reason}" for reason in reasons]
+    if problems:
+        raise SelectionError(
+            f"{listing(problems)}: cannot be saved, so a run could not be resumed exactly; use "
+            "another optimizer, or save without its state"
+        )
+
+
+def _prepared_objects(accelerator: Any, registered: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The objects that Accelerate prepared, by kind and number, without the model that is saved."""
+    main = main_model(accelerator, registered)
+    models = list(getattr(accelerator, "_models", ()))
+    if main is not None:
+        models = [model for model in models if bare_identity(model) != bare_identity(main)]
+    objects = [(f"model_{number}", model) for number, model in enumerate(models, 1)]
+    objects += _numbered("optimizer", getattr(accelerator, "_optimizers", ()))
+    objects += _numbered("scheduler", getattr(accelerator, "_schedulers", ()))
+    engine_wrapper = getattr(accelerator, "deepspeed_engine_wrapped", None)
+    # DeepSpeed's engine, with or without Accelerate
+    counters = engine_counters(main if engine_wrapper is None else engine_wrapper.engine)
+    if counters is not None:
+        objects.append((ENGINE, counters))
+    scaler = getattr(accelerator, "scaler", None)
+    if scaler is not None:
+        objects.append(("scaler", scaler))
+    objects += _numbered("custom", getattr(accelerator, "_custom_objects", ()))
+    return objects
+
+
+def _numbered(name: str, objects: Iterable[Any]) -> list[tuple[str, Any]]:
+    """The objects under `name`, `name`_1, `name`_2, ..."""
+    return [(f"{name}_{number}" if number else name, value) for number, value in enumerate(objects)]
+
+
+def _refuse_item_names(names: Sequence[str], registered: Mapping[str, Any]) -> None:
+    """Raise ConfigError for names of two objects, and for reserved names."""
+    twice = [name for name in registered if names.count(name) > 1]
+    reserved = [
+        name for name in registered if name in _RESERVED or name.startswith(_RESERVED_PREFIXES)
+    ]
+    unusable = [name for name in registered if not name or "/" in name or ":" in name]
+    problems = [f"{name}: the name of what Accelerate has prepared" for name in twice]
+    problems += [f"{name}: a name that checkpoints use themselves" for name in reserved]
+    problems += [f"{name!r}: names are not empty, without '/' and ':'" for name in unusable]
+    if problems:
+        raise ConfigError(f"{listing(problems)}; register it under another name")
+
+
+def _item_kind(name: str, value: Any) -> str:
+    if isinstance(value, nn.Module):
+        return "model"
+    if kind_of_optimizer(unwrap_optimizer(value)) is not None:
+        return "optimizer"
+    methods = [getattr(value, name, None) for name in ("state_dict", "load_state_dict")]
+    if all(callable(method) for method in methods):
+        return "object"
+    raise SelectionError(
+        f"{name}: {type(value).__name__} has no state_dict() and load_state_dict(); define both, "
+        "or leave it out"
+    )

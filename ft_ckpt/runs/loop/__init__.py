@@ -1,0 +1,8 @@
+"""A run in its training loop: its objects and progress, what makes a save due, signals.
+
+Begin at `training_run`.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,129 @@
+"""What a run asks of its optimizers, whoever partitions them: one kind for each way in which
+optimizers keep their state.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import cache
+from pkgutil import resolve_name
+from typing import Any
+
+from torch import Tensor
+
+from ft_ckpt.ranks import Source
+
+# {"class": str, "groups": [{"params": [names], ...}], "state": {name: {key: entry}}}
+Description = dict[str, Any]
+
+# Each kind is asked in this order whether it recognizes an optimizer. Importing them imports no
+# engine.
+_KINDS = (
+    "ft_ckpt.extensions.deepspeed.zero_optimizer:ZeroOptimizers",
+    "ft_ckpt.runs.optimizers.torch_optimizers:TorchOptimizers",
+)
+_ENGINE_COUNTERS = "ft_ckpt.extensions.deepspeed.zero_optimizer:EngineCounters"
+
+
+class OptimizerKind(ABC):
+    """The state of one kind of optimizers by parameter name, and its restoration.
+
+    Methods take an optimizer without Accelerate's wrapper, and the `sources` of the models it
+    trains, by label. No tensor moves between ranks, except in `after_restore`.
+    """
+
+    uses_model_gradients = True
+    """Whether a step uses the gradients of the models' own parameters."""
+
+    @abstractmethod
+    def recognizes(self, optimizer: Any) -> bool:
+        """Whether an optimizer is of this kind. Imports no engine."""
+
+    @abstractmethod
+    def describe(self, optimizer: Any, sources: Mapping[str, Source]) -> Description:
+        """This rank's part of the state as JSON: plain values, and shape and dtype of tensors.
+
+        Raises SelectionError naming what cannot be saved.
+        """
+
+    @abstractmethod
+    def state_tensors(
+        self, optimizer: Any, description: Description, sources: Mapping[str, Source]
+    ) -> dict[str, Source]:
+        """The tensors of the described state as sources, by "parameter/key".
+
+        The same names on every rank.
+
+        Raises SelectionError naming state that this rank lacks for its parts of parameters, and
+        other ranks have.
+        """
+
+    @abstractmethod
+    def check(
+        self, optimizer: Any, description: Description, sources: Mapping[str, Source]
+    ) -> None:
+        """Raise LoadError if parameters, groups or settings differ from the description.
+
+        Changes nothing.
+        """
+
+    @abstractmethod
+    def restore(
+        self,
+        optimizer: Any,
+        description: Description,
+        sources: Mapping[str, Source],
+        fill: Callable[[Source], Any],
+        later: Callable[[Source], Any] | None = None,
+    ) -> tuple[str, ...]:
+        """Set the described state; `fill` reads this rank's elements of a source. Returns notes.
+
+        `later`, if given, collects sources to be filled together after the return. Raises LoadError
+        for parameters or groups on one side only.
+        """
+
+    def hooked_optimizer(self, optimizer: Any) -> tuple[Any, list[Tensor]]:
+        """The torch optimizer whose steps alone change the captured tensors, and those that they
+        change besides its own. (None, []) if captured tensors change at other moments too.
+        """
+        return optimizer, []
+
+    def before_restore(self, optimizer: Any) -> None:  # noqa: B027 - most kinds do nothing here
+        """Called when the weights are restored, and before any optimizer is."""
+
+    def after_restore(self, optimizer: Any) -> None:  # noqa: B027 - most kinds do nothing here
+        """Called when everything is restored on all ranks. Collective."""
+
+    def is_accumulating(self, optimizer: Any) -> bool:
+        """Whether the optimizer holds gradients of an unfinished step, which are not captured."""
+        return False
+
+    def unsaveable_state(self, optimizer: Any) -> list[str]:
+        """The reasons why the optimizer's state can never be saved; known before its first step."""
+        return []
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside Accelerate's wrapper, if there is one."""
+    while type(optimizer).__module__.startswith("accelerate.") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def kind_of_optimizer(optimizer: Any) -> OptimizerKind | None:
+    """The kind of an unwrapped optimizer; None for an object that is none."""
+    return next((kind for kind in _all_kinds() if kind.recognizes(optimizer)), None)
+
+
+def engine_counters(engine: Any) -> Any:
+    """The counters of a DeepSpeed engine, as an object with a state dict.
+
+    None for other objects.
+    """
+    if not hasattr(engine, "global_samples"):
+        return None
+    return resolve_name(_ENGINE_COUNTERS)(engine)
+
+
+@cache
+def _all_kinds() -> tuple[OptimizerKind, ...]:
+    return tuple(resolve_name(kind)() for kind in _KINDS)

@@ -1,0 +1,9 @@
+"""A resume, from the choice of a checkpoint to the report.
+
+Begin at `resuming`, which calls the steps in their order. Nothing is overwritten before
+`restore_run`.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

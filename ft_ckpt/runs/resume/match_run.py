@@ -1,0 +1,196 @@
+"""Matches a run with the checkpoint that it resumes from, and compares both; overwrites nothing."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ft_ckpt.errors import LoadError, listing
+from ft_ckpt.model import adapter_settings, differences_of_base, differences_of_live, module_at
+from ft_ckpt.ranks import Ranks, Source
+from ft_ckpt.runs.items import (
+    ENGINE,
+    ExtraState,
+    Item,
+    Key,
+    items_in_saved_order,
+    labelled_sources,
+    optimizer_of,
+    walk_run,
+)
+from ft_ckpt.runs.loop import TrainingRun
+from ft_ckpt.runs.resume.allowed import AllowedItems
+from ft_ckpt.runs.resume.opening import ResumePoint
+from ft_ckpt.runs.resume.restore_items import (
+    StoredItem,
+    check_only,
+    restore_item,
+    restore_weights,
+    try_restore,
+)
+from ft_ckpt.runs.state import Document, Restored, agree_on_outcomes, not_restored, read_rank_state
+from ft_ckpt.storage import Place
+
+
+@dataclass(frozen=True, eq=False)
+class MatchedRun:
+    """This rank's run under the names of the checkpoint."""
+
+    model: nn.Module
+    items: Sequence[Item]
+    sources: Mapping[Key, Source]  # the tensors of its models
+    ranks: Ranks
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """What a comparison of the run with the checkpoint has given."""
+
+    rank_trees: Mapping[str, Any]  # the state that this rank has for itself, read
+    outcomes: tuple[Restored, ...]  # on this rank, also of settings that fit
+    misfits: tuple[Restored, ...]  # on any rank
+
+
+def match_items(run: TrainingRun, resume_point: ResumePoint, ranks: Ranks) -> MatchedRun:
+    """Find the items of the run by the names of the checkpoint, and the tensors of its models.
+    Collective.
+
+    Raises LoadError if objects were prepared in another order that names do not tell apart.
+    """
+
+    def match_on_rank() -> MatchedRun:
+        signatures = resume_point.document.get("signatures", {})
+        items = items_in_saved_order(run.accelerator, run.registered, signatures)
+        items, _, sources = walk_run(run.model, items)
+        return MatchedRun(run.model, items, sources, ranks)
+
+    matched, error = ranks.attempt(match_on_rank)
+    ranks.agree("matching the items of resume()", error=error)
+    assert isinstance(matched, MatchedRun), "the agreement has raised the error"
+    return matched
+
+
+def compare_state(
+    run: TrainingRun, matched: MatchedRun, resume_point: ResumePoint, allowed: AllowedItems
+) -> Comparison:
+    """Compare everything that can be compared before it is restored: tensors, items, the settings
+    of adapters, their base; and read the state that each rank has for itself. Collective.
+
+    Raises LoadError for misfits that are not `allowed`, ConfigError for allowed names of no item.
+    """
+    attribute, document = run.config.attribute, resume_point.document
+
+    def compare_on_rank() -> tuple[dict[str, Any], list[Restored]]:
+        trees, outcomes = read_rank_state(document, resume_point.tensors, matched.ranks)
+        outcomes += _find_misfits(matched, resume_point)
+        outcomes += _compare_adapters(matched, attribute, resume_point)
+        outcomes += _compare_base(matched, attribute, resume_point)
+        return trees, outcomes
+
+    compared, error = matched.ranks.attempt(compare_on_rank)
+    rank_trees, outcomes = ({}, []) if compared is None else compared
+    misfits, _ = agree_on_outcomes(
+        matched.ranks, "checking the state of resume()", not_restored(outcomes), error=error
+    )
+    items = {item.name for item in matched.items}
+    names = {*document["items"], *document.get("let_go", ()), *items}
+    allowed.refuse_unknown(names, misfits)
+    location = resume_point.checkpoint.location
+    allowed.refuse_unrestored(location, misfits, "nothing was overwritten")
+    return Comparison(rank_trees, tuple(outcomes), misfits)
+
+
+def _find_misfits(matched: MatchedRun, resume_point: ResumePoint) -> list[Restored]:
+    """The items that cannot be restored, found without calling a `load_state_dict`."""
+    document = resume_point.document
+    stored_items = document["items"]
+    outcomes = [restore_weights(matched.sources, resume_point, check_only)]
+    for item in matched.items:
+        if item.name in stored_items:
+            stored = StoredItem(item.name, resume_point.tensors, check_only)
+            check = partial(_check_item, item, stored_items[item.name], matched, stored)
+            outcomes.append(try_restore(item.name, check))
+        elif not _is_dispensable(item, document):
+            outcomes.append(Restored(item.name, "absent", "not in the checkpoint"))
+    names = {ENGINE, *(item.name for item in matched.items)}
+    absent = "in the checkpoint, not in this run"
+    outcomes += [Restored(name, "absent", absent) for name in stored_items if name not in names]
+    return list(not_restored(outcomes))
+
+
+def _check_item(item: Item, entry: Document, matched: MatchedRun, stored: StoredItem) -> None:
+    """Raise LoadError if the stored state is of another kind of item, or does not fit a model or
+    optimizer.
+    """
+    key = item.kind if item.kind in ("optimizer", "model") else "tree"
+    if key not in entry:
+        raise LoadError(
+            f"another kind of object in the checkpoint, expected the state of this {item.kind}"
+        )
+    if item.kind == "optimizer":
+        optimizer = optimizer_of(item)
+        labels = labelled_sources(matched.sources)
+        optimizer.kind.check(optimizer.optimizer, entry["optimizer"], labels)
+    elif item.kind == "model":
+        restore_item(item, entry, matched.sources, stored)
+
+
+def _is_dispensable(item: Item, document: Document) -> bool:
+    """Whether the checkpoint of a run with `item` may lack it."""
+    if item.name == ENGINE:
+        return True  # DeepSpeed's counters start at 0 in a run that another engine saved
+    if not isinstance(item.value, ExtraState):
+        return False
+    # an earlier version stored the extra state with the weights
+    return set(item.value.state_dict()) <= set(document["weights"])
+
+
+def _compare_base(
+    matched: MatchedRun, attribute: str | None, resume_point: ResumePoint
+) -> list[Restored]:
+    """Compare the base of the run's adapters, if the checkpoint lacks it, with the base they were
+    trained on.
+    """
+    parts, weights = resume_point.checkpoint.manifest.parts, resume_point.document["weights"]
+    compared, problems = differences_of_base(
+        matched.model, parts, weights, matched.ranks.rank, attribute
+    )
+    if problems:
+        detail = f"not the base that the adapters were trained on ({listing(problems)})"
+        return [Restored("base", "failed", detail)]
+    if compared:
+        detail = f"not in the checkpoint; {compared} tensors compared"
+        return [Restored("base", "restored", detail)]
+    return []
+
+
+def _compare_adapters(
+    matched: MatchedRun, attribute: str | None, resume_point: ResumePoint
+) -> list[Restored]:
+    """A failed item if the settings of the run's adapters would change what the stored tensors
+    compute.
+    """
+    outcome = try_restore(
+        "adapter settings", partial(_refuse_other_adapters, matched, attribute, resume_point)
+    )
+    return [outcome] if outcome.status == "failed" else []
+
+
+def _refuse_other_adapters(
+    matched: MatchedRun, attribute: str | None, resume_point: ResumePoint
+) -> None:
+    """Raise LoadError naming the settings of adapters that differ from the stored ones."""
+    model = module_at(matched.model, attribute or "")
+    configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
+    checkpoint = resume_point.checkpoint
+    problems = []
+    for record in checkpoint.manifest.parts:
+        if record.adapter is None or record.adapter not in configs:
+            continue
+        stored = adapter_settings(Place(checkpoint.store, record.path).folder)
+        for field, expected, value in differences_of_live(stored, configs[record.adapter]):
+            problems.append(f"{record.adapter}: {field} is {value}, {expected} in the checkpoint")
+    if problems:
+        raise LoadError(f"{listing(problems)}; make the adapter with the settings of the saved run")

@@ -1,0 +1,165 @@
+"""Copies rank 0's checkpoint to the nodes whose ranks do not see it: rank 0 reads the files and
+broadcasts them.
+
+Such a node needs the room of the checkpoint in its temporary folder until the resume ends. Its
+ranks share one copy.
+"""
+
+import uuid
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ft_ckpt.checkpoint import MANIFEST_NAME, OpenCheckpoint, open_checkpoint
+from ft_ckpt.errors import CorruptError, RankError, listing
+from ft_ckpt.ranks import Ranks, try_action, wire_device
+from ft_ckpt.runs.resume.opening import RankView, ResumePoint, open_resume_point
+from ft_ckpt.storage import (
+    LocalStore,
+    LocalWriting,
+    Place,
+    Store,
+    read_range,
+    temporary_store,
+)
+
+_BUFFER_BYTES = 32 << 20  # broadcast at once
+_PREFIX = "ft_ckpt-node-"
+_CHECKPOINT = "checkpoint"  # the copy, in the temporary folder
+
+
+def copy_to_nodes(view: RankView, ranks: Ranks, stack: ExitStack) -> ResumePoint:
+    """Copy rank 0's open checkpoint to the nodes whose ranks do not see it. Collective.
+
+    Returns the checkpoint that this rank reads, open until `stack` closes; a copy is deleted then.
+    Needs 32 MiB of memory. Raises NoSpaceError if a temporary folder has no room for the copy,
+    RankError if rank 0 cannot read the checkpoint, CorruptError if a file was damaged on its way,
+    and on all ranks the error of one.
+    """
+    if not view.far_ranks:
+        assert view.resume_point is not None, "every rank sees it"
+        return view.resume_point
+    folder = _send_checkpoint(view, ranks, stack)
+    opened: ResumePoint | None
+    opened, error = ranks.attempt(
+        lambda: view.resume_point if folder is None else _open_received(folder, view, stack)
+    )
+    ranks.agree("opening the copies of the checkpoint of resume()", error=error)
+    assert opened is not None, "every rank sees it, or has a copy"
+    return replace(opened, far_ranks=view.far_ranks)
+
+
+def _send_checkpoint(view: RankView, ranks: Ranks, stack: ExitStack) -> LocalStore | None:
+    """The folder of the copy that this node has received, on the ranks that need it. Collective."""
+    needs_copy = view.resume_point is None
+    checkpoint = None
+    if ranks.is_main and view.resume_point is not None:
+        checkpoint = view.resume_point.checkpoint
+    facts, error = try_action(lambda: {} if checkpoint is None else _facts_of(checkpoint))
+    agreed = ranks.agree("sending the checkpoint of resume()", facts, error).result
+    mark, sizes = agreed["mark"], agreed["sizes"]
+    new_folder, error = try_action(lambda: _make_folder(mark, stack) if needs_copy else None)
+    ranks.agree("making folders for the checkpoint of resume()", error=error)
+    folder = None if new_folder is None else _first_marked(new_folder, mark)
+    is_writer = folder is not None and folder == new_folder
+    writings, error = try_action(
+        lambda: _allocate(folder, sizes) if folder is not None and is_writer else {}
+    )
+    ranks.agree("making room for the checkpoint of resume()", error=error)
+    buffer = torch.empty(_BUFFER_BYTES + 1, dtype=torch.uint8, device=wire_device())
+    _, error = try_action(lambda: _broadcast_files(checkpoint, sizes, writings or {}, buffer))
+    ranks.agree("copying the checkpoint of resume()", error=error)
+    return None if folder is None else folder.within(_CHECKPOINT)
+
+
+def _open_received(folder: LocalStore, view: RankView, stack: ExitStack) -> ResumePoint:
+    """The copy of rank 0's checkpoint that this node has received.
+
+    Raises CorruptError for a damaged one.
+    """
+    received = stack.enter_context(open_checkpoint(Place(folder)))
+    problems = received.find_problems(view.deep)
+    if problems:
+        raise CorruptError(
+            f"{view.place}: damaged on the way to this node: {listing(problems)}; resume again"
+        )
+    return open_resume_point(replace(received, place=view.place), stack)
+
+
+def _facts_of(checkpoint: OpenCheckpoint) -> dict[str, object]:
+    """The size of each file, and a mark by which the ranks of a node find the folder that they
+    share.
+    """
+    sizes = {}
+    for name in (MANIFEST_NAME, *(record.path for record in checkpoint.manifest.files)):
+        with closing(checkpoint.store.open(name)) as file:
+            sizes[name] = file.size_bytes
+    return {"mark": uuid.uuid4().hex, "sizes": sizes}
+
+
+def _make_folder(mark: str, stack: ExitStack) -> LocalStore:
+    folder = stack.enter_context(temporary_store(prefix=_PREFIX))
+    folder.write(mark, b"")
+    return replace(folder, syncs=False, direct_bytes=None)  # read once, from the page cache
+
+
+def _first_marked(folder: LocalStore, mark: str) -> LocalStore:
+    """The folder that the ranks of this node share: the first one with the mark beside this rank's
+    own.
+    """
+    parent = folder.folder.parent
+    marked = sorted(path.parent for path in parent.glob(f"{_PREFIX}*/{mark}"))
+    return replace(folder, folder=marked[0])
+
+
+def _allocate(folder: LocalStore, sizes: dict[str, int]) -> dict[str, LocalWriting]:
+    return {
+        name: folder.create(f"{_CHECKPOINT}/{name}", size_bytes)
+        for name, size_bytes in sizes.items()
+    }
+
+
+def _broadcast_files(
+    checkpoint: OpenCheckpoint | None,
+    sizes: dict[str, int],
+    writings: dict[str, LocalWriting],
+    buffer: Tensor,
+) -> None:
+    """Send the files of rank 0's checkpoint to all ranks; a rank with `writings` writes them.
+
+    The last byte of each broadcast says whether rank 0 could read: no rank waits for bytes that do
+    not come.
+    """
+    import torch.distributed as dist
+
+    write_error = None
+    for name, size_bytes in sizes.items():
+        for start in range(0, size_bytes, _BUFFER_BYTES):
+            count = min(_BUFFER_BYTES, size_bytes - start)
+            read_error = None
+            if checkpoint is not None:
+                _, read_error = try_action(
+                    partial(_read_into, buffer, checkpoint.store, name, start, count)
+                )
+                buffer[count] = int(read_error is not None)
+            dist.broadcast(buffer[: count + 1], src=0)
+            if read_error is not None:
+                raise read_error
+            if buffer[count].item():
+                raise RankError("rank 0 could not read the checkpoint; its own error says why")
+            if name in writings and write_error is None:
+                content = buffer[:count].cpu().numpy().data
+                _, write_error = try_action(partial(writings[name].write, start, content))
+    if write_error is not None:  # raised last, because the broadcasts needed this rank
+        raise write_error
+    for writing in writings.values():
+        writing.finish()
+
+
+def _read_into(buffer: Tensor, store: Store, name: str, start: int, count: int) -> None:
+    with closing(store.open(name)) as file:
+        content = read_range(file, start, count)
+    buffer[:count].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))

@@ -1,0 +1,202 @@
+"""Opens the checkpoint to resume from on every rank, and compares its files with their digests.
+
+A rank sees the files of rank 0, or a copy on another disk, or no checkpoint.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from ft_ckpt.checkpoint import (
+    MANIFEST_NAME,
+    OpenCheckpoint,
+    are_transient,
+    large_files,
+    open_checkpoint,
+    retry_transient,
+)
+from ft_ckpt.errors import Problem, damaged_input
+from ft_ckpt.ranks import Ranks, Values, rank_numbers, try_action
+from ft_ckpt.runs.state import Document, StoredTensors, read_document
+from ft_ckpt.schema import as_record
+from ft_ckpt.storage import (
+    FileRecord,
+    ListedStore,
+    PartDigests,
+    Place,
+    compare_digests,
+    digest_shares,
+    share_files,
+    track_reads,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ResumePoint:
+    """An open checkpoint to resume from: manifest, document, tensors; each is read once."""
+
+    checkpoint: OpenCheckpoint
+    document: Document
+    tensors: StoredTensors
+    far_ranks: str = ""  # that do not see the checkpoint and read a copy, as text
+
+    def way_to_read(self, fan_out: str) -> str:
+        """The way for `choose_filler`, from SaverConfig.fan_out and the store of the checkpoint.
+
+        The same on all ranks.
+
+        Ranks that read a copy on their disk do not ask rank 0 for small ranges of the bucket.
+        """
+        is_in_bucket = isinstance(self.checkpoint.store, ListedStore) and not self.far_ranks
+        return "small" if fan_out == "auto" and is_in_bucket else fan_out
+
+
+def open_resume_point(checkpoint: OpenCheckpoint, stack: ExitStack) -> ResumePoint:
+    """Open the state of an open checkpoint until the stack closes. Raises CorruptError."""
+    tensors = StoredTensors(checkpoint)
+    stack.callback(tensors.close)
+    document = read_document(checkpoint.store, checkpoint.manifest)
+    return ResumePoint(checkpoint, document, tensors)
+
+
+class CheckpointFacts(NamedTuple):
+    """The facts by which other ranks recognize rank 0's checkpoint.
+
+    `manifest_stamp` (inode, size, mtime) is the same on all machines that share a disk, and differs
+    for a copy; it is empty for a bucket, which is the same on all machines.
+    """
+
+    path: str
+    identity: str
+    manifest_stamp: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class RankView:
+    """Rank 0's checkpoint as this rank sees it; which ranks see it is the same on all ranks."""
+
+    place: Place
+    resume_point: ResumePoint | None  # None: this rank does not see it
+    sharers: tuple[int, ...]  # the ranks that see the files of rank 0
+    far_ranks: str  # the ranks that do not see the checkpoint, as text
+    deep: bool  # all digests are compared
+
+
+def facts_of(checkpoint: OpenCheckpoint) -> CheckpointFacts:
+    stamp = _manifest_stamp(checkpoint)
+    return CheckpointFacts(str(checkpoint.location), checkpoint.identity, stamp)
+
+
+def open_on_all_ranks(
+    facts: CheckpointFacts,
+    resume_point: ResumePoint | None,
+    open_path: Callable[[str], Place],
+    deep: bool,
+    ranks: Ranks,
+    stack: ExitStack,
+) -> RankView:
+    """Open rank 0's checkpoint, `resume_point` there, on all ranks until `stack` closes.
+    Collective.
+
+    A rank opens the checkpoint itself if it finds the files of rank 0's `facts` at the same path or
+    URL, or a whole copy, whose digests it compares if `deep`; `open_path` resolves path and URL.
+    """
+    place = open_path(facts.path)
+    if resume_point is not None:
+        shares_files = True
+    else:
+        opened, _ = try_action(lambda: _open_copy(facts, place, stack, deep))
+        resume_point, shares_files = (None, False) if opened is None else opened
+    sees = {"sees": resume_point is not None, "shares": shares_files}
+    views = ranks.agree("opening the checkpoint of resume()", sees, decide=merge_views).result
+    sharers: list[int] = []
+    for first, last in views["sharers"]:
+        sharers += range(first, last + 1)
+    return RankView(place, resume_point, tuple(sharers), views["far"], deep)
+
+
+def merge_views(answers: Values) -> dict[str, Any]:
+    """The ranks that do not see the checkpoint, as text, and those that share its comparison, as
+    [first, last] runs.
+    """
+    far_ranks = [rank for rank, answer in enumerate(answers) if not answer["sees"]]
+    sharers = []
+    for shares, group in groupby(range(len(answers)), lambda rank: answers[rank]["shares"]):
+        members = list(group)
+        if shares:
+            sharers.append([members[0], members[-1]])
+    return {"far": rank_numbers(far_ranks), "sharers": sharers}
+
+
+def _open_copy(
+    facts: CheckpointFacts, place: Place, stack: ExitStack, deep: bool
+) -> tuple[ResumePoint, bool] | None:
+    """The checkpoint as this rank sees it, and whether its files are rank 0's.
+
+    None if it is another or damaged.
+    """
+    with ExitStack() as trial:
+        checkpoint = trial.enter_context(open_checkpoint(place))
+        if checkpoint.identity != facts.identity:
+            return None
+        shares_files = _manifest_stamp(checkpoint) == facts.manifest_stamp
+        if not shares_files and checkpoint.find_problems(deep):
+            return None
+        resume_point = open_resume_point(checkpoint, trial)
+        stack.push(trial.pop_all())
+        return resume_point, shares_files
+
+
+def _manifest_stamp(checkpoint: OpenCheckpoint) -> list[int]:
+    if not checkpoint.place.is_local:
+        return []
+    with damaged_input(checkpoint.path):
+        status = (checkpoint.path / MANIFEST_NAME).stat()
+    return [status.st_ino, status.st_size, status.st_mtime_ns]
+
+
+def verify_files(view: RankView, ranks: Ranks) -> Sequence[Problem]:
+    """The problems of the checkpoint's large files; the same on all ranks. Collective.
+
+    Small files were compared when it was opened. The ranks that see the files of rank 0 divide the
+    work. Nothing is read unless all digests are to be compared.
+    """
+    if not view.deep:
+        return ()
+    checkpoint: OpenCheckpoint | None = None
+    files: list[FileRecord] = []
+    with track_reads(None if ranks.shows else 0, "comparing checkpoints"):
+        if view.resume_point is not None:
+            checkpoint = view.resume_point.checkpoint
+            files = large_files(checkpoint.store, checkpoint.manifest)
+            if ranks.size == 1:  # several ranks would each download everything
+                checkpoint.fetch_files([file.path for file in files])
+        parts, error = try_action(lambda: _digest_own_share(checkpoint, files, ranks, view.sharers))
+
+    def compare_all(values: Values) -> list[dict[str, Any]]:
+        all_parts: list[PartDigests] = []
+        for value in values:
+            all_parts += [as_record(part, PartDigests) for part in value["parts"]]
+        return [asdict(problem) for problem in compare_digests(files, all_parts)]
+
+    digests = {"parts": [asdict(part) for part in parts or ()]}
+    agreed = ranks.agree("comparing the checkpoint of resume()", digests, error, decide=compare_all)
+    return [Problem(**problem) for problem in agreed.result]
+
+
+def _digest_own_share(
+    checkpoint: OpenCheckpoint | None,
+    files: Sequence[FileRecord],
+    ranks: Ranks,
+    sharers: Sequence[int],
+) -> list[PartDigests]:
+    if checkpoint is None or ranks.rank not in sharers:
+        return []
+    shares = share_files(files, sharers.index(ranks.rank), len(sharers))
+    return retry_transient(lambda: digest_shares(checkpoint.store, shares), _are_transient)
+
+
+def _are_transient(parts: Sequence[PartDigests]) -> bool:
+    return are_transient([part.problem for part in parts if part.problem is not None])

@@ -1,0 +1,205 @@
+"""Restores the items of a run from an open checkpoint: model weights, optimizers, objects.
+
+Each function reports per item (`Restored`) and raises only on errors that concern all of them. Each
+rank reads the elements it holds: the number of ranks and their wrappers may differ from those of
+the saved run.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ft_ckpt.errors import CheckpointError, LoadError, listing, shown
+from ft_ckpt.ranks import (
+    WEIGHTS,
+    Filler,
+    Source,
+    WantedTensor,
+    check_all,
+    each_reads,
+    fill_tensor,
+)
+from ft_ckpt.runs.items import Item, Key, labelled_sources, model_sources, optimizer_of, tied_names
+from ft_ckpt.runs.optimizers import settings_by_rank
+from ft_ckpt.runs.resume.opening import ResumePoint
+from ft_ckpt.runs.state import FOLDER, Document, Restored, StoredTensors, entries_of_rank, tree_of
+
+
+def check_only(_what: str, collect: Callable[[], list[WantedTensor]]) -> None:
+    """A filler that compares the tensors with the stored ones and reads none."""
+    check_all(collect())
+
+
+def restore_weights(
+    sources: Mapping[Key, Source], resume_point: ResumePoint, fill_all: Filler = each_reads
+) -> Restored:
+    """Fill every saved tensor of the model in place, each rank its elements.
+
+    Every tensor of the model must be stored, except the frozen base of an adapter's checkpoint.
+    """
+    weights, stored = resume_point.document["weights"], resume_point.tensors
+    live = model_sources(sources)
+    unknown = [name for name in weights if name not in live]
+    if unknown:
+        detail = f"{listing(unknown, ', ')}: in the checkpoint, not in the model"
+        return Restored("weights", "failed", detail)
+    missing = [name for name in _required_weights(live, stored) if name not in weights]
+    if missing:
+        detail = f"{listing(missing, ', ')}: in the model, not in the checkpoint"
+        return Restored("weights", "failed", detail)
+    collect = partial(_wanted_weights, weights, live, stored)
+    return try_restore("weights", lambda: fill_all("weights", collect))
+
+
+def _required_weights(live: Mapping[str, Source], stored: StoredTensors) -> list[str]:
+    """The tensors of a model that must be in the checkpoint.
+
+    Added state is stored as an item; the checkpoint of an adapter leaves frozen parameters to the
+    base.
+    """
+    required = []
+    for name, source in live.items():
+        is_of_base = stored.is_adapter and source.is_parameter and not source.trainable
+        if not source.is_added and not is_of_base:
+            required.append(name)
+    return required
+
+
+def _wanted_weights(
+    weights: Mapping[str, Sequence[str]], live: Mapping[str, Source], stored: StoredTensors
+) -> list[WantedTensor]:
+    """The tensors to be read: of tied names the first."""
+    wanted = []
+    seen: set[int] = set()
+    for name, (part, stored_name) in weights.items():
+        source = live[name]
+        if source.key not in seen:
+            seen.add(source.key)
+            file = stored.file_of(part, stored_name)
+            wanted.append(WantedTensor(source, source.local, file, stored_name))
+    return wanted
+
+
+def restore_items(
+    items: Sequence[Item],
+    sources: Mapping[Key, Source],
+    resume_point: ResumePoint,
+    rank: int,
+    fill_all: Filler = each_reads,
+) -> list[Restored]:
+    """Restore each of `items` that the checkpoint has."""
+    document = resume_point.document
+    of_rank = entries_of_rank(document, rank)
+    outcomes = []
+    for item in items:
+        if item.name not in document["items"]:
+            continue
+        entry, prefix = document["items"][item.name], item.name
+        if item.name in of_rank:
+            entry, prefix = of_rank[item.name], f"rank-{rank}/{item.name}"
+        # then each rank reads its own
+        differs = any(item.name in trees for trees in document["ranks"])
+        stored = StoredItem(prefix, resume_point.tensors, each_reads if differs else fill_all)
+        outcomes.append(try_restore(item.name, partial(restore_item, item, entry, sources, stored)))
+    return outcomes
+
+
+def note_on_replicas(document: Document) -> list[str]:
+    """A note that names what was not the same on all ranks that saved: all ranks now have the
+    stored values.
+    """
+    # of 0.3 and earlier; of later versions
+    names = [*document.get("apart", {}), *document.get("differing", [])]
+    differing = [name.removeprefix(f"{WEIGHTS}/") for name in names]
+    for item, entry in document["items"].items():
+        description = entry.get("optimizer", {})
+        differing += [f"{item}: {setting}" for setting in settings_by_rank(description)]
+        if "own" in description:  # of 0.3 and earlier
+            differing.append(f"{item}: settings of rank(s) {', '.join(description['own'])}")
+    if not differing:
+        return []
+    names_text = listing(differing, ", ")
+    return [f"{names_text}: not the same on all ranks that saved, all ranks now have rank 0's"]
+
+
+def try_restore(name: str, action: Callable[[], Any]) -> Restored:
+    """The outcome of an item, whose `action` restores it and returns a detail, or None."""
+    try:
+        detail = action()
+    except Exception as error:  # noqa: BLE001 - every item is tried, and all failures are reported together
+        text = str(error) if isinstance(error, CheckpointError) else shown(error)
+        return Restored(name, "failed", text)
+    return Restored(name, "restored", detail or "")
+
+
+@dataclass(frozen=True)
+class StoredItem:
+    """The stored tensors of one item."""
+
+    prefix: str
+    tensors: StoredTensors
+    fill_all: Filler
+
+    def wanted(self, source: Source, name: str) -> WantedTensor:
+        """The stored tensor `name` of the item, to be read into `source`."""
+        stored_name = f"{self.prefix}/{name}"
+        file = self.tensors.file_of(FOLDER, stored_name)
+        return WantedTensor(source, source.local, file, stored_name)
+
+    def fill(self, source: Source) -> None:
+        """Read the elements of `source` at once."""
+        fill_tensor(self.wanted(source, source.name))
+
+
+def restore_item(
+    item: Item, entry: Document, sources: Mapping[Key, Source], stored: StoredItem
+) -> str:
+    """Restore one item. Returns notes; raises what its `load_state_dict` raises."""
+    if item.kind == "optimizer":
+        return _restore_optimizer(item, entry["optimizer"], labelled_sources(sources), stored)
+    if item.kind == "model":
+        collect = partial(_wanted_of_model, model_sources(sources, item.name), stored)
+        stored.fill_all(item.name, collect)
+        return ""
+    item.value.load_state_dict(tree_of(entry, stored.prefix, stored.tensors, item.value))
+    return ""
+
+
+def _restore_optimizer(
+    item: Item, description: Document, labels: Mapping[str, Source], stored: StoredItem
+) -> str:
+    notes: list[str] = []
+
+    def collect() -> list[WantedTensor]:
+        later: list[Source] = []
+        optimizer = optimizer_of(item)
+        notes.extend(
+            optimizer.kind.restore(
+                optimizer.optimizer, description, labels, stored.fill, later.append
+            )
+        )
+        return [stored.wanted(source, source.name) for source in later]
+
+    stored.fill_all(item.name, collect)
+    return "; ".join(notes)
+
+
+def _wanted_of_model(live: Mapping[str, Source], stored: StoredItem) -> list[WantedTensor]:
+    """Every tensor of a further model, tied ones under their stored name.
+
+    Raises LoadError naming what differs.
+    """
+    stored_names = stored.tensors.state_names(f"{stored.prefix}/")
+    names = []
+    for tied in tied_names(live):
+        in_checkpoint = [name for name in tied if name in stored_names]
+        names.append(in_checkpoint[0] if in_checkpoint else tied[0])
+    problems = [
+        f"{name}: in the model, not in the checkpoint" for name in names if name not in stored_names
+    ]
+    unknown = sorted(name for name in stored_names if name not in live)
+    problems += [f"{name}: in the checkpoint, not in the model" for name in unknown]
+    if problems:
+        raise LoadError(listing(problems))
+    return [stored.wanted(live[name], name) for name in names]

@@ -1,0 +1,148 @@
+"""Restores a run from a checkpoint that it was matched and compared with."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from ft_ckpt.errors import damaged_input, listing
+from ft_ckpt.ranks import Filler, Ranks, choose_filler
+from ft_ckpt.runs.items import changed_flags, differing_models, optimizers_among, run_items
+from ft_ckpt.runs.loop import TrainingRun
+from ft_ckpt.runs.resume.allowed import HALF_RESTORED, AllowedItems
+from ft_ckpt.runs.resume.match_run import Comparison, MatchedRun
+from ft_ckpt.runs.resume.opening import ResumePoint
+from ft_ckpt.runs.resume.restore_items import note_on_replicas, restore_items, restore_weights
+from ft_ckpt.runs.state import (
+    Document,
+    Restored,
+    RestoreReport,
+    agree_on_outcomes,
+    fingerprint_differences,
+    not_restored,
+    restore_rank_state,
+)
+from ft_ckpt.storage import track_reads
+
+
+def restore_state(
+    run: TrainingRun,
+    matched: MatchedRun,
+    comparison: Comparison,
+    resume_point: ResumePoint,
+    allowed: AllowedItems,
+    versions: Mapping[str, str],
+) -> RestoreReport:
+    """Restore weights, optimizers, objects, the state of each rank, and the progress of `run`,
+    without its misfits. Collective.
+
+    Raises LoadError if an item fails that is not in `allowed`: the run is half restored then.
+    """
+    ranks = matched.ranks
+    label = f"resuming {resume_point.checkpoint.place.basename}"
+    with track_reads(_bytes_to_show(resume_point, ranks), label):
+        restored, error = ranks.attempt(
+            lambda: _restore_on_rank(run, matched, comparison, resume_point, versions)
+        )
+        report = RestoreReport() if restored is None else restored
+        items, requests = agree_on_outcomes(ranks, "resume()", report.items, report.requests, error)
+        allowed.refuse_unrestored(resume_point.checkpoint.location, items, HALF_RESTORED)
+        for item in optimizers_among(run_items(run.accelerator, run.registered)):
+            item.kind.after_restore(item.optimizer)
+    return replace(report, items=items, requests=requests)
+
+
+def _bytes_to_show(resume_point: ResumePoint, ranks: Ranks) -> int | None:
+    """The total for the bar of a resume: a single rank reads all tensors, of several each reads its
+    part.
+    """
+    if not ranks.shows:
+        return 0
+    if ranks.size > 1:
+        return None
+    total = 0
+    for part in resume_point.checkpoint.manifest.parts:
+        total += sum(tensor.end - tensor.start for tensor in part.tensors)
+    return total or None
+
+
+def _restore_on_rank(
+    run: TrainingRun,
+    matched: MatchedRun,
+    comparison: Comparison,
+    resume_point: ResumePoint,
+    versions: Mapping[str, str],
+) -> RestoreReport:
+    checkpoint, document = resume_point.checkpoint, resume_point.document
+    left_out = {outcome.name for outcome in comparison.misfits}
+    filler = choose_filler(resume_point.way_to_read(run.config.fan_out), matched.ranks)
+    outcomes = [*not_restored(comparison.outcomes)]
+    outcomes += _restore_items(matched, resume_point, filler, left_out)
+    with damaged_input(f"{checkpoint.location}: its training state"):
+        rank_state = restore_rank_state(
+            run.accelerator,
+            run.models_by_item(),
+            document,
+            resume_point.tensors,
+            matched.ranks,
+            comparison.rank_trees,
+        )
+        run.feeds = rank_state.feeds
+        run.restore_progress(document, checkpoint.place.folder, checkpoint.manifest.created)
+    outcomes += [outcome for outcome in comparison.outcomes if outcome.status == "restored"]
+    outcomes += rank_state.outcomes
+    return RestoreReport(
+        path=checkpoint.location,
+        items=tuple(outcomes),
+        differences=tuple(_differences(run, matched, document, versions)),
+        notes=(*rank_state.notes, *_notes_on(resume_point)),
+        requests=checkpoint.requests,
+    )
+
+
+def _restore_items(
+    matched: MatchedRun, resume_point: ResumePoint, filler: Filler, left_out: Collection[str]
+) -> list[Restored]:
+    """Restore weights, then models and optimizers, then objects: they may depend on the former."""
+    sources, rank = matched.sources, matched.ranks.rank
+    items = [item for item in matched.items if item.name not in left_out]
+    objects = [item for item in items if item.kind == "object"]
+    models_and_optimizers = [item for item in items if item.kind != "object"]
+    outcomes = []
+    if "weights" not in left_out:
+        outcomes.append(restore_weights(sources, resume_point, filler))
+    for item in optimizers_among(items):
+        item.kind.before_restore(item.optimizer)
+    outcomes += restore_items(models_and_optimizers, sources, resume_point, rank, filler)
+    outcomes += restore_items(objects, sources, resume_point, rank, filler)
+    return outcomes
+
+
+def _differences(
+    run: TrainingRun,
+    matched: MatchedRun,
+    document: Document,
+    versions: Mapping[str, str],
+) -> list[str]:
+    """Settings and flags in which the run differs from the one that saved, and what differed
+    between its ranks.
+    """
+    fingerprint = run.current_fingerprint(matched.sources, matched.ranks, versions)
+    return [
+        *fingerprint_differences(document["fingerprint"], fingerprint),
+        *changed_flags(document, matched.sources),
+        *differing_models(run.watched, document.get("watched", {})),
+        *note_on_replicas(document),
+    ]
+
+
+def _notes_on(resume_point: ResumePoint) -> list[str]:
+    notes = []
+    if resume_point.far_ranks:
+        notes.append(
+            f"rank(s) {resume_point.far_ranks} do not see the checkpoint: rank 0 has sent it to "
+            "their nodes"
+        )
+    unsaved = resume_point.document.get("unsaved", ())
+    if unsaved:
+        names = listing(list(unsaved), ", ")
+        notes.append(f"{names}: not in the checkpoint, begins as the script makes it")
+    return notes

@@ -1,0 +1,130 @@
+"""Resumes a run: `resume_run` calls the steps in the order in which they happen."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+from ft_ckpt.errors import LoadError, Problem, listing
+from ft_ckpt.messages import warn
+from ft_ckpt.ranks import Ranks, try_action
+from ft_ckpt.runs.items import run_items
+from ft_ckpt.runs.loop import TrainingRun
+from ft_ckpt.runs.resume.allowed import HALF_RESTORED, AllowedItems
+from ft_ckpt.runs.resume.choose import Choice, Damage, choose_checkpoint, read_foreign_folder
+from ft_ckpt.runs.resume.match_run import compare_state, match_items
+from ft_ckpt.runs.resume.node_copies import copy_to_nodes
+from ft_ckpt.runs.resume.opening import (
+    CheckpointFacts,
+    ResumePoint,
+    facts_of,
+    open_on_all_ranks,
+    verify_files,
+)
+from ft_ckpt.runs.resume.request import ResumeRequest
+from ft_ckpt.runs.resume.restore_run import restore_state
+from ft_ckpt.runs.state import RestoreReport, agree_on_outcomes
+from ft_ckpt.storage import open_place
+
+
+def resume_run(
+    run: TrainingRun,
+    request: ResumeRequest,
+    ranks: Ranks,
+    allow: Iterable[str] | bool,
+    versions: Mapping[str, str],
+) -> None:
+    """Restore `run` from the checkpoint that `request` selects.
+
+    Leave it as it is for a fresh start. Collective. Digests, items and settings are compared before
+    anything is overwritten; a damaged checkpoint is left out, and the next one chosen. If an item
+    fails afterwards, the run is half restored. `allow` and errors as for `CheckpointSaver.resume`.
+    """
+    allowed = AllowedItems(allow)
+    damage = Damage()
+    with ExitStack() as stack:
+        while True:
+            choice = choose_checkpoint(request, damage, ranks, stack)
+            if choice.facts is None:
+                _resume_without_checkpoint(run, choice, ranks, allowed)
+                return
+            view = open_on_all_ranks(
+                choice.facts, choice.resume_point, request.open_path, request.deep, ranks, stack
+            )
+            problems = verify_files(view, ranks)
+            if not problems:
+                break
+            damage.note(view.place, problems)
+            stack.close()  # what is open of the damaged checkpoint
+        resume_point = copy_to_nodes(view, ranks, stack)
+        matched = match_items(run, resume_point, ranks)
+        comparison = compare_state(run, matched, resume_point, allowed)
+        report = restore_state(run, matched, comparison, resume_point, allowed, versions)
+        report_resume(run, report)
+        run.branch_off(choice.branch)
+
+
+def report_resume(run: TrainingRun, report: RestoreReport) -> None:
+    """Keep the report.
+
+    Warn about differences and notes, or raise LoadError for differences, as `on_difference` says.
+    """
+    run.note_resumed(report)
+    on_difference = run.config.on_difference
+    if report.differences and on_difference == "raise":
+        raise LoadError(
+            f"{report.path}: {listing(report.differences)}; start with the same settings, or "
+            "on_difference='warn' to go on"
+        )
+    lines = [*report.differences, *report.notes]
+    if lines and on_difference == "warn":
+        warn(f"{report.path}: {listing(lines)}", stacklevel=4)
+
+
+def _resume_without_checkpoint(
+    run: TrainingRun, choice: Choice, ranks: Ranks, allowed: AllowedItems
+) -> None:
+    """Let another program restore `run` from its folder, if one was chosen. Collective.
+
+    Every rank must see the folder.
+    """
+    path = choice.foreign_folder
+    if path is None:
+        return
+    folder, error = ranks.attempt(lambda: read_foreign_folder(path, run, ranks))
+    absent = () if folder is None else folder.outcomes
+    absent, _ = agree_on_outcomes(ranks, "reading the folder of resume()", absent, error=error)
+    assert folder is not None, "the agreement has raised the error"
+    names = {item.name for item in run_items(run.accelerator, run.registered)}
+    allowed.refuse_unknown(names, absent)
+    allowed.refuse_unrestored(path, absent, "nothing was overwritten")
+    loaded, error = ranks.attempt(lambda: folder.load(run, str(choice.branch)))
+    report = RestoreReport() if loaded is None else loaded
+    items, _ = agree_on_outcomes(
+        ranks, "accelerator.load_state in resume()", report.items, error=error
+    )
+    allowed.refuse_unrestored(path, items, HALF_RESTORED)
+    report_resume(run, replace(report, items=items))
+
+
+def open_for_all(
+    open_on_leader: Callable[[], ResumePoint],
+    what: str,
+    deep: bool,
+    ranks: Ranks,
+    stack: ExitStack,
+) -> tuple[ResumePoint | None, Sequence[Problem]]:
+    """Open on all ranks, until `stack` closes, what `open_on_leader` opens on rank 0.
+
+    Or None and the problems of its files. Collective. `what` names the call in errors; `deep`: all
+    digests are compared.
+    """
+    resume_point, error = try_action(lambda: open_on_leader() if ranks.is_main else None)
+    facts = {} if resume_point is None else facts_of(resume_point.checkpoint)._asdict()
+    agreed = ranks.agree(what, facts, error).result
+    view = open_on_all_ranks(
+        CheckpointFacts(**agreed), resume_point, open_place, deep, ranks, stack
+    )
+    problems = verify_files(view, ranks)
+    if problems:
+        return None, problems
+    return copy_to_nodes(view, ranks, stack), ()

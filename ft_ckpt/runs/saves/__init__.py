@@ -1,0 +1,9 @@
+"""The saves of a run: on schedule, on request, at the end.
+
+Begin at `run_saves`. `follow_up` has the steps after a commit, `extension_parts` what extensions
+do for a run.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

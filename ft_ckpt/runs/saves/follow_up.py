@@ -1,0 +1,124 @@
+"""The steps after a commit: retention, upload, push, publish, callbacks.
+
+They run in this order in the thread that finished the save. Their errors do not fail the save,
+which is committed.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ft_ckpt.config import SaverConfig
+from ft_ckpt.errors import ConfigError, listing
+from ft_ckpt.jobs import BackgroundJob
+from ft_ckpt.messages import short, warn
+from ft_ckpt.runs.folder import RunPlaces
+from ft_ckpt.runs.saves.extension_parts import (
+    Publisher,
+    Uploads,
+    UploadTerms,
+    begin_push,
+    end_pushes,
+    open_publisher,
+    open_uploads,
+)
+from ft_ckpt.saving import SaveReport
+from ft_ckpt.storage import Place
+
+SaveHook = Callable[[SaveReport], object]  # a function of the script
+AfterSave = Callable[[SaveReport], SaveReport]
+
+
+@dataclass(frozen=True, eq=False)
+class FollowUp:
+    """The steps of one saver after its saves.
+
+    Uploads, pushes and publishes run in their own threads.
+    """
+
+    hooks: tuple[SaveHook, ...] = ()
+    uploads: Uploads | None = None
+    publisher: Publisher | None = None
+    pushes: list[BackgroundJob[Any]] = field(default_factory=list)
+
+    def plan(
+        self,
+        is_main: bool,
+        *,
+        prune: Callable[[Place], None] | None = None,
+        terms: UploadTerms | None = None,
+        push_to: str | Place | None = None,
+        base_id: str | None = None,
+        publishes: bool = False,
+        committed: Callable[[SaveReport], None] | None = None,
+    ) -> AfterSave:
+        """The follow-up of one save.
+
+        Only rank 0 (`is_main`) uploads, pushes, publishes and calls hooks.
+        """
+
+        def follow(report: SaveReport) -> SaveReport:
+            if committed is not None:
+                committed(report)
+            if prune is not None:
+                with nullcontext() if self.uploads is None else self.uploads.sweeping:
+                    prune(report.place)
+            if not is_main:
+                return report
+            jobs: dict[str, BackgroundJob[Any]] = {}
+            if self.uploads is not None and terms is not None and self.uploads.takes(report.place):
+                jobs["upload"] = self.uploads.begin_upload(report.place, terms)
+            if push_to is not None:
+                jobs["push"] = begin_push(report.place, push_to, base_id)
+                self.pushes.append(jobs["push"])
+            if self.publisher is not None and publishes:
+                jobs["publish"] = self.publisher.begin(report.place)
+            report = replace(report, follow_ups=jobs)
+            for hook in self.hooks:
+                _call_hook(hook, report)
+            return report
+
+        return follow
+
+    def end(self, *, wait: bool) -> None:
+        """Wait for pushes and publishes, or only name those that go on until the process ends."""
+        end_pushes(self.pushes, wait=wait)
+        if self.publisher is not None:
+            self.publisher.end(wait_for=wait)
+
+
+def make_follow_up(
+    on_saved: SaveHook | Iterable[SaveHook] | None, places: RunPlaces, config: SaverConfig
+) -> FollowUp:
+    """The follow-up of a saver. Raises ConfigError."""
+    uploads = None
+    if places.directory is not None and places.staging is not None:
+        uploads = open_uploads(places.staging, places.directory)
+    publisher = None if config.publish is None else open_publisher(config.publish)
+    return FollowUp(hooks_of(on_saved), uploads, publisher)
+
+
+def _call_hook(hook: SaveHook, report: SaveReport) -> None:
+    try:
+        hook(report)
+    except Exception as error:  # noqa: BLE001 - the script's own, of any kind
+        name = getattr(hook, "__name__", type(hook).__name__)
+        problem = f"{type(error).__name__}: {error}"
+        warn(f"{report.path}: saved, but {name} of on_saved failed: {problem}", stacklevel=2)
+
+
+def hooks_of(on_saved: SaveHook | Iterable[SaveHook] | None) -> tuple[SaveHook, ...]:
+    """The functions in `on_saved`: one, several or none. Raises ConfigError for anything else."""
+    if on_saved is None:
+        return ()
+    if not callable(on_saved) and isinstance(on_saved, Iterable):
+        hooks = tuple(on_saved)
+    else:
+        hooks = (on_saved,)
+    wrong = [short(hook) for hook in hooks if not callable(hook)]
+    if wrong:
+        raise ConfigError(
+            f"on_saved={listing(wrong, ', ')}: expected a function of one SaveReport, or several"
+        )
+    return hooks

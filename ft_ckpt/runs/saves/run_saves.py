@@ -1,0 +1,513 @@
+"""The saves of a run: scheduled ones, the last one, and those that the script requests."""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ft_ckpt.checkpoint import (
+    CARD_NAME,
+    CheckpointInfo,
+    damage_of,
+    list_checkpoints,
+    load_manifest,
+    manifest_text,
+    text_identity,
+)
+from ft_ckpt.config import SaverConfig
+from ft_ckpt.errors import CheckpointError, ConfigError, LeaseTakenError, TargetError, listing
+from ft_ckpt.messages import LOG, warn
+from ft_ckpt.model import is_adapter_run
+from ft_ckpt.ranks import Ranks, current_ranks, try_action
+from ft_ckpt.runs.folder import (
+    RunLease,
+    RunPlaces,
+    lease_run,
+    prune_after_save,
+    refuse_replacing,
+    room_maker,
+)
+from ft_ckpt.runs.items import model_sources
+from ft_ckpt.runs.loop import TrainingRun, exit_code
+from ft_ckpt.runs.optimizers import differing_settings
+from ft_ckpt.runs.saves.extension_parts import UploadTerms, WriterSession, open_writer_session
+from ft_ckpt.runs.saves.follow_up import AfterSave, FollowUp
+from ft_ckpt.saving import (
+    PendingSave,
+    SaveReport,
+    SaveRequest,
+    SaveRunner,
+    as_in_training,
+    describe_differences,
+    difference_note,
+    library_versions,
+    report_differences,
+    request_of,
+)
+from ft_ckpt.schedule import History, LoggedSave, after_commit, append_save
+from ft_ckpt.storage import Place, open_place
+
+Result = TypeVar("Result")
+MAX_EXIT_SECONDS = 600.0  # a process that exits on a signal waits this long for uploads
+_SAVES_WITHOUT_METRIC = 3  # before a warning, in a run without any metrics
+
+
+@dataclass(eq=False)
+class RunSaves:
+    """The saves of one run by one saver. Call its methods on every rank."""
+
+    run: TrainingRun
+    pending: SaveRunner
+    places: RunPlaces
+    tokenizer: Any
+    is_rehearsal: bool
+    follow_up: FollowUp
+    is_closed: bool = False
+    # the writers, and seconds to wait for them
+    invited: tuple[Mapping[str, bool], float] | None = None
+    session: WriterSession | None = None  # of the writers, on rank 0
+    last_saved: Place | None = None  # the last checkpoint that this process saved, on rank 0
+    last_files: frozenset[str] = frozenset()  # of it, if it is on a disk
+    lease: RunLease | None = None  # of the directory, on rank 0
+    leased_in: int | None = None  # the process that has it; on every rank the id of its own process
+
+    def close(self) -> None:
+        """Refuse later saves."""
+        self.is_closed = True
+
+    def take_lease(self) -> None:
+        """Take the lease of the run's directory, for the first save or resume. Collective.
+
+        A directory that cannot be written now gets no lease: the save says so itself. Saves that
+        are staged do not need the directory, so they ask for its lease once only. Raises
+        LeaseTakenError naming another process that trains into the directory, RanksDisagreeError if
+        this process has no group of its ranks.
+        """
+        directory, config = self.places.directory, self.run.config
+        is_exempt = self.is_rehearsal or self.is_closed or not config.lease
+        if directory is None or is_exempt or self.leased_in == os.getpid():
+            return
+        ranks = current_ranks(config.enter_timeout_seconds, needs_group=True)
+
+        def take_on_leader() -> bool:
+            if not ranks.is_main:
+                return False
+            try:
+                self.lease = lease_run(directory, self)
+            except LeaseTakenError:
+                raise
+            except CheckpointError as error:
+                LOG.warning(
+                    "%s: no lease of it, so other processes may train into it, too: %s",
+                    directory,
+                    error,
+                )
+            return self.lease is not None
+
+        is_taken, error = ranks.attempt(take_on_leader)
+        verdict = ranks.agree("the lease of the run", {"taken": is_taken}, error)
+        if verdict.result["taken"] or config.staging is not None:
+            self.leased_in = os.getpid()
+
+    def check_lease(self) -> None:
+        """On rank 0: raise LeaseTakenError if another process has taken the directory over."""
+        if self.lease is not None:
+            self.lease.check()
+
+    def end_lease(self) -> None:
+        """Release the lease, unless another saver of this process uses it."""
+        if self.lease is not None:
+            self.lease.leave(self)
+        self.lease = self.leased_in = None
+
+    def save_if_due(self, metrics: dict[str, float]) -> SaveReport | PendingSave | None:
+        """Save if `every` asks for it; after a save on a signal the process exits (SystemExit)."""
+        if self.pending.has_ended(self._current_ranks()):
+            self._warn_on_failure(self.pending.wait_for_save)
+        every = self.run.config.every
+        metrics = self.run.agree_on_metrics(metrics, self._current_ranks())
+        reason = self.run.reason_to_save(metrics, self._current_ranks())
+        if reason is None:
+            return None
+        ends = reason == "deadline" or reason.startswith("SIG") or self.is_rehearsal
+        config = replace(self.run.config, background=self.run.config.background and not ends)
+        report = self._warn_on_failure(lambda: self.save(reason, config, None, metrics))
+        if reason.startswith("SIG"):
+            self.close()
+            self.run.close()
+            self.pending.close()
+            try_action(lambda: self._finish_uploads(MAX_EXIT_SECONDS))
+            raise SystemExit(exit_code(reason, every.exit_code if every else None))
+        return report
+
+    def read_until_signal(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches.
+
+        A signal to the whole job may end the workers that read them: a run on one rank is then
+        saved as it was after the last step, and the process exits (SystemExit).
+        """
+        try:
+            yield from batches
+        except RuntimeError:
+            if self.run.poll.is_signalled and self._current_ranks().size == 1:
+                self.save_if_due({})
+            raise
+
+    @as_in_training
+    def save_last(self) -> None:
+        """Save the last step if the run has a schedule and the step was not saved."""
+        if self.run.config.every is None or self.places.target is None or self.is_rehearsal:
+            return
+        if self.run.has_begun and self.run.step > self.run.history.saved_step:
+            config = replace(self.run.config, background=False)
+            metrics = self.run.agree_on_metrics(self.run.last_metrics, self._current_ranks())
+            self._warn_on_failure(lambda: self.save("end", config, None, metrics))
+        self.run.metrics.warn_of_absent(1)
+
+    def save(
+        self,
+        reason: str | None,
+        config: SaverConfig,
+        path: str | Path | Place | None,
+        metrics: dict[str, float],
+        adapter_only: bool | None = None,
+        extra_files: Mapping[str, str | bytes] | None = None,
+    ) -> SaveReport | PendingSave:
+        """Save the state of the run, then delete checkpoints by `keep`.
+
+        `reason` is None if the script asked for it.
+        """
+        self.pending.wait_for_save()
+        self._warn_of_lost_files()
+        run = self.run
+        history = run.history
+        begun = time.monotonic()
+        run.note_saved(reason, metrics)
+        entry = LoggedSave(run.step, time.time(), reason, metrics)
+        run.history = replace(run.history, saves=append_save(history.saves, entry))
+        if self.follow_up.publisher is not None:
+            run.published = self.follow_up.publisher.version or run.published
+        try:
+            self.take_lease()
+            if self.invited is not None:  # first: the writers prepare their files meanwhile
+                self._ask_writers()
+            captured = run.capture_state(self._current_ranks(), library_versions())
+            differing = differing_settings(captured.document)
+            if differing:
+                text = describe_differences(differing)
+                report_differences(text, f"step {run.step}", self._current_ranks(), config)
+            attribute = config.attribute
+            adapters = is_adapter_run(run.model, model_sources(captured.sources), attribute)
+            adapters = run.base.is_left_out(
+                run.model, adapters, adapter_only, self._current_ranks()
+            )
+            follow_up = self.plan_follow_up(prunes=True)
+
+            def make_request() -> SaveRequest:
+                notes = [*run.notes_on_weights(run.model), *run.notes_on_averages()]
+                if differing:
+                    notes.append(difference_note(differing))
+                collect = None
+                if self.session is not None:
+                    collect = partial(self.session.collect, run.step)
+                protect = self._protected_paths()
+                return request_of(
+                    config,
+                    run.model,
+                    self.target_folder(path, run.step, has_state=True),
+                    adapter_only=adapters,
+                    attribute=attribute,
+                    tokenizer=self.tokenizer,
+                    step=run.step,
+                    metrics=metrics,
+                    extra_state=captured.as_extra_state(),
+                    run_id=run.run_id,
+                    extra_files=extra_files or {},
+                    notes=tuple(notes),
+                    make_room=room_maker(config.keep, run.step, run.run_id, protect),
+                    collect=collect,
+                    check_lease=self.check_lease,
+                    follow_up=follow_up,
+                )
+
+            report = self.pending.save(make_request, config)
+        except BaseException:
+            run.history = history
+            run.note_saved(reason, {})  # so that the next try is an interval later
+            raise
+        run.metrics.warn_of_absent(_SAVES_WITHOUT_METRIC)
+        cost = time.monotonic() - begun
+        entry = replace(entry, stall_seconds=cost)
+        if isinstance(report, PendingSave):
+            # its cost and outcome are known later
+            self.pending.on_end = partial(self._note_outcome, history)
+        else:
+            run.history = history
+            run.note_saved(reason, metrics, cost)
+            entry = replace(entry, seconds=report.seconds, size_bytes=report.bytes)
+        run.history = replace(run.history, saves=append_save(history.saves, entry))
+        return report
+
+    def _note_outcome(
+        self, before: History, report: SaveReport | None, waited_seconds: float
+    ) -> None:
+        """Take the outcome of a background save into the history; `before` is that before it."""
+        run = self.run
+        if report is None:
+            run.history = replace(run.history, best=before.best, saves=before.saves)
+        else:
+            run.history = after_commit(run.history, report.seconds, report.bytes, waited_seconds)
+
+    def target_folder(
+        self, path: str | Path | Place | None, step: int | None, *, has_state: bool
+    ) -> Place:
+        """The folder to save to.
+
+        Raises ConfigError when none is known, TargetError if it must not be replaced.
+        """
+        if self.is_closed:
+            raise CheckpointError("this saver is closed; make a new one to save again")
+        if path is not None:
+            target = open_place(path, **self.run.config.client_options)
+        elif self.places.target is None or step is None:
+            raise ConfigError(
+                "save() without a path needs the saver's directory and a step; "
+                "give it a path, or both"
+            )
+        else:
+            name = self.run.config.name_template.format(
+                step=step, epoch=self.run.feeds.epochs_ended
+            )
+            target = Place(self.places.target.folder, name)
+        if self._current_ranks().is_main:
+            # A rehearsal runs one script several times in one folder, on purpose.
+            is_run = path is None and has_state and not self.is_rehearsal
+            refuse_replacing(target, has_state, self.run.own_ids if is_run else None)
+            if path is None:
+                self.check_lease()
+        return target.absolute
+
+    def plan_follow_up(
+        self,
+        *,
+        prunes: bool = False,
+        push_to: str | Place | None = None,
+        base_id: str | None = None,
+    ) -> AfterSave:
+        """The follow-up of a save that is made now."""
+        is_main = self._current_ranks().is_main
+        prune = None
+        if prunes:
+            directory = self.places.target if is_main else None
+            prune = partial(
+                prune_after_save,
+                directory,
+                self.run.config.keep,
+                self.run.run_id,
+                self._protected_paths(),
+            )
+        terms = self._upload_terms()
+        return self.follow_up.plan(
+            is_main,
+            prune=prune,
+            terms=terms,
+            push_to=push_to,
+            base_id=base_id,
+            publishes=prunes,
+            committed=self._note_committed if is_main and prunes else None,
+        )
+
+    def invite(
+        self, writers: Mapping[str, bool], allow: Iterable[str], timeout_seconds: float
+    ) -> str:
+        """Open a session for `writers` (True: optional); return its token.
+
+        Raises as `CheckpointSaver.invite` does.
+        """
+        run, ranks = self.places.directory, self._current_ranks()
+        if run is None or self.places.staging is not None:
+            raise ConfigError(
+                "invite(): writers hand in their files in the directory of the run; give the saver "
+                "one, without staging"
+            )
+        self.invited = writers, timeout_seconds
+
+        def open_on_leader() -> str:
+            if not ranks.is_main:
+                return ""
+            self.end_session()
+            start = self.last_saved or self.run.resumed_from
+            self.session = open_writer_session(run.absolute, writers, start, allow, timeout_seconds)
+            return self.session.token
+
+        token, error = ranks.attempt(open_on_leader)
+        value = {"writers": sorted(writers), "token": token}
+        return str(ranks.agree("saver.invite()", value, error, same=("writers",)).result["token"])
+
+    def reopen_session(self) -> None:
+        """Open a new session after a resume, because the writers resume too."""
+        self.last_saved = None
+        if self.invited is not None:
+            self.invite(self.invited[0], self.invited[0], self.invited[1])
+
+    def end_session(self) -> None:
+        """Close the session, after which the writers end."""
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+
+    def _ask_writers(self) -> None:
+        """Ask the writers for their state at this step.
+
+        Collective; raises as `CheckpointSaver.save_state` does for a failed writer.
+        """
+        session, ranks = self.session, self._current_ranks()
+
+        def ask_on_rank_0() -> None:
+            if session is not None:
+                session.ask(self.run.step)
+
+        ranks.run("the writers of save_state()", ask_on_rank_0)
+
+    def _warn_of_lost_files(self) -> None:
+        """Warn if files of the last checkpoint were deleted since its commit, but not the
+        checkpoint.
+        """
+        if self.last_saved is None or not self.last_files:
+            return
+        folder = self.last_saved.folder
+        gone = self.last_files - {stored.name for stored in folder.list()}
+        if not gone:
+            return
+        with suppress(CheckpointError):  # pruned, or replaced by another program
+            listed = {file.path for file in load_manifest(folder).files}
+            lost = sorted((gone & listed) - {CARD_NAME})
+            if lost:
+                warn(
+                    f"{self.last_saved}: {listing(lost, ', ')}: deleted after the save, so that it "
+                    "cannot be resumed; keep the files that ft_ckpt.json lists",
+                    stacklevel=5,
+                )
+
+    def _note_committed(self, report: SaveReport) -> None:
+        self.last_saved = report.place.absolute
+        folder = self.last_saved.folder
+        self.last_files = frozenset()
+        if folder.local_folder is not None:
+            self.last_files = frozenset(stored.name for stored in folder.list())
+        if self.session is not None and self.places.directory is not None:
+            try:
+                self.session.note_committed(self.last_saved)
+            except CheckpointError as error:
+                warn(
+                    f"{report.path}: saved, but its writers could not be notified: {error}",
+                    stacklevel=4,
+                )
+
+    def upload_leftovers(self) -> None:
+        """Upload checkpoints that earlier processes have left in the staging folder."""
+        if self.follow_up.uploads is not None and self._current_ranks().is_main:
+            self.follow_up.uploads.begin_round(self._upload_terms())
+
+    def publish_resumed(self) -> None:
+        """Publish the resumed checkpoint, or the version published before it, to servers that may
+        lack it; wait.
+        """
+        publisher = self.follow_up.publisher
+        resumed = self.run.resumed_from
+        ranks = self._current_ranks()
+        if publisher is None or resumed is None:
+            return
+
+        def publish_on_leader() -> str:
+            place, note = resumed, ""
+            if ranks.is_main and publisher.after_resume == "published":
+                place, note = self._last_published(resumed)
+                LOG.info("%s", note)
+            if ranks.is_main:
+                publisher.begin(place).wait()
+            return note
+
+        note, error = ranks.attempt(publish_on_leader)
+        if note := ranks.agree("the publish of resume()", {"note": note}, error).result["note"]:
+            self.run.report = replace(self.run.report, notes=(*self.run.report.notes, note))
+
+    def _last_published(self, resumed: Place) -> tuple[Place, str]:
+        """The checkpoint of the version that engines had when `resumed` was saved, else `resumed`.
+
+        And the reason.
+        """
+        version = self.run.published
+        if version is None:
+            reason = "it was saved before any version was published"
+            return resumed, f"publishing {resumed.basename}: {reason}"
+        reason = f"the run has no checkpoint of the version {version}"
+        infos: list[CheckpointInfo] = []
+        for folder in self.places.folders:
+            infos += list_checkpoints(folder).found
+        for info in infos:
+            identity = text_identity(manifest_text(info.store).encode())
+            # of weights, of an adapter
+            if not version.endswith((f"#{identity[:16]}", f"-{identity[:8]}")):
+                continue
+            problems = damage_of(info.place, deep=True)
+            if not problems:
+                note = f"engines had it when {resumed.basename} was saved"
+                return info.place, f"publishing {info.name}: {note}"
+            damage = listing(problems)
+            reason = f"{info.name}, which has the version {version}, is damaged: {damage}"
+        return resumed, f"publishing {resumed.basename}: {reason}"
+
+    def end_follow_up(self, *, wait: bool) -> None:
+        """Wait for uploads, pushes and publishes, or only name those that go on until the process
+        ends.
+
+        Raises TargetError on all ranks for checkpoints that were not uploaded, unless
+        on_failure="warn".
+        """
+        try:
+            if wait:
+                self._finish_uploads()
+            elif self.follow_up.uploads is not None:
+                self.follow_up.uploads.warn_of_left()
+        finally:
+            self.follow_up.end(wait=wait)
+
+    def _finish_uploads(self, seconds: float | None = None) -> None:
+        """Wait on all ranks for rank 0's uploads. After `seconds`, warn of those that are left."""
+        uploads, ranks = self.follow_up.uploads, self._current_ranks()
+        if uploads is None:
+            return
+        unfinished, error = ranks.attempt(lambda: uploads.finish(seconds) if ranks.is_main else "")
+        if unfinished and seconds is None and self.run.config.on_failure == "raise":
+            error = TargetError(unfinished)
+        elif unfinished:
+            warn(unfinished, stacklevel=4)
+        ranks.agree("the uploads of close()", error=error)
+
+    def _upload_terms(self) -> UploadTerms:
+        return UploadTerms(
+            self.run.run_id, self.run.own_ids, self.run.config.keep, self._protected_paths()
+        )
+
+    def _warn_on_failure(self, action: Callable[[], Result]) -> Result | None:
+        try:
+            return action()
+        except CheckpointError as error:
+            if self.run.config.on_failure == "raise" or isinstance(error, LeaseTakenError):
+                raise
+            warn(
+                f"step {self.run.step}: no checkpoint was made, training goes on: {error}",
+                stacklevel=5,
+            )
+            return None
+
+    def _protected_paths(self) -> tuple[Place, ...]:
+        return () if self.run.resumed_from is None else self.places.beside(self.run.resumed_from)
+
+    def _current_ranks(self) -> Ranks:
+        return current_ranks(self.run.config.enter_timeout_seconds)

@@ -1,0 +1,9 @@
+"""The training state in a checkpoint: a JSON document and entries of tensors.
+
+Begin at `document`, the form that is stored. `capture` makes it of a live run, `stored_tensors`
+reads it, `outcomes` says what became of each item in a resume.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,124 @@
+"""The tensors of an open checkpoint, and the trees of its training state."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ft_ckpt.checkpoint import OpenCheckpoint
+from ft_ckpt.errors import LoadError, SelectionError
+from ft_ckpt.formats import (
+    ListedFile,
+    Spec,
+    TensorFile,
+    decode_node,
+    format_named,
+    unflatten,
+)
+from ft_ckpt.ranks import WantedTensor, fill_tensor, is_distributed
+from ft_ckpt.runs.state.document import FOLDER, Document, entries_of_rank
+from ft_ckpt.runs.state.trees import live_tensors, source_of_leaf
+
+
+class StoredTensors:
+    """The tensor files of one checkpoint, opened when first needed.
+
+    Tensors are found by part folder and name.
+    """
+
+    def __init__(self, checkpoint: OpenCheckpoint) -> None:
+        self._checkpoint = checkpoint
+        parts = checkpoint.manifest.parts
+        kinds = {part.kind for part in parts}
+        self.is_adapter = "adapter" in kinds and "model" not in kinds  # the base is elsewhere
+        self._formats = {part.path: part.format for part in parts}
+        self._paths: dict[tuple[str, str], str] = {}
+        for part in parts:
+            for tensor in part.tensors:
+                self._paths[part.path, tensor.name] = tensor.file
+        self._open: dict[str, TensorFile] = {}
+
+    def file_of(self, part: str, name: str) -> TensorFile:
+        """The file that holds the tensor `name` of the part in folder `part`.
+
+        Raises LoadError when none does.
+        """
+        path = self._paths.get((part, name))
+        if path is None:
+            location = self._checkpoint.location
+            raise LoadError(f"{name}: not among the tensors of the checkpoint {location}")
+        if path not in self._open:
+            where = self._checkpoint.store.where(path)
+            open_file = partial(self._open_file, path, format_named(self._formats[part]))
+            self._open[path] = ListedFile(where, self._specs[path], open_file)
+        return self._open[path]
+
+    def _open_file(self, path: str, file_format: Any) -> TensorFile:
+        file: TensorFile = file_format.open_file(self._checkpoint.store.open(path))
+        return file
+
+    @cached_property
+    def _specs(self) -> dict[str, dict[str, Spec]]:
+        """The specs of the tensors in each file, in the order of the manifest."""
+        specs: dict[str, dict[str, Spec]] = {}
+        for part in self._checkpoint.manifest.parts:
+            for tensor in part.tensors:
+                spec = Spec(tensor.name, tensor.shape, tensor.dtype)
+                specs.setdefault(tensor.file, {})[tensor.name] = spec
+        return specs
+
+    def state_names(self, prefix: str) -> frozenset[str]:
+        """Names of the training state's tensors that begin with `prefix`, without it."""
+        names = [name for part, name in self._paths if part == FOLDER]
+        return frozenset(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+    def state_tensor(self, name: str) -> Tensor:
+        """The tensor `name` of the training state, whole, on the host."""
+        file = self.file_of(FOLDER, name)
+        return file.read(name).view(file.specs[name].shape)
+
+    def close(self) -> None:
+        for file in self._open.values():
+            file.close()
+
+
+def tree_of_rank(document: Document, stored: StoredTensors, rank: int, name: str) -> Any:
+    """The tree `name` that the rank stored for itself, or None."""
+    entry = entries_of_rank(document, rank).get(name)
+    return None if entry is None else tree_of(entry, f"rank-{rank}/{name}", stored)
+
+
+def tree_of(entry: Document, prefix: str, stored: StoredTensors, like: Any = None) -> Any:
+    """The tree that `entry` describes.
+
+    Tensors that are sharded in the state of the object `like` are sharded in the same way.
+    """
+    distributed = _distributed_tensors(like)
+
+    def read_tensor(index: int) -> Any:
+        name = f"{prefix}/{index}"
+        if index not in distributed:
+            return stored.state_tensor(name)
+        tensor = torch.empty_like(distributed[index])
+        source = source_of_leaf(name, tensor)
+        file = stored.file_of(FOLDER, name)
+        fill_tensor(WantedTensor(source, source.local, file, name))
+        return tensor
+
+    def read_array(index: int) -> Any:
+        return stored.state_tensor(f"{prefix}/{index}").numpy()
+
+    return unflatten(decode_node(entry["tree"]), read_tensor, read_array)
+
+
+def _distributed_tensors(value: Any) -> Mapping[int, Tensor]:
+    """The distributed tensors in the current state of an object, by their index in its tree."""
+    if value is None:
+        return {}
+    with suppress(SelectionError):  # its state before loading may be of any type
+        tensors = live_tensors(value.state_dict(), "state")
+        return {index: tensor for index, tensor in enumerate(tensors) if is_distributed(tensor)}
+    return {}
