@@ -80,8 +80,8 @@ STREAMS = {"cli/options"}
 TRAINING = {
     "extensions/foreign/accelerate_files",
     "extensions/foreign/accelerate_folder",
-    "runs/node_copies",
-    "runs/run_lease",
+    "runs/resume/node_copies",
+    "runs/folder/lease",
 }
 # Whether a word that is no command is the name of a file.
 WORDS = {"cli/__init__"}

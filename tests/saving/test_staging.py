@@ -159,7 +159,7 @@ def test_a_bucket_that_fails_stops_no_training_and_catches_up(s3, tmp_path):
 STOPPED = """
 import sys, warnings
 from ft_ckpt import CheckpointSaver, Every
-from ft_ckpt.runs import run_saves
+from ft_ckpt.runs.saves import run_saves
 from training import QUIET, learn, prepared
 from s3_server import FAST
 

@@ -1,6 +1,7 @@
 """Where a run is in its data: positions in data loaders, and random number generators.
 
-Begin at `position`, the position in one loader; `positions` has those of a run.
+Nothing here writes to disk. Begin at `position`, the position in one loader; `positions` has those
+of a run.
 """
 
 import lazy_loader

@@ -1,7 +1,7 @@
 """The directory of a run: its places, its lease, the checkpoints in it.
 
-Begin at `places`. `lease` keeps a second process out, `prune` deletes by the rules of retention,
-`following` waits for new checkpoints.
+Nothing here needs torch. Begin at `places`. `lease` keeps a second process out, `prune` deletes by
+the rules of retention, `following` waits for new checkpoints.
 """
 
 import lazy_loader

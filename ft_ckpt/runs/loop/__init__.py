@@ -1,6 +1,6 @@
 """A run in its training loop: its objects and progress, what makes a save due, signals.
 
-Begin at `training_run`.
+Nothing here opens a checkpoint. Begin at `training_run`.
 """
 
 import lazy_loader

@@ -1,7 +1,7 @@
 """The state of optimizers: parameter groups and tensors by parameter name.
 
-Begin at `kinds`: what a run asks of an optimizer, whoever partitions it. `torch_optimizers` is the
-kind of plain torch.
+Nothing here communicates between ranks. Begin at `kinds`: what a run asks of an optimizer, whoever
+partitions it. `torch_optimizers` is the kind of plain torch.
 """
 
 import lazy_loader

@@ -1,7 +1,7 @@
 """A resume, from the choice of a checkpoint to the report.
 
-Begin at `resuming`, which calls the steps in their order. Nothing is overwritten before
-`restore_run`.
+Nothing here is overwritten before `restore_run`. Begin at `resuming`, which calls the steps in
+their order.
 """
 
 import lazy_loader

@@ -1,7 +1,7 @@
 """The saves of a run: on schedule, on request, at the end.
 
-Begin at `run_saves`. `follow_up` has the steps after a commit, `extension_parts` what extensions
-do for a run.
+Nothing here captures or restores the state of a run. Begin at `run_saves`. `follow_up` has the
+steps after a commit, `extension_parts` what extensions do for a run.
 """
 
 import lazy_loader

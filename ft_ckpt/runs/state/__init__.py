@@ -1,7 +1,8 @@
 """The training state in a checkpoint: a JSON document and entries of tensors.
 
-Begin at `document`, the form that is stored. `capture` makes it of a live run, `stored_tensors`
-reads it, `outcomes` says what became of each item in a resume.
+Nothing here opens or commits a checkpoint. Begin at `document`, the form that is stored. `capture`
+makes it of a live run, `stored_tensors` reads it, `outcomes` says what became of each item in a
+resume.
 """
 
 import lazy_loader
