@@ -11,7 +11,7 @@ from ft_ckpt.storage import (
     DurableFile,
     FileRecord,
     Region,
-    Store,
+    Writable,
     Writer,
     region_of,
     whole_digest,
@@ -35,16 +35,17 @@ class FilePlan:
 
 
 def write_file(
-    plan: FilePlan, regions: Iterable[Region], store: Store, writer: Writer
+    plan: FilePlan, regions: Iterable[Region], goal: Writable, writer: Writer
 ) -> FileRecord:
-    """Write the planned file from `regions`: the bytes of its tensors, in the order of the layout.
+    """Write the planned file to `goal`, from `regions`: the bytes of its tensors, in the order of
+    the layout.
 
     Raises IncompleteError when a region is not the one the layout expects next, NoSpaceError when
     the disk is full.
     """
     layout = plan.layout
     feed = iter(regions)
-    with writer.fill(store.create(plan.path, layout.size_bytes)) as file:
+    with writer.fill(goal) as file:
         if layout.weave is not None:
             _put_woven(file, layout, feed)
         else:

@@ -2,8 +2,8 @@
 
 The call plans the save, agrees on it with all ranks and begins to copy the tensors. A thread
 carries out `run_save` from the copies, with a channel of its own for agreements. The thread moves
-no tensors between ranks: each rank writes the elements it holds. In a bucket, where each file has
-one writer, the call gathers the elements that the writer lacks.
+no tensors between ranks: each rank writes the elements it holds. Where each file has one writer, as
+in a bucket, the call gathers the elements that the writer lacks.
 """
 
 import atexit
@@ -31,7 +31,7 @@ from ft_ckpt.saving.execute import Attempt, run_save
 from ft_ckpt.saving.plan import SavePlan, plan_save
 from ft_ckpt.saving.report import PendingSave, SaveReport
 from ft_ckpt.saving.request import SaveRequest
-from ft_ckpt.saving.shared_folders import SharedFolders
+from ft_ckpt.saving.shared_folders import Mode, SharedFolders
 from ft_ckpt.saving.snapshot import (
     Snapshot,
     SnapshotPlan,
@@ -113,8 +113,14 @@ class SaveRunner:
         """
         attempt, snapshot = self._plan_and_agree(make_request, context)
         request, ranks = attempt.make_request(), context.ranks
+        folder, mode = request.target.beside, Mode.MAIN
+        if snapshot is not None:
+            planned_mode = self._shared.last_mode(folder)
+            mode = self._shared.sharing_of(folder, ranks).mode
+            if mode not in (planned_mode, Mode.MAIN):
+                attempt, snapshot = self._plan_and_agree(lambda: request, context)
         self._steps_in_flight, self.snapshot.waited_seconds = 0, 0.0
-        if snapshot is None or not self._shared.is_seen_by_all(request.target.beside, ranks):
+        if snapshot is None or mode is Mode.MAIN:
             report = run_save(replace(attempt, writes=None), context)
             self.future = Future()
             self.future.set_result(report)
@@ -202,9 +208,10 @@ class SaveRunner:
         if config.each_rank_writes == "auto":  # the thread cannot gather what other ranks hold
             config = replace(config, each_rank_writes="on")
         has_state_dict = request.state_dict is not None
-        writes = plan_writes(plan, config, ranks.size, has_state_dict)
+        mode = self._shared.last_mode(request.target.beside)
+        writes = plan_writes(plan, config, ranks.size, has_state_dict).limited_to(mode)
         attempt = Attempt(lambda: request, plan, writes)
-        gathers = ranks.size > 1 and not request.target.is_local
+        gathers = ranks.size > 1 and mode is Mode.SPREAD
         must_run_now = has_state_dict if gathers else writes.moves_tensors
         if must_run_now:
             return attempt, None

@@ -1,7 +1,8 @@
 """Writes the tensors of a save into its files, as its write plan says."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -10,16 +11,26 @@ from typing import Any
 from ft_ckpt.checkpoint import stage_store
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import IncompleteError, explained, listing
-from ft_ckpt.formats import write_file
+from ft_ckpt.formats import FilePlan, write_file
 from ft_ckpt.ranks import Ranks, Values, are_equal
 from ft_ckpt.saving.agree import AgreedSave
 from ft_ckpt.saving.context import SaveContext
 from ft_ckpt.saving.regions import Gathering, SourceView, file_turns, write_own_bytes
 from ft_ckpt.saving.reuse_frozen import ReusedFiles
+from ft_ckpt.saving.shared_folders import Mode
 from ft_ckpt.saving.stage import OpenStage, saver_tuning
-from ft_ckpt.saving.write_plan import FileWrites, Mode, WritePlan
+from ft_ckpt.saving.write_plan import FileWrites, WritePlan
 from ft_ckpt.schema import as_record
-from ft_ckpt.storage import FileRecord, LocalStore, Place, Region, Store, Writer, track_bytes
+from ft_ckpt.storage import (
+    FileRecord,
+    LocalStore,
+    Place,
+    Region,
+    Store,
+    Writable,
+    Writer,
+    track_bytes,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,15 +63,15 @@ def write_files(
         store = store_of_rank(agreed.stage, target, context.config)
     writes = writes.without(frozenset(reused.digests))
     with explained(target):
-        writes = _where_all_see(writes, agreed.stage, target, context)
+        writes = _fit_to_folder(writes, agreed.stage, target, context)
         facts = write_tensors(writes, sources, store, target, context.ranks, context.config)
     return WrittenFiles(writes, facts, reused)
 
 
-def _where_all_see(
+def _fit_to_folder(
     writes: WritePlan, stage: str | None, target: Place, context: SaveContext
 ) -> WritePlan:
-    """The plan, or that of rank 0 alone where not all ranks see the files. Collective.
+    """The plan, limited to how the ranks may share files there. Collective.
 
     `stage` is rank 0's staging folder, if it is on a disk.
     """
@@ -71,9 +82,7 @@ def _where_all_see(
     if stage is not None:
         probed = LocalStore(Path(stage))
         folder = LocalStore(probed.folder.parent)
-    if context.shared.is_seen_by_all(folder, context.ranks, probed):
-        return writes
-    return writes.by_rank_0()
+    return writes.in_folder(context.shared.sharing_of(folder, context.ranks, probed))
 
 
 def write_tensors(
@@ -92,6 +101,8 @@ def write_tensors(
     infinity if `nonfinite="raise"`.
     """
     _refuse_differing_ties(writes, sources, ranks)
+    if isinstance(store, LocalStore) and writes.mode is not Mode.MAIN:
+        _allocate_files(writes, store, ranks)
     total = writes.bytes_of(ranks.rank)
     tuning = saver_tuning(config)
     # A bar on rank 0's terminal, of the bytes that rank 0 writes; none for a save in the
@@ -128,13 +139,24 @@ def store_of_rank(stage: str | None, target: Place, config: SaverConfig) -> Stor
     return target.folder
 
 
+def _allocate_files(writes: WritePlan, store: LocalStore, ranks: Ranks) -> None:
+    """Reserve the space of all files on rank 0; the others wait for it where the plan says so."""
+
+    def allocate() -> None:
+        if ranks.is_main:
+            for file in writes.files:
+                store.allocate(file.file.path, file.file.layout.size_bytes)
+
+    if writes.opens_created:
+        ranks.run("the space of save()", allocate)
+    else:
+        allocate()
+
+
 def _write_shares(
     writes: WritePlan, sources: SourceView, store: LocalStore, writer: Writer, ranks: Ranks
 ) -> list[str]:
     """Write the bytes that this rank holds; return their digests, one for each file."""
-    if ranks.is_main:  # reserves the space of all files before a byte is written
-        for file in writes.files:
-            store.allocate(file.file.path, file.file.layout.size_bytes)
     return [write_own_bytes(file, store, writer, ranks, sources) for file in writes.files]
 
 
@@ -146,11 +168,12 @@ def _write_whole_files(
     Return the records of this rank's files. Raises IncompleteError on NaN or infinity if they must
     be `finite`.
     """
+    goals = partial(_goal_of, store, writes.mode)
     nonfinite: set[str] | None = set() if finite else None
     gathering = Gathering(ranks, sources, nonfinite=nonfinite)
     regions = _gathered_regions(writes.files, gathering)
     of_rank = [file for file in writes.files if file.writer == ranks.rank]
-    records = _write_in_order(of_rank, regions, store, writer)
+    records = _write_in_order(of_rank, regions, writer, goals)
     if nonfinite:
         raise IncompleteError(
             f"{listing(sorted(nonfinite), ', ')}: NaN or infinity in {len(nonfinite)} tensor(s), "
@@ -186,8 +209,21 @@ def _gathered_regions(
                 yield path, region
 
 
+def _goal_of(store: Store, mode: Mode, file: FilePlan) -> Writable:
+    """The new file. On a disk on which several ranks write, rank 0 has created it: its client of
+    the file system then knows the names and sizes of what it commits.
+    """
+    size_bytes = file.layout.size_bytes
+    if mode is Mode.SPREAD and isinstance(store, LocalStore):
+        return store.share(file.path, size_bytes)
+    return store.create(file.path, size_bytes)
+
+
 def _write_in_order(
-    files: Sequence[FileWrites], regions: Iterator[tuple[str, Region]], store: Store, writer: Writer
+    files: Sequence[FileWrites],
+    regions: Iterator[tuple[str, Region]],
+    writer: Writer,
+    goal_of: Callable[[FilePlan], Writable],
 ) -> list[FileRecord]:
     """Write files from their regions, which arrive file by file; all regions are consumed."""
     records = []
@@ -195,9 +231,10 @@ def _write_in_order(
     path, group = next(groups, ("", None))
     for file in files:
         if group is None or path != file.file.path:  # it holds no tensor bytes
-            records.append(write_file(file.file, iter(()), store, writer))
+            records.append(write_file(file.file, iter(()), goal_of(file.file), writer))
             continue
-        records.append(write_file(file.file, (region for _, region in group), store, writer))
+        goal = goal_of(file.file)
+        records.append(write_file(file.file, (region for _, region in group), goal, writer))
         path, group = next(groups, ("", None))
     return records
 

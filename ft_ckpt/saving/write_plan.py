@@ -6,7 +6,6 @@ Each rank makes the same plan from the same tensors, without exchanging anything
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from itertools import chain
 from math import prod
 
@@ -16,6 +15,7 @@ from ft_ckpt.model import Entry
 from ft_ckpt.ranks import Source
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.plan import SavePlan
+from ft_ckpt.saving.shared_folders import FolderSharing, Mode
 from ft_ckpt.storage import (
     BLOCK_BYTES,
     Cut,
@@ -26,14 +26,6 @@ from ft_ckpt.storage import (
 
 MIN_SHARED_BYTES = 32 << 20  # opening the files of a smaller checkpoint on all ranks does not pay
 MIN_RUN_BYTES = 256 << 10  # of a run, where a tensor has several: at 128 KB a gather is as fast
-
-
-class Mode(Enum):
-    """How the ranks share the writing of a save."""
-
-    SHARED = "each rank writes the bytes it holds into every file"
-    SPREAD = "each file has one writer, which gathers its tensors"
-    MAIN = "rank 0 gathers all tensors and writes all files"
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +96,10 @@ class WritePlan:
     files: tuple[FileWrites, ...]
     ties: tuple[tuple[Source, Source], ...]  # pairs that rank 0 compares
     ranks: int
+    can_spread: bool  # whether every rank can gather a file; else rank 0 alone can
+    # whether other ranks open files only when rank 0 has created all: several clients of a file
+    # system write, and one that sees a file shorter than it is may fill up its pages with zeros
+    opens_created: bool = False
 
     def without(self, paths: frozenset[str]) -> "WritePlan":
         """The plan without some files, which exist already."""
@@ -114,6 +110,28 @@ class WritePlan:
         """The plan in which rank 0 writes all files."""
         files = tuple(writes.by_one(0) for writes in self.files)
         return replace(self, mode=Mode.MAIN, files=files)
+
+    def by_writers(self) -> "WritePlan":
+        """The plan in which each file has one writer: rank 0 has all that others cannot gather."""
+        writers = [0] * len(self.files)
+        if self.can_spread:
+            writers = assign_writers([writes.file for writes in self.files], self.ranks)
+        pairs = zip(self.files, writers, strict=True)
+        files = tuple(writes.by_one(writer) for writes, writer in pairs)
+        return replace(self, mode=Mode.SPREAD if any(writers) else Mode.MAIN, files=files)
+
+    def limited_to(self, mode: Mode) -> "WritePlan":
+        """The plan where ranks may share files no more closely than `mode` says."""
+        if mode is Mode.MAIN:
+            return self.by_rank_0()
+        if mode is Mode.SPREAD and self.mode is Mode.SHARED:
+            return self.by_writers()
+        return self
+
+    def in_folder(self, sharing: FolderSharing) -> "WritePlan":
+        """The plan for a folder that ranks share in this way."""
+        limited = self.limited_to(sharing.mode)
+        return replace(limited, opens_created=sharing.clients > 1)
 
     def bytes_of(self, rank: int) -> int:
         """The number of bytes that `rank` writes."""
@@ -157,19 +175,15 @@ def plan_writes(plan: SavePlan, config: SaverConfig, ranks: int, state_dict: boo
     `state_dict`: whether rank 0 was given the tensors.
     """
     mode = _choose_mode(plan, config, ranks, state_dict)
-    divided = divide_files(plan.plans, ranks if mode is Mode.SHARED else 1)
-    if mode is Mode.SHARED:
-        bytes_in_cuts = 0
-        for writes in divided:
-            bytes_in_cuts += sum(cut.stop - cut.start for cut in writes.all_cuts)
-        if config.each_rank_writes == "on" or bytes_in_cuts >= MIN_SHARED_BYTES:
-            return WritePlan(mode, tuple(divided), plan.ties_to_check, ranks)
-        mode = Mode.MAIN
-    writers = [0] * len(divided)
+    divided = tuple(divide_files(plan.plans, ranks if mode is Mode.SHARED else 1))
+    writes = WritePlan(mode, divided, plan.ties_to_check, ranks, plan.is_spread)
     if mode is Mode.SPREAD:
-        writers = assign_writers([writes.file for writes in divided], ranks)
-    files = tuple(writes.by_one(writer) for writes, writer in zip(divided, writers, strict=True))
-    return WritePlan(mode if any(writers) else Mode.MAIN, files, plan.ties_to_check, ranks)
+        return writes.by_writers()
+    bytes_in_cuts = 0
+    for file_writes in divided:
+        bytes_in_cuts += sum(cut.stop - cut.start for cut in file_writes.all_cuts)
+    pays = config.each_rank_writes == "on" or bytes_in_cuts >= MIN_SHARED_BYTES
+    return writes if mode is Mode.SHARED and pays else writes.by_rank_0()
 
 
 def divide_files(plans: Sequence[PartPlan], ranks: int) -> list[FileWrites]:
@@ -214,7 +228,7 @@ def _choose_mode(plan: SavePlan, config: SaverConfig, ranks: int, state_dict: bo
         return Mode.SHARED if can_share else Mode.MAIN
     size_bytes = sum(part.size_bytes for part in plan.plans)
     pays = config.each_rank_writes == "on" or size_bytes >= MIN_SHARED_BYTES
-    return Mode.SPREAD if plan.is_spread and pays else Mode.MAIN
+    return Mode.SPREAD if pays else Mode.MAIN
 
 
 def _has_part(rank: int, writes: FileWrites, cuts: tuple[Cut, ...] | None) -> bool:

@@ -1,4 +1,5 @@
 from .blocks import (
+    ALIGNMENT as ALIGNMENT,
     BLOCK_BYTES as BLOCK_BYTES,
     Block as Block,
     BlockKeeper as BlockKeeper,
@@ -124,6 +125,7 @@ from .store import (
     RemoteStore as RemoteStore,
     Store as Store,
     Stored as Stored,
+    Writable as Writable,
     changed_object as changed_object,
     checked_name as checked_name,
     etag_of as etag_of,

@@ -23,6 +23,9 @@ LOCAL_FILE_SYSTEMS = {
     "xfs",
     "zfs",
 }
+# Their clients keep whole pages, and promise that a file is as it was when its last writer closed
+# it: of two clients that write into one page at the same time, one may undo what the other wrote.
+_CLOSE_TO_OPEN = {"9p", "afs", "cifs", "nfs", "nfs4", "smb3", "smbfs"}
 # Buckets that are mounted as folders: files are uploaded later, in any order, and a rename copies
 # every object.
 _BUCKET_MOUNTS = re.compile(
@@ -38,6 +41,16 @@ class MountedFrom:
     point: str
     kind: str  # "ext4", "nfs4", "fuse.s3fs", ...
     source: str
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine writes to it."""
+        return self.kind in LOCAL_FILE_SYSTEMS
+
+    @property
+    def is_close_to_open(self) -> bool:
+        """Whether several clients of it may not write into one file at the same time."""
+        return self.kind in _CLOSE_TO_OPEN
 
     @property
     def is_bucket(self) -> bool:
@@ -75,7 +88,7 @@ def is_on_local_disk(path: Path) -> bool:
     True if its kind is unknown.
     """
     mount = mount_of(path)
-    return mount is None or mount.kind in LOCAL_FILE_SYSTEMS
+    return mount is None or mount.is_local
 
 
 def keeps_exact_times(descriptor: int) -> bool:
@@ -93,7 +106,7 @@ def keeps_exact_times(descriptor: int) -> bool:
         return True
     for number, mount in _mounts():
         if number == int(numbers[1]):
-            return mount.kind in LOCAL_FILE_SYSTEMS
+            return mount.is_local
     return True
 
 

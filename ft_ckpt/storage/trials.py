@@ -28,7 +28,7 @@ from ft_ckpt.storage.blocks import ALIGNMENT, BLOCK_BYTES, new_block
 from ft_ckpt.storage.local_disk import PREFIX
 from ft_ckpt.storage.local_store import LocalStore, temporary_store
 from ft_ckpt.storage.locks import new_owner
-from ft_ckpt.storage.mounts import LOCAL_FILE_SYSTEMS, MountedFrom, mount_of
+from ft_ckpt.storage.mounts import MountedFrom, mount_of
 from ft_ckpt.storage.store import Store
 
 TRIAL = f"{PREFIX}probe-"  # prefix of the hidden folders of trials
@@ -70,7 +70,7 @@ def refuse_unfit(folder: Path) -> None:
     Warns of a bucket that is mounted as a folder. Raises TargetError where nothing can be saved.
     """
     mount = mount_of(folder)
-    if mount is None or mount.kind in LOCAL_FILE_SYSTEMS or mount in _tried_mounts:
+    if mount is None or mount.is_local or mount in _tried_mounts:
         return
     abilities = try_place(LocalStore(folder), FOLDER_NEEDS)
     failures = [f"{ability.name}: {ability.detail}" for ability in abilities if not ability.works]

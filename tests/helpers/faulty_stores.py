@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ft_ckpt.errors import CorruptError, MissingError, TargetError, UnreadableError
+from ft_ckpt.saving import shared_folders
 from ft_ckpt.storage import FolderListing, LocalStore, Readable, RemoteStore, Store, Stored
 
 READS = ("read", "open", "list", "list_folder", "stat")
@@ -289,3 +290,19 @@ class _Order:
 
     def _polls(self, number: int) -> bool:
         return self.waiting[number][0] == "list" and self.last == (number, self.waiting[number])
+
+
+@contextmanager
+def as_client(kind: str, number: int) -> Iterator[None]:
+    """Let a save take folders for a file system of this kind, and this process for its client
+    `number`.
+    """
+    real = shared_folders._view_of
+    mount = {"point": "/mnt", "kind": kind, "source": "server:/data"}
+
+    def view(*arguments: Any) -> dict[str, Any]:
+        return {**real(*arguments), "client": f"client {number}", "mount": mount}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_folders, "_view_of", view)
+        yield

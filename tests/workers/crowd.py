@@ -39,7 +39,7 @@ from ft_ckpt.runs.state.trees import flatten_tree
 from ft_ckpt.saving import SaveContext, request_of
 from ft_ckpt.saving.agree import agree_on_plan
 from ft_ckpt.saving.plan import SavePlan, plan_save
-from ft_ckpt.saving.shared_folders import all_ranks_see
+from ft_ckpt.saving.shared_folders import Mode, try_sharing
 from ft_ckpt.saving.stage import OpenStage
 from ft_ckpt.storage import LocalStore, Place
 
@@ -151,7 +151,7 @@ def live_meetings(folder: Path, own: tuple[LocalState, SavePlan], phase: str) ->
         return
     assert len(exchange_facts(local, [], ranks, {})[1]) == ranks.size
     if phase == "first save":
-        assert all_ranks_see(LocalStore(folder), ranks)
+        assert try_sharing(LocalStore(folder), ranks).mode is Mode.SHARED
     agree_on_plan("save()", plan, OpenStage(), None, SaveContext(ranks, SaverConfig()))
     written = {"full": False, "digests": ["0" * 32] * 20}
     assert (

@@ -3,7 +3,8 @@ the path of the run.
 
 A case is "leave/WHERE", "take/WHERE" or "cut/WHEN". WHERE: the run is in a bucket, or at the same
 path of every node ("disk": disks of their own, of which the first is kept between launches;
-"shared": one disk, through a client on each node, and CLIENTS names their mounts). The folder
+"shared": one disk, through a client on each node; CLIENTS names their mounts, KIND the kind of file
+system that saves take it for). The folder
 SHARED, which all see, has the expected values. NODES names the processes that keep the namespaces
 of nodes, over which the ranks are spread; without it each rank is a node.
 """
@@ -26,6 +27,7 @@ import harness  # first: it arms the stack dump
 import pytest
 import torch.distributed as dist
 from exact_runs import live_model, optimizer_state, same, saver_of, train
+from faulty_stores import as_client
 from namespaces import take_disk, take_machine_id
 from networks import LINK, address_of, cut_link, join_node
 from safetensors.torch import load_file, save_file
@@ -40,6 +42,7 @@ DISK = SHARED / "disk"
 NODES = json.loads(os.environ.get("NODES", "[]"))
 NODE = harness.RANK * (len(NODES) or harness.WORLD) // harness.WORLD  # the number of this rank's
 CLIENTS = json.loads(os.environ.get("CLIENTS", "[]"))
+KIND = os.environ.get("KIND", "")
 PLACES = {"bucket": "s3://bucket/run", "disk": DISK / "run", "shared": DISK / "run"}
 TOLD_OF = {  # error of each rank; None: it has all its data
     "early": ("receiving tensors of rank 1: ", "sending tensors to rank 0: "),
@@ -53,7 +56,10 @@ SECONDS = float(os.environ.get("SECONDS", "60"))  # timeout of collectives and o
 def leave(where: str) -> None:
     """A run of two steps, and its weights alone beside it, in several files."""
     live, place = live_model("fsdp2", MODEL), PLACES[where]
-    with saver_of(live, place, each_rank_writes="on", max_shard_size=20_000) as saver:
+    with (
+        as_client(KIND, NODE) if KIND else nullcontext(),
+        saver_of(live, place, each_rank_writes="on", max_shard_size=20_000) as saver,
+    ):
         train(live, saver, 0, 2)
         saver.save_state()
         saver.save(live.model, f"{place}/weights")

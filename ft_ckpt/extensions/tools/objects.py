@@ -208,7 +208,8 @@ def _describe_leaves(leaves: Sequence[Leaf]) -> tuple[list[Spec], list[int]]:
 def _write_plan(stage: Place, layout: Layout, leaves: Mapping[str, Leaf]) -> None:
     with Writer(local_bytes=layout.size_bytes if stage.is_local else None) as writer:
         plan = FilePlan(stage.name, layout)
-        write_file(plan, _regions_of(layout, leaves), stage.store, writer)
+        goal = stage.store.create(plan.path, layout.size_bytes)
+        write_file(plan, _regions_of(layout, leaves), goal, writer)
 
 
 def _regions_of(layout: Layout, leaves: Mapping[str, Leaf]) -> Iterator[Region]:

@@ -58,7 +58,12 @@ def write_outputs(outputs: Sequence[Output], store: Store, progress: bool) -> li
         track_bytes(total_bytes if progress else 0, "converting") as advance,
         Writer(advance=advance) as writer,
     ):
-        return [write_file(output.plan, output.regions(), store, writer) for output in outputs]
+        records = []
+        for output in outputs:
+            plan = output.plan
+            goal = store.create(plan.path, plan.layout.size_bytes)
+            records.append(write_file(plan, output.regions(), goal, writer))
+        return records
 
 
 class _Piece(NamedTuple):
