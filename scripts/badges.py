@@ -36,27 +36,30 @@ def badges() -> dict[str, str]:
 
 def badge(name: str, value: str) -> str:
     """A badge as SVG: the name on grey, the value on blue."""
-    left, right = (round(2 * MARGIN + LETTER * len(words)) for words in (name, value))
+    name_width = round(2 * MARGIN + LETTER * len(name))
+    value_width = round(2 * MARGIN + LETTER * len(value))
+    width = str(name_width + value_width)
     size = {
-        "width": str(left + right),
+        "width": width,
         "height": str(HEIGHT),
-        "viewBox": f"0 0 {left + right} {HEIGHT}",
+        "viewBox": f"0 0 {width} {HEIGHT}",
     }
     svg = Xml.Element(
         "svg", {"xmlns": "http://www.w3.org/2000/svg", **size, "font-family": FONT, "role": "img"}
     )
     Xml.SubElement(svg, "title").text = f"{name}: {value}"
     clip = Xml.SubElement(svg, "clipPath", {"id": "round"})
-    Xml.SubElement(clip, "rect", {"width": str(left + right), "height": str(HEIGHT), "rx": "3"})
+    Xml.SubElement(clip, "rect", {"width": width, "height": str(HEIGHT), "rx": "3"})
     group = Xml.SubElement(svg, "g", {"clip-path": "url(#round)"})
-    Xml.SubElement(group, "rect", {"width": str(left), "height": str(HEIGHT), "fill": NAME_COLOR})
-    Xml.SubElement(
-        group,
-        "rect",
-        {"x": str(left), "width": str(right), "height": str(HEIGHT), "fill": VALUE_COLOR},
+    fields = (
+        (name, 0, name_width, NAME_COLOR),
+        (value, name_width, value_width, VALUE_COLOR),
     )
-    for words, start, width in ((name, 0, left), (value, left, right)):
-        place = {"x": f"{start + MARGIN}", "y": "14", "textLength": f"{width - 2 * MARGIN}"}
+    for _, x, field_width, color in fields:
+        field = {"x": str(x), "width": str(field_width), "height": str(HEIGHT), "fill": color}
+        Xml.SubElement(group, "rect", field)
+    for words, x, field_width, _ in fields:
+        place = {"x": f"{x + MARGIN}", "y": "14", "textLength": f"{field_width - 2 * MARGIN}"}
         Xml.SubElement(svg, "text", {**place, "fill": "#ffffff", "font-size": "11"}).text = words
     Xml.indent(svg)
     return Xml.tostring(svg, encoding="unicode") + "\n"

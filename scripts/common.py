@@ -5,7 +5,7 @@ saves.
 import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,24 +100,21 @@ def train_bpe(documents: Sequence[Document], vocabulary_size: int = 2048) -> Tok
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(
-        (text for document in documents for text in _texts(document)), trainer
-    )
+    tokenizer.train_from_iterator(_texts(documents), trainer)
     return tokenizer
 
 
 def pack(tokenizer: Any, documents: Sequence[Document], length: int) -> torch.Tensor:
     """All documents as one stream of tokens, cut into rows: a [rows, length] tensor of int64."""
-    texts = [
-        document
-        if isinstance(document, str)
-        else tokenizer.apply_chat_template(document, tokenize=False)
-        for document in documents
-    ]
+    texts = []
+    for document in documents:
+        if isinstance(document, str):
+            texts.append(document)
+        else:
+            texts.append(tokenizer.apply_chat_template(document, tokenize=False))
+    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
     stream: list[int] = []
-    for ids in tokenizer(
-        texts, add_special_tokens=False, return_attention_mask=False, verbose=False
-    )["input_ids"]:
+    for ids in encoded["input_ids"]:
         stream += [*ids, tokenizer.eos_token_id]
     rows = len(stream) // length
     return torch.tensor(stream[: rows * length]).view(rows, length)
@@ -156,17 +153,22 @@ def print_saves(reports: Sequence[SaveReport]) -> None:
     for report in reports:
         casts = ", ".join(f"{count} x {cast}" for cast, count in report.casts.items())
         size, time = f"{report.bytes / 1e6:.1f} MB", f"{report.seconds:.2f} s"
-        path = (
-            report.path.relative_to(Path.cwd())
-            if report.path.is_relative_to(Path.cwd())
-            else report.path
-        )
+        path = report.path
+        if path.is_relative_to(Path.cwd()):
+            path = path.relative_to(Path.cwd())
         table.add_row(str(path), report.kind, str(report.tensors), size, time, casts or "none")
     console = Console()
     console.print(table)
-    for note in dict.fromkeys(note for report in reports for note in report.notes):
+    notes: dict[str, None] = {}
+    for report in reports:
+        notes |= dict.fromkeys(report.notes)
+    for note in notes:
         console.print(f"note: {note}")
 
 
-def _texts(document: Document) -> list[str]:
-    return [document] if isinstance(document, str) else [message["content"] for message in document]
+def _texts(documents: Sequence[Document]) -> Iterator[str]:
+    for document in documents:
+        if isinstance(document, str):
+            yield document
+        else:
+            yield from (message["content"] for message in document)

@@ -23,7 +23,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -64,17 +64,16 @@ def main(words: list[str] | None = None) -> int:
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(RANKS),
     }
-    theirs = {name: theirs for name, (_, theirs) in pipes.items()}
-    ours = {name: ours for name, (ours, _) in pipes.items()}
+    trainer_ends = {name: trainer_end for name, (trainer_end, _) in pipes.items()}
     work: dict[str, Callable[[], None]] = {
-        f"rank {rank}": partial(train, rank, ours, args) for rank in range(RANKS)
+        "rollout": partial(serve_rollouts, pipes["rollout"][1], args),
+        "replay": partial(serve_replay, pipes["replay"][1], args),
     }
-    work["rollout"] = partial(serve_rollouts, theirs["rollout"], args)
-    work["replay"] = partial(serve_replay, theirs["replay"], args)
-    processes = {
-        name: context.Process(target=run_process, args=(action,), name=name)
-        for name, action in work.items()
-    }
+    for rank in range(RANKS):
+        work[f"rank {rank}"] = partial(train, rank, trainer_ends, args)
+    processes = {}
+    for name, action in work.items():
+        processes[name] = context.Process(target=run_process, args=(action,), name=name)
     for process in processes.values():
         process.start()
     try:
@@ -88,14 +87,12 @@ def main(words: list[str] | None = None) -> int:
 def wait_for(processes: dict[str, Any]) -> int:
     """Wait for all; returns 1 as soon as one fails, because the others cannot go on without it."""
     while any(process.is_alive() for process in processes.values()):
-        if failed := [
-            name for name, process in processes.items() if process.exitcode not in (None, 0)
-        ]:
-            print(
-                f"{failed[0]} ended with {processes[failed[0]].exitcode}; start again to go on",
-                file=sys.stderr,
-            )
-            return 1
+        for name, process in processes.items():
+            if process.exitcode not in (None, 0):
+                print(
+                    f"{name} ended with {process.exitcode}; start again to go on", file=sys.stderr
+                )
+                return 1
         time.sleep(0.02)
     return max(int(process.exitcode or 0) != 0 for process in processes.values())
 
@@ -121,7 +118,7 @@ def run_process(action: Callable[[], None]) -> None:
 # The trainer
 
 
-def train(rank: int, others: dict[str, Connection], args: argparse.Namespace) -> None:
+def train(rank: int, pipes: dict[str, Connection], args: argparse.Namespace) -> None:
     """One rank of the trainer.
 
     Rank 0 talks to the other processes, and gives each rank its groups.
@@ -137,12 +134,12 @@ def train(rank: int, others: dict[str, Connection], args: argparse.Namespace) ->
         saver.resume()
         session = saver.invite("replay", "rollout", timeout_seconds=60)
         if rank == 0:
-            for pipe in others.values():
+            for pipe in pipes.values():
                 pipe.send(("join", session))
         while saver.progress.step < args.steps:
             step, groups, dropped = saver.progress.step + 1, list[Group](), list[Ticket]()
             if rank == 0:
-                groups, dropped = next_groups(others, model, step)
+                groups, dropped = next_groups(pipes, model, step)
             groups = share(groups)
             loss = grpo_loss(model, groups[rank::RANKS])
             accelerator.backward(loss)
@@ -150,31 +147,32 @@ def train(rank: int, others: dict[str, Connection], args: argparse.Namespace) ->
             optimizer.zero_grad()
             mean = accelerator.reduce(loss.detach(), "mean").item()
             if rank == 0:
-                ask(others["replay"], "trained", [group.ticket for group in groups])
+                ask(pipes["replay"], "trained", [group.ticket for group in groups])
                 note(args.output_dir / "ledger.jsonl", step, mean, groups, dropped)
                 # before the trainer saves: their state of this step
                 if step % args.every == 0 or step == args.steps:
-                    for pipe in others.values():
+                    for pipe in pipes.values():
                         ask(pipe, "hand in", step)
             saver.step({"loss": mean})
         saver.wait()
         if rank == 0:
-            print(f"{saver.progress.step} steps: {ask(others['replay'], 'counts', None)}")
-            for pipe in others.values():
+            print(f"{saver.progress.step} steps: {ask(pipes['replay'], 'counts', None)}")
+            for pipe in pipes.values():
                 pipe.send(("end", None))
 
 
 def next_groups(
-    others: dict[str, Connection], model: Any, step: int
+    pipes: dict[str, Connection], model: Any, step: int
 ) -> tuple[list[Group], list[Ticket]]:
     """The groups to train in `step`, and the prompts that were dropped on the way."""
     dropped: list[Ticket] = []
     weights = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
     while True:
-        tickets = ask(others["replay"], "take", GENERATED)
-        made = ask(others["rollout"], "generate", (step - 1, weights, tickets)) if tickets else []
-        dropped += ask(others["replay"], "add", made)
-        groups = ask(others["replay"], "batch", TRAINED)
+        tickets = ask(pipes["replay"], "take", GENERATED)
+        if tickets:
+            generated = ask(pipes["rollout"], "generate", (step - 1, weights, tickets))
+            dropped += ask(pipes["replay"], "add", generated)
+        groups = ask(pipes["replay"], "batch", TRAINED)
         if len(groups) == TRAINED:
             return groups, dropped
         if not tickets:
@@ -208,9 +206,10 @@ def note(ledger: Path, step: int, loss: float, groups: list[Group], dropped: lis
         "step": step,
         "loss": loss.hex(),
         "trained": [(group.ticket.key, group.version) for group in groups],
+        "dropped": [ticket.key for ticket in dropped],
     }
     with ledger.open("a") as file:
-        file.write(json.dumps(line | {"dropped": [ticket.key for ticket in dropped]}) + "\n")
+        file.write(json.dumps(line) + "\n")
 
 
 # The rollout process
@@ -220,15 +219,16 @@ def serve_rollouts(pipe: Connection, args: argparse.Namespace) -> None:
     """Generate completions; the state of this process is that of its generator."""
     model, generator = make_model(args.seed), torch.Generator().manual_seed(args.seed)
     with Writer(args.output_dir, "rollout", session=pipe.recv()[1]) as writer:
-        if part := writer.resume():
+        part = writer.resume()
+        if part is not None:
             generator.set_state(part.state["generator"])
-        while (asked := pipe.recv())[0] != "end":
-            if asked[0] == "generate":
-                version, weights, tickets = asked[1]
+        for action, argument in requests(pipe):
+            if action == "generate":
+                version, weights, tickets = argument
                 model.load_state_dict(weights)
                 pipe.send([generate(model, generator, ticket, version) for ticket in tickets])
             else:
-                writer.put(asked[1], {"generator": generator.get_state()})
+                writer.put(argument, {"generator": generator.get_state()})
                 pipe.send(None)
 
 
@@ -246,33 +246,30 @@ def generate(model: Any, generator: torch.Generator, ticket: Ticket, version: in
 
 def serve_replay(pipe: Connection, args: argparse.Namespace) -> None:
     """Hold the position in the prompts, and the groups that were generated and not yet trained."""
-    frontier, groups = (
-        Frontier(args.prompts, epochs=args.epochs, shuffle=True, seed=args.seed),
-        list[Group](),
-    )
+    frontier = Frontier(args.prompts, epochs=args.epochs, shuffle=True, seed=args.seed)
+    groups: list[Group] = []
     with Writer(args.output_dir, "replay", session=pipe.recv()[1]) as writer:
-        if part := writer.resume():
+        part = writer.resume()
+        if part is not None:
             frontier.load_state_dict(part.state["frontier"])
             stored = [Group(Ticket(*ticket), *values) for ticket, *values in part.state["groups"]]
             tickets = frontier.renew(*(group.ticket for group in stored))
-            groups = [
-                group._replace(ticket=ticket) for group, ticket in zip(stored, tickets, strict=True)
-            ]
-        while (asked := pipe.recv())[0] != "end":
-            action, given = asked
+            for group, ticket in zip(stored, tickets, strict=True):
+                groups.append(group._replace(ticket=ticket))
+        for action, argument in requests(pipe):
             answer: Any = None
             if action == "take":
-                answer = frontier.take(given)
+                answer = frontier.take(argument)
             elif action == "add":
-                flat = [group for group in given if group.rewards.min() == group.rewards.max()]
-                frontier.dropped(*(group.ticket for group in flat))
-                groups += [group for group in given if group not in flat]
-                answer = [group.ticket for group in flat]
+                useful, equal_rewards = divide_by_rewards(argument)
+                groups += useful
+                answer = [group.ticket for group in equal_rewards]
+                frontier.dropped(*answer)
             elif action == "batch":
-                answer = groups[:given]
+                answer = groups[:argument]
             elif action == "trained":
-                frontier.trained(*given)
-                groups = [group for group in groups if group.ticket not in given]
+                frontier.trained(*argument)
+                groups = [group for group in groups if group.ticket not in argument]
             elif action == "counts":
                 answer = frontier.counts
             else:
@@ -280,13 +277,32 @@ def serve_replay(pipe: Connection, args: argparse.Namespace) -> None:
                     [list(group.ticket), group.version, group.tokens, group.rewards]
                     for group in groups
                 ]
-                writer.put(given, {"frontier": frontier.state_dict(), "groups": rows})
+                writer.put(argument, {"frontier": frontier.state_dict(), "groups": rows})
             pipe.send(answer)
 
 
-def ask(pipe: Connection, action: str, given: Any) -> Any:
+def divide_by_rewards(groups: list[Group]) -> tuple[list[Group], list[Group]]:
+    """The groups that teach something, and those whose rewards are all equal."""
+    useful: list[Group] = []
+    equal_rewards: list[Group] = []
+    for group in groups:
+        is_equal = group.rewards.min() == group.rewards.max()
+        (equal_rewards if is_equal else useful).append(group)
+    return useful, equal_rewards
+
+
+def requests(pipe: Connection) -> Iterator[tuple[str, Any]]:
+    """The requests of the trainer, until it says that it ends."""
+    while True:
+        action, argument = pipe.recv()
+        if action == "end":
+            return
+        yield action, argument
+
+
+def ask(pipe: Connection, action: str, argument: Any) -> Any:
     """Send a request to the process at the other end, and return its response."""
-    pipe.send((action, given))
+    pipe.send((action, argument))
     return pipe.recv()
 
 

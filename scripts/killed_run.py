@@ -218,10 +218,13 @@ def compare(whole: Life, lives: list[Life]) -> None:
                     f"step {step}: process {number} of the killed run has loss {loss}, not "
                     f"{whole.losses.get(step)}"
                 )
-    missing = set(whole.losses) - {step for life in lives for step in life.losses}
+    steps: list[int] = []
+    for life in lives:
+        steps += life.losses
+    missing = set(whole.losses) - set(steps)
     if missing:
         sys.exit(f"the killed run has not made the steps {sorted(missing)}")
-    repeated = sum(len(life.losses) for life in lives) - len(whole.losses)
+    repeated = len(steps) - len(whole.losses)
     kills = sum(life.killed for life in lives)
     print(
         f"{len(whole.losses)} steps, killed {kills} times, {repeated} steps made twice: all losses "

@@ -67,7 +67,7 @@ class Fault:
     """A change of one place in one file, which a test must notice."""
 
     id: str
-    room: str
+    group: str
     breaks: str  # what a user would see
     file: str  # relative to the root of the project
     old: str
@@ -115,7 +115,7 @@ class Outcome:
     """What happened to one fault."""
 
     id: str
-    room: str
+    group: str
     verdict: str  # "caught", "missed", "stale", "broken" or "hung"
     test: str = ""  # that failed
     by: str = ""  # "named tests" or "default run", and whether it was the time limit of the test
@@ -134,23 +134,23 @@ def read_faults(folder: Path = ROOMS) -> list[Fault]:
     for path in sorted(folder.glob("*.toml")):
         for record in tomllib.loads(path.read_text(encoding="utf-8"))["fault"]:
             tests = tuple(record.pop("tests"))
-            faults.append(Fault(**record, room=path.stem, tests=tests))
+            faults.append(Fault(**record, group=path.stem, tests=tests))
     return faults
 
 
 def choose_faults(faults: Sequence[Fault], names: Sequence[str]) -> list[Fault]:
-    """The faults with one of the names as id or room; all without names.
+    """The faults with one of the names as id or group; all without names.
 
     Ends the program for an unknown name.
     """
-    unknown = set(names) - {fault.id for fault in faults} - {fault.room for fault in faults}
+    unknown = set(names) - {fault.id for fault in faults} - {fault.group for fault in faults}
     if unknown:
         print(
-            f"no fault or room of this name: {', '.join(sorted(unknown))}; see --list",
+            f"no fault or group of this name: {', '.join(sorted(unknown))}; see --list",
             file=sys.stderr,
         )
         raise SystemExit(2)
-    return [fault for fault in faults if not names or fault.id in names or fault.room in names]
+    return [fault for fault in faults if not names or fault.id in names or fault.group in names]
 
 
 def copy_project(goal: Path) -> None:
@@ -244,7 +244,7 @@ def try_fault(fault: Fault, root: Path, *, is_quick: bool) -> Outcome:
 
     def outcome(verdict: str, **facts: str) -> Outcome:
         return Outcome(
-            fault.id, fault.room, verdict, seconds=round(time.monotonic() - begin, 1), **facts
+            fault.id, fault.group, verdict, seconds=round(time.monotonic() - begin, 1), **facts
         )
 
     runs = [("named tests", ("-x", *fault.tests), NAMED_SECONDS)]
@@ -322,7 +322,7 @@ def main() -> int:
     faults = choose_faults(read_faults(), arguments.names)
     if arguments.list:
         for fault in faults:
-            print(f"{fault.room:<14} {fault.id:<34} {fault.file}: {fault.breaks}")
+            print(f"{fault.group:<14} {fault.id:<34} {fault.file}: {fault.breaks}")
         return 0
     load_libraries_once()
     outcomes, always_failing = try_faults(

@@ -111,17 +111,17 @@ def main() -> None:
                 saver.step({"reward": score})
                 if saver.progress.step == args.iterations:
                     break
-        both = saver.save(
+        policy_and_head = saver.save(
             model,
             args.output_dir / "both",
             attribute=["policy", "value_head"],
             step=args.iterations,
         )
-        alone = saver.save(
+        policy = saver.save(
             model, args.output_dir / "policy", attribute="policy", step=args.iterations
         )
     if accelerator.is_main_process:
-        print_saves([both, alone])
+        print_saves([policy_and_head, policy])
     # the ranks leave together: one that ends alone may take the others down
     accelerator.end_training()
 
@@ -156,8 +156,8 @@ def sample(
     for _ in range(args.new_tokens):
         logits, _ = model(tokens)
         # embeddings may have more rows than the tokenizer has tokens
-        known = logits[:, -1, : len(target)]
-        drawn = torch.multinomial(known.float().softmax(-1), num_samples=1)
+        token_logits = logits[:, -1, : len(target)]
+        drawn = torch.multinomial(token_logits.float().softmax(-1), num_samples=1)
         tokens = torch.cat([tokens, drawn], dim=1)
     logits, values = model(tokens)
     log_probs, _ = judge(logits, tokens, args.new_tokens)

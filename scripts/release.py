@@ -44,9 +44,8 @@ def main() -> None:
     os.environ["SOURCE_DATE_EPOCH"] = seconds
     with tempfile.TemporaryDirectory(prefix="release-") as name:
         folder = Path(name)
-        first, second = (
-            build_both(checkout(folder / each), folder / f"{each} built") for each in ("one", "two")
-        )
+        first = build_both(checkout(folder / "one"), folder / "one built")
+        second = build_both(checkout(folder / "two"), folder / "two built")
         step("two builds are equal", *map(compare, first, second))
         wheel, sdist = first
         again = build("wheel", unpack(sdist, folder / "from sdist"), folder / "again")
@@ -190,30 +189,29 @@ def check_metadata(wheel: Path, sdist: Path) -> str:
             f"{wheel.name}: its description has links that lead nowhere on a "
             f"package index: {relative}"
         )
-    urls = (
-        f"{len(metadata.project_urls)} URLs"
-        if metadata.project_urls
-        else f"no URLs ({URL} is not set)"
-    )
-    step(
-        "metadata",
-        f"ft_ckpt {metadata.version}, {len(metadata.classifiers or ())} classifiers, {urls}",
-    )
+    classifiers = f"{len(metadata.classifiers or ())} classifiers"
+    urls = f"no URLs ({URL} is not set)"
+    if metadata.project_urls:
+        urls = f"{len(metadata.project_urls)} URLs"
+    step("metadata", f"ft_ckpt {metadata.version}", classifiers, urls)
     if shutil.which("twine"):
         subprocess.run(["twine", "check", "--strict", wheel, sdist], check=True)
     return str(metadata.version)
 
 
 def check_content(wheel: Path, source: Path) -> None:
-    """The wheel has all modules, py.typed, and nothing else."""
+    """The wheel has all modules, the stubs of their packages, py.typed, and nothing else."""
     with zipfile.ZipFile(wheel) as files:
-        found = {name for name in files.namelist() if ".dist-info/" not in name}
-    modules = {path.relative_to(source).as_posix() for path in (source / "ft_ckpt").rglob("*.py")}
-    if found != modules | {"ft_ckpt/py.typed"}:
+        names = {name for name in files.namelist() if ".dist-info/" not in name}
+    package = source / "ft_ckpt"
+    modules = [path.relative_to(source).as_posix() for path in package.rglob("*.py")]
+    stubs = [path.relative_to(source).as_posix() for path in package.rglob("*.pyi")]
+    expected = {*modules, *stubs, "ft_ckpt/py.typed"}
+    if names != expected:
         raise SystemExit(
-            f"{wheel.name}: other files than in the checkout: {sorted(found ^ modules)}"
+            f"{wheel.name}: other files than in the checkout: {sorted(names ^ expected)}"
         )
-    step("content", f"{len(modules)} modules, py.typed")
+    step("content", f"{len(modules)} modules, {len(stubs)} stubs, py.typed")
 
 
 def try_wheel(wheel: Path, version: str, readme: str, folder: Path) -> None:
@@ -293,8 +291,8 @@ def git(*arguments: str) -> str:
     return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def step(name: str, *found: str) -> None:
-    print(f"{name}: {', '.join(found)}", flush=True)
+def step(name: str, *facts: str) -> None:
+    print(f"{name}: {', '.join(facts)}", flush=True)
 
 
 def sha256(path: Path) -> str:

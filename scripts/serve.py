@@ -57,9 +57,8 @@ def train(accelerator: Accelerator, base: Path, args: argparse.Namespace) -> Non
     check_enough(rows, 16 * accelerator.num_processes)
     lora = LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules="all-linear")
     model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), lora)
-    optimizer = torch.optim.AdamW(
-        [each for each in model.parameters() if each.requires_grad], lr=1e-3
-    )
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-3)
     loader = DataLoader(rows, 16, shuffle=True, drop_last=True)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 

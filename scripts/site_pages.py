@@ -67,20 +67,24 @@ def pages_of(nav: list[Any], section: str = "Begin") -> Iterator[tuple[str, str,
     """Group, title and file of each page; pages of a group come before those of the groups in
     it.
     """
-    items = [item for entry in nav for item in entry.items()]
-    yield from ((section, title, page) for title, page in items if isinstance(page, str))
-    for title, pages in items:
-        if not isinstance(pages, str):
-            yield from pages_of(pages, title)
+    groups = []
+    for entry in nav:
+        for title, target in entry.items():
+            if isinstance(target, str):
+                yield section, title, target
+            else:
+                groups.append((title, target))
+    for title, entries in groups:
+        yield from pages_of(entries, title)
 
 
 def first_sentence(page: str) -> str:
     """The first sentence of a page's text, without the marks of Markdown."""
-    paragraphs = (" ".join(each.split()) for each in page.split("\n\n"))
-    text = next(
-        each for each in paragraphs if each and not each.startswith(("#", "```", "|", "<", "-"))
-    )
-    plain = re.sub(r"^\*\*\w+\.\*\* |\*\*", "", re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", text))
+    not_text = ("#", "```", "|", "<", "-")
+    paragraphs = [" ".join(block.split()) for block in page.split("\n\n")]
+    text = next(block for block in paragraphs if block and not block.startswith(not_text))
+    without_links = re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", text)
+    plain = re.sub(r"^\*\*\w+\.\*\* |\*\*", "", without_links)
     return re.split(r"(?<=[.:])\s", plain, maxsplit=1)[0].rstrip(":")
 
 
@@ -115,10 +119,13 @@ def notebook_text(path: Path) -> str:
 
 def pictures_of(path: Path) -> list[bytes]:
     """The PNG files among the outputs of a notebook, in order."""
-    outputs = (
-        output.get("data", {}) for cell in _cells(path) for output in cell.get("outputs", ())
-    )
-    return [base64.b64decode("".join(data["image/png"])) for data in outputs if "image/png" in data]
+    pictures = []
+    for cell in _cells(path):
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if "image/png" in data:
+                pictures.append(base64.b64decode("".join(data["image/png"])))
+    return pictures
 
 
 def _cells(path: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ the peers.
 Two transparent SVG files, for pages with a light and with a dark background.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class Panel:
     title: str
     words: str  # below the title, with a place for the size
     limit: str = ""
-    known: Sequence[str] = ()
+    always_shown: Sequence[str] = ()
 
 
 PANELS = (
@@ -72,7 +72,7 @@ PANELS = (
         "peak_bytes",
         "Memory that a save takes on rank 0",
         "{} of weights under FSDP2, two ranks",
-        known=("get_state_dict + save_pretrained", "torch DCP + consolidation"),
+        always_shown=("get_state_dict + save_pretrained", "torch DCP + consolidation"),
     ),
 )
 _SHORT = {  # shorter than on a page
@@ -86,24 +86,22 @@ _SHORT = {  # shorter than on a page
 }
 
 
-def draw(found: Figures, folder: Path) -> None:
-    """Write the chart, for each theme, of all panels that `found` has rows of."""
+def draw(figures: Figures, folder: Path) -> None:
+    """Write the chart, for each theme, of all panels that `figures` has rows of."""
     folder.mkdir(parents=True, exist_ok=True)
     for theme in THEMES:
-        (folder / f"figures-{theme}.svg").write_text(chart(found, theme), encoding="utf-8")
+        (folder / f"figures-{theme}.svg").write_text(chart(figures, theme), encoding="utf-8")
 
 
-def chart(found: Figures, theme: str) -> str:
+def chart(figures: Figures, theme: str) -> str:
     """The chart as SVG."""
     text, muted, *_ = THEMES[theme]
-    panels = [(panel, rows) for panel in PANELS if (rows := _rows(found, panel))]
-    lines = [
-        max((len(rows) for _, rows in panels[at : at + 2]), default=0)
-        for at in range(0, len(panels), 2)
-    ]
-    tops = [
-        sum(_HEAD + _ROW * count + _GAP for count in lines[:at]) for at in range(len(lines) + 1)
-    ]
+    panels = []
+    for panel in PANELS:
+        rows = _rows(figures, panel)
+        if rows:
+            panels.append((panel, rows))
+    tops = _tops([len(rows) for _, rows in panels])
     height = tops[-1] + _FOOT
     size = {"width": str(_WIDTH), "height": str(height), "viewBox": f"0 0 {_WIDTH} {height}"}
     svg = Xml.Element(
@@ -113,48 +111,58 @@ def chart(found: Figures, theme: str) -> str:
         svg, "title"
     ).text = "What ft_ckpt costs beside other libraries and the machine's limits"
     for at, (panel, rows) in enumerate(panels):
-        left, top = (at % 2) * (_WIDTH - _PANEL), tops[at // 2]
-        write_text(svg, left, top + 16, panel.title, text, 15, weight="600")
-        write_text(
-            svg,
-            left,
-            top + 34,
-            panel.words.format(figure_text("bytes", rows[0]["tensor_bytes"])),
-            muted,
-            12,
-        )
-        _bars(svg, left, top + _HEAD, panel, rows, theme)
-    _legend(svg, tops[-1] + 8, caption(found), theme)
+        x = (at % 2) * (_WIDTH - _PANEL)
+        top = tops[at // 2]
+        size_text = figure_text("bytes", rows[0]["tensor_bytes"])
+        write_text(svg, x, top + 16, panel.title, text, 15, weight="600")
+        write_text(svg, x, top + 34, panel.words.format(size_text), muted, 12)
+        _bars(svg, x, top + _HEAD, panel, rows, theme)
+    _legend(svg, tops[-1] + 8, caption(figures), theme)
     Xml.indent(svg)
     return Xml.tostring(svg, encoding="unicode") + "\n"
 
 
-def caption(found: Figures) -> str:
+def _tops(row_counts: Sequence[int]) -> list[int]:
+    """The top of each line of two panels, and the end of the last line, in pixels."""
+    tops = [0]
+    for at in range(0, len(row_counts), 2):
+        tallest = max(row_counts[at : at + 2])
+        tops.append(tops[-1] + _HEAD + _ROW * tallest + _GAP)
+    return tops
+
+
+def caption(figures: Figures) -> str:
     """The machine and the date, in a line."""
-    machine = found["machine"]
+    machine = figures["machine"]
     processor = machine["gpu"] or f"{machine['cores']} cores"
     memory = f"{machine['memory_bytes'] / 1e9:.0f} GB"
     place = f"{processor}, {memory}, {machine['file_system']}"
     return f"medians of {machine['rounds']} rounds, {place}, {machine['date'][:10]}"
 
 
-def _rows(found: Figures, panel: Panel) -> list[Row]:
-    """The rows of a panel: the limit, ours, and the peers from best to worst; at the largest size
-    measured.
+def _rows(figures: Figures, panel: Panel) -> list[Row]:
+    """The rows of a panel at the largest size measured.
+
+    The limit comes first, then ours, then the peers from best to worst.
     """
-    rows = [row for row in found["rows"] if row["measure"] == panel.measure and "error" not in row]
-    largest = max((row["size"] for row in rows), key=parse_size, default="")
-    rows = [
-        row
-        for row in rows
-        if row["size"] == largest and (panel.figure in row or row["way"] == panel.limit)
-    ]
-    by_way = {row["way"]: row for row in rows}
+    measured = [row for row in figures["rows"] if row["measure"] == panel.measure]
+    succeeded = [row for row in measured if "error" not in row]
+    largest = max((row["size"] for row in succeeded), key=parse_size, default="")
+    by_way = {}
+    for row in succeeded:
+        has_figure = panel.figure in row or row["way"] == panel.limit
+        if row["size"] == largest and has_figure:
+            by_way[row["way"]] = row
+    ours = ["ours", "ours, gather"] if panel.measure == "ranks" else ["ours"]
+    ways = [panel.limit, *ours, *_shown_peers(by_way, panel)]
+    return [by_way[way] for way in ways if way in by_way]
+
+
+def _shown_peers(by_way: Mapping[str, Row], panel: Panel) -> list[str]:
+    """The best peers, and those that the panel always shows, from best to worst."""
     peers = [way for way in by_way if not is_ours(way) and not way.startswith("limit")]
     peers.sort(key=lambda way: _value(by_way[way], panel))
-    peers = [way for at, way in enumerate(peers) if at < _BEST or way in panel.known]
-    ours = ["ours", "ours, gather"] if panel.measure == "ranks" else ["ours"]
-    return [by_way[way] for way in (panel.limit, *ours, *peers) if way in by_way]
+    return peers[:_BEST] + [way for way in peers[_BEST:] if way in panel.always_shown]
 
 
 def _value(row: Row, panel: Panel) -> float:
@@ -163,34 +171,47 @@ def _value(row: Row, panel: Panel) -> float:
 
 
 def _bars(
-    svg: Xml.Element, left: float, top: float, panel: Panel, rows: Sequence[Row], theme: str
+    svg: Xml.Element, x: float, top: float, panel: Panel, rows: Sequence[Row], theme: str
 ) -> None:
-    text, muted, ours, peer, outline = THEMES[theme]
-    most = max(_value(row, panel) for row in rows) or 1
+    text, muted, *_ = THEMES[theme]
+    longest = max(_value(row, panel) for row in rows) or 1
     for at, row in enumerate(rows):
-        way, value, middle = row["way"], _value(row, panel), top + _ROW * at + _ROW / 2
-        color = ours if is_ours(way) else peer
-        paint = (
-            {"fill": "none", "stroke": outline}
-            if way.startswith("limit")
-            else {"fill": color, "stroke": color}
-        )
-        wide, weight = max(1.0, _BAR * value / most), "600" if is_ours(way) else "400"
-        named = _SHORT.get(way) or (
-            "ft_ckpt" if way == "ours" else label(panel.measure, way).replace("`", "")
-        )
-        write_text(
-            svg, left + _LABELS - 10, middle + 4.5, named, text, 13, anchor="end", weight=weight
-        )
-        corner = {
-            "x": f"{left + _LABELS + 0.5:g}",
-            "y": f"{middle - _THICK / 2:g}",
+        way = row["way"]
+        value = _value(row, panel)
+        base_line = top + _ROW * at + _ROW / 2 + 4.5
+        width = max(1.0, _BAR * value / longest)
+        weight = "600" if is_ours(way) else "400"
+        value_color = text if is_ours(way) else muted
+        name = _bar_label(panel, way)
+        write_text(svg, x + _LABELS - 10, base_line, name, text, 13, anchor="end", weight=weight)
+        bar = {
+            "x": f"{x + _LABELS + 0.5:g}",
+            "y": f"{top + _ROW * at + (_ROW - _THICK) / 2:g}",
             "height": str(_THICK),
+            "width": f"{width:.1f}",
+            "rx": "1.5",
         }
-        Xml.SubElement(svg, "rect", {**corner, "width": f"{wide:.1f}", "rx": "1.5", **paint})
+        Xml.SubElement(svg, "rect", bar | _paint(way, theme))
         figure = figure_text(panel.figure, value)
-        shade = text if is_ours(way) else muted
-        write_text(svg, left + _LABELS + wide + 7, middle + 4.5, figure, shade, 13, weight=weight)
+        figure_x = x + _LABELS + width + 7
+        write_text(svg, figure_x, base_line, figure, value_color, 13, weight=weight)
+
+
+def _bar_label(panel: Panel, way: str) -> str:
+    if way in _SHORT:
+        return _SHORT[way]
+    if way == "ours":
+        return "ft_ckpt"
+    return label(panel.measure, way).replace("`", "")
+
+
+def _paint(way: str, theme: str) -> dict[str, str]:
+    """Fill and outline of a bar: a limit is an outline only."""
+    _, _, ours, peer, outline = THEMES[theme]
+    if way.startswith("limit"):
+        return {"fill": "none", "stroke": outline}
+    color = ours if is_ours(way) else peer
+    return {"fill": color, "stroke": color}
 
 
 def _legend(svg: Xml.Element, top: float, words: str, theme: str) -> None:
@@ -200,16 +221,16 @@ def _legend(svg: Xml.Element, top: float, words: str, theme: str) -> None:
         ("other libraries", peer, peer),
         ("the machine's limit", "none", outline),
     )
-    for left, (name, fill, stroke) in zip((0.5, 88.5, 218.5), marks, strict=True):
+    for x, (name, fill, stroke) in zip((0.5, 88.5, 218.5), marks, strict=True):
         square = {
-            "x": f"{left:g}",
+            "x": f"{x:g}",
             "y": f"{top + 0.5:g}",
             "width": "11",
             "height": "11",
             "rx": "1.5",
         }
         Xml.SubElement(svg, "rect", {**square, "fill": fill, "stroke": stroke})
-        write_text(svg, left + 17, top + 10.5, name, muted, 12)
+        write_text(svg, x + 17, top + 10.5, name, muted, 12)
     write_text(svg, 375, top + 10.5, "shorter is better", muted, 12)
     write_text(svg, _WIDTH, top + 10.5, words, muted, 12, anchor="end")
 

@@ -101,7 +101,9 @@ def describe(error: BaseException) -> str:
 def medians(rows: Iterable[Row]) -> Row:
     """Of each figure the median over `rows`, and of "seconds" all values as well."""
     rows = list(rows)
-    middle: Row = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    middle: Row = {}
+    for name in rows[0]:
+        middle[name] = statistics.median([row[name] for row in rows])
     if "seconds" in middle:
         middle["rounds"] = [row["seconds"] for row in rows]
     return middle

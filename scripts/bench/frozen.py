@@ -46,12 +46,14 @@ def freeze(subject: Subject) -> int:
     """Freeze all but the smallest tensors, up to a hundredth of the bytes; return the bytes of
     these.
     """
-    left = SHARE * subject.size_bytes
+    max_bytes = SHARE * subject.size_bytes
+    total = 0
     trainable = 0
     for parameter in sorted(subject.model.parameters(), key=lambda p: p.nbytes):
-        left -= parameter.nbytes
-        parameter.requires_grad_(left >= 0)
-        trainable += parameter.nbytes if left >= 0 else 0
+        total += parameter.nbytes
+        parameter.requires_grad_(total <= max_bytes)
+        if parameter.requires_grad:
+            trainable = total
     return trainable
 
 

@@ -55,14 +55,14 @@ def read_and_keep(path: Path) -> mmap.mmap:
 def make_copy(state: Mapping[str, Tensor]) -> Callable[[], None]:
     """A function that copies all tensors into existing host memory, pinned for those of a GPU."""
     pinned = any(not tensor.is_cpu for tensor in state.values())
-    room = {
-        name: torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned).fill_(0)
-        for name, t in state.items()
-    }
+    copies = {}
+    for name, tensor in state.items():
+        memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        copies[name] = memory.fill_(0)
 
     def copy() -> None:
         for name, tensor in state.items():
-            room[name].copy_(tensor.detach(), non_blocking=pinned)
+            copies[name].copy_(tensor.detach(), non_blocking=pinned)
 
     return copy
 

@@ -26,6 +26,11 @@ def facts(folder: Path | None) -> dict[str, Any]:
     """The machine and the libraries on it; the file system is that of `folder`, or of temporary
     files.
     """
+    versions = {"ft_ckpt": ft_ckpt.__version__}
+    for library in _LIBRARIES.split():
+        library_version = _version(library)
+        if library_version is not None:
+            versions[library] = library_version
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
         "cores": os.cpu_count(),
@@ -35,15 +40,14 @@ def facts(folder: Path | None) -> dict[str, Any]:
         "kernel": platform.release(),
         "file_system": _file_system(Path(folder or tempfile.gettempdir())),
         "python": platform.python_version(),
-        "versions": {"ft_ckpt": ft_ckpt.__version__}
-        | {name: found for name in _LIBRARIES.split() if (found := _version(name))},
+        "versions": versions,
     }
 
 
 def missing() -> list[str]:
     """The peers that are not installed."""
-    ways = [*SAVERS.items(), *LOADERS.items(), *BACKGROUNDS.items()]
-    return sorted({one.module for _, one in ways if not is_installed(one.module)})
+    peers = [*SAVERS.values(), *LOADERS.values(), *BACKGROUNDS.values()]
+    return sorted({peer.module for peer in peers if not is_installed(peer.module)})
 
 
 def _accelerator_name() -> str | None:

@@ -29,10 +29,9 @@ def measure(setting: Setting, size_bytes: int) -> list[Row]:
         f"layer.{index}.weight": torch.full((64,), float(index))
         for index in range(size_bytes // 256)
     }
-    ways = {
-        name: partial(_one, setting.folder / f"many{suffix}", state, *given)
-        for name, (suffix, *given) in WAYS.items()
-    }
+    ways = {}
+    for name, (suffix, *functions) in WAYS.items():
+        ways[name] = partial(_one, setting.folder / f"many{suffix}", state, *functions)
     return [
         row | {"tensor_bytes": size_of(state), "tensors": len(state)}
         for row in in_turns(ways, setting)

@@ -34,11 +34,12 @@ class Measure:
     # the one size it is taken at, or the largest one given if that is less; None: all given
     at: str | None = None
 
-    def sizes(self, given: Sequence[str]) -> list[str]:
+    def sizes(self, requested: Sequence[str]) -> list[str]:
         """The sizes it is taken at."""
-        if self.at is not None:
-            return [min([self.at, max(given, key=parse_size)], key=parse_size)]
-        return list(given)
+        if self.at is None:
+            return list(requested)
+        largest = max(requested, key=parse_size)
+        return [min(self.at, largest, key=parse_size)]
 
 
 MEASURES = {

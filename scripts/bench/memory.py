@@ -26,9 +26,10 @@ def measure(setting: Setting, size_bytes: int) -> list[Row]:
     names = list(installed_savers())
     ours = [[name] for name in names if name.startswith("ours")]
     peers = [name for name in names if not name.startswith("ours")]
-    return [
-        row for group in (*ours, peers) for row in in_child("memory", setting, size_bytes, group)
-    ]
+    rows = []
+    for group in (*ours, peers):
+        rows += in_child("memory", setting, size_bytes, group)
+    return rows
 
 
 def grown(setting: Setting, size_bytes: int, names: list[str]) -> list[Row]:

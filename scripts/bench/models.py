@@ -25,11 +25,9 @@ class Subject:
     @cached_property
     def state(self) -> Mapping[str, Tensor]:
         """The tensors by name."""
-        return {
-            name: tensor
-            for name, tensor in self.model.state_dict().items()
-            if name != "lm_head.weight"
-        }
+        state = dict(self.model.state_dict())
+        state.pop("lm_head.weight", None)  # tied to the embeddings
+        return state
 
     @property
     def size_bytes(self) -> int:
@@ -46,21 +44,29 @@ def config_of(parameters: int) -> LlamaConfig:
     """A Llama config for about that many parameters; from 900 M on with the shapes of
     Llama-3.2-1B.
     """
-    width, vocabulary = next(
-        (found[1:] for found in _SIZES if parameters < found[0]), (2048, 128256)
-    )
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
-    layer, wide = 16 * width * width, 4 * width
+    width, vocabulary = _width_and_vocabulary(parameters)
+    heads = 8
+    layer_parameters = 16 * width * width
     if width == 2048:
-        heads, layer = {"num_attention_heads": 32, "num_key_value_heads": 8}, 60_821_504
-    depth = max(1, round((parameters - vocabulary * width) / layer))
-    sizes = {
-        "vocab_size": vocabulary,
-        "hidden_size": width,
-        "intermediate_size": wide,
-        "num_hidden_layers": depth,
-    }
-    return LlamaConfig(**sizes, **heads, tie_word_embeddings=True)
+        heads = 32
+        layer_parameters = 60_821_504
+    layers = round((parameters - vocabulary * width) / layer_parameters)
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=max(1, layers),
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+    )
+
+
+def _width_and_vocabulary(parameters: int) -> tuple[int, int]:
+    for max_parameters, width, vocabulary in _SIZES:
+        if parameters < max_parameters:
+            return width, vocabulary
+    return 2048, 128256
 
 
 def make_model(parameters: int, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
@@ -68,9 +74,9 @@ def make_model(parameters: int, dtype: torch.dtype = torch.bfloat16) -> LlamaFor
     with torch.device("meta"):
         model = LlamaForCausalLM(config_of(parameters)).to(dtype)
     model = model.to_empty(device=DEVICE)
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(
-        DEVICE
-    )  # not in the state dict: to_empty left it uninitialised
+    # not in the state dict: to_empty left it uninitialised
+    rotary = type(model.model.rotary_emb)(model.config)
+    model.model.rotary_emb = rotary.to(DEVICE)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     model.tie_weights()

@@ -41,10 +41,11 @@ def measure(setting: Setting, size_bytes: int) -> list[Row]:
     """
     saves = list(setting.chosen(installed_backgrounds()))
     loads = list(setting.chosen({name: LOADERS[name] for name in LOADS if name in LOADERS}))
-    jobs = [["save", [name]] for name in saves] + [["load", loads]]
-    return [
-        row for kind, names in jobs for row in in_child("peaks", setting, size_bytes, kind, names)
-    ]
+    rows = []
+    for name in saves:
+        rows += in_child("peaks", setting, size_bytes, "save", [name])
+    rows += in_child("peaks", setting, size_bytes, "load", loads)
+    return rows
 
 
 def grown(setting: Setting, size_bytes: int, kind: str, names: list[str]) -> list[Row]:

@@ -7,7 +7,9 @@ by `tests/ranks/test_crowd.py`.
 
 import gc
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from ft_ckpt.storage import chunk_of_rank
 from scripts.bench.common import Row, Setting, as_child, in_child, medians, seconds
 from scripts.bench.models import config_of
 
+T = TypeVar("T")
 RANKS = 1024
 TITLE = f"planning a full save of a model cut over {RANKS:,} ranks, and of one of very many tensors"
 # small tensors: at most so many, and one for so many bytes of the given size
@@ -36,10 +39,11 @@ _MANY, _BYTES_OF_ONE = 100_000, 25_000
 
 def measure(setting: Setting, size_bytes: int) -> list[Row]:
     """A row for the first rank and the last, of each model."""
-    jobs = [(kind, rank) for kind in ("llama", "many") for rank in (0, RANKS - 1)]
-    return [
-        row for kind, rank in jobs for row in in_child("planning", setting, size_bytes, kind, rank)
-    ]
+    rows = []
+    for kind in ("llama", "many"):
+        for rank in (0, RANKS - 1):
+            rows += in_child("planning", setting, size_bytes, kind, rank)
+    return rows
 
 
 def planned(setting: Setting, size_bytes: int, kind: str, rank: int) -> list[Row]:
@@ -69,10 +73,8 @@ def _cut_llama(parameters: int) -> nn.Module:
 
 def _cut_layers(count: int, rank: int) -> nn.Module:
     """`count` weights of a few shapes, sharded as FSDP2 does, which itself would take minutes."""
-    mesh, shapes = (
-        init_device_mesh("cpu", (RANKS,)),
-        [(64, 64), (64, 16), (128, 64), (64, 128), (2048, 2)],
-    )
+    mesh = init_device_mesh("cpu", (RANKS,))
+    shapes = [(64, 64), (64, 16), (128, 64), (64, 128), (2048, 2)]
     model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(count))
     for number, layer in enumerate(model):
         rows, columns = shapes[number % len(shapes)]
@@ -86,21 +88,37 @@ def _cut_layers(count: int, rank: int) -> nn.Module:
 
 
 def _plan(model: nn.Module, ranks: Ranks) -> Row:
-    config, row = SaverConfig(), {}
-    given = {"tokenizer": None, "adapter_only": False, "step": None, "metrics": {}}
-    request, chosen, shares, pieces = request_of(config, model, Path("target"), **given), [], [], []
+    config = SaverConfig()
+    arguments = {"tokenizer": None, "adapter_only": False, "step": None, "metrics": {}}
+    request = request_of(config, model, Path("target"), **arguments)
     gc.collect()
-    row["choose_seconds"] = seconds(lambda: chosen.append(plan_save(request, ranks, config)))
-    plan = chosen[0]
-    row["say_seconds"] = seconds(lambda: _describe_save(plan, OpenStage(), {}))
-    row["shares_seconds"] = seconds(lambda: shares.extend(divide_files(plan.plans, ranks.size)))
-    row["own_seconds"] = seconds(lambda: pieces.append(_count_pieces(shares, ranks.rank)))
-    return {"seconds": sum(row.values()), **row, "pieces": pieces[0]}
+    plan, choose_seconds = _result_and_seconds(lambda: plan_save(request, ranks, config))
+    _, say_seconds = _result_and_seconds(lambda: _describe_save(plan, OpenStage(), {}))
+    shares, shares_seconds = _result_and_seconds(lambda: divide_files(plan.plans, ranks.size))
+    pieces, own_seconds = _result_and_seconds(lambda: _count_pieces(shares, ranks.rank))
+    return {
+        "seconds": choose_seconds + say_seconds + shares_seconds + own_seconds,
+        "choose_seconds": choose_seconds,
+        "say_seconds": say_seconds,
+        "shares_seconds": shares_seconds,
+        "own_seconds": own_seconds,
+        "pieces": pieces,
+    }
+
+
+def _result_and_seconds(action: Callable[[], T]) -> tuple[T, float]:
+    results: list[T] = []
+    duration = seconds(lambda: results.append(action()))
+    return results[0], duration
 
 
 def _count_pieces(shares: list[FileWrites], rank: int) -> int:
     """The number of byte ranges that the rank writes."""
-    return sum(chunk_of_rank(cut, rank) is not None for share in shares for cut in share.all_cuts)
+    count = 0
+    for share in shares:
+        for cut in share.all_cuts:
+            count += chunk_of_rank(cut, rank) is not None
+    return count
 
 
 def _peak_bytes(model: nn.Module, ranks: Ranks) -> int:

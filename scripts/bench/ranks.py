@@ -82,10 +82,11 @@ def make_accelerator() -> Accelerator:
 
 
 def _full_ways(accelerator: Accelerator, model: nn.Module) -> dict[str, Save]:
-    every, one = (CheckpointSaver(accelerator, each_rank_writes=each) for each in ("on", "off"))
+    sharing = CheckpointSaver(accelerator, each_rank_writes="on")
+    gathering = CheckpointSaver(accelerator, each_rank_writes="off")
     return {
-        "ours": lambda path: every.save(model, path),
-        "ours, gather": lambda path: one.save(model, path),
+        "ours": lambda path: sharing.save(model, path),
+        "ours, gather": lambda path: gathering.save(model, path),
         "get_state_dict + save_pretrained": partial(_gathered, accelerator, model),
         "torch DCP + consolidation": partial(_consolidated, model),
     }
@@ -125,15 +126,15 @@ def _consolidated(model: nn.Module, path: Path) -> None:
 
 
 def _in_turns(ways: Mapping[str, Save], setting: Setting) -> list[Row]:
-    found: dict[str, list[Row]] = {name: [] for name in ways}
+    rows_by_way: dict[str, list[Row]] = {name: [] for name in ways}
     for _ in range(setting.rounds + 1):
         for name, save in ways.items():
-            found[name].append(_one(setting.folder / "target", save))
-    peaks = {name: max(row["peak_bytes"] for row in rows) for name, rows in found.items()}
-    return [
-        {"way": name, **medians(rows[1:]), "peak_bytes": peaks[name]}
-        for name, rows in found.items()
-    ]
+            rows_by_way[name].append(_one(setting.folder / "target", save))
+    result = []
+    for name, rows in rows_by_way.items():
+        peak = max(row["peak_bytes"] for row in rows)
+        result.append({"way": name, **medians(rows[1:]), "peak_bytes": peak})
+    return result
 
 
 def _one(target: Path, save: Save) -> Row:

@@ -26,9 +26,9 @@ from scripts.bench.models import make_model
 
 TITLE = "a save in the background of a training loop"
 # before and after the save each; least and most during it
-FREE_STEPS, LEAST_STEPS, MOST_STEPS = 2, 4, 60
-MOST_TOKENS = 1 << 15  # of a step
-MOST_LOGITS = 1 << 30  # of a step, tokens times vocabulary; several copies in float32 must fit
+FREE_STEPS, MIN_STEPS, MAX_STEPS = 2, 4, 60
+MAX_TOKENS = 1 << 15  # of a step
+MAX_LOGITS = 1 << 30  # of a step, tokens times vocabulary; several copies in float32 must fit
 STEP_TO_COPY = 2.5  # a step lasts about so many times as long as the copy
 
 
@@ -96,14 +96,12 @@ class Loop:
         )
         self.copy: Callable[[], None] = limits.make_copy(tensors)
         self.copy()
-        wanted = STEP_TO_COPY * seconds(self.copy)
-        most = min(MOST_TOKENS, MOST_LOGITS // words)
-        while seconds(self.step) < wanted and 2 * self.tokens.numel() <= most:
-            shape = (
-                (1, 2 * self.tokens.shape[1])
-                if self.tokens.shape[1] < 512
-                else (2 * len(self.tokens), 512)
-            )
+        step_seconds = STEP_TO_COPY * seconds(self.copy)
+        max_tokens = min(MAX_TOKENS, MAX_LOGITS // words)
+        while seconds(self.step) < step_seconds and 2 * self.tokens.numel() <= max_tokens:
+            rows, length = self.tokens.shape
+            # longer sequences up to 512 tokens, then more of them
+            shape = (1, 2 * length) if length < 512 else (2 * rows, 512)
             self.tokens = torch.randint(words, shape, device=DEVICE)
 
     def step(self, saver: Background | None = None) -> None:
@@ -121,7 +119,7 @@ def _save(loop: Loop, saver: Background, target: Path) -> Row:
     call = seconds(lambda: saver.save(target))
     steps: list[float] = []
     is_durable = False
-    while len(steps) < MOST_STEPS and not (len(steps) >= LEAST_STEPS and is_durable):
+    while len(steps) < MAX_STEPS and not (len(steps) >= MIN_STEPS and is_durable):
         steps.append(seconds(lambda: loop.step(saver)))
         is_durable = is_durable or saver.is_durable(target)
     rest = seconds(saver.finish)

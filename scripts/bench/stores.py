@@ -165,10 +165,10 @@ class _Memory(io.RawIOBase):
         return self.at
 
     def readinto(self, buffer: Any) -> int:
-        found = self.memory[self.at : self.at + len(buffer)]
-        buffer[: len(found)] = found
-        self.at += len(found)
-        return len(found)
+        data = self.memory[self.at : self.at + len(buffer)]
+        buffer[: len(data)] = data
+        self.at += len(data)
+        return len(data)
 
     def write(self, data: Any) -> int:
         self.memory[self.at : self.at + len(data)] = data

@@ -25,7 +25,10 @@ _STATE_BYTES = 100_000  # of each writer
 
 def measure(setting: Setting, size_bytes: int) -> list[Row]:
     """A row for each number of writers, beside one trainer."""
-    return [row for count in COUNTS for row in in_child("writers", setting, size_bytes, count)]
+    rows = []
+    for count in COUNTS:
+        rows += in_child("writers", setting, size_bytes, count)
+    return rows
 
 
 def committed(setting: Setting, size_bytes: int, count: int) -> list[Row]:
