@@ -99,11 +99,11 @@ def test_full_run_is_what_transformers_loads(full, text):
 @pytest.mark.slow
 def test_full_run_leaves_valid_checkpoints(full):
     folder, _ = full
-    steps = {
-        path.name: read_manifest(open_place(path)).step for path in folder.glob("checkpoint-*")
-    }
-    assert steps == {"checkpoint-20": 20, "checkpoint-40": 40, "final": 40}
-    assert all(ft_ckpt.verify(folder / name).ok for name in steps)
+    steps = {"checkpoint-20": 20, "checkpoint-40": 40, "final": 40}
+    for name, step in steps.items():
+        assert ft_ckpt.verify(folder / name).ok
+        assert read_manifest(open_place(folder / name)).step == step
+    assert {path.name for path in folder.glob("checkpoint-*")} == steps.keys() - {"final"}
     assert set(read_manifest(open_place(folder / "checkpoint-20")).metrics) == {"loss"}
 
 
