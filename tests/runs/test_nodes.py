@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 import pytest
 from compare import true_model
 from launch import run_cases
-from mounted import gluster_clients, needs_gluster
 from namespaces import can_mount
+from network_disks import GlusterFS
 from networks import SWITCH, in_network_of, running_cluster, why_no_cluster
 from s3_server import running_s3
 
@@ -78,7 +78,7 @@ def test_a_run_on_the_disk_of_one_node(tmp_path, before, after):
     runs("take/disk", tmp_path, after)
 
 
-@needs_gluster
+@GlusterFS.needed()
 @needs_mounts
 @pytest.mark.sample("2-1-1-")
 @pytest.mark.parametrize(
@@ -90,7 +90,8 @@ def test_a_run_on_a_disk_of_several_clients(tmp_path, before, after, cache_secon
 
     Taken for a `kind` that promises no byte ranges, each file has one writer.
     """
-    with gluster_clients(tmp_path, max(before, after) + 1, cache_seconds) as clients:
+    with GlusterFS(tmp_path / "network-disk") as disk:
+        clients = disk.clients(max(before, after) + 1, cache_seconds)
         clients_of_ranks = json.dumps([str(client) for client in clients[:-1]])
         runs("leave/shared", tmp_path, before, CLIENTS=clients_of_ranks, KIND=kind)
         for name in ("weights", "behind"):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 from launch import run_python
-from mounted import gluster_clients, needs_gluster
+from network_disks import GlusterFS
 
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.storage import open_local_file
@@ -12,11 +12,13 @@ from ft_ckpt.storage.local_disk import locked_folder
 from ft_ckpt.storage.mounts import keeps_exact_times
 
 CONTENT = b"1" * 4096
+needs_gluster = GlusterFS.needed()
 
 
 @needs_gluster
 def test_a_time_that_a_client_had_cached_is_no_change(tmp_path):
-    with gluster_clients(tmp_path, 2) as (reader, writer):
+    with GlusterFS(tmp_path / "disk") as disk:
+        reader, writer = disk.clients(2)
         (writer / "file").write_bytes(CONTENT)
         (reader / "file").stat()  # fills the cache
         os.utime(writer / "file", ns=(0, 0))
@@ -31,7 +33,8 @@ def test_a_time_that_a_client_had_cached_is_no_change(tmp_path):
 
 @needs_gluster
 def test_a_file_that_another_client_cuts_short_is_an_error(tmp_path):
-    with gluster_clients(tmp_path, 2, cache_seconds=0) as (reader, writer):
+    with GlusterFS(tmp_path / "disk") as disk:
+        reader, writer = disk.clients(2, cache_seconds=0)
         (writer / "file").write_bytes(CONTENT)
         file = open_local_file(reader / "file")
         os.truncate(writer / "file", 100)
@@ -57,7 +60,8 @@ def test_a_folder_that_a_process_of_another_client_uses_stays(tmp_path):
 
     That of a killed one goes at once.
     """
-    with gluster_clients(tmp_path, 2, cache_seconds=0) as (ours, theirs):
+    with GlusterFS(tmp_path / "disk") as disk:
+        ours, theirs = disk.clients(2, cache_seconds=0)
         with locked_folder(ours, "trial-") as folder:
             assert run_python(SWEEP, theirs).returncode == 0
             assert (theirs / folder.name).is_dir()
