@@ -44,7 +44,7 @@ from .extensions.transfer import (
     sign as sign,
     sync as sync,
 )
-from .model import (
+from .model.load import (
     LoadReport as LoadReport,
     load_model as load_model,
 )

@@ -26,18 +26,9 @@ from ft_ckpt.extensions.rl import (
 )
 from ft_ckpt.extensions.transfer import push_goal
 from ft_ckpt.messages import LOG, announce
-from ft_ckpt.model import (
-    Attribute,
-    Merged,
-    Part,
-    View,
-    check_companions,
-    check_model,
-    has_adapters,
-    is_of_adapters,
-    merge_choice,
-    model_inside,
-)
+from ft_ckpt.model.parts import Attribute, check_model, is_of_adapters, model_inside
+from ft_ckpt.model.sidecars import check_companions
+from ft_ckpt.model.tensors import Merged, Part, View, has_adapters, merge_choice
 from ft_ckpt.ranks import Ranks, current_ranks, is_first_process, try_action, unwrap
 from ft_ckpt.runs.data import DataPosition
 from ft_ckpt.runs.folder import open_run_places, room_maker

@@ -31,7 +31,8 @@ from ft_ckpt.integrations.trainer_layout import WrittenFiles, collect_files, def
 from ft_ckpt.integrations.trainer_models import HeldState, held_state, unsaved_state
 from ft_ckpt.integrations.trainer_push import push_checkpoint, push_saved
 from ft_ckpt.messages import warn
-from ft_ckpt.model import is_adapter_run, parts_of, without_own_layouts
+from ft_ckpt.model.parts import is_adapter_run, parts_of
+from ft_ckpt.model.tensors import without_own_layouts
 from ft_ckpt.ranks import ModelTensors, Ranks, by_itself, current_ranks, is_distributed, try_action
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs.data import GeneratorStates, capture_generators, restore_generators

@@ -17,7 +17,7 @@ from torch import nn
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from ft_ckpt.errors import SelectionError, listing
-from ft_ckpt.model import is_peft_model, is_pretrained
+from ft_ckpt.model.tensors import is_peft_model, is_pretrained
 from ft_ckpt.ranks import ModelTensors, unwrap
 from ft_ckpt.storage import files_below, temporary_store
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from ft_ckpt.config import SaverConfig, parse_size
 from ft_ckpt.jobs import JobQueue, yield_to_training
 from ft_ckpt.messages import warn
-from ft_ckpt.model import load_conversion_table
+from ft_ckpt.model.tensors import load_conversion_table
 from ft_ckpt.ranks import Outcome, Ranks, current_ranks
 from ft_ckpt.saving.agree import agree_on_plan
 from ft_ckpt.saving.context import SaveContext

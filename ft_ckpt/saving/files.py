@@ -18,7 +18,7 @@ from ft_ckpt.formats import (
     shard_index,
     split_into_files,
 )
-from ft_ckpt.model import Part
+from ft_ckpt.model.tensors import Part
 from ft_ckpt.storage import Store, is_utf8
 
 MIN_FROZEN_BYTES = 64 << 20  # of frozen tensors that are worth a second file

@@ -11,7 +11,9 @@ from torch import Tensor
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import explained
 from ft_ckpt.formats import format_named
-from ft_ckpt.model import Part, identifying_tensors, parts_of, refuse_merged, without_own_layouts
+from ft_ckpt.model.base import identifying_tensors
+from ft_ckpt.model.parts import parts_of
+from ft_ckpt.model.tensors import Part, refuse_merged, without_own_layouts
 from ft_ckpt.ranks import (
     ModelTensors,
     Ranks,

@@ -12,7 +12,7 @@ from torch import Tensor
 from ft_ckpt.devices import host_pieces, is_accelerator
 from ft_ckpt.errors import IncompleteError
 from ft_ckpt.formats import FilePlan, all_finite
-from ft_ckpt.model import Entry, Group
+from ft_ckpt.model.tensors import Entry, Group
 from ft_ckpt.ranks import Chunk, Ranks, Source, gather_tensors, stream_buckets
 from ft_ckpt.saving.write_plan import FileWrites
 from ft_ckpt.storage import (

@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass, replace
 import xxhash
 
 from ft_ckpt.errors import listing
-from ft_ckpt.model import Entry, Part
+from ft_ckpt.model.tensors import Entry, Part
 from ft_ckpt.ranks import (
     WEIGHTS,
     Ranks,

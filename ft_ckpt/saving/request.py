@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ft_ckpt.checkpoint import STATE
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.model import Attribute, Part, View
+from ft_ckpt.model.parts import Attribute
+from ft_ckpt.model.tensors import Part, View
 from ft_ckpt.ranks import ModelTensors, Source
 from ft_ckpt.saving.replicas import Differences
 from ft_ckpt.saving.report import SaveReport

@@ -10,7 +10,7 @@ from typing import Any
 from ft_ckpt._version import __version__
 from ft_ckpt.checkpoint import BaseRecord, Manifest, PartRecord
 from ft_ckpt.formats import TensorRecord
-from ft_ckpt.model import Part
+from ft_ckpt.model.tensors import Part
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.plan import BaseSamples
 from ft_ckpt.storage import FileRecord

@@ -11,17 +11,16 @@ from typing import Any
 
 from ft_ckpt.checkpoint import MANIFEST_NAME, BaseRecord
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.model import (
-    EXTRA_FILE,
-    SETTINGS_FILES,
-    Part,
+from ft_ckpt.model.base import record_of_base
+from ft_ckpt.model.files import EXTRA_FILE, SETTINGS_FILES
+from ft_ckpt.model.sidecars import (
     check_companions,
     check_config,
     notes_on_classes,
-    record_of_base,
     write_part_files,
     write_tokenizer,
 )
+from ft_ckpt.model.tensors import Part
 from ft_ckpt.ranks import Ranks, user_class
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.request import STATE_DOCUMENT, SaveRequest

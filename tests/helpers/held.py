@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.model import Entry, Part
+from ft_ckpt.model.tensors import Entry, Part
 from ft_ckpt.ranks import FlatSharding, ReplicatedSharding, Sharding, Source
 from ft_ckpt.ranks.sharding import Mesh, MeshSharding
 from ft_ckpt.saving.files import PartPlan, plan_part

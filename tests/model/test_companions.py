@@ -39,11 +39,11 @@ from transformers import (
 from ft_ckpt import CheckpointSaver, load_model
 from ft_ckpt.checkpoint import BaseRecord
 from ft_ckpt.errors import CompanionError
-from ft_ckpt.model import write_tokenizer
-from ft_ckpt.model.adapter_files import write_adapter
-from ft_ckpt.model.generation import generation_config
-from ft_ckpt.model.model_files import write_model
-from ft_ckpt.model.tokenizer import check_tokenizer
+from ft_ckpt.model.sidecars import write_tokenizer
+from ft_ckpt.model.sidecars.adapter_files import write_adapter
+from ft_ckpt.model.sidecars.generation import generation_config
+from ft_ckpt.model.sidecars.model_files import write_model
+from ft_ckpt.model.sidecars.tokenizer import check_tokenizer
 
 BASE = BaseRecord(id="org/base", revision="abc", dtype="float32", config_hash="", fingerprint={})
 NO_BASE = BaseRecord(id=None, revision=None, dtype="float32", config_hash="", fingerprint={})

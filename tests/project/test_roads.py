@@ -14,7 +14,7 @@ from places import ROOT
 # section of docs/how-it-works.md that list them.
 ROADS = {
     "save": ("ft_ckpt.saving.execute:try_save", "Save", "A save"),
-    "load": ("ft_ckpt.model.load:load_model", "Load", "Load"),
+    "load": ("ft_ckpt.model.load.loading:load_model", "Load", "Load"),
     "resume": ("ft_ckpt.runs.resume.resuming:resume_run", "Resume", "Resume"),
     "publish": ("ft_ckpt.extensions.rl.publishing:publish", "Publish", "A publish"),
 }

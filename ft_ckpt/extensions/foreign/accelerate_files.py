@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ft_ckpt.errors import LoadError, listing
-from ft_ckpt.model import join_weight_files
+from ft_ckpt.model.files import join_weight_files
 from ft_ckpt.runs.optimizers import settings_of, unwrap_optimizer
 from ft_ckpt.storage import LocalStore
 

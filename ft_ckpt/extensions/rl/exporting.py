@@ -34,7 +34,7 @@ from ft_ckpt.extensions.tools import (
     write_converted,
 )
 from ft_ckpt.formats import MemoryFile, TensorFile
-from ft_ckpt.model import FolderPart, WeightsFolder, adapter_settings
+from ft_ckpt.model.files import FolderPart, WeightsFolder, adapter_settings
 from ft_ckpt.storage import Place, open_place
 
 _CONFIG = "adapter_config.json"

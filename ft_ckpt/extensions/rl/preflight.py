@@ -22,14 +22,9 @@ from ft_ckpt.checkpoint import PartRecord, hold_open
 from ft_ckpt.errors import CheckpointError, ConfigError, is_number, listing
 from ft_ckpt.formats import TensorFile
 from ft_ckpt.messages import expected_one_of
-from ft_ckpt.model import (
-    PREFIX,
-    differences_between,
-    differing_elements,
-    open_folder,
-    quantisation_of,
-    start_keeps_base,
-)
+from ft_ckpt.model.base import differing_elements
+from ft_ckpt.model.files import differences_between, open_folder, quantisation_of
+from ft_ckpt.model.tensors import PREFIX, start_keeps_base
 from ft_ckpt.storage import Place, Store, open_place, read_text
 
 ENGINES = ("vllm", "sglang")

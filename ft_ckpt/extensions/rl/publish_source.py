@@ -27,7 +27,7 @@ from ft_ckpt.extensions.rl.servers import Server
 from ft_ckpt.extensions.transfer import pull
 from ft_ckpt.formats import TensorFile
 from ft_ckpt.messages import LOG
-from ft_ckpt.model import open_folder
+from ft_ckpt.model.files import open_folder
 from ft_ckpt.storage import LocalStore, Place, Store, open_place, read_text
 
 _KINDS = {"auto": ("adapter", "model"), "adapter": ("adapter",), "weights": ("model",)}

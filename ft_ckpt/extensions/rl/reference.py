@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ft_ckpt.extensions.rl.servers import PROBE_PROMPTS
-from ft_ckpt.model import load_model
+from ft_ckpt.model.load import load_model
 
 _TOP = 5
 

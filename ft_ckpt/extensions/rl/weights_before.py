@@ -18,7 +18,7 @@ from ft_ckpt.extensions.rl.weights_update import (
     base_folder,
     difference,
 )
-from ft_ckpt.model import open_folder
+from ft_ckpt.model.files import open_folder
 from ft_ckpt.storage import LocalStore, open_place
 
 # of weights: run, checkpoint, head of its digest

@@ -14,7 +14,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from ft_ckpt.extensions.tools.layer_copy import copy_layer
-from ft_ckpt.model import MergeChoice, View
+from ft_ckpt.model.tensors import MergeChoice, View
 from ft_ckpt.ranks import Source, unwrap, walk_modules
 
 

@@ -11,7 +11,7 @@ import xxhash
 from ft_ckpt.checkpoint import BaseRecord
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.formats import TensorFile
-from ft_ckpt.model import (
+from ft_ckpt.model.files import (
     WeightsFolder,
     adapter_settings,
     differing_parts,

@@ -16,7 +16,7 @@ from ft_ckpt.extensions.tools.output_files import Output, plan_output
 from ft_ckpt.extensions.tools.rename_rules import Names, rename_tensors
 from ft_ckpt.extensions.tools.translated_file import select_tensors, translate_file
 from ft_ckpt.formats import TensorFile, TensorView, shard_index, split_into_files
-from ft_ckpt.model import FolderPart, WeightsFolder
+from ft_ckpt.model.files import FolderPart, WeightsFolder
 from ft_ckpt.storage import FileRecord, Place, Store, copy_object, read_record, read_text
 
 

@@ -50,7 +50,7 @@ from ft_ckpt.formats import (
     link_second_names,
     open_tensor_file,
 )
-from ft_ckpt.model import FolderPart, WeightsFolder, join_weight_files, open_folder
+from ft_ckpt.model.files import FolderPart, WeightsFolder, join_weight_files, open_folder
 from ft_ckpt.storage import (
     Place,
     Store,

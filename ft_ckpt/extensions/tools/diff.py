@@ -11,7 +11,7 @@ from torch import Tensor
 from ft_ckpt.extensions.tools.copy_check import SLICE_BYTES
 from ft_ckpt.extensions.tools.translated_file import untie_file
 from ft_ckpt.formats import Spec, TensorFile, TensorView
-from ft_ckpt.model import WeightsFolder, differing_parts
+from ft_ckpt.model.files import WeightsFolder, differing_parts
 
 _SLICE = SLICE_BYTES // 8  # in elements, which are compared in float64
 _PACKED = "float4_e2m1fn_x2"  # two numbers per byte; torch cannot convert it

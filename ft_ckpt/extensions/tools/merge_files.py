@@ -26,12 +26,10 @@ from ft_ckpt.extensions.tools.stored_adapters import (
     find_base,
 )
 from ft_ckpt.formats import TensorFile
-from ft_ckpt.model import (
-    MergeChoice,
-    WeightsFolder,
-    attach_adapters,
-    base_on_files,
-)
+from ft_ckpt.model.base import base_on_files
+from ft_ckpt.model.files import WeightsFolder
+from ft_ckpt.model.load import attach_adapters
+from ft_ckpt.model.tensors import MergeChoice
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.saving import Attempt, SaveContext, SaveReport, request_of, run_save
 from ft_ckpt.storage import Place, Store, open_place, read_range

@@ -11,7 +11,8 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.extensions.tools.adapted_layers import AdaptedLayer, merge_layer, nested_layers
-from ft_ckpt.model import View, is_quantised
+from ft_ckpt.model.sidecars import is_quantised
+from ft_ckpt.model.tensors import View
 
 _PEFT_FOLDER = str(Path(peft.__file__).parent)
 

@@ -20,16 +20,8 @@ from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError
 from ft_ckpt.extensions.tools.adapted_layers import AdaptedLayer, adapted_layers, merge_layer
 from ft_ckpt.extensions.tools.merge_refusals import refuse_quantised, refuse_unmergeable
 from ft_ckpt.formats import all_finite, is_within
-from ft_ckpt.model import (
-    Entry,
-    Group,
-    MergeChoice,
-    Part,
-    View,
-    model_part,
-    nested_configs,
-    refuse_merged,
-)
+from ft_ckpt.model.sidecars import nested_configs
+from ft_ckpt.model.tensors import Entry, Group, MergeChoice, Part, View, model_part, refuse_merged
 from ft_ckpt.ranks import Source, shallow_copy
 
 # keys of computed tensors; keys of live tensors are object ids or negative

@@ -19,14 +19,9 @@ from ft_ckpt.checkpoint import (
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, listing
 from ft_ckpt.extensions.tools.convert_folder import base_of_config
 from ft_ckpt.formats import TensorRecord, checkpoint_format_of
-from ft_ckpt.model import (
-    MergeChoice,
-    base_folder,
-    finite_numbers,
-    join_weight_files,
-    merge_choice,
-    weight_files,
-)
+from ft_ckpt.model.base import base_folder
+from ft_ckpt.model.files import join_weight_files, weight_files
+from ft_ckpt.model.tensors import MergeChoice, finite_numbers, merge_choice
 from ft_ckpt.storage import Place, Store, open_place, read_text
 
 _CONFIG = "adapter_config.json"

@@ -15,7 +15,8 @@ from torch.optim.swa_utils import AveragedModel
 from ft_ckpt import schedule
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import ConfigError, listing
-from ft_ckpt.model import BaseWatch, check_model
+from ft_ckpt.model.base import BaseWatch
+from ft_ckpt.model.parts import check_model
 from ft_ckpt.ranks import Ranks, Source, current_ranks, unwrap
 from ft_ckpt.runs.data import DataPositions
 from ft_ckpt.runs.items import (

@@ -8,7 +8,9 @@ from typing import Any
 from torch import nn
 
 from ft_ckpt.errors import LoadError, listing
-from ft_ckpt.model import adapter_settings, differences_of_base, differences_of_live, module_at
+from ft_ckpt.model.base import differences_of_base
+from ft_ckpt.model.files import adapter_settings, differences_of_live
+from ft_ckpt.model.tensors import module_at
 from ft_ckpt.ranks import Ranks, Source
 from ft_ckpt.runs.items import (
     ENGINE,

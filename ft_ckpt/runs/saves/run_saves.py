@@ -21,7 +21,7 @@ from ft_ckpt.checkpoint import (
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import CheckpointError, ConfigError, LeaseTakenError, TargetError, listing
 from ft_ckpt.messages import LOG, warn
-from ft_ckpt.model import is_adapter_run
+from ft_ckpt.model.parts import is_adapter_run
 from ft_ckpt.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.runs.folder import (
     RunLease,

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ft_ckpt.formats import dtype_of
-from ft_ckpt.model import Entry, Part, unchanged_entry
+from ft_ckpt.model.tensors import Entry, Part, unchanged_entry
 from ft_ckpt.ranks import (
     ModelTensors,
     OwnedSharding,

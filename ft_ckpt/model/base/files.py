@@ -1,0 +1,221 @@
+"""The files of the base of adapters, where they are on this machine: folder, config, and the
+tensors' places.
+"""
+
+import copy
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from torch import Tensor, nn
+
+from ft_ckpt.errors import CheckpointError
+from ft_ckpt.formats import TensorFile, dtype_of
+from ft_ckpt.model.files import join_weight_files, weight_files
+from ft_ckpt.model.tensors import is_pretrained, made_by_class, with_whole_parameters
+from ft_ckpt.ranks import Source, unwrap
+from ft_ckpt.storage import Place, open_place
+
+
+def base_folder(identity: str | os.PathLike[str] | Place, revision: str | None) -> Place | None:
+    """The folder `identity`, or that of the repository `identity` in the Hub's cache on this
+    machine, or None.
+    """
+    place = open_place(identity)
+    if place.is_folder:
+        return place
+    with suppress(LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, ValueError):
+        return open_place(
+            snapshot_download(str(identity), revision=revision, local_files_only=True)
+        )
+    return None
+
+
+def config_in_files(identity: str, revision: str | None = None) -> Any:
+    """The config in the folder or repository `identity`; None if it is not on this machine.
+
+    Runs no code from it.
+    """
+    from transformers import AutoConfig
+
+    options = {"revision": revision, "trust_remote_code": False}
+    try:
+        is_local = open_place(identity).is_folder
+        return AutoConfig.from_pretrained(identity, local_files_only=not is_local, **options)
+    except (OSError, ValueError):
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class FileOrigin:
+    """Stored tensors that transformers loads as one or several tensors of the model."""
+
+    target: str  # the first name in the model
+    stored: tuple[tuple[str, str], ...]  # (pattern of the converter, name in the file)
+    converter: Any  # transformers' WeightConverter; None: one stored tensor, unchanged
+
+    def convert(self, model: Any, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """The model's tensors by name; `read` returns a stored tensor."""
+        if self.converter is None:
+            return {self.target: read(self.stored[0][1])}
+        converter = copy.deepcopy(self.converter)
+        for pattern, name in self.stored:
+            converter.add_tensor(self.target, name, pattern, read(name))
+        converted = converter.convert(self.target, model=model, config=model.config)
+        tensors = {}
+        for name, value in converted.items():
+            tensors[name] = value[0] if isinstance(value, list) else value
+        return tensors
+
+    def convert_empty(self, model: Any, file: TensorFile) -> dict[str, Tensor]:
+        """The model's tensors by name, without memory."""
+
+        def empty_stored(name: str) -> Tensor:
+            spec = file.specs[name]
+            return torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device="meta")
+
+        return self.convert(model, empty_stored)
+
+
+@dataclass(frozen=True, eq=False)
+class FileOrigins:
+    """The origins of a model's tensors in a file."""
+
+    origins: tuple[FileOrigin, ...]
+    unused: tuple[str, ...]  # stored tensors without a place in the model
+    transforms: tuple[Any, ...]  # transformers' renamings and conversions that were used
+
+
+def find_origins(model: Any, names: Collection[str], file: TensorFile) -> FileOrigins:
+    """The origins in `file` of the model's tensors `names`, as transformers renames and converts
+    them.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern: dict[str, Any] = {}
+    for converter in converters:
+        by_pattern |= dict.fromkeys(converter.source_patterns, converter)
+    model_names, prefix = dict.fromkeys(names, True), model.base_model_prefix
+    stored: dict[str, list[tuple[str, str]]] = {}  # by name in the model
+    unused = []
+    for name in sorted(file.specs, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, model_names)
+        # as in transformers: the stored name is already the model's
+        if target not in model_names and name in model_names:
+            target, pattern = rename_source_key(name, [], [], prefix, model_names)
+        if target in model_names:
+            stored.setdefault(target, []).append((pattern or "", name))
+        else:
+            unused.append(name)
+    used_transforms = []
+    for transform in transforms:
+        # transformers 5.4 does not record the use of a transform: then all count as used.
+        if not hasattr(transform, "was_used") or transform.was_used():
+            used_transforms.append(transform)
+    origins = []
+    for target, pairs in stored.items():
+        first_pattern = pairs[0][0]
+        origins.append(FileOrigin(target, tuple(pairs), by_pattern.get(first_pattern)))
+    return FileOrigins(tuple(origins), tuple(unused), tuple(used_transforms))
+
+
+def names_of_today(model: Any, names: Iterable[str]) -> list[str]:
+    """The names after transformers' renaming of those that earlier versions gave the tensors of
+    this class.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    return [rename_source_key(name, renamings, [])[0] for name in names]
+
+
+# by live base: each save asks again
+_absent: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+
+
+def absent_parameters(
+    model: Any, sources: Mapping[str, Source], identities: Iterable[tuple[str, str | None]]
+) -> frozenset[str]:
+    """The parameters of the live base `model` that its files lack: transformers draws them at
+    random at each load.
+
+    `sources`: the tensors of the base by name; `identities`: names of the base (a folder or
+    repository, a revision), of which the first that is on this machine counts. Empty if none is, or
+    if it has no weights.
+    """
+    inner = unwrap(model)
+    if not is_pretrained(inner):
+        return frozenset()
+    if inner not in _absent:
+        _absent[inner] = frozenset()
+        for identity, revision in identities:
+            folder = base_folder(identity, revision)
+            if folder is not None:
+                _absent[inner] = _find_absent(inner, sources, folder)
+                break
+    return _absent[inner]
+
+
+def _find_absent(model: Any, sources: Mapping[str, Source], folder: Place) -> frozenset[str]:
+    try:
+        names, _ = weight_files(folder.folder, "model")
+        if not names:
+            return frozenset()
+        with closing(join_weight_files(folder.folder, names)) as file:
+            shapes = _shapes_in(file, model, sources)
+    except CheckpointError:  # no model can be read from it
+        return frozenset()
+    if getattr(model, "hf_quantizer", None) is None:
+        filled = {name for name, shape in shapes.items() if shape in (None, sources[name].shape)}
+    else:  # the quantiser gives layers that are in the files other shapes, and scales
+        layers = {name.rpartition(".")[0] for name in shapes}
+        filled = {name for name in sources if name.rpartition(".")[0] in layers}
+    filled |= made_by_class(model)
+    for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if not filled.isdisjoint(pair):
+            filled.update(pair)
+    filled_keys = {sources[name].key for name in filled & sources.keys()}
+    absent = set()
+    for name, source in sources.items():
+        if source.is_parameter and source.key not in filled_keys:
+            absent.add(name)
+    return frozenset(absent)
+
+
+def _shapes_in(
+    file: TensorFile, model: Any, sources: Mapping[str, Source]
+) -> dict[str, tuple[int, ...] | None]:
+    """The shape in `file` of each of the model's tensors that it has.
+
+    None if transformers converts it.
+    """
+    empty = {}
+    for name, source in sources.items():
+        empty[name] = torch.empty(source.shape, dtype=source.dtype, device="meta")
+    described = with_whole_parameters(model, empty)
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    for origin in find_origins(model, sources.keys(), file).origins:
+        if origin.converter is None:
+            shapes[origin.target] = tuple(file.specs[origin.stored[0][1]].shape)
+        elif len(origin.converter.target_patterns) > 1:
+            shapes |= dict.fromkeys(origin.convert_empty(described, file).keys() & sources.keys())
+        else:
+            shapes[origin.target] = None
+    return shapes

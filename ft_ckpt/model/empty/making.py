@@ -1,0 +1,161 @@
+"""How transformers makes models while a load runs: without memory, bounded in size, in the stored
+dtypes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ft_ckpt.checkpoint import PartRecord
+from ft_ckpt.errors import LoadError
+from ft_ckpt.formats import dtype_of
+from ft_ckpt.model.tensors import converted_entries, is_pretrained
+from ft_ckpt.ranks import ModelTensors, Source
+
+_MAX_ELEMENTS = 1 << 27  # of a buffer, such as a causal mask of 11,000 positions
+_FACTORIES = frozenset((torch.ones, torch.zeros, torch.full, torch.arange, torch.rand, torch.randn))
+
+
+@contextmanager
+def _replacing(method: str, function: Callable[..., Any]) -> Iterator[None]:
+    """In the block, replace `method` of nn.Module, for all modules of the process."""
+    original = getattr(nn.Module, method)
+    setattr(nn.Module, method, function)
+    try:
+        yield
+    finally:
+        setattr(nn.Module, method, original)
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """In the block, transformers models are made without memory for parameters.
+
+    Buffers get their values.
+    """
+    from accelerate import init_empty_weights
+    from transformers.initialization import guard_torch_init_functions
+
+    with (
+        init_empty_weights(include_buffers=False),
+        _leaving_parameters_unfilled(),
+        guard_torch_init_functions(),
+    ):
+        yield
+
+
+@contextmanager
+def _leaving_parameters_unfilled() -> Iterator[None]:
+    """In the block, transformers initialises buffers but not parameters, which would cost more than
+    mapping a model.
+    """
+    register = nn.Module.register_parameter
+
+    def mark_filled(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None:
+            # already set if a tied parameter is registered again
+            vars(param).pop("_is_hf_initialized", None)
+        register(module, name, param)
+        if param is not None:
+            module._parameters[name]._is_hf_initialized = True  # type: ignore[union-attr]  # not None
+
+    with _replacing("register_parameter", mark_filled):
+        yield
+
+
+@contextmanager
+def limit_parameters(parameters: int, source: str) -> Iterator[None]:
+    """In the block, raise LoadError for a model of more than `parameters` parameters, or with a
+    huge buffer.
+
+    `source` is named in the error, which is raised before memory is allocated. Parameters have no
+    memory, buffers do.
+    """
+    register = nn.Module.register_parameter
+    count = 0
+
+    def count_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        nonlocal count
+        count += 1
+        if count > parameters:
+            raise LoadError(
+                f"{source}: asks for a model of more than {parameters:,} parameters, far more than "
+                "the tensors of the checkpoint; use another copy"
+            )
+        register(module, name, param)
+
+    with _replacing("register_parameter", count_parameter), _BoundedFactories():
+        yield
+
+
+class _BoundedFactories(TorchFunctionMode):
+    """Raises LoadError for factory calls of more than _MAX_ELEMENTS elements, before memory is
+    allocated.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        arguments = kwargs or {}
+        if func in _FACTORIES:
+            elements = func(*args, **{**arguments, "device": "meta"}).numel()
+            if elements > _MAX_ELEMENTS:
+                raise LoadError(
+                    f"config.json: asks for a buffer of {elements:,} numbers, expected at most "
+                    f"{_MAX_ELEMENTS:,}; use another copy"
+                )
+        return func(*args, **arguments)
+
+
+@contextmanager
+def listing_own(record: PartRecord) -> Iterator[None]:
+    """In the block, state dicts of transformers models have parameters and buffers only, in the
+    stored dtypes.
+
+    transformers' loader assigns every entry of a state dict as a tensor, and rounds each tensor to
+    the config's dtype unless the state dict has the stored dtype.
+    """
+    whole_state_dict = nn.Module.state_dict
+
+    def own_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or not is_pretrained(module):
+            return whole_state_dict(module, *args, **kwargs)
+        all_sources = ModelTensors(module).sources(allow_meta=True)
+        sources = {name: source for name, source in all_sources.items() if not source.is_added}
+        tensors = {name: source.live.detach() for name, source in sources.items()}
+        if not any(tensor.is_meta for tensor in tensors.values()):
+            return tensors  # already loaded
+        dtypes = _stored_dtypes(module, sources, record)
+        for name, tensor in tensors.items():
+            if tensor.is_meta:
+                tensors[name] = tensor.to(dtypes.get(name))
+        return tensors
+
+    with _replacing("state_dict", own_state_dict):
+        yield
+
+
+def _stored_dtypes(
+    module: nn.Module, sources: Mapping[str, Source], record: PartRecord
+) -> dict[str, torch.dtype]:
+    """The stored dtypes of the model's tensors by name.
+
+    For a tensor stored as several, their promoted dtype.
+    """
+    stored = {tensor.name: dtype_of(tensor.dtype) for tensor in record.tensors}
+    dtypes: dict[str, torch.dtype] = {}
+    for entry in converted_entries(module, sources):
+        dtype = stored.get(entry.name)
+        if dtype is None:
+            continue
+        for source in entry.sources:
+            dtypes[source.name] = torch.promote_types(dtypes.get(source.name, dtype), dtype)
+    return dtypes

@@ -1,0 +1,130 @@
+"""Builds an empty transformers model from its folder: known classes only, size bounded by the
+stored tensors.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ft_ckpt.checkpoint import OpenCheckpoint, PartRecord
+from ft_ckpt.errors import LoadError, listing
+from ft_ckpt.model.empty.making import without_memory
+from ft_ckpt.model.files import absurd_counts, path_in_part, weight_names
+from ft_ckpt.model.tensors import is_pretrained, made_by_class, stored_as_in_memory
+from ft_ckpt.ranks import ModelTensors, unwrap
+from ft_ckpt.storage import LocalStore, Place, Store, local_folder, read_text
+
+# a stored tensor may be split, and a parameter may be registered more than once
+_PARAMETERS_A_TENSOR = 16
+
+
+def transformers_class(name: str) -> Any:
+    """The model class `name` of transformers; None if there is none."""
+    import transformers
+
+    cls = getattr(transformers, name, None) if name.isidentifier() else None
+    return cls if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) else None
+
+
+def class_of_own_code(config: Mapping[str, Any], record: PartRecord) -> Any:
+    """The auto class for a model with custom code, which transformers runs only with
+    `trust_remote_code`.
+    """
+    import transformers
+
+    if not config.get("auto_map"):
+        raise LoadError(
+            f"{record.class_name!r}: no model class of transformers, and no code beside the "
+            "weights; load them into a model of yours with into="
+        )
+    if "AutoModelForCausalLM" in config["auto_map"]:
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModel
+
+
+def checked_config(store: Store, record: PartRecord) -> dict[str, Any]:
+    """The contents of config.json. Raises LoadError for absurd counts, such as a billion layers."""
+    config: dict[str, Any] = json.loads(read_text(store, path_in_part(record, "config.json")))
+    absurd = absurd_counts(config)
+    if absurd:
+        raise LoadError(
+            f"config.json: {listing(absurd)}: no model of the {len(record.tensors):,} tensors in "
+            "the checkpoint; use another copy"
+        )
+    return config
+
+
+def max_parameters(record: PartRecord) -> int:
+    """An upper bound on the parameters of any model with the stored tensors."""
+    return _PARAMETERS_A_TENSOR * (len(record.tensors) + 256)
+
+
+def empty_model(cls: Any, checkpoint: OpenCheckpoint, record: PartRecord) -> Any:
+    """The model without memory for its parameters; None if transformers must load it itself."""
+    from transformers import AutoConfig
+
+    weights = {name.rpartition("/")[2] for name in weight_names(record)}
+    with part_folder(checkpoint, record, lambda name: name not in weights) as folder:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with without_memory():
+            model = cls(config)
+        sources = ModelTensors(model).sources(allow_meta=True)
+        if not made_by_class(model).isdisjoint(sources):
+            return None  # transformers computes their values when it loads
+        if not stored_as_in_memory(model, sources):
+            return None
+        if any(tensor.name not in sources for tensor in record.tensors):
+            return None
+        add_folder_settings(model, folder)
+        add_origin(model, folder, checkpoint, record)
+    return model
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Whether transformers converts tensors of its `model`, wrapped or not, between memory and
+    file.
+    """
+    inner = unwrap(model)
+    if not is_pretrained(inner) or getattr(inner, "is_quantized", False):
+        return False
+    return not stored_as_in_memory(inner, ModelTensors(model).sources(allow_meta=True))
+
+
+def part_folder(
+    checkpoint: OpenCheckpoint,
+    record: PartRecord,
+    is_read: Callable[[str], bool] = lambda name: True,
+) -> AbstractContextManager[Path]:
+    """In the block, a local path of a part's folder, for libraries that read the files `is_read`.
+
+    In a bucket, those files are downloaded, without subfolders, which belong to other parts.
+    """
+    place = Place(checkpoint.store, record.path)
+    return local_folder(place, lambda name: "/" not in name and is_read(name))
+
+
+def add_origin(
+    model: nn.Module, read_from: Path, checkpoint: OpenCheckpoint, record: PartRecord
+) -> None:
+    """Set `name_or_path` of transformers models and their configs to the original folder."""
+    origin = checkpoint.place.folder.where(record.path)
+    for module in model.modules():
+        owners: list[Any] = [module, getattr(module, "config", None)]
+        for owner in owners:
+            if getattr(owner, "name_or_path", None) == str(read_from):
+                owner.name_or_path = origin
+
+
+def add_folder_settings(model: Any, folder: Path) -> None:
+    """Set the generation config and `name_or_path` of a model that was built from the config in
+    `folder`.
+    """
+    from transformers import GenerationConfig
+
+    if model.can_generate() and LocalStore(folder).stat("generation_config.json") is not None:
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.name_or_path = str(folder)

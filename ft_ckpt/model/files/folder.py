@@ -1,0 +1,222 @@
+"""Opens folders of weights as one file of tensors: Hugging Face folders, sharded or not, and
+checkpoints of ft_ckpt.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ft_ckpt.checkpoint import (
+    MANIFEST_NAME,
+    UNREADABLE,
+    Manifest,
+    PartRecord,
+    describe_contents,
+    load_manifest,
+    why_no_checkpoint,
+)
+from ft_ckpt.errors import LoadError, damaged_input
+from ft_ckpt.formats import JoinedFile, TensorFile, TensorFormat, format_named, tensor_formats
+from ft_ckpt.model.files.folder_files import (
+    STEMS,
+    check_shard_index,
+    join_weight_files,
+    library_stem,
+    weight_files,
+)
+from ft_ckpt.model.files.settings import Difference, differing_settings
+from ft_ckpt.model.tensors import ADAPTER_FILE
+from ft_ckpt.storage import Place, Store, Stored, leads_out
+
+# Files that hold weights or training state in some format; all other files of a folder are sidecar
+# files.
+_BULK = re.compile(
+    r"\.(safetensors|bin|h5|hdf5|mdl|pt|pth|ckpt|msgpack|onnx|onnx_data|gguf|keras|distcp|npz|npy|index)$"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class FolderPart:
+    """One loadable part of a folder: path, kind, and its weights as one file."""
+
+    path: str  # relative to the folder, "" for the folder itself
+    kind: str  # "model" | "adapter" | "module"
+    file: TensorFile
+    record: PartRecord | None = None  # if the folder is a checkpoint of ft_ckpt
+    stem: str = ""  # of its weight files, if their library has one name for all formats
+
+    @property
+    def prefix(self) -> str:
+        """The prefix that makes the names of its tensors unique among the parts."""
+        return f"{self.path.replace('/', '.')}." if self.path else ""
+
+    def stem_in(self, tensor_format: TensorFormat) -> str:
+        """The name of its weight files in another format, without ending and shard number."""
+        if self.stem:
+            return self.stem
+        return ADAPTER_FILE if self.kind == "adapter" else tensor_format.model_stems[0]
+
+
+class WeightsFolder(JoinedFile):
+    """A folder with config and weights, as one file of all its `parts`."""
+
+    def __init__(
+        self, place: Place, parts: Sequence[FolderPart], manifest: Manifest | None = None
+    ) -> None:
+        super().__init__([(part.prefix, part.file) for part in parts], place.basename)
+        self.place = place
+        self.store = place.folder
+        self.parts = tuple(parts)
+        self.manifest = manifest
+
+    def store_of(self, part: FolderPart) -> Store:
+        """The folder of a part."""
+        return Place(self.store, part.path).folder
+
+    def companions(self) -> tuple[list[Stored], list[str]]:
+        """Sidecar files that are valid for weights of any format, and names of other files, which
+        are left out.
+        """
+        files = self.store.list()
+        weight_names = self._weight_names()
+        # a dual file has two names
+        weight_versions = {file.version for file in files if file.name in weight_names}
+        listed: set[str] | None = None
+        state_folders: tuple[str, ...] = ()
+        if self.manifest is not None:
+            listed = {record.path for record in self.manifest.files}
+            states = [part for part in self.manifest.parts if part.kind == "state"]
+            state_folders = tuple(f"{part.path}/" for part in states)
+        sidecars: list[Stored] = []
+        left_out: list[str] = []
+        for file in files:
+            name = file.name
+            is_hidden = any(step.startswith(".") for step in name.split("/"))
+            if is_hidden or name == MANIFEST_NAME or file.version in weight_versions:
+                continue
+            if leads_out(self.store, name):
+                left_out.append(f"{name!a} (a link out of the folder)")
+                continue
+            if listed is not None and name not in listed:
+                continue
+            is_index = name.endswith(".index.json")
+            if is_index or _BULK.search(name) or name.startswith(state_folders):
+                left_out.append(name)
+            else:
+                sidecars.append(file)
+        return sidecars, left_out
+
+    def _weight_names(self) -> set[str]:
+        """The paths of the weight files and their indices."""
+        paths: set[str] = set()
+        for part in self.parts:
+            names, index = weight_files(self.store_of(part), part.kind)
+            if index is not None:
+                names = [*names, index]
+            paths.update(f"{part.path}/{name}".lstrip("/") for name in names)
+        return paths
+
+
+def differing_parts(
+    first: WeightsFolder, first_part: FolderPart, second: WeightsFolder, second_part: FolderPart
+) -> list[Difference]:
+    """The settings that differ between a part of two folders and change the output, with values as
+    text.
+
+    Raises CorruptError for a settings file that cannot be parsed.
+    """
+    differences = []
+    records = first_part.record, second_part.record
+    if first_part.kind == "module" and records[0] is not None and records[1] is not None:
+        before, after = records[0].class_name, records[1].class_name
+        if before != after:  # plain modules have no settings file
+            differences.append(("class", before, after))
+    first_store, second_store = first.store_of(first_part), second.store_of(second_part)
+    return [*differences, *differing_settings(first_store, second_store, first_part.kind)]
+
+
+def open_folder(place: Place) -> TensorFile:
+    """The tensors in a folder (or under the prefix of a TensorFlow checkpoint), in any format.
+
+    Raises LoadError when there are no weights; CorruptError when files are missing or inconsistent.
+    """
+    with damaged_input(place):
+        return _open_any_folder(place)
+
+
+def _open_any_folder(place: Place) -> TensorFile:
+    store = place.folder
+    exists = store.list_folder().exists
+    if exists and store.stat(MANIFEST_NAME) is not None:
+        return _open_own_checkpoint(place)
+    parts = list(_huggingface_parts(store)) if exists else []
+    if parts:
+        return WeightsFolder(place, parts)
+    opened = _open_foreign_folder(place)
+    if opened is not None:
+        return opened
+    if not exists:
+        raise LoadError(why_no_checkpoint(place))
+    contents = describe_contents(place)
+    if contents.kind in UNREADABLE:
+        raise LoadError(contents.sentence(place))
+    endings = [entry.suffixes[0] for entry in tensor_formats() if entry.suffixes]
+    expected = ", ".join(f"*{ending}" for ending in dict.fromkeys(endings))
+    raise LoadError(
+        f"{place}: no weights found; expected {expected}, a {MANIFEST_NAME}, or a folder of "
+        "torch.distributed.checkpoint, TensorFlow or orbax"
+    )
+
+
+def _open_foreign_folder(place: Place) -> TensorFile | None:
+    """The tensors in a folder of another program; None if no format recognises it."""
+    # the more specific of two matching formats is registered later
+    for tensor_format in reversed(tensor_formats()):
+        opened = tensor_format.open_folder(place)
+        if opened is not None:
+            return opened
+    return None
+
+
+def _open_own_checkpoint(place: Place) -> TensorFile:
+    manifest = load_manifest(place.folder)
+    refuse_delta(manifest, place)
+    for format_name in sorted({part.format for part in manifest.parts}):
+        tensor_file = format_named(format_name).open_folder(place)
+        if tensor_file is not None:
+            return tensor_file
+    parts = []
+    for record in manifest.parts:
+        if record.kind == "state":
+            continue
+        names = sorted({tensor.file for tensor in record.tensors})
+        file = join_weight_files(place.folder, names)
+        ties = dict(file.ties)
+        for name, *aliases in record.ties:
+            if name in file.specs:
+                ties.update(dict.fromkeys(aliases, name))
+        file.ties = ties
+        parts.append(FolderPart(record.path, record.kind, file, record, library_stem(names)))
+    return WeightsFolder(place, parts, manifest)
+
+
+def refuse_delta(manifest: Manifest, place: Place) -> None:
+    """Raise LoadError if this is the manifest of a delta, which has only some elements of the
+    weights.
+    """
+    if manifest.delta:
+        base = manifest.delta.get("base")
+        raise LoadError(
+            f"{place}: a delta on {base}, expected all weights; `ft-ckpt pull` makes the "
+            "checkpoint of it"
+        )
+
+
+def _huggingface_parts(store: Store) -> Iterator[FolderPart]:
+    for kind in STEMS:
+        names, index = weight_files(store, kind)
+        if names:
+            if index is not None:
+                check_shard_index(store, index, names)
+            file = join_weight_files(store, names)
+            yield FolderPart("", kind, file, stem=library_stem(names))

@@ -1,0 +1,8 @@
+"""The parts of a save, one for each loadable folder.
+
+Nothing here writes a file. Begin at `save_parts`; `adapters` chooses the tensors of adapters.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,218 @@
+"""The parts of an adapter save: the tensors that PEFT selects, trained and resized tensors of the
+base, and those that the files of the base lack.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
+from ft_ckpt.model.base import absent_parameters, resized_embeddings
+from ft_ckpt.model.parts.peft_selection import adapter_entries
+from ft_ckpt.model.tensors import (
+    ADAPTER_FILE,
+    PREFIX,
+    Entry,
+    Part,
+    View,
+    cast_entries,
+    entries_of_base,
+    is_peft_model,
+    model_below,
+    unchanged_entry,
+)
+
+
+def adapter_parts(
+    view: View,
+    name: str,
+    path: str,
+    dtype: str,
+    in_folders: bool = False,
+    *,
+    with_absent: bool = True,
+) -> list[Part]:
+    """One part per adapter, in `path`/NAME or (`in_folders`) `path`/adapters/NAME.
+
+    "default" is in `path` itself, as in PEFT, unless `in_folders`. `with_absent`: without the base
+    beside it, an adapter has those parameters of the base that the files of the base lack and the
+    adapter does not replace. Raises NotAnAdapterError when the module has none, SelectionError when
+    an adapter has non-tensor state or is drawn again at each load, IncompleteError when it has no
+    tensors.
+    """
+    if not view.has_adapters:
+        raise NotAnAdapterError(
+            f"adapter_only=True: {type(view.module).__name__} has no PEFT adapter; wrap it with "
+            "peft.get_peft_model, inject one, or save with adapter_only=False"
+        )
+    _refuse_redrawn(view.module)
+    _refuse_extra(view)
+    selected = {adapter: adapter_entries(view, adapter) for adapter in view.module.peft_config}
+    of_base, notes = _entries_left_out(view, selected)
+    absent: list[Entry] = []
+    if not in_folders:
+        for entry_name, _ in entries_of_base(view.module, view.extra):
+            notes.append(
+                f"{entry_name}: state of the base that is no tensor, not in an adapter's file"
+            )
+        if with_absent:
+            absent, absent_notes = _absent_entries(view)
+            notes += absent_notes
+    active = view.active_adapters
+    base_ids = {id(source) for _, source in view.base_sources()}
+    omitted = []  # by PEFT
+    for source in view.sources.values():
+        if id(source) not in base_ids and not source.trainable:
+            omitted.append(source)
+    parts = []
+    for adapter, entries in selected.items():
+        stored = list(entries)
+        if adapter in active or not active:
+            stored += of_base
+        stored_names = {entry.name for entry in stored}
+        lacking = [entry for entry in absent if entry.name not in stored_names]
+        subfolder = "" if adapter == "default" and not in_folders else adapter
+        folders = [path, "adapters" if in_folders else "", subfolder]
+        part = Part(
+            "/".join(filter(None, (name, subfolder))),
+            "/".join(filter(None, folders)),
+            "adapter",
+            view.module,
+            cast_entries([*stored, *lacking], view.module, dtype),
+            file=ADAPTER_FILE,
+            adapter=adapter,
+            active=adapter in active,
+            beside=in_folders,
+            base=_frozen_base(view, [*of_base, *lacking]),
+            notes=(*notes, *map(_note_on_lacking, lacking)),
+            omitted=tuple(omitted),
+        )
+        if not part.entries:
+            raise IncompleteError(
+                f"adapter {adapter!r}: PEFT selects no tensors for it; nothing is written"
+            )
+        parts.append(part)
+    return parts
+
+
+def why_redrawn(adapter: str, config: Any) -> str:
+    """Why PEFT draws other numbers for the adapter each time that it makes it.
+
+    "" if it does not.
+    """
+    # UniLora
+    if getattr(config, "proj_seed", 0) is None and not getattr(config, "save_indices", True):
+        return (
+            f"adapter {adapter!r}: proj_seed is None and save_indices is off, make it with one of "
+            "them"
+        )
+    return ""
+
+
+def _refuse_redrawn(module: Any) -> None:
+    reasons = [why_redrawn(adapter, config) for adapter, config in module.peft_config.items()]
+    redrawn = listing([reason for reason in reasons if reason])
+    if redrawn:
+        raise SelectionError(f"{redrawn}; its file would be another adapter at each load")
+
+
+def _refuse_extra(view: View) -> None:
+    """Refuse non-tensor state of an adapter, because PEFT's file cannot store it."""
+    names = {name: name for name in view.extra}
+    of_base = {name for _, name in entries_of_base(view.module, names)}
+    of_adapters = sorted(names.keys() - of_base)
+    if of_adapters:
+        raise SelectionError(
+            f"{listing(of_adapters, ', ')}: state of an adapter that is no tensor has no place in "
+            "its file; save the run with save_state(), which keeps it"
+        )
+
+
+def _frozen_base(view: View, stored: Sequence[Entry]) -> dict[str, Any]:
+    """The frozen tensors of the base that are not stored with the adapter, by base name."""
+    stored_ids = {id(entry.source) for entry in stored}
+    frozen = {}
+    for name, source in view.base_sources():
+        if not source.trainable and id(source) not in stored_ids:
+            frozen[name] = source
+    return frozen
+
+
+def _note_on_lacking(entry: Entry) -> str:
+    return f"{entry.name}: saved with the adapter because the base's files lack it"
+
+
+def _entries_left_out(
+    view: View, selected: Mapping[str, Sequence[Entry]]
+) -> tuple[list[Entry], list[str]]:
+    """Base tensors to store with the adapter (trained ones, resized embeddings), and notes on
+    them.
+    """
+    stored_keys: set[int] = set()
+    for entries in selected.values():
+        for entry in entries:
+            stored_keys.update(source.key for source in entry.sources)
+    resized = resized_embeddings(view, model_below(view.module))
+    prefix = "" if is_peft_model(view.module) else PREFIX
+    base_ids = {id(source) for _, source in view.base_sources()}
+    entries_of_adapter, notes = [], []
+    for name, source in view.sources.items():
+        if id(source) not in base_ids or source.key in stored_keys:
+            continue
+        if source.trainable or name in resized:
+            entries_of_adapter.append(unchanged_entry(prefix + name, source))
+            stored_keys.add(source.key)
+            reason = "trained" if source.trainable else "resized"
+            notes.append(f"{name}: saved with the adapter because it was {reason}")
+    return entries_of_adapter, notes
+
+
+def _absent_entries(view: View) -> tuple[list[Entry], list[str]]:
+    """The base parameters that the files of the base lack, under the names that PEFT loads them by,
+    and notes.
+
+    They are random at each load, such as the head of a classifier on a causal base.
+    """
+    base = dict(view.base_sources())
+    model = model_below(view.module)
+    identities = []
+    for config in view.module.peft_config.values():
+        identities.append((config.base_model_name_or_path, config.revision))
+    identities.append((getattr(model, "name_or_path", None), None))
+    absent = absent_parameters(model, base, [identity for identity in identities if identity[0]])
+    if absent and absent >= {name for name, source in base.items() if source.is_parameter}:
+        note = (
+            f"{type(model).__name__}: none of its parameters is in the files of the base that the "
+            "adapter names; load the adapter with base= and this model"
+        )
+        return [], [note]
+    prefix = "" if is_peft_model(view.module) else PREFIX
+    entries = []
+    for name in sorted(absent):
+        steps = [step for step in base[name].name.split(".") if step != "original_module"]
+        entries.append(unchanged_entry(prefix + ".".join(steps), base[name]))
+    return entries, []
+
+
+def missing_trainable(view: View, parts: Iterable[Part]) -> list[str]:
+    """Trainable tensors that none of `parts` stores."""
+    stored: set[int] = set()
+    for part in parts:
+        for entry in part.entries:
+            stored.update(source.key for source in entry.sources)
+    missing = []
+    for name, source in view.sources.items():
+        if source.trainable and source.key not in stored:
+            missing.append(name)
+    return missing
+
+
+def check_complete(view: View, parts: list[Part]) -> None:
+    """Raise IncompleteError naming every trainable tensor of the model that no adapter part
+    stores.
+    """
+    missing = missing_trainable(view, parts)
+    if missing:
+        raise IncompleteError(
+            f"{listing(missing, ', ')}: trained, but in no adapter's selection; save with "
+            "adapter_only=False, or freeze them"
+        )

@@ -1,0 +1,179 @@
+"""The tokenizer beside a model: whether the model has a row for each token, and its files."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+from transformers.models.auto.processing_auto import processor_class_from_name
+
+from ft_ckpt.errors import CompanionError, listing
+from ft_ckpt.model.base import embedding_of
+from ft_ckpt.ranks import layout_of
+
+_SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+def check_tokenizer(model: nn.Module, tokenizer: Any) -> tuple[str, ...]:
+    """A note on the tokens that have no row in the model's input embedding.
+
+    Additional rows are valid padding. Published models have such tokens: Gemma 3 1B has that of its
+    larger siblings' images. Raises CompanionError for one that a text always has: a special token
+    (end, start, padding, ...), or a token in the chat template.
+    """
+    text_tokenizer, rows = tokenizer_of_text(tokenizer), embedding_rows(model)
+    if text_tokenizer is None or rows is None:
+        return ()
+    tokens = _tokens_from(text_tokenizer, rows)
+    problems = _special_tokens_from(text_tokenizer, rows)
+    templates = "".join(_chat_templates(text_tokenizer, tokenizer))
+    for token, number in tokens.items():
+        if str(token) in templates:
+            problems.append(f"{token!r} of the chat template has id {number}")
+    if problems:
+        raise CompanionError(
+            f"tokenizer: {listing(problems, ', ')}, the model has {rows} embedding rows; call "
+            f"model.resize_token_embeddings({len(text_tokenizer)}) before training, or pass the "
+            "tokenizer the model was trained with"
+        )
+    if not tokens:
+        return ()
+    names = listing([repr(token) for token in tokens], ", ")
+    note = (
+        f"tokenizer: {names}: {len(tokens)} token(s) without a row among the model's {rows} "
+        "embedding rows; the model cannot read a text with one of them"
+    )
+    return (note,)
+
+
+def _tokens_from(tokenizer: Any, first_id: int) -> dict[Any, int]:
+    """The tokens with an id of at least `first_id`."""
+    ids = list(range(first_id, len(tokenizer)))
+    if not ids:
+        return {}
+    return dict(zip(tokenizer.convert_ids_to_tokens(ids), ids, strict=True))
+
+
+def _special_tokens_from(tokenizer: Any, first_id: int) -> list[str]:
+    """A line for each special token with an id of at least `first_id`."""
+    lines = []
+    for kind in _SPECIAL_TOKENS:
+        number = getattr(tokenizer, f"{kind}_token_id", None)
+        if isinstance(number, int) and number >= first_id:
+            lines.append(f"the {kind}_token has id {number}")
+    return lines
+
+
+def _chat_templates(*owners: Any) -> Iterator[str]:
+    """The texts of the chat templates of a tokenizer and its processor."""
+    for owner in owners:
+        template = getattr(owner, "chat_template", None)
+        texts = template.values() if isinstance(template, dict) else [template]
+        for text in texts:
+            if text:
+                yield str(text)
+
+
+def tokenizer_of_text(tokenizer: Any) -> Any:
+    """The tokenizer, or the tokenizer of a processor; None if a processor has none."""
+    text_tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    return text_tokenizer if hasattr(text_tokenizer, "convert_tokens_to_ids") else None
+
+
+def token_id(model: nn.Module, tokenizer: Any, token: str) -> int:
+    """The id of a stop token.
+
+    Raises CompanionError when it is not in the vocabulary, or the model has no row for it.
+    """
+    number = tokenizer.convert_tokens_to_ids(token)
+    is_unknown = number == tokenizer.unk_token_id and token != str(tokenizer.unk_token)
+    if number is None or is_unknown:
+        raise CompanionError(
+            f"tokenizer: {token!r} is not in the vocabulary (id {number}), expected it as a stop "
+            "token; add it to the tokenizer before training, or use another chat_template_name"
+        )
+    rows = embedding_rows(model)
+    if rows is not None and number >= rows:
+        raise CompanionError(
+            f"tokenizer: {token!r} has id {number}, the model has {rows} embedding rows; call "
+            "model.resize_token_embeddings(len(tokenizer)) before training"
+        )
+    return int(number)
+
+
+def embedding_rows(model: nn.Module) -> int | None:
+    """Rows of the input embedding: its declared size, global shape, or the config's vocab_size.
+
+    None if unknown.
+    """
+    embedding = embedding_of(model)
+    rows = getattr(embedding, "num_embeddings", None)
+    if isinstance(rows, int):
+        return rows
+    weight = getattr(embedding, "weight", None)
+    shape = layout_of(weight).shape if isinstance(weight, torch.Tensor) else ()
+    if len(shape) == 2:  # not the convolution that embeds images
+        return shape[0]
+    try:
+        config: Any = model.config
+        return getattr(config.get_text_config(decoder=True), "vocab_size", None)
+    except (AttributeError, ValueError):  # no config, or several text configs in it
+        return None
+
+
+def write_tokenizer(folder: Path, tokenizer: Any) -> None:
+    """Write a tokenizer or processor into the existing `folder`, under classes that transformers
+    finds by their names.
+
+    The live one is not changed.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        tokenizer = copy.deepcopy(tokenizer)  # a processor modifies its tokenizer when it is saved
+    elif _substitutes(tokenizer):
+        tokenizer = copy.copy(tokenizer)
+    for part, substitute in _substitutes(tokenizer):
+        part.__class__ = substitute
+    tokenizer.save_pretrained(str(folder))
+
+
+def notes_on_classes(tokenizer: Any) -> tuple[str, ...]:
+    """Notes on the classes of a tokenizer or processor that `write_tokenizer` stores as others."""
+    notes = []
+    for part, substitute in _substitutes(tokenizer):
+        notes.append(
+            f"{type(part).__name__}: a class that transformers does not have, saved as its "
+            f"{substitute.__name__}; its own code is not in the checkpoint"
+        )
+    return tuple(notes)
+
+
+def _substitutes(tokenizer: Any) -> list[tuple[Any, type]]:
+    """A tokenizer or processor and its parts whose classes an Auto class cannot find, with the
+    ancestors it finds.
+
+    Such a class is of the script, or a library made it at run time.
+    """
+    parts = [tokenizer]
+    parts += [part for part in vars(tokenizer).values() if hasattr(part, "save_pretrained")]
+    substitutes = []
+    for part in parts:
+        cls = _findable_class(type(part))
+        if cls is not None and cls is not type(part):
+            substitutes.append((part, cls))
+    return substitutes
+
+
+def _findable_class(cls: type) -> type | None:
+    """The class, or its nearest ancestor, that has code in its checkpoint, is registered, or is
+    transformers' own.
+    """
+    for base in cls.__mro__:
+        has_code = getattr(base, "_auto_class", None) is not None
+        is_exported = getattr(transformers, base.__name__, None) is base
+        if has_code or is_exported or processor_class_from_name(base.__name__) is base:
+            return base
+    return None

@@ -1,0 +1,117 @@
+"""A module of the live model with its tensors; of a model with adapters, the base in it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from ft_ckpt.errors import IncompleteError, SelectionError, UnknownAttributeError
+from ft_ckpt.messages import did_you_mean
+from ft_ckpt.model.tensors.peft_paths import (
+    active_adapters,
+    entries_of_base,
+    has_adapters,
+    model_below,
+    root_steps,
+)
+from ft_ckpt.ranks import Source, unwrap
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """A module of the live model, unwrapped, with its tensors by relative name."""
+
+    module: Any  # an nn.Module of any class
+    sources: Mapping[str, Source] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)  # non-tensor values of its state dict
+
+    @property
+    def has_adapters(self) -> bool:
+        return has_adapters(self.module)
+
+    @property
+    def active_adapters(self) -> list[str]:
+        """Names of the active adapters, of a PeftModel or injected."""
+        return active_adapters(self.module)
+
+    @property
+    def base(self) -> "View":
+        """The base model, with its names from before the adapters were added."""
+        extra = dict(entries_of_base(self.module, self.extra))
+        return View(model_below(self.module), dict(self.base_sources()), extra)
+
+    def base_sources(self) -> Iterator[tuple[str, Source]]:
+        """(name in the base model, source) of every tensor of the base model."""
+        return entries_of_base(self.module, self.sources)
+
+    def path_in_base(self, path: str) -> str:
+        """The path, in the base model, of the module at `path`, which is not inside a PEFT
+        layer.
+        """
+        return ".".join(path.split(".")[len(root_steps(self.module)) :])
+
+
+def view_of(
+    model: nn.Module,
+    sources: Mapping[str, Source],
+    attribute: str = "",
+    extra: Mapping[str, Any] | None = None,
+) -> View:
+    """A view of the whole model, or of the submodule at the dotted path `attribute`.
+
+    `sources`: the tensors of the model. Raises UnknownAttributeError naming the existing
+    submodules, SelectionError when it is not a module, IncompleteError when it has no tensors.
+    """
+    module = module_at(model, attribute)
+    prefix = f"{attribute}." if attribute else ""
+    depth = len(attribute.split(".")) if attribute else 0
+    view_sources = {}
+    for name, source in sources.items():
+        if name.startswith(prefix):
+            view_sources[name.removeprefix(prefix)] = _with_raw_below(source, depth)
+    if not view_sources:
+        raise IncompleteError(
+            f"{attribute or type(module).__name__}: no tensors to save; nothing is written"
+        )
+    view_extra = {}
+    for name, value in (extra or {}).items():
+        if name.startswith(prefix):
+            view_extra[name.removeprefix(prefix)] = value
+    return View(module, view_sources, view_extra)
+
+
+def module_at(model: nn.Module, attribute: str) -> nn.Module:
+    """The model, or its submodule at the dotted path `attribute`, unwrapped.
+
+    Raises errors as `view_of`.
+    """
+    module = unwrap(model)
+    for step in attribute.split(".") if attribute else []:
+        if step not in module._modules and not hasattr(module, step):
+            names = sorted(name for name, child in module.named_children() if child is not None)
+            submodules = ", ".join(names) or "no submodules"
+            hint = did_you_mean([step], names) or f"it has {submodules}"
+            raise UnknownAttributeError(
+                f"attribute {attribute!r}: {type(module).__name__} has no {step!r}; {hint}"
+            )
+        inner = getattr(module, step)
+        if not isinstance(inner, nn.Module):
+            raise SelectionError(
+                f"attribute {attribute!r}: {step!r} is a {type(inner).__name__}, expected a module"
+            )
+        module = unwrap(inner)
+    return module
+
+
+def _with_raw_below(source: Source, depth: int) -> Source:
+    """The source with its raw name relative to the unwrapped submodule `depth` attributes down."""
+    if not depth and source.raw_name == source.name:
+        return source
+    steps, names = source.raw_name.split("."), source.name.split(".")
+    attributes, first_below = names[:depth], names[depth]
+    while attributes or steps[0] != first_below:  # steps of wrappers are left out as well
+        if steps.pop(0) == next(iter(attributes), None):
+            attributes.pop(0)
+    raw_name = ".".join(steps)
+    return source if raw_name == source.raw_name else replace(source, raw_name=raw_name)
