@@ -12,9 +12,8 @@ import torch
 import transformers
 from accelerate import Accelerator
 from compare import assert_same_tensors, reference, stored
-from peft import PeftModel
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from ft_ckpt import verify
 from ft_ckpt.checkpoint import MANIFEST_NAME
@@ -178,14 +177,6 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
     return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
 
 
-def test_whole_model(accelerator: Accelerator, tmp_path: Path) -> None:
-    model = models.build("llama")
-    folder = saved(accelerator, model, tmp_path / "out")
-    assert equal(AutoModelForCausalLM.from_pretrained(folder), model)
-    generation = GenerationConfig.from_pretrained(folder)
-    assert (generation.eos_token_id, generation.bos_token_id) == (1, 0)
-
-
 @pytest.mark.parametrize(("template", "eos"), [("olmo_thinker", [5, 6]), ("tulu", 1), (None, 1)])
 def test_stop_tokens_follow_the_template(
     template, eos, accelerator: Accelerator, tmp_path: Path
@@ -194,25 +185,6 @@ def test_stop_tokens_follow_the_template(
     model.generation_config.eos_token_id = 9
     folder = saved(accelerator, model, tmp_path / "out", chat_template_name=template)
     assert GenerationConfig.from_pretrained(folder).eos_token_id == eos
-
-
-def test_lora_saves_the_adapter_only(accelerator: Accelerator, tmp_path: Path) -> None:
-    model = models.build("lora")
-    folder = saved(accelerator, model, tmp_path / "out", use_lora=True)
-    assert not list(folder.glob("model*.safetensors"))
-    base = models.qwen3()
-    models.fill(base)
-    loaded = PeftModel.from_pretrained(base, folder)
-    adapter = {n: t for n, t in model.state_dict().items() if "lora_" in n and ".default" in n}
-    assert adapter
-    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in adapter.items())
-
-
-def test_attribute_is_saved_as_the_model(accelerator: Accelerator, tmp_path: Path) -> None:
-    """PPO's policy alone, loadable by from_pretrained."""
-    model = models.build("policy_and_value")
-    folder = saved(accelerator, model, tmp_path / "out", model_attribute_to_save="policy")
-    assert equal(LlamaForCausalLM.from_pretrained(folder), model.policy)
 
 
 @pytest.mark.parametrize("attribute", ["policy", None])

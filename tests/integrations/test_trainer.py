@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import trainers
 from accelerate import ParallelismConfig
+from contract_integration import rot
 from on_ranks import RANK, call_on_ranks, on_ranks
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
@@ -27,7 +28,6 @@ from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,
     CorruptError,
-    NotACheckpointError,
     SelectionError,
 )
 from ft_ckpt.integrations import trainer_files
@@ -85,13 +85,6 @@ def test_resumed_after_any_step(tmp_path, shape):
         assert losses(again) == losses(whole)
 
 
-def test_killed_twice_and_resumed_from_the_newest(tmp_path):
-    expected = run(trainer(tmp_path / "plain", save_strategy="no"))
-    seen = run(ours(tmp_path / "run", stop_after=5))
-    seen += run(ours(tmp_path / "run", stop_after=8), True)
-    assert seen + run(ours(tmp_path / "run"), True) == expected
-
-
 class ByName(trainers.Recorded):
     """Reaches Trainer's method by its name, as DPO and KTO trainers of LLaMA-Factory do."""
 
@@ -138,37 +131,12 @@ def test_later_passes_over_a_stream_keep_their_order(tmp_path, accumulate):
     assert epochs == [row["epoch"] for row in whole.state.log_history if "loss" in row]
 
 
-def test_a_checkpointed_class_saves_and_resumes(tmp_path):
-    expected = run(trainer(tmp_path / "plain", save_strategy="no"))
-    cls = checkpointed(Recorded, keep=2, on_difference="ignore")
-    assert (cls.__name__, issubclass(cls, Recorded)) == ("Recorded", True)
-    seen = run(trainer(tmp_path / "run", cls=cls, stop_after=5))
-    assert names(tmp_path / "run") == ["checkpoint-4", "checkpoint-5"]
-    assert not [*(tmp_path / "run").rglob("*.pt*")], "no pickles"
-    assert seen + run(trainer(tmp_path / "run", cls=cls), True) == expected
-    with pytest.raises(ConfigError, match="Recorded: saves through ft_ckpt already"):
-        checkpointed(trainer(tmp_path / "twice", cls=cls))
-    with pytest.raises(ConfigError, match=r"every=.*save_strategy"):
-        checkpointed(Trainer, every=5)
-
-
-def test_a_damaged_and_a_half_written_checkpoint_are_passed_over(tmp_path):
-    """Killed in the middle of a save, the newest folder is half-written."""
-    expected = run(ours(tmp_path, stop_after=4))
-    (tmp_path / "checkpoint-5").mkdir()
-    (tmp_path / "checkpoint-5" / "model.safetensors").write_bytes(b"half")
-    damaged = tmp_path / "checkpoint-4" / "state" / "training.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-8])
-    with pytest.raises(CorruptError, match=r"training\.safetensors"):
-        run(ours(tmp_path), tmp_path / "checkpoint-4")
-    with pytest.warns(UserWarning, match="checkpoint-4: not whole"):
-        assert run(ours(tmp_path, stop_after=4), True) == expected[3:]
-
-
 def test_training_does_not_begin_afresh_where_no_checkpoint_of_ours_is_whole(tmp_path):
     run(ours(tmp_path, stop_after=2))
     for checkpoint in tmp_path.glob("checkpoint-*"):
         rot(checkpoint / "state" / "training.safetensors")
+    with pytest.raises(CorruptError, match=r"training\.safetensors"):
+        run(ours(tmp_path), tmp_path / "checkpoint-2")
     with (
         pytest.warns(UserWarning, match="not whole"),
         pytest.raises(CorruptError, match=r"damaged .see the.*afresh"),
@@ -176,10 +144,64 @@ def test_training_does_not_begin_afresh_where_no_checkpoint_of_ours_is_whole(tmp
         run(ours(tmp_path), True)
 
 
-def rot(file):
-    """Turn the last bit of a file."""
-    content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+@pytest.mark.parametrize(
+    ("limit", "figures", "kept"),
+    [(2, [0.5, 0.1], {2, 14, 99}), (1, [0.1], {1, 14, 99})],
+    ids=["two", "one"],
+)
+def test_the_limit_keeps_the_best_the_last_and_folders_of_others(tmp_path, limit, figures, kept):
+    (tmp_path / "checkpoint-99").mkdir()
+    metrics = iter([*figures, *[0.7] * 20])
+    made = ours(
+        tmp_path,
+        **EVALUATED,
+        save_total_limit=limit,
+        load_best_model_at_end=True,
+        metric_for_best_model="figure",
+        greater_is_better=False,
+        compute_metrics=lambda _: {"figure": next(metrics)},
+    )
+    made.train()
+    assert set(names(tmp_path)) == {f"checkpoint-{step}" for step in kept}
+    best_folder = tmp_path / f"checkpoint-{len(figures)}"
+    assert made.state.best_model_checkpoint == str(best_folder)
+    assert made.args.save_total_limit == limit
+    best = load_file(best_folder / "model.safetensors")
+    live = made.model.state_dict()
+    assert all(torch.equal(live[name], tensor) for name, tensor in best.items())
+
+
+def test_weights_alone_unless_the_state_is_asked_for(tmp_path):
+    made = ours(tmp_path, stop_after=2, save_only_model=True)
+    run(made)
+    assert not (tmp_path / "checkpoint-2" / "state").exists()
+    again = ours(tmp_path, stop_after=2, seed=1, save_only_model=True)
+    assert run(again, True) == []
+    assert again.state.global_step == 2
+    assert all(map(torch.equal, made.model.parameters(), again.model.parameters()))
+    shape = {"save_only_model": True, "state": True}
+    run(ours(tmp_path / "state", stop_after=2, **shape))
+    assert len(run(ours(tmp_path / "state", stop_after=3, seed=1, **shape), True)) == 1
+
+
+def test_what_cannot_work_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="save_strategy"):
+        FtCkptCallback(every=Every(steps=3))
+    with pytest.raises(ConfigError, match=r"every=.*save_strategy"):
+        checkpointed(Trainer, every=5)
+    with pytest.raises(ConfigError, match="not a setting"):
+        FtCkptCallback(keep_last=3)
+    late = trainer(tmp_path)
+    late.add_callback(FtCkptCallback())
+    with pytest.raises(ConfigError, match=r"call checkpointed\(trainer\)"):
+        late.train()
+    cls = checkpointed(Recorded)
+    assert (cls.__name__, issubclass(cls, Recorded)) == ("Recorded", True)
+    existing = trainer(tmp_path)
+    assert checkpointed(existing) is existing
+    for twice in (trainer(tmp_path, cls=cls), existing):
+        with pytest.raises(ConfigError, match="Recorded: saves through ft_ckpt already"):
+            checkpointed(twice)
 
 
 def test_what_is_verified_is_what_is_read(tmp_path, monkeypatch):
@@ -222,18 +244,13 @@ def test_the_first_start_and_the_second_are_one_line(tmp_path, caplog, wanted):
     )
     again = ours(tmp_path / "run", stop_after=2)
     assert len(run(again, wanted)) == 1
+    assert run(ours(tmp_path / "run", stop_after=0), "never") == []
     told = [
         line
         for line in caplog.messages
         if line.startswith("resumed checkpoint-1 at step 1, epoch 0, batch 1, saved ")
     ]
     assert len(told) == 1
-
-
-def test_nothing_to_resume_from(tmp_path):
-    with pytest.raises(NotACheckpointError, match="no whole checkpoint"):
-        ours(tmp_path / "run").train(resume_from_checkpoint="must")
-    assert run(ours(tmp_path / "run", stop_after=0), "never") == []
 
 
 @pytest.mark.sample("llama")
@@ -341,7 +358,7 @@ def test_a_run_says_what_it_does(tmp_path, caplog):
     ]
 
 
-def test_a_checkpoint_holds_no_pickle(tmp_path):
+def test_the_files_of_a_checkpoint(tmp_path):
     made = ours(tmp_path, stop_after=2, processing_class=trainers.models.tokenizer())
     run(made)
     folder = tmp_path / "checkpoint-2"
@@ -355,63 +372,11 @@ def test_a_checkpoint_holds_no_pickle(tmp_path):
         "trainer_state.json",
         "state/training.json",
     } <= files
-    assert {path.rsplit(".", 1)[-1] for path in files} <= {"json", "safetensors", "jinja"}
     state = json.loads((folder / "trainer_state.json").read_text())
     assert (state["global_step"], losses(made)) == (
         2,
         [row["loss"] for row in state["log_history"]],
     )
-    assert ft_ckpt.load_model(folder).num_parameters() == made.model.num_parameters()
-
-
-def test_an_adapter_without_its_base(tmp_path):
-    run(ours(tmp_path, kind="lora", stop_after=1))
-    files = {path.name for path in (tmp_path / "checkpoint-1").rglob("*.safetensors")}
-    assert files == {"adapter_model.safetensors", "training.safetensors"}
-
-
-def test_the_limit_and_the_best(tmp_path):
-    """The best checkpoint deleted by the limit, or folders of others."""
-    foreign = tmp_path / "checkpoint-99"
-    foreign.mkdir()
-    metrics = iter([0.5, 0.1, *[0.7] * 20])
-    shape = {
-        **EVALUATED,
-        "save_total_limit": 2,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "figure",
-    }
-    made = ours(
-        tmp_path,
-        greater_is_better=False,
-        compute_metrics=lambda _: {"figure": next(metrics)},
-        **shape,
-    )
-    made.train()
-    assert names(tmp_path) == ["checkpoint-14", "checkpoint-2", "checkpoint-99"]
-    assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
-    best = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
-    live = made.model.state_dict()
-    assert all(torch.equal(live[name], tensor) for name, tensor in best.items())
-
-
-def test_the_last_stays_with_a_limit_of_one(tmp_path):
-    metrics = iter([0.1, *[0.7] * 20])
-    shape = {
-        **EVALUATED,
-        "save_total_limit": 1,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "figure",
-    }
-    made = ours(
-        tmp_path,
-        greater_is_better=False,
-        compute_metrics=lambda _: {"figure": next(metrics)},
-        **shape,
-    )
-    made.train()
-    assert names(tmp_path) == ["checkpoint-1", "checkpoint-14"]
-    assert made.args.save_total_limit == 1
 
 
 @pytest.mark.slow
@@ -444,23 +409,6 @@ def test_a_checkpoint_of_the_trainers_own(tmp_path):
     assert run(ours(taken, seed=1, **data), path) == expected
     assert run(ours(tmp_path / "again", seed=1, **data), taken / "checkpoint-6") == expected[3:]
     assert run(ours(tmp_path / "theirs", seed=1, save_strategy="no", **data), True) == expected
-
-
-def test_weights_alone(tmp_path):
-    made = ours(tmp_path, stop_after=2, save_only_model=True)
-    run(made)
-    assert not (tmp_path / "checkpoint-2" / "state").exists()
-    again = ours(tmp_path, stop_after=2, seed=1, save_only_model=True)
-    assert run(again, True) == []
-    assert again.state.global_step == 2
-    assert all(map(torch.equal, made.model.parameters(), again.model.parameters()))
-
-
-def test_the_state_of_a_run_where_the_trainer_would_keep_weights_alone(tmp_path):
-    run(ours(tmp_path, stop_after=2, save_only_model=True, state=True))
-    assert (
-        len(run(ours(tmp_path, stop_after=3, seed=1, save_only_model=True, state=True), True)) == 1
-    )
 
 
 def test_callbacks_keep_their_state(tmp_path):
@@ -500,47 +448,12 @@ def test_a_save_in_the_middle_of_a_step_waits_for_its_end(tmp_path):
     assert first + run(ours(tmp_path / "run", gradient_accumulation_steps=2), True) == expected
 
 
-def test_what_a_subclass_adds_to_saving_stays(tmp_path):
-    class Noting(Recorded):
-        def _save_checkpoint(self, model, trial):
-            self.noted = self.state.global_step
-            super()._save_checkpoint(model, trial)
-
-    made = ours(tmp_path, cls=Noting, stop_after=2)
-    run(made)
-    assert (made.noted, type(made).__name__, isinstance(made, Noting)) == (2, "Noting", True)
-    assert ft_ckpt.latest(tmp_path) == tmp_path / "checkpoint-2"
-
-
-def test_a_trainer_that_exists_saves_and_resumes(tmp_path):
-    expected = run(trainer(tmp_path / "plain", save_strategy="no"))
-    settings = {"keep": 2, "on_difference": "ignore"}
-    first = trainer(tmp_path / "run", stop_after=5)
-    assert checkpointed(first, **settings) is first
-    with pytest.raises(ConfigError, match="saves through ft_ckpt already"):
-        checkpointed(first)
-    seen = run(first)
-    assert names(tmp_path / "run") == ["checkpoint-4", "checkpoint-5"]
-    assert seen + run(checkpointed(trainer(tmp_path / "run"), **settings), True) == expected
-
-
 def test_one_callback_serves_the_trainers_that_a_program_makes(tmp_path):
     """Of a search over hyper-parameters, for example."""
     callback = FtCkptCallback(on_difference="ignore")
     for name in ("first", "second"):
         run(trainer(tmp_path / name, [callback], max_steps=1))
         assert ft_ckpt.latest(tmp_path / name) == tmp_path / name / "checkpoint-1"
-
-
-def test_what_cannot_work_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="save_strategy"):
-        FtCkptCallback(every=Every(steps=3))
-    with pytest.raises(ConfigError, match="not a setting"):
-        FtCkptCallback(keep_last=3)
-    made = trainer(tmp_path)
-    made.add_callback(FtCkptCallback())
-    with pytest.raises(ConfigError, match=r"call checkpointed\(trainer\)"):
-        made.train()
 
 
 def test_writers_are_invited_before_the_first_step(tmp_path):
@@ -738,37 +651,3 @@ CUT_TWICE = [
 @pytest.mark.parametrize(("ranks", "way", "kind"), CUT_TWICE)
 def test_models_that_transformers_has_cut_twice(tmp_path, ranks, way, kind):
     call_on_ranks(ranks, on_mesh, tmp_path, way, kind, launch="mesh", timeout=280)
-
-
-def test_sft_trainer(tmp_path):
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_list([{"text": f"w{i} w{i + 1} w{3 * i} w2"} for i in range(8)])
-
-    def made(folder, callbacks=(), **settings):
-        defaults = {
-            "per_device_train_batch_size": 2,
-            "num_train_epochs": 2,
-            "save_steps": 1,
-            "max_length": 16,
-        }
-        args = trl.SFTConfig(str(folder), **{**trainers.SILENT, **defaults, **settings}, bf16=False)
-        tokenizer = trainers.models.tokenizer()
-        return trl.SFTTrainer(
-            trainers.model(),
-            args,
-            train_dataset=rows,
-            processing_class=tokenizer,
-            callbacks=list(callbacks),
-        )
-
-    plain = made(tmp_path / "plain", save_strategy="no")
-    plain.train()
-    first = made(tmp_path / "run", [FtCkptCallback(), trainers.Stop(3)])
-    with pytest.raises(trainers.Stop.Killed):
-        first.train()
-    again = made(tmp_path / "run", [FtCkptCallback()])
-    again.train(resume_from_checkpoint=True)
-    assert losses(again) == losses(plain)
-    assert all(map(torch.equal, plain.model.parameters(), again.model.parameters()))
-    assert ft_ckpt.verify(tmp_path / "run" / "checkpoint-8").ok
