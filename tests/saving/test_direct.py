@@ -3,27 +3,24 @@ of them fails.
 """
 
 import errno
-import importlib.util
 import os
 import random
 import time
 from contextlib import nullcontext
 
 import faults
-import models
 import pytest
-import torch
 import torch.distributed as dist
 import xxhash
 from faulty_stores import unseen_files
 from hypothesis import given, settings, strategies as st
 from on_ranks import RANK, on_ranks
+from same_bytes import live_model, same_files, saver_of
 from seeds import examples
 from small_checkpoints import digest_like, save
 from tuning import blocks_of
-from wrappers import WRAPPERS
 
-from ft_ckpt import CheckpointSaver, latest, verify
+from ft_ckpt import latest, verify
 from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.errors import CorruptError, NoSpaceError, RankError
 from ft_ckpt.ranks import gather
@@ -41,135 +38,19 @@ from ft_ckpt.storage import (
 )
 from ft_ckpt.storage.digests import rank_parts
 
-SHORT = {"enter_timeout_seconds": 60, "on_difference": "ignore", "io_threads": 2}
-
-
-def live_model(wrapper, model):
-    torch.compiler.set_stance("force_eager")
-    live = WRAPPERS[wrapper](models.build(model))
-    live.step(models.batch(seed=RANK))
-    return live
-
-
-TWO = [
-    *(
-        ("ddp", "llama"),
-        ("ddp", "wide"),
-        ("ddp", "mixtral"),
-        ("fsdp1", "llama"),
-        ("fsdp1_flat", "qwen3"),
-    ),
-    *(("fsdp2", "qwen3"), ("fsdp2", "wide"), ("tensor_parallel", "llama")),
-]
-FOUR = [
-    *(
-        ("hsdp", "qwen3"),
-        ("fsdp2", "llama"),
-        ("ddp", "wide"),
-        ("tensor_parallel_replicas", "llama"),
-    ),
-    *(("fsdp2_tensor_parallel", "llama"), ("mesh_tensor_fsdp", "experts")),
-]
-
-
-@pytest.mark.sample("ddp-wide", "fsdp2-qwen3", "tensor_parallel-llama")
-@pytest.mark.parametrize(("wrapper", "model"), TWO)
-@on_ranks(2)
-def test_two_ranks(tmp_path, wrapper, model):
-    same_files(wrapper, model, tmp_path)
-
 
 @pytest.mark.slow
-@on_ranks(2)
-def test_two_ranks_that_cast(tmp_path):
-    same_files("fsdp2", "qwen3", tmp_path, dtype="bfloat16")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("wrapper", "model"), FOUR)
+@pytest.mark.parametrize(("wrapper", "model"), [("fsdp2", "llama"), ("ddp", "wide")])
 @on_ranks(4)
 def test_four_ranks(tmp_path, wrapper, model):
-    same_files(wrapper, model, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra"
-)
-@pytest.mark.parametrize(("wrapper", "model"), [("zero3", "qwen3"), ("zero2", "llama")])
-@on_ranks(2, env={"DS_ACCELERATOR": "cpu"}, timeout=280)
-def test_zero(tmp_path, wrapper, model):
-    same_files(wrapper, model, tmp_path)
-
-
-def same_files(wrapper, model, folder, **settings):
-    """Shards of tensors this small are gathered on rank 0 unless they are rows; or written in runs
-    of any length.
-    """
-    ways = {"usual": write_plan.MIN_RUN_BYTES, **({"in_runs": 1} if "tensor" in wrapper else {})}
-    for place, least in ways.items():
-        write_plan.MIN_RUN_BYTES, usual = least, write_plan.MIN_RUN_BYTES
-        same_files_of_a_run(wrapper, model, folder / place, **settings)
-        write_plan.MIN_RUN_BYTES = usual
-
-
-def same_files_of_a_run(wrapper, model, folder, **settings):
-    live = live_model(wrapper, model)
-    for name, each in (("one", "off"), ("all", "on")):
-        with CheckpointSaver(
-            live.accelerator, folder, each_rank_writes=each, **SHORT, **settings
-        ) as saver:
-            saver.register(model=live.model, optimizer=live.optimizer)
-            saver.save(live.model, folder / name, dtype=settings.get("dtype"))
-            saver.save_state(path=folder / f"{name}-state", adapter_only=False)
-    dist.barrier()
-    if RANK:
-        return
-    for name in ("", "-state"):
-        one, every = folder / f"one{name}", folder / f"all{name}"
-        files = sorted(path.relative_to(one) for path in one.rglob("*.safetensors"))
-        assert files == sorted(path.relative_to(every) for path in every.rglob("*.safetensors"))
-        for file in files:
-            assert (one / file).read_bytes() == (every / file).read_bytes(), file
-        assert verify(every).ok, verify(every)
-        records = {file.path: file for file in read_manifest(open_place(every)).files}
-        columns = next(
-            (
-                one
-                for one in read_manifest(open_place(every)).parts[0].tensors
-                if "o_proj" in one.name
-            ),
-            None,
-        )
-        if columns is not None and not name and folder.name == "in_runs":
-            pieces = [
-                cut
-                for cut in records["model.safetensors"].cuts
-                if columns.start <= cut.start < columns.end
-            ]
-            assert len(pieces) >= columns.shape[0] - 1, (
-                "a run of each rank in each row; neighbours may be joined"
-            )
-        assert records["model.safetensors"].cuts or (
-            folder.name == "usual" and "tensor" in wrapper
-        ), records
-        assert records["model.safetensors"].digest.startswith("xxh3-128-of-ranks:")
-        assert not list(every.rglob(".ft_ckpt-probe*"))
-    flipped(folder / "all" / "model.safetensors")
-    assert not verify(folder / "all").ok
-
-
-def flipped(file):
-    content = bytearray(file.read_bytes())
-    content[-3] ^= 1
-    file.write_bytes(content)
+    same_files(wrapper, model, tmp_path, {})
 
 
 @on_ranks(2)
 def test_rank_0_writes_what_others_do_not_see(tmp_path):
     """Rank 1 does not see rank 0's files: rank 0 writes everything."""
     live = live_model("fsdp2", "qwen3")
-    saver = CheckpointSaver(live.accelerator, tmp_path, each_rank_writes="on", **SHORT)
+    saver = saver_of(live, tmp_path, each_rank_writes="on")
     with unseen_files(shared_folders._PROBE) if RANK else nullcontext():
         saver.save(live.model, tmp_path / "saved")
     assert verify(tmp_path / "saved").ok
@@ -204,7 +85,7 @@ def full_disk(wrapper, model, rank, each, folder):
     old files stay.
     """
     live = live_model(wrapper, model)
-    saver = CheckpointSaver(live.accelerator, folder, each_rank_writes=each, **SHORT)
+    saver = saver_of(live, folder, each_rank_writes=each)
     with blocks_of(1 << 16), faults.writes() as whole:
         saver.save(live.model, step=1)
     with (
@@ -241,9 +122,7 @@ def test_all_stop_who_share_replicated_parameters(tmp_path):
 def test_all_retry_when_one_disk_was_full(tmp_path):
     """A disk that was full for a while on one rank: all ranks retry."""
     live = live_model("fsdp2", "qwen3")
-    saver = CheckpointSaver(
-        live.accelerator, tmp_path, each_rank_writes="on", when_full="wait", **SHORT
-    )
+    saver = saver_of(live, tmp_path, each_rank_writes="on", when_full="wait")
     real, tries = LocalStore.allocate, []
 
     def allocate(*args):
@@ -265,7 +144,7 @@ def test_all_retry_when_one_disk_was_full(tmp_path):
 def test_a_rank_that_fails_before_it_sends(tmp_path):
     """A rank fails before it sends its part: rank 0 does not wait for that."""
     live = live_model("fsdp2", "qwen3")
-    saver = CheckpointSaver(live.accelerator, tmp_path, each_rank_writes="off", **SHORT)
+    saver = saver_of(live, tmp_path, each_rank_writes="off")
     real = gather._BucketCarrier._pack_local
     gather._BucketCarrier._pack_local = lambda *args: 1 / 0
     try:
@@ -283,7 +162,7 @@ def test_a_rank_that_cannot_finish_its_file(tmp_path):
     real = writer.DurableFile.finish
     writer.DurableFile.finish = lambda file: real(file) if RANK == 0 else 1 / 0
     try:
-        saver = CheckpointSaver(live.accelerator, tmp_path, each_rank_writes="on", **SHORT)
+        saver = saver_of(live, tmp_path, each_rank_writes="on")
         with pytest.raises(RankError if RANK == 0 else ZeroDivisionError):
             saver.save(live.model, tmp_path / "saved")
     finally:

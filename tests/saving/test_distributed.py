@@ -32,6 +32,7 @@ from exact_runs import exact
 from on_ranks import RANK, WORLD, call_on_ranks
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from same_bytes import same_after_changes, same_files, same_moment
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from tuning import buckets_of
 from wrappers import ACCELERATE_CPU, WRAPPERS, named_tensors, truth
@@ -76,6 +77,16 @@ RESUMES = {
     "resume_experts": "experts",
 }
 
+# files that all ranks write -> the model and the settings of the saver
+SHARED_FILES = {
+    "shared": ("llama", {}),
+    "shared_untied": ("qwen3", {}),
+    "shared_wide": ("wide", {}),
+    "shared_converted": ("mixtral", {}),
+    "shared_experts": ("experts", {}),
+    "shared_cast": ("qwen3", {"dtype": "bfloat16"}),
+}
+
 FULL = ("full", "converted", "sharded", "cast", "attribute", "attributes", "untouched")
 ADAPTER = ("adapter", "adapter_attribute")
 TRUNK = ("shared_trunk",)
@@ -98,6 +109,7 @@ class Group:
 
 
 WRAPPED = ("full", "adapter", "attribute", "untouched")
+BACKGROUND = ("moment", "changes")
 
 ZERO = {"DS_ACCELERATOR": "cpu"}
 EXPERTS = ("experts", "resume_experts")
@@ -106,8 +118,8 @@ GROUPS = [
         "single",
         1,
         {
-            "none": (*EVERYTHING, *FORMATS, *MERGED, "resume_experts"),
-            "compiled": WRAPPED,
+            "none": (*EVERYTHING, *FORMATS, *MERGED, *BACKGROUND, "resume_experts"),
+            "compiled": (*WRAPPED, "moment"),
             "compiled_in_place": WRAPPED,
             "compiled_blocks": WRAPPED,
             "checkpointed": WRAPPED,
@@ -117,7 +129,11 @@ GROUPS = [
         "ddp",
         2,
         {
-            "ddp": (*EVERYTHING, *FORMATS, *MERGED, "resume", "resume_frozen", "resume_converted"),
+            "ddp": (
+                *(*EVERYTHING, *FORMATS, *MERGED, *BACKGROUND),
+                *("shared", "shared_wide", "shared_converted"),
+                *("resume", "resume_frozen", "resume_converted"),
+            ),
             "ddp_compiled": (*WRAPPED, "resume"),
             "compiled_ddp": WRAPPED,
             "ddp_compiled_blocks": WRAPPED,
@@ -130,17 +146,11 @@ GROUPS = [
         {
             # PEFT's target_parameters do not train under it
             "fsdp1": (
-                *FULL,
-                *ADAPTER,
-                *BYTES,
-                *EVAL,
-                *FORMATS,
-                "merged",
-                "resume",
-                "resume_adapter",
+                *(*FULL, *ADAPTER, *BYTES, *EVAL, *FORMATS, *BACKGROUND),
+                *("merged", "shared", "resume", "resume_adapter"),
             ),
             "fsdp1_mixed": ("full", "adapter", *EVAL, "resume"),
-            "fsdp1_flat": (*FULL, "resume"),
+            "fsdp1_flat": (*FULL, *BACKGROUND, "shared_untied", "resume"),
             "fsdp1_checkpointed": (*WRAPPED, "merged"),
             "fsdp1_compiled": WRAPPED,
             "fsdp1_accelerate": ("full", "adapter", "attribute"),
@@ -152,20 +162,15 @@ GROUPS = [
         2,
         {
             "fsdp2": (
-                *EVERYTHING,
-                *MERGED,
-                *BYTES,
-                *EVAL,
-                *FORMATS,
-                "streaming",
-                "resume",
-                "resume_adapter",
+                *(*EVERYTHING, *MERGED, *BYTES, *EVAL, *FORMATS, *BACKGROUND),
+                *("shared_untied", "shared_wide", "shared_cast"),
+                *("streaming", "resume", "resume_adapter"),
             ),
             "fsdp2_mixed": ("full", "adapter", *EVAL, "resume"),
             "fsdp2_checkpointed": WRAPPED,
             "fsdp2_compiled_blocks": WRAPPED,
             "fsdp2_accelerate": ("full", "adapter", "attribute", "resume"),
-            "tensor_parallel": ("full", "attribute", "untouched"),
+            "tensor_parallel": ("full", "attribute", "untouched", "moment", "shared"),
         },
         ACCELERATE_CPU,
     ),
@@ -173,8 +178,12 @@ GROUPS = [
         "four",
         4,
         {
-            "hsdp": ("full", "converted", "adapter", "attributes", "merged"),
-            "fsdp2_tensor_parallel": ("full", "attribute", "untouched"),
+            "hsdp": (
+                *("full", "converted", "adapter", "attributes", "merged"),
+                *("moment", "shared_untied"),
+            ),
+            "fsdp2_tensor_parallel": ("full", "attribute", "untouched", "moment", "shared"),
+            "tensor_parallel_replicas": ("shared",),
         },
     ),
     Group("mesh", 2, {"mesh_tensor": (*MESH, "resume_experts"), "mesh_experts": ("experts",)}),
@@ -182,7 +191,7 @@ GROUPS = [
         "mesh_four",
         4,
         {
-            "mesh_tensor_fsdp": (*MESH, "resume_experts"),
+            "mesh_tensor_fsdp": (*MESH, "shared_experts", "resume_experts"),
             "mesh_hybrid": MESH,
             **dict.fromkeys(
                 ("mesh_experts_fsdp", "mesh_experts_hybrid", "mesh_experts_tensor"), EXPERTS
@@ -190,19 +199,47 @@ GROUPS = [
         },
     ),
     Group(
-        "zero12", 2, {"zero1": (*WRAPPED, "resume_frozen"), "zero2": (*EVERYTHING, "resume")}, ZERO
+        "zero12",
+        2,
+        {
+            "zero1": (*WRAPPED, "moment", "resume_frozen"),
+            "zero2": (*EVERYTHING, *BACKGROUND, "shared", "resume"),
+        },
+        ZERO,
     ),
     Group(
         "zero3",
         2,
-        {"zero3": (*EVERYTHING, *MERGED, *BYTES, *EVAL, *FORMATS, "resume_adapter")},
+        {
+            "zero3": (
+                *EVERYTHING,
+                *MERGED,
+                *BYTES,
+                *EVAL,
+                *FORMATS,
+                "shared_untied",
+                "resume_adapter",
+            )
+        },
+        ZERO,
+    ),
+    # engines of DeepSpeed that are made without Accelerate
+    Group(
+        "engines",
+        2,
+        {
+            "zero1_bf16_gradients32": ("moment",),
+            "zero2_bf16_offload": ("moment",),
+            "zero3_bf16_subgroups_persistent": ("moment",),
+        },
         ZERO,
     ),
 ]
 
 QUICK = {  # the others run with `scripts/test --all`
-    "none": SAVES,
-    "ddp": (*WRAPPED, "resume"),
+    "none": (*SAVES, "moment"),
+    "compiled": ("moment",),
+    "ddp": (*WRAPPED, "resume", "moment", "shared_wide"),
     "fsdp1": ("resume",),
     "fsdp2": (
         *(
@@ -216,8 +253,10 @@ QUICK = {  # the others run with `scripts/test --all`
             "merged_experts",
         ),
         *("shared_trunk", "adapter_bytes", "streaming", "after_eval"),
-        *("resume", "resume_adapter"),
+        *("moment", "shared_untied", "resume", "resume_adapter"),
     ),
+    "tensor_parallel": ("shared",),
+    "zero2": ("moment",),
     "zero3": ("full", "sharded", "adapter", "merged"),
 }
 
@@ -672,3 +711,20 @@ def test_dual_files_are_save_pretrained_of_the_bare_model(saved_under, wrapper, 
 def test_a_resumed_run_goes_on_to_the_bit(tmp_path, wrapper, what):
     """Parameters, moments, random numbers and the next losses."""
     call_under(wrapper, exact, wrapper, RESUMES[what], tmp_path)
+
+
+@under("moment")
+def test_a_save_in_the_background_has_the_values_of_the_call(tmp_path, wrapper):
+    call_under(wrapper, same_moment, wrapper, tmp_path)
+
+
+@under("changes")
+def test_a_save_in_the_background_follows_what_has_changed(tmp_path, wrapper):
+    """Other settings, states and trained parameters, of all ranks or of one."""
+    call_under(wrapper, same_after_changes, wrapper, tmp_path)
+
+
+@under(*SHARED_FILES)
+def test_all_ranks_write_the_bytes_that_one_writes_alone(tmp_path, wrapper, what):
+    model, settings = SHARED_FILES[what]
+    call_under(wrapper, same_files, wrapper, model, tmp_path, settings)
