@@ -171,8 +171,7 @@ class TrainingRun:
         hooked: dict[Optimizer, list[Tensor]] = {}
         for item in optimizers_among(run_items(self.accelerator, self.registered)):
             inner, further = item.kind.hooked_optimizer(item.optimizer)
-            has_hooks = getattr(type(inner).step, "hooked", False)
-            if isinstance(inner, Optimizer) and has_hooks:
+            if isinstance(inner, Optimizer) and getattr(type(inner).step, "hooked", False):
                 hooked[inner] = further
         return hooked
 
