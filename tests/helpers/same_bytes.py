@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import models
 import torch
@@ -35,9 +36,10 @@ class Engine(Live):
     """DeepSpeed's own engine, without Accelerate."""
 
     def step(self, batch: dict[str, torch.Tensor]) -> float:
-        loss = self.model(batch["input_ids"] % 13)
-        self.model.backward(loss)
-        self.model.step()
+        engine: Any = self.model
+        loss = engine(batch["input_ids"] % 13)
+        engine.backward(loss)
+        engine.step()
         return float(loss.detach())
 
 
@@ -92,11 +94,11 @@ def as_late_as_can_be(moved: threading.Event) -> Iterator[dict[bool, int]]:
         moved.set()
         hold(*arguments)
 
-    snapshot._copy_by_device, Snapshot._wait_for_copies = late, wait_for_copies  # type: ignore[method-assign]  # for this block
-    try:
+    with (
+        patch.object(snapshot, "_copy_by_device", late),
+        patch.object(Snapshot, "_wait_for_copies", wait_for_copies),
+    ):
         yield copied
-    finally:
-        snapshot._copy_by_device, Snapshot._wait_for_copies = copy, hold  # type: ignore[method-assign]  # as it was
 
 
 def same_moment(wrapper: str, folder: Path) -> None:

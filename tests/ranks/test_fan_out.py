@@ -78,95 +78,76 @@ def count_common(asked):
     broadcast.read_ahead = noted
 
 
+def resuming(folder):
+    live = live_model("ddp", "llama", seed=1)
+    return saver_of(live, folder, fan_out="broadcast")
+
+
 @rank_0_reads
 def test_rank_0_fails_while_it_reads_for_all(tmp_path):
-    """Rank 0 fails in the middle of reading: every rank reports it, at once."""
+    """Every rank reports it, at once."""
     left("ddp", "llama", tmp_path)
-    if RANK == 0:
-        real = reading.read_ahead
 
-        def broken(runs, *options):
-            for number, part in enumerate(real(runs, *options)):
-                if number == 7:
-                    raise OSError(5, "the disk is gone")
-                yield part
+    def broken(runs, *options):
+        for number, part in enumerate(reading.read_ahead(runs, *options)):
+            if number == 7 and RANK == 0:
+                raise OSError(5, "the disk is gone")
+            yield part
 
-        broadcast.read_ahead = broken
-    fresh = live_model("ddp", "llama", seed=1)
-    with saver_of(fresh, tmp_path, fan_out="broadcast") as saver:
-        progress = saver.resume("must", allow=True)
-        first = {item.name: item for item in progress.report.items}["weights"]
-        assert first.status == "failed"
-        assert "the disk is gone" in first.detail, first
+    broadcast.read_ahead = broken
+    with resuming(tmp_path) as saver:
+        items = saver.resume("must", allow=True).report.items
+    weights = next(item for item in items if item.name == "weights")
+    assert weights.status == "failed"
+    assert "the disk is gone" in weights.detail
 
 
+check_all = broadcast.check_all
+
+
+def check_elsewhere(wanted):
+    return check_all([replace(tensor, name="nowhere") for tensor in wanted])
+
+
+def divide_by_zero(*_):
+    return 1 / 0
+
+
+def nothing_fits(*_):
+    return Restored("weights", "failed", "not of this model")
+
+
+# what fails on rank 1 -> the function that it is in, its replacement, the errors of both ranks
+ONE_FAILS = {
+    "it reads nothing": (
+        *(match_run, "items_in_saved_order", divide_by_zero),
+        *((RankError, "rank 1.*division by zero"), (ZeroDivisionError, "division by zero")),
+    ),
+    "a tensor is not there": (
+        *(broadcast, "check_all", check_elsewhere),
+        *((LoadError, "nowhere: not in the"), (LoadError, "nowhere: not in the")),
+    ),
+    "it has no memory": (
+        *(broadcast, "wire_device", divide_by_zero),
+        *((LoadError, "division by zero"), (LoadError, "division by zero")),
+    ),
+    "nothing fits": (
+        *(restore_run, "restore_weights", nothing_fits),
+        *((LoadError, "weights: failed"), (LoadError, "weights: failed")),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ONE_FAILS)
 @rank_0_reads
-def test_tensors_of_one_rank_do_not_fit(tmp_path):
-    """One rank's tensors do not fit: the others do not wait for it in a broadcast."""
+def test_the_others_do_not_wait_for_one_that_fails(tmp_path, what):
+    module, name, replacement, *errors = ONE_FAILS[what]
     left("ddp", "llama", tmp_path)
-    fresh = live_model("ddp", "llama", seed=1)
-    real = broadcast.check_all
-    if RANK == 1:
-        broadcast.check_all = lambda wanted: real([replace(one, name="nowhere") for one in wanted])
-    with (
-        saver_of(fresh, tmp_path, fan_out="broadcast") as saver,
-        pytest.raises(LoadError, match="nowhere: not in the"),
-    ):
-        saver.resume("must")
-    broadcast.check_all = real
-
-
-@rank_0_reads
-def test_one_rank_fails_before_it_reads(tmp_path):
-    """One rank fails before it reads anything: the others learn of it before their timeout."""
-    left("ddp", "llama", tmp_path)
-    fresh = live_model("ddp", "llama", seed=1)
-    real = match_run.items_in_saved_order
-    if RANK == 1:
-        match_run.items_in_saved_order = lambda *_: 1 / 0
-    kind, words = (
-        (RankError, "rank 1.*division by zero") if RANK == 0 else (ZeroDivisionError, "division")
-    )
-    with saver_of(fresh, tmp_path, fan_out="broadcast") as saver, pytest.raises(kind, match=words):
-        saver.resume("must")
-    match_run.items_in_saved_order = real
-    goes_on(fresh, tmp_path)
-
-
-@rank_0_reads
-def test_one_rank_has_no_memory_for_its_bucket(tmp_path):
-    """One rank has no memory for its bucket: nobody enters the broadcast."""
-    left("ddp", "llama", tmp_path)
-    fresh = live_model("ddp", "llama", seed=1)
-    real = broadcast.wire_device
-    broadcast.wire_device = lambda: real() if RANK == 0 else 1 / 0
-    with (
-        saver_of(fresh, tmp_path, fan_out="broadcast") as saver,
-        pytest.raises(LoadError, match="division by zero"),
-    ):
-        saver.resume("must")
-    broadcast.wire_device = real
-    goes_on(fresh, tmp_path)
-
-
-@rank_0_reads
-def test_one_rank_does_not_take_part_in_the_reading(tmp_path):
-    """One rank finds that nothing fits and does not take part in the reading: the others notice."""
-    left("ddp", "llama", tmp_path)
-    fresh = live_model("ddp", "llama", seed=1)
-    real = restore_run.restore_weights
-    if RANK == 1:
-        restore_run.restore_weights = lambda *_: Restored("weights", "failed", "not of this model")
-    with (
-        saver_of(fresh, tmp_path, fan_out="broadcast") as saver,
-        pytest.raises(LoadError, match="weights: failed"),
-    ):
-        saver.resume("must")
-    restore_run.restore_weights = real
-    goes_on(fresh, tmp_path)
-
-
-def goes_on(live, folder):
-    """Check that the ranks are in step again."""
-    with saver_of(live, folder, fan_out="broadcast") as saver:
+    error, words = errors[RANK]
+    with pytest.MonkeyPatch.context() as patch, resuming(tmp_path) as saver:
+        if RANK == 1:
+            patch.setattr(module, name, replacement)
+        with pytest.raises(error, match=words):
+            saver.resume("must")
+    with resuming(tmp_path) as saver:
         assert saver.resume("must").step == 2

@@ -196,65 +196,48 @@ def test_a_whole_copy_on_another_disk_is_read(tmp_path):
     resumed(expected)
 
 
-@pytest.mark.slow
+def divide_by_zero(*_):
+    return 1 / 0
+
+
+def have_no_room(*_):
+    raise NoSpaceError("no room")
+
+
+# what fails -> the rank, the function, its replacement, the errors of both ranks
+FAILURES = {
+    "the read of rank 0": (
+        *(0, node_copies, "read_range", divide_by_zero),
+        *((ZeroDivisionError, "division by zero"), (RankError, "rank 0 could not read")),
+    ),
+    "the room for the copy": (
+        *(1, LocalStore, "create", have_no_room),
+        *((NoSpaceError, "no room"), (NoSpaceError, "no room")),
+    ),
+    "rank 0, when it has sent all": (
+        *(0, restore_run, "restore_rank_state", divide_by_zero),
+        *((CorruptError, "division by zero"), (RankError, "division by zero")),
+    ),
+}
+
+
+@pytest.mark.sample("rank 0, when it has sent all")
+@pytest.mark.parametrize("what", FAILURES)
 @on_own_disks
-def test_a_failed_read_of_rank_0_fails_on_all(tmp_path):
-    """A read of rank 0 fails: every rank raises at once."""
+def test_a_failure_of_one_rank_is_raised_on_all_at_once(tmp_path, what):
+    failing_rank, owner, name, replacement, *errors = FAILURES[what]
     live = live_model("fsdp2", "llama")
-    with saver_of(live, HERE) as keeper:
-        train(live, keeper, 0, 2)
-        keeper.save_state()
-    real = node_copies.read_range
-    if RANK == 0:
-        node_copies.read_range = lambda *_: 1 / 0
+    with saver_of(live, HERE) as saver:
+        train(live, saver, 0, 2)
+        saver.save_state()
+    error, words = errors[RANK]
     begun = time.monotonic()
-    error = RankError if RANK else ZeroDivisionError
-    with (
-        saver_of(live, HERE) as keeper,
-        pytest.raises(error, match=r"division by zero|rank 0 could not read"),
-    ):
-        keeper.resume("must")
-    node_copies.read_range = real
+    with pytest.MonkeyPatch.context() as patch, saver_of(live, HERE) as saver:
+        if failing_rank == RANK:
+            patch.setattr(owner, name, replacement)
+        with pytest.raises(error, match=words):
+            saver.resume("must")
     assert time.monotonic() - begun < 20
-    with saver_of(live, HERE) as keeper:
-        assert keeper.resume("must").step == 2
-
-
-@pytest.mark.slow
-@on_own_disks
-def test_no_room_for_the_copy(tmp_path):
-    """The temporary folder of a node has no room for the copy: every rank raises, before anything
-    is sent.
-    """
-    live = live_model("fsdp2", "llama")
-    with saver_of(live, HERE) as keeper:
-        train(live, keeper, 0, 2)
-        keeper.save_state()
-    real = LocalStore.create
-    if RANK:
-        LocalStore.create = lambda *_: (_ for _ in ()).throw(NoSpaceError("no room"))
-    with saver_of(live, HERE) as keeper, pytest.raises(NoSpaceError, match="no room"):
-        keeper.resume("must")
-    LocalStore.create = real
     dist.barrier()
-    with saver_of(live, HERE) as keeper:
-        assert keeper.resume("must").step == 2
-
-
-@on_own_disks
-def test_rank_0_fails_after_it_has_sent_the_checkpoint(tmp_path):
-    """Rank 0 fails after it has sent the checkpoint: the others do not wait for it."""
-    live = live_model("fsdp2", "llama")
-    with saver_of(live, HERE) as keeper:
-        train(live, keeper, 0, 2)
-        keeper.save_state()
-    real = restore_run.restore_rank_state
-    kind = RankError if RANK else CorruptError
-    if RANK == 0:
-        restore_run.restore_rank_state = lambda *_: 1 / 0
-    with saver_of(live, HERE) as keeper, pytest.raises(kind, match="division by zero"):
-        keeper.resume("must")
-    restore_run.restore_rank_state = real
-    dist.barrier()
-    with saver_of(live, HERE) as keeper:
-        assert keeper.resume("must").step == 2
+    with saver_of(live, HERE) as saver:
+        assert saver.resume("must").step == 2

@@ -2,6 +2,7 @@
 and in this one.
 """
 
+import os
 import re
 import shutil
 import signal
@@ -11,16 +12,21 @@ import warnings
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 from bucket_lives import BUCKET_RUN, committed, live
+from exact_runs import exact, live_model, same, saver_of, train
 from faults import KILLS, Server, try_worlds
 from http_server import Fault
-from launch import run_and_signal, run_cases, selected
-from s3_server import FAST, running_s3
+from launch import run_and_signal
+from on_ranks import RANK, on_ranks
+from s3_server import FAST
 from training import QUIET, learn, prepared
+from wrappers import truth
 
-from ft_ckpt import CheckpointSaver, Keep, latest, verify
+from ft_ckpt import CheckpointSaver, Every, Keep, latest, verify
 from ft_ckpt.checkpoint import list_checkpoints, pin
 from ft_ckpt.errors import (
     ConfigError,
@@ -28,8 +34,10 @@ from ft_ckpt.errors import (
     NameTakenError,
     NoSpaceError,
     NotACheckpointError,
+    RankError,
     TargetError,
 )
+from ft_ckpt.extensions.transfer import uploads
 from ft_ckpt.runs.loop import triggers
 from ft_ckpt.saving import space
 from ft_ckpt.storage import open_place
@@ -519,17 +527,101 @@ def test_a_folder_is_of_one_run(s3, tmp_path):
 # Several ranks
 
 
-@pytest.fixture(scope="module")
-def outcomes(request, tmp_path_factory):
-    pytest.importorskip("obstore")
-    with running_s3():
-        return run_cases("staged", selected(request, RANKS), tmp_path_factory.mktemp("staged"))
+on_two = on_ranks(2, launch="staged")
+HERE = Path("/proc/self/cwd")
 
 
-RANKS = ["shared", "apart", "failing", "signalled"]
+def go_on_from_both(run, staging, disk):
+    """Resume exactly from the folder and, once that is lost, from the bucket."""
+    exact("fsdp2", "llama", run, staging=staging)
+    assert verify(f"{run}/checkpoint-2").ok
+    live = live_model("fsdp2", "llama")
+    with saver_of(live, run, staging=staging) as saver:
+        assert saver.resume("must").resumed_from == staging / "checkpoint-2"
+        train(live, saver, 2, 1)
+        report = saver.save_state()
+        assert (report.upload is None) == bool(RANK)
+        before = truth(live)
+    assert latest(run) == f"{run}/checkpoint-3"
+    dist.barrier()
+    shutil.rmtree(disk, ignore_errors=True)
+    dist.barrier()
+    fresh = live_model("fsdp2", "llama", seed=1)
+    with saver_of(fresh, run, staging=staging) as saver:
+        assert saver.resume("must").resumed_from == f"{run}/checkpoint-3"
+        same(before, truth(fresh))
 
 
-@pytest.mark.sample("shared", "failing")
-@pytest.mark.parametrize("case", RANKS)
-def test_two_ranks(outcomes, case):
-    assert outcomes[case] == ""
+@on_two
+def share_a_folder(folder):
+    go_on_from_both(BUCKET_RUN, folder / "nvme", folder / "nvme")
+
+
+def test_two_ranks_that_share_a_folder(s3, tmp_path):
+    share_a_folder(tmp_path)
+
+
+@on_two
+def have_a_folder_each(folder):
+    """By one path: rank 0 has the checkpoints, and reads them for the other."""
+    disk, home = folder / f"disk-{RANK}", Path.cwd()
+    disk.mkdir()
+    os.chdir(disk)
+    try:
+        go_on_from_both(BUCKET_RUN, HERE / "nvme", disk / "nvme")
+        assert not list(disk.glob("nvme/checkpoint-*"))
+    finally:
+        os.chdir(home)
+
+
+@pytest.mark.slow
+def test_two_ranks_with_a_folder_each(s3, tmp_path):
+    have_a_folder_each(tmp_path)
+
+
+@on_two
+def fail_to_upload(folder):
+    live = live_model("ddp", "llama")
+    saver = saver_of(live, BUCKET_RUN, staging=folder / "nvme")
+    refused = TargetError("the bucket is full")
+    with patch.object(uploads, "copy_open", side_effect=refused):
+        train(live, saver, 0, 2)
+        saver.save_state()
+        error = RankError if RANK else TargetError
+        with pytest.raises(error, match="checkpoint-2: not uploaded: the bucket is full"):
+            saver.close()
+    fresh = live_model("ddp", "llama", seed=1)
+    with saver_of(fresh, BUCKET_RUN, staging=folder / "nvme") as saver:
+        assert saver.resume("must").step == 2
+    assert verify(f"{BUCKET_RUN}/checkpoint-2").ok
+
+
+def test_a_failed_upload_is_raised_on_both_ranks_at_the_end(s3, tmp_path):
+    fail_to_upload(tmp_path)
+
+
+@on_two
+def be_signalled(folder):
+    real = uploads.copy_open
+
+    def copy_slowly(*arguments, **settings):
+        time.sleep(1.5)
+        return real(*arguments, **settings)
+
+    live = live_model("ddp", "llama")
+    every = Every(steps=10_000)
+    with (
+        patch.object(uploads, "copy_open", copy_slowly),
+        saver_of(live, BUCKET_RUN, staging=folder / "nvme", every=every) as saver,
+    ):
+        train(live, saver, 0, 2)
+        if RANK:
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit):
+            train(live, saver, 2, 10_000)
+        assert latest(BUCKET_RUN) == f"{BUCKET_RUN}/checkpoint-{saver.progress.step}"
+
+
+@pytest.mark.slow
+def test_both_ranks_end_after_the_upload_by_rank_0(s3, tmp_path):
+    be_signalled(tmp_path)
