@@ -47,8 +47,22 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 class CheckpointError(Exception):
     """Base class of all errors of ft_ckpt."""
 
+    node: str | None = None
+    """Host name of the node on which it occurred; the message ends with it.
+
+    "": the message is of another rank and has it; None: unknown, or all ranks are on one node.
+    """
+
     def __init__(self, *args: object) -> None:
         super().__init__(*(printable(arg) if isinstance(arg, str) else arg for arg in args))
+
+    def __str__(self) -> str:
+        return f"{self.message} (on {self.node})" if self.node else self.message
+
+    @property
+    def message(self) -> str:
+        """The message without the node."""
+        return super().__str__()
 
 
 class ConfigError(CheckpointError, ValueError):
@@ -91,7 +105,8 @@ class NoSpaceError(TargetError):
     def __init__(self, message: str) -> None:
         super().__init__(errno.ENOSPC, message)
 
-    def __str__(self) -> str:
+    @property
+    def message(self) -> str:
         return str(self.args[1])
 
 

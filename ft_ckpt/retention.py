@@ -354,14 +354,15 @@ def _ranked(checkpoints: Iterable[HeldCheckpoint], metric: str, mode: str) -> li
 def _newest_by_period(
     checkpoints: Iterable[HeldCheckpoint], pattern: str
 ) -> dict[str, HeldCheckpoint]:
-    """The newest checkpoint of each period, which `pattern` names; the oldest period first."""
+    """The newest checkpoint of each period, which `pattern` names; the oldest period first.
+
+    Within a period the order is that of the run: its nodes' clocks may differ.
+    """
     newest: dict[str, HeldCheckpoint] = {}
-    for checkpoint in sorted(
-        checkpoints, key=lambda checkpoint: (checkpoint.created, _age_key(checkpoint))
-    ):
+    for checkpoint in sorted(checkpoints, key=_age_key):
         created = datetime.fromtimestamp(checkpoint.created, timezone.utc)
         newest[created.strftime(pattern)] = checkpoint
-    return newest
+    return dict(sorted(newest.items()))
 
 
 def missed_rules(checkpoint: HeldCheckpoint, keep: Keep) -> tuple[str, ...]:

@@ -54,6 +54,7 @@ from .leases import (
     may_live as may_live,
     parse_mark as parse_mark,
     read_mark as read_mark,
+    stale_seconds as stale_seconds,
     store_time as store_time,
 )
 from .manifest import (

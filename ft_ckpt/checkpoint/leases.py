@@ -1,7 +1,9 @@
 """Leases: marks by which a process shows that it works somewhere.
 
-A mark is valid for ten minutes after it was last renewed, by the clock of the store (the time of
-the reader's new mark). On the machine of its process it is valid only while the process lives.
+A mark in a bucket is valid for ten minutes after it was last renewed, by the clock of the store
+(the time of the reader's new mark). On a shared disk it is valid for half an hour: there the times
+of files may be of the clock of the node that wrote them, and clocks that are 20 minutes apart must
+end no lease. On the machine of its process a mark is valid only while the process lives.
 `run_lease` has a stricter rule, which needs no clock but that of the reader.
 """
 
@@ -18,6 +20,7 @@ from ft_ckpt.storage import PREFIX, Store, Stored, is_gone, new_owner, process_f
 LEASE = f"{PREFIX}lease-"  # prefix of the names of readers' leases
 CLOCK = f"{PREFIX}clock-"  # prefix of objects that are written to read the store's clock
 BEAT_SECONDS, STALE_SECONDS = 60.0, 600.0
+DISK_STALE_SECONDS = 1800.0
 _MARK_LIMIT_BYTES = 64 << 10
 
 
@@ -81,7 +84,12 @@ def store_time(store: Store) -> float:
 
 def may_live(store: Store, mark: Stored, now: float) -> bool:
     """Whether the process of a mark may be alive; `now`: unix seconds of the store's clock."""
-    return mark.modified > now - STALE_SECONDS and not is_gone(read_mark(store, mark.name))
+    return mark.modified > now - stale_seconds(store) and not is_gone(read_mark(store, mark.name))
+
+
+def stale_seconds(store: Store) -> float:
+    """Time after its last renewal for which a mark in `store` is valid."""
+    return STALE_SECONDS if store.local_folder is None else DISK_STALE_SECONDS
 
 
 @dataclass(eq=False)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ft_ckpt.checkpoint.leases import (
+    DISK_STALE_SECONDS,
     LEASE,
-    STALE_SECONDS,
     Lease,
     mark_holder,
     new_mark,
@@ -28,6 +28,7 @@ from ft_ckpt.storage import (
     list_names,
     lock_descriptor,
     machine_id,
+    process_facts,
 )
 
 
@@ -80,7 +81,7 @@ class _FileLease(Lease):
         # another process checks the new lease at this moment: only its age counts then
         with suppress(BlockingIOError):
             machine = machine_id() if lock_descriptor(self.descriptor) else None
-        identity = {"host": socket.gethostname(), "pid": os.getpid(), "machine": machine}
+        identity = {**process_facts(), "machine": machine}
         with suppress(OSError):  # on a full disk it stays empty, and only its age counts
             os.write(self.descriptor, json.dumps(identity).encode())
 
@@ -128,5 +129,5 @@ def _lease_files(folder: Path) -> list[Path]:
 
 
 def _has_expired(file: Path) -> bool:
-    machine = read_mark(LocalStore(file.parent), file.name).get("machine")
-    return has_ended(file, machine, STALE_SECONDS)
+    facts = read_mark(LocalStore(file.parent), file.name)
+    return has_ended(file, facts, DISK_STALE_SECONDS)

@@ -26,7 +26,7 @@ _INSTEAD = {  # the fallback where an ability is missing
     ),
     "hard links": "files that do not change are written with each checkpoint",
     "writing past the page cache": "all goes through the page cache, slower on most disks",
-    "locks": "a dead process is recognised by time alone: leases last ten minutes, leftovers a day",
+    "locks": "a dead process is recognised by time alone: leases last 30 minutes, leftovers a day",
     "mapping": "files are read instead of mapped",
     "copies by the service": "files that do not change are sent with each checkpoint",
 }

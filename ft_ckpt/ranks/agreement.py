@@ -43,18 +43,27 @@ def value_of_leader(values: Values) -> Any:
     return values[0]
 
 
-def error_facts(error: BaseException | None) -> dict[str, Any]:
-    """The error for other ranks: its text, and the class that they raise."""
+def error_facts(error: BaseException | None, node: str | None = None) -> dict[str, Any]:
+    """The error for other ranks: its text, and the class that they raise.
+
+    `node`: that of this rank; the error ends with it from now on. None if all ranks are on one.
+    """
     if error is None:
         return {"error": None, "raises": RankError.__name__}
-    text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, CheckpointError):
+        if error.node is None:
+            error.node = node
+        text = str(error)
+    else:
+        text = f"{type(error).__name__}: {error}"
+        if node is not None:
+            text += f" (on {node})"
     kind = type(error) if isinstance(error, _OF_ALL_RANKS) else RankError
     return {"error": text, "raises": kind.__name__}
 
 
-def failure_of_rank(rank: int, error: BaseException) -> Verdict:
-    """The verdict that a failed rank leaves for the others."""
-    facts = error_facts(error)
+def failure_of_rank(rank: int, facts: Mapping[str, Any]) -> Verdict:
+    """The verdict that a rank whose error has these facts leaves for the others."""
     return _refusal(facts["raises"], f"rank {rank} failed: {facts['error']}")
 
 
@@ -63,14 +72,21 @@ def disagreement(problem: str) -> Verdict:
     return _refusal(RanksDisagreeError.__name__, problem)
 
 
-def verdict_on(values: Values, decide: Callable[[Values], Any]) -> Verdict:
-    """The verdict for every rank: the result of `decide`, or the error it raised."""
+def verdict_on(
+    values: Values,
+    decide: Callable[[Values], Any],
+    facts_of: Callable[[BaseException], Mapping[str, Any]],
+) -> Verdict:
+    """The verdict for every rank: the result of `decide`, or the error it raised.
+
+    `facts_of`: `error_facts` with the node of this rank.
+    """
     try:
         # as other ranks read it
         return {"problem": None, "result": json.loads(json.dumps(decide(values)))}
     except Exception as error:  # noqa: BLE001 - raised on every rank
         kind = type(error) if isinstance(error, CheckpointError) else RankError
-        return _refusal(kind.__name__, error_facts(error)["error"])
+        return _refusal(kind.__name__, facts_of(error)["error"])
 
 
 def judge_entries(
@@ -110,7 +126,9 @@ def judge_entries(
 def raise_problem(verdict: Verdict) -> NoReturn:
     """Raise the error of a verdict or of a failure report."""
     kind: type[CheckpointError] = getattr(errors, verdict["kind"])
-    raise kind(verdict["problem"])
+    error = kind(verdict["problem"])
+    error.node = ""  # the text has the node of each rank that failed
+    raise error
 
 
 def runs_of(values: Sequence[Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ process and no process group.
 
 import json
 import os
+import socket
 import threading
 import time
 from collections import deque
@@ -124,8 +125,9 @@ class Ranks:
                 raise error
             alone = [json.loads(json.dumps(dict(value or {})))]  # JSON, as with several ranks
             return Agreed(json.loads(json.dumps(decide(alone))), alone)
-        entry = {"what": what, "value": dict(value or {}), **agreement.error_facts(error)}
-        self._report_failure(error)
+        facts = self._facts_of(error)
+        self._report_failure(facts)
+        entry = {"what": what, "value": dict(value or {}), **facts}
         self.rounds, self.slots = self.rounds + 1, 0
         limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
@@ -165,7 +167,7 @@ class Ranks:
                 yield outcome
         finally:
             self.scope, self.rounds, self.later_agreements = outside
-        self._report_failure(outcome.error)
+        self._report_failure(self._facts_of(outcome.error))
 
     def attempt(self, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         """The result of `action` and None, or None and its error; see `attempting`."""
@@ -269,7 +271,7 @@ class Ranks:
         problem = agreement.judge_entries(what, entries, self.size, same, limit)
         values: Values = [entry["value"] for entry in entries.values()]
         with self.working():
-            verdict = problem or agreement.verdict_on(values, decide)
+            verdict = problem or agreement.verdict_on(values, decide, self._facts_of)
         self._put_value(f"{self.rounds}/verdict", verdict)
         # so all have read the previous verdict and used its receive slots
         if len(present) == self.size:
@@ -343,13 +345,24 @@ class Ranks:
                 )
             agreement.raise_problem(json.loads(self.store.get(f"{later}/failed")))
 
-    def _report_failure(self, error: BaseException | None) -> None:
-        """Report at the next agreement that this rank has failed.
+    def _facts_of(self, error: BaseException | None) -> dict[str, Any]:
+        """The error of this rank for the others; if ranks are on several nodes, it names its node
+        from now on.
+        """
+        node = None
+        if error is not None:
+            with suppress(RankError):  # the store is gone
+                if self.store.check([self._several_nodes_key]):
+                    node = socket.gethostname()
+        return agreement.error_facts(error, node)
+
+    def _report_failure(self, facts: Mapping[str, Any]) -> None:
+        """Report at the next agreement that this rank has failed, if it has.
 
         The first report of any rank counts.
         """
-        if error is not None:
-            report = json.dumps(agreement.failure_of_rank(self.rank, error))
+        if facts["error"] is not None:
+            report = json.dumps(agreement.failure_of_rank(self.rank, facts))
             with suppress(RankError):  # the store is gone: report the local failure
                 self.store.compare_set(self._store_key(f"{self.rounds + 1}/failed"), "", report)
 
@@ -386,6 +399,19 @@ class Ranks:
 
     def _beat_key(self, rank: int) -> str:
         return f"ft_ckpt/{self._launch}/{self.channel}/beat/{rank}"
+
+    def announce_node(self) -> None:
+        """Compare the host name of this rank with that of another one: errors name the node if
+        there are several.
+        """
+        name = socket.gethostname()
+        first = self.store.compare_set(f"ft_ckpt/{self._launch}/node", "", name)
+        if first.decode() != name:
+            self.store.set(self._several_nodes_key, "")
+
+    @property
+    def _several_nodes_key(self) -> str:
+        return f"ft_ckpt/{self._launch}/several-nodes"
 
     @property
     def _launch(self) -> str:
@@ -434,6 +460,7 @@ def current_ranks(
         _shared[group, ""] = Ranks(
             dist.get_rank(), dist.get_world_size(), AnsweringStore(_get_default_store())
         )
+        _shared[group, ""].announce_node()
     if (group, channel) not in _shared:  # a thread that waits in a store blocks the others
         store = _shared[group, ""].store.clone()
         _shared[group, channel] = Ranks(

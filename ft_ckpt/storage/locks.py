@@ -101,12 +101,17 @@ def claim_leftover(path: Path, owner: str, seconds: float) -> Iterator[bool]:
     """Lock the leftover of `owner` at `path` while the block runs.
 
     Yields False when it must not be deleted. It must not while another process has it locked;
-    without lock information, or if another machine made it, also until it is `seconds` old. On a
-    network file system a lock is seen through the same mount only: there a process of this machine
-    must be gone, too.
+    without lock information, or if another machine made it, also until it is `seconds` old (0: at
+    once). On a network file system a lock is seen through the same mount only: there a process of
+    this machine must be gone, too.
     """
     with holding_lock(path) as is_locked:
-        yield _has_ended(_age_seconds(path), is_locked, _sees_locks_of(owner, path), seconds)
+        try:
+            age = _age_seconds(path)
+        except OSError:
+            yield False
+            return
+        yield _has_ended(age, is_locked, _sees_locks_of(owner, path), seconds)
 
 
 def _sees_locks_of(owner: str, path: Path) -> bool:
@@ -119,17 +124,21 @@ def _sees_locks_of(owner: str, path: Path) -> bool:
     return match["start"].endswith(_host_mark()) and not _is_running(int(match["pid"]))
 
 
-def has_ended(path: Path, machine: str | None, seconds: float) -> bool:
+def has_ended(path: Path, facts: Mapping[str, Any], seconds: float) -> bool:
     """Whether the process that keeps the file `path` locked has ended, without taking its lock.
 
-    `machine` is the `machine_id` that it recorded, None if it got no lock. The rule is that of
-    `claim_leftover`; True for a file that does not exist.
+    `facts` are the `process_facts` that it recorded, with the machine None if it got no lock. The
+    rule is that of `claim_leftover`; True for a file that does not exist, False for one that cannot
+    be asked now.
     """
-    age = _age_seconds(path)
-    if age is None:
-        return True
+    try:
+        age = _age_seconds(path)
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    machine = facts.get("machine")
     is_of_this_machine = machine is not None and machine == machine_id()
-    return _has_ended(age, _can_lock(path), is_of_this_machine, seconds)
+    sees_lock = is_of_this_machine and is_on_local_disk(path)
+    return _has_ended(age, _can_lock(path), sees_lock or is_gone(facts), seconds)
 
 
 def process_facts() -> dict[str, Any]:
@@ -200,13 +209,14 @@ def lock_descriptor(descriptor: int) -> bool:
     return True
 
 
-def _has_ended(age: float | None, is_free: bool | None, is_local: bool, seconds: float) -> bool:
+def _has_ended(age: float, is_free: bool | None, is_local: bool, seconds: float) -> bool:
     """True when the lock is free and this machine sees it, or there is no lock information and it
     is old enough.
     """
-    if is_free is False or age is None:
+    if is_free is False:
         return False
-    return (is_free is True and is_local) or age > seconds
+    # without a limit the age says nothing: another node's clock may be ahead of this one's
+    return (is_free is True and is_local) or not seconds or age > seconds
 
 
 def _can_lock(path: Path) -> bool | None:
@@ -249,8 +259,6 @@ def _machine_mark() -> str:
     return f"{zlib.crc32((machine_id() or socket.gethostname()).encode()):08x}"
 
 
-def _age_seconds(path: Path) -> float | None:
-    try:
-        return time.time() - path.lstat().st_mtime
-    except OSError:
-        return None
+def _age_seconds(path: Path) -> float:
+    """By the clock of this machine, which may differ from that of the one that wrote the file."""
+    return time.time() - path.lstat().st_mtime

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -779,6 +780,21 @@ def test_recover_leaves_the_living_alone(tmp_path):
     os.utime(theirs, (0, 0))
     assert recover_target(target) == (f"{theirs.name}: removed what was left of a save",)
     assert neighbour.is_dir()
+
+
+def test_what_a_node_with_another_clock_has_left_is_settled(tmp_path):
+    """A folder whose time is in the future, by this node's clock, holds the old checkpoint."""
+    target = tmp_path / "checkpoint"
+    save(target, step=7)
+    sideline = target / f".ft_ckpt-old-elsewhere-1-{'0' * 8}"
+    sideline.mkdir()
+    for path in list(target.iterdir()):
+        if path != sideline:
+            path.rename(sideline / path.name)
+    ahead = time.time() + 600
+    os.utime(sideline, (ahead, ahead))
+    assert recover_target(target) == (f"{target}: undid an unfinished overwrite",)
+    assert verify(target).ok
 
 
 def test_a_link_named_like_a_leftover_leads_nowhere(tmp_path):

@@ -30,7 +30,7 @@ from ft_ckpt.checkpoint.leases import put_mark
 from ft_ckpt.checkpoint.marks import SAVING
 from ft_ckpt.checkpoint.reader_leases import hold_lease, lease_reasons
 from ft_ckpt.errors import NoSpaceError, NotACheckpointError, TargetError
-from ft_ckpt.storage import LocalStore, local_disk, open_place
+from ft_ckpt.storage import LocalStore, local_disk, locks, open_place
 
 HOLD = """
 import sys, time
@@ -182,14 +182,29 @@ def test_a_stopped_holder_holds(checkpoint, holder):
 @pytest.mark.parametrize("change", [{"machine": "another"}, {"machine": None}])
 def test_holders_whose_locks_are_not_seen(checkpoint, monkeypatch, change):
     """Of another machine, or on a file system without locks: what counts is when it was last heard
-    of.
+    of, by clocks that may be ten minutes apart.
     """
     monkeypatch.setattr(reader_leases, "lock_descriptor", lambda handle: False)
     with hold_lease(open_place(checkpoint)):
         rewrite(checkpoint, **change)
         assert len(lease_reasons(checkpoint)) == 1
-        age(checkpoint, 601)
+        for apart in (-600, 600, 1200):
+            age(checkpoint, apart)
+            assert len(lease_reasons(checkpoint)) == 1, apart
+        age(checkpoint, 1801)
         assert lease_reasons(checkpoint) == ()
+
+
+def test_a_lease_that_cannot_be_looked_at_is_believed(checkpoint, monkeypatch):
+    """Its server does not answer just now."""
+
+    def refuse(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with hold_lease(open_place(checkpoint)):
+        rewrite(checkpoint, machine="another")
+        monkeypatch.setattr(locks, "_age_seconds", refuse)
+        assert len(lease_reasons(checkpoint)) == 1
 
 
 def test_a_lease_goes_where_its_checkpoint_goes(checkpoint, tmp_path):

@@ -4,9 +4,11 @@ import contextlib
 import json
 import os
 import random
+import socket
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import models
 import pytest
@@ -68,6 +70,21 @@ def failing_writer(action):
 
 def broken_disk():
     raise OSError(5, "the disk has gone")
+
+
+@on_ranks(2, alone=True)
+@buckets_of(BUCKET)
+def test_an_error_names_the_node_if_there_are_several(tmp_path):
+    """A disk that one client cannot reach: the message does not say on which of 64 nodes."""
+    model = models.build("llama")
+    with patch.object(socket, "gethostname", lambda: f"node-{RANK}"), failing_writer(broken_disk):
+        raised(
+            errors.TargetError if RANK == 0 else errors.RankError,
+            lambda: saver().save(model, tmp_path / "out"),
+            "out: cannot be written",
+            "(on node-0)",
+        )
+    nothing_in(tmp_path)
 
 
 @on_ranks(2)

@@ -134,6 +134,12 @@ def test_the_past_by_time():
     assert kept(far, Keep(daily=2)) == [2, 3]  # days without one do not count
 
 
+def test_the_newest_of_a_period_goes_by_number():
+    """The run went on on a node whose clock is ten minutes behind."""
+    run = [held(1, created=1800.0), held(2, created=1260.0), held(3, created=2.0 * HOUR)]
+    assert kept(run, Keep(hourly=2)) == [2, 3]
+
+
 def test_rules_are_a_union():
     run = [
         held(step, created=step * float(DAY), metrics={"loss": abs(step - 12)})
@@ -357,7 +363,7 @@ def wanted(each, run, keep) -> bool:
     ):
         period = {o.path: (o.created + shift) // length for o in run}
         fellows = [o for o in run if period[o.path] == period[each.path]]
-        is_newest = max(fellows, key=lambda o: (o.created, age(o))) == each
+        is_newest = max(fellows, key=age) == each
         later = {period[o.path] for o in run if period[o.path] > period[each.path]}
         found |= count is not None and is_newest and len(later) < count
     return bool(found)

@@ -17,6 +17,7 @@ from ft_ckpt.checkpoint import (
     mark_holder,
     parse_manifest,
     read_mark,
+    stale_seconds,
     text_identity,
 )
 from ft_ckpt.errors import CheckpointError, NameTakenError, TargetError, WriterError, listing
@@ -190,9 +191,10 @@ class OpenSession:
 
     def _taken(self) -> TargetError:
         holder = mark_holder(self.sessions, SESSION)
+        minutes = stale_seconds(self.sessions) / 60
         return TargetError(
-            f"{self.sessions.where(SESSION)}: {holder} trains this run, or "
-            "was killed less than ten minutes ago on another machine; end it, or use another folder"
+            f"{self.sessions.where(SESSION)}: {holder} trains this run, or was killed less than "
+            f"{minutes:.0f} minutes ago on another machine; end it, or use another folder"
         )
 
     def _write(self, session: Session) -> None:
