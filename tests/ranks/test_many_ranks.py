@@ -201,7 +201,7 @@ def compare(rank):
     for name, value in values.items():
         shard = torch.zeros(-(-value.numel() // RANKS))  # as DeepSpeed pads and cuts
         parameter = SimpleNamespace(
-            ds_tensor=shard, ds_process_group=dist.group.RANKS, ds_shape=value.shape
+            ds_tensor=shard, ds_process_group=dist.group.WORLD, ds_shape=value.shape
         )
         parameter.shape, parameter.dtype, parameter.requires_grad = (0,), value.dtype, True
         source = source_of_tensor(name, name, parameter)
