@@ -132,7 +132,7 @@ class OpenCheckpoint:
 
 
 @contextmanager
-def open_checkpoint(place: Place) -> Iterator[OpenCheckpoint]:
+def open_checkpoint(place: Place, *, is_private: bool = False) -> Iterator[OpenCheckpoint]:
     """The checkpoint at `place`, open and with a lease against deletion while the block runs.
 
     Its digests are compared by `find_problems` or `refuse_damaged`, which callers use before
@@ -141,6 +141,8 @@ def open_checkpoint(place: Place) -> Iterator[OpenCheckpoint]:
     A missing file raises MissingError when it is read. Raises NotACheckpointError or ManifestError
     as `load_manifest`; CorruptError when an object is not the committed one, or (where folders
     cannot be exchanged, without a lease, and without /proc) the checkpoint was replaced meanwhile.
+    With `is_private` it was not: nobody else writes there, and it may be deleted before the block
+    ends.
     """
     store = place.folder
     with ExitStack() as stack:
@@ -153,7 +155,9 @@ def open_checkpoint(place: Place) -> Iterator[OpenCheckpoint]:
             stack.close()
             checkpoint = _open_local(path, stack)
         yield checkpoint
-        if isinstance(checkpoint.store, OpenFolder) and checkpoint.store.marker is not None:
+        if is_private or not isinstance(checkpoint.store, OpenFolder):
+            return
+        if checkpoint.store.marker is not None:
             checkpoint.store.marker.refuse_replaced()  # libraries have read by path
 
 

@@ -80,7 +80,8 @@ def _open_received(folder: LocalStore, view: RankView, stack: ExitStack) -> Resu
 
     Raises CorruptError for a damaged one.
     """
-    received = stack.enter_context(open_checkpoint(Place(folder)))
+    # The rank that made the folder may delete it before the other ranks of the node close theirs.
+    received = stack.enter_context(open_checkpoint(Place(folder), is_private=True))
     problems = received.find_problems(view.deep)
     if problems:
         raise CorruptError(
