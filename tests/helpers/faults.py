@@ -125,6 +125,7 @@ def try_worlds(
     for kind in calls:
         undisturbed = World(kind)
         trial(undisturbed)
+        assert undisturbed.count, "it makes no call that a fault could meet"
         count += undisturbed.count
         step = every if os.environ["FT_CKPT_SEED"] == "0" else 1
         numbers = range(1, undisturbed.count + 1, step)

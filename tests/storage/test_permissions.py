@@ -64,12 +64,14 @@ def never_read_by_others_than(allowed: set[int], out: Path) -> Iterator[None]:
     the end.
     """
     before = {file.stat().st_ino for file in files_in(out)}
+    new_files = set()
 
     def look(call: str) -> None:
         for file in files_in(out):
             with suppress(FileNotFoundError):  # another thread gives it its name
                 is_new = file.stat().st_size and file.stat().st_ino not in before
                 if is_new and not file.name.startswith(MARKS):
+                    new_files.add(file)
                     assert readers(file, out) <= allowed, (
                         f"{file.relative_to(out)} at {call}: {mode(file):o}"
                     )
@@ -90,6 +92,7 @@ def never_read_by_others_than(allowed: set[int], out: Path) -> Iterator[None]:
             patch.setattr(module, name, looking(name, getattr(module, name)))
         yield
     look("the end")
+    assert new_files
 
 
 @pytest.fixture(scope="module")
