@@ -7,12 +7,12 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 
 from ft_ckpt.errors import CorruptError, TargetError
 from ft_ckpt.messages import warn
-from ft_ckpt.storage import libc, locks
+from ft_ckpt.storage import libc
 from ft_ckpt.storage.store import Stored
 
 # Calls that change the disk, under names that tests can replace to stop the process at each of
@@ -27,7 +27,6 @@ fsync = os.fsync
 rmtree = functools.partial(shutil.rmtree, ignore_errors=True)
 
 PREFIX = ".ft_ckpt-"  # of every hidden name inside a checkpoint
-DRAFTS = ".ft_ckpt-file-"  # in the names of folders for unfinished files
 # age at which leftovers of other machines, whose owner is unknown, are abandoned
 ABANDONED_SECONDS = 24 * 3600
 _FEW_PATHS = 4  # for more, threads pay
@@ -376,45 +375,3 @@ def holds_mount(folder: Path) -> bool:
     escaped = re.sub(r"[\\ \t\n]", lambda match: f"\\{ord(match[0]):03o}", str(folder))
     points = (line.split(" ")[4] for line in table.splitlines())
     return any(point == escaped or point.startswith(f"{escaped}/") for point in points)
-
-
-def make_locked_folder(path_of: Callable[[str], Path], mode: int = 0o777) -> Path:
-    """Make a new folder that this process has locked.
-
-    `path_of` gives its path from the owner's name.
-    """
-    while True:
-        folder = path_of(locks.new_owner())
-        mkdir(folder, mode)
-        # otherwise another process has just claimed it as a leftover
-        if locks.hold_lock(folder) is not False:
-            return folder
-
-
-def clear_drafts(folder: Path) -> None:
-    """Delete leftover draft folders anywhere in `folder`, which no other process may use.
-
-    Raises TargetError.
-    """
-    for path in list(walk_tree(folder)):
-        if DRAFTS in path.name and is_folder(path):
-            delete_folder(path)
-
-
-@contextlib.contextmanager
-def locked_folder(parent: Path, start: str) -> Iterator[Path]:
-    """Yield a new, locked folder in `parent`, private to this user, whose name begins with `start`.
-
-    Deleted afterwards. Folders of the same kind whose processes were killed are deleted first.
-    """
-    for name in list_names(parent):
-        if name.startswith(start) and re.fullmatch(locks.OWNER, name[len(start) :]):
-            with locks.claim_leftover(parent / name, name, ABANDONED_SECONDS) as is_abandoned:
-                if is_abandoned:
-                    rmtree(parent / name)
-    folder = make_locked_folder(lambda owner: parent / f"{start}{owner}", 0o700)
-    try:
-        yield folder
-    finally:
-        rmtree(folder)
-        locks.release_lock(folder)

@@ -14,8 +14,9 @@ from ft_ckpt.errors import ConfigError, MissingError, UnreadableError, damaged_i
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.blocks import BLOCK_BYTES
 from ft_ckpt.storage.direct_io import LocalWriting, allocate_file, create_file
-from ft_ckpt.storage.local_disk import PREFIX, locked_folder
+from ft_ckpt.storage.local_disk import PREFIX
 from ft_ckpt.storage.local_file import LocalFile
+from ft_ckpt.storage.locks import locked_folder
 from ft_ckpt.storage.store import (
     Folder,
     FolderListing,

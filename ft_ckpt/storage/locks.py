@@ -14,13 +14,15 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.mounts import is_on_local_disk
 
+DRAFTS = ".ft_ckpt-file-"  # in the names of folders for unfinished files
 OWNER = r".+-\d+-[0-9a-f]{8}"  # a result of `new_owner`, also of ft_ckpt 0.1.0
 _MACHINE = re.compile(r"(?P<start>.*)-(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}", re.DOTALL)
 _lock_descriptors: dict[str, int] = {}  # by path
@@ -262,3 +264,45 @@ def _machine_mark() -> str:
 def _age_seconds(path: Path) -> float:
     """By the clock of this machine, which may differ from that of the one that wrote the file."""
     return time.time() - path.lstat().st_mtime
+
+
+def make_locked_folder(path_of: Callable[[str], Path], mode: int = 0o777) -> Path:
+    """Make a new folder that this process has locked.
+
+    `path_of` gives its path from the owner's name.
+    """
+    while True:
+        folder = path_of(new_owner())
+        local_disk.mkdir(folder, mode)
+        # otherwise another process has just claimed it as a leftover
+        if hold_lock(folder) is not False:
+            return folder
+
+
+def clear_drafts(folder: Path) -> None:
+    """Delete leftover draft folders anywhere in `folder`, which no other process may use.
+
+    Raises TargetError.
+    """
+    for path in list(local_disk.walk_tree(folder)):
+        if DRAFTS in path.name and local_disk.is_folder(path):
+            local_disk.delete_folder(path)
+
+
+@contextmanager
+def locked_folder(parent: Path, start: str) -> Iterator[Path]:
+    """Yield a new, locked folder in `parent`, private to this user, whose name begins with `start`.
+
+    Deleted afterwards. Folders of the same kind whose processes were killed are deleted first.
+    """
+    for name in local_disk.list_names(parent):
+        if name.startswith(start) and re.fullmatch(OWNER, name[len(start) :]):
+            with claim_leftover(parent / name, name, local_disk.ABANDONED_SECONDS) as is_abandoned:
+                if is_abandoned:
+                    local_disk.rmtree(parent / name)
+    folder = make_locked_folder(lambda owner: parent / f"{start}{owner}", 0o700)
+    try:
+        yield folder
+    finally:
+        local_disk.rmtree(folder)
+        release_lock(folder)

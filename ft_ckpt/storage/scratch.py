@@ -13,8 +13,8 @@ from ft_ckpt.errors import explained
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.copying import copy_object
 from ft_ckpt.storage.direct_io import allocate_space
-from ft_ckpt.storage.local_disk import DRAFTS, locked_folder
 from ft_ckpt.storage.local_store import LocalStore, temporary_store
+from ft_ckpt.storage.locks import DRAFTS, locked_folder
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.store import Store
 
