@@ -68,7 +68,7 @@ from .saving import (
 from .schedule import (
     Every as Every,
 )
-from .storage import (
+from .storage.places import (
     Place as Place,
     open_place as open_place,
 )

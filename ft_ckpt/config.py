@@ -15,7 +15,7 @@ from ft_ckpt.formats import DEFAULT_FORMAT, tensor_formats
 from ft_ckpt.messages import did_you_mean, expected_one_of, without_secrets
 from ft_ckpt.retention import Keep
 from ft_ckpt.schedule import Every
-from ft_ckpt.storage import absolute_location, is_url, open_place
+from ft_ckpt.storage.places import absolute_location, is_url, open_place
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.storage import Block, BlockKeeper, Memory, address_of, new_block, new_block_of
+from ft_ckpt.storage.io import Block, BlockKeeper, Memory, address_of, new_block, new_block_of
 
 PIECE_BYTES = 8 << 20  # copied to the host while the previous piece is in use
 _MIN_REGISTERED_BYTES = 16 << 20  # below, torch's allocator rounds up little and is faster

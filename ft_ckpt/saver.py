@@ -53,7 +53,7 @@ from ft_ckpt.saving import (
     library_versions,
     request_of,
 )
-from ft_ckpt.storage import Place, location_name, shown_location
+from ft_ckpt.storage.places import Place, location_name, shown_location
 
 if TYPE_CHECKING:
     import torch

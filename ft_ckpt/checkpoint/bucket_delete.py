@@ -36,7 +36,8 @@ from ft_ckpt.checkpoint.metrics import METRIC
 from ft_ckpt.checkpoint.pins import pin_reason
 from ft_ckpt.checkpoint.save_mark import clear_spent_mark
 from ft_ckpt.checkpoint.stored_manifest import load_manifest, manifest_version
-from ft_ckpt.storage import ABANDONED_SECONDS, PREFIX, Place, Store, Stored
+from ft_ckpt.storage import ABANDONED_SECONDS, PREFIX, Store, Stored
+from ft_ckpt.storage.places import Place
 
 Listed = Mapping[str, Stored]  # objects of a checkpoint's folder, by name
 

@@ -6,7 +6,8 @@ from pathlib import PurePosixPath
 
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.errors import MissingError
-from ft_ckpt.storage import FileRecord, Store, Stored, read_record
+from ft_ckpt.storage import Store, Stored
+from ft_ckpt.storage.digests import FileRecord, read_record
 
 CARD_NAME = "README.md"
 

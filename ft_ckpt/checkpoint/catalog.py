@@ -19,7 +19,8 @@ from ft_ckpt.errors import (
     listing,
 )
 from ft_ckpt.messages import warn
-from ft_ckpt.storage import Place, Store
+from ft_ckpt.storage import Store
+from ft_ckpt.storage.places import Place
 
 _MAX_REQUESTS = 16  # at once, for the manifests of a run in a bucket
 

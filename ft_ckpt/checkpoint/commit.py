@@ -36,12 +36,12 @@ from ft_ckpt.checkpoint.recovery import (
 from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
 from ft_ckpt.checkpoint.stored_manifest import next_number
 from ft_ckpt.errors import CorruptError, NoSpaceError, TargetError, explained, listing
-from ft_ckpt.storage import (
+from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.local import (
     LocalStore,
     clear_drafts,
     holding_lock,
     is_on_bucket,
-    local_disk,
     make_locked_folder,
     refuse_unfit,
     release_lock,

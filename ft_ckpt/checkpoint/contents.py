@@ -16,7 +16,8 @@ from ft_ckpt.checkpoint.manifest import DIFFUSERS_LORA_FILE, MANIFEST_NAME
 from ft_ckpt.errors import CheckpointError, listing
 from ft_ckpt.formats import tensor_formats
 from ft_ckpt.messages import did_you_mean, short
-from ft_ckpt.storage import Folder, FolderListing, Place, Store, read_text, shown_location
+from ft_ckpt.storage import Folder, FolderListing, Store, read_text
+from ft_ckpt.storage.places import Place, shown_location
 
 # in every folder of Accelerate's `save_state`, and in no other
 ACCELERATE_MARKER = "random_states_0.pkl"

@@ -34,7 +34,9 @@ from ft_ckpt.checkpoint.reader_leases import lease_reasons
 from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
 from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import CheckpointError, CorruptError, damaged_input, listing, shown
-from ft_ckpt.storage import PREFIX, LocalStore, Place, Store, is_inside, local_disk, read_text
+from ft_ckpt.storage import PREFIX, Store, is_inside, local_disk, read_text
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import Place
 
 STATE = "state"  # kind of the parts that hold a training state
 _NOTE = "the training state was removed when it was no longer to be kept"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.stored_manifest import load_manifest
 from ft_ckpt.errors import ManifestError
-from ft_ckpt.storage import FileRecord, Store
+from ft_ckpt.storage import Store
+from ft_ckpt.storage.digests import FileRecord
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ from ft_ckpt.checkpoint.stored_manifest import load_manifest
 from ft_ckpt.checkpoint.verification import VerifyReport
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, listing
 from ft_ckpt.formats import read_header
-from ft_ckpt.storage import FileRecord, Place, Store, is_inside
+from ft_ckpt.storage import Store, is_inside
+from ft_ckpt.storage.digests import FileRecord
+from ft_ckpt.storage.places import Place
 
 _INDEX = ".safetensors.index.json"
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ft_ckpt.storage import LocalStore
+from ft_ckpt.storage.local import LocalStore
 
 
 def is_hub_name(name: str) -> bool:

@@ -15,7 +15,8 @@ from typing import Any
 
 from ft_ckpt.checkpoint.renewals import Renewal, end_renewal, start_renewal
 from ft_ckpt.errors import CheckpointError, MissingError, UnreadableError
-from ft_ckpt.storage import PREFIX, Store, Stored, is_gone, new_owner, process_facts, read_text
+from ft_ckpt.storage import PREFIX, Store, Stored, read_text
+from ft_ckpt.storage.local import is_gone, new_owner, process_facts
 
 LEASE = f"{PREFIX}lease-"  # prefix of the names of readers' leases
 CLOCK = f"{PREFIX}clock-"  # prefix of objects that are written to read the store's clock

@@ -20,7 +20,8 @@ from ft_ckpt.errors import ManifestError, listing, shown
 from ft_ckpt.formats import TensorRecord
 from ft_ckpt.messages import short, without_secrets
 from ft_ckpt.schema import FieldError, Whole, as_record, values_of
-from ft_ckpt.storage import FileRecord, digest_of_bytes, is_inside
+from ft_ckpt.storage import is_inside
+from ft_ckpt.storage.digests import FileRecord, digest_of_bytes
 
 # Names of weight files that diffusers reads, without ending and shard number; all other libraries
 # read other names.

@@ -18,7 +18,8 @@ from ft_ckpt.checkpoint.marks import PIN, SAVING, TOMBSTONE, is_mark, settled_li
 from ft_ckpt.checkpoint.save_mark import SaveMark
 from ft_ckpt.checkpoint.stored_manifest import next_number
 from ft_ckpt.errors import CorruptError, NameTakenError, TargetError, listing
-from ft_ckpt.storage import SMALL_BYTES, FileRecord, Store, Stored, read_record
+from ft_ckpt.storage import Store, Stored
+from ft_ckpt.storage.digests import SMALL_BYTES, FileRecord, read_record
 
 _MAX_READS = 8  # at once
 _PAUSES = (0.0, 1.0, 4.0)  # seconds before each attempt to write the manifest

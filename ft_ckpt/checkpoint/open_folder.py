@@ -13,7 +13,8 @@ from pathlib import Path
 
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import CorruptError, MissingError, damaged_input
-from ft_ckpt.storage import FolderListing, LocalStore, Readable, Stored, regular_descriptor
+from ft_ckpt.storage import FolderListing, Readable, Stored, regular_descriptor
+from ft_ckpt.storage.local import LocalStore
 
 _DESCRIPTORS = Path("/proc/self/fd")
 

@@ -36,15 +36,10 @@ from ft_ckpt.errors import (
     UnreadableError,
     listing,
 )
-from ft_ckpt.storage import (
-    ListedStore,
-    LocalStore,
-    Place,
-    Store,
-    digest_problems,
-    folder_of,
-    temporary_store,
-)
+from ft_ckpt.storage import Store
+from ft_ckpt.storage.digests import digest_problems
+from ft_ckpt.storage.local import LocalStore, folder_of, temporary_store
+from ft_ckpt.storage.places import ListedStore, Place
 
 _MAX_LISTINGS = 10  # of a checkpoint that is being replaced
 

@@ -10,7 +10,8 @@ from ft_ckpt.checkpoint.leases import read_mark
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.marks import PIN, settled_list
 from ft_ckpt.errors import NotACheckpointError
-from ft_ckpt.storage import Place, Store
+from ft_ckpt.storage import Store
+from ft_ckpt.storage.places import Place
 
 
 def pin(place: Place, reason: str = "") -> None:

@@ -21,13 +21,11 @@ from ft_ckpt.errors import (
     reason_of,
 )
 from ft_ckpt.formats import HELPER, TensorRecord, read_header
-from ft_ckpt.storage import (
+from ft_ckpt.storage import Store, Stored, read_text
+from ft_ckpt.storage.digests import (
     SMALL_BYTES,
     FileRecord,
-    Store,
-    Stored,
     digest_problems,
-    read_text,
     size_problem,
     unread_problem,
 )

@@ -19,17 +19,16 @@ from ft_ckpt.checkpoint.leases import (
 )
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import CheckpointError
-from ft_ckpt.storage import (
+from ft_ckpt.storage import Store, list_names
+from ft_ckpt.storage.local import (
     LocalStore,
-    Place,
-    Store,
     folder_of,
     has_ended,
-    list_names,
     lock_descriptor,
     machine_id,
     process_facts,
 )
+from ft_ckpt.storage.places import Place
 
 
 @contextmanager

@@ -25,16 +25,9 @@ from ft_ckpt.errors import (
     explained,
 )
 from ft_ckpt.messages import warn
-from ft_ckpt.storage import (
-    ABANDONED_SECONDS,
-    OWNER,
-    LocalStore,
-    Place,
-    claim_leftover,
-    is_inside,
-    local_disk,
-    read_text,
-)
+from ft_ckpt.storage import ABANDONED_SECONDS, is_inside, local_disk, read_text
+from ft_ckpt.storage.local import OWNER, LocalStore, claim_leftover
+from ft_ckpt.storage.places import Place
 
 _LEFTOVER = re.compile(
     rf"\.(?:(?P<target>.+)\.)?ft_ckpt-(?P<what>stage|old)-(?P<owner>{OWNER})", re.DOTALL

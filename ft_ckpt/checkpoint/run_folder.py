@@ -33,18 +33,9 @@ from ft_ckpt.checkpoint.recovery import recover_target
 from ft_ckpt.checkpoint.verification import damage_of
 from ft_ckpt.errors import CheckpointError
 from ft_ckpt.messages import warn
-from ft_ckpt.storage import (
-    TRIAL,
-    ListedStore,
-    LocalStore,
-    Place,
-    Store,
-    Stored,
-    clear_old_drafts,
-    folder_of,
-    holding_lock,
-    location_name,
-)
+from ft_ckpt.storage import Store, Stored
+from ft_ckpt.storage.local import TRIAL, LocalStore, clear_old_drafts, folder_of, holding_lock
+from ft_ckpt.storage.places import ListedStore, Place, location_name
 
 # one removal: location and action
 RemovalStep: TypeAlias = tuple[Path | str, Callable[[], Removal]]

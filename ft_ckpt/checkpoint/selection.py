@@ -9,7 +9,7 @@ from ft_ckpt.checkpoint.catalog import CheckpointInfo, list_readable
 from ft_ckpt.checkpoint.verification import damage_of
 from ft_ckpt.errors import CheckpointError, ConfigError, UnreadableError, listing
 from ft_ckpt.messages import warn
-from ft_ckpt.storage import Place, open_place
+from ft_ckpt.storage.places import Place, open_place
 
 
 def latest(directory: str | os.PathLike[str] | Place) -> Path | str | None:

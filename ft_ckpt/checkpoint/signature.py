@@ -24,15 +24,8 @@ from ft_ckpt.errors import (
     shown,
 )
 from ft_ckpt.messages import install_extra, printable
-from ft_ckpt.storage import (
-    PREFIX,
-    LocalStore,
-    Store,
-    folder_of,
-    read_text,
-    temporary_store,
-    walk_tree,
-)
+from ft_ckpt.storage import PREFIX, Store, read_text, walk_tree
+from ft_ckpt.storage.local import LocalStore, folder_of, temporary_store
 
 SIGNATURE_NAME = "model.sig"  # as the library names it
 # PEM file of a public key, or (identity, provider)

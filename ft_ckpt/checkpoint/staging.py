@@ -11,7 +11,10 @@ from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.object_staging import open_object_staging
 from ft_ckpt.checkpoint.recovery import recover_target
 from ft_ckpt.checkpoint.save_mark import clear_spent_mark
-from ft_ckpt.storage import BLOCK_BYTES, LocalStore, Place, Store
+from ft_ckpt.storage import Store
+from ft_ckpt.storage.io import BLOCK_BYTES
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import Place
 
 
 class Staging(Protocol):

@@ -19,7 +19,8 @@ from ft_ckpt.errors import (
     NotACheckpointError,
     UnreadableError,
 )
-from ft_ckpt.storage import Place, Store, read_range, read_text
+from ft_ckpt.storage import Store, read_range, read_text
+from ft_ckpt.storage.places import Place
 
 _HEAD_BYTES = 64 << 10  # of a manifest: contains the scalar fields
 

@@ -21,7 +21,8 @@ from ft_ckpt.errors import (
     damaged_input,
     listing,
 )
-from ft_ckpt.storage import Place, Store, hold_listed, open_place
+from ft_ckpt.storage import Store
+from ft_ckpt.storage.places import Place, hold_listed, open_place
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.errors import CheckpointError, ConfigError, LoadError, listing
 from ft_ckpt.runs.loop import END, VARIABLE, Rehearsal, Step, read_steps
-from ft_ckpt.storage import open_place, spool_file, temporary_store
+from ft_ckpt.storage.local import temporary_store
+from ft_ckpt.storage.places import open_place, spool_file
 
 if TYPE_CHECKING:
     from ft_ckpt.formats import JoinedFile

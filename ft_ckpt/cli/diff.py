@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json, bounded, print_lines
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 if TYPE_CHECKING:
     from ft_ckpt.extensions.tools import Difference

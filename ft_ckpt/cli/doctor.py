@@ -10,15 +10,9 @@ from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json, print_lines
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import TargetError
-from ft_ckpt.storage import (
-    BUCKET_NEEDS,
-    FOLDER_NEEDS,
-    Ability,
-    MountedFrom,
-    mount_of,
-    open_place,
-    try_place,
-)
+from ft_ckpt.storage import MountedFrom, mount_of
+from ft_ckpt.storage.local import BUCKET_NEEDS, FOLDER_NEEDS, Ability, try_place
+from ft_ckpt.storage.places import open_place
 
 _INSTEAD = {  # the fallback where an ability is missing
     "exchange two folders": (

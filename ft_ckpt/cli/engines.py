@@ -10,7 +10,7 @@ from ft_ckpt.cli.files import print_conversion, refuse_existing
 from ft_ckpt.cli.options import add_force, add_json, bounded, one_of, print_lines
 from ft_ckpt.cli.show import followed_run
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.storage import shown_location
+from ft_ckpt.storage.places import shown_location
 
 if TYPE_CHECKING:
     from ft_ckpt.extensions.rl import PublishReport

@@ -8,7 +8,7 @@ from ft_ckpt.cli.options import add_force, add_json, bounded, print_lines
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import TargetError
 from ft_ckpt.formats import written_formats
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 if TYPE_CHECKING:
     from ft_ckpt.extensions.tools import ConvertReport

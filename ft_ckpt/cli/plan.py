@@ -14,7 +14,8 @@ from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.config import human_size, parse_size
 from ft_ckpt.errors import ConfigError, NotACheckpointError
 from ft_ckpt.schedule import bounded_interval, expected_overhead, optimal_interval, parse_seconds
-from ft_ckpt.storage import Place, Store, open_place
+from ft_ckpt.storage import Store
+from ft_ckpt.storage.places import Place, open_place
 
 _SAMPLE_BYTES = 256 << 20
 _CHUNK_BYTES = 8 << 20
@@ -272,7 +273,7 @@ def _measure_save(store: Store, size_bytes: int) -> float:
 
     Gathering shards is not included.
     """
-    from ft_ckpt.storage import Writer, region_of
+    from ft_ckpt.storage.io import Writer, region_of
 
     sample = max(1, min(size_bytes, _SAMPLE_BYTES))
     chunk = os.urandom(min(sample, _CHUNK_BYTES))  # incompressible

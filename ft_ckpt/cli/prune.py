@@ -12,7 +12,7 @@ from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, NotACheckpointError, TargetError, listing
 from ft_ckpt.retention import Best, Keep
 from ft_ckpt.runs.folder import PruneReport, prune_run
-from ft_ckpt.storage import Place, location_name, open_place
+from ft_ckpt.storage.places import Place, location_name, open_place
 
 
 def add_prune(parser: ArgumentParser) -> None:

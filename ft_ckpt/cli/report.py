@@ -15,7 +15,8 @@ from ft_ckpt.cli.run_facts import gather_facts
 from ft_ckpt.cli.show import run_checkpoints_in, run_folder
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, NotACheckpointError
-from ft_ckpt.storage import LocalStore, Place, local_path
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import Place, local_path
 
 
 def add_report(parser: ArgumentParser) -> None:

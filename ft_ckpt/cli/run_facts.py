@@ -25,7 +25,7 @@ from ft_ckpt.retention import Keep, keep_from_record, missed_rules, plan_pruning
 from ft_ckpt.runs.folder import survey_run
 from ft_ckpt.runs.state import read_document
 from ft_ckpt.schedule import LoggedSave, log_from_json
-from ft_ckpt.storage import Place, hold_listed
+from ft_ckpt.storage.places import Place, hold_listed
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from ft_ckpt.cli.options import add_json, print_lines
 from ft_ckpt.errors import CheckpointError, NotACheckpointError
 from ft_ckpt.retention import name_metrics, plan_pruning
 from ft_ckpt.runs.folder import survey_run
-from ft_ckpt.storage import Place, open_place
+from ft_ckpt.storage.places import Place, open_place
 
 
 def run_folder(location: str) -> Place:

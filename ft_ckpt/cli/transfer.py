@@ -12,7 +12,7 @@ from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_dry_run, add_force, add_json, print_lines, print_path
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, listing
-from ft_ckpt.storage import location_name, open_place
+from ft_ckpt.storage.places import location_name, open_place
 
 if TYPE_CHECKING:
     from ft_ckpt.extensions.transfer import CopyReport, SyncReport

@@ -17,7 +17,8 @@ from ft_ckpt.checkpoint import (
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json
 from ft_ckpt.errors import ConfigError, ManifestError, NotACheckpointError, UnreadableError
-from ft_ckpt.storage import Place, Store, open_place
+from ft_ckpt.storage import Store
+from ft_ckpt.storage.places import Place, open_place
 
 _UNCHECKED = "; headers and indexes are consistent, values were not compared"
 

@@ -31,7 +31,7 @@ from ft_ckpt.config import human_size
 from ft_ckpt.extensions.rl import parts_of
 from ft_ckpt.messages import printable
 from ft_ckpt.schema import values_of
-from ft_ckpt.storage import Place, location_name
+from ft_ckpt.storage.places import Place, location_name
 
 _NUMBERS = {"step", "size", "checkpoints"}  # right-aligned columns
 _ORDINARY = {

@@ -16,7 +16,7 @@ from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.cli.show import followed_run
 from ft_ckpt.errors import CheckpointError, ConfigError, UnreadableError
 from ft_ckpt.messages import printable
-from ft_ckpt.storage import shown_location
+from ft_ckpt.storage.places import shown_location
 
 if TYPE_CHECKING:
     from ft_ckpt.checkpoint import CheckpointInfo

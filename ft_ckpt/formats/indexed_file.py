@@ -14,7 +14,7 @@ from ft_ckpt.formats.file_index import TensorIndex
 from ft_ckpt.formats.pytree import Node
 from ft_ckpt.formats.raw_file import MAP_BYTES, RawFile
 from ft_ckpt.formats.tensor_file import TensorFile, TensorView
-from ft_ckpt.storage import ByteRun
+from ft_ckpt.storage.io import ByteRun
 
 ReadElements = Callable[[int, int], Any]  # flat elements [start, stop) of one tensor
 

@@ -13,7 +13,7 @@ from ft_ckpt.errors import CorruptError
 from ft_ckpt.schema import Count
 
 if TYPE_CHECKING:
-    from ft_ckpt.storage import Region
+    from ft_ckpt.storage.io import Region
 
 ITEM_BYTES = {  # torch's name of a dtype: bytes per element
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu"), 1),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ft_ckpt.devices import PinnedBlocks, has_streams
 from ft_ckpt.formats.tensor_file import TensorFile
-from ft_ckpt.storage import ByteRun, is_in_page_cache, read_ahead, read_in_place
+from ft_ckpt.storage.io import ByteRun, is_in_page_cache, read_ahead, read_in_place
 
 THREADS = 4
 

@@ -20,7 +20,8 @@ from ft_ckpt.formats.pytree_json import decode_node, encode_node
 from ft_ckpt.formats.raw_file import RawFile
 from ft_ckpt.formats.safetensors import HELPER, SafetensorsHeader, lay_out_safetensors, parse_header
 from ft_ckpt.formats.tensor_format import TensorFormat
-from ft_ckpt.storage import FileRecord, Store, etag_of
+from ft_ckpt.storage import Store, etag_of
+from ft_ckpt.storage.digests import FileRecord
 
 
 def lay_out_safetensors_object(root: Node, leaves: Sequence[Spec]) -> tuple[Layout, Sequence[str]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ft_ckpt.errors import CorruptError, LoadError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of, is_within
 from ft_ckpt.formats.layout import Spec
-from ft_ckpt.storage import ByteRun
+from ft_ckpt.storage.io import ByteRun
 
 _EMPTY: Mapping[str, str] = MappingProxyType({})
 _NO_CASTS: Mapping[str, int] = MappingProxyType({})

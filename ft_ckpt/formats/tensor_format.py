@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from ft_ckpt.formats.pytree import Node
     from ft_ckpt.formats.raw_file import RawFile
     from ft_ckpt.formats.tensor_file import TensorFile
-    from ft_ckpt.storage import Place, Readable
+    from ft_ckpt.storage import Readable
+    from ft_ckpt.storage.places import Place
 
 Ties = Mapping[str, str]  # alias of a tensor -> its stored name
 Metadata = Mapping[str, str]

@@ -7,15 +7,9 @@ import xxhash
 
 from ft_ckpt.errors import IncompleteError
 from ft_ckpt.formats.layout import Layout, TensorRecord
-from ft_ckpt.storage import (
-    DurableFile,
-    FileRecord,
-    Region,
-    Writable,
-    Writer,
-    region_of,
-    whole_digest,
-)
+from ft_ckpt.storage import Writable
+from ft_ckpt.storage.digests import FileRecord, whole_digest
+from ft_ckpt.storage.io import DurableFile, Region, Writer, region_of
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ from ft_ckpt.ranks import ModelTensors, Ranks, by_itself, current_ranks, is_dist
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs.data import GeneratorStates, capture_generators, restore_generators
 from ft_ckpt.runs.saves import SaveHook
-from ft_ckpt.storage import local_path, open_place, temporary_store
+from ft_ckpt.storage.local import temporary_store
+from ft_ckpt.storage.places import local_path, open_place
 
 
 @dataclass(frozen=True)

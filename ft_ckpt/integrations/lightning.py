@@ -34,7 +34,7 @@ from ft_ckpt.retention import Keep
 from ft_ckpt.runs.data import GeneratorStates, capture_generators, restore_generators
 from ft_ckpt.runs.resume import parse_mode
 from ft_ckpt.runs.saves import SaveHook, hooks_of
-from ft_ckpt.storage import Place, absolute_location
+from ft_ckpt.storage.places import Place, absolute_location
 
 __all__ = ["LightningCheckpoint"]
 

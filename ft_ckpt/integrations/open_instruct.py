@@ -12,7 +12,8 @@ import ft_ckpt
 from ft_ckpt.checkpoint import MANIFEST_NAME, uncommit
 from ft_ckpt.errors import MissingError
 from ft_ckpt.messages import LOG
-from ft_ckpt.storage import Folder, LocalStore, Stored
+from ft_ckpt.storage import Folder, Stored
+from ft_ckpt.storage.local import LocalStore
 
 _MARKER = "COMPLETED"
 _NUMBER = re.compile(r"[+-]?\d+")

@@ -25,7 +25,9 @@ from ft_ckpt.messages import warn
 from ft_ckpt.ranks import ModelTensors, Ranks, current_ranks
 from ft_ckpt.runs.data import generator_problems, plain_states, restore_generators
 from ft_ckpt.runs.state import Restored, RestoreReport, agree_on_outcomes
-from ft_ckpt.storage import LocalStore, Place, check_files_inside, is_inside, read_text
+from ft_ckpt.storage import is_inside, read_text
+from ft_ckpt.storage.local import LocalStore, check_files_inside
+from ft_ckpt.storage.places import Place
 
 _EXPECTED = (
     "training_step",

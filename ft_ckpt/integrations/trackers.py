@@ -13,7 +13,7 @@ from ft_ckpt.checkpoint import Manifest, best, load_manifest, open_checkpoint
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.extensions.transfer import weights_manifest
 from ft_ckpt.saving import SaveReport
-from ft_ckpt.storage import Place, local_folder
+from ft_ckpt.storage.places import Place, local_folder
 
 __all__ = [
     "checkpoint_values",

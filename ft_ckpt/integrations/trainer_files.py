@@ -40,7 +40,8 @@ from ft_ckpt.runs.folder import has_training_state, prune_run, recover_all
 from ft_ckpt.runs.items import run_sources, walk_models
 from ft_ckpt.runs.resume import ResumePoint, open_for_all, open_resume_point, restore_weights
 from ft_ckpt.runs.state import read_document
-from ft_ckpt.storage import LocalStore, files_made_by, open_place
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import files_made_by, open_place
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _MODES = {

@@ -19,7 +19,8 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.model.tensors import is_peft_model, is_pretrained
 from ft_ckpt.ranks import ModelTensors, unwrap
-from ft_ckpt.storage import files_below, temporary_store
+from ft_ckpt.storage.local import temporary_store
+from ft_ckpt.storage.places import files_below
 
 _WEIGHTS = re.compile(
     r"((pytorch_)?model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"

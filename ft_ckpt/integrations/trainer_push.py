@@ -11,7 +11,8 @@ from transformers.utils import PushInProgress
 
 from ft_ckpt.checkpoint import CARD_NAME
 from ft_ckpt.extensions.transfer import HubPlace, PendingPush, PushOptions, PushReport, begin_push
-from ft_ckpt.storage import LocalStore, files_made_by
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import files_made_by
 
 _FOLDER_OF_LAST = "last-checkpoint"  # as the Trainer names it
 

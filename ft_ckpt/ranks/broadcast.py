@@ -17,7 +17,7 @@ from ft_ckpt.ranks.fill import WantedTensor, check_all, fill_all, put_rows, read
 from ft_ckpt.ranks.gather import bytes_as, padded_size, wire_device
 from ft_ckpt.ranks.ranks import Outcome, Ranks, try_action
 from ft_ckpt.ranks.sharding import part_count
-from ft_ckpt.storage import read_ahead
+from ft_ckpt.storage.io import read_ahead
 
 _READ_BYTES = 16 << 20  # per read of a tensor through its format
 SMALL_RANGE_BYTES = 4 << 20  # smaller ranges of a rank are not worth a request to a bucket

@@ -29,7 +29,7 @@ from ft_ckpt.formats import (
 from ft_ckpt.ranks.groups import global_rank
 from ft_ckpt.ranks.sharding import Box
 from ft_ckpt.ranks.source import Source, box_memories
-from ft_ckpt.storage import ByteRun, new_block
+from ft_ckpt.storage.io import ByteRun, new_block
 
 _SLICE_BYTES = 64 << 20  # per read, to bound the memory beside the tensor
 _STAGE_BYTES = 16 << 20  # rows staged before their columns are copied out

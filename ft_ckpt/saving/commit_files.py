@@ -22,7 +22,9 @@ from ft_ckpt.saving.request import SaveRequest
 from ft_ckpt.saving.save_manifest import manifest_of
 from ft_ckpt.saving.stage import OpenStage
 from ft_ckpt.saving.write import WrittenFiles, written_records
-from ft_ckpt.storage import FileRecord, Place, Store, local_folder, read_record
+from ft_ckpt.storage import Store
+from ft_ckpt.storage.digests import FileRecord, read_record
+from ft_ckpt.storage.places import Place, local_folder
 
 
 def commit_files(

@@ -11,16 +11,8 @@ from pathlib import Path
 
 from ft_ckpt.errors import reason_of
 from ft_ckpt.ranks import Ranks, Values, try_action
-from ft_ckpt.storage import (
-    ALIGNMENT,
-    TRIAL,
-    LocalStore,
-    Region,
-    Writer,
-    WriteTuning,
-    region_of,
-    temporary_store,
-)
+from ft_ckpt.storage.io import ALIGNMENT, Region, Writer, WriteTuning, region_of
+from ft_ckpt.storage.local import TRIAL, LocalStore, temporary_store
 
 _FILES = 4  # written one after the other; every second one past the page cache
 # whole disk blocks, between two blocks that neighbours write into as well

@@ -15,16 +15,9 @@ from ft_ckpt.formats import FilePlan, all_finite
 from ft_ckpt.model.tensors import Entry, Group
 from ft_ckpt.ranks import Chunk, Ranks, Source, gather_tensors, stream_buckets
 from ft_ckpt.saving.write_plan import FileWrites
-from ft_ckpt.storage import (
-    BLOCK_BYTES,
-    Cut,
-    LocalStore,
-    Region,
-    Writer,
-    chunk_of_rank,
-    digest_regions,
-    region_of,
-)
+from ft_ckpt.storage.digests import Cut, chunk_of_rank
+from ft_ckpt.storage.io import BLOCK_BYTES, Region, Writer, digest_regions, region_of
+from ft_ckpt.storage.local import LocalStore
 
 _CAST_ELEMENTS = 4 << 20  # converted at a time
 SourceView = Callable[[Source], Source]  # a planned tensor -> the same with the elements to write

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ft_ckpt.jobs import BackgroundJob
-from ft_ckpt.storage import Place, open_place
+from ft_ckpt.storage.places import Place, open_place
 
 if TYPE_CHECKING:  # the types of handles that a run puts into `follow_ups`
     from ft_ckpt.extensions.rl import PendingPublish

@@ -14,7 +14,9 @@ from ft_ckpt.model.tensors import Part, View
 from ft_ckpt.ranks import ModelTensors, Source
 from ft_ckpt.saving.replicas import Differences
 from ft_ckpt.saving.report import SaveReport
-from ft_ckpt.storage import FileRecord, Place, Store
+from ft_ckpt.storage import Store
+from ft_ckpt.storage.digests import FileRecord
+from ft_ckpt.storage.places import Place
 
 STATE_DOCUMENT = f"{STATE}/training.json"  # its path in the checkpoint
 

@@ -16,7 +16,8 @@ from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.plan import SavePlan
 from ft_ckpt.saving.regions import SourceView, digest_own_bytes
 from ft_ckpt.saving.write_plan import FileWrites, divide_files
-from ft_ckpt.storage import FileRecord, Store, etag_of, joined_digest, whole_digest
+from ft_ckpt.storage import Store, etag_of
+from ft_ckpt.storage.digests import FileRecord, joined_digest, whole_digest
 
 _MAX_EARLIER = 3  # newest checkpoints to look in: several models may be saved in turns
 _LINK = ".ft_ckpt-frozen-"  # prefix of the names of files in a stage that may be reused

@@ -13,7 +13,7 @@ from ft_ckpt.formats import TensorRecord
 from ft_ckpt.model.tensors import Part
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.plan import BaseSamples
-from ft_ckpt.storage import FileRecord
+from ft_ckpt.storage.digests import FileRecord
 
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "safetensors")
 

@@ -16,7 +16,8 @@ from ft_ckpt.errors import CorruptError
 from ft_ckpt.messages import LOG
 from ft_ckpt.ranks import Ranks, Values, rank_numbers, try_action
 from ft_ckpt.saving.range_trial import try_ranges
-from ft_ckpt.storage import LocalStore, MountedFrom, Store, machine_id, mount_of
+from ft_ckpt.storage import MountedFrom, Store, mount_of
+from ft_ckpt.storage.local import LocalStore, machine_id
 
 _PROBE = ".ft_ckpt-probe"
 

@@ -24,7 +24,8 @@ from ft_ckpt.model.tensors import Part
 from ft_ckpt.ranks import Ranks, user_class
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.request import STATE_DOCUMENT, SaveRequest
-from ft_ckpt.storage import files_made_by, is_inside
+from ft_ckpt.storage import is_inside
+from ft_ckpt.storage.places import files_made_by
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,8 @@ from pathlib import Path
 from ft_ckpt.checkpoint import check_target
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import NoSpaceError
-from ft_ckpt.storage import Place, folder_of
+from ft_ckpt.storage.local import folder_of
+from ft_ckpt.storage.places import Place
 
 POLL_SECONDS = 10.0
 _MAX_TRIES = 2  # that fill the disk although there was room

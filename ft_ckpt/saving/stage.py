@@ -11,7 +11,9 @@ from ft_ckpt.saving.context import SaveContext
 from ft_ckpt.saving.plan import SavePlan
 from ft_ckpt.saving.reuse_frozen import Offer
 from ft_ckpt.saving.sidecars import check_configs
-from ft_ckpt.storage import BLOCK_BYTES, FileRecord, Store, WriteTuning, record_of, tuning_for
+from ft_ckpt.storage import Store
+from ft_ckpt.storage.digests import FileRecord, record_of
+from ft_ckpt.storage.io import BLOCK_BYTES, WriteTuning, tuning_for
 
 _MANIFEST_BYTES = 16 << 20  # reserved in the check of free space
 

@@ -12,6 +12,7 @@ from ft_ckpt.checkpoint import stage_store
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import IncompleteError, explained, listing
 from ft_ckpt.formats import FilePlan, write_file
+from ft_ckpt.progress_bars import track_bytes
 from ft_ckpt.ranks import Ranks, Values, are_equal
 from ft_ckpt.saving.agree import AgreedSave
 from ft_ckpt.saving.context import SaveContext
@@ -21,16 +22,11 @@ from ft_ckpt.saving.shared_folders import Mode
 from ft_ckpt.saving.stage import OpenStage, saver_tuning
 from ft_ckpt.saving.write_plan import FileWrites, WritePlan
 from ft_ckpt.schema import as_record
-from ft_ckpt.storage import (
-    FileRecord,
-    LocalStore,
-    Place,
-    Region,
-    Store,
-    Writable,
-    Writer,
-    track_bytes,
-)
+from ft_ckpt.storage import Store, Writable
+from ft_ckpt.storage.digests import FileRecord
+from ft_ckpt.storage.io import Region, Writer
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import Place
 
 
 @dataclass(frozen=True, eq=False)

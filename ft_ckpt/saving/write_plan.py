@@ -16,13 +16,8 @@ from ft_ckpt.ranks import Source
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.plan import SavePlan
 from ft_ckpt.saving.shared_folders import FolderSharing, Mode
-from ft_ckpt.storage import (
-    BLOCK_BYTES,
-    Cut,
-    FileRecord,
-    chunk_of_rank,
-    joined_digest,
-)
+from ft_ckpt.storage.digests import Cut, FileRecord, chunk_of_rank, joined_digest
+from ft_ckpt.storage.io import BLOCK_BYTES
 
 MIN_SHARED_BYTES = 32 << 20  # opening the files of a smaller checkpoint on all ranks does not pay
 MIN_RUN_BYTES = 256 << 10  # of a run, where a tensor has several: at 128 KB a gather is as fast

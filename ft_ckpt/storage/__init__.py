@@ -1,8 +1,9 @@
-"""Storage of bytes: stores (a local folder, a bucket), direct I/O on disks, digests.
+"""Storage of bytes: the interfaces of a store, and the operations of a local disk.
 
 Nothing here depends on tensors, models, collectives or manifests, and nothing here imports torch.
-Begin at `store`, the interfaces of a store; then `local_disk`, the durable operations on a file
-system, and `writer`.
+Begin at `store`, the interfaces; then `local_disk`, the operations that survive a power cut. The
+rooms: `io` reads and writes large files, `local` is folders of this machine, `digests` compares
+files, `places` opens paths and URLs.
 """
 
 import lazy_loader

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from ft_ckpt.errors import ConfigError, CorruptError, MissingError, damaged_input
 
 if TYPE_CHECKING:
-    from ft_ckpt.storage.local_file import MappedBytes
+    from ft_ckpt.storage.io import MappedBytes
 
 
 def is_name(path: object) -> bool:

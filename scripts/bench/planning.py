@@ -26,7 +26,7 @@ from ft_ckpt.saving.agree import _describe_save
 from ft_ckpt.saving.plan import plan_save
 from ft_ckpt.saving.stage import OpenStage
 from ft_ckpt.saving.write_plan import FileWrites, divide_files
-from ft_ckpt.storage import chunk_of_rank
+from ft_ckpt.storage.digests import chunk_of_rank
 from scripts.bench.common import Row, Setting, as_child, in_child, medians, seconds
 from scripts.bench.models import config_of
 

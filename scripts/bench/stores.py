@@ -81,8 +81,8 @@ def transfer(_setting: Setting, direction: str, way: str, size_bytes: int) -> li
 
 
 def _ours_up(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
-    from ft_ckpt.storage import BLOCK_BYTES
-    from ft_ckpt.storage.stores import open_store
+    from ft_ckpt.storage.io import BLOCK_BYTES
+    from ft_ckpt.storage.places.locations import open_store
 
     store, view = open_store(folder), memoryview(memory)
 
@@ -96,8 +96,8 @@ def _ours_up(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
 
 
 def _ours_down(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
-    from ft_ckpt.storage.prefetch import read_in_steps
-    from ft_ckpt.storage.stores import open_store
+    from ft_ckpt.storage.io.prefetch import read_in_steps
+    from ft_ckpt.storage.places.locations import open_store
 
     store, view = open_store(folder), memoryview(memory)
     return lambda: read_in_steps(store.open(_NAME), view, len(view))
@@ -105,7 +105,7 @@ def _ours_down(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
 
 def _client(folder: str) -> tuple[Any, str]:
     """A bare client with the same settings, and the object's name in its bucket."""
-    from ft_ckpt.storage.stores import open_store
+    from ft_ckpt.storage.places.locations import open_store
 
     store: Any = open_store(folder)
     return store.client, store.key(_NAME)

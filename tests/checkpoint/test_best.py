@@ -13,7 +13,7 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver, Every, Keep
 from ft_ckpt.checkpoint import discover, read_manifest
 from ft_ckpt.errors import ConfigError, NotACheckpointError, TargetError
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 
 def saver_of(folder, **settings):

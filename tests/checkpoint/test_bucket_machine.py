@@ -36,8 +36,9 @@ from ft_ckpt import CheckpointSaver, Keep
 from ft_ckpt.checkpoint import leases, pin, unpin
 from ft_ckpt.errors import CheckpointError, NotACheckpointError, TargetError, UnreadableError
 from ft_ckpt.runs.folder import prune_run
-from ft_ckpt.storage import Place, Store
-from ft_ckpt.storage.stores import open_store
+from ft_ckpt.storage import Store
+from ft_ckpt.storage.places import Place
+from ft_ckpt.storage.places.locations import open_store
 
 MANIFEST, PIN = "ft_ckpt.json", ".ft_ckpt-pin"
 STEPS, VARIANTS = (1, 2, 3), ("first", "second")

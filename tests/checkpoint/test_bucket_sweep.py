@@ -33,8 +33,9 @@ from ft_ckpt.extensions.buckets.object_store import ObjectStore
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs.folder import PruneReport, prune_run, recover_all, survey_run
 from ft_ckpt.runs.folder.prune import make_room
-from ft_ckpt.storage import LocalStore, Place, open_place
-from ft_ckpt.storage.stores import open_store
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import Place, open_place
+from ft_ckpt.storage.places.locations import open_store
 
 KEEP = Keep(last=2, state=Keep(last=1))  # of four drops two and strips one
 TEN_MINUTES, DAY = 601, 24 * 3600 + 1  # and a second

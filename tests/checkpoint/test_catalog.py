@@ -30,7 +30,10 @@ from ft_ckpt.errors import ManifestError, NotACheckpointError, UnreadableError
 from ft_ckpt.formats import read_header
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs.folder import prune_run
-from ft_ckpt.storage import FileRecord, LocalStore, open_local_file, open_place, read_record
+from ft_ckpt.storage.digests import FileRecord, read_record
+from ft_ckpt.storage.io import open_local_file
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import open_place
 
 
 @pytest.fixture

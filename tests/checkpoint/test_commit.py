@@ -33,7 +33,10 @@ from ft_ckpt.checkpoint import (
 from ft_ckpt.checkpoint.commit import commit_stage, discard_stage, open_stage
 from ft_ckpt.checkpoint.recovery import recover_target
 from ft_ckpt.errors import CorruptError, ManifestError, NoSpaceError, TargetError
-from ft_ckpt.storage import FileRecord, local_disk, locks, open_place, scratch_file
+from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.digests import FileRecord
+from ft_ckpt.storage.local import locks
+from ft_ckpt.storage.places import open_place, scratch_file
 
 INDEX = "model.safetensors.index.json"
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and other users need root")
@@ -844,8 +847,8 @@ import sys, socket, time
 socket.gethostname = lambda: "the-same-name"
 from pathlib import Path
 from ft_ckpt.checkpoint.commit import open_stage
-from ft_ckpt.storage.place import open_place
-from ft_ckpt.storage.scratch import scratch_file
+from ft_ckpt.storage.places.place import open_place
+from ft_ckpt.storage.places.copies import scratch_file
 with scratch_file(open_place(Path(sys.argv[1]) / "one.safetensors")) as file:
     file.write_text("half")
     print(open_stage(Path(sys.argv[1]) / "checkpoint"), flush=True)

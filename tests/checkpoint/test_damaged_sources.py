@@ -30,7 +30,7 @@ from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint import CARD_NAME, MANIFEST_NAME, read_manifest
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import CheckpointError, CorruptError
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 LORA = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
 

@@ -29,7 +29,8 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs.folder import prune_run
-from ft_ckpt.storage import LocalStore, Place, open_place
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import Place, open_place
 
 QUICK: dict[str, Any] = {"idle_seconds": 0, "poll_seconds": 0.02}
 

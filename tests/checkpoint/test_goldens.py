@@ -22,7 +22,8 @@ from ft_ckpt.checkpoint import (
     manifest_to_json,
     read_manifest,
 )
-from ft_ckpt.storage import FileRecord, open_place
+from ft_ckpt.storage.digests import FileRecord
+from ft_ckpt.storage.places import open_place
 
 sys.path.insert(0, str(TESTS / "golden"))
 from make_checkpoints import (

@@ -34,7 +34,8 @@ from ft_ckpt.errors import (
     TargetError,
     UnreadableError,
 )
-from ft_ckpt.storage import LocalStore, Place, open_place
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import Place, open_place
 
 SHARD = "policy/model-00001-of-00002.safetensors"
 

@@ -30,7 +30,9 @@ from ft_ckpt.checkpoint.leases import put_mark
 from ft_ckpt.checkpoint.marks import SAVING
 from ft_ckpt.checkpoint.reader_leases import hold_lease, lease_reasons
 from ft_ckpt.errors import NoSpaceError, NotACheckpointError, TargetError
-from ft_ckpt.storage import LocalStore, local_disk, locks, open_place
+from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.local import LocalStore, locks
+from ft_ckpt.storage.places import open_place
 
 HOLD = """
 import sys, time

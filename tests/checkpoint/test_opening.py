@@ -36,7 +36,7 @@ from ft_ckpt.extensions import tools
 from ft_ckpt.extensions.tools import converting
 from ft_ckpt.model.load import models as load_parts
 from ft_ckpt.runs.resume import resuming as resume
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 SEED = chosen_seed()
 

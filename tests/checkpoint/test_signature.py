@@ -32,7 +32,7 @@ from ft_ckpt.errors import ConfigError, CorruptError, ManifestError, NotACheckpo
 from ft_ckpt.extensions.transfer import copy, push, sign, sync
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs.folder import prune_run
-from ft_ckpt.storage import Place, open_place
+from ft_ckpt.storage.places import Place, open_place
 
 pytest.importorskip("model_signing")
 RUN = "import sys; from ft_ckpt.cli import main; main()"

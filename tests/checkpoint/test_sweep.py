@@ -34,7 +34,10 @@ from ft_ckpt.errors import NotACheckpointError
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs.folder import PruneReport, prune_run, recover_all, survey_run
 from ft_ckpt.runs.folder.prune import make_room
-from ft_ckpt.storage import LocalStore, local_disk, open_place, read_record
+from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.digests import read_record
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import open_place
 
 READER = """
 import sys

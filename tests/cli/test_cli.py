@@ -13,7 +13,7 @@ from small_checkpoints import make_checkpoint, manifest_of, save, save_of, save_
 
 from ft_ckpt.checkpoint import discover, manifest_to_json, pin_reason
 from ft_ckpt.checkpoint.commit import commit_stage, open_stage
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 DPO = (
     "rewards/chosen",

@@ -29,7 +29,7 @@ import ft_ckpt as library
 from ft_ckpt import CheckpointSaver, Keep
 from ft_ckpt.checkpoint import pin
 from ft_ckpt.cli import COMMANDS
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 WRONG = (
     *("absent", "absent in a bucket", "file", "model", "trainer output"),

@@ -19,7 +19,8 @@ from ft_ckpt import verify
 from ft_ckpt.checkpoint import MANIFEST_NAME, check_target
 from ft_ckpt.cli import main
 from ft_ckpt.errors import TargetError
-from ft_ckpt.storage import LocalStore, MountedFrom, local_disk, mount_of, trials, try_place
+from ft_ckpt.storage import MountedFrom, local_disk, mount_of
+from ft_ckpt.storage.local import LocalStore, trials, try_place
 
 
 def doctor(monkeypatch, capsys, place, *options):

@@ -11,7 +11,7 @@ from ft_ckpt.checkpoint import discover, pin, unpin
 from ft_ckpt.closure import checkpoint_closure
 from ft_ckpt.config import parse_size
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 URL = "ftp://bucket/run"
 TAKERS = {

@@ -29,7 +29,8 @@ from ft_ckpt.cli.report_style import PAGE_STYLE
 from ft_ckpt.cli.run_facts import gather_facts
 from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError, TargetError
 from ft_ckpt.runs.state import read_document
-from ft_ckpt.storage import LocalStore, open_place
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import open_place
 
 STEPS = 18
 VOID = {"meta", "link"}

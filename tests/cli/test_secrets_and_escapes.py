@@ -18,11 +18,11 @@ from huggingface_hub.utils import _http
 from small_checkpoints import rewrite_manifest, save_with_state
 
 import ft_ckpt as library
-from ft_ckpt import CheckpointSaver, SaverConfig
+from ft_ckpt import CheckpointSaver, SaverConfig, progress_bars
 from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.extensions.transfer import PushOptions
-from ft_ckpt.storage import open_place, progress
+from ft_ckpt.storage.places import open_place
 
 WITH_KEYS = {
     "s3://AKIA:S3CRET@bucket/run": "AWS_SECRET_ACCESS_KEY",
@@ -226,8 +226,8 @@ def test_a_table_on_a_terminal_has_no_codes_but_its_own_colours(run):
 
 def test_a_progress_bar_shows_a_label_as_text(monkeypatch, capfd):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(progress, "MIN_SECONDS", 0.0)
-    with progress.track_bytes(1 << 30, f"[bold]{MARK}[/nope]") as advance:
+    monkeypatch.setattr(progress_bars, "MIN_SECONDS", 0.0)
+    with progress_bars.track_bytes(1 << 30, f"[bold]{MARK}[/nope]") as advance:
         advance(1 << 20)
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", capfd.readouterr().err)
     assert problems_in(shown) == []

@@ -8,7 +8,8 @@ from small_checkpoints import save, save_with_state
 from ft_ckpt.checkpoint import foreign_files, verify_listed
 from ft_ckpt.cli import run_command, verify as verify_command
 from ft_ckpt.errors import NotACheckpointError, UnreadableError
-from ft_ckpt.storage import LocalStore, open_place
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import open_place
 
 
 def verified(path):

@@ -16,7 +16,7 @@ from ft_ckpt.checkpoint import discover
 from ft_ckpt.checkpoint.metrics import METRIC
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import CheckpointError, ConfigError
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 RUN = "import sys; from ft_ckpt.cli import main; main()"
 # Notes that it was called, and prints the number at the end of the checkpoint's name, and a half.

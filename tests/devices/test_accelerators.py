@@ -26,7 +26,7 @@ from ft_ckpt import CheckpointSaver, devices, load_model, verify
 from ft_ckpt.errors import IncompleteError
 from ft_ckpt.formats import reading
 from ft_ckpt.saving import PendingSave, snapshot
-from ft_ckpt.storage import read_ahead
+from ft_ckpt.storage.io import read_ahead
 
 sealed = pytest.mark.skipif(bool(sealed_device.why_missing()), reason=sealed_device.why_missing())
 START = (

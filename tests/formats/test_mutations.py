@@ -46,7 +46,7 @@ from ft_ckpt.runs.state import read_document
 from ft_ckpt.runs.state.document import FOLDER
 from ft_ckpt.saving import STATE_DOCUMENT
 from ft_ckpt.schedule import History
-from ft_ckpt.storage import LocalStore
+from ft_ckpt.storage.local import LocalStore
 
 LIBRARIES = TESTS / "golden/libraries"
 STEP_SECONDS = 10

@@ -27,7 +27,7 @@ from ft_ckpt.formats import (
     registry,
     tensor_formats,
 )
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 
 @pytest.fixture

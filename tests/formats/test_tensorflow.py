@@ -18,7 +18,7 @@ from ft_ckpt.extensions.foreign import tensorflow
 from ft_ckpt.extensions.tools import convert, open_source
 from ft_ckpt.extensions.tools.shard_rules import assign_shards, read_shard_rules
 from ft_ckpt.formats import ITEM_BYTES, Spec
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 DTYPES = sorted(tensorflow.DTYPES)
 

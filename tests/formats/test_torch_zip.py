@@ -24,7 +24,7 @@ from ft_ckpt.extensions.foreign.torch_values import named_leaves
 from ft_ckpt.extensions.foreign.torch_write import lay_out_torch
 from ft_ckpt.extensions.tools import convert, load
 from ft_ckpt.formats import ITEM_BYTES, Layout, Spec, record_span
-from ft_ckpt.storage import Region
+from ft_ckpt.storage.io import Region
 
 DTYPES = sorted(ITEM_BYTES)
 shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)

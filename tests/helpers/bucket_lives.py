@@ -13,8 +13,8 @@ from places import WORKERS
 from s3_server import BUCKET, FAST, S3
 
 from ft_ckpt import verify
-from ft_ckpt.storage import Place
-from ft_ckpt.storage.stores import open_store
+from ft_ckpt.storage.places import Place
+from ft_ckpt.storage.places.locations import open_store
 
 BUCKET_RUN, PREFIX = f"s3://{BUCKET}/run", "run/"
 TRAIN = (WORKERS / "bucket_life.py").read_text()

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ft_ckpt.storage import LocalStore, Place, Store
-from ft_ckpt.storage.stores import open_store
+from ft_ckpt.storage import Store
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import Place
+from ft_ckpt.storage.places.locations import open_store
 
 
 def new_bucket(prefix: str = "team/runs") -> Store:

@@ -27,7 +27,8 @@ from ft_ckpt.checkpoint.leases import LEASE
 from ft_ckpt.checkpoint.reader_leases import hold_lease
 from ft_ckpt.errors import CheckpointError, NotACheckpointError
 from ft_ckpt.runs.folder import recover_all
-from ft_ckpt.storage import open_place, temporary_store
+from ft_ckpt.storage.local import temporary_store
+from ft_ckpt.storage.places import open_place
 
 THERE = "there"  # target folder, or prefix in the bucket
 IN_BUCKET = "bucket:"  # prefix of the names of objects, in mappings that also have files

@@ -17,7 +17,7 @@ from torch import nn
 import ft_ckpt
 from ft_ckpt.checkpoint import CheckpointInfo, discover
 from ft_ckpt.errors import NotACheckpointError
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 STOP = 3  # steps until the runs of the contract are killed
 

@@ -14,7 +14,8 @@ import pytest
 
 from ft_ckpt.errors import CorruptError, MissingError, TargetError, UnreadableError
 from ft_ckpt.saving import shared_folders
-from ft_ckpt.storage import FolderListing, LocalStore, Readable, RemoteStore, Store, Stored
+from ft_ckpt.storage import FolderListing, Readable, RemoteStore, Store, Stored
+from ft_ckpt.storage.local import LocalStore
 
 READS = ("read", "open", "list", "list_folder", "stat")
 WRITES = ("write", "create", "copy", "delete")

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from ft_ckpt.formats import RawFile
-from ft_ckpt.storage import open_local_file
+from ft_ckpt.storage.io import open_local_file
 
 
 def raw_file(path: str | os.PathLike[str], mapped: bool = True) -> RawFile:

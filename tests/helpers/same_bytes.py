@@ -23,7 +23,8 @@ from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.errors import CheckpointError
 from ft_ckpt.saving import PendingSave, snapshot, write_plan
 from ft_ckpt.saving.snapshot import Snapshot
-from ft_ckpt.storage import FileRecord, open_place
+from ft_ckpt.storage.digests import FileRecord
+from ft_ckpt.storage.places import open_place
 
 SHORT: dict[str, Any] = {
     "enter_timeout_seconds": 60,

@@ -14,14 +14,10 @@ import xxhash
 from ft_ckpt.checkpoint import MANIFEST_NAME, Manifest, PartRecord, manifest_to_json, read_manifest
 from ft_ckpt.checkpoint.commit import commit_stage, open_stage
 from ft_ckpt.formats import TensorRecord
-from ft_ckpt.storage import (
-    FileRecord,
-    LocalStore,
-    digest_of_open,
-    open_local_file,
-    open_place,
-    read_record,
-)
+from ft_ckpt.storage.digests import FileRecord, digest_of_open, read_record
+from ft_ckpt.storage.io import open_local_file
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import open_place
 
 Folder = str | os.PathLike[str]
 

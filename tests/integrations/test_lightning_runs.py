@@ -23,7 +23,7 @@ from ft_ckpt import Every, Keep, verify
 from ft_ckpt.checkpoint import discover
 from ft_ckpt.errors import ConfigError, LoadError, SelectionError
 from ft_ckpt.integrations.lightning import LightningCheckpoint
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 # settings of the trainer, of the module, of the data; steps after which a run is resumed
 SHAPES = {

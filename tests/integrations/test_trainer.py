@@ -33,7 +33,7 @@ from ft_ckpt.errors import (
 from ft_ckpt.integrations import trainer_files
 from ft_ckpt.integrations.trainer import FtCkptCallback, checkpointed
 from ft_ckpt.saver import open_savers
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 EVALUATED = {"eval_dataset": Sentences(noise=False), "eval_strategy": "steps", "eval_steps": 1}
 SHAPES = {

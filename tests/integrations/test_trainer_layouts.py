@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 import ft_ckpt
 from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.errors import SelectionError
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 
 class FilesOfProject:

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.errors import LoadError
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 STEPS = 5
 

@@ -12,7 +12,7 @@ from trainers import ours, run
 import ft_ckpt
 from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.errors import TargetError
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 PUSHING = {"push_to_hub": True, "hub_model_id": "user/run", "max_steps": 3, "save_total_limit": 3}
 

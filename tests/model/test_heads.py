@@ -20,7 +20,7 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint import manifest_to_json, read_manifest
 from ft_ckpt.errors import LoadError, SelectionError
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 LABELS = {0: "low", 1: "middle", 2: "high"}
 _BERT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}

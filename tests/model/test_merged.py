@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from ft_ckpt import CheckpointSaver, errors, verify
 from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.extensions.tools import merging
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 LINEAR = ["q_proj", "v_proj", "down_proj"]
 TARGETS = {

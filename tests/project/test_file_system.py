@@ -10,18 +10,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2] / "ft_ckpt"
 IMPORTS = {"fcntl", "glob", "mmap", "shutil", "tempfile", "ft_ckpt.storage.local_disk"}
-# The operations of `local_disk` that other packages import by the front of `storage`.
+# The operations on files that other packages import by the fronts of `storage`.
 OPERATIONS = {
-    f"ft_ckpt.storage.{name}"
-    for name in (
-        "clear_drafts",
-        "list_names",
-        "make_folder",
-        "make_locked_folder",
-        "permission_bits",
-        "regular_descriptor",
-        "walk_tree",
-    )
+    *(
+        f"ft_ckpt.storage.{name}"
+        for name in ("list_names", "make_folder", "permission_bits", "regular_descriptor")
+    ),
+    "ft_ckpt.storage.walk_tree",
+    "ft_ckpt.storage.local.clear_drafts",
+    "ft_ckpt.storage.local.make_locked_folder",
 }
 HARMLESS = {
     *("PathLike", "fspath", "fsencode", "fsdecode", "pathsep", "sep"),  # names of files
@@ -47,19 +44,19 @@ OF_PATHS = {
 
 # The floor: what a store and the fast road beside it are made of.
 STORAGE = {
-    "blocks",
-    "direct_io",
-    "free_memory",
+    "io/blocks",
+    "io/direct_io",
+    "io/local_file",
+    "io/prefetch",
+    "io/whole_files",
     "libc",
+    "local/local_store",
+    "local/locks",
     "local_disk",
-    "local_file",
-    "local_store",
-    "locks",
     "mounts",
-    "prefetch",
 }
 # Paths as places; checks of links; files for libraries that want paths; trials of a file system.
-STORAGE |= {"inside", "place", "scratch", "trials"}
+STORAGE |= {"local/inside", "local/trials", "places/copies", "places/place"}
 # The commit protocol of folders, its recovery and its opposite, locks of readers and runs, and open
 # files kept open.
 CHECKPOINT = {"commit", "delete", "open_folder", "opening", "reader_leases", "recovery"}

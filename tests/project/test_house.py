@@ -38,7 +38,7 @@ FOREIGN_ERRORS = {
     # it stands for system calls and fails as they do
     "storage/local_disk.py": {"OSError", "FileNotFoundError"},
     # likewise; `explained` makes it one of ours before it leaves the module
-    "storage/direct_io.py": {"OSError"},
+    "storage/io/direct_io.py": {"OSError"},
     # the same function makes it one of ours
     "extensions/rl/client.py": {"IncompleteRead", "TimeoutError"},
     "storage/libc.py": {"OSError"},  # it stands for system calls

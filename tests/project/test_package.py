@@ -46,7 +46,7 @@ def test_extras_that_are_named_exist():
         for listed, named in installed.findall(text(file))
         for extra in (listed or named).split(",")
     }
-    assert {("stores.py", "remote"), ("install.md", "remote")} <= found
+    assert {("locations.py", "remote"), ("install.md", "remote")} <= found
     assert [(file, extra) for file, extra in sorted(found) if extra not in EXTRAS] == []
 
 

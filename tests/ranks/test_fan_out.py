@@ -15,7 +15,7 @@ from ft_ckpt.errors import LoadError, RankError
 from ft_ckpt.ranks import broadcast
 from ft_ckpt.runs.resume import match_run, restore_run
 from ft_ckpt.runs.state import Restored
-from ft_ckpt.storage import prefetch as reading
+from ft_ckpt.storage.io import prefetch as reading
 
 BUCKET = 1 << 16  # the minimum: many buckets even for a tiny model
 

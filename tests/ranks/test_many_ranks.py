@@ -30,8 +30,8 @@ from ft_ckpt.ranks import (
 )
 from ft_ckpt.saving import regions, write_plan
 from ft_ckpt.saving.regions import live
-from ft_ckpt.storage import ByteRun
-from ft_ckpt.storage.digests import rank_parts
+from ft_ckpt.storage.digests.digests import rank_parts
+from ft_ckpt.storage.io import ByteRun
 
 shapes = st.lists(
     st.lists(st.integers(0, 60) | st.integers(1000, 1100), max_size=2).map(tuple),

@@ -20,12 +20,12 @@ from torch import nn
 from tuning import buckets_of
 from wrappers import fsdp2
 
-import ft_ckpt.storage.writer
+import ft_ckpt.storage.io.writer
 from ft_ckpt import CheckpointSaver, errors, latest, verify
 from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.extensions.rl.session_files import SESSIONS
 from ft_ckpt.ranks import current_ranks
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 BUCKET = 1 << 16  # the smallest: the wide model takes some hundred of them
 
@@ -52,7 +52,7 @@ def nothing_in(folder):
 @contextlib.contextmanager
 def failing_writer(action):
     """On rank 0, `action()` runs before the tenth write of a save."""
-    original, calls = ft_ckpt.storage.writer.DurableFile.put_region, []
+    original, calls = ft_ckpt.storage.io.writer.DurableFile.put_region, []
 
     def put_region(self, *args):
         calls.append(1)
@@ -60,11 +60,11 @@ def failing_writer(action):
             action()
         original(self, *args)
 
-    ft_ckpt.storage.writer.DurableFile.put_region = put_region
+    ft_ckpt.storage.io.writer.DurableFile.put_region = put_region
     try:
         yield
     finally:
-        ft_ckpt.storage.writer.DurableFile.put_region = original
+        ft_ckpt.storage.io.writer.DurableFile.put_region = original
     assert RANK or len(calls) >= 10, f"only {len(calls)} writes: the fault was never there"
 
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from ft_ckpt.ranks import FlatSharding, OwnedSharding, ReplicatedSharding
 from ft_ckpt.ranks.runs import MAX_RUNS
 from ft_ckpt.ranks.sharding import Mesh, MeshSharding, OpaqueSharding
-from ft_ckpt.storage import Cut, chunk_of_rank
-from ft_ckpt.storage.digests import cut_chunks
+from ft_ckpt.storage.digests import Cut, chunk_of_rank
+from ft_ckpt.storage.digests.digests import cut_chunks
 
 shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
 

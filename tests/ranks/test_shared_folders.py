@@ -13,7 +13,8 @@ from ft_ckpt.errors import RankError
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.saving import shared_folders
 from ft_ckpt.saving.shared_folders import FolderSharing, Mode, SharedFolders, try_sharing
-from ft_ckpt.storage import LocalStore, LocalWriting
+from ft_ckpt.storage.io import LocalWriting
+from ft_ckpt.storage.local import LocalStore
 
 PAGE = 4096
 RANK = threading.local()  # the number of the rank that a thread is

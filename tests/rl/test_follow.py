@@ -31,7 +31,7 @@ from ft_ckpt.checkpoint import manifest_to_json, read_manifest
 from ft_ckpt.errors import ConfigError, EngineError, NotACheckpointError, RankError
 from ft_ckpt.extensions.rl import Publisher, PublishReport, follow_run
 from ft_ckpt.integrations.trainer import FtCkptCallback
-from ft_ckpt.storage import Place, open_place
+from ft_ckpt.storage.places import Place, open_place
 
 QUICK = {"name": "policy", "keep": 9, "timeout_seconds": 5}
 

@@ -11,7 +11,7 @@ from training import QUIET, prepared, train
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, SaverConfig, ServerOptions
-from ft_ckpt.storage import shown_location
+from ft_ckpt.storage.places import shown_location
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from wrappers import truth
 from ft_ckpt import verify
 from ft_ckpt.errors import CorruptError, LoadError, NoSpaceError, RankError
 from ft_ckpt.runs.resume import node_copies, restore_run
-from ft_ckpt.storage import LocalStore
+from ft_ckpt.storage.local import LocalStore
 
 HERE = Path("/proc/self/cwd")
 

@@ -15,7 +15,7 @@ from network_disks import GlusterFS
 from networks import SWITCH, in_network_of, running_cluster, why_no_cluster
 from s3_server import running_s3
 
-from ft_ckpt.storage import LocalStore
+from ft_ckpt.storage.local import LocalStore
 
 needs_mounts = pytest.mark.skipif(
     not can_mount(), reason="needs namespaces of mounts, which root has"

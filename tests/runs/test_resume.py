@@ -29,7 +29,7 @@ from ft_ckpt.errors import (
     UnreadableError,
 )
 from ft_ckpt.runs.resume import opening as resume_opening
-from ft_ckpt.storage import LocalStore
+from ft_ckpt.storage.local import LocalStore
 
 SHAPES = {
     "shuffled": {},

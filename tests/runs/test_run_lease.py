@@ -35,7 +35,8 @@ from ft_ckpt.checkpoint.leases import put_mark
 from ft_ckpt.errors import ConfigError, LeaseTakenError, RanksDisagreeError
 from ft_ckpt.runs.folder import lease as run_lease
 from ft_ckpt.runs.folder.lease import RUN_LEASE
-from ft_ckpt.storage import locks, open_place
+from ft_ckpt.storage.local import locks
+from ft_ckpt.storage.places import open_place
 
 FORK = multiprocessing.get_context("fork")
 needs_namespaces = pytest.mark.skipif(not can_mount(), reason="needs namespaces, which root has")
@@ -76,7 +77,7 @@ import torch
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.runs import run_lease
 from ft_ckpt.errors import LeaseTakenError
-from ft_ckpt.storage import locks
+from ft_ckpt.storage.local import locks
 
 run, room, host, ahead, lease, renew = sys.argv[1:]
 run_lease.LEASE_SECONDS, run_lease.RENEW_SECONDS = float(lease), float(renew)

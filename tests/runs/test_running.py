@@ -22,7 +22,7 @@ from ft_ckpt import CheckpointSaver, Every, Keep
 from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.errors import ConfigError, LoadError, NoSpaceError, TargetError
 from ft_ckpt.saving import space
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 SHORT = {"enter_timeout_seconds": 30, **QUIET}
 
@@ -274,7 +274,7 @@ def test_or_a_reason_to_wait(tmp_path, disk):
 
 def test_a_disk_filled_while_it_is_written_to(tmp_path, monkeypatch):
     """There was room, others took it: the save is made again once there is."""
-    from ft_ckpt.storage import DurableFile
+    from ft_ckpt.storage.io import DurableFile
 
     real, failures = DurableFile.finish, [NoSpaceError("full"), NoSpaceError("full")]
 

@@ -18,7 +18,7 @@ from ft_ckpt import verify
 from ft_ckpt.errors import CheckpointError, NoSpaceError
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.saving import PendingSave, shared_folders
-from ft_ckpt.storage import LocalWriting
+from ft_ckpt.storage.io import LocalWriting
 
 
 def begun(wrapper, folder, **settings):

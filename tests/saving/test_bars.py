@@ -16,8 +16,9 @@ from ft_ckpt import CheckpointSaver, messages
 RUN = """
     import sys, time, torch, ft_ckpt
     from ft_ckpt.saving import stage
-    from ft_ckpt.storage import direct_io, progress, prefetch
-    progress.MIN_SECONDS = {wait}
+    from ft_ckpt.storage.io import direct_io, prefetch
+    from ft_ckpt import progress_bars
+    progress_bars.MIN_SECONDS = {wait}
     stage.BLOCK_BYTES = 1 << 16
 
     def slow(call):

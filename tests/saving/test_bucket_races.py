@@ -13,7 +13,7 @@ from places import WORKERS, python_path
 
 from ft_ckpt import verify
 from ft_ckpt.checkpoint import MANIFEST_NAME, load_manifest
-from ft_ckpt.storage.stores import open_store
+from ft_ckpt.storage.places.locations import open_store
 
 pytest.importorskip("obstore")
 NAMES, STEPS = ("a", "b"), 50

@@ -19,7 +19,8 @@ from ft_ckpt.checkpoint import (
     unpin,
 )
 from ft_ckpt.errors import NameTakenError, NoSpaceError
-from ft_ckpt.storage import LocalStore, Place
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import Place
 
 SETTINGS = {
     "safetensors": {},

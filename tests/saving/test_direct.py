@@ -25,18 +25,11 @@ from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.errors import CorruptError, NoSpaceError, RankError
 from ft_ckpt.ranks import gather
 from ft_ckpt.saving import shared_folders, write_plan
-from ft_ckpt.storage import (
-    Cut,
-    FileRecord,
-    LocalStore,
-    MappedBytes,
-    digest_problems,
-    joined_digest,
-    open_place,
-    read_record,
-    writer,
-)
-from ft_ckpt.storage.digests import rank_parts
+from ft_ckpt.storage.digests import Cut, FileRecord, digest_problems, joined_digest, read_record
+from ft_ckpt.storage.digests.digests import rank_parts
+from ft_ckpt.storage.io import MappedBytes, writer
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import open_place
 
 
 @pytest.mark.slow

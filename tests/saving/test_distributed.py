@@ -42,7 +42,7 @@ from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.ranks import ModelTensors, current_ranks
 from ft_ckpt.ranks.gather import stream_chunks
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -31,7 +31,7 @@ from ft_ckpt import CheckpointSaver, Keep, verify
 from ft_ckpt.checkpoint import MANIFEST_NAME, discover, pin, pin_reason, problems, read_manifest
 from ft_ckpt.errors import CheckpointError, ManifestError, TargetError
 from ft_ckpt.runs.folder import prune_run
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 FAULTS = ("ENOSPC", "EIO", "EINTR", "EMFILE", "ESTALE", "EACCES", "EROFS", "short")
 LASTING = ("ENOSPC and on", "EIO and on", "EROFS and on")

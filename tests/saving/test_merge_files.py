@@ -29,7 +29,7 @@ from ft_ckpt import CheckpointSaver, errors, latest, verify
 from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import SelectionError
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 LINEAR = ["q_proj", "v_proj", "down_proj"]
 

@@ -12,7 +12,8 @@ from on_ranks import RANK, on_ranks
 
 from ft_ckpt import CheckpointSaver, latest, verify
 from ft_ckpt.checkpoint import read_manifest
-from ft_ckpt.storage import LocalStore, open_place
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import open_place
 
 MODES = ("now", "later")
 SETTINGS = {"max_shard_size": 20_000, "enter_timeout_seconds": 60, "on_difference": "ignore"}

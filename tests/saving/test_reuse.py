@@ -20,7 +20,7 @@ from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig, load_model, verif
 from ft_ckpt.checkpoint import delete_checkpoint, discover, read_manifest
 from ft_ckpt.errors import NoSpaceError
 from ft_ckpt.saving import files, space, write
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 FROZEN, TRAINED = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 

@@ -14,7 +14,7 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 FORMATS = ("safetensors", "h5", "dual")
 

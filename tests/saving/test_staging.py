@@ -40,7 +40,7 @@ from ft_ckpt.errors import (
 from ft_ckpt.extensions.transfer import uploads
 from ft_ckpt.runs.loop import triggers
 from ft_ckpt.saving import space
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 LAST = 5
 DOWN = {"status": 503, "code": "SlowDown", "times": 1_000_000}

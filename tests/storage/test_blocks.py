@@ -18,15 +18,15 @@ from seeds import examples
 import ft_ckpt
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.formats import reading
-from ft_ckpt.storage import (
+from ft_ckpt.storage import libc
+from ft_ckpt.storage.io import (
     ByteRun,
-    libc,
     open_local_file,
     prefetch as blocks,
     read_ahead,
     read_in_place,
 )
-from ft_ckpt.storage.blocks import ALIGNMENT
+from ft_ckpt.storage.io.blocks import ALIGNMENT
 
 SIZE = (3 << 20) + 4097
 BLOCK = 1 << 20
@@ -244,8 +244,8 @@ def test_memory_stays_bounded(tmp_path):
     code = f"""
 import resource
 from pathlib import Path
-from ft_ckpt.storage.prefetch import ByteRun, read_ahead
-from ft_ckpt.storage.local_file import open_local_file
+from ft_ckpt.storage.io.prefetch import ByteRun, read_ahead
+from ft_ckpt.storage.io.local_file import open_local_file
 file = open_local_file(Path({str(path)!r}))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(sum(part.size_bytes for part in read_ahead([ByteRun("a", file, 0, 512 << 20)], threads=2)))

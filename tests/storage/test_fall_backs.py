@@ -26,7 +26,10 @@ from ft_ckpt import CheckpointSaver, verify
 from ft_ckpt.checkpoint import read_manifest
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.saving import regions, write_plan
-from ft_ckpt.storage import BLOCK_BYTES, LocalStore, Writer, libc, new_block, open_place, tuning_for
+from ft_ckpt.storage import libc
+from ft_ckpt.storage.io import BLOCK_BYTES, Writer, new_block, tuning_for
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import open_place
 
 SMALL = 1 << 16  # a block of many, even for small tensors
 SIZES = {

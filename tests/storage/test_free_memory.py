@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_ckpt.storage.free_memory import available_bytes, group_bytes
+from ft_ckpt.storage.io.whole_files import available_bytes, group_bytes
 
 
 def group(folder, names, limit, taken, cached):

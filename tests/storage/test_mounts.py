@@ -7,7 +7,8 @@ from launch import run_python
 from network_disks import GlusterFS
 
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.storage import locked_folder, open_local_file
+from ft_ckpt.storage.io import open_local_file
+from ft_ckpt.storage.local import locked_folder
 from ft_ckpt.storage.mounts import keeps_exact_times
 
 CONTENT = b"1" * 4096
@@ -47,7 +48,7 @@ def test_a_file_that_another_client_cuts_short_is_an_error(tmp_path):
 SWEEP = """
 import sys
 from pathlib import Path
-from ft_ckpt.storage import locked_folder
+from ft_ckpt.storage.local import locked_folder
 with locked_folder(Path(sys.argv[1]), "trial-"):
     pass
 """

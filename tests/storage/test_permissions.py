@@ -24,7 +24,9 @@ from ft_ckpt.checkpoint.reader_leases import hold_lease
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import NameTakenError
 from ft_ckpt.runs.folder import prune_run
-from ft_ckpt.storage import LocalStore, local_disk, open_place
+from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import open_place
 
 GROUP, OTHERS = 0o010, 0o001  # the bit with which this class of users enters a folder
 # of files, of folders

@@ -10,7 +10,7 @@ from http_server import Fault
 from s3_server import BUCKET, FAST
 
 from ft_ckpt.errors import ConfigError, CorruptError, NameTakenError, TargetError, UnreadableError
-from ft_ckpt.storage.stores import open_store
+from ft_ckpt.storage.places.locations import open_store
 
 MANY = 99
 CALLS = {

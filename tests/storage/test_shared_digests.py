@@ -6,17 +6,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from seeds import examples
 
-from ft_ckpt.storage import (
+from ft_ckpt.storage.digests import (
     Cut,
     FileRecord,
-    LocalStore,
     RunningDigest,
     compare_digests,
     digest_problems,
     digest_shares,
     share_files,
 )
-from ft_ckpt.storage.digests import owned_parts, rank_parts
+from ft_ckpt.storage.digests.digests import owned_parts, rank_parts
+from ft_ckpt.storage.local import LocalStore
 
 
 def write_cut(path, size, cuts, ranks):

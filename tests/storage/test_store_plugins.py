@@ -15,7 +15,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_ckpt.storage import LocalStore, RemoteStore, checked_name
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage import RemoteStore, checked_name
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 from contract_store import StoreContract
 from store_servers import Absent, running_azurite, running_ceph, running_moto, running_s3rver
 
-from ft_ckpt.storage.stores import open_store
+from ft_ckpt.storage.places.locations import open_store
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,10 @@ from contract_store import StoreContract, put
 from s3_server import BUCKET
 
 from ft_ckpt.errors import ConfigError, CorruptError, TargetError
-from ft_ckpt.storage import LocalStore, is_inside, local_disk, open_place
-from ft_ckpt.storage.stores import open_store
+from ft_ckpt.storage import is_inside, local_disk
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import open_place
+from ft_ckpt.storage.places.locations import open_store
 
 
 class TestLocalStore(StoreContract):

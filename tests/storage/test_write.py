@@ -21,17 +21,17 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import IncompleteError, NoSpaceError, TargetError
 from ft_ckpt.formats import FilePlan, Layout, Spec, write_file
-from ft_ckpt.storage import (
+from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.io import (
     BLOCK_BYTES,
-    LocalStore,
     Region,
     Writer,
     WriteTuning,
     direct_io,
-    local_disk,
     region_of,
     tuning_for,
 )
+from ft_ckpt.storage.local import LocalStore
 
 
 def plan(sizes, header=b"head", gap=0, trailer=b""):
@@ -376,8 +376,8 @@ def test_memory_stays_bounded(tmp_path):
     code = f"""
 import ctypes, resource
 from pathlib import Path
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.writer import Region, Writer
+from ft_ckpt.storage.local.local_store import LocalStore
+from ft_ckpt.storage.io.writer import Region, Writer
 block = ctypes.create_string_buffer(1 << 20)
 store = LocalStore(Path({str(tmp_path)!r}))
 with Writer() as writer, writer.fill(store.create("f", 512 << 20)) as file:

@@ -4,7 +4,7 @@ import pytest
 
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.storage import WriteTuning, tuning_for
+from ft_ckpt.storage.io import WriteTuning, tuning_for
 
 
 def test_settings_say_how_files_are_written():

@@ -21,16 +21,10 @@ from ft_ckpt.errors import (
     NoSpaceError,
     NotACheckpointError,
 )
-from ft_ckpt.storage import (
-    Cut,
-    FileRecord,
-    LocalStore,
-    Place,
-    RunningDigest,
-    joined_digest,
-    local_disk,
-    open_place,
-)
+from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.digests import Cut, FileRecord, RunningDigest, joined_digest
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import Place, open_place
 
 FROZEN = "frozen.bin"
 FROZEN_BYTES = 9 << 20  # more than one block, and above what is sent in one call

@@ -31,7 +31,9 @@ from ft_ckpt.checkpoint import (
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, ManifestError, NameTakenError
 from ft_ckpt.extensions.rl import delta_files
 from ft_ckpt.runs.folder import prune_run
-from ft_ckpt.storage import LocalStore, open_place, read_record
+from ft_ckpt.storage.digests import read_record
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import open_place
 
 Tensors = dict[str, torch.Tensor]
 KINDS = (

@@ -38,7 +38,8 @@ from ft_ckpt.extensions.rl.deltas import append_checkpoint
 from ft_ckpt.extensions.rl.rebuilding import drop_rebuilt, mark_staged
 from ft_ckpt.extensions.transfer import copies
 from ft_ckpt.runs.folder import prune_run
-from ft_ckpt.storage import copying, local_disk, open_place
+from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.places import copies as copying, open_place
 
 LOADED = (
     "obstore",

@@ -20,7 +20,8 @@ from ft_ckpt.checkpoint import (
 from ft_ckpt.checkpoint.delete import delete_state
 from ft_ckpt.checkpoint.reader_leases import hold_lease
 from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError
-from ft_ckpt.storage import LocalStore, Place, open_place
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import Place, open_place
 
 
 @pytest.fixture(params=["folder", "bucket"])

@@ -41,7 +41,8 @@ from ft_ckpt.saving.agree import agree_on_plan
 from ft_ckpt.saving.plan import SavePlan, plan_save
 from ft_ckpt.saving.shared_folders import Mode, try_sharing
 from ft_ckpt.saving.stage import OpenStage
-from ft_ckpt.storage import LocalStore, Place
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import Place
 
 PHASES = ("first save", "second save", "resume")
 _here = threading.local()

@@ -13,8 +13,8 @@ from dataclasses import replace
 from ft_ckpt.checkpoint import Manifest
 from ft_ckpt.checkpoint.object_staging import open_object_staging, put_manifest
 from ft_ckpt.errors import CheckpointError
-from ft_ckpt.storage import record_of
-from ft_ckpt.storage.stores import open_store
+from ft_ckpt.storage.digests import record_of
+from ft_ckpt.storage.places.locations import open_store
 
 FILE, SIZE_BYTES = "model.bin", 2 << 20
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.model.files import join_weight_files
 from ft_ckpt.runs.optimizers import settings_of, unwrap_optimizer
-from ft_ckpt.storage import LocalStore
+from ft_ckpt.storage.local import LocalStore
 
 OF_OBJECTS = re.compile(
     r"((pytorch_)?model(_\d+)?\.(safetensors|bin)|(optimizer|scheduler)(_\d+)?\.bin|scaler\.pt)"

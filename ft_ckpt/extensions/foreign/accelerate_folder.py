@@ -35,7 +35,7 @@ from ft_ckpt.runs.items import bare_identity, run_items
 from ft_ckpt.runs.loop import TrainingRun
 from ft_ckpt.runs.optimizers import unwrap_optimizer
 from ft_ckpt.runs.state import Restored, RestoreReport, restore_gradients
-from ft_ckpt.storage import LocalStore
+from ft_ckpt.storage.local import LocalStore
 
 _PICKLED = re.compile(r"custom_checkpoint_\d+\.pkl")
 _SHARDED = re.compile(

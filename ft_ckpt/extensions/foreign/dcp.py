@@ -28,7 +28,9 @@ from ft_ckpt.formats import (
     stand_in,
     unpickle,
 )
-from ft_ckpt.storage import Place, Store, check_files_inside, is_inside
+from ft_ckpt.storage import Store, is_inside
+from ft_ckpt.storage.local import check_files_inside
+from ft_ckpt.storage.places import Place
 
 METADATA = ".metadata"
 

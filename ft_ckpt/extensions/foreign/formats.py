@@ -8,7 +8,7 @@ from ft_ckpt.formats import FolderWriter, Layout, LibraryObjects, Spec, TensorFo
 
 if TYPE_CHECKING:
     from ft_ckpt.formats import IndexedFile, RawFile, ReadRange, TensorFile
-    from ft_ckpt.storage import Place
+    from ft_ckpt.storage.places import Place
 
 
 class _TorchObjects(LibraryObjects):

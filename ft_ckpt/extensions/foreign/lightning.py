@@ -26,7 +26,8 @@ from ft_ckpt.extensions.foreign.torch_values import (
     split_tensors,
 )
 from ft_ckpt.formats import ZIP_MAGIC, RawFile, TensorFile, TensorView
-from ft_ckpt.storage import Place, check_files_inside
+from ft_ckpt.storage.local import check_files_inside
+from ft_ckpt.storage.places import Place
 
 _VERSION = "pytorch-lightning_version"  # the key by which Lightning recognises its files
 _WEIGHTS = "state_dict"

@@ -20,7 +20,9 @@ from torch import Tensor
 from ft_ckpt.errors import ConfigError, CorruptError, damaged_input, listing, shown
 from ft_ckpt.formats import FREE_BYTES, ITEM_BYTES, Spec, TensorFile, dtype_of
 from ft_ckpt.messages import install_extra
-from ft_ckpt.storage import Place, check_files_inside, is_inside, local_folder, read_text
+from ft_ckpt.storage import is_inside, read_text
+from ft_ckpt.storage.local import check_files_inside
+from ft_ckpt.storage.places import Place, local_folder
 
 _METADATA, _STORE = "_METADATA", "manifest.ocdbt"
 _ARRAYS = ("jax.Array", "np.ndarray")  # types of values that are stored as arrays

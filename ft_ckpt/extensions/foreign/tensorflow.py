@@ -29,16 +29,9 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.formats import ReadRange, Spec, StoredTensor, TensorFile, TensorView, dtype_of
 from ft_ckpt.messages import install_extra
-from ft_ckpt.storage import (
-    LocalStore,
-    Place,
-    Store,
-    check_files_inside,
-    check_prefix_inside,
-    is_inside,
-    local_folder,
-    read_text,
-)
+from ft_ckpt.storage import Store, is_inside, read_text
+from ft_ckpt.storage.local import LocalStore, check_files_inside, check_prefix_inside
+from ft_ckpt.storage.places import Place, local_folder
 
 PREFIX = "model.ckpt"  # of the files in a folder that we write
 _INDEX = ".index"  # suffix of a bundle's index; no other file has it

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, damaged_input, listing
 from ft_ckpt.formats import ZIP_MAGIC, FileStream, RawFile
-from ft_ckpt.storage import LocalFile
+from ft_ckpt.storage.io import LocalFile
 
 Source = Path | BinaryIO  # what torch and zipfile read
 STREAM_BYTES = 8 << 20  # read at a time from afar

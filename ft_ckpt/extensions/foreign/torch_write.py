@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ft_ckpt.errors import SelectionError, TargetError, explained, listing, shown
 from ft_ckpt.formats import ITEM_BYTES, FileStream, Layout, RawFile, Spec, record_span
-from ft_ckpt.storage import Region, open_local_file, region_of, temporary_store
+from ft_ckpt.storage.io import Region, open_local_file, region_of
+from ft_ckpt.storage.local import temporary_store
 
 _ARCHIVE = "archive"  # the folder of all records
 # signatures of an entry of the directory, and of a checksum

@@ -8,7 +8,7 @@ from ft_ckpt.formats import ITEM_BYTES, NAMES, LaidOutObjects, Layout, Spec, Ten
 
 if TYPE_CHECKING:
     from ft_ckpt.formats import IndexedFile, Node, RawFile, TensorFile
-    from ft_ckpt.storage import Place
+    from ft_ckpt.storage.places import Place
 
 
 class _Hdf5Objects(LaidOutObjects):

@@ -30,7 +30,7 @@ from ft_ckpt.formats import (
     moved_index,
     read_index,
 )
-from ft_ckpt.storage import local_version
+from ft_ckpt.storage.places import local_version
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _USER_BLOCK_SIZES = [1 << power for power in range(9, 31)]

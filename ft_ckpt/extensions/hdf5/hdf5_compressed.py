@@ -43,7 +43,7 @@ from ft_ckpt.formats import (
     is_flat,
     with_digests,
 )
-from ft_ckpt.storage import LibraryFile
+from ft_ckpt.storage.places import LibraryFile
 
 Bytes = npt.NDArray[np.uint8]
 _CHUNK_BYTES = 1 << 20  # limit; the default size of the HDF5 library's chunk cache

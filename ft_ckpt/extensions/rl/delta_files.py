@@ -15,7 +15,8 @@ from ft_ckpt.formats import (
     lay_out_safetensors,
     parse_header,
 )
-from ft_ckpt.storage import FileRecord, Readable, RunningDigest, read_range
+from ft_ckpt.storage import Readable, read_range
+from ft_ckpt.storage.digests import FileRecord, RunningDigest
 
 _SLICE_BYTES = 4 << 20  # compared at once
 _PIECE_BYTES = 8 << 20  # a file of a delta ends once its changes have this size

@@ -45,7 +45,9 @@ from ft_ckpt.extensions.rl.delta_files import (
 from ft_ckpt.extensions.rl.rebuilding import CHECKPOINT_NAME, content_digest, content_of, open_whole
 from ft_ckpt.extensions.transfer import content_key, copy_open, weights_manifest
 from ft_ckpt.messages import warn
-from ft_ckpt.storage import FileRecord, Place, RunningDigest, Store, copy_object, etag_of, record_of
+from ft_ckpt.storage import Store, etag_of
+from ft_ckpt.storage.digests import FileRecord, RunningDigest, record_of
+from ft_ckpt.storage.places import Place, copy_object
 
 DELTA = "delta"  # the kind in its manifest
 _MAX_SHARE = 0.5  # of the bytes of the checkpoint; a larger delta is not worth it

@@ -35,7 +35,7 @@ from ft_ckpt.extensions.tools import (
 )
 from ft_ckpt.formats import MemoryFile, TensorFile
 from ft_ckpt.model.files import FolderPart, WeightsFolder, adapter_settings
-from ft_ckpt.storage import Place, open_place
+from ft_ckpt.storage.places import Place, open_place
 
 _CONFIG = "adapter_config.json"
 _ANY_RANK = 1 << 20

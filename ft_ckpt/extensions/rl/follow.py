@@ -11,7 +11,7 @@ from ft_ckpt.extensions.rl.publishing import publish
 from ft_ckpt.extensions.rl.servers import connect
 from ft_ckpt.messages import warn
 from ft_ckpt.runs.folder import FOLLOW_SECONDS, CheckpointKey, key_of, looks, stop_on_signal
-from ft_ckpt.storage import Place, open_place
+from ft_ckpt.storage.places import Place, open_place
 
 _MAX_FAILURES = 2  # of one checkpoint, while all servers answer
 

@@ -25,7 +25,8 @@ from ft_ckpt.messages import expected_one_of
 from ft_ckpt.model.base import differing_elements
 from ft_ckpt.model.files import differences_between, open_folder, quantisation_of
 from ft_ckpt.model.tensors import PREFIX, start_keeps_base
-from ft_ckpt.storage import Place, Store, open_place, read_text
+from ft_ckpt.storage import Store, read_text
+from ft_ckpt.storage.places import Place, open_place
 
 ENGINES = ("vllm", "sglang")
 MAX_RANK = 16  # of vLLM without --max-lora-rank

@@ -28,7 +28,9 @@ from ft_ckpt.extensions.transfer import pull
 from ft_ckpt.formats import TensorFile
 from ft_ckpt.messages import LOG
 from ft_ckpt.model.files import open_folder
-from ft_ckpt.storage import LocalStore, Place, Store, open_place, read_text
+from ft_ckpt.storage import Store, read_text
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import Place, open_place
 
 _KINDS = {"auto": ("adapter", "model"), "adapter": ("adapter",), "weights": ("model",)}
 

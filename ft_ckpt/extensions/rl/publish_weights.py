@@ -31,7 +31,7 @@ from ft_ckpt.extensions.rl.weights_update import (
 )
 from ft_ckpt.formats import TensorFile
 from ft_ckpt.messages import LOG
-from ft_ckpt.storage import LocalStore
+from ft_ckpt.storage.local import LocalStore
 
 
 def publish_weights(

@@ -13,7 +13,7 @@ from ft_ckpt.extensions.rl.publish_reports import PublishReport
 from ft_ckpt.extensions.rl.publishing import publish
 from ft_ckpt.jobs import BackgroundJob, JobQueue
 from ft_ckpt.messages import LOG, warn
-from ft_ckpt.storage import Place, location_name
+from ft_ckpt.storage.places import Place, location_name
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

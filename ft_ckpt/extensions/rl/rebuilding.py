@@ -37,19 +37,10 @@ from ft_ckpt.extensions.rl.delta_files import Changes, DeltaPiece, is_alike
 from ft_ckpt.extensions.transfer import CopyReport, weights_manifest
 from ft_ckpt.formats import parse_header
 from ft_ckpt.runs.folder import remove_checkpoints
-from ft_ckpt.storage import (
-    PREFIX,
-    FileRecord,
-    ListedStore,
-    LocalStore,
-    Place,
-    Readable,
-    Store,
-    Stored,
-    digest_of_bytes,
-    read_range,
-    read_text,
-)
+from ft_ckpt.storage import PREFIX, Readable, Store, Stored, read_range, read_text
+from ft_ckpt.storage.digests import FileRecord, digest_of_bytes
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import ListedStore, Place
 
 CHECKPOINT_NAME = "checkpoint.json"
 # an empty file in each checkpoint that `mark_staged` was called for

@@ -26,7 +26,10 @@ from dataclasses import asdict, dataclass, replace
 from ft_ckpt.checkpoint import Manifest, may_live, read_mark, store_time
 from ft_ckpt.errors import CheckpointError, ConfigError, listing
 from ft_ckpt.schema import FieldError, as_record
-from ft_ckpt.storage import PREFIX, FileRecord, Place, Store, is_gone, open_place, read_text
+from ft_ckpt.storage import PREFIX, Store, read_text
+from ft_ckpt.storage.digests import FileRecord
+from ft_ckpt.storage.local import is_gone
+from ft_ckpt.storage.places import Place, open_place
 
 SESSIONS = f"{PREFIX}writers"  # folder in that of the run
 SESSION, HANDED = "session.json", "handed.json"

@@ -19,7 +19,8 @@ from ft_ckpt.extensions.rl.weights_update import (
     difference,
 )
 from ft_ckpt.model.files import open_folder
-from ft_ckpt.storage import LocalStore, open_place
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import open_place
 
 # of weights: run, checkpoint, head of its digest
 _VERSION = re.compile(r"([^/]+)/([^/]+)#([0-9a-f]{16})", re.DOTALL)

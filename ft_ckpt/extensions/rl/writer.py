@@ -56,15 +56,10 @@ from ft_ckpt.extensions.rl.writer_parts import (
 )
 from ft_ckpt.extensions.tools import save
 from ft_ckpt.messages import warn
-from ft_ckpt.storage import (
-    FileRecord,
-    Place,
-    is_gone,
-    is_inside,
-    make_like,
-    open_place,
-    read_record,
-)
+from ft_ckpt.storage import is_inside
+from ft_ckpt.storage.digests import FileRecord, read_record
+from ft_ckpt.storage.local import is_gone, make_like
+from ft_ckpt.storage.places import Place, open_place
 
 Rule = Callable[[Sequence[str], Sequence[str]], Mapping[str, Sequence[str]]]
 _LIVE_SECONDS = 2.0  # between checks that the trainer's process is alive

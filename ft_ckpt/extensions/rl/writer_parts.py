@@ -11,16 +11,10 @@ from ft_ckpt.checkpoint import OpenCheckpoint
 from ft_ckpt.errors import WriterError
 from ft_ckpt.extensions.rl.session_files import PARTS, STATE_FILE, is_same_content
 from ft_ckpt.extensions.tools import load
-from ft_ckpt.storage import (
-    FileRecord,
-    LocalStore,
-    Place,
-    Store,
-    copy_object,
-    open_place,
-    read_record,
-    record_of,
-)
+from ft_ckpt.storage import Store
+from ft_ckpt.storage.digests import FileRecord, read_record, record_of
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import Place, copy_object, open_place
 
 Files = Mapping[str, str | os.PathLike[str] | bytes]
 

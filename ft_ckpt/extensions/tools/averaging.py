@@ -22,7 +22,7 @@ from ft_ckpt.extensions.tools.converting import ConvertReport, open_source, writ
 from ft_ckpt.formats import TensorFile
 from ft_ckpt.model.files import WeightsFolder
 from ft_ckpt.model.tensors import finite_numbers
-from ft_ckpt.storage import Place, open_place
+from ft_ckpt.storage.places import Place, open_place
 
 
 def average(

@@ -17,7 +17,9 @@ from ft_ckpt.extensions.tools.rename_rules import Names, rename_tensors
 from ft_ckpt.extensions.tools.translated_file import select_tensors, translate_file
 from ft_ckpt.formats import TensorFile, TensorView, shard_index, split_into_files
 from ft_ckpt.model.files import FolderPart, WeightsFolder
-from ft_ckpt.storage import FileRecord, Place, Store, copy_object, read_record, read_text
+from ft_ckpt.storage import Store, read_text
+from ft_ckpt.storage.digests import FileRecord, read_record
+from ft_ckpt.storage.places import Place, copy_object
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ft_ckpt.formats import (
     written_formats,
 )
 from ft_ckpt.messages import expected_one_of
-from ft_ckpt.storage import Place, open_place
+from ft_ckpt.storage.places import Place, open_place
 
 _DEFAULT_SHARD_SIZE = "50GB"
 

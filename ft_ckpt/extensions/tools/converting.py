@@ -51,14 +51,8 @@ from ft_ckpt.formats import (
     open_tensor_file,
 )
 from ft_ckpt.model.files import FolderPart, WeightsFolder, join_weight_files, open_folder
-from ft_ckpt.storage import (
-    Place,
-    Store,
-    Stored,
-    open_place,
-    replaced_object,
-    scratch_folder,
-)
+from ft_ckpt.storage import Store, Stored
+from ft_ckpt.storage.places import Place, open_place, replaced_object, scratch_folder
 
 _SIDECAR_BYTES = 16 << 20  # reserved for sidecar files in the check of free space
 

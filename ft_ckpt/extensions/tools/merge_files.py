@@ -32,7 +32,8 @@ from ft_ckpt.model.load import attach_adapters
 from ft_ckpt.model.tensors import MergeChoice
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.saving import Attempt, SaveContext, SaveReport, request_of, run_save
-from ft_ckpt.storage import Place, Store, open_place, read_range
+from ft_ckpt.storage import Store, read_range
+from ft_ckpt.storage.places import Place, open_place
 
 _TOKENIZER = re.compile(
     r"tokenizer|special_tokens|added_tokens|vocab\.|merges\.txt|spiece|chat_template|processor_config"

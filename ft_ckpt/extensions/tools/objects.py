@@ -33,16 +33,10 @@ from ft_ckpt.formats import (
     write_file,
 )
 from ft_ckpt.messages import expected_one_of
-from ft_ckpt.storage import (
-    Place,
-    Readable,
-    Region,
-    Writer,
-    digest_of_open,
-    open_place,
-    replaced_object,
-    scratch_file,
-)
+from ft_ckpt.storage import Readable
+from ft_ckpt.storage.digests import digest_of_open
+from ft_ckpt.storage.io import Region, Writer
+from ft_ckpt.storage.places import Place, open_place, replaced_object, scratch_file
 
 
 def save(

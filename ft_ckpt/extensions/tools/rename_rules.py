@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ft_ckpt.errors import ConfigError, SelectionError, listing
-from ft_ckpt.storage import Place, open_place, read_text
+from ft_ckpt.storage import read_text
+from ft_ckpt.storage.places import Place, open_place
 
 Names = Mapping[str, str]
 

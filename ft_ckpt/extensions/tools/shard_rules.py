@@ -8,7 +8,8 @@ from pathlib import Path
 from ft_ckpt.errors import ConfigError, SelectionError, listing
 from ft_ckpt.extensions.tools.rename_rules import split_lines
 from ft_ckpt.formats import Spec
-from ft_ckpt.storage import open_place, read_text
+from ft_ckpt.storage import read_text
+from ft_ckpt.storage.places import open_place
 
 ShardRule = tuple[str, str]  # (shell pattern of tensor names, shard for the names that match)
 _SHARD = re.compile(r"\w[\w.-]*")

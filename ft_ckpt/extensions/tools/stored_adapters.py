@@ -22,7 +22,8 @@ from ft_ckpt.formats import TensorRecord, checkpoint_format_of
 from ft_ckpt.model.base import base_folder
 from ft_ckpt.model.files import join_weight_files, weight_files
 from ft_ckpt.model.tensors import MergeChoice, finite_numbers, merge_choice
-from ft_ckpt.storage import Place, Store, open_place, read_text
+from ft_ckpt.storage import Store, read_text
+from ft_ckpt.storage.places import Place, open_place
 
 _CONFIG = "adapter_config.json"
 

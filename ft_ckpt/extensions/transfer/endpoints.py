@@ -19,7 +19,7 @@ from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.extensions.transfer.outgoing import weights_manifest
 from ft_ckpt.extensions.transfer.reports import CopyReport, PullReport, PushReport
 from ft_ckpt.extensions.transfer.signatures import read_signature
-from ft_ckpt.storage import Place, is_hub_bucket, is_url, schemes
+from ft_ckpt.storage.places import Place, is_hub_bucket, is_url, schemes
 
 PlaceLike = str | os.PathLike[str] | Place
 _STORE = "ft_ckpt.extensions.transfer.stores:StoreEndpoint"

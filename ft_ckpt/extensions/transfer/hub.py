@@ -56,14 +56,9 @@ from ft_ckpt.extensions.transfer.outgoing import (
 )
 from ft_ckpt.extensions.transfer.reports import PullReport, PushReport
 from ft_ckpt.messages import LOG
-from ft_ckpt.storage import (
-    LocalStore,
-    Place,
-    files_made_by,
-    open_place,
-    read_record,
-    refuse_secrets,
-)
+from ft_ckpt.storage.digests import read_record
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import Place, files_made_by, open_place, refuse_secrets
 
 # in the staging folder: download folder of huggingface_hub, with its cache files
 _ARRIVING = ".arriving"

@@ -67,8 +67,11 @@ from ft_ckpt.extensions.transfer.pull_cache import pull_cached
 from ft_ckpt.extensions.transfer.reports import CopyReport, PullReport, new_copy_report
 from ft_ckpt.extensions.transfer.signatures import Signed, put_signature, signature_of_copy
 from ft_ckpt.extensions.transfer.stores import StoreEndpoint
+from ft_ckpt.progress_bars import is_worth_showing
 from ft_ckpt.schema import as_record
-from ft_ckpt.storage import PREFIX, LocalStore, Place, is_worth_showing, open_place
+from ft_ckpt.storage import PREFIX
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import Place, open_place
 
 _SENDING = f"{PREFIX}sending"  # JSON list of the files of a send that has not ended
 _BATCH_FAILED = (200, 422)  # statuses of a batch with operations that failed

@@ -9,7 +9,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in its __all__
 
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.storage import refuse_secrets
+from ft_ckpt.storage.places import refuse_secrets
 
 MAIN = "main"
 _URL = re.compile(r"hf://(?:models/)?([^/@]+/[^/@]+)(?:@(refs/[^/]+/[^/]+|[^/]+))?(?:/(.+?))?/?")

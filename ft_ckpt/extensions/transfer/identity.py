@@ -5,7 +5,8 @@ from enum import Enum, auto
 
 from ft_ckpt.checkpoint import Manifest, content_identity, load_manifest, without_state
 from ft_ckpt.errors import ManifestError, NameTakenError
-from ft_ckpt.storage import FileRecord, Place
+from ft_ckpt.storage.digests import FileRecord
+from ft_ckpt.storage.places import Place
 
 
 def content_key(file: FileRecord) -> tuple[str, int]:

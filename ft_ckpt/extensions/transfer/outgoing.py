@@ -23,7 +23,8 @@ from ft_ckpt.checkpoint import (
     without_state,
 )
 from ft_ckpt.errors import CheckpointError, CorruptError, listing
-from ft_ckpt.storage import FileRecord, LocalStore, record_of
+from ft_ckpt.storage.digests import FileRecord, record_of
+from ft_ckpt.storage.local import LocalStore
 
 _OF_RUNS = {"trainer_state.json"}  # of a Trainer; pushed only with the training state
 _BASE_KEYS = {"base_model_name_or_path", "_name_or_path", "name_or_path"}

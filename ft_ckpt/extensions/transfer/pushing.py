@@ -22,7 +22,7 @@ from ft_ckpt.extensions.transfer.endpoints import (
 from ft_ckpt.extensions.transfer.reports import PullReport, PushReport
 from ft_ckpt.jobs import BackgroundJob, JobQueue
 from ft_ckpt.messages import LOG, short, warn
-from ft_ckpt.storage import Place, is_url, local_path, location_name, open_place
+from ft_ckpt.storage.places import Place, is_url, local_path, location_name, open_place
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

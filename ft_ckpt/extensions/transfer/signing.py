@@ -13,7 +13,9 @@ from ft_ckpt.checkpoint import (
     unlisted_files,
 )
 from ft_ckpt.errors import CorruptError, listing
-from ft_ckpt.storage import LocalStore, Place, folder_of, open_place, permission_bits
+from ft_ckpt.storage import permission_bits
+from ft_ckpt.storage.local import LocalStore, folder_of
+from ft_ckpt.storage.places import Place, open_place
 
 
 def sign(

@@ -19,7 +19,8 @@ from ft_ckpt.extensions.transfer.endpoints import PlaceLike
 from ft_ckpt.extensions.transfer.identity import Relation, is_there, relation_of
 from ft_ckpt.extensions.transfer.reports import CopyReport, SyncReport
 from ft_ckpt.runs.folder import PruneReport, recover_all, remove_checkpoints
-from ft_ckpt.storage import Place, location_name, make_like, open_place
+from ft_ckpt.storage.local import make_like
+from ft_ckpt.storage.places import Place, location_name, open_place
 
 
 @dataclass

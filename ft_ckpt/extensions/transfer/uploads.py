@@ -38,7 +38,8 @@ from ft_ckpt.messages import LOG, warn
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs.folder import prune_after_save
 from ft_ckpt.runs.saves import UploadTerms
-from ft_ckpt.storage import Place, folder_of, location_name
+from ft_ckpt.storage.local import folder_of
+from ft_ckpt.storage.places import Place, location_name
 
 _MAX_EXIT_SECONDS = 600.0  # a process that exits waits this long for uploads
 _GIVING_UP_SECONDS = 10.0  # for an upload to notice that it is cancelled

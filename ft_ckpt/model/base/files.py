@@ -20,7 +20,7 @@ from ft_ckpt.formats import TensorFile, dtype_of
 from ft_ckpt.model.files import join_weight_files, weight_files
 from ft_ckpt.model.tensors import is_pretrained, made_by_class, with_whole_parameters
 from ft_ckpt.ranks import Source, unwrap
-from ft_ckpt.storage import Place, open_place
+from ft_ckpt.storage.places import Place, open_place
 
 
 def base_folder(identity: str | os.PathLike[str] | Place, revision: str | None) -> Place | None:

@@ -31,7 +31,8 @@ from ft_ckpt.model.tensors import (
     with_whole_parameters,
 )
 from ft_ckpt.ranks import stand_in_parameter
-from ft_ckpt.storage import Place, Store, local_folder, read_text
+from ft_ckpt.storage import Store, read_text
+from ft_ckpt.storage.places import Place, local_folder
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ft_ckpt.ranks import ModelTensors
-from ft_ckpt.storage import temporary_store
+from ft_ckpt.storage.local import temporary_store
 
 Shapes = dict[str, tuple[int, ...]]
 

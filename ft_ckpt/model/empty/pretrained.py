@@ -16,7 +16,9 @@ from ft_ckpt.model.empty.making import without_memory
 from ft_ckpt.model.files import absurd_counts, path_in_part, weight_names
 from ft_ckpt.model.tensors import is_pretrained, made_by_class, stored_as_in_memory
 from ft_ckpt.ranks import ModelTensors, unwrap
-from ft_ckpt.storage import LocalStore, Place, Store, local_folder, read_text
+from ft_ckpt.storage import Store, read_text
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import Place, local_folder
 
 # a stored tensor may be split, and a parameter may be registered more than once
 _PARAMETERS_A_TENSOR = 16

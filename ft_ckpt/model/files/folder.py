@@ -26,7 +26,9 @@ from ft_ckpt.model.files.folder_files import (
 )
 from ft_ckpt.model.files.settings import Difference, differing_settings
 from ft_ckpt.model.tensors import ADAPTER_FILE
-from ft_ckpt.storage import Place, Store, Stored, leads_out
+from ft_ckpt.storage import Store, Stored
+from ft_ckpt.storage.local import leads_out
+from ft_ckpt.storage.places import Place
 
 # Files that hold weights or training state in some format; all other files of a folder are sidecar
 # files.

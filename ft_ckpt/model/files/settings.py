@@ -25,7 +25,8 @@ from ft_ckpt.model.files.settings_files import (
     text_of,
 )
 from ft_ckpt.model.tensors import irreproducible, keeps_base
-from ft_ckpt.storage import Store, files_made_by
+from ft_ckpt.storage import Store
+from ft_ckpt.storage.places import files_made_by
 
 # Fields of a model's config that do not change the output in eval mode; fields of dropout are
 # harmless as well.

@@ -17,7 +17,8 @@ from ft_ckpt.messages import short
 from ft_ckpt.model.empty import part_folder
 from ft_ckpt.model.files import adapter_settings, path_in_part
 from ft_ckpt.model.tensors import keeps_base
-from ft_ckpt.storage import Place, Store, read_text
+from ft_ckpt.storage import Store, read_text
+from ft_ckpt.storage.places import Place
 
 _CONFIG_FILE = "adapter_config.json"
 

@@ -14,7 +14,8 @@ from ft_ckpt.model.empty import diffusers_class
 from ft_ckpt.model.files import adapter_settings, compare_torch_sums
 from ft_ckpt.model.load.request import LoadOptions
 from ft_ckpt.model.tensors import is_config_of_diffusers, stored_base_names
-from ft_ckpt.storage import Place, open_place, read_text
+from ft_ckpt.storage import read_text
+from ft_ckpt.storage.places import Place, open_place
 
 
 def load_base(

@@ -19,7 +19,7 @@ from ft_ckpt.model.load.request import (
     refuse_unsigned,
     show_progress,
 )
-from ft_ckpt.storage import Place
+from ft_ckpt.storage.places import Place
 
 # The type of `into`; with adapters that it lacks, a PeftModel is returned.
 ModelType = TypeVar("ModelType", bound=nn.Module)

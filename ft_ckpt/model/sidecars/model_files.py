@@ -20,7 +20,8 @@ from ft_ckpt.messages import warn
 from ft_ckpt.model.sidecars.generation import misplaced_settings
 from ft_ckpt.model.sidecars.quantisation import is_quantised
 from ft_ckpt.ranks import user_class
-from ft_ckpt.storage import LocalStore, copy_object, open_place
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import copy_object, open_place
 
 
 def write_model(folder: Path, model: Any, *, dtype: str, generation: Any = None) -> None:

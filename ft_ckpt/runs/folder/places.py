@@ -15,15 +15,9 @@ from ft_ckpt.errors import (
     listing,
 )
 from ft_ckpt.messages import warn
-from ft_ckpt.storage import (
-    IF_NEW,
-    PREFIX,
-    Place,
-    Store,
-    folder_of,
-    open_place,
-    try_place,
-)
+from ft_ckpt.storage import PREFIX, Store
+from ft_ckpt.storage.local import IF_NEW, folder_of, try_place
+from ft_ckpt.storage.places import Place, open_place
 
 _QUICK_TRIALS = {IF_NEW, "reading ranges", "listing at once"}
 

@@ -30,11 +30,7 @@ from ft_ckpt.retention import (
     plan_pruning,
 )
 from ft_ckpt.runs.folder.survey import survey
-from ft_ckpt.storage import (
-    Place,
-    location_name,
-    open_place,
-)
+from ft_ckpt.storage.places import Place, location_name, open_place
 
 
 @dataclass(frozen=True)

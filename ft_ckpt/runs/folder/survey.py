@@ -17,11 +17,8 @@ from ft_ckpt.errors import CheckpointError, UnreadableError
 from ft_ckpt.retention import (
     HeldCheckpoint,
 )
-from ft_ckpt.storage import (
-    Place,
-    Store,
-    open_place,
-)
+from ft_ckpt.storage import Store
+from ft_ckpt.storage.places import Place, open_place
 
 
 def survey_run(

@@ -11,7 +11,7 @@ from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import ConfigError, is_number
 from ft_ckpt.messages import short
 from ft_ckpt.schedule import Every
-from ft_ckpt.storage import Place
+from ft_ckpt.storage.places import Place
 
 # what an Accelerator has prepared
 _PREPARED = ("_models", "_optimizers", "_schedulers", "_dataloaders")

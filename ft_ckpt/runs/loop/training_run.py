@@ -51,7 +51,8 @@ from ft_ckpt.runs.state import (
     run_fingerprint,
 )
 from ft_ckpt.schedule import Every
-from ft_ckpt.storage import Place, Store
+from ft_ckpt.storage import Store
+from ft_ckpt.storage.places import Place
 
 
 class TrainingRun:

@@ -19,7 +19,7 @@ from ft_ckpt.errors import ConfigError, MissingError, NameTakenError
 from ft_ckpt.ranks import Ranks, Values
 from ft_ckpt.runs.loop.signals import SignalWatch
 from ft_ckpt.schedule import Every, History
-from ft_ckpt.storage import LocalStore
+from ft_ckpt.storage.local import LocalStore
 
 
 class ClockPoll:

@@ -31,12 +31,13 @@ from ft_ckpt.errors import (
     listing,
 )
 from ft_ckpt.messages import did_you_mean, warn
+from ft_ckpt.progress_bars import track_reads
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.runs.folder import has_training_state, recover_all
 from ft_ckpt.runs.resume.opening import CheckpointFacts, ResumePoint, facts_of, open_resume_point
 from ft_ckpt.runs.resume.request import MODES, ResumeRequest, folder_exists
 from ft_ckpt.runs.state import Restored, RestoreReport
-from ft_ckpt.storage import Place, track_reads
+from ft_ckpt.storage.places import Place
 
 
 class Damage:

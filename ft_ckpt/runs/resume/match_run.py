@@ -33,7 +33,7 @@ from ft_ckpt.runs.resume.restore_items import (
     try_restore,
 )
 from ft_ckpt.runs.state import Document, Restored, agree_on_outcomes, not_restored, read_rank_state
-from ft_ckpt.storage import Place
+from ft_ckpt.storage.places import Place
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,14 +17,10 @@ from ft_ckpt.checkpoint import MANIFEST_NAME, OpenCheckpoint, open_checkpoint
 from ft_ckpt.errors import CorruptError, RankError, listing
 from ft_ckpt.ranks import Ranks, try_action, wire_device
 from ft_ckpt.runs.resume.opening import RankView, ResumePoint, open_resume_point
-from ft_ckpt.storage import (
-    LocalStore,
-    LocalWriting,
-    Place,
-    Store,
-    read_range,
-    temporary_store,
-)
+from ft_ckpt.storage import Store, read_range
+from ft_ckpt.storage.io import LocalWriting
+from ft_ckpt.storage.local import LocalStore, temporary_store
+from ft_ckpt.storage.places import Place
 
 _BUFFER_BYTES = 32 << 20  # broadcast at once
 _PREFIX = "ft_ckpt-node-"

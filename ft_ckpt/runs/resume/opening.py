@@ -18,19 +18,18 @@ from ft_ckpt.checkpoint import (
     retry_transient,
 )
 from ft_ckpt.errors import Problem, damaged_input
+from ft_ckpt.progress_bars import track_reads
 from ft_ckpt.ranks import Ranks, Values, rank_numbers, try_action
 from ft_ckpt.runs.state import Document, StoredTensors, read_document
 from ft_ckpt.schema import as_record
-from ft_ckpt.storage import (
+from ft_ckpt.storage.digests import (
     FileRecord,
-    ListedStore,
     PartDigests,
-    Place,
     compare_digests,
     digest_shares,
     share_files,
-    track_reads,
 )
+from ft_ckpt.storage.places import ListedStore, Place
 
 
 @dataclass(frozen=True, eq=False)

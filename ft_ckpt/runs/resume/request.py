@@ -10,7 +10,7 @@ from ft_ckpt.errors import ConfigError
 from ft_ckpt.messages import LOG
 from ft_ckpt.runs.folder import RunPlaces
 from ft_ckpt.runs.loop import in_words
-from ft_ckpt.storage import Place, open_place
+from ft_ckpt.storage.places import Place, open_place
 
 MODES = ("auto", "must", "never")
 _AUTO = ("latest", "newest", "last", "True", "true")

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from ft_ckpt.errors import damaged_input, listing
+from ft_ckpt.progress_bars import track_reads
 from ft_ckpt.ranks import Filler, Ranks, choose_filler
 from ft_ckpt.runs.items import changed_flags, differing_models, optimizers_among, run_items
 from ft_ckpt.runs.loop import TrainingRun
@@ -20,7 +21,6 @@ from ft_ckpt.runs.state import (
     not_restored,
     restore_rank_state,
 )
-from ft_ckpt.storage import track_reads
 
 
 def restore_state(

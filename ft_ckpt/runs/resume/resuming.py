@@ -23,7 +23,7 @@ from ft_ckpt.runs.resume.opening import (
 from ft_ckpt.runs.resume.request import ResumeRequest
 from ft_ckpt.runs.resume.restore_run import restore_state
 from ft_ckpt.runs.state import RestoreReport, agree_on_outcomes
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 
 def resume_run(

@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 from ft_ckpt.jobs import BackgroundJob, yield_to_training
 from ft_ckpt.retention import Keep
-from ft_ckpt.storage import FileRecord, Place, Store
+from ft_ckpt.storage import Store
+from ft_ckpt.storage.digests import FileRecord
+from ft_ckpt.storage.places import Place
 
 _UPLOADS = "ft_ckpt.extensions.transfer.uploads:RunUploads"
 _PUSH_OPTIONS = "ft_ckpt.extensions.transfer.endpoints:PushOptions"

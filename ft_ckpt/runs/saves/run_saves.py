@@ -49,7 +49,7 @@ from ft_ckpt.saving import (
     request_of,
 )
 from ft_ckpt.schedule import History, LoggedSave, after_commit, append_save
-from ft_ckpt.storage import Place, open_place
+from ft_ckpt.storage.places import Place, open_place
 
 Result = TypeVar("Result")
 MAX_EXIT_SECONDS = 600.0  # a process that exits on a signal waits this long for uploads

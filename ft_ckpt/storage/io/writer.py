@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from ft_ckpt.storage.blocks import ALIGNMENT, BLOCK_BYTES, Block, address_of, new_block
+from ft_ckpt.storage.io.blocks import ALIGNMENT, BLOCK_BYTES, Block, address_of, new_block
 from ft_ckpt.storage.store import Stored, Writable
 
 

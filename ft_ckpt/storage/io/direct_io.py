@@ -14,7 +14,7 @@ from threading import Lock
 
 from ft_ckpt.errors import IncompleteError, NameTakenError, explained
 from ft_ckpt.storage import libc, local_disk
-from ft_ckpt.storage.blocks import ALIGNMENT, address_of
+from ft_ckpt.storage.io.blocks import ALIGNMENT, address_of
 from ft_ckpt.storage.store import Stored
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

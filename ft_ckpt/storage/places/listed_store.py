@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from ft_ckpt.errors import CorruptError, MissingError, TargetError
-from ft_ckpt.storage.copying import copy_object
-from ft_ckpt.storage.local_file import open_local_file
-from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.io import open_local_file
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places.copies import copy_object
 from ft_ckpt.storage.store import (
     Folder,
     FolderListing,

@@ -12,11 +12,9 @@ from pathlib import Path
 
 from ft_ckpt.errors import ConfigError, MissingError, UnreadableError, damaged_input, explained
 from ft_ckpt.storage import local_disk
-from ft_ckpt.storage.blocks import BLOCK_BYTES
-from ft_ckpt.storage.direct_io import LocalWriting, allocate_file, create_file
+from ft_ckpt.storage.io import BLOCK_BYTES, LocalFile, LocalWriting, allocate_file, create_file
+from ft_ckpt.storage.local.locks import locked_folder
 from ft_ckpt.storage.local_disk import PREFIX
-from ft_ckpt.storage.local_file import LocalFile
-from ft_ckpt.storage.locks import locked_folder
 from ft_ckpt.storage.store import (
     Folder,
     FolderListing,

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.storage.blocks import (
+from ft_ckpt.progress_bars import note_read
+from ft_ckpt.storage.io.blocks import (
     ALIGNMENT,
     BLOCK_BYTES,
     BlockKeeper,
@@ -24,9 +25,8 @@ from ft_ckpt.storage.blocks import (
     aligned_size,
     memory_at,
 )
+from ft_ckpt.storage.io.local_file import LocalFile
 from ft_ckpt.storage.libc import cached_bytes
-from ft_ckpt.storage.local_file import LocalFile
-from ft_ckpt.storage.progress import note_read
 from ft_ckpt.storage.store import Readable
 
 _MIN_DIRECT_BYTES = 256 << 10  # smaller reads profit more from the kernel's read-ahead

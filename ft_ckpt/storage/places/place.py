@@ -14,10 +14,9 @@ from ft_ckpt.errors import (
     TargetError,
     UnreadableError,
 )
-from ft_ckpt.storage.local_store import LocalStore, linked_path, readable_mode
-from ft_ckpt.storage.locations import HUB_BUCKETS, local_path
+from ft_ckpt.storage.local import LocalStore, linked_path, readable_mode
+from ft_ckpt.storage.places.locations import HUB_BUCKETS, is_url, local_path, open_store
 from ft_ckpt.storage.store import Readable, Store, is_name
-from ft_ckpt.storage.stores import is_url, open_store
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import xxhash
 
 from ft_ckpt.errors import CorruptError, MissingError, Problem, UnreadableError, reason_of
+from ft_ckpt.progress_bars import note_read
 from ft_ckpt.schema import Count, Positive
-from ft_ckpt.storage.local_file import LocalFile
-from ft_ckpt.storage.progress import note_read
+from ft_ckpt.storage.io import LocalFile
 from ft_ckpt.storage.store import Readable, Store, read_range
 
 # files below it are hashed whenever a checkpoint is opened: configs, tokenizers, indexes
@@ -122,7 +122,7 @@ def _mapped_contents(file: Readable, parts: _Parts) -> _Contents:
 
 
 def _remote_contents(file: Readable, parts: _Parts) -> _Contents:
-    from ft_ckpt.storage.prefetch import ByteRun, read_ahead  # lazily: listing does not need it
+    from ft_ckpt.storage.io import ByteRun, read_ahead
 
     runs = (ByteRun(str(owner), file, start, stop - start) for start, stop, owner in parts)
     for part in read_ahead(runs):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from os import cpu_count
 
 from ft_ckpt.errors import CorruptError, Problem
-from ft_ckpt.storage.digests import (
+from ft_ckpt.storage.digests.digests import (
     FileRecord,
     digest_problem,
     file_digest,

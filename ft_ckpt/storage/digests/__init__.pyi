@@ -1,0 +1,22 @@
+from .digests import (
+    SMALL_BYTES as SMALL_BYTES,
+    Cut as Cut,
+    FileRecord as FileRecord,
+    RunningDigest as RunningDigest,
+    chunk_of_rank as chunk_of_rank,
+    digest_of_bytes as digest_of_bytes,
+    digest_of_open as digest_of_open,
+    joined_digest as joined_digest,
+    read_record as read_record,
+    record_of as record_of,
+    size_problem as size_problem,
+    unread_problem as unread_problem,
+    whole_digest as whole_digest,
+)
+from .verify_files import (
+    PartDigests as PartDigests,
+    compare_digests as compare_digests,
+    digest_problems as digest_problems,
+    digest_shares as digest_shares,
+    share_files as share_files,
+)

@@ -1,0 +1,10 @@
+"""Bytes of large files at the rate of the disk or network: aligned memory, open local files,
+reading ahead, writing past the page cache.
+
+Nothing here knows why a file is read or written. Begin at `prefetch`, which reads, and at `writer`,
+which writes.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,9 @@
+"""Folders on disks of this machine as stores; locks of their files, trials of their file systems.
+
+Nothing here is about buckets. Begin at `local_store`, the store of a folder, then `locks`, which
+show whether a process is alive.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,42 @@
+from .inside import (
+    check_files_inside as check_files_inside,
+    check_prefix_inside as check_prefix_inside,
+    leads_out as leads_out,
+)
+from .local_store import (
+    LocalStore as LocalStore,
+    clear_old_drafts as clear_old_drafts,
+    folder_of as folder_of,
+    linked_path as linked_path,
+    make_like as make_like,
+    readable_mode as readable_mode,
+    temporary_store as temporary_store,
+)
+from .locks import (
+    DRAFTS as DRAFTS,
+    OWNER as OWNER,
+    claim_leftover as claim_leftover,
+    clear_drafts as clear_drafts,
+    has_ended as has_ended,
+    holding_lock as holding_lock,
+    is_gone as is_gone,
+    is_of_this_machine as is_of_this_machine,
+    lock_descriptor as lock_descriptor,
+    locked_folder as locked_folder,
+    machine_id as machine_id,
+    make_locked_folder as make_locked_folder,
+    new_owner as new_owner,
+    process_facts as process_facts,
+    release_lock as release_lock,
+    steady_seconds as steady_seconds,
+)
+from .trials import (
+    BUCKET_NEEDS as BUCKET_NEEDS,
+    FOLDER_NEEDS as FOLDER_NEEDS,
+    IF_NEW as IF_NEW,
+    TRIAL as TRIAL,
+    Ability as Ability,
+    is_on_bucket as is_on_bucket,
+    refuse_unfit as refuse_unfit,
+    try_place as try_place,
+)
