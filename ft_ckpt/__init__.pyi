@@ -3,10 +3,12 @@ __version__: str
 from . import (
     errors as errors,
 )
-from .checkpoint import (
+from .checkpoint.catalog import (
     CheckpointInfo as CheckpointInfo,
     best as best,
     latest as latest,
+)
+from .checkpoint.checks import (
     verify as verify,
 )
 from .closure import (

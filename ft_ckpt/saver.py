@@ -13,7 +13,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from typing_extensions import Self, TypeVar, Unpack
 
-from ft_ckpt.checkpoint import age_of
+from ft_ckpt.checkpoint.manifest import age_of
 from ft_ckpt.config import SaverConfig, SaverSettings, make_config, names_of, numbers_of, step_of
 from ft_ckpt.errors import ConfigError, is_number, listing
 from ft_ckpt.extensions.rl import (

@@ -1,8 +1,9 @@
-"""Checkpoint folders: manifest, commit and recovery, listing, verification, retention and deletion.
+"""Checkpoint folders: opened to read, and in the rooms listed, verified, committed and deleted.
 
 Nothing here depends on tensor values, models or wrappers, and nothing here imports torch. Begin at
-`commit`, whose opening table lists the ways to put a checkpoint in place, at `catalog`, which lists
-checkpoints, and at `problems`, which compares their files with the manifest.
+`opening`, one handle of a checkpoint for all its readers. The rooms, each above those before it:
+`manifest`, what is recorded; `leases`, the marks that guard a folder; `checks`, files against the
+manifest; `catalog`, the checkpoints of a run; `commit`, what changes a folder.
 """
 
 import lazy_loader

@@ -11,22 +11,26 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ft_ckpt.checkpoint.cards import with_current_cards
-from ft_ckpt.checkpoint.contents import why_no_checkpoint
-from ft_ckpt.checkpoint.delete import without_state
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
-from ft_ckpt.checkpoint.marks import is_mark, settled_list
-from ft_ckpt.checkpoint.misleading import misleading_files, misleading_problem
-from ft_ckpt.checkpoint.open_folder import OpenFolder, OpenManifest, open_folder, open_manifest
-from ft_ckpt.checkpoint.problems import (
+from ft_ckpt.checkpoint.checks import (
     are_transient,
     checkpoint_problems,
     distinct_files,
     replaced_problems,
 )
-from ft_ckpt.checkpoint.reader_leases import hold_lease
-from ft_ckpt.checkpoint.recovery import recover_target
-from ft_ckpt.checkpoint.stored_manifest import manifest_text, manifest_version, parse_manifest
+from ft_ckpt.checkpoint.commit import recover_target, without_state
+from ft_ckpt.checkpoint.leases import hold_lease, is_mark, settled_list
+from ft_ckpt.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    manifest_text,
+    manifest_version,
+    misleading_files,
+    misleading_problem,
+    parse_manifest,
+    why_no_checkpoint,
+    with_current_cards,
+)
+from ft_ckpt.checkpoint.open_folder import OpenFolder, OpenManifest, open_folder, open_manifest
 from ft_ckpt.errors import (
     CheckpointError,
     CorruptError,

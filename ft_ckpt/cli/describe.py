@@ -9,7 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ft_ckpt.checkpoint import STATE, CheckpointInfo, PartRecord, class_in, document_in
+from ft_ckpt.checkpoint.catalog import CheckpointInfo
+from ft_ckpt.checkpoint.commit import STATE
+from ft_ckpt.checkpoint.manifest import PartRecord, class_in, document_in
 from ft_ckpt.errors import CheckpointError, listing
 from ft_ckpt.retention import Keep, keep_from_record
 from ft_ckpt.storage import Store

@@ -8,7 +8,9 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ft_ckpt.checkpoint import describe_contents, discover, stored_bytes, why_no_checkpoint
+from ft_ckpt.checkpoint.catalog import discover
+from ft_ckpt.checkpoint.checks import stored_bytes
+from ft_ckpt.checkpoint.manifest import describe_contents, why_no_checkpoint
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.config import human_size, parse_size

@@ -4,7 +4,8 @@ import re
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 
-from ft_ckpt.checkpoint import MANIFEST_NAME, pin, pin_reason, unpin, why_no_checkpoint
+from ft_ckpt.checkpoint.leases import pin, pin_reason, unpin
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, why_no_checkpoint
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_dry_run, add_json, bounded, print_lines
 from ft_ckpt.cli.show import run_checkpoints_in, run_folder

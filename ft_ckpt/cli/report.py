@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from functools import reduce
 from operator import and_
 
-from ft_ckpt.checkpoint import why_no_checkpoint
+from ft_ckpt.checkpoint.manifest import why_no_checkpoint
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.cli.report_page import page_text

@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from itertools import chain
 
 from ft_ckpt._version import __version__
-from ft_ckpt.checkpoint import parse_time
+from ft_ckpt.checkpoint.manifest import parse_time
 from ft_ckpt.cli.charts import (
     Column,
     Mark,

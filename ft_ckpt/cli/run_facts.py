@@ -8,17 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint import (
-    STATE,
-    CheckpointInfo,
-    PartRecord,
-    file_key,
-    hold_open,
-    parse_time,
-    pin_reason,
-    run_checkpoints,
-    verify,
-)
+from ft_ckpt.checkpoint import hold_open
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, run_checkpoints
+from ft_ckpt.checkpoint.checks import file_key, verify
+from ft_ckpt.checkpoint.commit import STATE
+from ft_ckpt.checkpoint.leases import pin_reason
+from ft_ckpt.checkpoint.manifest import PartRecord, parse_time
 from ft_ckpt.errors import CheckpointError, damaged_input
 from ft_ckpt.extensions.tools import by_layer, compare_files, open_source
 from ft_ckpt.retention import Keep, keep_from_record, missed_rules, plan_pruning

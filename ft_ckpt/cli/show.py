@@ -8,23 +8,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint import (
-    CHECKPOINT,
-    MANIFEST_NAME,
-    RUN,
-    UNREADABLE,
+from ft_ckpt.checkpoint.catalog import (
     CheckpointInfo,
-    Contents,
-    describe_contents,
     discover,
     find_best,
     find_latest,
     list_checkpoints,
-    load_manifest,
-    pin_reason,
     run_checkpoints,
-    stored_bytes,
-    verify,
+)
+from ft_ckpt.checkpoint.checks import stored_bytes, verify
+from ft_ckpt.checkpoint.leases import pin_reason
+from ft_ckpt.checkpoint.manifest import (
+    CHECKPOINT,
+    MANIFEST_NAME,
+    RUN,
+    UNREADABLE,
+    Contents,
+    describe_contents,
+    load_manifest,
     why_no_checkpoint,
 )
 from ft_ckpt.cli import views

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ft_ckpt.checkpoint import MANIFEST_NAME
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_dry_run, add_force, add_json, print_lines, print_path
 from ft_ckpt.config import human_size

@@ -2,18 +2,9 @@
 
 from argparse import ArgumentParser, Namespace
 
-from ft_ckpt.checkpoint import (
-    MANIFEST_NAME,
-    RUNS,
-    SignedBy,
-    VerifyReport,
-    describe_contents,
-    discover,
-    verify,
-    verify_foreign,
-    verify_listed,
-    why_no_checkpoint,
-)
+from ft_ckpt.checkpoint.catalog import discover
+from ft_ckpt.checkpoint.checks import SignedBy, VerifyReport, verify, verify_foreign, verify_listed
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, RUNS, describe_contents, why_no_checkpoint
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json
 from ft_ckpt.errors import ConfigError, ManifestError, NotACheckpointError, UnreadableError

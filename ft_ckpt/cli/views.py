@@ -12,19 +12,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint import (
-    RUNS,
-    STATE,
-    CheckpointInfo,
-    Contents,
-    Manifest,
-    PartRecord,
-    VerifyReport,
-    age_of,
-    parse_time,
-    pin_reason,
-    stored_bytes,
-)
+from ft_ckpt.checkpoint.catalog import CheckpointInfo
+from ft_ckpt.checkpoint.checks import VerifyReport, stored_bytes
+from ft_ckpt.checkpoint.commit import STATE
+from ft_ckpt.checkpoint.leases import pin_reason
+from ft_ckpt.checkpoint.manifest import RUNS, Contents, Manifest, PartRecord, age_of, parse_time
 from ft_ckpt.cli.describe import ModelFacts, adapter_name, facts_of_part
 from ft_ckpt.cli.options import print_lines, print_path
 from ft_ckpt.config import human_size

@@ -19,7 +19,7 @@ from ft_ckpt.messages import printable
 from ft_ckpt.storage.places import shown_location
 
 if TYPE_CHECKING:
-    from ft_ckpt.checkpoint import CheckpointInfo
+    from ft_ckpt.checkpoint.catalog import CheckpointInfo
 
 _PATH = "{path}"  # in a command: the path or URL of the checkpoint
 
@@ -56,7 +56,7 @@ def _watch(options: Namespace) -> None:
     checkpoint, which ls, best and prune use. Checkpoints that have the metric are skipped. The
     command runs until SIGINT or SIGTERM.
     """
-    from ft_ckpt.checkpoint import check_metric
+    from ft_ckpt.checkpoint.catalog import check_metric
     from ft_ckpt.runs.folder import follow, stop_on_signal
 
     check_metric(options.metric)

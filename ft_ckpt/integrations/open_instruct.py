@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import ft_ckpt
-from ft_ckpt.checkpoint import MANIFEST_NAME, uncommit
+from ft_ckpt.checkpoint.commit import uncommit
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import MissingError
 from ft_ckpt.messages import LOG
 from ft_ckpt.storage import Folder, Stored

@@ -9,7 +9,9 @@ Each is called on rank 0 after a save is committed. The trackers are imported on
 from collections.abc import Callable
 from typing import Any
 
-from ft_ckpt.checkpoint import Manifest, best, load_manifest, open_checkpoint
+from ft_ckpt.checkpoint import open_checkpoint
+from ft_ckpt.checkpoint.catalog import best
+from ft_ckpt.checkpoint.manifest import Manifest, load_manifest
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.extensions.transfer import weights_manifest
 from ft_ckpt.saving import SaveReport

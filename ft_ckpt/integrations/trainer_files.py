@@ -16,14 +16,11 @@ from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
-from ft_ckpt.checkpoint import (
-    MANIFEST_NAME,
-    TOMBSTONE,
-    damage_of,
-    open_checkpoint,
-    read_manifest,
-    run_checkpoints,
-)
+from ft_ckpt.checkpoint import open_checkpoint
+from ft_ckpt.checkpoint.catalog import run_checkpoints
+from ft_ckpt.checkpoint.checks import damage_of
+from ft_ckpt.checkpoint.leases import TOMBSTONE
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from ft_ckpt.errors import (
     CorruptError,
     LoadError,

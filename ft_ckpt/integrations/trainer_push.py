@@ -9,7 +9,7 @@ from transformers import Trainer
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress
 
-from ft_ckpt.checkpoint import CARD_NAME
+from ft_ckpt.checkpoint.manifest import CARD_NAME
 from ft_ckpt.extensions.transfer import HubPlace, PendingPush, PushOptions, PushReport, begin_push
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import files_made_by

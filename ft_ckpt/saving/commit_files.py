@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ft_ckpt.checkpoint import Manifest, stored_bytes
+from ft_ckpt.checkpoint.checks import stored_bytes
+from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import NoSpaceError, explained
 from ft_ckpt.formats import format_by_suffix, format_named, link_second_names

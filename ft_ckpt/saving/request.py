@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ft_ckpt.checkpoint import STATE
+from ft_ckpt.checkpoint.commit import STATE
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.model.parts import Attribute
 from ft_ckpt.model.tensors import Part, View

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from ft_ckpt.checkpoint import EarlierCheckpoint, Staging, earlier_checkpoints
+from ft_ckpt.checkpoint.catalog import EarlierCheckpoint, earlier_checkpoints
+from ft_ckpt.checkpoint.commit import Staging
 from ft_ckpt.errors import CorruptError, TargetError, explained
 from ft_ckpt.ranks import Ranks, Values
 from ft_ckpt.saving.files import PartPlan

@@ -8,7 +8,7 @@ from importlib import metadata
 from typing import Any
 
 from ft_ckpt._version import __version__
-from ft_ckpt.checkpoint import BaseRecord, Manifest, PartRecord
+from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
 from ft_ckpt.formats import TensorRecord
 from ft_ckpt.model.tensors import Part
 from ft_ckpt.saving.files import PartPlan

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
-from ft_ckpt.checkpoint import MANIFEST_NAME, BaseRecord
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, BaseRecord
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.model.base import record_of_base
 from ft_ckpt.model.files import EXTRA_FILE, SETTINGS_FILES

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ft_ckpt.checkpoint import check_target
+from ft_ckpt.checkpoint.commit import check_target
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import NoSpaceError
 from ft_ckpt.storage.local import folder_of

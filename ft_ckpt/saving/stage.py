@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ft_ckpt.checkpoint import Staging, open_staging_at
+from ft_ckpt.checkpoint.commit import Staging, open_staging_at
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import explained
 from ft_ckpt.saving import reuse_frozen, space

@@ -8,7 +8,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint import stage_store
+from ft_ckpt.checkpoint.commit import stage_store
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import IncompleteError, explained, listing
 from ft_ckpt.formats import FilePlan, write_file

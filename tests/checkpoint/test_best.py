@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Every, Keep
-from ft_ckpt.checkpoint import discover, read_manifest
+from ft_ckpt.checkpoint.catalog import discover
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import ConfigError, NotACheckpointError, TargetError
 from ft_ckpt.storage.places import open_place
 

@@ -33,7 +33,7 @@ from seeds import chosen_seed, examples, machine_settings
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep
-from ft_ckpt.checkpoint import leases, pin, unpin
+from ft_ckpt.checkpoint.leases import leases, pin, unpin
 from ft_ckpt.errors import CheckpointError, NotACheckpointError, TargetError, UnreadableError
 from ft_ckpt.runs.folder import prune_run
 from ft_ckpt.storage import Store

@@ -10,24 +10,16 @@ from faults import Requests, try_worlds
 from faulty_stores import Stopped, Watch, all_interleavings
 from small_checkpoints import save_with_state
 
-from ft_ckpt.checkpoint import (
-    MANIFEST_NAME,
-    TOMBSTONE,
-    discover,
-    leases,
-    marks,
-    open_checkpoint,
-    pin,
-    pin_reason,
-    read_mark,
-    unpin,
-    verify,
-)
-from ft_ckpt.checkpoint.bucket_delete import drop_from_bucket, strip_in_bucket
-from ft_ckpt.checkpoint.leases import LEASE, put_mark
-from ft_ckpt.checkpoint.marks import SAVING
-from ft_ckpt.checkpoint.object_staging import open_object_staging
-from ft_ckpt.checkpoint.reader_leases import hold_lease
+from ft_ckpt.checkpoint import open_checkpoint
+from ft_ckpt.checkpoint.catalog import discover
+from ft_ckpt.checkpoint.checks import verify
+from ft_ckpt.checkpoint.commit.bucket_delete import drop_from_bucket, strip_in_bucket
+from ft_ckpt.checkpoint.commit.object_staging import open_object_staging
+from ft_ckpt.checkpoint.leases import TOMBSTONE, leases, marks, pin, pin_reason, read_mark, unpin
+from ft_ckpt.checkpoint.leases.leases import LEASE, put_mark
+from ft_ckpt.checkpoint.leases.marks import SAVING
+from ft_ckpt.checkpoint.leases.reader_leases import hold_lease
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import NotACheckpointError, TargetError, UnreadableError
 from ft_ckpt.extensions.buckets.object_store import ObjectStore
 from ft_ckpt.retention import Keep
@@ -484,7 +476,9 @@ def test_a_removal_gives_way_to_what_came_after_the_plan(bucket):
 def test_a_removal_that_takes_too_long_gives_way(bucket, monkeypatch):
     """Others take its tombstone for a dead one's after ten minutes."""
     clock = iter([0.0, leases.STALE_SECONDS / 2 + 1])
-    monkeypatch.setattr("ft_ckpt.checkpoint.bucket_delete.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr(
+        "ft_ckpt.checkpoint.commit.bucket_delete.time.monotonic", lambda: next(clock)
+    )
     assert "too slowly" in drop_from_bucket(bucket.within("checkpoint-1")).why[0]
     monkeypatch.undo()
     assert (steps(bucket), marks_in(bucket)) == ([1, 2, 3, 4], [])

@@ -6,7 +6,9 @@ from buckets import new_bucket
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint import open_checkpoint, read_manifest, verify
+from ft_ckpt.checkpoint import open_checkpoint
+from ft_ckpt.checkpoint.checks import verify
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.extensions.transfer import copy

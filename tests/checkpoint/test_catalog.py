@@ -14,18 +14,16 @@ import pytest
 from seeds import chosen_seed
 from small_checkpoints import contents, make_checkpoint, rewrite_manifest, save, signed
 
-from ft_ckpt.checkpoint import (
+from ft_ckpt.checkpoint.catalog import discover, latest
+from ft_ckpt.checkpoint.checks import problems, verify
+from ft_ckpt.checkpoint.commit.commit import commit_stage, open_stage
+from ft_ckpt.checkpoint.manifest import (
     MANIFEST_NAME,
-    discover,
-    latest,
     manifest_from_json,
     manifest_to_json,
-    problems,
     read_manifest,
-    verify,
 )
-from ft_ckpt.checkpoint.commit import commit_stage, open_stage
-from ft_ckpt.checkpoint.manifest import check_paths
+from ft_ckpt.checkpoint.manifest.manifest import check_paths
 from ft_ckpt.errors import ManifestError, NotACheckpointError, UnreadableError
 from ft_ckpt.formats import read_header
 from ft_ckpt.retention import Keep

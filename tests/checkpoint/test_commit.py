@@ -21,17 +21,12 @@ import pytest
 from faults import Disk, World, in_child, try_worlds
 from small_checkpoints import contents, make_checkpoint, save
 
-from ft_ckpt.checkpoint import (
-    MANIFEST_NAME,
-    check_target,
-    latest,
-    place_files,
-    read_manifest,
-    uncommit,
-    verify,
-)
-from ft_ckpt.checkpoint.commit import commit_stage, discard_stage, open_stage
-from ft_ckpt.checkpoint.recovery import recover_target
+from ft_ckpt.checkpoint.catalog import latest
+from ft_ckpt.checkpoint.checks import verify
+from ft_ckpt.checkpoint.commit import check_target, place_files, uncommit
+from ft_ckpt.checkpoint.commit.commit import commit_stage, discard_stage, open_stage
+from ft_ckpt.checkpoint.commit.recovery import recover_target
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from ft_ckpt.errors import CorruptError, ManifestError, NoSpaceError, TargetError
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.digests import FileRecord
@@ -846,7 +841,7 @@ HOLD_A_STAGE = """
 import sys, socket, time
 socket.gethostname = lambda: "the-same-name"
 from pathlib import Path
-from ft_ckpt.checkpoint.commit import open_stage
+from ft_ckpt.checkpoint.commit.commit import open_stage
 from ft_ckpt.storage.places.place import open_place
 from ft_ckpt.storage.places.copies import scratch_file
 with scratch_file(open_place(Path(sys.argv[1]) / "one.safetensors")) as file:

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint import CARD_NAME, MANIFEST_NAME, read_manifest
+from ft_ckpt.checkpoint.manifest import CARD_NAME, MANIFEST_NAME, read_manifest
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import CheckpointError, CorruptError
 from ft_ckpt.storage.places import open_place

@@ -14,12 +14,14 @@ from faults import Disk, World, try_worlds
 from small_checkpoints import save, save_of
 
 import ft_ckpt
-from ft_ckpt.checkpoint import SIGNED, CheckpointInfo, discover, pin, read_manifest
-from ft_ckpt.checkpoint.bucket_delete import settle_in_bucket
-from ft_ckpt.checkpoint.delete import delete_state
-from ft_ckpt.checkpoint.marks import PIN
-from ft_ckpt.checkpoint.metrics import METRIC, read_metrics
-from ft_ckpt.checkpoint.reader_leases import lease_reasons
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, discover
+from ft_ckpt.checkpoint.catalog.metrics import METRIC, read_metrics
+from ft_ckpt.checkpoint.commit.bucket_delete import settle_in_bucket
+from ft_ckpt.checkpoint.commit.delete import delete_state
+from ft_ckpt.checkpoint.leases import SIGNED, pin
+from ft_ckpt.checkpoint.leases.marks import PIN
+from ft_ckpt.checkpoint.leases.reader_leases import lease_reasons
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,

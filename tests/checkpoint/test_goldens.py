@@ -15,7 +15,7 @@ from places import TESTS
 from safetensors.torch import load_file
 
 from ft_ckpt import CheckpointSaver, Writer, convert, latest, load_model, pull, verify
-from ft_ckpt.checkpoint import (
+from ft_ckpt.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
     manifest_from_json,

@@ -10,22 +10,13 @@ from http_server import Fault
 from s3_server import FAST
 from small_checkpoints import make_checkpoint, rewrite_manifest, save
 
-from ft_ckpt.checkpoint import (
-    MANIFEST_NAME,
-    best,
-    checkpoint_problems,
-    discover,
-    latest,
-    list_checkpoints,
-    load_manifest,
-    open_checkpoint,
-    open_staging,
-    read_manifest,
-    run_checkpoints,
-    verify,
-)
-from ft_ckpt.checkpoint.object_staging import open_object_staging, put_manifest
-from ft_ckpt.checkpoint.problems import file_problems
+from ft_ckpt.checkpoint import open_checkpoint
+from ft_ckpt.checkpoint.catalog import best, discover, latest, list_checkpoints, run_checkpoints
+from ft_ckpt.checkpoint.checks import checkpoint_problems, verify
+from ft_ckpt.checkpoint.checks.problems import file_problems
+from ft_ckpt.checkpoint.commit import open_staging
+from ft_ckpt.checkpoint.commit.object_staging import open_object_staging, put_manifest
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, load_manifest, read_manifest
 from ft_ckpt.errors import (
     CorruptError,
     ManifestError,

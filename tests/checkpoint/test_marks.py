@@ -14,8 +14,8 @@ import pytest
 from faults import Disk, in_child, try_worlds
 from small_checkpoints import contents, save
 
-from ft_ckpt.checkpoint import (
-    MANIFEST_NAME,
+from ft_ckpt.checkpoint.checks import verify
+from ft_ckpt.checkpoint.leases import (
     leases,
     marks,
     may_live,
@@ -24,11 +24,11 @@ from ft_ckpt.checkpoint import (
     read_mark,
     reader_leases,
     unpin,
-    verify,
 )
-from ft_ckpt.checkpoint.leases import put_mark
-from ft_ckpt.checkpoint.marks import SAVING
-from ft_ckpt.checkpoint.reader_leases import hold_lease, lease_reasons
+from ft_ckpt.checkpoint.leases.leases import put_mark
+from ft_ckpt.checkpoint.leases.marks import SAVING
+from ft_ckpt.checkpoint.leases.reader_leases import hold_lease, lease_reasons
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import NoSpaceError, NotACheckpointError, TargetError
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.local import LocalStore, locks
@@ -37,7 +37,7 @@ from ft_ckpt.storage.places import open_place
 HOLD = """
 import sys, time
 from ft_ckpt import open_place
-from ft_ckpt.checkpoint.reader_leases import hold_lease
+from ft_ckpt.checkpoint.leases.reader_leases import hold_lease
 with hold_lease(open_place(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

@@ -28,8 +28,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoConfig, GPTN
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint import MANIFEST_NAME, manifest_to_json, open_checkpoint, read_manifest
-from ft_ckpt.checkpoint.reader_leases import lease_reasons
+from ft_ckpt.checkpoint import open_checkpoint
+from ft_ckpt.checkpoint.leases.reader_leases import lease_reasons
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_to_json, read_manifest
 from ft_ckpt.cli import main
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
 from ft_ckpt.extensions import tools

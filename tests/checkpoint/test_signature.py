@@ -24,9 +24,11 @@ from small_checkpoints import contents, make_checkpoint, rewrite_manifest, save,
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint import SIGNATURE_NAME, pin, read_manifest, signature, verify
-from ft_ckpt.checkpoint.commit import commit_stage, open_stage
-from ft_ckpt.checkpoint.reader_leases import hold_lease
+from ft_ckpt.checkpoint.checks import SIGNATURE_NAME, signature, verify
+from ft_ckpt.checkpoint.commit.commit import commit_stage, open_stage
+from ft_ckpt.checkpoint.leases import pin
+from ft_ckpt.checkpoint.leases.reader_leases import hold_lease
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import ConfigError, CorruptError, ManifestError, NotACheckpointError
 from ft_ckpt.extensions.transfer import copy, push, sign, sync

@@ -17,19 +17,13 @@ import pytest
 from faults import Disk, World, try_worlds
 from small_checkpoints import contents, make_checkpoint, manifest_of, save, save_of, save_with_state
 
-from ft_ckpt.checkpoint import (
-    MANIFEST_NAME,
-    TOMBSTONE,
-    PartRecord,
-    discover,
-    pin,
-    read_manifest,
-    unpin,
-    verify,
-    without_state,
-)
-from ft_ckpt.checkpoint.commit import commit_stage, open_stage
-from ft_ckpt.checkpoint.reader_leases import hold_lease, lease_reasons
+from ft_ckpt.checkpoint.catalog import discover
+from ft_ckpt.checkpoint.checks import verify
+from ft_ckpt.checkpoint.commit import without_state
+from ft_ckpt.checkpoint.commit.commit import commit_stage, open_stage
+from ft_ckpt.checkpoint.leases import TOMBSTONE, pin, unpin
+from ft_ckpt.checkpoint.leases.reader_leases import hold_lease, lease_reasons
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord, read_manifest
 from ft_ckpt.errors import NotACheckpointError
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs.folder import PruneReport, prune_run, recover_all, survey_run
@@ -42,9 +36,9 @@ from ft_ckpt.storage.places import open_place
 READER = """
 import sys
 from pathlib import Path
-from ft_ckpt.checkpoint.verification import verify
+from ft_ckpt.checkpoint.checks.verification import verify
 from ft_ckpt import open_place
-from ft_ckpt.checkpoint.reader_leases import hold_lease
+from ft_ckpt.checkpoint.leases.reader_leases import hold_lease
 with hold_lease(open_place(sys.argv[1])):
     assert verify(sys.argv[1]).ok
     print("reading", flush=True)
@@ -527,7 +521,7 @@ def test_two_sweeps_do_not_meet(run):
 def test_one_that_disappears_is_no_error(run, monkeypatch):
     """Somebody deletes by hand while the sweep looks, or after it has."""
     monkeypatch.setattr(
-        "ft_ckpt.checkpoint.run_folder.deletion_guards",
+        "ft_ckpt.checkpoint.commit.run_folder.deletion_guards",
         lambda path: shutil.rmtree(path.with_name("checkpoint-9"), True) or (),
     )
     assert prune_run(run, Keep(last=1)).problems == ()

@@ -16,7 +16,8 @@ from small_checkpoints import contents
 from transformers import Trainer, TrainingArguments
 
 from ft_ckpt import CheckpointSaver, Keep, average, best, convert, latest, open_place, sync, verify
-from ft_ckpt.checkpoint import MANIFEST_NAME, problems
+from ft_ckpt.checkpoint.checks import problems
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import TargetError, UnreadableError
 from ft_ckpt.integrations.trainer import FtCkptCallback
 from ft_ckpt.runs.folder import prune_run

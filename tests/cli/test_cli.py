@@ -11,8 +11,10 @@ import pytest
 from commands import PROGRAM, ft_ckpt, ft_ckpt_on_terminal
 from small_checkpoints import make_checkpoint, manifest_of, save, save_of, save_with_state
 
-from ft_ckpt.checkpoint import discover, manifest_to_json, pin_reason
-from ft_ckpt.checkpoint.commit import commit_stage, open_stage
+from ft_ckpt.checkpoint.catalog import discover
+from ft_ckpt.checkpoint.commit.commit import commit_stage, open_stage
+from ft_ckpt.checkpoint.leases import pin_reason
+from ft_ckpt.checkpoint.manifest import manifest_to_json
 from ft_ckpt.storage.places import open_place
 
 DPO = (

@@ -27,7 +27,7 @@ from small_checkpoints import save
 
 import ft_ckpt as library
 from ft_ckpt import CheckpointSaver, Keep
-from ft_ckpt.checkpoint import pin
+from ft_ckpt.checkpoint.leases import pin
 from ft_ckpt.cli import COMMANDS
 from ft_ckpt.storage.places import open_place
 

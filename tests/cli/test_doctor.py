@@ -16,7 +16,8 @@ from mounted import mounted, needs_fuse
 from small_checkpoints import save
 
 from ft_ckpt import verify
-from ft_ckpt.checkpoint import MANIFEST_NAME, check_target
+from ft_ckpt.checkpoint.commit import check_target
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.cli import main
 from ft_ckpt.errors import TargetError
 from ft_ckpt.storage import MountedFrom, local_disk, mount_of

@@ -21,7 +21,7 @@ from training import QUIET, prepared
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Every, Keep, cli
-from ft_ckpt.checkpoint import read_manifest
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.cli.chart_axes import value_axis
 from ft_ckpt.cli.charts import Mark, thinned
 from ft_ckpt.cli.report_page import page_text

@@ -19,7 +19,7 @@ from small_checkpoints import rewrite_manifest, save_with_state
 
 import ft_ckpt as library
 from ft_ckpt import CheckpointSaver, SaverConfig, progress_bars
-from ft_ckpt.checkpoint import read_manifest
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.extensions.transfer import PushOptions
 from ft_ckpt.storage.places import open_place

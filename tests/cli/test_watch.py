@@ -12,8 +12,8 @@ from launch import run_python
 from small_checkpoints import contents, save, save_of
 
 import ft_ckpt
-from ft_ckpt.checkpoint import discover
-from ft_ckpt.checkpoint.metrics import METRIC
+from ft_ckpt.checkpoint.catalog import discover
+from ft_ckpt.checkpoint.catalog.metrics import METRIC
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.storage.places import open_place

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep, SaverConfig, average, latest, verify
-from ft_ckpt.checkpoint import read_manifest
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError
 from ft_ckpt.extensions.tools import parse_weights
 from ft_ckpt.extensions.tools.averaging import normalized_weights

@@ -11,7 +11,7 @@ from buckets import in_bucket, new_bucket
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint import read_manifest
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import ConfigError, CorruptError, NameTakenError, SelectionError
 from ft_ckpt.extensions.tools import converting as converting, open_source

@@ -32,7 +32,7 @@ from places import TESTS, python_path
 from seeds import chosen_seed
 
 from ft_ckpt import load, save
-from ft_ckpt.checkpoint import Manifest, PartRecord
+from ft_ckpt.checkpoint.manifest import Manifest, PartRecord
 from ft_ckpt.errors import CheckpointError
 from ft_ckpt.extensions.tools import open_source
 from ft_ckpt.formats import (

@@ -18,7 +18,7 @@ from tiny_format import Tiny
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint import read_manifest
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.formats import (
     detect_format,

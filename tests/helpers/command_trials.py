@@ -22,9 +22,11 @@ from s3_server import BUCKET, S3
 from small_checkpoints import contents
 
 from ft_ckpt import verify
-from ft_ckpt.checkpoint import MANIFEST_NAME, marks, open_checkpoint
-from ft_ckpt.checkpoint.leases import LEASE
-from ft_ckpt.checkpoint.reader_leases import hold_lease
+from ft_ckpt.checkpoint import open_checkpoint
+from ft_ckpt.checkpoint.leases import marks
+from ft_ckpt.checkpoint.leases.leases import LEASE
+from ft_ckpt.checkpoint.leases.reader_leases import hold_lease
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import CheckpointError, NotACheckpointError
 from ft_ckpt.runs.folder import recover_all
 from ft_ckpt.storage.local import temporary_store

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ft_ckpt
-from ft_ckpt.checkpoint import CheckpointInfo, discover
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, discover
 from ft_ckpt.errors import NotACheckpointError
 from ft_ckpt.storage.places import open_place
 

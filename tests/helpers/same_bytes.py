@@ -19,7 +19,7 @@ from on_ranks import RANK
 from wrappers import WRAPPERS, Live
 
 from ft_ckpt import CheckpointSaver, verify
-from ft_ckpt.checkpoint import read_manifest
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import CheckpointError
 from ft_ckpt.saving import PendingSave, snapshot, write_plan
 from ft_ckpt.saving.snapshot import Snapshot

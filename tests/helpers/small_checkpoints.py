@@ -11,8 +11,14 @@ from typing import Any
 
 import xxhash
 
-from ft_ckpt.checkpoint import MANIFEST_NAME, Manifest, PartRecord, manifest_to_json, read_manifest
-from ft_ckpt.checkpoint.commit import commit_stage, open_stage
+from ft_ckpt.checkpoint.commit.commit import commit_stage, open_stage
+from ft_ckpt.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    PartRecord,
+    manifest_to_json,
+    read_manifest,
+)
 from ft_ckpt.formats import TensorRecord
 from ft_ckpt.storage.digests import FileRecord, digest_of_open, read_record
 from ft_ckpt.storage.io import open_local_file

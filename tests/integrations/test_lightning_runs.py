@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 
 import ft_ckpt
 from ft_ckpt import Every, Keep, verify
-from ft_ckpt.checkpoint import discover
+from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.errors import ConfigError, LoadError, SelectionError
 from ft_ckpt.integrations.lightning import LightningCheckpoint
 from ft_ckpt.storage.places import open_place

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from ft_ckpt import verify
-from ft_ckpt.checkpoint import MANIFEST_NAME
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import UnknownAttributeError
 from ft_ckpt.integrations.open_instruct import (
     clean_last_n_checkpoints,

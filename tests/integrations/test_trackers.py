@@ -12,7 +12,7 @@ from accelerate.tracking import GeneralTracker, on_main_process
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep
-from ft_ckpt.checkpoint.reader_leases import lease_reasons
+from ft_ckpt.checkpoint.leases.reader_leases import lease_reasons
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.integrations.trackers import (
     log_to_accelerate,

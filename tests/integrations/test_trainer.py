@@ -23,7 +23,8 @@ from wrappers import cut_over_ranks
 
 import ft_ckpt
 from ft_ckpt import Every, Keep, verify
-from ft_ckpt.checkpoint import problems, read_manifest
+from ft_ckpt.checkpoint.checks import problems
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,

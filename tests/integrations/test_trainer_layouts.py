@@ -18,7 +18,7 @@ from trainers import Recorded, ours, run
 from transformers import TrainerCallback
 
 import ft_ckpt
-from ft_ckpt.checkpoint import read_manifest
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import SelectionError
 from ft_ckpt.storage.places import open_place
 

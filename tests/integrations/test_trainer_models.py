@@ -14,7 +14,7 @@ from torch import nn
 from trainers import Recorded, ours, run, trainer
 from transformers import TrainerCallback
 
-from ft_ckpt.checkpoint import read_manifest
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import LoadError
 from ft_ckpt.storage.places import open_place
 

@@ -10,7 +10,7 @@ from huggingface_hub import RepoCard
 from trainers import ours, run
 
 import ft_ckpt
-from ft_ckpt.checkpoint import read_manifest
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import TargetError
 from ft_ckpt.storage.places import open_place
 

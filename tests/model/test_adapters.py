@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, errors
-from ft_ckpt.checkpoint import read_manifest
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.storage.places import open_place
 
 QKV = ["q_proj", "v_proj"]

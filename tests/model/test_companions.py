@@ -37,7 +37,7 @@ from transformers import (
 )
 
 from ft_ckpt import CheckpointSaver, load_model
-from ft_ckpt.checkpoint import BaseRecord
+from ft_ckpt.checkpoint.manifest import BaseRecord
 from ft_ckpt.errors import CompanionError
 from ft_ckpt.model.sidecars import write_tokenizer
 from ft_ckpt.model.sidecars.adapter_files import write_adapter

@@ -18,7 +18,7 @@ from models import SIZES
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint import manifest_to_json, read_manifest
+from ft_ckpt.checkpoint.manifest import manifest_to_json, read_manifest
 from ft_ckpt.errors import LoadError, SelectionError
 from ft_ckpt.storage.places import open_place
 

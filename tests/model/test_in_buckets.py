@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint import open_checkpoint, verify
+from ft_ckpt.checkpoint import open_checkpoint
+from ft_ckpt.checkpoint.checks import verify
 from ft_ckpt.errors import (
     BaseMismatchError,
     ConfigError,

@@ -14,7 +14,7 @@ from small_checkpoints import make_checkpoint, save
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint import MANIFEST_NAME, manifest_to_json
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_to_json
 from ft_ckpt.extensions.buckets import object_store
 from ft_ckpt.storage.io import prefetch
 from ft_ckpt.storage.places import Place

@@ -10,7 +10,7 @@ from small_checkpoints import save
 from transformers import TrainerState
 
 import ft_ckpt
-from ft_ckpt.checkpoint import describe_contents
+from ft_ckpt.checkpoint.manifest import describe_contents
 from ft_ckpt.errors import CheckpointError, LoadError, NotACheckpointError
 from ft_ckpt.extensions.tools import convert
 from ft_ckpt.storage.places import open_place

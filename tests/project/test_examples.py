@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from wrappers import ACCELERATE_CPU
 
 import ft_ckpt
-from ft_ckpt.checkpoint import read_manifest
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.storage.places import open_place
 
 TINY = ("--batch-size", "8", "--sequence-length", "64")

@@ -59,13 +59,20 @@ STORAGE = {
 STORAGE |= {"local/inside", "local/trials", "places/copies", "places/place"}
 # The commit protocol of folders, its recovery and its opposite, locks of readers and runs, and open
 # files kept open.
-CHECKPOINT = {"commit", "delete", "open_folder", "opening", "reader_leases", "recovery"}
+CHECKPOINT = {
+    "commit/commit",
+    "commit/delete",
+    "commit/recovery",
+    "leases/reader_leases",
+    "open_folder",
+    "opening",
+}
 # A folder for a trainer class that writes files, with links to the neighbours of the checkpoint.
 TRAINERS = {"integrations/trainer_layout"}
 # Signatures of folders on a disk, by a library that reads paths; a signature beside a copy.
 SIGNATURES = {
     "extensions/transfer/signing",
-    "checkpoint/signature",
+    "checkpoint/checks/signature",
     "extensions/transfer/signatures",
 }
 # Repositories and buckets of the Hub, by a library that takes paths and patterns of names.

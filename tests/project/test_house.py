@@ -120,7 +120,13 @@ def test_public_names_are_pinned_sorted_and_resolve():
 
 
 @pytest.mark.parametrize(
-    "module", ["ft_ckpt", "ft_ckpt.checkpoint.catalog", "ft_ckpt.checkpoint.commit", "ft_ckpt.cli"]
+    "module",
+    [
+        "ft_ckpt",
+        "ft_ckpt.checkpoint.catalog.catalog",
+        "ft_ckpt.checkpoint.commit.commit",
+        "ft_ckpt.cli",
+    ],
 )
 def test_importing_brings_no_torch(module):
     heavy = {"torch", "transformers", "peft", "accelerate", "numpy"}

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, ServerOptions
-from ft_ckpt.checkpoint import discover, manifest_to_json, read_manifest
+from ft_ckpt.checkpoint.catalog import discover
+from ft_ckpt.checkpoint.manifest import manifest_to_json, read_manifest
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import ConfigError, CorruptError, EngineError, NameTakenError
 from ft_ckpt.extensions.rl import PublishReport, follow_run

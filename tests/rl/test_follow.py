@@ -27,7 +27,7 @@ from on_ranks import RANK, on_ranks
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, ServerOptions
-from ft_ckpt.checkpoint import manifest_to_json, read_manifest
+from ft_ckpt.checkpoint.manifest import manifest_to_json, read_manifest
 from ft_ckpt.errors import ConfigError, EngineError, NotACheckpointError, RankError
 from ft_ckpt.extensions.rl import Publisher, PublishReport, follow_run
 from ft_ckpt.integrations.trainer import FtCkptCallback

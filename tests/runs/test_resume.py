@@ -18,7 +18,8 @@ from training import QUIET, begin, go_on, network, prepared, train, whole
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Every, Keep, latest
-from ft_ckpt.checkpoint import MANIFEST_NAME, opening, stored_manifest
+from ft_ckpt.checkpoint import opening
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, stored_manifest
 from ft_ckpt.errors import (
     ConfigError,
     CorruptError,

@@ -19,7 +19,7 @@ from training import QUIET, learn, network, prepared, rows, train
 from wrappers import WRAPPERS
 
 from ft_ckpt import CheckpointSaver, Every, Keep
-from ft_ckpt.checkpoint import read_manifest
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import ConfigError, LoadError, NoSpaceError, TargetError
 from ft_ckpt.saving import space
 from ft_ckpt.storage.places import open_place

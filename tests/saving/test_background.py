@@ -22,7 +22,7 @@ from small_checkpoints import contents
 from torch import nn
 
 from ft_ckpt import CheckpointSaver, Every, Keep, SaveReport, latest, verify
-from ft_ckpt.checkpoint import commit
+from ft_ckpt.checkpoint.commit import commit
 from ft_ckpt.errors import CheckpointError, ConfigError, NoSpaceError
 from ft_ckpt.saving import PendingSave, snapshot, write
 

@@ -12,7 +12,7 @@ import pytest
 from places import WORKERS, python_path
 
 from ft_ckpt import verify
-from ft_ckpt.checkpoint import MANIFEST_NAME, load_manifest
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, load_manifest
 from ft_ckpt.storage.places.locations import open_store
 
 pytest.importorskip("obstore")

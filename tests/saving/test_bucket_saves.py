@@ -10,14 +10,10 @@ import torch
 from buckets import new_bucket
 
 from ft_ckpt import CheckpointSaver, load_model
-from ft_ckpt.checkpoint import (
-    MANIFEST_NAME,
-    checkpoint_problems,
-    load_manifest,
-    object_staging,
-    pin,
-    unpin,
-)
+from ft_ckpt.checkpoint.checks import checkpoint_problems
+from ft_ckpt.checkpoint.commit import object_staging
+from ft_ckpt.checkpoint.leases import pin, unpin
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, load_manifest
 from ft_ckpt.errors import NameTakenError, NoSpaceError
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place

@@ -21,7 +21,7 @@ from small_checkpoints import digest_like, save
 from tuning import blocks_of
 
 from ft_ckpt import latest, verify
-from ft_ckpt.checkpoint import read_manifest
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import CorruptError, NoSpaceError, RankError
 from ft_ckpt.ranks import gather
 from ft_ckpt.saving import shared_folders, write_plan

@@ -39,7 +39,7 @@ from wrappers import ACCELERATE_CPU, WRAPPERS, named_tensors, truth
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint import read_manifest
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.ranks import ModelTensors, current_ranks
 from ft_ckpt.ranks.gather import stream_chunks
 from ft_ckpt.storage.places import open_place

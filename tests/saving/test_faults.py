@@ -28,7 +28,10 @@ from torch import distributed, nn
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep, verify
-from ft_ckpt.checkpoint import MANIFEST_NAME, discover, pin, pin_reason, problems, read_manifest
+from ft_ckpt.checkpoint.catalog import discover
+from ft_ckpt.checkpoint.checks import problems
+from ft_ckpt.checkpoint.leases import pin, pin_reason
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from ft_ckpt.errors import CheckpointError, ManifestError, TargetError
 from ft_ckpt.runs.folder import prune_run
 from ft_ckpt.storage.places import open_place

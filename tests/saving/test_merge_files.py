@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, errors, latest, verify
-from ft_ckpt.checkpoint import read_manifest
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import SelectionError
 from ft_ckpt.storage.places import open_place

@@ -11,7 +11,7 @@ from faulty_stores import as_client
 from on_ranks import RANK, on_ranks
 
 from ft_ckpt import CheckpointSaver, latest, verify
-from ft_ckpt.checkpoint import read_manifest
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import open_place
 

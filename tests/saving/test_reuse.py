@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM
 from wrappers import WRAPPERS, truth
 
 from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig, load_model, verify
-from ft_ckpt.checkpoint import delete_checkpoint, discover, read_manifest
+from ft_ckpt.checkpoint.catalog import discover
+from ft_ckpt.checkpoint.commit import delete_checkpoint
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import NoSpaceError
 from ft_ckpt.saving import files, space, write
 from ft_ckpt.storage.places import open_place

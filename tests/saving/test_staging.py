@@ -27,7 +27,8 @@ from training import QUIET, learn, prepared
 from wrappers import truth
 
 from ft_ckpt import CheckpointSaver, Every, Keep, latest, verify
-from ft_ckpt.checkpoint import list_checkpoints, pin
+from ft_ckpt.checkpoint.catalog import list_checkpoints
+from ft_ckpt.checkpoint.leases import pin
 from ft_ckpt.errors import (
     ConfigError,
     CorruptError,

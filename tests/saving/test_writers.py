@@ -25,8 +25,10 @@ from s3_server import S3
 import ft_ckpt
 import ft_ckpt.extensions.rl.writer as writer_module
 from ft_ckpt import CheckpointSaver, Writer
-from ft_ckpt.checkpoint import CheckpointInfo, delete_checkpoint, read_manifest
-from ft_ckpt.checkpoint.delete import delete_state
+from ft_ckpt.checkpoint.catalog import CheckpointInfo
+from ft_ckpt.checkpoint.commit import delete_checkpoint
+from ft_ckpt.checkpoint.commit.delete import delete_state
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.cli import views
 from ft_ckpt.errors import (
     CheckpointError,

@@ -23,7 +23,7 @@ from torch.distributed import HashStore
 from tuning import blocks_of
 
 from ft_ckpt import CheckpointSaver, verify
-from ft_ckpt.checkpoint import read_manifest
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.saving import regions, write_plan
 from ft_ckpt.storage import libc

@@ -19,8 +19,8 @@ from small_checkpoints import save_with_state
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep
-from ft_ckpt.checkpoint import pin
-from ft_ckpt.checkpoint.reader_leases import hold_lease
+from ft_ckpt.checkpoint.leases import pin
+from ft_ckpt.checkpoint.leases.reader_leases import hold_lease
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import NameTakenError
 from ft_ckpt.runs.folder import prune_run

@@ -15,8 +15,9 @@ from small_checkpoints import contents, save, save_with_state
 from test_copies import FROZEN, save_large
 
 from ft_ckpt import CheckpointSaver, open_place, pull, push, verify
-from ft_ckpt.checkpoint import pin, read_manifest
-from ft_ckpt.checkpoint.reader_leases import hold_lease
+from ft_ckpt.checkpoint.leases import pin
+from ft_ckpt.checkpoint.leases.reader_leases import hold_lease
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.cli import main
 from ft_ckpt.errors import ConfigError, CorruptError, NameTakenError, NotACheckpointError
 from ft_ckpt.extensions.transfer import pull_cache

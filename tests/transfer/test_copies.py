@@ -12,8 +12,10 @@ from faults import Disk, Requests, try_worlds
 from small_checkpoints import contents, make_checkpoint, save_with_state
 
 from ft_ckpt import copy, verify
-from ft_ckpt.checkpoint import MANIFEST_NAME, load_manifest, open_staging, pin
-from ft_ckpt.checkpoint.reader_leases import hold_lease
+from ft_ckpt.checkpoint.commit import open_staging
+from ft_ckpt.checkpoint.leases import pin
+from ft_ckpt.checkpoint.leases.reader_leases import hold_lease
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, load_manifest
 from ft_ckpt.errors import (
     CheckpointError,
     CorruptError,

@@ -20,11 +20,11 @@ from seeds import examples
 
 import ft_ckpt
 from ft_ckpt import Keep
-from ft_ckpt.checkpoint import (
+from ft_ckpt.checkpoint.catalog import discover
+from ft_ckpt.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
     PartRecord,
-    discover,
     load_manifest,
     manifest_to_json,
 )

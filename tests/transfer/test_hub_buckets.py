@@ -28,7 +28,8 @@ from small_checkpoints import contents, save_with_state
 
 import ft_ckpt as library
 from ft_ckpt import CheckpointSaver, copy, latest, pull, push, sync, verify
-from ft_ckpt.checkpoint import MANIFEST_NAME, SIGNATURE_NAME, read_manifest
+from ft_ckpt.checkpoint.checks import SIGNATURE_NAME
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,

@@ -29,9 +29,10 @@ from small_checkpoints import (
 
 import ft_ckpt
 from ft_ckpt import Keep
-from ft_ckpt.checkpoint import PartRecord, open_staging
-from ft_ckpt.checkpoint.commit import commit_stage
-from ft_ckpt.checkpoint.delete import delete_state
+from ft_ckpt.checkpoint.commit import open_staging
+from ft_ckpt.checkpoint.commit.commit import commit_stage
+from ft_ckpt.checkpoint.commit.delete import delete_state
+from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.errors import TargetError
 from ft_ckpt.extensions.buckets import object_store
 from ft_ckpt.extensions.rl.deltas import append_checkpoint

@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, pull, push
-from ft_ckpt.checkpoint import read_manifest
-from ft_ckpt.checkpoint.reader_leases import lease_reasons
+from ft_ckpt.checkpoint.leases.reader_leases import lease_reasons
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,

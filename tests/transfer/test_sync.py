@@ -10,15 +10,12 @@ from test_bucket_places import command
 from test_copies import FROZEN, files_of, save_large
 
 from ft_ckpt import latest, sync, verify
-from ft_ckpt.checkpoint import (
-    MANIFEST_NAME,
-    delete_checkpoint,
-    list_checkpoints,
-    pin,
-    read_manifest,
-)
-from ft_ckpt.checkpoint.delete import delete_state
-from ft_ckpt.checkpoint.reader_leases import hold_lease
+from ft_ckpt.checkpoint.catalog import list_checkpoints
+from ft_ckpt.checkpoint.commit import delete_checkpoint
+from ft_ckpt.checkpoint.commit.delete import delete_state
+from ft_ckpt.checkpoint.leases import pin
+from ft_ckpt.checkpoint.leases.reader_leases import hold_lease
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place, open_place

@@ -34,7 +34,7 @@ from safetensors.torch import load_file, save_file
 from wrappers import truth
 
 from ft_ckpt import CheckpointSaver, verify
-from ft_ckpt.checkpoint import LocalStaging
+from ft_ckpt.checkpoint.commit import LocalStaging
 from ft_ckpt.errors import CheckpointError
 
 SHARED = Path(os.environ["SHARED"])

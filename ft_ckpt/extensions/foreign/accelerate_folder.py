@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint import ACCELERATE_MARKER, MANIFEST_NAME
+from ft_ckpt.checkpoint.manifest import ACCELERATE_MARKER, MANIFEST_NAME
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.extensions.foreign.accelerate_files import (
     OF_OBJECTS,

@@ -25,16 +25,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ft_ckpt._version import __version__
-from ft_ckpt.checkpoint import (
-    CheckpointInfo,
-    Manifest,
-    OpenCheckpoint,
-    in_run_order,
-    list_checkpoints,
-    manifest_to_json,
-    open_checkpoint,
-    open_staging_at,
-)
+from ft_ckpt.checkpoint import OpenCheckpoint, open_checkpoint
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, in_run_order, list_checkpoints
+from ft_ckpt.checkpoint.commit import open_staging_at
+from ft_ckpt.checkpoint.manifest import Manifest, manifest_to_json
 from ft_ckpt.errors import ConfigError, CorruptError, NameTakenError
 from ft_ckpt.extensions.rl.delta_files import (
     DigestedFile,

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ft_ckpt.checkpoint import describe_contents, hold_open
+from ft_ckpt.checkpoint import hold_open
+from ft_ckpt.checkpoint.manifest import describe_contents
 from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.extensions.rl.preflight import (
     MERGE,

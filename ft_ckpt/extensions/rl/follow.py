@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ft_ckpt.checkpoint import CheckpointInfo, in_run_order
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, in_run_order
 from ft_ckpt.errors import CheckpointError, ConfigError, TargetError, UnreadableError
 from ft_ckpt.extensions.rl.options import ServerOptions
 from ft_ckpt.extensions.rl.publish_reports import PublishReport

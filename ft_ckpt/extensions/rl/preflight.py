@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from ft_ckpt.checkpoint import PartRecord, hold_open
+from ft_ckpt.checkpoint import hold_open
+from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.errors import CheckpointError, ConfigError, is_number, listing
 from ft_ckpt.formats import TensorFile
 from ft_ckpt.messages import expected_one_of

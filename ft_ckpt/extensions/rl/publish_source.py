@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint import MANIFEST_NAME, OpenCheckpoint, PartRecord, is_delta, open_checkpoint
+from ft_ckpt.checkpoint import OpenCheckpoint, open_checkpoint
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord, is_delta
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,

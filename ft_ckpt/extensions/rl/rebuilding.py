@@ -14,16 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from ft_ckpt.checkpoint import (
+from ft_ckpt.checkpoint import OpenCheckpoint, open_checkpoint, text_identity
+from ft_ckpt.checkpoint.catalog import list_checkpoints
+from ft_ckpt.checkpoint.manifest import (
     MANIFEST_LIMIT_BYTES,
     Manifest,
-    OpenCheckpoint,
-    list_checkpoints,
     load_manifest,
     manifest_to_json,
-    open_checkpoint,
     parse_manifest,
-    text_identity,
 )
 from ft_ckpt.errors import (
     CheckpointError,

@@ -9,17 +9,9 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ft_ckpt.checkpoint import (
-    ExclusiveLease,
-    Manifest,
-    load_manifest,
-    manifest_text,
-    mark_holder,
-    parse_manifest,
-    read_mark,
-    stale_seconds,
-    text_identity,
-)
+from ft_ckpt.checkpoint import text_identity
+from ft_ckpt.checkpoint.leases import ExclusiveLease, mark_holder, read_mark, stale_seconds
+from ft_ckpt.checkpoint.manifest import Manifest, load_manifest, manifest_text, parse_manifest
 from ft_ckpt.errors import CheckpointError, NameTakenError, TargetError, WriterError, listing
 from ft_ckpt.extensions.rl.session_files import (
     HANDED,

@@ -23,7 +23,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
-from ft_ckpt.checkpoint import Manifest, may_live, read_mark, store_time
+from ft_ckpt.checkpoint.leases import may_live, read_mark, store_time
+from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.errors import CheckpointError, ConfigError, listing
 from ft_ckpt.schema import FieldError, as_record
 from ft_ckpt.storage import PREFIX, Store, read_text

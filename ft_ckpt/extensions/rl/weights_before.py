@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
-from ft_ckpt.checkpoint import MANIFEST_NAME
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import CheckpointError, EngineError
 from ft_ckpt.extensions.rl.on_servers import run_on
 from ft_ckpt.extensions.rl.publish_source import ServedFolder, as_name, config_in, open_part

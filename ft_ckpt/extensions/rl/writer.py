@@ -9,15 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint import (
-    ExclusiveLease,
-    load_manifest,
-    mark_holder,
-    may_live,
-    open_checkpoint,
-    read_mark,
-    store_time,
-)
+from ft_ckpt.checkpoint import open_checkpoint
+from ft_ckpt.checkpoint.leases import ExclusiveLease, mark_holder, may_live, read_mark, store_time
+from ft_ckpt.checkpoint.manifest import load_manifest
 from ft_ckpt.config import whole_step
 from ft_ckpt.errors import (
     CheckpointError,

@@ -8,7 +8,7 @@ from typing import Any
 
 import xxhash
 
-from ft_ckpt.checkpoint import BaseRecord
+from ft_ckpt.checkpoint.manifest import BaseRecord
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.formats import TensorFile
 from ft_ckpt.model.files import (

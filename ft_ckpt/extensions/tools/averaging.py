@@ -7,7 +7,10 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from ft_ckpt.checkpoint import Manifest, damage_of, hold_open, list_readable
+from ft_ckpt.checkpoint import hold_open
+from ft_ckpt.checkpoint.catalog import list_readable
+from ft_ckpt.checkpoint.checks import damage_of
+from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.errors import ConfigError, LoadError, listing
 from ft_ckpt.extensions.tools.average_checks import (
     differing_bases,

@@ -9,7 +9,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ft_ckpt._version import __version__
-from ft_ckpt.checkpoint import BaseRecord, Manifest, PartRecord, is_mark
+from ft_ckpt.checkpoint.leases import is_mark
+from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.extensions.tools.convert_request import ConvertOptions
 from ft_ckpt.extensions.tools.output_files import Output, plan_output

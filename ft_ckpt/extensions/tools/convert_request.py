@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath, PurePosixPath
 
-from ft_ckpt.checkpoint import MANIFEST_NAME
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.config import canonical_dtype, is_size, parse_size
 from ft_ckpt.errors import ConfigError, TargetError
 from ft_ckpt.extensions.tools.shard_rules import ShardRule, read_shard_rules

@@ -10,15 +10,9 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ft_ckpt.checkpoint import (
-    PartRecord,
-    Staging,
-    check_target,
-    checkpoint_around,
-    hold_open,
-    load_manifest,
-    open_staging_at,
-)
+from ft_ckpt.checkpoint import checkpoint_around, hold_open
+from ft_ckpt.checkpoint.commit import Staging, check_target, open_staging_at
+from ft_ckpt.checkpoint.manifest import PartRecord, load_manifest
 from ft_ckpt.errors import (
     ConfigError,
     LoadError,

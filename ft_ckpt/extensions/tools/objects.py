@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ft_ckpt.checkpoint import MANIFEST_NAME, listing_manifest
+from ft_ckpt.checkpoint.checks import listing_manifest
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.devices import host_pieces, is_accelerator
 from ft_ckpt.errors import ConfigError, CorruptError, damaged_input, explained
 from ft_ckpt.extensions.tools.lazy_tensor import LazyTensor, lazy_tensor

@@ -6,16 +6,8 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ft_ckpt.checkpoint import (
-    BaseRecord,
-    Manifest,
-    OpenCheckpoint,
-    PartRecord,
-    checkpoint_around,
-    describe_contents,
-    files_in,
-    open_checkpoint,
-)
+from ft_ckpt.checkpoint import OpenCheckpoint, checkpoint_around, files_in, open_checkpoint
+from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord, describe_contents
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, listing
 from ft_ckpt.extensions.tools.convert_folder import base_of_config
 from ft_ckpt.formats import TensorRecord, checkpoint_format_of

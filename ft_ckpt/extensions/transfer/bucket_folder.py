@@ -11,7 +11,7 @@ from huggingface_hub import BucketFile, HfApi
 from huggingface_hub.errors import EntryNotFoundError
 from typing_extensions import Self
 
-from ft_ckpt.checkpoint import MANIFEST_LIMIT_BYTES
+from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES
 from ft_ckpt.errors import ConfigError, ManifestError, TargetError
 from ft_ckpt.extensions.transfer.hub_client import make_api
 from ft_ckpt.storage import checked_name

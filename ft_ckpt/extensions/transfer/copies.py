@@ -12,17 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 
-from ft_ckpt.checkpoint import (
-    EarlierCheckpoint,
-    Manifest,
-    OpenCheckpoint,
-    Staging,
-    content_identity,
-    earlier_checkpoints,
-    open_staging_at,
-    settle_staging_at,
-    verify,
-)
+from ft_ckpt.checkpoint import OpenCheckpoint
+from ft_ckpt.checkpoint.catalog import EarlierCheckpoint, earlier_checkpoints
+from ft_ckpt.checkpoint.checks import verify
+from ft_ckpt.checkpoint.commit import Staging, open_staging_at, settle_staging_at
+from ft_ckpt.checkpoint.manifest import Manifest, content_identity
 from ft_ckpt.errors import CheckpointError, CorruptError, NoSpaceError, TargetError
 from ft_ckpt.extensions.transfer.identity import (
     content_key,

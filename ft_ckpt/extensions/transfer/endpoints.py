@@ -14,7 +14,9 @@ from typing import Any
 
 from typing_extensions import Self
 
-from ft_ckpt.checkpoint import MANIFEST_NAME, SIGNATURE_NAME, Manifest, OpenCheckpoint
+from ft_ckpt.checkpoint import OpenCheckpoint
+from ft_ckpt.checkpoint.checks import SIGNATURE_NAME
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.extensions.transfer.outgoing import weights_manifest
 from ft_ckpt.extensions.transfer.reports import CopyReport, PullReport, PushReport

@@ -15,18 +15,16 @@ from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundErro
 from huggingface_hub.hf_api import RepoFile
 from typing_extensions import Self
 
-from ft_ckpt.checkpoint import (
+from ft_ckpt.checkpoint import OpenCheckpoint
+from ft_ckpt.checkpoint.checks import checkpoint_problems
+from ft_ckpt.checkpoint.commit import LocalStaging, open_staging, place_files
+from ft_ckpt.checkpoint.manifest import (
     CARD_NAME,
     MANIFEST_NAME,
-    LocalStaging,
     Manifest,
-    OpenCheckpoint,
-    checkpoint_problems,
     is_misleading,
     load_manifest,
     manifest_from_json,
-    open_staging,
-    place_files,
     with_current_cards,
 )
 from ft_ckpt.errors import (

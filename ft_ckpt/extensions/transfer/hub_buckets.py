@@ -17,21 +17,11 @@ from pathlib import Path
 from huggingface_hub import BucketFile
 from typing_extensions import Self
 
-from ft_ckpt.checkpoint import (
-    MANIFEST_NAME,
-    SIGNATURE_NAME,
-    Manifest,
-    OpenCheckpoint,
-    checkpoint_problems,
-    is_mark,
-    manifest_to_json,
-    open_checkpoint,
-    open_staging,
-    parse_manifest,
-    settle_staging_at,
-    text_identity,
-    verify,
-)
+from ft_ckpt.checkpoint import OpenCheckpoint, open_checkpoint, text_identity
+from ft_ckpt.checkpoint.checks import SIGNATURE_NAME, checkpoint_problems, verify
+from ft_ckpt.checkpoint.commit import open_staging, settle_staging_at
+from ft_ckpt.checkpoint.leases import is_mark
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, manifest_to_json, parse_manifest
 from ft_ckpt.errors import (
     ConfigError,
     CorruptError,

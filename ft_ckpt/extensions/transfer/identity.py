@@ -3,7 +3,8 @@
 from contextlib import suppress
 from enum import Enum, auto
 
-from ft_ckpt.checkpoint import Manifest, content_identity, load_manifest, without_state
+from ft_ckpt.checkpoint.commit import without_state
+from ft_ckpt.checkpoint.manifest import Manifest, content_identity, load_manifest
 from ft_ckpt.errors import ManifestError, NameTakenError
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.places import Place

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from huggingface_hub import RepoCard
 
-from ft_ckpt.checkpoint import Manifest, PartRecord, is_hub_name
+from ft_ckpt.checkpoint.manifest import Manifest, PartRecord, is_hub_name
 
 BLANK_CARD = "---\n{{}}\n---\n\n# {name}\n\nThe weights of {what}.\n"
 _DATASET = {"name": "evaluation data of the run", "type": "unknown"}

@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ft_ckpt.checkpoint import (
+from ft_ckpt.checkpoint import OpenCheckpoint
+from ft_ckpt.checkpoint.checks import SIGNATURE_NAME
+from ft_ckpt.checkpoint.commit import without_state
+from ft_ckpt.checkpoint.manifest import (
     CARD_NAME,
     MANIFEST_NAME,
-    SIGNATURE_NAME,
     BaseRecord,
     Manifest,
-    OpenCheckpoint,
     is_hub_name,
     manifest_to_json,
-    without_state,
 )
 from ft_ckpt.errors import CheckpointError, CorruptError, listing
 from ft_ckpt.storage.digests import FileRecord, record_of

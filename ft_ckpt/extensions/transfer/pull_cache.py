@@ -13,14 +13,10 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from ft_ckpt.checkpoint import (
-    CheckpointInfo,
-    Manifest,
-    OpenCheckpoint,
-    content_identity,
-    delete_checkpoint,
-    list_checkpoints,
-)
+from ft_ckpt.checkpoint import OpenCheckpoint
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
+from ft_ckpt.checkpoint.commit import delete_checkpoint
+from ft_ckpt.checkpoint.manifest import Manifest, content_identity
 from ft_ckpt.config import parse_size
 from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.extensions.transfer.copies import copy_open

@@ -10,7 +10,8 @@ from typing import Any, Literal, TypedDict, overload
 
 from typing_extensions import Unpack
 
-from ft_ckpt.checkpoint import OpenCheckpoint, is_delta, open_checkpoint
+from ft_ckpt.checkpoint import OpenCheckpoint, open_checkpoint
+from ft_ckpt.checkpoint.manifest import is_delta
 from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.extensions.transfer.endpoints import (
     Endpoint,

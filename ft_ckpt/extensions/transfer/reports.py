@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_ckpt.checkpoint import Manifest
+from ft_ckpt.checkpoint.manifest import Manifest
 
 
 @dataclass(frozen=True, kw_only=True)

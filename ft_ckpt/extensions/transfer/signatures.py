@@ -9,13 +9,13 @@ import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from ft_ckpt.checkpoint import (
+from ft_ckpt.checkpoint import OpenCheckpoint
+from ft_ckpt.checkpoint.checks import SIGNATURE_NAME
+from ft_ckpt.checkpoint.leases import SIGNED
+from ft_ckpt.checkpoint.manifest import (
     MANIFEST_LIMIT_BYTES,
     MANIFEST_NAME,
-    SIGNATURE_NAME,
-    SIGNED,
     Manifest,
-    OpenCheckpoint,
     manifest_text,
     parse_manifest,
 )

@@ -3,15 +3,9 @@
 import os
 from pathlib import Path
 
-from ft_ckpt.checkpoint import (
-    MANIFEST_NAME,
-    SIGNATURE_NAME,
-    make_signature,
-    manifest_text,
-    open_checkpoint,
-    text_identity,
-    unlisted_files,
-)
+from ft_ckpt.checkpoint import open_checkpoint, text_identity
+from ft_ckpt.checkpoint.checks import SIGNATURE_NAME, make_signature, unlisted_files
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_text
 from ft_ckpt.errors import CorruptError, listing
 from ft_ckpt.storage import permission_bits
 from ft_ckpt.storage.local import LocalStore, folder_of

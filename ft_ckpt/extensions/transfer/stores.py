@@ -7,7 +7,8 @@ from pathlib import Path
 
 from typing_extensions import Self
 
-from ft_ckpt.checkpoint import Manifest, OpenCheckpoint, open_checkpoint
+from ft_ckpt.checkpoint import OpenCheckpoint, open_checkpoint
+from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.extensions.transfer.copies import copy_open
 from ft_ckpt.extensions.transfer.endpoints import (

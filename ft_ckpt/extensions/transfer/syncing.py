@@ -5,14 +5,10 @@ An interrupted sync thus has copied the newest ones. The run may write while it 
 
 from dataclasses import dataclass, field, replace
 
-from ft_ckpt.checkpoint import (
-    CheckpointInfo,
-    Listing,
-    list_checkpoints,
-    open_checkpoint,
-    settle_staging_at,
-    why_no_checkpoint,
-)
+from ft_ckpt.checkpoint import open_checkpoint
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, Listing, list_checkpoints
+from ft_ckpt.checkpoint.commit import settle_staging_at
+from ft_ckpt.checkpoint.manifest import why_no_checkpoint
 from ft_ckpt.errors import CheckpointError, ConfigError, NameTakenError, NotACheckpointError
 from ft_ckpt.extensions.transfer.copies import copy_open
 from ft_ckpt.extensions.transfer.endpoints import PlaceLike

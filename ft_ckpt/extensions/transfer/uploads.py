@@ -9,16 +9,11 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from ft_ckpt.checkpoint import (
-    CheckpointInfo,
-    Manifest,
-    content_identity,
-    list_checkpoints,
-    load_manifest,
-    open_checkpoint,
-    set_aside,
-    verify,
-)
+from ft_ckpt.checkpoint import open_checkpoint
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
+from ft_ckpt.checkpoint.checks import verify
+from ft_ckpt.checkpoint.commit import set_aside
+from ft_ckpt.checkpoint.manifest import Manifest, content_identity, load_manifest
 from ft_ckpt.errors import (
     CheckpointError,
     CorruptError,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from ft_ckpt.checkpoint import PartRecord
+from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.errors import LoadError, damaged_input, listing
 from ft_ckpt.formats import JoinedFile, TensorFile, checkpoint_format_of, open_tensor_file
 from ft_ckpt.model.base.files import FileOrigin, find_origins

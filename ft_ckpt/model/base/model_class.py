@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from ft_ckpt.checkpoint import PartRecord
+from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.errors import LoadError, damaged_input, listing
 from ft_ckpt.model.base.config import changed_fields, config_for, plain_config
 from ft_ckpt.model.base.embeddings import embedding_of

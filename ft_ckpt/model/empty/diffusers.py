@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.checkpoint import is_hub_name
+from ft_ckpt.checkpoint.manifest import is_hub_name
 from ft_ckpt.errors import CompanionError, LoadError, listing, shown
 from ft_ckpt.formats import TensorFile
 from ft_ckpt.model.tensors import DIFFUSERS, Part, library_of, model_below

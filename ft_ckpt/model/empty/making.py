@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ft_ckpt.checkpoint import PartRecord
+from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.errors import LoadError
 from ft_ckpt.formats import dtype_of
 from ft_ckpt.model.tensors import converted_entries, is_pretrained

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.checkpoint import OpenCheckpoint, PartRecord
+from ft_ckpt.checkpoint import OpenCheckpoint
+from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.model.empty.making import without_memory
 from ft_ckpt.model.files import absurd_counts, path_in_part, weight_names

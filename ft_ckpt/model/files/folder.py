@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ft_ckpt.checkpoint import (
+from ft_ckpt.checkpoint.manifest import (
     MANIFEST_NAME,
     UNREADABLE,
     Manifest,

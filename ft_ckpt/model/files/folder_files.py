@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from ft_ckpt.checkpoint import DIFFUSERS_LORA_FILE, DIFFUSERS_MODEL_FILE
+from ft_ckpt.checkpoint.manifest import DIFFUSERS_LORA_FILE, DIFFUSERS_MODEL_FILE
 from ft_ckpt.errors import CorruptError, UnreadableError, listing, shown
 from ft_ckpt.formats import JoinedFile, open_tensor_file, tensor_formats
 from ft_ckpt.model.tensors import ADAPTER_FILE

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.checkpoint import PartRecord
+from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.formats import (
     IndexedFile,
     RawFile,

@@ -11,7 +11,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from ft_ckpt.checkpoint import OpenCheckpoint, PartRecord
+from ft_ckpt.checkpoint import OpenCheckpoint
+from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.errors import CheckpointError, LoadError, listing, shown
 from ft_ckpt.messages import short
 from ft_ckpt.model.empty import part_folder

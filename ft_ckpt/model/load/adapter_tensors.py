@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.checkpoint import OpenCheckpoint, PartRecord
+from ft_ckpt.checkpoint import OpenCheckpoint
+from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.formats import dtype_name
 from ft_ckpt.model.files import compare_torch_sums, join_weight_files, weight_names

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.checkpoint import BaseRecord, OpenCheckpoint, PartRecord
+from ft_ckpt.checkpoint import OpenCheckpoint
+from ft_ckpt.checkpoint.manifest import BaseRecord, PartRecord
 from ft_ckpt.errors import BaseMismatchError, LoadError, listing
 from ft_ckpt.model.base import differing_tensors, embedding_of, identifying_samples
 from ft_ckpt.model.load.adapter_config import explain_peft_errors, read_adapter_config

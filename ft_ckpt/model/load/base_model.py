@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ft_ckpt.checkpoint import OpenCheckpoint, PartRecord, checkpoint_around, open_checkpoint
+from ft_ckpt.checkpoint import OpenCheckpoint, checkpoint_around, open_checkpoint
+from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.errors import CorruptError, LoadError, listing
 from ft_ckpt.model.base import find_base_class
 from ft_ckpt.model.empty import diffusers_class

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.checkpoint import PartRecord
+from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.formats import PLAIN, TensorFile
 from ft_ckpt.model.files import extra_beside

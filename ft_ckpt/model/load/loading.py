@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from typing_extensions import Unpack
 
-from ft_ckpt.checkpoint import SignedBy
+from ft_ckpt.checkpoint.checks import SignedBy
 from ft_ckpt.model.load.models import load_models
 from ft_ckpt.model.load.report import LoadReport, report_load
 from ft_ckpt.model.load.request import (

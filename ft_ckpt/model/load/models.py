@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ft_ckpt.checkpoint import Manifest, OpenCheckpoint, PartRecord
+from ft_ckpt.checkpoint import OpenCheckpoint
+from ft_ckpt.checkpoint.manifest import Manifest, PartRecord
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.formats import PLAIN, MemoryFile, format_named
 from ft_ckpt.model.empty import (

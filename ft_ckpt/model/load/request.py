@@ -9,15 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ft_ckpt.checkpoint import (
-    OpenCheckpoint,
-    PartRecord,
-    SignedBy,
-    checkpoint_around,
-    open_checkpoint,
-    signature_problems,
-    why_no_checkpoint,
-)
+from ft_ckpt.checkpoint import OpenCheckpoint, checkpoint_around, open_checkpoint
+from ft_ckpt.checkpoint.checks import SignedBy, signature_problems
+from ft_ckpt.checkpoint.manifest import PartRecord, why_no_checkpoint
 from ft_ckpt.errors import (
     CheckpointError,
     CorruptError,

@@ -8,7 +8,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from ft_ckpt.checkpoint import DIFFUSERS_LORA_FILE
+from ft_ckpt.checkpoint.manifest import DIFFUSERS_LORA_FILE
 from ft_ckpt.errors import listing
 from ft_ckpt.model.empty import is_diffusers
 from ft_ckpt.model.tensors import PREFIX, Entry, Part, keeps_base, model_below

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint import BaseRecord
+from ft_ckpt.checkpoint.manifest import BaseRecord
 from ft_ckpt.model.files import PATTERNS, order_counts
 from ft_ckpt.model.sidecars.model_card import blank_card, injected_card, name_base
 from ft_ckpt.model.tensors import model_below

@@ -7,7 +7,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from ft_ckpt.checkpoint import is_hub_name
+from ft_ckpt.checkpoint.manifest import is_hub_name
 
 _CARD = """---
 {head}library_name: {library}

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.checkpoint import DIFFUSERS_LORA_FILE, BaseRecord
+from ft_ckpt.checkpoint.manifest import DIFFUSERS_LORA_FILE, BaseRecord
 from ft_ckpt.model.empty import is_diffusers, write_config
 from ft_ckpt.model.sidecars.adapter_files import write_adapter
 from ft_ckpt.model.sidecars.generation import generation_config

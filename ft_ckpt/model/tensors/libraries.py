@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.checkpoint import DIFFUSERS_MODEL_FILE
+from ft_ckpt.checkpoint.manifest import DIFFUSERS_MODEL_FILE
 
 ADAPTER_FILE = "adapter_model"  # of PEFT
 PREFIX = "base_model.model."  # of PEFT, before the names of its tensors in the base model

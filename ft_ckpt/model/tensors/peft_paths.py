@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ft_ckpt.checkpoint import DIFFUSERS_LORA_FILE, PartRecord
+from ft_ckpt.checkpoint.manifest import DIFFUSERS_LORA_FILE, PartRecord
 from ft_ckpt.model.tensors.libraries import PREFIX
 from ft_ckpt.ranks import unwrap, walk_modules
 

@@ -8,7 +8,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint import CheckpointInfo, list_checkpoints, open_checkpoint
+from ft_ckpt.checkpoint import open_checkpoint
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
 from ft_ckpt.errors import (
     CheckpointError,
     CorruptError,

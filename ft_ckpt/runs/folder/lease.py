@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
-from ft_ckpt.checkpoint import ExclusiveLease, holder_of, parse_mark
+from ft_ckpt.checkpoint.leases import ExclusiveLease, holder_of, parse_mark
 from ft_ckpt.errors import CheckpointError, LeaseTakenError, MissingError, NameTakenError, explained
 from ft_ckpt.messages import LOG
 from ft_ckpt.storage import PREFIX, Store, make_folder

@@ -4,7 +4,9 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from ft_ckpt.checkpoint import Manifest, check_target, list_checkpoints, load_manifest
+from ft_ckpt.checkpoint.catalog import list_checkpoints
+from ft_ckpt.checkpoint.commit import check_target
+from ft_ckpt.checkpoint.manifest import Manifest, load_manifest
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import (
     CheckpointError,

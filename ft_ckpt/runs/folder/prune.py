@@ -10,15 +10,15 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
-from ft_ckpt.checkpoint import (
-    MANIFEST_NAME,
+from ft_ckpt.checkpoint.catalog import list_checkpoints
+from ft_ckpt.checkpoint.commit import (
     Removal,
     RunFolder,
-    list_checkpoints,
     manifest_files,
     open_run_folder,
     without_state,
 )
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.messages import LOG, warn
 from ft_ckpt.retention import (

@@ -4,15 +4,9 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ft_ckpt.checkpoint import (
-    MANIFEST_NAME,
-    STATE,
-    CheckpointInfo,
-    RunFolder,
-    list_checkpoints,
-    open_run_folder,
-    parse_time,
-)
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
+from ft_ckpt.checkpoint.commit import STATE, RunFolder, open_run_folder
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, parse_time
 from ft_ckpt.errors import CheckpointError, UnreadableError
 from ft_ckpt.retention import (
     HeldCheckpoint,

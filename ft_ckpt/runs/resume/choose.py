@@ -9,19 +9,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from ft_ckpt.checkpoint import (
+from ft_ckpt.checkpoint import OpenCheckpoint, open_checkpoint
+from ft_ckpt.checkpoint.catalog import (
     CheckpointInfo,
     Listing,
-    OpenCheckpoint,
-    are_transient,
-    content_identity,
     in_run_order,
     list_checkpoints,
     list_readable,
-    open_checkpoint,
-    read_manifest,
-    retry_transient,
 )
+from ft_ckpt.checkpoint.checks import are_transient, retry_transient
+from ft_ckpt.checkpoint.manifest import content_identity, read_manifest
 from ft_ckpt.errors import (
     CorruptError,
     ManifestError,

@@ -13,7 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ft_ckpt.checkpoint import MANIFEST_NAME, OpenCheckpoint, open_checkpoint
+from ft_ckpt.checkpoint import OpenCheckpoint, open_checkpoint
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import CorruptError, RankError, listing
 from ft_ckpt.ranks import Ranks, try_action, wire_device
 from ft_ckpt.runs.resume.opening import RankView, ResumePoint, open_resume_point

@@ -9,14 +9,9 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from ft_ckpt.checkpoint import (
-    MANIFEST_NAME,
-    OpenCheckpoint,
-    are_transient,
-    large_files,
-    open_checkpoint,
-    retry_transient,
-)
+from ft_ckpt.checkpoint import OpenCheckpoint, open_checkpoint
+from ft_ckpt.checkpoint.checks import are_transient, large_files, retry_transient
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import Problem, damaged_input
 from ft_ckpt.progress_bars import track_reads
 from ft_ckpt.ranks import Ranks, Values, rank_numbers, try_action

@@ -9,15 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ft_ckpt.checkpoint import (
-    CARD_NAME,
-    CheckpointInfo,
-    damage_of,
-    list_checkpoints,
-    load_manifest,
-    manifest_text,
-    text_identity,
-)
+from ft_ckpt.checkpoint import text_identity
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
+from ft_ckpt.checkpoint.checks import damage_of
+from ft_ckpt.checkpoint.manifest import CARD_NAME, load_manifest, manifest_text
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import CheckpointError, ConfigError, LeaseTakenError, TargetError, listing
 from ft_ckpt.messages import LOG, warn

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ft_ckpt.checkpoint import Manifest
+from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.errors import CheckpointError, CorruptError, damaged_input, listing, shown
 from ft_ckpt.formats import (
     checked_sizes,

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_ckpt.checkpoint.leases import (
+from ft_ckpt.checkpoint.leases.leases import (
     DISK_STALE_SECONDS,
     LEASE,
     Lease,

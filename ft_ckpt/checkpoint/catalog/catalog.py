@@ -1,18 +1,24 @@
 """Finds and orders the checkpoints of a run. Read-only; imports no torch."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ft_ckpt.checkpoint.contents import visible_folders, why_no_checkpoint
-from ft_ckpt.checkpoint.manifest import Manifest
-from ft_ckpt.checkpoint.metrics import check_metric, read_metrics, write_metric
-from ft_ckpt.checkpoint.problems import retry_transient
-from ft_ckpt.checkpoint.stored_manifest import load_manifest
+from ft_ckpt.checkpoint.catalog.metrics import check_metric, read_metrics, write_metric
+from ft_ckpt.checkpoint.checks import retry_transient
+from ft_ckpt.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    load_manifest,
+    visible_folders,
+    why_no_checkpoint,
+)
 from ft_ckpt.config import numbers_of
 from ft_ckpt.errors import (
     CheckpointError,
+    ManifestError,
     NotACheckpointError,
     UnreadableError,
     damaged_input,
@@ -20,6 +26,7 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.messages import warn
 from ft_ckpt.storage import Store
+from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.places import Place
 
 _MAX_REQUESTS = 16  # at once, for the manifests of a run in a bucket
@@ -204,3 +211,47 @@ def _read_info(store: Store) -> CheckpointInfo | CheckpointError | None:
         return None
     except CheckpointError as error:
         return error
+
+
+@dataclass(frozen=True)
+class EarlierCheckpoint:
+    """An earlier checkpoint of the same run, with the time of its commit."""
+
+    store: Store
+    files: tuple[FileRecord, ...]
+    committed: float  # unix seconds, by the clock of the store
+
+    def link_file(self, record: FileRecord, store: Store, name: str) -> bool:
+        """Copy or link a file to `name` in `store`.
+
+        False if impossible, or if it was modified after the commit.
+
+        Raises what the stores do.
+        """
+        before = self.store.stat(record.path)
+        if before is None or before.size_bytes != record.size_bytes:
+            return False
+        if before.modified > self.committed or not store.copy(record.path, name, self.store):
+            return False
+        # it may have been replaced meanwhile
+        if self.store.stat(record.path) == before:
+            return True
+        store.delete([name])
+        return False
+
+
+def earlier_checkpoints(beside: Store, max_count: int) -> Iterator[EarlierCheckpoint]:
+    """Up to `max_count` committed checkpoints directly below a folder, newest first."""
+    committed: list[tuple[float, str]] = []
+    with suppress(OSError):
+        for folder in beside.list_folder().folders:
+            if folder.name.startswith("."):
+                continue
+            with suppress(OSError):
+                manifest = beside.within(folder.name).stat(MANIFEST_NAME)
+                if manifest is not None:
+                    committed.append((manifest.modified, folder.name))
+    for time, name in sorted(committed, reverse=True)[:max_count]:
+        with suppress(ManifestError, OSError):  # damaged, or deleted since
+            store = beside.within(name)
+            yield EarlierCheckpoint(store, load_manifest(store).files, time)

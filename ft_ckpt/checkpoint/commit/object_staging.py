@@ -10,13 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from ft_ckpt.checkpoint.bucket_delete import files_of_save
-from ft_ckpt.checkpoint.delete import manifest_files
-from ft_ckpt.checkpoint.leases import LEASE
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, check_paths, manifest_to_json
-from ft_ckpt.checkpoint.marks import PIN, SAVING, TOMBSTONE, is_mark, settled_list
-from ft_ckpt.checkpoint.save_mark import SaveMark
-from ft_ckpt.checkpoint.stored_manifest import next_number
+from ft_ckpt.checkpoint.commit.bucket_delete import files_of_save
+from ft_ckpt.checkpoint.commit.delete import manifest_files
+from ft_ckpt.checkpoint.leases import LEASE, PIN, SAVING, TOMBSTONE, SaveMark, is_mark, settled_list
+from ft_ckpt.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    check_paths,
+    manifest_to_json,
+    next_number,
+)
 from ft_ckpt.errors import CorruptError, NameTakenError, TargetError, listing
 from ft_ckpt.storage import Store, Stored
 from ft_ckpt.storage.digests import SMALL_BYTES, FileRecord, read_record

@@ -4,15 +4,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ft_ckpt.checkpoint.leases import (
+from ft_ckpt.checkpoint.leases.leases import (
     ExclusiveLease,
     mark_holder,
     may_live,
     read_mark,
     store_time,
 )
-from ft_ckpt.checkpoint.marks import SAVING
-from ft_ckpt.checkpoint.stored_manifest import load_manifest
+from ft_ckpt.checkpoint.leases.marks import SAVING
+from ft_ckpt.checkpoint.manifest import load_manifest
 from ft_ckpt.errors import CheckpointError, NameTakenError, TargetError
 from ft_ckpt.storage import Store
 

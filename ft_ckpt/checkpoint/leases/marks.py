@@ -11,7 +11,7 @@ is over, and list again.
 import time
 from collections.abc import Iterable
 
-from ft_ckpt.checkpoint.leases import may_live
+from ft_ckpt.checkpoint.leases.leases import may_live
 from ft_ckpt.errors import UnreadableError
 from ft_ckpt.storage import PREFIX, Store, Stored
 

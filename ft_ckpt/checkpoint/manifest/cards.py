@@ -1,13 +1,14 @@
-"""Model cards, which the Trainer, PEFT and people write again after a save."""
+"""Model cards, which the Trainer, PEFT and people write again after a save; names on the Hub."""
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
-from ft_ckpt.checkpoint.manifest import Manifest
+from ft_ckpt.checkpoint.manifest.manifest import Manifest
 from ft_ckpt.errors import MissingError
 from ft_ckpt.storage import Store, Stored
 from ft_ckpt.storage.digests import FileRecord, read_record
+from ft_ckpt.storage.local import LocalStore
 
 CARD_NAME = "README.md"
 
@@ -52,3 +53,15 @@ def is_other_version(file: FileRecord, stored: Stored | None) -> bool:
     if stored is None or file.etag is None or stored.etag is None:
         return False
     return file.etag != stored.etag
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether `name` is a valid model id of the Hub, and not a local folder."""
+    from huggingface_hub.errors import HFValidationError  # lazily: `ft-ckpt ls` does not need it
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in its __all__
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return not LocalStore(Path(name)).list_folder().exists

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ft_ckpt.checkpoint.manifest import DIFFUSERS_LORA_FILE, MANIFEST_NAME
+from ft_ckpt.checkpoint.manifest.manifest import DIFFUSERS_LORA_FILE, MANIFEST_NAME
 from ft_ckpt.errors import CheckpointError, listing
 from ft_ckpt.formats import tensor_formats
 from ft_ckpt.messages import did_you_mean, short

@@ -8,9 +8,14 @@ from contextlib import closing
 from pathlib import PurePosixPath
 from typing import TypeVar
 
-from ft_ckpt.checkpoint.cards import is_other_version
-from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, Manifest, PartRecord
-from ft_ckpt.checkpoint.misleading import misleading_files, misleading_problem
+from ft_ckpt.checkpoint.manifest import (
+    MANIFEST_LIMIT_BYTES,
+    Manifest,
+    PartRecord,
+    is_other_version,
+    misleading_files,
+    misleading_problem,
+)
 from ft_ckpt.errors import (
     CheckpointError,
     CorruptError,

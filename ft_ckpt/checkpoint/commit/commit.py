@@ -24,17 +24,22 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, check_paths, manifest_to_json
-from ft_ckpt.checkpoint.misleading import misleading_files
-from ft_ckpt.checkpoint.recovery import (
+from ft_ckpt.checkpoint.checks import SIGNATURE_NAME
+from ft_ckpt.checkpoint.commit.recovery import (
     listed_files,
     parse_leftover,
     recover_target,
     settle_or_warn,
     sideline_of,
 )
-from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
-from ft_ckpt.checkpoint.stored_manifest import next_number
+from ft_ckpt.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    check_paths,
+    manifest_to_json,
+    misleading_files,
+    next_number,
+)
 from ft_ckpt.errors import CorruptError, NoSpaceError, TargetError, explained, listing
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.local import (

@@ -8,7 +8,7 @@ may be its base's: only names of adapters count there.
 import re
 from pathlib import PurePosixPath
 
-from ft_ckpt.checkpoint.manifest import DIFFUSERS_LORA_FILE, DIFFUSERS_MODEL_FILE, Manifest
+from ft_ckpt.checkpoint.manifest.manifest import DIFFUSERS_LORA_FILE, DIFFUSERS_MODEL_FILE, Manifest
 from ft_ckpt.errors import Problem
 from ft_ckpt.storage import Store
 

@@ -21,18 +21,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ft_ckpt.checkpoint.checks import SIGNATURE_NAME
+from ft_ckpt.checkpoint.leases import TOMBSTONE, lease_reasons, pin_reason
 from ft_ckpt.checkpoint.manifest import (
     MANIFEST_LIMIT_BYTES,
     MANIFEST_NAME,
     Manifest,
     manifest_from_json,
     manifest_to_json,
+    read_manifest,
 )
-from ft_ckpt.checkpoint.marks import TOMBSTONE
-from ft_ckpt.checkpoint.pins import pin_reason
-from ft_ckpt.checkpoint.reader_leases import lease_reasons
-from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
 from ft_ckpt.errors import CheckpointError, CorruptError, damaged_input, listing, shown
 from ft_ckpt.storage import PREFIX, Store, is_inside, local_disk, read_text
 from ft_ckpt.storage.local import LocalStore

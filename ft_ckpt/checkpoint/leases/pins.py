@@ -5,10 +5,9 @@ import json
 import os
 from datetime import datetime, timezone
 
-from ft_ckpt.checkpoint.contents import why_no_checkpoint
-from ft_ckpt.checkpoint.leases import read_mark
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.marks import PIN, settled_list
+from ft_ckpt.checkpoint.leases.leases import read_mark
+from ft_ckpt.checkpoint.leases.marks import PIN, settled_list
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, why_no_checkpoint
 from ft_ckpt.errors import NotACheckpointError
 from ft_ckpt.storage import Store
 from ft_ckpt.storage.places import Place

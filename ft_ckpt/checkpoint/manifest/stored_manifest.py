@@ -3,8 +3,8 @@
 import re
 from contextlib import closing
 
-from ft_ckpt.checkpoint.contents import visible_folders, why_no_checkpoint
-from ft_ckpt.checkpoint.manifest import (
+from ft_ckpt.checkpoint.manifest.contents import visible_folders, why_no_checkpoint
+from ft_ckpt.checkpoint.manifest.manifest import (
     MANIFEST_LIMIT_BYTES,
     MANIFEST_NAME,
     Manifest,

@@ -5,8 +5,8 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ft_ckpt.checkpoint.catalog import CheckpointInfo, list_readable
-from ft_ckpt.checkpoint.verification import damage_of
+from ft_ckpt.checkpoint.catalog.catalog import CheckpointInfo, list_readable
+from ft_ckpt.checkpoint.checks import damage_of
 from ft_ckpt.errors import CheckpointError, ConfigError, UnreadableError, listing
 from ft_ckpt.messages import warn
 from ft_ckpt.storage.places import Place, open_place

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ft_ckpt.checkpoint import commit
+from ft_ckpt.checkpoint.commit import commit
+from ft_ckpt.checkpoint.commit.object_staging import open_object_staging
+from ft_ckpt.checkpoint.commit.recovery import recover_target
+from ft_ckpt.checkpoint.leases import clear_spent_mark
 from ft_ckpt.checkpoint.manifest import Manifest
-from ft_ckpt.checkpoint.object_staging import open_object_staging
-from ft_ckpt.checkpoint.recovery import recover_target
-from ft_ckpt.checkpoint.save_mark import clear_spent_mark
 from ft_ckpt.storage import Store
 from ft_ckpt.storage.io import BLOCK_BYTES
 from ft_ckpt.storage.local import LocalStore

@@ -11,12 +11,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_ckpt.checkpoint.leases import LEASE
-from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest
-from ft_ckpt.checkpoint.misleading import is_misleading
-from ft_ckpt.checkpoint.reader_leases import lease_reasons
-from ft_ckpt.checkpoint.signature import SIGNATURE_NAME
-from ft_ckpt.checkpoint.stored_manifest import read_manifest
+from ft_ckpt.checkpoint.checks import SIGNATURE_NAME
+from ft_ckpt.checkpoint.leases import LEASE, lease_reasons
+from ft_ckpt.checkpoint.manifest import (
+    MANIFEST_LIMIT_BYTES,
+    MANIFEST_NAME,
+    Manifest,
+    is_misleading,
+    read_manifest,
+)
 from ft_ckpt.errors import (
     CheckpointError,
     CorruptError,

@@ -20,22 +20,31 @@ from collections.abc import Callable, Iterable, Mapping, Set as AbstractSet
 from dataclasses import replace
 from functools import partial
 
-from ft_ckpt.checkpoint.delete import Removal, manifest_files, without_state
+from ft_ckpt.checkpoint.catalog import METRIC
+from ft_ckpt.checkpoint.commit.delete import Removal, manifest_files, without_state
 from ft_ckpt.checkpoint.leases import (
     LEASE,
+    PIN,
+    SAVING,
+    SIGNED,
     STALE_SECONDS,
+    TOMBSTONE,
+    clear_spent_mark,
+    is_mark,
+    living_marks,
     mark_holder,
     may_live,
     new_mark,
+    pin_reason,
     put_mark,
     read_mark,
 )
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_to_json
-from ft_ckpt.checkpoint.marks import PIN, SAVING, SIGNED, TOMBSTONE, is_mark, living_marks
-from ft_ckpt.checkpoint.metrics import METRIC
-from ft_ckpt.checkpoint.pins import pin_reason
-from ft_ckpt.checkpoint.save_mark import clear_spent_mark
-from ft_ckpt.checkpoint.stored_manifest import load_manifest, manifest_version
+from ft_ckpt.checkpoint.manifest import (
+    MANIFEST_NAME,
+    load_manifest,
+    manifest_to_json,
+    manifest_version,
+)
 from ft_ckpt.storage import ABANDONED_SECONDS, PREFIX, Store, Stored
 from ft_ckpt.storage.places import Place
 

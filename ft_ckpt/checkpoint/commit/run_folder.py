@@ -10,14 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from ft_ckpt.checkpoint.bucket_delete import (
+from ft_ckpt.checkpoint.catalog import CheckpointInfo
+from ft_ckpt.checkpoint.checks import damage_of
+from ft_ckpt.checkpoint.commit.bucket_delete import (
     drop_from_bucket,
     mark_guards,
     settle_in_bucket,
     strip_in_bucket,
 )
-from ft_ckpt.checkpoint.catalog import CheckpointInfo
-from ft_ckpt.checkpoint.delete import (
+from ft_ckpt.checkpoint.commit.delete import (
     Removal,
     delete_checkpoint,
     delete_state,
@@ -27,10 +28,8 @@ from ft_ckpt.checkpoint.delete import (
     releasable_bytes,
     unfinished_deletions,
 )
-from ft_ckpt.checkpoint.leases import CLOCK, may_live, store_time
-from ft_ckpt.checkpoint.marks import is_mark
-from ft_ckpt.checkpoint.recovery import recover_target
-from ft_ckpt.checkpoint.verification import damage_of
+from ft_ckpt.checkpoint.commit.recovery import recover_target
+from ft_ckpt.checkpoint.leases import CLOCK, is_mark, may_live, store_time
 from ft_ckpt.errors import CheckpointError
 from ft_ckpt.messages import warn
 from ft_ckpt.storage import Store, Stored

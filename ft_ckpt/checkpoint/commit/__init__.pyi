@@ -1,0 +1,28 @@
+from .commit import (
+    check_target as check_target,
+    place_files as place_files,
+)
+from .delete import (
+    STATE as STATE,
+    Removal as Removal,
+    delete_checkpoint as delete_checkpoint,
+    manifest_files as manifest_files,
+    set_aside as set_aside,
+    without_state as without_state,
+)
+from .recovery import (
+    recover_target as recover_target,
+    uncommit as uncommit,
+)
+from .run_folder import (
+    RunFolder as RunFolder,
+    open_run_folder as open_run_folder,
+)
+from .staging import (
+    LocalStaging as LocalStaging,
+    Staging as Staging,
+    open_staging as open_staging,
+    open_staging_at as open_staging_at,
+    settle_staging_at as settle_staging_at,
+    stage_store as stage_store,
+)
