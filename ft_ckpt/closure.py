@@ -13,7 +13,8 @@ from torch import nn
 from ft_ckpt import schedule
 from ft_ckpt.config import every_of
 from ft_ckpt.errors import CheckpointError, ConfigError, RankError, listing
-from ft_ckpt.ranks import ModelTensors, Ranks, Values, current_ranks, try_action
+from ft_ckpt.ranks import Ranks, Values, current_ranks, try_action
+from ft_ckpt.ranks.wrappers import ModelTensors
 from ft_ckpt.runs.loop import ClockPoll
 from ft_ckpt.saver import CheckpointSaver, open_savers
 from ft_ckpt.schedule import Every, History

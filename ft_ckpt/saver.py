@@ -29,7 +29,9 @@ from ft_ckpt.messages import LOG, announce
 from ft_ckpt.model.parts import Attribute, check_model, is_of_adapters, model_inside
 from ft_ckpt.model.sidecars import check_companions
 from ft_ckpt.model.tensors import Merged, Part, View, has_adapters, merge_choice
-from ft_ckpt.ranks import Ranks, current_ranks, is_first_process, try_action, unwrap
+from ft_ckpt.ranks import Ranks, current_ranks, try_action
+from ft_ckpt.ranks.moving import is_first_process
+from ft_ckpt.ranks.wrappers import unwrap
 from ft_ckpt.runs.data import DataPosition
 from ft_ckpt.runs.folder import open_run_places, room_maker
 from ft_ckpt.runs.loop import (

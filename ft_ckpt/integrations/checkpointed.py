@@ -33,7 +33,8 @@ from ft_ckpt.integrations.trainer_push import push_checkpoint, push_saved
 from ft_ckpt.messages import warn
 from ft_ckpt.model.parts import is_adapter_run, parts_of
 from ft_ckpt.model.tensors import without_own_layouts
-from ft_ckpt.ranks import ModelTensors, Ranks, by_itself, current_ranks, is_distributed, try_action
+from ft_ckpt.ranks import Ranks, by_itself, current_ranks, try_action
+from ft_ckpt.ranks.wrappers import ModelTensors, is_distributed
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs.data import GeneratorStates, capture_generators, restore_generators
 from ft_ckpt.runs.saves import SaveHook

@@ -29,7 +29,7 @@ from ft_ckpt.errors import ConfigError, SelectionError, listing
 from ft_ckpt.integrations.lightning_data import FedLoader, refuse_unsized
 from ft_ckpt.integrations.lightning_state import LightningState, averaging_callbacks
 from ft_ckpt.model.tensors import has_adapters, library_of
-from ft_ckpt.ranks import is_distributed
+from ft_ckpt.ranks.wrappers import is_distributed
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs.data import GeneratorStates, capture_generators, restore_generators
 from ft_ckpt.runs.resume import parse_mode

@@ -22,7 +22,8 @@ from ft_ckpt.errors import LoadError, NotACheckpointError, damaged_input, listin
 from ft_ckpt.extensions.foreign import compare_sums, load_torch_values
 from ft_ckpt.formats import RawFile, StandIn
 from ft_ckpt.messages import warn
-from ft_ckpt.ranks import ModelTensors, Ranks, current_ranks
+from ft_ckpt.ranks import Ranks, current_ranks
+from ft_ckpt.ranks.wrappers import ModelTensors
 from ft_ckpt.runs.data import generator_problems, plain_states, restore_generators
 from ft_ckpt.runs.state import Restored, RestoreReport, agree_on_outcomes
 from ft_ckpt.storage import is_inside, read_text

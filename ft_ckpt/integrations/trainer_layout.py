@@ -18,7 +18,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.model.tensors import is_peft_model, is_pretrained
-from ft_ckpt.ranks import ModelTensors, unwrap
+from ft_ckpt.ranks.wrappers import ModelTensors, unwrap
 from ft_ckpt.storage.local import temporary_store
 from ft_ckpt.storage.places import files_below
 

@@ -20,7 +20,7 @@ from transformers import Trainer, TrainingArguments
 
 from ft_ckpt.errors import SelectionError
 from ft_ckpt.formats import NAMES, PLAIN, flatten
-from ft_ckpt.ranks import digests_of
+from ft_ckpt.ranks.moving import digests_of
 from ft_ckpt.runs.items import bare_identity
 
 # Attributes of every Trainer: saved in another way, or no state of the training.

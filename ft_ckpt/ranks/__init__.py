@@ -1,9 +1,9 @@
-"""Sharding of tensors under every wrapper, movement of their elements between ranks, and agreement
-of ranks.
+"""Agreement of ranks, and in the rooms: sharding of tensors under every wrapper, and movement of
+their elements between ranks.
 
-Nothing here uses paths or depends on the purpose of a tensor. Begin at `tensors`, which lists the
-tensors of a wrapped model, at `wrappers`, which lists the kinds of wrappers, and at `ranks`,
-through which ranks agree.
+Nothing here uses paths or depends on the purpose of a tensor. Begin at `ranks`, through which ranks
+agree. The rooms, each above those before it: `sharding`, which rank holds what; `wrappers`, the
+tensors of a wrapped model; `moving`, gathers and broadcasts.
 """
 
 import lazy_loader

@@ -14,15 +14,10 @@ from ft_ckpt.formats import format_named
 from ft_ckpt.model.base import identifying_tensors
 from ft_ckpt.model.parts import parts_of
 from ft_ckpt.model.tensors import Part, refuse_merged, without_own_layouts
-from ft_ckpt.ranks import (
-    ModelTensors,
-    Ranks,
-    Source,
-    engine_names,
-    from_state_dict,
-    is_known_to_all,
-    sample_elements,
-)
+from ft_ckpt.ranks import Ranks
+from ft_ckpt.ranks.moving import sample_elements
+from ft_ckpt.ranks.sharding import Source, is_known_to_all
+from ft_ckpt.ranks.wrappers import ModelTensors, engine_names, from_state_dict
 from ft_ckpt.saving import replicas
 from ft_ckpt.saving.files import PartPlan, frozen_names, plan_part
 from ft_ckpt.saving.request import SaveRequest

@@ -12,16 +12,10 @@ import xxhash
 
 from ft_ckpt.errors import listing
 from ft_ckpt.model.tensors import Entry, Part
-from ft_ckpt.ranks import (
-    WEIGHTS,
-    Ranks,
-    Source,
-    Values,
-    digests_of,
-    of_rank_0,
-    place_of,
-    rank_numbers,
-)
+from ft_ckpt.ranks import Ranks, Values, rank_numbers
+from ft_ckpt.ranks.moving import WEIGHTS, digests_of, place_of
+from ft_ckpt.ranks.sharding import Source
+from ft_ckpt.ranks.wrappers import of_rank_0
 from ft_ckpt.saving.files import PartPlan
 
 # Tensor, as a run names it -> rank whose value differs from the first rank's -> its place (see

@@ -11,7 +11,8 @@ from ft_ckpt.checkpoint.commit import STATE
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.model.parts import Attribute
 from ft_ckpt.model.tensors import Part, View
-from ft_ckpt.ranks import ModelTensors, Source
+from ft_ckpt.ranks.sharding import Source
+from ft_ckpt.ranks.wrappers import ModelTensors
 from ft_ckpt.saving.replicas import Differences
 from ft_ckpt.saving.report import SaveReport
 from ft_ckpt.storage import Store

@@ -21,7 +21,8 @@ from ft_ckpt.model.sidecars import (
     write_tokenizer,
 )
 from ft_ckpt.model.tensors import Part
-from ft_ckpt.ranks import Ranks, user_class
+from ft_ckpt.ranks import Ranks
+from ft_ckpt.ranks.wrappers import user_class
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.request import STATE_DOCUMENT, SaveRequest
 from ft_ckpt.storage import is_inside

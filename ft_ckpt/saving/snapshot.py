@@ -12,14 +12,10 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.devices import Moment, copy_to_host, is_accelerator, pinned_memory, record_moment
-from ft_ckpt.ranks import (
-    Ranks,
-    ReplicatedSharding,
-    Source,
-    gather_tensors,
-    moves_to,
-    optimizer_parameter,
-)
+from ft_ckpt.ranks import Ranks
+from ft_ckpt.ranks.moving import gather_tensors, moves_to
+from ft_ckpt.ranks.sharding import ReplicatedSharding, Source
+from ft_ckpt.ranks.wrappers import optimizer_parameter
 from ft_ckpt.saving.write_plan import WritePlan
 
 _ALIGNMENT = 64

@@ -13,7 +13,8 @@ from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import IncompleteError, explained, listing
 from ft_ckpt.formats import FilePlan, write_file
 from ft_ckpt.progress_bars import track_bytes
-from ft_ckpt.ranks import Ranks, Values, are_equal
+from ft_ckpt.ranks import Ranks, Values
+from ft_ckpt.ranks.moving import are_equal
 from ft_ckpt.saving.agree import AgreedSave
 from ft_ckpt.saving.context import SaveContext
 from ft_ckpt.saving.regions import Gathering, SourceView, file_turns, write_own_bytes

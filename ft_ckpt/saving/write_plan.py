@@ -12,7 +12,7 @@ from math import prod
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.formats import FilePlan, format_named
 from ft_ckpt.model.tensors import Entry
-from ft_ckpt.ranks import Source
+from ft_ckpt.ranks.sharding import Source
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.plan import SavePlan
 from ft_ckpt.saving.shared_folders import FolderSharing, Mode

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from wrappers import WRAPPERS, Live, truth
 
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.ranks import current_ranks, gather_tensors
+from ft_ckpt.ranks import current_ranks
+from ft_ckpt.ranks.moving import gather_tensors
 from ft_ckpt.runs.items import run_items, run_sources, walk_models
 from ft_ckpt.runs.state.capture import assemble_state
 from ft_ckpt.runs.state.exchange import exchange_facts, local_state

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from ft_ckpt.ranks import ModelTensors, current_ranks, gather_tensors
+from ft_ckpt.ranks import current_ranks
+from ft_ckpt.ranks.moving import gather_tensors
+from ft_ckpt.ranks.wrappers import ModelTensors
 
 
 def full_state_dict(model: nn.Module, names: Sequence[str] | None = None) -> dict[str, Tensor]:

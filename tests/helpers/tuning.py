@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from ft_ckpt.ranks import gather
+from ft_ckpt.ranks.moving import gather
 from ft_ckpt.saving import stage
 
 

@@ -12,7 +12,7 @@ from tuning import buckets_of
 from wrappers import truth
 
 from ft_ckpt.errors import LoadError, RankError
-from ft_ckpt.ranks import broadcast
+from ft_ckpt.ranks.moving import broadcast
 from ft_ckpt.runs.resume import match_run, restore_run
 from ft_ckpt.runs.state import Restored
 from ft_ckpt.storage.io import prefetch as reading

@@ -19,15 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ft_ckpt.ranks import (
-    ModelTensors,
-    Ranks,
-    WantedTensor,
-    fill,
-    sharding,
-    source_of_tensor,
-    tensor_kinds,
-)
+from ft_ckpt.ranks import Ranks
+from ft_ckpt.ranks.moving import WantedTensor, fill
+from ft_ckpt.ranks.sharding import sharding
+from ft_ckpt.ranks.wrappers import ModelTensors, source_of_tensor, tensor_kinds
 from ft_ckpt.saving import regions, write_plan
 from ft_ckpt.saving.regions import live
 from ft_ckpt.storage.digests.digests import rank_parts

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from seeds import examples
 
-from ft_ckpt.ranks.cutting import cutting_of
-from ft_ckpt.ranks.sharding import Mesh, MeshSharding
+from ft_ckpt.ranks.sharding.sharding import Mesh, MeshSharding
+from ft_ckpt.ranks.wrappers.dtensors import cutting_of
 
 
 def pieces(shape, grid, dims, factors) -> dict[tuple[int, ...], torch.Tensor] | None:

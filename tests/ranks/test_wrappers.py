@@ -10,18 +10,11 @@ from torch import Tensor, nn
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import SelectionError
-from ft_ckpt.ranks import (
-    ModelTensors,
-    ReplicatedSharding,
-    TensorKind,
-    TensorLayout,
-    Wrapper,
-    current_ranks,
-    gather_tensors,
-    tensor_kinds,
-    wrappers,
-)
-from ft_ckpt.ranks.module_state import added_state
+from ft_ckpt.ranks import current_ranks
+from ft_ckpt.ranks.moving import gather_tensors
+from ft_ckpt.ranks.sharding import ReplicatedSharding, TensorKind, TensorLayout
+from ft_ckpt.ranks.wrappers import ModelTensors, Wrapper, tensor_kinds, wrappers
+from ft_ckpt.ranks.wrappers.module_state import added_state
 
 
 class Crate(nn.Module):

@@ -15,7 +15,7 @@ from wrappers import truth
 import ft_ckpt
 from ft_ckpt.errors import CheckpointError
 from ft_ckpt.extensions.buckets import object_store
-from ft_ckpt.ranks import broadcast
+from ft_ckpt.ranks.moving import broadcast
 from ft_ckpt.storage.places import open_place
 
 pytest.importorskip("obstore")

@@ -27,8 +27,10 @@ from ft_ckpt.integrations.open_instruct_state import (
     load_checkpoint_state,
     save_checkpoint_state,
 )
-from ft_ckpt.ranks import ModelTensors, current_ranks, gather_tensors
-from ft_ckpt.ranks.source import box_memories
+from ft_ckpt.ranks import current_ranks
+from ft_ckpt.ranks.moving import gather_tensors
+from ft_ckpt.ranks.sharding.source import box_memories
+from ft_ckpt.ranks.wrappers import ModelTensors
 from ft_ckpt.runs.optimizers import TorchOptimizers, unwrap_optimizer
 from ft_ckpt.saver import CheckpointSaver
 

@@ -23,7 +23,7 @@ from tuning import blocks_of
 from ft_ckpt import latest, verify
 from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import CorruptError, NoSpaceError, RankError
-from ft_ckpt.ranks import gather
+from ft_ckpt.ranks.moving import gather
 from ft_ckpt.saving import shared_folders, write_plan
 from ft_ckpt.storage.digests import Cut, FileRecord, digest_problems, joined_digest, read_record
 from ft_ckpt.storage.digests.digests import rank_parts

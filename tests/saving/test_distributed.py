@@ -40,8 +40,9 @@ from wrappers import ACCELERATE_CPU, WRAPPERS, named_tensors, truth
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint.manifest import read_manifest
-from ft_ckpt.ranks import ModelTensors, current_ranks
-from ft_ckpt.ranks.gather import stream_chunks
+from ft_ckpt.ranks import current_ranks
+from ft_ckpt.ranks.moving.gather import stream_chunks
+from ft_ckpt.ranks.wrappers import ModelTensors
 from ft_ckpt.storage.places import open_place
 
 pytestmark = pytest.mark.timeout(900)

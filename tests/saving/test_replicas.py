@@ -17,7 +17,7 @@ from wrappers import WRAPPERS, Live, adam, truth
 
 from ft_ckpt import CheckpointSaver, latest, verify
 from ft_ckpt.errors import IncompleteError, RanksDisagreeError
-from ft_ckpt.ranks.tensor_digests import folded_bits
+from ft_ckpt.ranks.moving.replicas import folded_bits
 
 SHORT = {"enter_timeout_seconds": 30, "each_rank_writes": "on", "on_difference": "ignore"}
 

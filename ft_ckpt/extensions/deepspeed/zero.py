@@ -14,19 +14,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from ft_ckpt.errors import SelectionError, listing
-from ft_ckpt.ranks import (
+from ft_ckpt.ranks.sharding import (
     FlatSharding,
     OwnedSharding,
     Sharding,
     Source,
     TensorKind,
     TensorLayout,
-    Wrapper,
     global_rank,
     is_subset_of_ranks,
     layout_like,
     ranks_in_order,
 )
+from ft_ckpt.ranks.wrappers import Wrapper
 
 _Owners = Mapping[int, Sequence[Source]]  # by the id of this rank's parameter
 _SUPPORTED = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")

@@ -15,7 +15,7 @@ from torch import Tensor
 from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.extensions.deepspeed.zero import Partition, Slot, changed_with_steps, zero_partitions
 from ft_ckpt.formats import decode_value, dtype_name, dtype_of, encode_value
-from ft_ckpt.ranks import ReplicatedSharding, Source, held_source
+from ft_ckpt.ranks.sharding import ReplicatedSharding, Source, held_source
 from ft_ckpt.runs.optimizers import (
     Description,
     TorchOptimizers,

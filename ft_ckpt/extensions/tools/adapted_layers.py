@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ft_ckpt.extensions.tools.layer_copy import copy_layer
 from ft_ckpt.model.tensors import MergeChoice, View
-from ft_ckpt.ranks import Source, unwrap, walk_modules
+from ft_ckpt.ranks.sharding import Source
+from ft_ckpt.ranks.wrappers import unwrap, walk_modules
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ft_ckpt.ranks import is_engine_attribute, unwrap, user_class
+from ft_ckpt.ranks.wrappers import is_engine_attribute, unwrap, user_class
 
 _TORCH_FIELDS = frozenset(vars(nn.Module()))
 Replacements = Callable[[nn.Module], Mapping[str, Tensor]]  # for a module's own tensors, by name

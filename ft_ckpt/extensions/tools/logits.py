@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt.errors import ConfigError, IncompleteError
-from ft_ckpt.ranks import unwrap, user_class
+from ft_ckpt.ranks.wrappers import unwrap, user_class
 
 _ROWS, _LENGTH, _SEED = 2, 16, 0  # of the batch for check="logits"
 # Bound on the relative difference of outputs (Euclidean norms): merged weights are rounded once to

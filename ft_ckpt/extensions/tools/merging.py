@@ -22,7 +22,8 @@ from ft_ckpt.extensions.tools.merge_refusals import refuse_quantised, refuse_unm
 from ft_ckpt.formats import all_finite, is_within
 from ft_ckpt.model.sidecars import nested_configs
 from ft_ckpt.model.tensors import Entry, Group, MergeChoice, Part, View, model_part, refuse_merged
-from ft_ckpt.ranks import Source, shallow_copy
+from ft_ckpt.ranks.sharding import Source
+from ft_ckpt.ranks.wrappers import shallow_copy
 
 # keys of computed tensors; keys of live tensors are object ids or negative
 _new_keys = count(1 << 40)

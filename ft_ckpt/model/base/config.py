@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ft_ckpt.model.base.files import config_in_files
-from ft_ckpt.ranks import unwrap, user_class
+from ft_ckpt.ranks.wrappers import unwrap, user_class
 
 # Fields of a config that a load takes from the files of the base: origin, dtype, kernels,
 # quantisation, and the number of rows before a resize, which the stored embeddings decide.

@@ -6,7 +6,7 @@ from typing import Any
 from ft_ckpt.model.base.files import config_in_files
 from ft_ckpt.model.empty import Shapes, read_config, shapes_of_new
 from ft_ckpt.model.tensors import View
-from ft_ckpt.ranks import user_class, walk_modules
+from ft_ckpt.ranks.wrappers import user_class, walk_modules
 
 _GETTERS = ("get_input_embeddings", "get_output_embeddings")
 

@@ -19,7 +19,8 @@ from ft_ckpt.errors import CheckpointError
 from ft_ckpt.formats import TensorFile, dtype_of
 from ft_ckpt.model.files import join_weight_files, weight_files
 from ft_ckpt.model.tensors import is_pretrained, made_by_class, with_whole_parameters
-from ft_ckpt.ranks import Source, unwrap
+from ft_ckpt.ranks.sharding import Source
+from ft_ckpt.ranks.wrappers import unwrap
 from ft_ckpt.storage.places import Place, open_place
 
 

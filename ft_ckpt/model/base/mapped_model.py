@@ -30,7 +30,7 @@ from ft_ckpt.model.tensors import (
     tensor_at,
     with_whole_parameters,
 )
-from ft_ckpt.ranks import stand_in_parameter
+from ft_ckpt.ranks.sharding import stand_in_parameter
 from ft_ckpt.storage import Store, read_text
 from ft_ckpt.storage.places import Place, local_folder
 

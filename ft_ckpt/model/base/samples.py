@@ -30,13 +30,9 @@ from ft_ckpt.model.tensors import (
     stored_base_names,
     view_of,
 )
-from ft_ckpt.ranks import (
-    ModelTensors,
-    Source,
-    elements_at,
-    has_readable_elements,
-    sample_elements,
-)
+from ft_ckpt.ranks.moving import elements_at, has_readable_elements, sample_elements
+from ft_ckpt.ranks.sharding import Source
+from ft_ckpt.ranks.wrappers import ModelTensors
 
 _PASSING_SETTINGS = {
     "_name_or_path",

@@ -12,7 +12,8 @@ from ft_ckpt.errors import CheckpointError, SelectionError, listing
 from ft_ckpt.messages import warn
 from ft_ckpt.model.base.samples import MERGED_TOLERANCE, ULPS, are_near, base_samples
 from ft_ckpt.model.tensors import refuse_merged
-from ft_ckpt.ranks import ModelTensors, Ranks, Values, unwrap
+from ft_ckpt.ranks import Ranks, Values
+from ft_ckpt.ranks.wrappers import ModelTensors, unwrap
 
 
 class BaseWatch:

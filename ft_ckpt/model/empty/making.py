@@ -14,7 +14,8 @@ from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.errors import LoadError
 from ft_ckpt.formats import dtype_of
 from ft_ckpt.model.tensors import converted_entries, is_pretrained
-from ft_ckpt.ranks import ModelTensors, Source
+from ft_ckpt.ranks.sharding import Source
+from ft_ckpt.ranks.wrappers import ModelTensors
 
 _MAX_ELEMENTS = 1 << 27  # of a buffer, such as a causal mask of 11,000 positions
 _FACTORIES = frozenset((torch.ones, torch.zeros, torch.full, torch.arange, torch.rand, torch.randn))

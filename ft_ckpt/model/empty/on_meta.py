@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ft_ckpt.ranks import ModelTensors
+from ft_ckpt.ranks.wrappers import ModelTensors
 from ft_ckpt.storage.local import temporary_store
 
 Shapes = dict[str, tuple[int, ...]]

@@ -16,7 +16,7 @@ from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.model.empty.making import without_memory
 from ft_ckpt.model.files import absurd_counts, path_in_part, weight_names
 from ft_ckpt.model.tensors import is_pretrained, made_by_class, stored_as_in_memory
-from ft_ckpt.ranks import ModelTensors, unwrap
+from ft_ckpt.ranks.wrappers import ModelTensors, unwrap
 from ft_ckpt.storage import Store, read_text
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place, local_folder

@@ -18,7 +18,7 @@ from ft_ckpt.formats import (
     read_onto,
 )
 from ft_ckpt.model.files.settings_files import EXTRA_FILE
-from ft_ckpt.ranks import readers_here
+from ft_ckpt.ranks.moving import readers_here
 from ft_ckpt.storage import Store, read_text
 
 Weights = tuple[dict[str, Tensor], bool]  # tensors by name, and whether all are mapped

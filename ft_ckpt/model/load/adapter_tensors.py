@@ -15,7 +15,8 @@ from ft_ckpt.formats import dtype_name
 from ft_ckpt.model.files import compare_torch_sums, join_weight_files, weight_names
 from ft_ckpt.model.parts import adapter_parts
 from ft_ckpt.model.tensors import PREFIX, Entry, View, peft_name
-from ft_ckpt.ranks import ModelTensors, Source, give_memory
+from ft_ckpt.ranks.sharding import Source, give_memory
+from ft_ckpt.ranks.wrappers import ModelTensors
 
 StoredTensors = Mapping[str, Mapping[str, Tensor]]  # by adapter and by name
 

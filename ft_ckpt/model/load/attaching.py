@@ -23,7 +23,9 @@ from ft_ckpt.model.tensors import (
     keeps_base,
     peft_name,
 )
-from ft_ckpt.ranks import ModelTensors, Source, has_readable_elements
+from ft_ckpt.ranks.moving import has_readable_elements
+from ft_ckpt.ranks.sharding import Source
+from ft_ckpt.ranks.wrappers import ModelTensors
 
 
 def attach_adapters(

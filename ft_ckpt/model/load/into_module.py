@@ -13,13 +13,11 @@ from ft_ckpt.formats import PLAIN, TensorFile
 from ft_ckpt.model.files import extra_beside
 from ft_ckpt.model.load.report import LoadReport, refuse_differences
 from ft_ckpt.model.tensors import made_by_class, put_at, tensor_at
-from ft_ckpt.ranks import (
+from ft_ckpt.ranks.moving import WantedTensor, fill_all, readers_here
+from ft_ckpt.ranks.sharding import Source
+from ft_ckpt.ranks.wrappers import (
     ModelTensors,
-    Source,
-    WantedTensor,
-    fill_all,
     keeps_weights,
-    readers_here,
     source_of_tensor,
     walk_modules,
     wrapped_key,

@@ -41,7 +41,7 @@ from ft_ckpt.model.load.into_module import fill_module, put_tensors
 from ft_ckpt.model.load.report import LoadReport, refuse_differences
 from ft_ckpt.model.load.request import LoadOptions, ModelRequest
 from ft_ckpt.model.tensors import is_config_of_diffusers, tensor_at
-from ft_ckpt.ranks import ModelTensors, hides_tensors, keeps_weights, wrapper_chain
+from ft_ckpt.ranks.wrappers import ModelTensors, hides_tensors, keeps_weights, wrapper_chain
 
 
 def load_models(

@@ -23,7 +23,7 @@ from ft_ckpt.errors import (
 from ft_ckpt.messages import did_you_mean, printable, short
 from ft_ckpt.model.files import refuse_delta, weight_names
 from ft_ckpt.progress_bars import track_reads
-from ft_ckpt.ranks import is_first_process
+from ft_ckpt.ranks.moving import is_first_process
 from ft_ckpt.storage.places import Place, open_place
 
 

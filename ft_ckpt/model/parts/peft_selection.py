@@ -23,7 +23,8 @@ from ft_ckpt.model.tensors import (
     root_steps,
     unchanged_entry,
 )
-from ft_ckpt.ranks import Source, shallow_copy, wrapper_steps
+from ft_ckpt.ranks.sharding import Source
+from ft_ckpt.ranks.wrappers import shallow_copy, wrapper_steps
 
 
 def adapter_entries(view: View, adapter: str) -> list[Entry]:

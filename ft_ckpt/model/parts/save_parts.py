@@ -22,7 +22,7 @@ from ft_ckpt.model.tensors import (
     refuse_merged,
     view_of,
 )
-from ft_ckpt.ranks import Source
+from ft_ckpt.ranks.sharding import Source
 
 Attribute = str | Sequence[str] | None
 

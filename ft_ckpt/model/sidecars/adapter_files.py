@@ -9,7 +9,7 @@ from ft_ckpt.checkpoint.manifest import BaseRecord
 from ft_ckpt.model.files import PATTERNS, order_counts
 from ft_ckpt.model.sidecars.model_card import blank_card, injected_card, name_base
 from ft_ckpt.model.tensors import model_below
-from ft_ckpt.ranks import unwrap, user_class
+from ft_ckpt.ranks.wrappers import unwrap, user_class
 from ft_ckpt.storage import Store, read_text
 from ft_ckpt.storage.local import LocalStore
 

@@ -20,7 +20,7 @@ from ft_ckpt.messages import warn
 from ft_ckpt.model.empty import Shapes, read_config, shapes_of_new
 from ft_ckpt.model.sidecars.quantisation import has_packed_tensors, is_quantised
 from ft_ckpt.model.tensors import Part
-from ft_ckpt.ranks import user_class
+from ft_ckpt.ranks.wrappers import user_class
 
 _CACHED_COMPARISONS = 16  # models that one process saves by turns
 _SAVES_TO_RESUME = "save a checkpoint to resume from with save_state()"

@@ -19,7 +19,7 @@ from ft_ckpt.errors import CompanionError
 from ft_ckpt.messages import warn
 from ft_ckpt.model.sidecars.generation import misplaced_settings
 from ft_ckpt.model.sidecars.quantisation import is_quantised
-from ft_ckpt.ranks import user_class
+from ft_ckpt.ranks.wrappers import user_class
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import copy_object, open_place
 

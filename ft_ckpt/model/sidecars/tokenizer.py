@@ -13,7 +13,7 @@ from transformers.models.auto.processing_auto import processor_class_from_name
 
 from ft_ckpt.errors import CompanionError, listing
 from ft_ckpt.model.base import embedding_of
-from ft_ckpt.ranks import layout_of
+from ft_ckpt.ranks.wrappers import layout_of
 
 _SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from ft_ckpt.errors import SelectionError, listing
-from ft_ckpt.ranks import walk_modules
+from ft_ckpt.ranks.wrappers import walk_modules
 
 # Initialisations of LoRA that keep the base, and those that change it by a deterministic
 # decomposition. All others (random, or computed from training data) cannot be repeated.

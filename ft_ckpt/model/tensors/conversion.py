@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.model.tensors.entries import Entry, Group, unchanged_entry
 from ft_ckpt.model.tensors.libraries import PREFIX
-from ft_ckpt.ranks import Source, shallow_copy
+from ft_ckpt.ranks.sharding import Source
+from ft_ckpt.ranks.wrappers import shallow_copy
 
 _CAST_DTYPES = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.formats import dtype_name
-from ft_ckpt.ranks import Source
+from ft_ckpt.ranks.sharding import Source
 
 MODEL_FILE = "model"
 

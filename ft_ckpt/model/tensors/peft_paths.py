@@ -10,7 +10,7 @@ from torch import nn
 
 from ft_ckpt.checkpoint.manifest import DIFFUSERS_LORA_FILE, PartRecord
 from ft_ckpt.model.tensors.libraries import PREFIX
-from ft_ckpt.ranks import unwrap, walk_modules
+from ft_ckpt.ranks.wrappers import unwrap, walk_modules
 
 Value = TypeVar("Value")
 TO_BASE = ("base_layer", "original_module")  # the child of a PEFT layer that is the base layer

@@ -17,7 +17,8 @@ from ft_ckpt.model.tensors.conversion import cast_entries, converted_entries, ke
 from ft_ckpt.model.tensors.entries import MODEL_FILE, Part, unchanged_entry
 from ft_ckpt.model.tensors.libraries import TRANSFORMERS, library_of
 from ft_ckpt.model.tensors.view import View
-from ft_ckpt.ranks import Source, walk_modules
+from ft_ckpt.ranks.sharding import Source
+from ft_ckpt.ranks.wrappers import walk_modules
 
 
 def tensor_at(module: nn.Module, name: str) -> Any:

@@ -15,7 +15,8 @@ from ft_ckpt.model.tensors.peft_paths import (
     model_below,
     root_steps,
 )
-from ft_ckpt.ranks import Source, unwrap
+from ft_ckpt.ranks.sharding import Source
+from ft_ckpt.ranks.wrappers import unwrap
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ft_ckpt.ranks import ModelTensors, refuse_one_way_state, unwrap
+from ft_ckpt.ranks.wrappers import ModelTensors, refuse_one_way_state, unwrap
 from ft_ckpt.runs.items.objects import EXTRA_STATE, Item
 
 _SCORES = ("ipt", "exp_avg_ipt", "exp_avg_unc")

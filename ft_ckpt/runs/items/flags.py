@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ft_ckpt.errors import listing
-from ft_ckpt.ranks import Source, layouts_of
+from ft_ckpt.ranks.sharding import Source
+from ft_ckpt.ranks.wrappers import layouts_of
 from ft_ckpt.runs.items.tensors import Key
 
 FLAGS = "requires_grad"  # key in the document

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ft_ckpt.errors import ConfigError, SelectionError, listing
-from ft_ckpt.ranks import unwrap
+from ft_ckpt.ranks.wrappers import unwrap
 from ft_ckpt.runs.optimizers import (
     OptimizerKind,
     engine_counters,

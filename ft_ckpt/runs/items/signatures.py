@@ -9,7 +9,8 @@ from typing import Any
 import xxhash
 
 from ft_ckpt.errors import ConfigError, LoadError, listing
-from ft_ckpt.ranks import Source, unwrap, user_class
+from ft_ckpt.ranks.sharding import Source
+from ft_ckpt.ranks.wrappers import unwrap, user_class
 from ft_ckpt.runs.items.objects import Item, main_model, run_items, unwrap_object
 from ft_ckpt.runs.items.tensors import (
     Key,

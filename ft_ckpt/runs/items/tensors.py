@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from ft_ckpt.ranks import ModelTensors, Source
+from ft_ckpt.ranks.sharding import Source
+from ft_ckpt.ranks.wrappers import ModelTensors
 from ft_ckpt.runs.items.extra_state import with_extra_state
 from ft_ckpt.runs.items.objects import Item, plain_optimizers
 from ft_ckpt.runs.optimizers import trained_identities

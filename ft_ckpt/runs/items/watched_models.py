@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import xxhash
 from torch import nn
 
-from ft_ckpt.ranks import ModelTensors, Ranks, Values, digests_of
+from ft_ckpt.ranks import Ranks, Values
+from ft_ckpt.ranks.moving import digests_of
+from ft_ckpt.ranks.wrappers import ModelTensors
 
 
 @dataclass(frozen=True)

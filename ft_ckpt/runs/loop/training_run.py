@@ -17,7 +17,9 @@ from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.model.base import BaseWatch
 from ft_ckpt.model.parts import check_model
-from ft_ckpt.ranks import Ranks, Source, current_ranks, unwrap
+from ft_ckpt.ranks import Ranks, current_ranks
+from ft_ckpt.ranks.sharding import Source
+from ft_ckpt.ranks.wrappers import unwrap
 from ft_ckpt.runs.data import DataPositions
 from ft_ckpt.runs.items import (
     Item,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.errors import LoadError, SelectionError, listing
-from ft_ckpt.ranks import Source
+from ft_ckpt.ranks.sharding import Source
 from ft_ckpt.runs.optimizers.values import decode_setting, encode_setting, set_setting
 
 # a live group, and the values described for it

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ft_ckpt.ranks import Source
+from ft_ckpt.ranks.sharding import Source
 
 # {"class": str, "groups": [{"params": [names], ...}], "state": {name: {key: entry}}}
 Description = dict[str, Any]

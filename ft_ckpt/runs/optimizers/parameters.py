@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ft_ckpt.ranks import Source, optimizer_parameter
+from ft_ckpt.ranks.sharding import Source
+from ft_ckpt.ranks.wrappers import optimizer_parameter
 
 
 def sources_by_parameter(sources: Mapping[str, Source]) -> dict[int, list[Source]]:

@@ -11,7 +11,8 @@ from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.model.base import differences_of_base
 from ft_ckpt.model.files import adapter_settings, differences_of_live
 from ft_ckpt.model.tensors import module_at
-from ft_ckpt.ranks import Ranks, Source
+from ft_ckpt.ranks import Ranks
+from ft_ckpt.ranks.sharding import Source
 from ft_ckpt.runs.items import (
     ENGINE,
     ExtraState,

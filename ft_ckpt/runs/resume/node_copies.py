@@ -16,7 +16,8 @@ from torch import Tensor
 from ft_ckpt.checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import CorruptError, RankError, listing
-from ft_ckpt.ranks import Ranks, try_action, wire_device
+from ft_ckpt.ranks import Ranks, try_action
+from ft_ckpt.ranks.moving import wire_device
 from ft_ckpt.runs.resume.opening import RankView, ResumePoint, open_resume_point
 from ft_ckpt.storage import Store, read_range
 from ft_ckpt.storage.io import LocalWriting

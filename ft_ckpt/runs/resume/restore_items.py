@@ -11,15 +11,8 @@ from functools import partial
 from typing import Any
 
 from ft_ckpt.errors import CheckpointError, LoadError, listing, shown
-from ft_ckpt.ranks import (
-    WEIGHTS,
-    Filler,
-    Source,
-    WantedTensor,
-    check_all,
-    each_reads,
-    fill_tensor,
-)
+from ft_ckpt.ranks.moving import WEIGHTS, Filler, WantedTensor, check_all, each_reads, fill_tensor
+from ft_ckpt.ranks.sharding import Source
 from ft_ckpt.runs.items import Item, Key, labelled_sources, model_sources, optimizer_of, tied_names
 from ft_ckpt.runs.optimizers import settings_by_rank
 from ft_ckpt.runs.resume.opening import ResumePoint

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from ft_ckpt.errors import damaged_input, listing
 from ft_ckpt.progress_bars import track_reads
-from ft_ckpt.ranks import Filler, Ranks, choose_filler
+from ft_ckpt.ranks import Ranks
+from ft_ckpt.ranks.moving import Filler, choose_filler
 from ft_ckpt.runs.items import changed_flags, differing_models, optimizers_among, run_items
 from ft_ckpt.runs.loop import TrainingRun
 from ft_ckpt.runs.resume.allowed import HALF_RESTORED, AllowedItems

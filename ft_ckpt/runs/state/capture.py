@@ -13,15 +13,9 @@ from torch import Tensor, nn
 
 from ft_ckpt.formats import dtype_of
 from ft_ckpt.model.tensors import Entry, Part, unchanged_entry
-from ft_ckpt.ranks import (
-    ModelTensors,
-    OwnedSharding,
-    Ranks,
-    Source,
-    held_source,
-    is_distributed,
-    try_action,
-)
+from ft_ckpt.ranks import Ranks, try_action
+from ft_ckpt.ranks.sharding import OwnedSharding, Source, held_source
+from ft_ckpt.ranks.wrappers import ModelTensors, is_distributed
 from ft_ckpt.runs.items import (
     FLAGS,
     Item,

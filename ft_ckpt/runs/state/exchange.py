@@ -14,13 +14,13 @@ from torch import Tensor
 from ft_ckpt.errors import RanksDisagreeError, listing
 from ft_ckpt.ranks import (
     Ranks,
-    Source,
     Values,
     name_differing_tensors,
     rank_numbers,
     runs_of,
     values_of_runs,
 )
+from ft_ckpt.ranks.sharding import Source
 from ft_ckpt.runs.items import Item, Key, labelled_sources, optimizers_among
 from ft_ckpt.runs.optimizers import merge_descriptions
 from ft_ckpt.runs.state.document import Document

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.ranks import Source, engine_names, unwrap, user_class
+from ft_ckpt.ranks.sharding import Source
+from ft_ckpt.ranks.wrappers import engine_names, unwrap, user_class
 from ft_ckpt.runs.data import describe_data
 from ft_ckpt.runs.items import Item
 from ft_ckpt.runs.state.document import Document

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt.errors import SelectionError
-from ft_ckpt.ranks import (
+from ft_ckpt.ranks.wrappers import (
     drop_kept_gradients,
     hiding_gradients,
     is_distributed,

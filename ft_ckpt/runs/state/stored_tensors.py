@@ -18,7 +18,8 @@ from ft_ckpt.formats import (
     format_named,
     unflatten,
 )
-from ft_ckpt.ranks import WantedTensor, fill_tensor, is_distributed
+from ft_ckpt.ranks.moving import WantedTensor, fill_tensor
+from ft_ckpt.ranks.wrappers import is_distributed
 from ft_ckpt.runs.state.document import FOLDER, Document, entries_of_rank
 from ft_ckpt.runs.state.trees import live_tensors, source_of_leaf
 

@@ -8,7 +8,8 @@ import xxhash
 from torch import Tensor
 
 from ft_ckpt.formats import NAMES, Node, dtype_name, encode_node, flatten
-from ft_ckpt.ranks import OwnedSharding, Source, is_distributed, source_of_tensor
+from ft_ckpt.ranks.sharding import OwnedSharding, Source
+from ft_ckpt.ranks.wrappers import is_distributed, source_of_tensor
 from ft_ckpt.runs.optimizers import LEAVES
 from ft_ckpt.runs.state.document import Document
 

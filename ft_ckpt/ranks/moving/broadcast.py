@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ft_ckpt.errors import RankError
 from ft_ckpt.formats import bytes_at, whole_run
-from ft_ckpt.ranks import gather
-from ft_ckpt.ranks.fill import WantedTensor, check_all, fill_all, put_rows, readers_here
-from ft_ckpt.ranks.gather import bytes_as, padded_size, wire_device
+from ft_ckpt.ranks.moving import gather
+from ft_ckpt.ranks.moving.fill import WantedTensor, check_all, fill_all, put_rows, readers_here
+from ft_ckpt.ranks.moving.gather import bytes_as, padded_size, wire_device
 from ft_ckpt.ranks.ranks import Outcome, Ranks, try_action
 from ft_ckpt.ranks.sharding import part_count
 from ft_ckpt.storage.io import read_ahead

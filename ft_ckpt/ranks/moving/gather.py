@@ -17,8 +17,7 @@ from torch import Tensor
 from ft_ckpt.devices import current_device
 from ft_ckpt.errors import RankError
 from ft_ckpt.ranks.ranks import Ranks
-from ft_ckpt.ranks.sharding import Box
-from ft_ckpt.ranks.source import Source, box_memories
+from ft_ckpt.ranks.sharding import Box, Source, box_memories
 
 BUCKET_BYTES = 256 << 20  # buffer of a rank for tensors that are gathered or broadcast
 

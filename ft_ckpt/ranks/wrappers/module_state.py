@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ft_ckpt.errors import LoadError, SelectionError, listing
-from ft_ckpt.ranks.tensor_kinds import local_part
-from ft_ckpt.ranks.wrappers import (
+from ft_ckpt.ranks.wrappers.tensor_kinds import local_part
+from ft_ckpt.ranks.wrappers.wrappers import (
     hides_tensors,
     is_engine_code,
     walk_modules,

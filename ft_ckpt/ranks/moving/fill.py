@@ -26,9 +26,7 @@ from ft_ckpt.formats import (
     read_runs,
     whole_run,
 )
-from ft_ckpt.ranks.groups import global_rank
-from ft_ckpt.ranks.sharding import Box
-from ft_ckpt.ranks.source import Source, box_memories
+from ft_ckpt.ranks.sharding import Box, Source, box_memories, global_rank
 from ft_ckpt.storage.io import ByteRun, new_block
 
 _SLICE_BYTES = 64 << 20  # per read, to bound the memory beside the tensor

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ft_ckpt.errors import listing
 from ft_ckpt.messages import warn
-from ft_ckpt.ranks.wrapper import Wrapper
+from ft_ckpt.ranks.wrappers.wrapper import Wrapper
 
 
 class FSDP2Wrapper(Wrapper):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.ranks.sharding import Box, Sharding
+from ft_ckpt.ranks.sharding.sharding import Box, Sharding
 
 _unique_keys = count(-1, -1)  # below all ids of objects
 

@@ -11,10 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.ranks.groups import global_rank, is_subset_of_ranks, ranks_in_order
-from ft_ckpt.ranks.sharding import FlatSharding, ReplicatedSharding, Sharding
-from ft_ckpt.ranks.tensor_kind import TensorKind, TensorLayout
-from ft_ckpt.ranks.wrapper import Wrapper
+from ft_ckpt.ranks.sharding import (
+    FlatSharding,
+    ReplicatedSharding,
+    Sharding,
+    TensorKind,
+    TensorLayout,
+    global_rank,
+    is_subset_of_ranks,
+    ranks_in_order,
+)
+from ft_ckpt.ranks.wrappers.wrapper import Wrapper
 
 
 @dataclass(frozen=True, eq=False)

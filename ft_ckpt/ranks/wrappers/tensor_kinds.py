@@ -10,11 +10,16 @@ from typing import Any
 
 from torch import Tensor
 
-from ft_ckpt.ranks.dtensors import DTensors
-from ft_ckpt.ranks.engine_parts import EngineParts
-from ft_ckpt.ranks.fsdp1 import FlatParameters
-from ft_ckpt.ranks.sharding import Sharding
-from ft_ckpt.ranks.tensor_kind import PlainTensors, StandInTensors, TensorKind, TensorLayout
+from ft_ckpt.ranks.sharding import (
+    EngineParts,
+    PlainTensors,
+    Sharding,
+    StandInTensors,
+    TensorKind,
+    TensorLayout,
+)
+from ft_ckpt.ranks.wrappers.dtensors import DTensors
+from ft_ckpt.ranks.wrappers.fsdp1 import FlatParameters
 
 
 def tensor_kind_at(place: str) -> TensorKind:

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.ranks.fsdp1 import FSDP1Wrapper
-from ft_ckpt.ranks.fsdp2 import FSDP2Wrapper, PendingGradient
-from ft_ckpt.ranks.wrapper import (
+from ft_ckpt.ranks.wrappers.fsdp1 import FSDP1Wrapper
+from ft_ckpt.ranks.wrappers.fsdp2 import FSDP2Wrapper, PendingGradient
+from ft_ckpt.ranks.wrappers.wrapper import (
     AccelerateHooks,
     CheckpointedActivations,
     CompiledWrapper,

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Protocol
 
-from ft_ckpt.ranks.runs import Runs, runs_over_grid
+from ft_ckpt.ranks.sharding.runs import Runs, runs_over_grid
 
 
 @dataclass(frozen=True)

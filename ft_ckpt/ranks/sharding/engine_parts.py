@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ft_ckpt.ranks.groups import group_members
-from ft_ckpt.ranks.sharding import OpaqueSharding
-from ft_ckpt.ranks.tensor_kind import TensorKind, TensorLayout, layout_like
+from ft_ckpt.ranks.sharding.groups import group_members
+from ft_ckpt.ranks.sharding.sharding import OpaqueSharding
+from ft_ckpt.ranks.sharding.tensor_kind import TensorKind, TensorLayout, layout_like
 
 _PART = (
     "this rank's part of a larger parameter, cut by DeepSpeed's AutoTP or Megatron; cut the model "

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.ranks.groups import global_rank
-from ft_ckpt.ranks.sharding import ReplicatedSharding, Sharding
+from ft_ckpt.ranks.sharding.groups import global_rank
+from ft_ckpt.ranks.sharding.sharding import ReplicatedSharding, Sharding
 
 _READ = "_ft_ckpt_read"  # attribute of a stand-in: the function that returns its tensor
 

@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ft_ckpt.errors import IncompleteError, SelectionError, listing
-from ft_ckpt.ranks import module_state, tensor_kinds, wrappers
-from ft_ckpt.ranks.module_state import AddedValue
 from ft_ckpt.ranks.ranks import Ranks
-from ft_ckpt.ranks.sharding import OpaqueSharding, OwnedSharding
-from ft_ckpt.ranks.source import Source
-from ft_ckpt.ranks.tensor_kind import TensorLayout
+from ft_ckpt.ranks.sharding import OpaqueSharding, OwnedSharding, Source, TensorLayout
+from ft_ckpt.ranks.wrappers import module_state, tensor_kinds, wrappers
+from ft_ckpt.ranks.wrappers.module_state import AddedValue
 
 _DENSITY = attrgetter("layout", "is_quantized")
 _DENSE = (torch.strided, False)
