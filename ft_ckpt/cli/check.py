@@ -21,7 +21,7 @@ from ft_ckpt.storage.local import temporary_store
 from ft_ckpt.storage.places import open_place, spool_file
 
 if TYPE_CHECKING:
-    from ft_ckpt.formats import JoinedFile
+    from ft_ckpt.formats.files import JoinedFile
 
 _TAIL_LINES = 30  # of the output of a script that failed
 
@@ -254,7 +254,8 @@ def _is_of_rank(name: str) -> bool:
 def _open_joined(path: Path) -> "Iterator[JoinedFile]":
     """The tensors of all parts of a checkpoint."""
     from ft_ckpt.checkpoint import open_checkpoint
-    from ft_ckpt.formats import JoinedFile, open_tensor_file
+    from ft_ckpt.formats import open_tensor_file
+    from ft_ckpt.formats.files import JoinedFile
 
     with open_checkpoint(open_place(path)) as checkpoint:
         checkpoint.refuse_damaged()

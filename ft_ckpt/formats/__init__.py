@@ -4,8 +4,8 @@ anything in it.
 A format that writes returns the complete layout of a file before the first tensor byte is
 available. Readers describe tensors before they read them. Nothing here depends on steps, process
 groups, models or ft_ckpt's checkpoint folders. Begin at `tensor_format`, which says what a format
-is, and at `tensor_file`, which says what an open file is; `registry` has the table of all formats.
-Then read one, `safetensors_format`.
+is; `registry` has the table of all formats. The rooms: `trees`, nested values; `files`, open files;
+`index`, the index beside a header; `safetensors`, one format to read first.
 """
 
 import lazy_loader

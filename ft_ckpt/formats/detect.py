@@ -4,9 +4,8 @@ from collections.abc import Iterable
 from pathlib import PurePath
 
 from ft_ckpt.errors import ConfigError, LoadError, damaged_input
-from ft_ckpt.formats.raw_file import RawFile
+from ft_ckpt.formats.files import RawFile, TensorFile
 from ft_ckpt.formats.registry import load_installed_formats, tensor_formats, written_formats
-from ft_ckpt.formats.tensor_file import TensorFile
 from ft_ckpt.formats.tensor_format import TensorFormat
 from ft_ckpt.storage import Readable
 

@@ -22,7 +22,7 @@ ENTRY_POINTS = "ft_ckpt.formats"
 # "module:class" in the order in which messages list the formats and readers of a folder choose; of
 # two that recognise a file or a folder, the more specific one is later
 _CLASSES = (
-    "ft_ckpt.formats.safetensors_format:Safetensors",
+    "ft_ckpt.formats.safetensors.safetensors_format:Safetensors",
     "ft_ckpt.extensions.hdf5.formats:Hdf5",
     "ft_ckpt.extensions.hdf5.formats:Dual",
     "ft_ckpt.extensions.foreign.formats:Torch",

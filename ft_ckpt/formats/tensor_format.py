@@ -14,10 +14,9 @@ from ft_ckpt.formats.layout import Layout, Spec
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ft_ckpt.formats.indexed_file import IndexedFile
-    from ft_ckpt.formats.pytree import Node
-    from ft_ckpt.formats.raw_file import RawFile
-    from ft_ckpt.formats.tensor_file import TensorFile
+    from ft_ckpt.formats.files import RawFile, TensorFile
+    from ft_ckpt.formats.index import IndexedFile
+    from ft_ckpt.formats.trees import Node
     from ft_ckpt.storage import Readable
     from ft_ckpt.storage.places import Place
 
@@ -134,7 +133,7 @@ class TensorFormat:
         self, file: "Readable", mapped: bool = True, verify: bool = False
     ) -> "IndexedFile":
         """As `open_indexed`, for bytes that are open; `mapped=False` copies all that is read."""
-        from ft_ckpt.formats.raw_file import RawFile
+        from ft_ckpt.formats.files import RawFile
 
         return self.open_indexed(RawFile(file, mapped), verify)
 
@@ -143,7 +142,7 @@ class TensorFormat:
 
         Raises LoadError or CorruptError for files that it cannot read.
         """
-        from ft_ckpt.formats.indexed_file import named_tensors
+        from ft_ckpt.formats.index import named_tensors
 
         return named_tensors(self.open_indexed(file))
 

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from ft_ckpt.errors import SelectionError
-from ft_ckpt.formats import NAMES, PLAIN, flatten
+from ft_ckpt.formats.safetensors import NAMES
+from ft_ckpt.formats.trees import PLAIN, flatten
 from ft_ckpt.ranks.moving import digests_of
 from ft_ckpt.runs.items import bare_identity
 

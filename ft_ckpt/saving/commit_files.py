@@ -11,7 +11,8 @@ from ft_ckpt.checkpoint.checks import stored_bytes
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import NoSpaceError, explained
-from ft_ckpt.formats import format_by_suffix, format_named, link_second_names
+from ft_ckpt.formats import format_by_suffix, format_named
+from ft_ckpt.formats.safetensors import link_second_names
 from ft_ckpt.messages import LOG
 from ft_ckpt.ranks import Values
 from ft_ckpt.saving.agree import AgreedSave

@@ -25,7 +25,7 @@ from ft_ckpt.checkpoint.manifest import (
 )
 from ft_ckpt.checkpoint.manifest.manifest import check_paths
 from ft_ckpt.errors import ManifestError, NotACheckpointError, UnreadableError
-from ft_ckpt.formats import read_header
+from ft_ckpt.formats.safetensors import read_header
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs.folder import prune_run
 from ft_ckpt.storage.digests import FileRecord, read_record

@@ -24,7 +24,7 @@ from torch import nn
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, devices, load_model, verify
 from ft_ckpt.errors import IncompleteError
-from ft_ckpt.formats import reading
+from ft_ckpt.formats.files import reading
 from ft_ckpt.saving import PendingSave, snapshot
 from ft_ckpt.storage.io import read_ahead
 

@@ -26,7 +26,7 @@ from ft_ckpt.cli.show_file import show_file
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, TargetError
 from ft_ckpt.extensions.tools import convert, converting as convert_room, open_source
 from ft_ckpt.extensions.tools.rename_rules import read_map, rename_tensors
-from ft_ckpt.formats import NAMES
+from ft_ckpt.formats.safetensors import NAMES
 from ft_ckpt.storage.places import open_place
 
 FILES = {"safetensors": "x.safetensors", "dual": "x.safetensors", "h5": "x.h5", "torch": "x.pt"}

@@ -22,7 +22,7 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.extensions.tools import by_layer, compare_files, diff as room, open_source
 from ft_ckpt.extensions.tools.diff import layer_of
-from ft_ckpt.formats import NAMES
+from ft_ckpt.formats.safetensors import NAMES
 
 RUN = "import sys; from ft_ckpt.cli import main; main()"
 

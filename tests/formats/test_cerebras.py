@@ -19,7 +19,7 @@ from contract_format import equal
 
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.extensions.tools import load, save
-from ft_ckpt.formats import OpaqueObject
+from ft_ckpt.formats.files import OpaqueObject
 
 LEAF = {"type": None, "context": None, "children_spec": []}
 TEXT = h5py.string_dtype()

@@ -24,7 +24,8 @@ from transformers import (
 from ft_ckpt.errors import CorruptError, SelectionError
 from ft_ckpt.extensions.hdf5 import dual
 from ft_ckpt.extensions.tools import load, save
-from ft_ckpt.formats import HELPER, Spec
+from ft_ckpt.formats import Spec
+from ft_ckpt.formats.safetensors import HELPER
 
 SMALL = {
     "hidden_size": 32,

@@ -35,13 +35,10 @@ from ft_ckpt import load, save
 from ft_ckpt.checkpoint.manifest import Manifest, PartRecord
 from ft_ckpt.errors import CheckpointError
 from ft_ckpt.extensions.tools import open_source
-from ft_ckpt.formats import (
-    TensorRecord,
-    decode_node,
-    file_index,
-    pickles as pickles_module,
-    unflatten,
-)
+from ft_ckpt.formats import TensorRecord
+from ft_ckpt.formats.files import pickles as pickles_module
+from ft_ckpt.formats.index import file_index
+from ft_ckpt.formats.trees import decode_node, unflatten
 from ft_ckpt.runs.state import read_document
 from ft_ckpt.runs.state.document import FOLDER
 from ft_ckpt.saving import STATE_DOCUMENT
@@ -343,7 +340,7 @@ def grow(tree):
 
 
 def trees(folder):
-    from ft_ckpt.formats import encode_node, flatten
+    from ft_ckpt.formats.trees import encode_node, flatten
 
     whole = encode_node(flatten(nested(), ["float32", "bfloat16", "int16"])[0])
 

@@ -23,7 +23,8 @@ from ft_ckpt.extensions.foreign.torch_tensors import open_torch_file
 from ft_ckpt.extensions.foreign.torch_values import named_leaves
 from ft_ckpt.extensions.foreign.torch_write import lay_out_torch
 from ft_ckpt.extensions.tools import convert, load
-from ft_ckpt.formats import ITEM_BYTES, Layout, Spec, record_span
+from ft_ckpt.formats import ITEM_BYTES, Layout, Spec
+from ft_ckpt.formats.files import record_span
 from ft_ckpt.storage.io import Region
 
 DTYPES = sorted(ITEM_BYTES)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ft_ckpt.errors import CorruptError, LoadError
-from ft_ckpt.formats import stand_in, unpickle
-from ft_ckpt.formats.pickles import MAX_BYTES
+from ft_ckpt.formats.files import stand_in, unpickle
+from ft_ckpt.formats.files.pickles import MAX_BYTES
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4])

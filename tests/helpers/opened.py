@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from ft_ckpt.formats import RawFile
+from ft_ckpt.formats.files import RawFile
 from ft_ckpt.storage.io import open_local_file
 
 

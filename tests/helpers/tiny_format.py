@@ -3,7 +3,9 @@
 import json
 from collections.abc import Mapping, Sequence
 
-from ft_ckpt.formats import IndexedFile, Layout, RawFile, Spec, TensorFormat, TensorIndex
+from ft_ckpt.formats import Layout, Spec, TensorFormat
+from ft_ckpt.formats.files import RawFile
+from ft_ckpt.formats.index import IndexedFile, TensorIndex
 
 MAGIC = b"tiny"
 

@@ -21,7 +21,8 @@ from seeds import examples
 import ft_ckpt
 from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.extensions.hdf5 import hdf5
-from ft_ckpt.formats import raw_file as raw_files, read_onto, safetensors_file
+from ft_ckpt.formats.files import raw_file as raw_files, read_onto
+from ft_ckpt.formats.safetensors import safetensors_file
 from ft_ckpt.model.files.weights import fetching_weights
 from ft_ckpt.ranks.moving import WantedTensor, fill, fill_all
 from ft_ckpt.ranks.sharding import ReplicatedSharding, Source

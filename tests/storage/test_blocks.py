@@ -17,7 +17,7 @@ from seeds import examples
 
 import ft_ckpt
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.formats import reading
+from ft_ckpt.formats.files import reading
 from ft_ckpt.storage import libc
 from ft_ckpt.storage.io import (
     ByteRun,

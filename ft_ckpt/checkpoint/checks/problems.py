@@ -25,7 +25,8 @@ from ft_ckpt.errors import (
     listing,
     reason_of,
 )
-from ft_ckpt.formats import HELPER, TensorRecord, read_header
+from ft_ckpt.formats import TensorRecord
+from ft_ckpt.formats.safetensors import HELPER, read_header
 from ft_ckpt.storage import Store, Stored, read_text
 from ft_ckpt.storage.digests import (
     SMALL_BYTES,

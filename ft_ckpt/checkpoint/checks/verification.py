@@ -35,7 +35,7 @@ from ft_ckpt.errors import (
     damaged_input,
     listing,
 )
-from ft_ckpt.formats import read_header
+from ft_ckpt.formats.safetensors import read_header
 from ft_ckpt.storage import Store, is_inside
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.places import Place, hold_listed, open_place

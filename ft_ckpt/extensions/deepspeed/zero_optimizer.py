@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.extensions.deepspeed.zero import Partition, Slot, changed_with_steps, zero_partitions
-from ft_ckpt.formats import decode_value, dtype_name, dtype_of, encode_value
+from ft_ckpt.formats import dtype_name, dtype_of
+from ft_ckpt.formats.trees import decode_value, encode_value
 from ft_ckpt.ranks.sharding import ReplicatedSharding, Source, held_source
 from ft_ckpt.runs.optimizers import (
     Description,

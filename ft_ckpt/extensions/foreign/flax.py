@@ -15,17 +15,11 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.errors import CorruptError, damaged_input
-from ft_ckpt.formats import (
-    ITEM_BYTES,
-    MAX_LEVELS,
-    IndexedFile,
-    Node,
-    RawFile,
-    TensorIndex,
-    begins_with_header,
-    checked_sizes,
-    dtype_of,
-)
+from ft_ckpt.formats import ITEM_BYTES, checked_sizes, dtype_of
+from ft_ckpt.formats.files import RawFile
+from ft_ckpt.formats.index import IndexedFile, TensorIndex
+from ft_ckpt.formats.safetensors import begins_with_header
+from ft_ckpt.formats.trees import MAX_LEVELS, Node
 
 _AHEAD_BYTES = 64 << 10
 _MAX_TEXT_BYTES = 1 << 20  # of a key or another value that is not an array

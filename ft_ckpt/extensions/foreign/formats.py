@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 from ft_ckpt.formats import FolderWriter, Layout, LibraryObjects, Spec, TensorFormat
 
 if TYPE_CHECKING:
-    from ft_ckpt.formats import IndexedFile, RawFile, ReadRange, TensorFile
+    from ft_ckpt.formats import ReadRange
+    from ft_ckpt.formats.files import RawFile, TensorFile
+    from ft_ckpt.formats.index import IndexedFile
     from ft_ckpt.storage.places import Place
 
 

@@ -25,7 +25,7 @@ from ft_ckpt.extensions.foreign.torch_values import (
     named_leaves,
     split_tensors,
 )
-from ft_ckpt.formats import ZIP_MAGIC, RawFile, TensorFile, TensorView
+from ft_ckpt.formats.files import ZIP_MAGIC, RawFile, TensorFile, TensorView
 from ft_ckpt.storage.local import check_files_inside
 from ft_ckpt.storage.places import Place
 

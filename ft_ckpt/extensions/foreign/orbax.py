@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.errors import ConfigError, CorruptError, damaged_input, listing, shown
-from ft_ckpt.formats import FREE_BYTES, ITEM_BYTES, Spec, TensorFile, dtype_of
+from ft_ckpt.formats import ITEM_BYTES, Spec, dtype_of
+from ft_ckpt.formats.files import FREE_BYTES, TensorFile
 from ft_ckpt.messages import install_extra
 from ft_ckpt.storage import is_inside, read_text
 from ft_ckpt.storage.local import check_files_inside

@@ -27,7 +27,8 @@ from ft_ckpt.errors import (
     listing,
     shown,
 )
-from ft_ckpt.formats import ReadRange, Spec, StoredTensor, TensorFile, TensorView, dtype_of
+from ft_ckpt.formats import ReadRange, Spec, dtype_of
+from ft_ckpt.formats.files import StoredTensor, TensorFile, TensorView
 from ft_ckpt.messages import install_extra
 from ft_ckpt.storage import Store, is_inside, read_text
 from ft_ckpt.storage.local import LocalStore, check_files_inside, check_prefix_inside

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ft_ckpt.errors import SelectionError, listing
-from ft_ckpt.formats import MAX_LEVELS, PLAIN, SCALARS, quoted_key, vars_of
+from ft_ckpt.formats.trees import MAX_LEVELS, PLAIN, SCALARS, quoted_key, vars_of
 
 _SAVED: tuple[type, ...] = (*SCALARS, torch.Size)
 _MAPPINGS, _SEQUENCES = (dict, OrderedDict, Counter), (list, tuple, set)

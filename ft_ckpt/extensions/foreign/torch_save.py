@@ -14,7 +14,7 @@ from ft_ckpt.errors import (
     damaged_input,
     system_error,
 )
-from ft_ckpt.formats import FileStream, RawFile
+from ft_ckpt.formats.files import FileStream, RawFile
 from ft_ckpt.storage.io import open_local_file
 
 _MAX_BYTES_AT_ONCE = 1 << 30  # bytes written in one call; Linux takes less than 2 GB

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, damaged_input, listing
-from ft_ckpt.formats import ZIP_MAGIC, FileStream, RawFile
+from ft_ckpt.formats.files import ZIP_MAGIC, FileStream, RawFile
 from ft_ckpt.storage.io import LocalFile
 
 Source = Path | BinaryIO  # what torch and zipfile read

@@ -9,7 +9,8 @@ from torch import Tensor
 from ft_ckpt.extensions.foreign.torch_file import load_torch_value
 from ft_ckpt.extensions.foreign.torch_sums import compare_sums
 from ft_ckpt.extensions.foreign.torch_values import identity_of, split_tensors
-from ft_ckpt.formats import RawFile, Spec, TensorFile, dtype_name
+from ft_ckpt.formats import Spec, dtype_name
+from ft_ckpt.formats.files import RawFile, TensorFile
 from ft_ckpt.storage.io import open_local_file
 from ft_ckpt.storage.local import temporary_store
 from ft_ckpt.storage.places import copy_object

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.errors import CorruptError, LoadError, listing
-from ft_ckpt.formats import ITEM_BYTES, MAX_LEVELS, PLAIN, StandIn, dtype_name
+from ft_ckpt.formats import ITEM_BYTES, dtype_name
+from ft_ckpt.formats.files import StandIn
+from ft_ckpt.formats.trees import MAX_LEVELS, PLAIN
 
 
 def kind_of_leaf(leaf: Any) -> str:

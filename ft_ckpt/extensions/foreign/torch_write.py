@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.errors import SelectionError, TargetError, explained, listing, shown
-from ft_ckpt.formats import ITEM_BYTES, FileStream, Layout, RawFile, Spec, record_span
+from ft_ckpt.formats import ITEM_BYTES, Layout, Spec
+from ft_ckpt.formats.files import FileStream, RawFile, record_span
 from ft_ckpt.storage.io import Region, open_local_file, region_of
 from ft_ckpt.storage.local import temporary_store
 

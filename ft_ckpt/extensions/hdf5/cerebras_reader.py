@@ -16,15 +16,9 @@ from urllib.parse import quote
 import numpy as np
 
 from ft_ckpt.errors import CorruptError, LoadError, shown
-from ft_ckpt.formats import (
-    ITEM_BYTES,
-    MAX_LEVELS,
-    PLAIN_VALUES,
-    Node,
-    OpaqueObject,
-    Sealed,
-    unpickle,
-)
+from ft_ckpt.formats import ITEM_BYTES
+from ft_ckpt.formats.files import PLAIN_VALUES, OpaqueObject, Sealed, unpickle
+from ft_ckpt.formats.trees import MAX_LEVELS, Node
 from ft_ckpt.messages import printable
 
 _MAX_FILL_BYTES = 1 << 40  # of a constant tensor that has no bytes in the file

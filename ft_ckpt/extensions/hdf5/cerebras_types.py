@@ -2,7 +2,7 @@
 
 from urllib.parse import quote
 
-from ft_ckpt.formats import safe_name
+from ft_ckpt.formats.trees import safe_name
 
 INDEX = "__ft_index__"
 GROUP = "__ft__"  # of datasets whose names HDF5 would parse as paths

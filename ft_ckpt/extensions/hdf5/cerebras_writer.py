@@ -18,7 +18,8 @@ from ft_ckpt.extensions.hdf5.cerebras_types import (
     stored_type,
 )
 from ft_ckpt.extensions.hdf5.hdf5_metadata import Attribute, Dataset
-from ft_ckpt.formats import LEAF_SPEC, Node, Spec, describe_tree, leaf_number
+from ft_ckpt.formats import Spec
+from ft_ckpt.formats.trees import LEAF_SPEC, Node, describe_tree, leaf_number
 
 _VERSION = 0.5
 _RTFX_DTYPES = {  # numbers of Cerebras by the label of a dtype

@@ -25,23 +25,17 @@ from ft_ckpt.extensions.hdf5.hdf5_layout import (
 )
 from ft_ckpt.extensions.hdf5.hdf5_metadata import PAGE_BYTES, Dataset
 from ft_ckpt.extensions.hdf5.hdf5_skeleton import hdf5_header
-from ft_ckpt.formats import (
-    FOOTER_BYTES,
+from ft_ckpt.formats import ITEM_BYTES, Layout, Spec
+from ft_ckpt.formats.files import RawFile
+from ft_ckpt.formats.index import FOOTER_BYTES, TensorIndex, flat_tree, index_footer, index_text
+from ft_ckpt.formats.safetensors import (
     HELPER,
-    ITEM_BYTES,
     NAMES,
-    Layout,
-    Node,
-    RawFile,
-    Spec,
-    TensorIndex,
-    flat_tree,
-    index_footer,
-    index_text,
     is_safetensors,
     lay_out_safetensors,
     tree_metadata,
 )
+from ft_ckpt.formats.trees import Node
 
 _MAX_HELPER_BYTES = 1 << 40  # of the helper tensor; its digits make room for the true size
 

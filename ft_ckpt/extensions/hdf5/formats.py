@@ -4,10 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ft_ckpt.formats import ITEM_BYTES, NAMES, LaidOutObjects, Layout, Spec, TensorFormat
+from ft_ckpt.formats import ITEM_BYTES, LaidOutObjects, Layout, Spec, TensorFormat
+from ft_ckpt.formats.safetensors import NAMES
 
 if TYPE_CHECKING:
-    from ft_ckpt.formats import IndexedFile, Node, RawFile, TensorFile
+    from ft_ckpt.formats.files import RawFile, TensorFile
+    from ft_ckpt.formats.index import IndexedFile
+    from ft_ckpt.formats.trees import Node
     from ft_ckpt.storage.places import Place
 
 
@@ -101,7 +104,7 @@ class Dual(TensorFormat):
 
     def open_indexed(self, file: "RawFile", verify: bool = False) -> "IndexedFile":
         """An open file by its HDF5 index, which is compared with the safetensors header."""
-        from ft_ckpt.formats import open_safetensors
+        from ft_ckpt.formats.safetensors import open_safetensors
 
         return open_safetensors(file, verify)
 

@@ -18,18 +18,10 @@ from ft_ckpt.extensions.hdf5.hdf5_datasets import (
     follow_link,
 )
 from ft_ckpt.extensions.hdf5.hdf5_skeleton import hdf5_type
-from ft_ckpt.formats import (
-    ITEM_BYTES,
-    MAX_LEVELS,
-    FileStream,
-    IndexedFile,
-    Node,
-    RawFile,
-    TensorIndex,
-    as_tensor,
-    moved_index,
-    read_index,
-)
+from ft_ckpt.formats import ITEM_BYTES
+from ft_ckpt.formats.files import FileStream, RawFile
+from ft_ckpt.formats.index import IndexedFile, TensorIndex, as_tensor, moved_index, read_index
+from ft_ckpt.formats.trees import MAX_LEVELS, Node
 from ft_ckpt.storage.places import local_version
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"

@@ -32,17 +32,17 @@ from ft_ckpt.extensions.hdf5.hdf5_skeleton import (
     encoded_path,
     hdf5_type,
 )
-from ft_ckpt.formats import (
+from ft_ckpt.formats import Spec
+from ft_ckpt.formats.index import (
     FOOTER_BYTES,
     NO_DIGEST,
-    Node,
-    Spec,
     TensorIndex,
     index_footer,
     index_text,
     is_flat,
     with_digests,
 )
+from ft_ckpt.formats.trees import Node
 from ft_ckpt.storage.places import LibraryFile
 
 Bytes = npt.NDArray[np.uint8]

@@ -17,7 +17,7 @@ import numpy as np
 
 from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.extensions.hdf5.cerebras_types import DTYPES, STORED
-from ft_ckpt.formats import FREE_BYTES, RawFile
+from ft_ckpt.formats.files import FREE_BYTES, RawFile
 from ft_ckpt.messages import install_extra, printable
 
 # bytes of values per byte of the file, beyond FREE_BYTES; no compression gives more

@@ -19,14 +19,12 @@ from ft_ckpt.extensions.hdf5.cerebras_types import DTYPES, INDEX
 from ft_ckpt.extensions.hdf5.cerebras_writer import Content, describe_checkpoint
 from ft_ckpt.extensions.hdf5.hdf5_metadata import PAGE_BYTES, Dataset
 from ft_ckpt.extensions.hdf5.hdf5_skeleton import dataset_bytes, hdf5_header
-from ft_ckpt.formats import (
+from ft_ckpt.formats import Layout, Spec
+from ft_ckpt.formats.files import MAP_BYTES
+from ft_ckpt.formats.index import (
     FOOTER_BYTES,
-    MAP_BYTES,
     NO_DIGEST,
-    Layout,
-    Node,
     Row,
-    Spec,
     TensorIndex,
     flat_tree,
     index_footer,
@@ -34,6 +32,7 @@ from ft_ckpt.formats import (
     is_flat,
     with_digests,
 )
+from ft_ckpt.formats.trees import Node
 
 _SMALL_STEP = 64
 

@@ -19,18 +19,10 @@ import h5py
 
 from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
 from ft_ckpt.extensions.hdf5.hdf5 import open_foreign, open_hdf5
-from ft_ckpt.formats import (
-    ITEM_BYTES,
-    MAX_LEVELS,
-    ZIP_MAGIC,
-    FileStream,
-    IndexedFile,
-    RawFile,
-    TensorIndex,
-    TensorView,
-    named_tensors,
-    record_span,
-)
+from ft_ckpt.formats import ITEM_BYTES
+from ft_ckpt.formats.files import ZIP_MAGIC, FileStream, RawFile, TensorView, record_span
+from ft_ckpt.formats.index import IndexedFile, TensorIndex, named_tensors
+from ft_ckpt.formats.trees import MAX_LEVELS
 
 # attributes of whole models and of Keras 2's weights
 _LAYERS, _WEIGHTS = "layer_names", "weight_names"

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.formats import (
-    ITEM_BYTES,
+from ft_ckpt.formats import ITEM_BYTES, Spec
+from ft_ckpt.formats.safetensors import (
     HeaderEntry,
     SafetensorsHeader,
-    Spec,
     lay_out_safetensors,
     parse_header,
 )

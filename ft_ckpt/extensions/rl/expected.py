@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.errors import listing
-from ft_ckpt.formats import TensorFile
+from ft_ckpt.formats.files import TensorFile
 
 KNOWN_MODELS = frozenset(
     {

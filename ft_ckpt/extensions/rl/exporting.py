@@ -34,7 +34,7 @@ from ft_ckpt.extensions.tools import (
     open_source,
     write_converted,
 )
-from ft_ckpt.formats import MemoryFile, TensorFile
+from ft_ckpt.formats.files import MemoryFile, TensorFile
 from ft_ckpt.model.files import FolderPart, WeightsFolder, adapter_settings
 from ft_ckpt.storage.places import Place, open_place
 

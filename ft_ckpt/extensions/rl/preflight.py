@@ -21,7 +21,7 @@ import torch
 from ft_ckpt.checkpoint import hold_open
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.errors import CheckpointError, ConfigError, is_number, listing
-from ft_ckpt.formats import TensorFile
+from ft_ckpt.formats.files import TensorFile
 from ft_ckpt.messages import expected_one_of
 from ft_ckpt.model.base import differing_elements
 from ft_ckpt.model.files import differences_between, open_folder, quantisation_of

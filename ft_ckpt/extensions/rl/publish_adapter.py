@@ -15,7 +15,7 @@ from ft_ckpt.extensions.rl.publish_reports import PublishReport, ServerReport
 from ft_ckpt.extensions.rl.publish_source import PublishedPart, ServedFolder
 from ft_ckpt.extensions.rl.servers import Server, probe
 from ft_ckpt.extensions.rl.weights_update import LOADING
-from ft_ckpt.formats import TensorFile
+from ft_ckpt.formats.files import TensorFile
 from ft_ckpt.messages import LOG
 
 

@@ -26,7 +26,7 @@ from ft_ckpt.extensions.rl.preflight import needs_export
 from ft_ckpt.extensions.rl.rebuilding import drop_rebuilt, is_staged, mark_staged
 from ft_ckpt.extensions.rl.servers import Server
 from ft_ckpt.extensions.transfer import pull
-from ft_ckpt.formats import TensorFile
+from ft_ckpt.formats.files import TensorFile
 from ft_ckpt.messages import LOG
 from ft_ckpt.model.files import open_folder
 from ft_ckpt.storage import Store, read_text

@@ -29,7 +29,7 @@ from ft_ckpt.extensions.rl.weights_update import (
     resume,
     unlike_servers,
 )
-from ft_ckpt.formats import TensorFile
+from ft_ckpt.formats.files import TensorFile
 from ft_ckpt.messages import LOG
 from ft_ckpt.storage.local import LocalStore
 

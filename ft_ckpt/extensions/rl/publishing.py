@@ -24,7 +24,7 @@ from ft_ckpt.extensions.rl.publish_source import (
 from ft_ckpt.extensions.rl.publish_weights import publish_weights
 from ft_ckpt.extensions.rl.servers import Server, connect
 from ft_ckpt.extensions.rl.weights_update import FIRST_VERSION
-from ft_ckpt.formats import TensorFile
+from ft_ckpt.formats.files import TensorFile
 from ft_ckpt.storage.places import Place, location_name, open_place
 
 _ANY_RANK = 1 << 20  # no limit here: the server checks its own

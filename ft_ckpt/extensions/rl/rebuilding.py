@@ -33,7 +33,7 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.extensions.rl.delta_files import Changes, DeltaPiece, is_alike
 from ft_ckpt.extensions.transfer import CopyReport, weights_manifest
-from ft_ckpt.formats import parse_header
+from ft_ckpt.formats.safetensors import parse_header
 from ft_ckpt.runs.folder import remove_checkpoints
 from ft_ckpt.storage import PREFIX, Readable, Store, Stored, read_range, read_text
 from ft_ckpt.storage.digests import FileRecord, digest_of_bytes

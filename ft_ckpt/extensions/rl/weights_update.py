@@ -23,7 +23,7 @@ from ft_ckpt.extensions.rl.expected import (
 from ft_ckpt.extensions.rl.options import ServerOptions
 from ft_ckpt.extensions.rl.publish_source import ServedFolder, path_on_this_machine
 from ft_ckpt.extensions.rl.servers import Server, probe
-from ft_ckpt.formats import TensorFile
+from ft_ckpt.formats.files import TensorFile
 from ft_ckpt.storage.local import LocalStore
 
 LOADING = " (loading)"  # after the version of a server whose weights are being replaced

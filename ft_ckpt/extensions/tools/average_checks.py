@@ -10,7 +10,7 @@ import xxhash
 
 from ft_ckpt.checkpoint.manifest import BaseRecord
 from ft_ckpt.errors import SelectionError, listing
-from ft_ckpt.formats import TensorFile
+from ft_ckpt.formats.files import TensorFile
 from ft_ckpt.model.files import (
     WeightsFolder,
     adapter_settings,

@@ -22,7 +22,7 @@ from ft_ckpt.extensions.tools.average_checks import (
 from ft_ckpt.extensions.tools.averaged_file import AveragedFile
 from ft_ckpt.extensions.tools.convert_request import ConvertOptions, check_apart, convert_options
 from ft_ckpt.extensions.tools.converting import ConvertReport, open_source, write_converted
-from ft_ckpt.formats import TensorFile
+from ft_ckpt.formats.files import TensorFile
 from ft_ckpt.model.files import WeightsFolder
 from ft_ckpt.model.tensors import finite_numbers
 from ft_ckpt.storage.places import Place, open_place

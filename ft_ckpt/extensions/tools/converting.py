@@ -37,13 +37,9 @@ from ft_ckpt.extensions.tools.translated_file import (
     translate_file,
     untie_file,
 )
-from ft_ckpt.formats import (
-    FolderWriter,
-    TensorFile,
-    TensorView,
-    link_second_names,
-    open_tensor_file,
-)
+from ft_ckpt.formats import FolderWriter, open_tensor_file
+from ft_ckpt.formats.files import TensorFile, TensorView
+from ft_ckpt.formats.safetensors import link_second_names
 from ft_ckpt.model.files import FolderPart, WeightsFolder, join_weight_files, open_folder
 from ft_ckpt.storage import Store, Stored
 from ft_ckpt.storage.places import Place, open_place, replaced_object, scratch_folder

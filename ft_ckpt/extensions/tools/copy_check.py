@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.errors import CorruptError, listing
-from ft_ckpt.formats import Spec, TensorFile
+from ft_ckpt.formats import Spec
+from ft_ckpt.formats.files import TensorFile
 
 SLICE_BYTES = 4 << 20  # small, because memory freed by several threads stays in their heaps
 

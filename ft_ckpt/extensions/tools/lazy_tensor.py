@@ -19,7 +19,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.formats import PLAIN, IndexedFile
+from ft_ckpt.formats.index import IndexedFile
+from ft_ckpt.formats.trees import PLAIN
 
 _GETTERS = (
     "shape",

@@ -25,7 +25,7 @@ from ft_ckpt.extensions.tools.stored_adapters import (
     find_adapters,
     find_base,
 )
-from ft_ckpt.formats import TensorFile
+from ft_ckpt.formats.files import TensorFile
 from ft_ckpt.model.base import base_on_files
 from ft_ckpt.model.files import WeightsFolder
 from ft_ckpt.model.load import attach_adapters

@@ -15,24 +15,21 @@ from ft_ckpt.devices import host_pieces, is_accelerator
 from ft_ckpt.errors import ConfigError, CorruptError, damaged_input, explained
 from ft_ckpt.extensions.tools.lazy_tensor import LazyTensor, lazy_tensor
 from ft_ckpt.formats import (
-    DeviceTensors,
     FilePlan,
-    IndexedFile,
     LaidOutObjects,
     Layout,
-    Leaf,
     LibraryObjects,
-    RawFile,
     Spec,
     TensorFormat,
     detect_format,
-    flatten,
     format_by_suffix,
     format_named,
     tensor_formats,
-    unflatten,
     write_file,
 )
+from ft_ckpt.formats.files import DeviceTensors, RawFile
+from ft_ckpt.formats.index import IndexedFile
+from ft_ckpt.formats.trees import Leaf, flatten, unflatten
 from ft_ckpt.messages import expected_one_of
 from ft_ckpt.storage import Readable
 from ft_ckpt.storage.digests import digest_of_open

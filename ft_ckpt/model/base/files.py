@@ -16,7 +16,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from torch import Tensor, nn
 
 from ft_ckpt.errors import CheckpointError
-from ft_ckpt.formats import TensorFile, dtype_of
+from ft_ckpt.formats import dtype_of
+from ft_ckpt.formats.files import TensorFile
 from ft_ckpt.model.files import join_weight_files, weight_files
 from ft_ckpt.model.tensors import is_pretrained, made_by_class, with_whole_parameters
 from ft_ckpt.ranks.sharding import Source

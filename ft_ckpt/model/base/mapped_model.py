@@ -13,7 +13,8 @@ from transformers import AutoConfig
 
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.errors import LoadError, damaged_input, listing
-from ft_ckpt.formats import JoinedFile, TensorFile, checkpoint_format_of, open_tensor_file
+from ft_ckpt.formats import checkpoint_format_of, open_tensor_file
+from ft_ckpt.formats.files import JoinedFile, TensorFile
 from ft_ckpt.model.base.files import FileOrigin, find_origins
 from ft_ckpt.model.base.model_class import BaseClass, find_base_class
 from ft_ckpt.model.empty import (

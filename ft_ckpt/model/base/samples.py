@@ -15,7 +15,8 @@ from torch import nn
 
 from ft_ckpt.checkpoint.manifest import BaseRecord, PartRecord
 from ft_ckpt.errors import listing
-from ft_ckpt.formats import TensorFile, dtype_name
+from ft_ckpt.formats import dtype_name
+from ft_ckpt.formats.files import TensorFile
 from ft_ckpt.model.base.config import changes_of_config, class_of_base
 from ft_ckpt.model.tensors import (
     PREFIX,

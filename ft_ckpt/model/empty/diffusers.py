@@ -17,7 +17,7 @@ from torch import nn
 
 from ft_ckpt.checkpoint.manifest import is_hub_name
 from ft_ckpt.errors import CompanionError, LoadError, listing, shown
-from ft_ckpt.formats import TensorFile
+from ft_ckpt.formats.files import TensorFile
 from ft_ckpt.model.tensors import DIFFUSERS, Part, library_of, model_below
 from ft_ckpt.ranks.wrappers import user_class
 from ft_ckpt.storage.local import LocalStore

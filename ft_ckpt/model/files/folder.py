@@ -16,7 +16,8 @@ from ft_ckpt.checkpoint.manifest import (
     why_no_checkpoint,
 )
 from ft_ckpt.errors import LoadError, damaged_input
-from ft_ckpt.formats import JoinedFile, TensorFile, TensorFormat, format_named, tensor_formats
+from ft_ckpt.formats import TensorFormat, format_named, tensor_formats
+from ft_ckpt.formats.files import JoinedFile, TensorFile
 from ft_ckpt.model.files.folder_files import (
     STEMS,
     check_shard_index,

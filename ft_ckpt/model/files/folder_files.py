@@ -7,7 +7,8 @@ from typing import Any
 
 from ft_ckpt.checkpoint.manifest import DIFFUSERS_LORA_FILE, DIFFUSERS_MODEL_FILE
 from ft_ckpt.errors import CorruptError, UnreadableError, listing, shown
-from ft_ckpt.formats import JoinedFile, open_tensor_file, tensor_formats
+from ft_ckpt.formats import open_tensor_file, tensor_formats
+from ft_ckpt.formats.files import JoinedFile
 from ft_ckpt.model.tensors import ADAPTER_FILE
 from ft_ckpt.storage import Store, is_inside, read_text
 

@@ -9,14 +9,10 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.checkpoint.manifest import PartRecord
-from ft_ckpt.formats import (
-    IndexedFile,
-    RawFile,
-    checkpoint_format_of,
-    format_named,
-    load_object,
-    read_onto,
-)
+from ft_ckpt.formats import checkpoint_format_of, format_named
+from ft_ckpt.formats.files import RawFile, read_onto
+from ft_ckpt.formats.index import IndexedFile
+from ft_ckpt.formats.trees import load_object
 from ft_ckpt.model.files.settings_files import EXTRA_FILE
 from ft_ckpt.ranks.moving import readers_here
 from ft_ckpt.storage import Store, read_text

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.errors import LoadError, listing
-from ft_ckpt.formats import PLAIN, TensorFile
+from ft_ckpt.formats.files import TensorFile
+from ft_ckpt.formats.trees import PLAIN
 from ft_ckpt.model.files import extra_beside
 from ft_ckpt.model.load.report import LoadReport, refuse_differences
 from ft_ckpt.model.tensors import made_by_class, put_at, tensor_at

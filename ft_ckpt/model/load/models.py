@@ -13,7 +13,9 @@ from torch import nn
 from ft_ckpt.checkpoint import OpenCheckpoint
 from ft_ckpt.checkpoint.manifest import Manifest, PartRecord
 from ft_ckpt.errors import LoadError, listing
-from ft_ckpt.formats import PLAIN, MemoryFile, format_named
+from ft_ckpt.formats import format_named
+from ft_ckpt.formats.files import MemoryFile
+from ft_ckpt.formats.trees import PLAIN
 from ft_ckpt.model.empty import (
     add_origin,
     checked_config,

@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from ft_ckpt.errors import SelectionError, listing
-from ft_ckpt.formats import dtype_name, dtype_of, dump_object
+from ft_ckpt.formats import dtype_name, dtype_of
+from ft_ckpt.formats.trees import dump_object
 from ft_ckpt.model.tensors.conversion import cast_entries, converted_entries, kept_in_float32
 from ft_ckpt.model.tensors.entries import MODEL_FILE, Part, unchanged_entry
 from ft_ckpt.model.tensors.libraries import TRANSFORMERS, library_of

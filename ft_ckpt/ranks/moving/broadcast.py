@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.errors import RankError
-from ft_ckpt.formats import bytes_at, whole_run
+from ft_ckpt.formats.files import bytes_at, whole_run
 from ft_ckpt.ranks.moving import gather
 from ft_ckpt.ranks.moving.fill import WantedTensor, check_all, fill_all, put_rows, readers_here
 from ft_ckpt.ranks.moving.gather import bytes_as, padded_size, wire_device

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.errors import LoadError, listing
-from ft_ckpt.formats import (
-    PLAIN,
+from ft_ckpt.formats import dtype_name
+from ft_ckpt.formats.files import (
     THREADS,
     Landing,
     StraightLanding,
     TensorFile,
     copy_bytes,
-    dtype_name,
     read_runs,
     whole_run,
 )
+from ft_ckpt.formats.trees import PLAIN
 from ft_ckpt.ranks.sharding import Box, Source, box_memories, global_rank
 from ft_ckpt.storage.io import ByteRun, new_block
 

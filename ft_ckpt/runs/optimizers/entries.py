@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.formats import PLAIN, dtype_name, dtype_of, encode_node
+from ft_ckpt.formats import dtype_name, dtype_of
+from ft_ckpt.formats.trees import PLAIN, encode_node
 from ft_ckpt.ranks.sharding import OwnedSharding, Sharding, Source, held_source
 from ft_ckpt.ranks.wrappers import is_distributed, shows_runs, source_of_tensor, state_run
 from ft_ckpt.runs.optimizers.values import Entry, encode_if_plain, flatten_container, is_dense

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ft_ckpt.errors import SelectionError, listing
-from ft_ckpt.formats import decode_value, dtype_of
+from ft_ckpt.formats import dtype_of
+from ft_ckpt.formats.trees import decode_value
 from ft_ckpt.ranks.sharding import Source
 from ft_ckpt.ranks.wrappers import is_distributed, shows_runs
 from ft_ckpt.runs.optimizers.entries import (

@@ -26,14 +26,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from ft_ckpt.errors import SelectionError, listing
-from ft_ckpt.formats import (
-    NAMES,
+from ft_ckpt.formats import dtype_of
+from ft_ckpt.formats.safetensors import NAMES
+from ft_ckpt.formats.trees import (
     PLAIN,
     Leaf,
     Node,
     decode_node,
     decode_value,
-    dtype_of,
     dump_object,
     encode_value,
     load_object,

@@ -9,14 +9,8 @@ import torch
 
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.errors import CheckpointError, CorruptError, damaged_input, listing, shown
-from ft_ckpt.formats import (
-    checked_sizes,
-    decode_node,
-    decode_value,
-    dtype_of,
-    leaf_numbers,
-    load_object,
-)
+from ft_ckpt.formats import checked_sizes, dtype_of
+from ft_ckpt.formats.trees import decode_node, decode_value, leaf_numbers, load_object
 from ft_ckpt.runs.items import FLAGS, flags_problem
 from ft_ckpt.runs.optimizers import decode_setting, is_dense, tensors_of_entry
 from ft_ckpt.saving import STATE_DOCUMENT

@@ -10,14 +10,9 @@ from torch import Tensor
 
 from ft_ckpt.checkpoint import OpenCheckpoint
 from ft_ckpt.errors import LoadError, SelectionError
-from ft_ckpt.formats import (
-    ListedFile,
-    Spec,
-    TensorFile,
-    decode_node,
-    format_named,
-    unflatten,
-)
+from ft_ckpt.formats import Spec, format_named
+from ft_ckpt.formats.files import ListedFile, TensorFile
+from ft_ckpt.formats.trees import decode_node, unflatten
 from ft_ckpt.ranks.moving import WantedTensor, fill_tensor
 from ft_ckpt.ranks.wrappers import is_distributed
 from ft_ckpt.runs.state.document import FOLDER, Document, entries_of_rank

@@ -7,7 +7,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ft_ckpt.formats import NAMES, Node, dtype_name, encode_node, flatten
+from ft_ckpt.formats import dtype_name
+from ft_ckpt.formats.safetensors import NAMES
+from ft_ckpt.formats.trees import Node, encode_node, flatten
 from ft_ckpt.ranks.sharding import OwnedSharding, Source
 from ft_ckpt.ranks.wrappers import is_distributed, source_of_tensor
 from ft_ckpt.runs.optimizers import LEAVES

@@ -5,21 +5,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ft_ckpt.errors import CorruptError, UnreadableError, damaged_input
-from ft_ckpt.formats.file_index import (
-    TREE,
-    TensorIndex,
-    check_index,
-    is_flat,
-    read_index,
-)
-from ft_ckpt.formats.indexed_file import IndexedFile
+from ft_ckpt.formats.files import RawFile
+from ft_ckpt.formats.index import TREE, IndexedFile, TensorIndex, check_index, is_flat, read_index
 from ft_ckpt.formats.layout import Layout, Spec
-from ft_ckpt.formats.leaf_names import leaf_names
-from ft_ckpt.formats.pytree import Node
-from ft_ckpt.formats.pytree_json import decode_node, encode_node
-from ft_ckpt.formats.raw_file import RawFile
-from ft_ckpt.formats.safetensors import HELPER, SafetensorsHeader, lay_out_safetensors, parse_header
+from ft_ckpt.formats.safetensors.header import (
+    HELPER,
+    SafetensorsHeader,
+    lay_out_safetensors,
+    parse_header,
+)
 from ft_ckpt.formats.tensor_format import TensorFormat
+from ft_ckpt.formats.trees import Node, decode_node, encode_node, leaf_names
 from ft_ckpt.storage import Store, etag_of
 from ft_ckpt.storage.digests import FileRecord
 

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import xxhash
 
 from ft_ckpt.errors import CorruptError, damaged_input, listing
+from ft_ckpt.formats.files import RawFile
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
-from ft_ckpt.formats.pytree import Node
-from ft_ckpt.formats.pytree_json import decode_node, encode_node
-from ft_ckpt.formats.raw_file import RawFile
+from ft_ckpt.formats.trees import Node, decode_node, encode_node
 
 # key of an object's tree in the metadata of safetensors; here it is the `root`
 TREE = "ft_ckpt_tree"

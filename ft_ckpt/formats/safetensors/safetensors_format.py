@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ft_ckpt.formats.layout import Layout, Spec
-from ft_ckpt.formats.safetensors import NAMES, lay_out_safetensors
+from ft_ckpt.formats.safetensors.header import NAMES, lay_out_safetensors
 from ft_ckpt.formats.tensor_format import LaidOutObjects, TensorFormat
 
 if TYPE_CHECKING:
-    from ft_ckpt.formats.indexed_file import IndexedFile
-    from ft_ckpt.formats.pytree import Node
-    from ft_ckpt.formats.raw_file import RawFile
+    from ft_ckpt.formats.files import RawFile
+    from ft_ckpt.formats.index import IndexedFile
+    from ft_ckpt.formats.trees import Node
 
 
 class _SafetensorsObjects(LaidOutObjects):
@@ -19,7 +19,7 @@ class _SafetensorsObjects(LaidOutObjects):
     def lay_out(
         self, root: "Node", leaves: Sequence[Spec], arrays: Sequence[int], native_floats: bool
     ) -> tuple[Layout, Sequence[str]]:
-        from ft_ckpt.formats.safetensors_file import lay_out_safetensors_object
+        from ft_ckpt.formats.safetensors.safetensors_file import lay_out_safetensors_object
 
         return lay_out_safetensors_object(root, leaves)
 
@@ -33,12 +33,12 @@ class Safetensors(TensorFormat):
     objects = _SafetensorsObjects()
 
     def recognises(self, file: "RawFile") -> bool:
-        from ft_ckpt.formats.safetensors_file import is_safetensors
+        from ft_ckpt.formats.safetensors.safetensors_file import is_safetensors
 
         return is_safetensors(file)
 
     def open_indexed(self, file: "RawFile", verify: bool = False) -> "IndexedFile":
-        from ft_ckpt.formats.safetensors_file import open_safetensors
+        from ft_ckpt.formats.safetensors.safetensors_file import open_safetensors
 
         return open_safetensors(file, verify)
 

@@ -20,7 +20,7 @@ import torch
 
 from ft_ckpt.errors import SelectionError, damaged_input, listing
 from ft_ckpt.formats.dtypes import dtype_name
-from ft_ckpt.formats.numpy_arrays import (
+from ft_ckpt.formats.trees.numpy_arrays import (
     Array,
     describe_dtype,
     is_describable,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ft_ckpt.errors import SelectionError
-from ft_ckpt.formats.pytree import MAPPINGS, Node
+from ft_ckpt.formats.trees.pytree import MAPPINGS, Node
 from ft_ckpt.messages import printable
 
 _MAX_NAME_BYTES = 30_000  # of HDF5

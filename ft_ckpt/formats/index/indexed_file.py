@@ -10,10 +10,9 @@ import xxhash
 from torch import Tensor
 
 from ft_ckpt.errors import CorruptError, damaged_input
-from ft_ckpt.formats.file_index import TensorIndex
-from ft_ckpt.formats.pytree import Node
-from ft_ckpt.formats.raw_file import MAP_BYTES, RawFile
-from ft_ckpt.formats.tensor_file import TensorFile, TensorView
+from ft_ckpt.formats.files import MAP_BYTES, RawFile, TensorFile, TensorView
+from ft_ckpt.formats.index.file_index import TensorIndex
+from ft_ckpt.formats.trees import Node
 from ft_ckpt.storage.io import ByteRun
 
 ReadElements = Callable[[int, int], Any]  # flat elements [start, stop) of one tensor

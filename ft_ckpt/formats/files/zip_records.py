@@ -6,7 +6,7 @@ import struct
 import zipfile
 
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.formats.raw_file import RawFile
+from ft_ckpt.formats.files.raw_file import RawFile
 
 ZIP_MAGIC = b"PK\3\4"
 # of a record: signature, lengths of its name and of the extra field

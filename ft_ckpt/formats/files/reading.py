@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.devices import PinnedBlocks, has_streams
-from ft_ckpt.formats.tensor_file import TensorFile
+from ft_ckpt.formats.files.tensor_file import TensorFile
 from ft_ckpt.storage.io import ByteRun, is_in_page_cache, read_ahead, read_in_place
 
 THREADS = 4
