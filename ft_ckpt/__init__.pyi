@@ -64,7 +64,7 @@ from .saver import (
     Progress as Progress,
     SaveReport as SaveReport,
 )
-from .saving import (
+from .saving.planning import (
     PendingSave as PendingSave,
 )
 from .schedule import (

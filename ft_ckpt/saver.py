@@ -46,15 +46,8 @@ from ft_ckpt.runs.loop import (
 )
 from ft_ckpt.runs.resume import ResumeRequest, parse_mode, resume_run
 from ft_ckpt.runs.saves import RunSaves, SaveHook, make_follow_up
-from ft_ckpt.saving import (
-    PendingSave,
-    SaveReport,
-    SaveRequest,
-    SaveRunner,
-    as_in_training,
-    library_versions,
-    request_of,
-)
+from ft_ckpt.saving import SaveRunner, as_in_training, library_versions
+from ft_ckpt.saving.planning import PendingSave, SaveReport, SaveRequest, request_of
 from ft_ckpt.storage.places import Place, location_name, shown_location
 
 if TYPE_CHECKING:

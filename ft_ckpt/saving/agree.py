@@ -13,9 +13,18 @@ from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import RanksDisagreeError
 from ft_ckpt.messages import warn
 from ft_ckpt.ranks import Ranks, Values, name_differing_tensors
-from ft_ckpt.saving import replicas
 from ft_ckpt.saving.context import SaveContext
-from ft_ckpt.saving.plan import BaseSamples, SavePlan
+from ft_ckpt.saving.planning import (
+    BaseSamples,
+    ReplicaDigest,
+    SavePlan,
+    describe_differences,
+    differing_places,
+    differing_replicas,
+    digest_replicas,
+    digests_by_place,
+    replicated_tensors,
+)
 from ft_ckpt.saving.reuse_frozen import Offer
 from ft_ckpt.saving.stage import OpenStage
 
@@ -51,7 +60,7 @@ def agree_on_plan(
     error of any rank, RanksDisagreeError naming tensors, or replicas if the settings refuse these.
     """
     ranks = context.ranks
-    digests: dict[str, replicas.ReplicaDigest] = {}
+    digests: dict[str, ReplicaDigest] = {}
     compares_replicas = False
     if plan is not None and error is None:
         request = plan.request
@@ -59,8 +68,8 @@ def agree_on_plan(
         compares_replicas = ranks.size > 1 and not is_compared
     if plan is not None and compares_replicas:
         with ranks.attempting() as digesting:
-            replicated = replicas.replicated_tensors(plan.plans)
-            digests = replicas.digest_replicas(replicated, ranks.rank)
+            replicated = replicated_tensors(plan.plans)
+            digests = digest_replicas(replicated, ranks.rank)
         error = digesting.error
     facts: dict[str, Any] = {}
     if plan is not None and stage is not None and error is None:
@@ -74,9 +83,9 @@ def agree_on_plan(
         digest = facts["tensors"]
         name_differing_tensors(ranks, "the tensors of save()", digest, partial(_stored_names, plan))
     if compares_replicas and not terms["state_dict"]:  # a state dict is given on rank 0 alone
-        differing = replicas.differing_replicas(digests, terms["differing_places"], ranks)
+        differing = differing_replicas(digests, terms["differing_places"], ranks)
         if differing:
-            text = replicas.describe_differences(differing)
+            text = describe_differences(differing)
             report_differences(text, str(plan.request.target), ranks, context.config)
         plan = replace(plan, request=replace(plan.request, differing=differing))
     offers = {}
@@ -109,7 +118,7 @@ def report_differences(differences: str, saved: str, ranks: Ranks, config: Saver
 
 
 def _describe_save(
-    plan: SavePlan, stage: OpenStage, digests: Mapping[str, replicas.ReplicaDigest]
+    plan: SavePlan, stage: OpenStage, digests: Mapping[str, ReplicaDigest]
 ) -> dict[str, Any]:
     """The facts of a save that ranks compare or that rank 0 needs from each, as JSON."""
     request = plan.request
@@ -126,7 +135,7 @@ def _describe_save(
         # in which ranks may write files together
         "stage": store.url if store is not None and store.local_folder is not None else None,
         "offers": offers,
-        "replicas": replicas.digests_by_place(digests),
+        "replicas": digests_by_place(digests),
     }
 
 
@@ -165,5 +174,5 @@ def _terms_of(values: Values) -> dict[str, Any]:
         "state_dict": first["state_dict"],
         "fits": all(value["fits"] for value in values),
         "alike": all(value["tensors"] == first["tensors"] for value in values),
-        "differing_places": replicas.differing_places(value["replicas"] for value in values),
+        "differing_places": differing_places(value["replicas"] for value in values),
     }

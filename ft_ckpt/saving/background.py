@@ -26,12 +26,16 @@ from ft_ckpt.messages import warn
 from ft_ckpt.model.tensors import load_conversion_table
 from ft_ckpt.ranks import Outcome, Ranks, current_ranks
 from ft_ckpt.saving.agree import agree_on_plan
-from ft_ckpt.saving.context import SaveContext
+from ft_ckpt.saving.context import Mode, SaveContext, SharedFolders
 from ft_ckpt.saving.execute import Attempt, run_save
-from ft_ckpt.saving.plan import SavePlan, plan_save
-from ft_ckpt.saving.report import PendingSave, SaveReport
-from ft_ckpt.saving.request import SaveRequest
-from ft_ckpt.saving.shared_folders import Mode, SharedFolders
+from ft_ckpt.saving.planning import (
+    PendingSave,
+    SavePlan,
+    SaveReport,
+    SaveRequest,
+    plan_save,
+    plan_writes,
+)
 from ft_ckpt.saving.snapshot import (
     Snapshot,
     SnapshotPlan,
@@ -41,7 +45,6 @@ from ft_ckpt.saving.snapshot import (
     plan_snapshot,
 )
 from ft_ckpt.saving.stage import OpenStage
-from ft_ckpt.saving.write_plan import plan_writes
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -4,24 +4,33 @@ checkpoint.
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from functools import cache
+from importlib import metadata
 from typing import Any
 
+from ft_ckpt._version import __version__
 from ft_ckpt.checkpoint.checks import stored_bytes
-from ft_ckpt.checkpoint.manifest import Manifest
+from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import NoSpaceError, explained
-from ft_ckpt.formats import format_by_suffix, format_named
+from ft_ckpt.formats import TensorRecord, format_by_suffix, format_named
 from ft_ckpt.formats.safetensors import link_second_names
 from ft_ckpt.messages import LOG
+from ft_ckpt.model.tensors import Part
 from ft_ckpt.ranks import Values
 from ft_ckpt.saving.agree import AgreedSave
 from ft_ckpt.saving.context import SaveContext
-from ft_ckpt.saving.files import check_written_files
-from ft_ckpt.saving.plan import SavePlan
-from ft_ckpt.saving.report import SaveReport
-from ft_ckpt.saving.request import SaveRequest
-from ft_ckpt.saving.save_manifest import manifest_of
+from ft_ckpt.saving.planning import (
+    BaseSamples,
+    PartPlan,
+    SavePlan,
+    SaveReport,
+    SaveRequest,
+    check_written_files,
+)
 from ft_ckpt.saving.stage import OpenStage
 from ft_ckpt.saving.write import WrittenFiles, written_records
 from ft_ckpt.storage import Store
@@ -175,3 +184,115 @@ def _manifest_of(
         export=bool(request.made_from) or (is_of_run and request.extra_state is None),
         made_from=request.made_from,
     )
+
+
+_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "safetensors")
+
+
+def manifest_of(
+    plans: Sequence[PartPlan],
+    files: Iterable[FileRecord],
+    samples: Sequence[BaseSamples],
+    *,
+    compressed: bool,
+    bases: Mapping[str, BaseRecord],
+    classes: Mapping[str, str],
+    notes: Sequence[str],
+    **facts: Any,
+) -> Manifest:
+    """The manifest of these plans and `files`.
+
+    `samples`: sampled elements of the adapters' bases, from each rank. `bases` and `classes`: base
+    records and class names by the name of the part. `notes` are added to those of the parts;
+    `facts` are further fields of the manifest.
+    """
+    parts = [plan.part for plan in plans]
+    records = []
+    all_notes: list[str] = []
+    for plan in plans:
+        base = _base_with_fingerprint(plan.part.name, bases, samples)
+        records.append(_part_record(plan, base, classes[plan.part.name], compressed))
+        all_notes += plan.part.notes
+    all_notes += notes
+    return Manifest(
+        parts=tuple(records),
+        files=tuple(files),
+        created=datetime.now(timezone.utc).isoformat(),
+        versions=library_versions(),
+        shared=_shared_between(parts),
+        notes=tuple(dict.fromkeys(all_notes)),
+        **facts,
+    )
+
+
+def _part_record(
+    plan: PartPlan, base: BaseRecord | None, class_name: str, compressed: bool
+) -> PartRecord:
+    part = plan.part
+    tensors: list[TensorRecord] = []
+    for file in plan.files:
+        tensors += file.records()
+    if compressed:  # they have no places known beforehand
+        tensors = [replace(record, start=0, end=0) for record in tensors]
+    trainable = []
+    for entry in part.entries:
+        if entry.source is not None and entry.source.trainable:
+            trainable.append(entry.name)
+    return PartRecord(
+        name=part.name,
+        path=part.path,
+        kind=part.kind,
+        format=plan.format,
+        class_name=class_name,
+        tensors=tuple(tensors),
+        ties=part.ties,
+        trainable=tuple(trainable),
+        adapter=part.adapter,
+        active=part.active,
+        base=base,
+        casts=part.casts,
+    )
+
+
+def _base_with_fingerprint(
+    name: str, bases: Mapping[str, BaseRecord], samples: Sequence[BaseSamples]
+) -> BaseRecord | None:
+    """The base of an adapter with its fingerprint, merged from the samples of all ranks.
+
+    None for other parts.
+    """
+    if name not in bases:
+        return None
+    merged: dict[str, dict[str, float]] = {}
+    for of_rank in samples:
+        for tensor, values in of_rank.get(name, {}).items():
+            merged.setdefault(tensor, {}).update(values)
+    return replace(bases[name], fingerprint=merged)
+
+
+@cache  # reading a package's metadata takes milliseconds
+def library_versions() -> dict[str, str]:
+    """The versions of ft_ckpt and of the libraries that affect the saved files."""
+    return {"ft_ckpt": __version__, **{name: metadata.version(name) for name in _LIBRARIES}}
+
+
+def _shared_between(parts: Iterable[Part]) -> tuple[tuple[str, ...], ...]:
+    """Groups of "part:name" that are one tensor in several parts.
+
+    `name` is relative to the part's module. Adapters are left out, because PEFT stores other names.
+    """
+    members_by_key: dict[int, dict[str, None]] = {}
+    for part in parts:
+        if part.kind == "adapter":
+            continue
+        prefix = f"{part.name}." if part.name else ""
+        for entry in part.entries:
+            for source in entry.sources:
+                member = f"{part.name}:{source.name.removeprefix(prefix)}"
+                members_by_key.setdefault(source.key, {})[member] = None
+    groups = []
+    for members in members_by_key.values():
+        part_names = {member.partition(":")[0] for member in members}
+        if len(part_names) > 1:
+            groups.append(tuple(members))
+    return tuple(groups)

@@ -10,14 +10,18 @@ from dataclasses import dataclass, replace
 from ft_ckpt.saving.agree import AgreedSave, agree_on_plan
 from ft_ckpt.saving.commit_files import commit_files, follow_up
 from ft_ckpt.saving.context import SaveContext
-from ft_ckpt.saving.plan import SavePlan, plan_save
+from ft_ckpt.saving.planning import (
+    SavePlan,
+    SaveReport,
+    SaveRequest,
+    WritePlan,
+    plan_save,
+    plan_writes,
+)
 from ft_ckpt.saving.regions import SourceView, live
-from ft_ckpt.saving.report import SaveReport
-from ft_ckpt.saving.request import SaveRequest
 from ft_ckpt.saving.reuse_frozen import ReusedFiles, reuse_files
 from ft_ckpt.saving.stage import OpenStage, open_stage
 from ft_ckpt.saving.write import WrittenFiles, write_files
-from ft_ckpt.saving.write_plan import WritePlan, plan_writes
 
 
 @dataclass(frozen=True, eq=False)

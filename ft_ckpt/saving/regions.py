@@ -16,7 +16,7 @@ from ft_ckpt.model.tensors import Entry, Group
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.ranks.moving import Chunk, gather_tensors, stream_buckets
 from ft_ckpt.ranks.sharding import Source
-from ft_ckpt.saving.write_plan import FileWrites
+from ft_ckpt.saving.planning import FileWrites
 from ft_ckpt.storage.digests import Cut, chunk_of_rank
 from ft_ckpt.storage.io import BLOCK_BYTES, Region, Writer, digest_regions, region_of
 from ft_ckpt.storage.local import LocalStore

@@ -13,10 +13,8 @@ from ft_ckpt.checkpoint.catalog import EarlierCheckpoint, earlier_checkpoints
 from ft_ckpt.checkpoint.commit import Staging
 from ft_ckpt.errors import CorruptError, TargetError, explained
 from ft_ckpt.ranks import Ranks, Values
-from ft_ckpt.saving.files import PartPlan
-from ft_ckpt.saving.plan import SavePlan
+from ft_ckpt.saving.planning import FileWrites, PartPlan, SavePlan, divide_files
 from ft_ckpt.saving.regions import SourceView, digest_own_bytes
-from ft_ckpt.saving.write_plan import FileWrites, divide_files
 from ft_ckpt.storage import Store, etag_of
 from ft_ckpt.storage.digests import FileRecord, joined_digest, whole_digest
 

@@ -16,7 +16,7 @@ from ft_ckpt.ranks import Ranks
 from ft_ckpt.ranks.moving import gather_tensors, moves_to
 from ft_ckpt.ranks.sharding import ReplicatedSharding, Source
 from ft_ckpt.ranks.wrappers import optimizer_parameter
-from ft_ckpt.saving.write_plan import WritePlan
+from ft_ckpt.saving.planning import WritePlan
 
 _ALIGNMENT = 64
 # engines whose tensors only the optimizer step changes

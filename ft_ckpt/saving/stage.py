@@ -8,9 +8,8 @@ from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import explained
 from ft_ckpt.saving import reuse_frozen, space
 from ft_ckpt.saving.context import SaveContext
-from ft_ckpt.saving.plan import SavePlan
+from ft_ckpt.saving.planning import SavePlan, check_configs
 from ft_ckpt.saving.reuse_frozen import Offer
-from ft_ckpt.saving.sidecars import check_configs
 from ft_ckpt.storage import Store
 from ft_ckpt.storage.digests import FileRecord, record_of
 from ft_ckpt.storage.io import BLOCK_BYTES, WriteTuning, tuning_for

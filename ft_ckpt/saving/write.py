@@ -16,12 +16,11 @@ from ft_ckpt.progress_bars import track_bytes
 from ft_ckpt.ranks import Ranks, Values
 from ft_ckpt.ranks.moving import are_equal
 from ft_ckpt.saving.agree import AgreedSave
-from ft_ckpt.saving.context import SaveContext
+from ft_ckpt.saving.context import Mode, SaveContext
+from ft_ckpt.saving.planning import FileWrites, WritePlan
 from ft_ckpt.saving.regions import Gathering, SourceView, file_turns, write_own_bytes
 from ft_ckpt.saving.reuse_frozen import ReusedFiles
-from ft_ckpt.saving.shared_folders import Mode
 from ft_ckpt.saving.stage import OpenStage, saver_tuning
-from ft_ckpt.saving.write_plan import FileWrites, WritePlan
 from ft_ckpt.schema import as_record
 from ft_ckpt.storage import Store, Writable
 from ft_ckpt.storage.digests import FileRecord

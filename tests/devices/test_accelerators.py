@@ -25,7 +25,8 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver, devices, load_model, verify
 from ft_ckpt.errors import IncompleteError
 from ft_ckpt.formats.files import reading
-from ft_ckpt.saving import PendingSave, snapshot
+from ft_ckpt.saving import snapshot
+from ft_ckpt.saving.planning import PendingSave
 from ft_ckpt.storage.io import read_ahead
 
 sealed = pytest.mark.skipif(bool(sealed_device.why_missing()), reason=sealed_device.why_missing())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ft_ckpt.model.tensors import Entry, Part
 from ft_ckpt.ranks.sharding import FlatSharding, ReplicatedSharding, Sharding, Source
 from ft_ckpt.ranks.sharding.sharding import Mesh, MeshSharding
-from ft_ckpt.saving.files import PartPlan, plan_part
+from ft_ckpt.saving.planning.files import PartPlan, plan_part
 
 Held = tuple[Sharding, Tensor | None]
 WAYS = ("ddp", "fsdp1", "fsdp2", "zero3")

@@ -21,7 +21,8 @@ from wrappers import WRAPPERS, Live
 from ft_ckpt import CheckpointSaver, verify
 from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import CheckpointError
-from ft_ckpt.saving import PendingSave, snapshot, write_plan
+from ft_ckpt.saving import snapshot
+from ft_ckpt.saving.planning import PendingSave, write_plan
 from ft_ckpt.saving.snapshot import Snapshot
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.places import open_place

@@ -23,7 +23,8 @@ from ft_ckpt.ranks import Ranks
 from ft_ckpt.ranks.moving import WantedTensor, fill
 from ft_ckpt.ranks.sharding import sharding
 from ft_ckpt.ranks.wrappers import ModelTensors, source_of_tensor, tensor_kinds
-from ft_ckpt.saving import regions, write_plan
+from ft_ckpt.saving import regions
+from ft_ckpt.saving.planning import write_plan
 from ft_ckpt.saving.regions import live
 from ft_ckpt.storage.digests.digests import rank_parts
 from ft_ckpt.storage.io import ByteRun

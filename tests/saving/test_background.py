@@ -24,7 +24,8 @@ from torch import nn
 from ft_ckpt import CheckpointSaver, Every, Keep, SaveReport, latest, verify
 from ft_ckpt.checkpoint.commit import commit
 from ft_ckpt.errors import CheckpointError, ConfigError, NoSpaceError
-from ft_ckpt.saving import PendingSave, snapshot, write
+from ft_ckpt.saving import snapshot, write
+from ft_ckpt.saving.planning import PendingSave
 
 
 class Stamp(torch.optim.Optimizer):

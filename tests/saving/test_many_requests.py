@@ -11,7 +11,7 @@ from held import planned
 from training import begin, go_on
 
 from ft_ckpt.extensions.buckets.object_store import size_of_parts
-from ft_ckpt.saving.write_plan import assign_writers
+from ft_ckpt.saving.planning.write_plan import assign_writers
 from ft_ckpt.storage.io import ByteRun, prefetch
 
 RANKS, SHARD_BYTES = 1024, 50_000_000_000  # as max_shard_size is unless told otherwise

@@ -21,7 +21,8 @@ from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.commit import delete_checkpoint
 from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import NoSpaceError
-from ft_ckpt.saving import files, space, write
+from ft_ckpt.saving import space, write
+from ft_ckpt.saving.planning import files
 from ft_ckpt.storage.places import open_place
 
 FROZEN, TRAINED = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

@@ -25,7 +25,8 @@ from tuning import blocks_of
 from ft_ckpt import CheckpointSaver, verify
 from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.ranks import Ranks
-from ft_ckpt.saving import regions, write_plan
+from ft_ckpt.saving import regions
+from ft_ckpt.saving.planning import write_plan
 from ft_ckpt.storage import libc
 from ft_ckpt.storage.io import BLOCK_BYTES, Writer, new_block, tuning_for
 from ft_ckpt.storage.local import LocalStore

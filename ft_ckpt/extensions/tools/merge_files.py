@@ -31,7 +31,8 @@ from ft_ckpt.model.files import WeightsFolder
 from ft_ckpt.model.load import attach_adapters
 from ft_ckpt.model.tensors import MergeChoice
 from ft_ckpt.ranks import Ranks
-from ft_ckpt.saving import Attempt, SaveContext, SaveReport, request_of, run_save
+from ft_ckpt.saving import Attempt, SaveContext, run_save
+from ft_ckpt.saving.planning import SaveReport, request_of
 from ft_ckpt.storage import Store, read_range
 from ft_ckpt.storage.places import Place, open_place
 

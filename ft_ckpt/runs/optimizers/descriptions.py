@@ -8,7 +8,7 @@ from typing import Any
 
 from ft_ckpt.errors import SelectionError
 from ft_ckpt.runs.optimizers.kinds import Description
-from ft_ckpt.saving import Differences
+from ft_ckpt.saving.planning import Differences
 
 
 def merge_descriptions(descriptions: Sequence[Description]) -> Description:

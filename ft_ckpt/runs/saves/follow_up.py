@@ -23,7 +23,7 @@ from ft_ckpt.runs.saves.extension_parts import (
     open_publisher,
     open_uploads,
 )
-from ft_ckpt.saving import SaveReport
+from ft_ckpt.saving.planning import SaveReport
 from ft_ckpt.storage.places import Place
 
 SaveHook = Callable[[SaveReport], object]  # a function of the script

@@ -31,16 +31,13 @@ from ft_ckpt.runs.loop import TrainingRun, exit_code
 from ft_ckpt.runs.optimizers import differing_settings
 from ft_ckpt.runs.saves.extension_parts import UploadTerms, WriterSession, open_writer_session
 from ft_ckpt.runs.saves.follow_up import AfterSave, FollowUp
-from ft_ckpt.saving import (
+from ft_ckpt.saving import SaveRunner, as_in_training, library_versions, report_differences
+from ft_ckpt.saving.planning import (
     PendingSave,
     SaveReport,
     SaveRequest,
-    SaveRunner,
-    as_in_training,
     describe_differences,
     difference_note,
-    library_versions,
-    report_differences,
     request_of,
 )
 from ft_ckpt.schedule import History, LoggedSave, after_commit, append_save

@@ -30,7 +30,7 @@ from ft_ckpt.runs.items import (
 from ft_ckpt.runs.state.document import DOCUMENT_VERSION, FILE, FOLDER, Document
 from ft_ckpt.runs.state.exchange import LocalState, exchange_facts, local_state
 from ft_ckpt.runs.state.trees import source_of_leaf
-from ft_ckpt.saving import ExtraState
+from ft_ckpt.saving.planning import ExtraState
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from ft_ckpt.formats import checked_sizes, dtype_of
 from ft_ckpt.formats.trees import decode_node, decode_value, leaf_numbers, load_object
 from ft_ckpt.runs.items import FLAGS, flags_problem
 from ft_ckpt.runs.optimizers import decode_setting, is_dense, tensors_of_entry
-from ft_ckpt.saving import STATE_DOCUMENT
+from ft_ckpt.saving.planning import STATE_DOCUMENT
 from ft_ckpt.schedule import begin_history
 from ft_ckpt.schema import Count, as_record
 from ft_ckpt.storage import Store

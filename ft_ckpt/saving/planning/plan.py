@@ -18,10 +18,10 @@ from ft_ckpt.ranks import Ranks
 from ft_ckpt.ranks.moving import sample_elements
 from ft_ckpt.ranks.sharding import Source, is_known_to_all
 from ft_ckpt.ranks.wrappers import ModelTensors, engine_names, from_state_dict
-from ft_ckpt.saving import replicas
-from ft_ckpt.saving.files import PartPlan, frozen_names, plan_part
-from ft_ckpt.saving.request import SaveRequest
-from ft_ckpt.saving.sidecars import Companions, companions_of
+from ft_ckpt.saving.planning import replicas
+from ft_ckpt.saving.planning.files import PartPlan, frozen_names, plan_part
+from ft_ckpt.saving.planning.request import SaveRequest
+from ft_ckpt.saving.planning.sidecars import Companions, companions_of
 
 # part -> tensor -> flat index -> element
 BaseSamples = Mapping[str, Mapping[str, Mapping[str, float]]]

@@ -13,8 +13,8 @@ from ft_ckpt.model.parts import Attribute
 from ft_ckpt.model.tensors import Part, View
 from ft_ckpt.ranks.sharding import Source
 from ft_ckpt.ranks.wrappers import ModelTensors
-from ft_ckpt.saving.replicas import Differences
-from ft_ckpt.saving.report import SaveReport
+from ft_ckpt.saving.planning.replicas import Differences
+from ft_ckpt.saving.planning.report import SaveReport
 from ft_ckpt.storage import Store
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.places import Place

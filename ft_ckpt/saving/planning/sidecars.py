@@ -23,8 +23,8 @@ from ft_ckpt.model.sidecars import (
 from ft_ckpt.model.tensors import Part
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.ranks.wrappers import user_class
-from ft_ckpt.saving.files import PartPlan
-from ft_ckpt.saving.request import STATE_DOCUMENT, SaveRequest
+from ft_ckpt.saving.planning.files import PartPlan
+from ft_ckpt.saving.planning.request import STATE_DOCUMENT, SaveRequest
 from ft_ckpt.storage import is_inside
 from ft_ckpt.storage.places import files_made_by
 

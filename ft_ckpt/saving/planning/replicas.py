@@ -16,7 +16,7 @@ from ft_ckpt.ranks import Ranks, Values, rank_numbers
 from ft_ckpt.ranks.moving import WEIGHTS, digests_of, place_of
 from ft_ckpt.ranks.sharding import Source
 from ft_ckpt.ranks.wrappers import of_rank_0
-from ft_ckpt.saving.files import PartPlan
+from ft_ckpt.saving.planning.files import PartPlan
 
 # Tensor, as a run names it -> rank whose value differs from the first rank's -> its place (see
 # `place_of`), None if the rank holds no elements.

@@ -1,0 +1,39 @@
+from .files import (
+    PartPlan as PartPlan,
+    check_written_files as check_written_files,
+)
+from .plan import (
+    BaseSamples as BaseSamples,
+    SavePlan as SavePlan,
+    plan_save as plan_save,
+)
+from .replicas import (
+    Differences as Differences,
+    ReplicaDigest as ReplicaDigest,
+    describe_differences as describe_differences,
+    difference_note as difference_note,
+    differing_places as differing_places,
+    differing_replicas as differing_replicas,
+    digest_replicas as digest_replicas,
+    digests_by_place as digests_by_place,
+    replicated_tensors as replicated_tensors,
+)
+from .report import (
+    PendingSave as PendingSave,
+    SaveReport as SaveReport,
+)
+from .request import (
+    STATE_DOCUMENT as STATE_DOCUMENT,
+    ExtraState as ExtraState,
+    SaveRequest as SaveRequest,
+    request_of as request_of,
+)
+from .sidecars import (
+    check_configs as check_configs,
+)
+from .write_plan import (
+    FileWrites as FileWrites,
+    WritePlan as WritePlan,
+    divide_files as divide_files,
+    plan_writes as plan_writes,
+)
