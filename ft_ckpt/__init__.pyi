@@ -17,15 +17,23 @@ from .closure import (
 from .config import (
     SaverConfig as SaverConfig,
 )
-from .extensions.rl import (
-    Frontier as Frontier,
-    PendingPublish as PendingPublish,
-    PublishReport as PublishReport,
+from .extensions.rl.engines import (
     ServerOptions as ServerOptions,
-    Writer as Writer,
+)
+from .extensions.rl.limits import (
     check_for as check_for,
     export as export,
+)
+from .extensions.rl.publishing import (
+    PendingPublish as PendingPublish,
+    PublishReport as PublishReport,
     publish as publish,
+)
+from .extensions.rl.samples import (
+    Frontier as Frontier,
+)
+from .extensions.rl.writers import (
+    Writer as Writer,
 )
 from .extensions.tools import (
     average as average,

@@ -16,14 +16,9 @@ from typing_extensions import Self, TypeVar, Unpack
 from ft_ckpt.checkpoint.manifest import age_of
 from ft_ckpt.config import SaverConfig, SaverSettings, make_config, names_of, numbers_of, step_of
 from ft_ckpt.errors import ConfigError, is_number, listing
-from ft_ckpt.extensions.rl import (
-    PublishReport,
-    ServerOptions,
-    ServerSettings,
-    check_writer_names,
-    publish,
-    server_options,
-)
+from ft_ckpt.extensions.rl.engines import ServerOptions, ServerSettings, server_options
+from ft_ckpt.extensions.rl.publishing import PublishReport, publish
+from ft_ckpt.extensions.rl.writers import check_writer_names
 from ft_ckpt.extensions.transfer import push_goal
 from ft_ckpt.messages import LOG, announce
 from ft_ckpt.model.parts import Attribute, check_model, is_of_adapters, model_inside

@@ -35,7 +35,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ft_ckpt import CheckpointSaver, Frontier, Writer
-from ft_ckpt.extensions.rl.frontier import Ticket
+from ft_ckpt.extensions.rl.samples.frontier import Ticket
 
 RANKS = 2
 VOCABULARY, LENGTH, COMPLETIONS = 16, 6, 4

@@ -13,7 +13,7 @@ from ft_ckpt.errors import ConfigError
 from ft_ckpt.storage.places import shown_location
 
 if TYPE_CHECKING:
-    from ft_ckpt.extensions.rl import PublishReport
+    from ft_ckpt.extensions.rl.publishing import PublishReport
 
 _ENGINES = ("vllm", "sglang")
 
@@ -143,7 +143,8 @@ def _publish(options: Namespace) -> None:
     run is published. With --delta, the checkpoint is appended to a chain of deltas, from which
     other machines rebuild it.
     """
-    from ft_ckpt.extensions.rl import ServerOptions, ServerSettings, follow_run, publish
+    from ft_ckpt.extensions.rl.engines import ServerOptions, ServerSettings
+    from ft_ckpt.extensions.rl.publishing import follow_run, publish
 
     names = vars(options).keys() & ServerSettings.__annotations__
     settings = {name: getattr(options, name) for name in names}
@@ -212,7 +213,7 @@ def _export(options: Namespace) -> None:
     one scale.
     """
     refuse_existing(options.target, options.force)
-    from ft_ckpt.extensions.rl import export
+    from ft_ckpt.extensions.rl.limits import export
 
     report = export(options.adapter, options.target, options.engine, overwrite=options.force)
     print_conversion(options.adapter, report, True, as_json=options.as_json)
@@ -237,7 +238,7 @@ def _check_for(options: Namespace) -> int:
 
     No server is needed. The exit code is 1 if there is anything.
     """
-    from ft_ckpt.extensions.rl import check_for
+    from ft_ckpt.extensions.rl.limits import check_for
 
     findings = check_for(options.engine, options.folder, max_lora_rank=options.max_lora_rank)
     if options.as_json:

@@ -40,7 +40,7 @@ FOREIGN_ERRORS = {
     # likewise; `explained` makes it one of ours before it leaves the module
     "storage/io/direct_io.py": {"OSError"},
     # the same function makes it one of ours
-    "extensions/rl/client.py": {"IncompleteRead", "TimeoutError"},
+    "extensions/rl/engines/client.py": {"IncompleteRead", "TimeoutError"},
     "storage/libc.py": {"OSError"},  # it stands for system calls
     # it names the field; the caller, which knows the file, converts it
     "schema.py": {"FieldError"},

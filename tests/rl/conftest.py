@@ -3,7 +3,7 @@
 import pytest
 from engine_files import EngineFiles, engine_files
 
-from ft_ckpt.extensions.rl import weights_update
+from ft_ckpt.extensions.rl.publishing import weights_update
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver, ServerOptions
 from ft_ckpt.checkpoint.manifest import manifest_to_json, read_manifest
 from ft_ckpt.errors import ConfigError, EngineError, NotACheckpointError, RankError
-from ft_ckpt.extensions.rl import Publisher, PublishReport, follow_run
+from ft_ckpt.extensions.rl.publishing import Publisher, PublishReport, follow_run
 from ft_ckpt.integrations.trainer import FtCkptCallback
 from ft_ckpt.storage.places import Place, open_place
 

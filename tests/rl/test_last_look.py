@@ -14,8 +14,7 @@ from engine_server import Engine, State, serving
 from http_server import Request
 
 from ft_ckpt.errors import EngineError
-from ft_ckpt.extensions.rl.reference import model_answers
-from ft_ckpt.extensions.rl.servers import PROBE_PROMPTS
+from ft_ckpt.extensions.rl.engines import PROBE_PROMPTS, model_answers
 
 KINDS = ("vllm", "sglang")
 PUBLISHER = "X-Publisher"

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ft_ckpt import Keep, publish
 from ft_ckpt.errors import EngineError
-from ft_ckpt.extensions.rl import servers
+from ft_ckpt.extensions.rl.engines import connecting as servers
 from ft_ckpt.runs.folder import prune_run
 
 # Adapters

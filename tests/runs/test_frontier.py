@@ -29,7 +29,7 @@ from training import QUIET, Stream, network
 
 from ft_ckpt import CheckpointSaver, Every, Frontier
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, TicketError
-from ft_ckpt.extensions.rl.frontier import Ticket
+from ft_ckpt.extensions.rl.samples.frontier import Ticket
 
 # seed 1; a change makes runs unresumable
 SHUFFLED = [[1, 9, 7, 5, 2, 8, 6, 3, 4, 0], [1, 2, 5, 9, 6, 4, 8, 7, 3, 0]]
@@ -586,8 +586,9 @@ print(*sorted(name for name in sys.modules if name.startswith("ft_ckpt.")))
         "errors",
         "extensions",
         "extensions.rl",
-        "extensions.rl.frontier",
-        "extensions.rl.shuffling",
+        "extensions.rl.samples",
+        "extensions.rl.samples.frontier",
+        "extensions.rl.samples.shuffling",
         "messages",
     ]
     assert ended.stdout.split() == [f"ft_ckpt.{name}" for name in ours]

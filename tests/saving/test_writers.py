@@ -23,7 +23,7 @@ import torch
 from s3_server import S3
 
 import ft_ckpt
-import ft_ckpt.extensions.rl.writer as writer_module
+import ft_ckpt.extensions.rl.writers.writer as writer_module
 from ft_ckpt import CheckpointSaver, Writer
 from ft_ckpt.checkpoint.catalog import CheckpointInfo
 from ft_ckpt.checkpoint.commit import delete_checkpoint
@@ -38,9 +38,8 @@ from ft_ckpt.errors import (
     TargetError,
     WriterError,
 )
-from ft_ckpt.extensions.rl.session_files import SESSIONS
-from ft_ckpt.storage.local import LocalStore
-from ft_ckpt.storage.places import open_place
+from ft_ckpt.extensions.rl.writers.session_files import SESSIONS
+from ft_ckpt.storage import LocalStore, open_place
 
 FORK = multiprocessing.get_context("fork")
 

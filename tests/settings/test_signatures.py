@@ -14,7 +14,7 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver, SaverConfig, ServerOptions
 from ft_ckpt.config import SaverSettings
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.extensions.rl import ServerSettings
+from ft_ckpt.extensions.rl.engines import ServerSettings
 from ft_ckpt.integrations.lightning import LightningCheckpoint, LightningSettings
 from ft_ckpt.integrations.trainer import TrainerArguments, TrainerSaverSettings, checkpointed
 

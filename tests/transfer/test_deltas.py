@@ -29,7 +29,7 @@ from ft_ckpt.checkpoint.manifest import (
     manifest_to_json,
 )
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, ManifestError, NameTakenError
-from ft_ckpt.extensions.rl import delta_files
+from ft_ckpt.extensions.rl.deltas import files as delta_files
 from ft_ckpt.runs.folder import prune_run
 from ft_ckpt.storage.digests import read_record
 from ft_ckpt.storage.local import LocalStore

@@ -35,8 +35,8 @@ from ft_ckpt.checkpoint.commit.delete import delete_state
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.errors import TargetError
 from ft_ckpt.extensions.buckets import object_store
-from ft_ckpt.extensions.rl.deltas import append_checkpoint
-from ft_ckpt.extensions.rl.rebuilding import drop_rebuilt, mark_staged
+from ft_ckpt.extensions.rl.deltas.chains import append_checkpoint
+from ft_ckpt.extensions.rl.deltas.rebuilding import drop_rebuilt, mark_staged
 from ft_ckpt.extensions.transfer import copies
 from ft_ckpt.runs.folder import prune_run
 from ft_ckpt.storage import local_disk

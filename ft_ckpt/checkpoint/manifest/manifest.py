@@ -108,7 +108,7 @@ class Manifest:
     number: int | None = None
     # names of the checkpoints that the weights were computed from: an average, a merge
     made_from: tuple[str, ...] = ()
-    # of a delta: its base and contents, see `extensions.rl.deltas`
+    # of a delta: its base and contents, see `extensions.rl.deltas.chains`
     delta: Mapping[str, str] = field(default_factory=dict)
     # in a bucket, unique for each save: concurrent saves never write equal manifests
     token: str | None = None

@@ -26,7 +26,7 @@ from ft_ckpt.storage.places import Place, open_place
 
 _ALLOWED_OPTIONS = {"state", "quiet"}
 # (checkpoint, store that may have its base, fetch) -> report; numpy is slow to import
-_FETCH_WHOLE_DELTA = "ft_ckpt.extensions.rl.rebuilding:fetch_whole"
+_FETCH_WHOLE_DELTA = "ft_ckpt.extensions.rl.deltas.rebuilding:fetch_whole"
 _Fetch = Callable[[OpenCheckpoint], CopyReport]
 
 

@@ -20,9 +20,9 @@ _PUSH_OPTIONS = "ft_ckpt.extensions.transfer.endpoints:PushOptions"
 _BEGIN_PUSH = "ft_ckpt.extensions.transfer.pushing:begin_push"
 _WAIT_FOR_PUSHES = "ft_ckpt.extensions.transfer.pushing:wait_for_pushes"
 _WARN_OF_UNPUSHED = "ft_ckpt.extensions.transfer.pushing:warn_of_unpushed"
-_PUBLISHER = "ft_ckpt.extensions.rl.publisher:Publisher"
-_SERVER_OPTIONS = "ft_ckpt.extensions.rl.options:ServerOptions"
-_OPEN_SESSION = "ft_ckpt.extensions.rl.session:open_session"
+_PUBLISHER = "ft_ckpt.extensions.rl.publishing.run_publishers:Publisher"
+_SERVER_OPTIONS = "ft_ckpt.extensions.rl.engines.options:ServerOptions"
+_OPEN_SESSION = "ft_ckpt.extensions.rl.writers.session:open_session"
 
 
 @dataclass(frozen=True)

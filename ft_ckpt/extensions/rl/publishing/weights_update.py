@@ -12,19 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from ft_ckpt.errors import EngineError
-from ft_ckpt.extensions.rl.answers import EQUAL_WITHIN, ROUNDING, Answers, distance
-from ft_ckpt.extensions.rl.expected import (
+from ft_ckpt.extensions.rl.engines import (
+    EQUAL_WITHIN,
+    ROUNDING,
+    Answers,
     Comparison,
     PackedLayer,
+    Server,
+    ServerOptions,
     compare_digests,
+    distance,
     is_known,
     is_unreported,
+    probe,
 )
-from ft_ckpt.extensions.rl.options import ServerOptions
-from ft_ckpt.extensions.rl.publish_source import ServedFolder, path_on_this_machine
-from ft_ckpt.extensions.rl.servers import Server, probe
-from ft_ckpt.formats.files import TensorFile
-from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.extensions.rl.publishing.source import ServedFolder, path_on_this_machine
+from ft_ckpt.formats import TensorFile
+from ft_ckpt.storage import LocalStore
 
 LOADING = " (loading)"  # after the version of a server whose weights are being replaced
 FIRST_VERSION = "default"  # the version that vLLM and SGLang report for their initial weights
@@ -52,7 +56,7 @@ class Weights:
     @cached_property
     def answers(self) -> Answers:
         """The answers of transformers to the prompts; loads the model."""
-        from ft_ckpt.extensions.rl.reference import model_answers
+        from ft_ckpt.extensions.rl.engines import model_answers
 
         return model_answers(self.checkpoint, self.part)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ft_ckpt.checkpoint import OpenCheckpoint
 from ft_ckpt.errors import WriterError
-from ft_ckpt.extensions.rl.session_files import PARTS, STATE_FILE, is_same_content
+from ft_ckpt.extensions.rl.writers.session_files import PARTS, STATE_FILE, is_same_content
 from ft_ckpt.extensions.tools import load
 from ft_ckpt.storage import Store
 from ft_ckpt.storage.digests import FileRecord, read_record, record_of

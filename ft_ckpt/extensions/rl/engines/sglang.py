@@ -1,35 +1,28 @@
 """The endpoints of SGLang, which other servers have, too."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from typing import ClassVar
 
 from ft_ckpt.errors import EngineError
-from ft_ckpt.extensions.rl.client import Answer, Client
-from ft_ckpt.extensions.rl.server_answers import (
-    Served,
-    digests_of,
-    says_loaded,
-    says_not_loaded,
-    served_models,
-    weight_version_at,
-)
+from ft_ckpt.extensions.rl.engines.client import Answer
+from ft_ckpt.extensions.rl.engines.server import Server
+from ft_ckpt.extensions.rl.engines.server_answers import digests_of, says_loaded, says_not_loaded
 
 # Retracted requests are recomputed from their tokens; "in_place" would keep the cache of the old
 # weights
 _MODES = {"wait": "retract", "keep": "retract", "abort": "abort"}
 
 
-@dataclass(frozen=True)
-class SGLang:
+class SGLang(Server):
     """A server of SGLang, or one with its endpoints."""
 
-    client: Client
-    version: str
-    engine: str = field(default="SGLang", init=False)
-
-    def served(self) -> Served:
-        return served_models(self.client)
+    engine: ClassVar[str] = "SGLang"
+    version_paths: ClassVar[tuple[str, ...]] = (
+        "/get_weight_version",
+        "/model_info",
+        "/get_model_info",
+    )
+    digests_path: ClassVar[str] = "/weights_checker"
 
     def model_name(self, base: str, adapter: str) -> str:
         return f"{base}:{adapter}"  # the base answers a name without a colon
@@ -48,17 +41,9 @@ class SGLang:
             "/unload_lora_adapter", f"unloading adapter {name!r}", body, passes=says_not_loaded
         )
 
-    def weight_version(self) -> str | None:
-        return weight_version_at(
-            self.client, "/get_weight_version", "/model_info", "/get_model_info"
-        )
-
     def set_weight_version(self, version: str) -> None:
         body = {"new_version": version, "abort_all_requests": False}
         self._post("/update_weight_version", "its version", body)
-
-    def is_paused(self) -> bool:
-        return False
 
     def pause(self, in_flight: str) -> None:
         self._post("/pause_generation", "pausing", {"mode": _MODES[in_flight]})
@@ -81,21 +66,12 @@ class SGLang:
         """
 
     def digests(self) -> Mapping[str, str] | None:
-        answer = self.client.post("/weights_checker", {"action": "checksum"})
-        # 400: it has no such action
-        return None if answer.status == 400 else digests_of(self.client, answer)
+        answer = self.client.post(self.digests_path, {"action": "checksum"})
+        if answer.status == 400:  # it has no such action
+            return None
+        return digests_of(self.client, answer)
 
-    def _post(
-        self,
-        path: str,
-        action: str,
-        body: Mapping[str, Any] | None = None,
-        passes: Callable[[Answer], bool] = lambda _: False,
-    ) -> Answer:
-        answer = self.client.post(path, body)
-        if passes(answer):
-            return answer
+    def _refuse_failure(self, answer: Answer, path: str, action: str) -> None:
         document = self.client.expect(answer, action).document
         if isinstance(document, dict) and document.get("success") is False:
             raise EngineError(f"{self.client.url}: {action}: refused: {answer.quoted}")
-        return answer

@@ -9,11 +9,17 @@ from typing_extensions import Unpack
 
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.extensions.rl.deltas import append_checkpoint
-from ft_ckpt.extensions.rl.options import ServerOptions, ServerSettings, server_options
-from ft_ckpt.extensions.rl.preflight import compare_base, findings
-from ft_ckpt.extensions.rl.publish_adapter import publish_adapter
-from ft_ckpt.extensions.rl.publish_reports import PublishReport, ServerReport
-from ft_ckpt.extensions.rl.publish_source import (
+from ft_ckpt.extensions.rl.engines import (
+    Server,
+    ServerOptions,
+    ServerSettings,
+    connect,
+    server_options,
+)
+from ft_ckpt.extensions.rl.limits import compare_base, findings
+from ft_ckpt.extensions.rl.publishing.adapter import publish_adapter
+from ft_ckpt.extensions.rl.publishing.reports import PublishReport, ServerReport
+from ft_ckpt.extensions.rl.publishing.source import (
     PublishedPart,
     checkpoint_place,
     drop_rebuilt_entries,
@@ -21,11 +27,10 @@ from ft_ckpt.extensions.rl.publish_source import (
     path_on_this_machine,
     run_of,
 )
-from ft_ckpt.extensions.rl.publish_weights import publish_weights
-from ft_ckpt.extensions.rl.servers import Server, connect
-from ft_ckpt.extensions.rl.weights_update import FIRST_VERSION
-from ft_ckpt.formats.files import TensorFile
-from ft_ckpt.storage.places import Place, location_name, open_place
+from ft_ckpt.extensions.rl.publishing.weights import publish_weights
+from ft_ckpt.extensions.rl.publishing.weights_update import FIRST_VERSION
+from ft_ckpt.formats import TensorFile
+from ft_ckpt.storage import Place, location_name, open_place
 
 _ANY_RANK = 1 << 20  # no limit here: the server checks its own
 

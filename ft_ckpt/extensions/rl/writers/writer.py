@@ -22,7 +22,15 @@ from ft_ckpt.errors import (
     is_number,
     listing,
 )
-from ft_ckpt.extensions.rl.session_files import (
+from ft_ckpt.extensions.rl.writers.parts import (
+    Files,
+    Part,
+    copy_files,
+    is_committed,
+    load_states,
+    store_file,
+)
+from ft_ckpt.extensions.rl.writers.session_files import (
     HANDED,
     PARTS,
     SESSION,
@@ -39,14 +47,6 @@ from ft_ckpt.extensions.rl.session_files import (
     pauses,
     read_session,
     sessions_of,
-)
-from ft_ckpt.extensions.rl.writer_parts import (
-    Files,
-    Part,
-    copy_files,
-    is_committed,
-    load_states,
-    store_file,
 )
 from ft_ckpt.extensions.tools import save
 from ft_ckpt.messages import warn

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ft_ckpt.errors import CheckpointError, EngineError, listing
-from ft_ckpt.extensions.rl.expected import is_known, is_unreported, packed_layers
-from ft_ckpt.extensions.rl.on_servers import problems_on
-from ft_ckpt.extensions.rl.preflight import compare_configs
-from ft_ckpt.extensions.rl.publish_reports import PublishReport, ServerReport
-from ft_ckpt.extensions.rl.publish_source import PublishedPart, config_in
-from ft_ckpt.extensions.rl.servers import Server, probe
-from ft_ckpt.extensions.rl.weights_before import open_weights_before, put_all_back
-from ft_ckpt.extensions.rl.weights_update import (
+from ft_ckpt.extensions.rl.engines import Server, is_known, is_unreported, packed_layers, probe
+from ft_ckpt.extensions.rl.limits import compare_configs
+from ft_ckpt.extensions.rl.publishing.on_servers import problems_on
+from ft_ckpt.extensions.rl.publishing.reports import PublishReport, ServerReport
+from ft_ckpt.extensions.rl.publishing.source import PublishedPart, config_in
+from ft_ckpt.extensions.rl.publishing.weights_before import open_weights_before, put_all_back
+from ft_ckpt.extensions.rl.publishing.weights_update import (
     VERSION_ONLY,
     Update,
     Weights,

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from ft_ckpt.checkpoint import hold_open
 from ft_ckpt.checkpoint.manifest import describe_contents
 from ft_ckpt.errors import LoadError, SelectionError, listing
-from ft_ckpt.extensions.rl.preflight import (
+from ft_ckpt.extensions.rl.limits.preflight import (
     MERGE,
     adapter_findings,
     check_engine,

@@ -31,7 +31,7 @@ from ft_ckpt.errors import (
     UnreadableError,
     listing,
 )
-from ft_ckpt.extensions.rl.delta_files import Changes, DeltaPiece, is_alike
+from ft_ckpt.extensions.rl.deltas.files import Changes, DeltaPiece, is_alike
 from ft_ckpt.extensions.transfer import CopyReport, weights_manifest
 from ft_ckpt.formats.safetensors import parse_header
 from ft_ckpt.runs.folder import remove_checkpoints

@@ -5,15 +5,13 @@ from typing import Any
 
 import torch
 
-from ft_ckpt.extensions.rl.servers import PROBE_PROMPTS
+from ft_ckpt.extensions.rl.engines.answers import PROBE_PROMPTS, Answers
 from ft_ckpt.model.load import load_model
 
 _TOP = 5
 
 
-def reference_answers(
-    checkpoint: Path, part: str, base: Any
-) -> tuple[list[list[float]], list[list[float]]]:
+def reference_answers(checkpoint: Path, part: str, base: Any) -> tuple[Answers, Answers]:
     """The highest log probabilities after each of PROBE_PROMPTS: of the base, and of the adapter on
     it.
 
@@ -25,7 +23,7 @@ def reference_answers(
     return plain, _answers(model)
 
 
-def model_answers(checkpoint: Path, part: str) -> list[list[float]]:
+def model_answers(checkpoint: Path, part: str) -> Answers:
     """The highest log probabilities of full weights after each of PROBE_PROMPTS, computed as by
     `reference_answers`.
     """
@@ -33,7 +31,7 @@ def model_answers(checkpoint: Path, part: str) -> list[list[float]]:
 
 
 @torch.no_grad()
-def _answers(model: Any) -> list[list[float]]:
+def _answers(model: Any) -> Answers:
     answers = []
     for prompt in PROBE_PROMPTS:
         logits = model(input_ids=torch.tensor([prompt], device="cpu")).logits[0, -1]

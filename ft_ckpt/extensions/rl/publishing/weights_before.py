@@ -9,9 +9,9 @@ from typing import TypeAlias
 
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import CheckpointError, EngineError
-from ft_ckpt.extensions.rl.on_servers import run_on
-from ft_ckpt.extensions.rl.publish_source import ServedFolder, as_name, config_in, open_part
-from ft_ckpt.extensions.rl.weights_update import (
+from ft_ckpt.extensions.rl.publishing.on_servers import run_on
+from ft_ckpt.extensions.rl.publishing.source import ServedFolder, as_name, config_in, open_part
+from ft_ckpt.extensions.rl.publishing.weights_update import (
     FIRST_VERSION,
     Update,
     Weights,

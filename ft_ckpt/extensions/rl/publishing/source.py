@@ -20,11 +20,9 @@ from ft_ckpt.errors import (
     damaged_input,
     listing,
 )
-from ft_ckpt.extensions.rl.exporting import export
-from ft_ckpt.extensions.rl.options import ServerOptions
-from ft_ckpt.extensions.rl.preflight import needs_export
-from ft_ckpt.extensions.rl.rebuilding import drop_rebuilt, is_staged, mark_staged
-from ft_ckpt.extensions.rl.servers import Server
+from ft_ckpt.extensions.rl.deltas import drop_rebuilt, is_staged, mark_staged
+from ft_ckpt.extensions.rl.engines import Server, ServerOptions
+from ft_ckpt.extensions.rl.limits import export, needs_export
 from ft_ckpt.extensions.transfer import pull
 from ft_ckpt.formats.files import TensorFile
 from ft_ckpt.messages import LOG

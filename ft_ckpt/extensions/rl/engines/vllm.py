@@ -1,31 +1,19 @@
 """The endpoints of vLLM."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar
 
 from ft_ckpt.errors import EngineError
-from ft_ckpt.extensions.rl.client import Answer, Client
-from ft_ckpt.extensions.rl.server_answers import (
-    Served,
-    digests_of,
-    is_object,
-    says_loaded,
-    served_models,
-    weight_version_at,
-)
+from ft_ckpt.extensions.rl.engines.client import Answer
+from ft_ckpt.extensions.rl.engines.server import Server
+from ft_ckpt.extensions.rl.engines.server_answers import is_object, says_loaded
 
 
-@dataclass(frozen=True)
-class VLLM:
+class VLLM(Server):
     """A server of vLLM."""
 
-    client: Client
-    version: str
-    engine: str = field(default="vLLM", init=False)
-
-    def served(self) -> Served:
-        return served_models(self.client)
+    engine: ClassVar[str] = "vLLM"
+    version_paths: ClassVar[tuple[str, ...]] = ("/weight_info",)
+    digests_path: ClassVar[str] = "/weight_checker"
 
     def model_name(self, base: str, adapter: str) -> str:
         return adapter
@@ -42,9 +30,6 @@ class VLLM:
         answer = self.client.post("/v1/unload_lora_adapter", {"lora_name": name})
         if answer.status != 404:
             self.client.expect(answer, f"unloading adapter {name!r}")
-
-    def weight_version(self) -> str | None:
-        return weight_version_at(self.client, "/weight_info")
 
     def set_weight_version(self, version: str) -> None:
         self._post("/update_weight_version", "its version", {"new_version": version})
@@ -84,25 +69,11 @@ class VLLM:
                     f"{self.client.url}: {path}: not dropped; it would answer from the old weights"
                 )
 
-    def digests(self) -> Mapping[str, str] | None:
-        answer = self.client.post("/weight_checker", {"action": "checksum"})
-        return digests_of(self.client, answer)
-
-    def _post(
-        self,
-        path: str,
-        action: str,
-        body: Mapping[str, Any] | None = None,
-        passes: Callable[[Answer], bool] = lambda _: False,
-        **query: str,
-    ) -> Answer:
-        answer = self.client.post(path, body, **query)
-        if passes(answer):
-            return answer
+    def _refuse_failure(self, answer: Answer, path: str, action: str) -> None:
         if answer.status == 404 and answer.document in (None, {"detail": "Not Found"}):
             raise EngineError(
                 f"{self.client.url}: {action}: it has no {path}; start vLLM with --enable-lora and "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True for adapters, with "
                 "VLLM_SERVER_DEV_MODE=1 for weights"
             )
-        return self.client.expect(answer, action)
+        super()._refuse_failure(answer, path, action)

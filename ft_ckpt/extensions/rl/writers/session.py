@@ -13,7 +13,7 @@ from ft_ckpt.checkpoint import text_identity
 from ft_ckpt.checkpoint.leases import ExclusiveLease, mark_holder, read_mark, stale_seconds
 from ft_ckpt.checkpoint.manifest import Manifest, load_manifest, manifest_text, parse_manifest
 from ft_ckpt.errors import CheckpointError, NameTakenError, TargetError, WriterError, listing
-from ft_ckpt.extensions.rl.session_files import (
+from ft_ckpt.extensions.rl.writers.session_files import (
     HANDED,
     PARTS,
     SESSION,

@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, TicketError, listing
-from ft_ckpt.extensions.rl.shuffling import shuffled
+from ft_ckpt.extensions.rl.samples.shuffling import shuffled
 from ft_ckpt.messages import short
 
 _VERSION = 1  # of the state and of the shuffled order

@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ft_ckpt.errors import EngineError, listing
-from ft_ckpt.extensions.rl.answers import EQUAL_WITHIN, ROUNDING, Answers, distance
-from ft_ckpt.extensions.rl.on_servers import problems_on
-from ft_ckpt.extensions.rl.publish_reports import PublishReport, ServerReport
-from ft_ckpt.extensions.rl.publish_source import PublishedPart, ServedFolder
-from ft_ckpt.extensions.rl.servers import Server, probe
-from ft_ckpt.extensions.rl.weights_update import LOADING
-from ft_ckpt.formats.files import TensorFile
+from ft_ckpt.extensions.rl.engines import EQUAL_WITHIN, ROUNDING, Answers, Server, distance, probe
+from ft_ckpt.extensions.rl.publishing.on_servers import problems_on
+from ft_ckpt.extensions.rl.publishing.reports import PublishReport, ServerReport
+from ft_ckpt.extensions.rl.publishing.source import PublishedPart, ServedFolder
+from ft_ckpt.extensions.rl.publishing.weights_update import LOADING
+from ft_ckpt.formats import TensorFile
 from ft_ckpt.messages import LOG
 
 
@@ -270,7 +269,7 @@ def _reference(part: PublishedPart, file: TensorFile) -> _Reference | None:
     is_neutral = bool(outer) and not any(bool(file.read(name).any()) for name in outer)
     if options.base is None or is_neutral:
         return _Reference(is_neutral)
-    from ft_ckpt.extensions.rl.reference import reference_answers  # loads the models
+    from ft_ckpt.extensions.rl.engines import reference_answers  # loads the models
 
     base, adapted = reference_answers(part.checkpoint.path, part.record.name, options.base)
     return _Reference(False, base, adapted)

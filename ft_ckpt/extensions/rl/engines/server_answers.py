@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ft_ckpt.errors import EngineError
-from ft_ckpt.extensions.rl.client import Answer, Client
+from ft_ckpt.extensions.rl.engines.client import Answer, Client
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,18 @@ from ft_ckpt.checkpoint.catalog import CheckpointInfo, in_run_order, list_checkp
 from ft_ckpt.checkpoint.commit import open_staging_at
 from ft_ckpt.checkpoint.manifest import Manifest, manifest_to_json
 from ft_ckpt.errors import ConfigError, CorruptError, NameTakenError
-from ft_ckpt.extensions.rl.delta_files import (
+from ft_ckpt.extensions.rl.deltas.files import (
     DigestedFile,
     changed_pieces,
     is_alike,
     refuse_other_bytes,
 )
-from ft_ckpt.extensions.rl.rebuilding import CHECKPOINT_NAME, content_digest, content_of, open_whole
+from ft_ckpt.extensions.rl.deltas.rebuilding import (
+    CHECKPOINT_NAME,
+    content_digest,
+    content_of,
+    open_whole,
+)
 from ft_ckpt.extensions.transfer import content_key, copy_open, weights_manifest
 from ft_ckpt.messages import warn
 from ft_ckpt.storage import Store, etag_of

@@ -1,0 +1,9 @@
+"""Inference servers: how they are asked, and what they should answer.
+
+Nothing here opens a checkpoint to publish it. Begin at `server`, the base of `vllm` and `sglang`;
+`connecting` finds out which one answers.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,3 @@
+from .frontier import (
+    Frontier as Frontier,
+)

@@ -1,0 +1,9 @@
+"""Writers: processes with a part of their own in each checkpoint of a run.
+
+Nothing here commits a checkpoint. Begin at `session_files`, which is what the trainer's `session`
+and a `writer` exchange.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
