@@ -3,7 +3,7 @@
 | room | holds |
 |---|---|
 | `publishing` | loads a committed checkpoint into inference servers and proves that they hold it |
-| `limits` | the tensors and settings that an engine would refuse or misread; conversion of adapters |
+| `limits` | the tensors and settings that an engine refuses or misreads; conversion of adapters |
 | `engines` | inference servers: HTTP client, vLLM, SGLang, expected digests and answers |
 | `deltas` | chains of checkpoints that hold only the elements that changed |
 | `writers` | processes that add a part to each checkpoint of a run |
