@@ -36,22 +36,30 @@ from .extensions.rl.writers import (
     Writer as Writer,
 )
 from .extensions.tools import (
-    average as average,
-    convert as convert,
     load as load,
-    merge as merge,
     save as save,
 )
-from .extensions.transfer import (
+from .extensions.tools.averaging import (
+    average as average,
+)
+from .extensions.tools.converting import (
+    convert as convert,
+)
+from .extensions.tools.merging import (
+    merge as merge,
+)
+from .extensions.transfer.copies import (
     CopyReport as CopyReport,
-    PendingPush as PendingPush,
     PullReport as PullReport,
     PushReport as PushReport,
     SyncReport as SyncReport,
+    sign as sign,
+)
+from .extensions.transfer.sending import (
+    PendingPush as PendingPush,
     copy as copy,
     pull as pull,
     push as push,
-    sign as sign,
     sync as sync,
 )
 from .model.load import (

@@ -19,7 +19,7 @@ from ft_ckpt.errors import ConfigError, is_number, listing
 from ft_ckpt.extensions.rl.engines import ServerOptions, ServerSettings, server_options
 from ft_ckpt.extensions.rl.publishing import PublishReport, publish
 from ft_ckpt.extensions.rl.writers import check_writer_names
-from ft_ckpt.extensions.transfer import push_goal
+from ft_ckpt.extensions.transfer.sending import push_goal
 from ft_ckpt.messages import LOG, announce
 from ft_ckpt.model.parts import Attribute, check_model, is_of_adapters, model_inside
 from ft_ckpt.model.sidecars import check_companions
@@ -727,7 +727,7 @@ def _merge_step(
     choice = merge_choice(merged, excluded)
     if choice is None:
         return None
-    from ft_ckpt.extensions.tools import merged_part  # imports PEFT, which is slow
+    from ft_ckpt.extensions.tools.merging import merged_part  # imports PEFT, which is slow
 
     return partial(merged_part, dtype=dtype, choice=choice)
 
@@ -738,7 +738,7 @@ def _logits_check(
     """Compares the logits of the saved model with the current ones of `model`. Collective."""
     if check is None:
         return None
-    from ft_ckpt.extensions.tools import live_logits
+    from ft_ckpt.extensions.tools.merging import live_logits
 
     return live_logits(model, check).compare
 

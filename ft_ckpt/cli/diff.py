@@ -38,7 +38,8 @@ def _diff(options: Namespace) -> int:
     Settings that affect the output are compared, too. The exit code is 1 if they differ.
     """
     from ft_ckpt.checkpoint import hold_open
-    from ft_ckpt.extensions.tools import by_layer, compare_files, compare_settings, open_source
+    from ft_ckpt.extensions.tools import by_layer, compare_files, compare_settings
+    from ft_ckpt.extensions.tools.converting import open_source
 
     with ExitStack() as stack:
         sources = [open_place(path) for path in (options.one, options.other)]

@@ -11,7 +11,7 @@ from ft_ckpt.formats import written_formats
 from ft_ckpt.storage.places import open_place
 
 if TYPE_CHECKING:
-    from ft_ckpt.extensions.tools import ConvertReport
+    from ft_ckpt.extensions.tools.converting import ConvertReport
 
 _MAX_SKIPPED = 8  # tensors that are named
 
@@ -58,7 +58,7 @@ def _convert(options: Namespace) -> None:
     DST is a file with the suffix of its format, or a folder.
     """
     refuse_existing(options.target, options.force)
-    from ft_ckpt.extensions.tools import convert
+    from ft_ckpt.extensions.tools.converting import convert
 
     report = convert(
         options.source,
@@ -135,7 +135,7 @@ def _average(options: Namespace) -> None:
     It is computed in float32 and rounded once; adapters are averaged factor by factor.
     """
     refuse_existing(options.target, options.force)
-    from ft_ckpt.extensions.tools import average, parse_weights
+    from ft_ckpt.extensions.tools.averaging import average, parse_weights
 
     report = average(
         options.sources,

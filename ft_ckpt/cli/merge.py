@@ -44,7 +44,8 @@ def _merge(options: Namespace) -> None:
     """
     refuse_existing(options.target, options.force)
     _keep_freed_memory()
-    from ft_ckpt.extensions.tools import merge, parse_weights
+    from ft_ckpt.extensions.tools.averaging import parse_weights
+    from ft_ckpt.extensions.tools.merging import merge
 
     report = merge(
         options.source,

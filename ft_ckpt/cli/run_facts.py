@@ -15,7 +15,8 @@ from ft_ckpt.checkpoint.commit import STATE
 from ft_ckpt.checkpoint.leases import pin_reason
 from ft_ckpt.checkpoint.manifest import PartRecord, parse_time
 from ft_ckpt.errors import CheckpointError, damaged_input
-from ft_ckpt.extensions.tools import by_layer, compare_files, open_source
+from ft_ckpt.extensions.tools import by_layer, compare_files
+from ft_ckpt.extensions.tools.converting import open_source
 from ft_ckpt.retention import Keep, keep_from_record, missed_rules, plan_pruning
 from ft_ckpt.runs.folder import survey_run
 from ft_ckpt.runs.state import read_document

@@ -20,7 +20,7 @@ _TENSOR = "\0"  # key in a node of the tree: full name of the tensor at this nod
 def show_file(source: Place, *, as_json: bool) -> None:
     """Print the tensors of a foreign file or folder as a tree; no tensor is read."""
     from ft_ckpt.checkpoint import hold_open
-    from ft_ckpt.extensions.tools import open_source
+    from ft_ckpt.extensions.tools.converting import open_source
 
     with hold_open(source, compares=False) as place, closing(open_source(place)) as file:
         specs, ties = dict(file.specs), dict(file.ties)

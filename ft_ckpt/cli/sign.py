@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json, print_lines
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.extensions.transfer import sign
+from ft_ckpt.extensions.transfer.copies import sign
 
 _PASSWORD = "FT_CKPT_SIGN_PASSWORD"  # noqa: S105 - the name of a variable
 

@@ -15,7 +15,7 @@ from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.storage.places import location_name, open_place
 
 if TYPE_CHECKING:
-    from ft_ckpt.extensions.transfer import CopyReport, SyncReport
+    from ft_ckpt.extensions.transfer.copies import CopyReport, SyncReport
 
 
 def add_push(parser: ArgumentParser) -> None:
@@ -40,7 +40,8 @@ def add_push(parser: ArgumentParser) -> None:
 def _push(options: Namespace) -> None:
     """Upload CHECKPOINT, without its training state, to a repository of the Hub or to a bucket."""
     checkpoint = options.checkpoint
-    from ft_ckpt.extensions.transfer import PushOptions, push_now
+    from ft_ckpt.extensions.transfer.endpoints import PushOptions
+    from ft_ckpt.extensions.transfer.sending import push_now
 
     push_options = PushOptions(
         private=options.private or None,
@@ -84,7 +85,7 @@ def _pull(options: Namespace) -> None:
     its path is printed.
     """
     url, folder = options.url, options.folder
-    from ft_ckpt.extensions.transfer import pull
+    from ft_ckpt.extensions.transfer.sending import pull
 
     place = None if "://" in url else open_place(url)
     if place is None or place.folder.stat(MANIFEST_NAME) is None:
@@ -119,7 +120,7 @@ def _cp(options: Namespace) -> None:
 
     An interrupted copy leaves no checkpoint.
     """
-    from ft_ckpt.extensions.transfer import copy
+    from ft_ckpt.extensions.transfer.sending import copy
 
     report = copy(options.source, options.destination, overwrite=options.force)
     if options.as_json:
@@ -155,7 +156,7 @@ def _sync(options: Namespace) -> int:
 
     The exit code is 1 if something could not be copied or deleted.
     """
-    from ft_ckpt.extensions.transfer import sync
+    from ft_ckpt.extensions.transfer.sending import sync
 
     report = sync(
         options.source, options.destination, delete=options.delete, dry_run=options.dry_run

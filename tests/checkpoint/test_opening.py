@@ -34,7 +34,7 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_to_json, read_ma
 from ft_ckpt.cli import main
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
 from ft_ckpt.extensions import tools
-from ft_ckpt.extensions.tools import converting
+from ft_ckpt.extensions.tools.converting import conversion as converting
 from ft_ckpt.model.load import models as load_parts
 from ft_ckpt.runs.resume import resuming as resume
 from ft_ckpt.storage.places import open_place

@@ -31,7 +31,8 @@ from ft_ckpt.checkpoint.leases.reader_leases import hold_lease
 from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import ConfigError, CorruptError, ManifestError, NotACheckpointError
-from ft_ckpt.extensions.transfer import copy, push, sign, sync
+from ft_ckpt.extensions.transfer.copies import sign
+from ft_ckpt.extensions.transfer.sending import copy, push, sync
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs.folder import prune_run
 from ft_ckpt.storage.places import Place, open_place
@@ -289,7 +290,7 @@ def test_one_that_is_replaced_meanwhile(
         return bundle
 
     monkeypatch.setattr(
-        sys.modules["ft_ckpt.extensions.transfer.signing"], "make_signature", make_late
+        sys.modules["ft_ckpt.extensions.transfer.copies.signing"], "make_signature", make_late
     )
     with pytest.raises(CorruptError, match="replaced while it was signed"):
         sign(signed, keys[0])

@@ -24,10 +24,10 @@ from ft_ckpt import CheckpointSaver
 from ft_ckpt.cli import run_command
 from ft_ckpt.cli.show_file import show_file
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, TargetError
-from ft_ckpt.extensions.tools import convert, converting as convert_room, open_source
-from ft_ckpt.extensions.tools.rename_rules import read_map, rename_tensors
-from ft_ckpt.formats.safetensors import NAMES
-from ft_ckpt.storage.places import open_place
+from ft_ckpt.extensions.tools.converting import conversion as convert_room, convert, open_source
+from ft_ckpt.extensions.tools.converting.rename_rules import read_map, rename_tensors
+from ft_ckpt.formats import NAMES
+from ft_ckpt.storage import open_place
 
 FILES = {"safetensors": "x.safetensors", "dual": "x.safetensors", "h5": "x.h5", "torch": "x.pt"}
 
@@ -120,7 +120,7 @@ def test_any_tensors_survive_any_road(tmp_path_factory, kinds, names, formats, s
     path = folder / "0.pt"
     torch.save(tensors, path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ft_ckpt.extensions.tools.copy_check.SLICE_BYTES", slice_bytes)
+        patch.setattr("ft_ckpt.extensions.tools.converting.copy_check.SLICE_BYTES", slice_bytes)
         for step, kind in enumerate(formats, 1):
             source, path = path, folder / f"{step}{Path(FILES[kind]).suffix}"
             convert(source, path, format=kind, verify=True)
@@ -431,7 +431,7 @@ def test_a_folder_whose_name_is_no_utf_8(tmp_path, llama):
 
 LIMITED = """
 import resource, sys
-from ft_ckpt.extensions.tools import convert
+from ft_ckpt.extensions.tools.converting import convert
 from ft_ckpt.errors import TargetError
 source, target, format, limit = sys.argv[1:]
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit),) * 2)
@@ -510,7 +510,7 @@ def test_a_file_is_shown_as_a_tree_without_reading_it(tmp_path, capsys, monkeypa
         {"m": {"l.0": torch.ones(2, 3), "l.1": {"w": shared}}, "tied": shared, "n": 1},
         tmp_path / "x.pt",
     )
-    monkeypatch.setattr("ft_ckpt.extensions.foreign.torch_tensors.TorchFile.read", None)
+    monkeypatch.setattr("ft_ckpt.extensions.foreign.torch_files.tensors.TorchFile.read", None)
     show_file(open_place(tmp_path / "x.pt"), as_json=False)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     head = next(place for place, line in enumerate(lines) if line[:1] == ["tensor"])
@@ -595,7 +595,7 @@ def test_killed_at_any_moment_nothing_is_half_done(tmp_path, target):
 
 MEMORY = """
 import sys
-from ft_ckpt.extensions.tools import convert
+from ft_ckpt.extensions.tools.converting import convert
 def peak(): return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024
 convert(sys.argv[1], sys.argv[1] + ".warm.pt", map={"big": "b"})  # what is imported on the way
 before = peak()

@@ -20,7 +20,8 @@ from seeds import examples
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.extensions.tools import by_layer, compare_files, diff as room, open_source
+from ft_ckpt.extensions.tools import by_layer, compare_files, diff as room
+from ft_ckpt.extensions.tools.converting import open_source
 from ft_ckpt.extensions.tools.diff import layer_of
 from ft_ckpt.formats.safetensors import NAMES
 
@@ -243,7 +244,7 @@ def test_memory_is_that_of_slices(tmp_path):
 import resource, sys
 from contextlib import closing
 from pathlib import Path
-from ft_ckpt.extensions.tools import open_source
+from ft_ckpt.extensions.tools.converting import open_source
 from ft_ckpt.extensions.tools.diff import compare_files
 one, other = map(Path, sys.argv[1:])
 with closing(open_source(one)) as one, closing(open_source(other)) as other:

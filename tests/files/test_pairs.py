@@ -26,7 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, Mistra
 
 from ft_ckpt import CheckpointSaver, average, merge
 from ft_ckpt.errors import CheckpointError, LoadError
-from ft_ckpt.extensions.tools import compare_files, open_source
+from ft_ckpt.extensions.tools import compare_files
+from ft_ckpt.extensions.tools.converting import open_source
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SMALL = {

@@ -13,7 +13,7 @@ from seeds import examples
 
 import ft_ckpt
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.extensions.tools import open_source
+from ft_ckpt.extensions.tools.converting import open_source
 
 GOLDEN = library_files.FOLDER
 NONE = torch.empty(0, 2, dtype=torch.float16)

@@ -15,7 +15,7 @@ from library_files import numbered
 
 import ft_ckpt
 from ft_ckpt.errors import CorruptError, LoadError
-from ft_ckpt.extensions.tools import open_source
+from ft_ckpt.extensions.tools.converting import open_source
 
 GOLDEN = library_files.FOLDER
 NAMED = {

@@ -15,8 +15,8 @@ import ft_ckpt
 from ft_ckpt import cli
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, LoadError, SelectionError
 from ft_ckpt.extensions.foreign import tensorflow
-from ft_ckpt.extensions.tools import convert, open_source
-from ft_ckpt.extensions.tools.shard_rules import assign_shards, read_shard_rules
+from ft_ckpt.extensions.tools.converting import convert, open_source
+from ft_ckpt.extensions.tools.converting.shard_rules import assign_shards, read_shard_rules
 from ft_ckpt.formats import ITEM_BYTES, Spec
 from ft_ckpt.storage.places import open_place
 

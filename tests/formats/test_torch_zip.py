@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 from seeds import examples
 
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, LoadError, SelectionError
-from ft_ckpt.extensions.foreign.torch_tensors import open_torch_file
-from ft_ckpt.extensions.foreign.torch_values import named_leaves
-from ft_ckpt.extensions.foreign.torch_write import lay_out_torch
-from ft_ckpt.extensions.tools import convert, load
-from ft_ckpt.formats import ITEM_BYTES, Layout, Spec
-from ft_ckpt.formats.files import record_span
-from ft_ckpt.storage.io import Region
+from ft_ckpt.extensions.foreign.torch_files.layout import lay_out_torch
+from ft_ckpt.extensions.foreign.torch_files.stand_ins import named_leaves
+from ft_ckpt.extensions.foreign.torch_files.tensors import open_torch_file
+from ft_ckpt.extensions.tools import load
+from ft_ckpt.extensions.tools.converting import convert
+from ft_ckpt.formats import ITEM_BYTES, Layout, Spec, record_span
+from ft_ckpt.storage import Region
 
 DTYPES = sorted(ITEM_BYTES)
 shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)

@@ -16,7 +16,8 @@ from buckets import in_bucket
 from launch import run_and_signal, run_python
 
 from ft_ckpt.errors import CorruptError, SelectionError, TargetError
-from ft_ckpt.extensions.tools import load, open_source, save
+from ft_ckpt.extensions.tools import load, save
+from ft_ckpt.extensions.tools.converting import open_source
 from ft_ckpt.formats import ITEM_BYTES
 
 SAVE_FOREVER = """

@@ -287,7 +287,7 @@ class ServerContract:
     def _loaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Fork publishers from a process that has loaded their module."""
         monkeypatch.setenv("PYTHONPATH", python_path())
-        _CONTEXT.set_forkserver_preload(["ft_ckpt.extensions.rl.publishing.publishing"])
+        _CONTEXT.set_forkserver_preload(["ft_ckpt.extensions.rl.publishing.steps"])
         ensure_running()
 
     @contextmanager

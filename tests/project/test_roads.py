@@ -16,7 +16,7 @@ ROADS = {
     "save": ("ft_ckpt.saving.execute:try_save", "Save", "A save"),
     "load": ("ft_ckpt.model.load.loading:load_model", "Load", "Load"),
     "resume": ("ft_ckpt.runs.resume.resuming:resume_run", "Resume", "Resume"),
-    "publish": ("ft_ckpt.extensions.rl.publishing.publishing:publish", "Publish", "A publish"),
+    "publish": ("ft_ckpt.extensions.rl.publishing.steps:publish", "Publish", "A publish"),
 }
 MAX_STEPS = 8
 ITEM = re.compile(r"^ *\d+\. `(\w+)`", re.MULTILINE)

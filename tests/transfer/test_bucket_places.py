@@ -20,9 +20,8 @@ from ft_ckpt.checkpoint.leases.reader_leases import hold_lease
 from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.cli import main
 from ft_ckpt.errors import ConfigError, CorruptError, NameTakenError, NotACheckpointError
-from ft_ckpt.extensions.transfer import pull_cache
-from ft_ckpt.storage.local import LocalStore
-from ft_ckpt.storage.places import Place
+from ft_ckpt.extensions.transfer.copies import pull_cache
+from ft_ckpt.storage import LocalStore, Place
 
 
 @pytest.fixture
@@ -148,7 +147,7 @@ def test_of_several_that_pull_the_same_one_fetches(stored, cache, monkeypatch):
 
 
 def test_what_is_in_a_bucket_goes_to_the_hub_through_the_cache(stored, cache, monkeypatch):
-    from ft_ckpt.extensions.transfer import hub
+    from ft_ckpt.extensions.transfer.hub import repositories as hub
 
     seen = []
     monkeypatch.setattr(
@@ -223,7 +222,8 @@ def test_the_cache_needs_no_home_if_its_folder_is_given(cache, monkeypatch):
 
 def test_the_cache_is_below_hf_home(tmp_path):
     """An environment of its own, since huggingface_hub reads HF_HOME when it is imported."""
-    code = "from ft_ckpt.extensions.transfer.pull_cache import cache_folder; print(cache_folder())"
+    module = "ft_ckpt.extensions.transfer.copies.pull_cache"
+    code = f"from {module} import cache_folder; print(cache_folder())"
     environment = {**os.environ, "HF_HOME": str(tmp_path / "hub")}
     environment.pop("FT_CKPT_CACHE", None)
     done = subprocess.run(

@@ -39,8 +39,8 @@ from ft_ckpt.errors import (
     TargetError,
     UnreadableError,
 )
-from ft_ckpt.extensions.transfer import hub_client
-from ft_ckpt.storage.places import open_place
+from ft_ckpt.extensions.transfer.hub import client as hub_client
+from ft_ckpt.storage import open_place
 
 URL = "hf://buckets/user/ckpts"
 GOAL = f"{URL}/run/checkpoint-1"
@@ -275,7 +275,7 @@ def test_a_copy_that_is_killed_at_any_request_is_finished_by_the_next(
 ):
     monkeypatch.setenv("PYTHONPATH", python_path())
     _CONTEXT.set_forkserver_preload(
-        ["ft_ckpt.extensions.transfer.hub_buckets", "hub_bucket_server"]
+        ["ft_ckpt.extensions.transfer.hub.buckets", "hub_bucket_server"]
     )
     ensure_running()
 

@@ -37,23 +37,23 @@ from ft_ckpt.errors import TargetError
 from ft_ckpt.extensions.buckets import object_store
 from ft_ckpt.extensions.rl.deltas.chains import append_checkpoint
 from ft_ckpt.extensions.rl.deltas.rebuilding import drop_rebuilt, mark_staged
-from ft_ckpt.extensions.transfer import copies
+from ft_ckpt.extensions.transfer.copies import store_copies as copies
 from ft_ckpt.runs.folder import prune_run
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.places import copies as copying, open_place
 
 LOADED = (
     "obstore",
-    "ft_ckpt.extensions.tools.averaging",
-    "ft_ckpt.extensions.transfer.syncing",
-    "ft_ckpt.extensions.transfer.stores",
+    "ft_ckpt.extensions.tools.averaging.averages",
+    "ft_ckpt.extensions.transfer.sending.syncing",
+    "ft_ckpt.extensions.transfer.endpoints.stores",
 )
 LOADED_FOR_ALL = (
     *LOADED,
     "models",
     "deepspeed",
-    "ft_ckpt.extensions.tools.merge_files",
-    "ft_ckpt.extensions.transfer.hub",
+    "ft_ckpt.extensions.tools.merging.merge_files",
+    "ft_ckpt.extensions.transfer.hub.repositories",
 )
 LARGE_BYTES = 40 << 10  # of a file that is not copied in one call
 

@@ -16,7 +16,7 @@ from ft_ckpt.errors import UnreadableError
 from ft_ckpt.storage import PREFIX, Store, Stored
 
 PIN = f"{PREFIX}pin"
-# in a bucket: a signature and the manifest that it covers, see `extensions.transfer.signatures`
+# in a bucket: a signature and the manifest that it covers (`extensions.transfer.copies`)
 SIGNED = f"{PREFIX}signature"
 SAVING = f"{PREFIX}saving"  # a save to a bucket in progress
 TOMBSTONE = f"{PREFIX}dropped"  # lists the files to delete; in a bucket, prefix of the names

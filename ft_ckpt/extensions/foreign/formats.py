@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 class _TorchObjects(LibraryObjects):
     def check(self, obj: Any) -> None:
-        from ft_ckpt.extensions.foreign.torch_objects import check_torch_object
+        from ft_ckpt.extensions.foreign.torch_files import check_torch_object
 
         check_torch_object(obj)
 
     def save(self, obj: Any, path: Path) -> None:
-        from ft_ckpt.extensions.foreign.torch_save import save_torch_object
+        from ft_ckpt.extensions.foreign.torch_files import save_torch_object
 
         save_torch_object(obj, path)
 
     def load(self, file: "RawFile", map_location: Any, mapped: bool, verify: bool) -> Any:
-        from ft_ckpt.extensions.foreign.torch_file import load_torch_object
+        from ft_ckpt.extensions.foreign.torch_files import load_torch_object
 
         return load_torch_object(file, map_location, mapped, verify)
 
@@ -40,24 +40,24 @@ class Torch(TensorFormat):
     objects = _TorchObjects()
 
     def recognises(self, file: "RawFile") -> bool:
-        from ft_ckpt.extensions.foreign.torch_file import is_torch_file
+        from ft_ckpt.extensions.foreign.torch_files import is_torch_file
 
         return is_torch_file(file)
 
     def open(self, file: "RawFile") -> "TensorFile":
-        from ft_ckpt.extensions.foreign.torch_tensors import open_torch_file
+        from ft_ckpt.extensions.foreign.torch_files import open_torch_file
 
         return open_torch_file(file)
 
     def compare_sums(self, file: "RawFile") -> bool:
-        from ft_ckpt.extensions.foreign.torch_sums import compare_sums
+        from ft_ckpt.extensions.foreign.torch_files import compare_sums
 
         return compare_sums(file)
 
     def lay_out(
         self, specs: Sequence[Spec], metadata: Mapping[str, str], ties: Mapping[str, str]
     ) -> Layout:
-        from ft_ckpt.extensions.foreign.torch_write import lay_out_torch
+        from ft_ckpt.extensions.foreign.torch_files import lay_out_torch
 
         return lay_out_torch(specs, ties)
 

@@ -15,13 +15,15 @@ import torch
 
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.extensions.foreign.dcp import METADATA, open_dcp
-from ft_ckpt.extensions.foreign.torch_file import is_harmless, load_torch_value
-from ft_ckpt.extensions.foreign.torch_sums import check_sums
-from ft_ckpt.extensions.foreign.torch_tensors import TorchFile, local_copy
-from ft_ckpt.extensions.foreign.torch_values import (
+from ft_ckpt.extensions.foreign.torch_files import (
+    TorchFile,
+    check_sums,
     identity_of,
+    is_harmless,
     is_stand_in,
     kind_of_leaf,
+    load_torch_value,
+    local_copy,
     named_leaves,
     split_tensors,
 )

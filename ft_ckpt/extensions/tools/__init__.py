@@ -1,7 +1,13 @@
-"""Operations on files of weights: convert, average, merge adapters, compare, save and load objects.
+"""Operations on files of weights. The rooms have fronts of their own.
 
-Nothing here is part of a save of a plain model. Begin at `converting`, or at `objects`, which is
-`ft_ckpt.save` and `ft_ckpt.load`.
+| room | holds |
+|---|---|
+| `converting` | weights from one format to another: slices, renamed tensors, folders |
+| `merging` | adapters merged into their base, live or from files |
+| `averaging` | the weighted average of checkpoints |
+
+Nothing here is part of a save of a plain model. `diff` compares two sources, `objects` is
+`ft_ckpt.save` and `ft_ckpt.load`. Begin at `converting.conversion`.
 """
 
 import lazy_loader

@@ -1,11 +1,11 @@
 """Copies committed checkpoints to and from folders, buckets and the Hugging Face Hub.
 
-Nothing here decides the content of a checkpoint or needs torch. Begin at `endpoints`: the kinds of
-places, each with a module (`stores`, `hub`, `hub_buckets`). `copying`, `pushing` and `syncing` are
-the public functions; `copies` copies between two stores, `outgoing` selects the files for a
-repository on the Hub.
+| room | holds |
+|---|---|
+| `sending` | the public functions: copy, sync, push and pull, uploads of a run |
+| `hub` | repositories and storage buckets of the Hugging Face Hub |
+| `endpoints` | the kinds of places, and the files that are sent |
+| `copies` | a copy between two stores: whole or not at all, with its signature |
+
+Nothing here decides the content of a checkpoint or needs torch. Begin at `endpoints.endpoints`.
 """
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

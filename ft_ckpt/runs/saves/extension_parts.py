@@ -15,11 +15,11 @@ from ft_ckpt.storage import Store
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.places import Place
 
-_UPLOADS = "ft_ckpt.extensions.transfer.uploads:RunUploads"
-_PUSH_OPTIONS = "ft_ckpt.extensions.transfer.endpoints:PushOptions"
-_BEGIN_PUSH = "ft_ckpt.extensions.transfer.pushing:begin_push"
-_WAIT_FOR_PUSHES = "ft_ckpt.extensions.transfer.pushing:wait_for_pushes"
-_WARN_OF_UNPUSHED = "ft_ckpt.extensions.transfer.pushing:warn_of_unpushed"
+_UPLOADS = "ft_ckpt.extensions.transfer.sending.uploads:RunUploads"
+_PUSH_OPTIONS = "ft_ckpt.extensions.transfer.endpoints.endpoints:PushOptions"
+_BEGIN_PUSH = "ft_ckpt.extensions.transfer.sending.pushing:begin_push"
+_WAIT_FOR_PUSHES = "ft_ckpt.extensions.transfer.sending.pushing:wait_for_pushes"
+_WARN_OF_UNPUSHED = "ft_ckpt.extensions.transfer.sending.pushing:warn_of_unpushed"
 _PUBLISHER = "ft_ckpt.extensions.rl.publishing.run_publishers:Publisher"
 _SERVER_OPTIONS = "ft_ckpt.extensions.rl.engines.options:ServerOptions"
 _OPEN_SESSION = "ft_ckpt.extensions.rl.writers.session:open_session"

@@ -10,7 +10,7 @@ from ft_ckpt.storage.places import Place, open_place
 
 if TYPE_CHECKING:  # the types of handles that a run puts into `follow_ups`
     from ft_ckpt.extensions.rl.publishing import PendingPublish
-    from ft_ckpt.extensions.transfer import PendingPush
+    from ft_ckpt.extensions.transfer.sending import PendingPush
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,8 @@ from ft_ckpt.extensions.rl.deltas.rebuilding import (
     content_of,
     open_whole,
 )
-from ft_ckpt.extensions.transfer import content_key, copy_open, weights_manifest
+from ft_ckpt.extensions.transfer.copies import content_key, copy_open
+from ft_ckpt.extensions.transfer.endpoints import weights_manifest
 from ft_ckpt.messages import warn
 from ft_ckpt.storage import Store, etag_of
 from ft_ckpt.storage.digests import FileRecord, RunningDigest, record_of

@@ -27,7 +27,7 @@ from ft_ckpt.extensions.rl.limits.preflight import (
     lora_layers,
     rank_and_scale,
 )
-from ft_ckpt.extensions.tools import (
+from ft_ckpt.extensions.tools.converting import (
     ConvertReport,
     check_apart,
     convert_options,

@@ -1,6 +1,3 @@
-from .publishing import (
-    publish as publish,
-)
 from .reports import (
     PublishReport as PublishReport,
 )
@@ -8,4 +5,7 @@ from .run_publishers import (
     PendingPublish as PendingPublish,
     Publisher as Publisher,
     follow_run as follow_run,
+)
+from .steps import (
+    publish as publish,
 )

@@ -12,8 +12,8 @@ from pathlib import Path
 from ft_ckpt.checkpoint import CheckpointInfo, in_run_order, open_checkpoint
 from ft_ckpt.errors import CheckpointError, ConfigError, TargetError, UnreadableError, listing
 from ft_ckpt.extensions.rl.engines import ServerOptions, connect
-from ft_ckpt.extensions.rl.publishing.publishing import publish
 from ft_ckpt.extensions.rl.publishing.reports import PublishReport
+from ft_ckpt.extensions.rl.publishing.steps import publish
 from ft_ckpt.jobs import BackgroundJob, JobQueue
 from ft_ckpt.messages import LOG, warn
 from ft_ckpt.runs.folder import FOLLOW_SECONDS, CheckpointKey, key_of, looks, stop_on_signal

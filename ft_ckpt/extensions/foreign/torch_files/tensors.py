@@ -1,0 +1,95 @@
+"""The tensors of torch files."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ft_ckpt.extensions.foreign.torch_files.stand_ins import identity_of, split_tensors
+from ft_ckpt.extensions.foreign.torch_files.sums import compare_sums
+from ft_ckpt.extensions.foreign.torch_files.values import load_torch_value
+from ft_ckpt.formats import RawFile, Spec, TensorFile, dtype_name
+from ft_ckpt.storage import copy_object, open_local_file, temporary_store
+
+_NO_COPY: tuple[str | None, Tensor] = (None, torch.empty(0, device="cpu"))
+
+
+class TorchFile(TensorFile):
+    """The tensors of an open torch file by name.
+
+    Checksums are compared before the first read. Tensors in another order than row-major are
+    copied, one at a time.
+    """
+
+    def __init__(
+        self, file: RawFile, tensors: Mapping[str, Tensor], skipped: Sequence[str] = ()
+    ) -> None:
+        """`skipped`: "name: kind" of all other values. Further names of a tensor become `ties`.
+
+        Raises CorruptError if elements repeat more often than is plausible for the size of the
+        file.
+        """
+        self.file, self.skipped = file, tuple(skipped)
+        self.specs: dict[str, Spec] = {}
+        self.ties: dict[str, str] = {}  # further name of a tensor -> its name
+        self.tensors: dict[str, Tensor] = {}
+        self._are_compared = False
+        self._copied = _NO_COPY
+        names: dict[tuple[Any, ...], str] = {}
+        for name, tensor in tensors.items():
+            first = names.setdefault(identity_of(tensor), name) if tensor.numel() else name
+            if first != name:
+                self.ties[name] = first
+                continue
+            file.promise(max(0, tensor.nbytes - tensor.untyped_storage().nbytes()), name)
+            self.specs[name] = Spec(name, tuple(tensor.shape), dtype_name(tensor.dtype))
+            self.tensors[name] = tensor.detach()
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Flat elements [start, stop) in row-major order: 1-D, on the CPU, mapped from the file or
+        copied.
+
+        Raises CorruptError when a checksum differs, or the file has changed since it was opened.
+        """
+        if not self._are_compared:
+            compare_sums(self.file)
+            self._are_compared = True
+        self.file.check()
+        tensor = self.tensors[name]
+        if tensor.is_contiguous():
+            return tensor.view(-1)[start:stop]
+        if self._copied[0] != name:
+            # frees the last one before the next is copied
+            self._copied = _NO_COPY
+            self._copied = (name, tensor.contiguous().view(-1))
+        return self._copied[1][start:stop]
+
+    def close(self) -> None:
+        """Close the file. Tensors that were read stay valid."""
+        self.tensors = {}
+        self._copied = _NO_COPY
+        self.file.close()
+
+
+def open_torch_file(file: RawFile) -> TorchFile:
+    """The tensors of a file written by `torch.save`, nested dicts and lists as dotted names.
+
+    Nothing in it is run. Other values are listed in `skipped`, further names of a tensor in `ties`.
+    Raises LoadError naming values that are neither tensors nor plain data, and names that are not
+    unique; CorruptError when the file is damaged.
+    """
+    local = local_copy(file)
+    return TorchFile(local, *split_tensors(load_torch_value(local), file.name))
+
+
+def local_copy(file: RawFile) -> RawFile:
+    """The file itself, or the open copy of an object in a bucket, which torch cannot map.
+
+    Its name is gone already.
+    """
+    if file.can_map:
+        return file
+    with temporary_store() as scratch:
+        copy_object(file.file, scratch, file.name)
+        return RawFile(open_local_file(scratch.path(file.name)))

@@ -1,0 +1,4 @@
+from .averages import (
+    average as average,
+    parse_weights as parse_weights,
+)

@@ -1,0 +1,241 @@
+"""Averages checkpoints, weighted or not, slice by slice."""
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+from ft_ckpt.checkpoint import hold_open
+from ft_ckpt.checkpoint.catalog import list_readable
+from ft_ckpt.checkpoint.checks import damage_of
+from ft_ckpt.checkpoint.manifest import Manifest
+from ft_ckpt.errors import ConfigError, LoadError, listing
+from ft_ckpt.extensions.tools.averaging.averaged_file import AveragedFile
+from ft_ckpt.extensions.tools.averaging.checks import (
+    differing_bases,
+    differing_part_settings,
+    differing_shares,
+    refuse_other_parts,
+    refuse_quantised_sources,
+)
+from ft_ckpt.extensions.tools.converting import (
+    ConvertOptions,
+    ConvertReport,
+    check_apart,
+    convert_options,
+    open_source,
+    write_converted,
+)
+from ft_ckpt.formats import TensorFile
+from ft_ckpt.model.files import WeightsFolder
+from ft_ckpt.model.tensors import finite_numbers
+from ft_ckpt.storage.places import Place, open_place
+
+
+def average(
+    sources: Sequence[str | Path | Place],
+    dst: str | Path | Place,
+    *,
+    weights: Sequence[float] | None = None,
+    last: int | None = None,
+    format: str | None = None,  # noqa: A002
+    dtype: str | None = None,
+    max_shard_size: int | str | None = None,
+    verify: bool = False,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> ConvertReport:
+    """Write the average of the checkpoints `sources` to `dst`, a folder or file.
+
+    All or nothing, durably. `sources` are two or more checkpoints, folders or files of the same
+    tensors; or one run's folder with `last`, the number of its newest valid checkpoints to average.
+    `weights`: a number for each source, normalised to a sum of 1; by default all are equal. Further
+    arguments are those of `convert`.
+
+    Floating-point tensors are averaged in float32 (float64 ones in float64) and rounded once to
+    their dtype, or to `dtype`. Other tensors should be equal in all sources; otherwise the last
+    source's is taken and the report names it. Differing indices of an adapter and complex numbers
+    are refused. Sources store the same names, shapes and types, and agree on ties. Sidecar files
+    (config, tokenizer) are the last source's. Folders are refused if settings that change the
+    output differ, if their tokenizers map one id to different tokens, or if they are quantised.
+    Training state is not averaged. Adapters are averaged factor by factor and must have the same
+    base. The manifest names the sources; `latest` and `best` skip an average, and a run's retention
+    rules never delete it. Sources are compared with their digests before they are read.
+
+    Raises ConfigError for invalid counts and weights, SelectionError naming tensors that differ in
+    name, shape, type or ties, or have no mean, LoadError naming settings and bases that differ; for
+    files as `convert` does.
+    """
+    places = _choose_sources([open_place(source) for source in sources], last)
+    shares = normalized_weights(weights, len(places))
+    names = tuple(place.basename for place in places)
+    terms = list(names)
+    if weights is not None:
+        terms = [f"{name} ({share:.4g})" for name, share in zip(names, shares, strict=True)]
+    options = convert_options(
+        dst,
+        format=format,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        verify=verify,
+        progress=progress,
+        note=f"the average of {', '.join(terms)}",
+        made_from=names,
+        overwrite=overwrite,
+    )
+    check_apart(places, options)
+    with ExitStack() as stack:
+        folders = [stack.enter_context(hold_open(place)) for place in places]
+        files = [stack.enter_context(closing(open_source(place))) for place in folders]
+        max_mode = 0o777
+        for place in folders:
+            max_mode &= place.mode_at(options.target)
+        options = replace(options, max_mode=max_mode)
+        averages = _average_files(files, shares, options)
+        report = write_converted(averages, folders[-1], options)
+    return replace(report, notes=(*report.notes, *_notes_of(averages)))
+
+
+def normalized_weights(weights: Sequence[float] | None, count: int) -> list[float]:
+    """The weights, scaled to sum 1.
+
+    Raises ConfigError unless they are `count` finite numbers whose sum is not 0.
+    """
+    if count < 2:
+        raise ConfigError(
+            f"{_counted(count, 'source')} given, expected two or more; or give a run with last="
+        )
+    numbers = [1.0] * count if weights is None else finite_numbers(weights)
+    total = sum(numbers)
+    shares = [number / total for number in numbers] if total else []
+    is_finite = math.isfinite(total) and all(math.isfinite(share) for share in shares)
+    if len(shares) != count or not is_finite:
+        raise ConfigError(
+            f"weights={weights!r}: expected {count} finite numbers whose sum is not 0"
+        )
+    return shares
+
+
+def parse_weights(text: str | None) -> list[float] | None:
+    """Parse numbers separated by commas. Raises ConfigError for other text."""
+    if text is None:
+        return None
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"weights={text!r}: expected numbers separated by commas, as in '1,2,1'"
+        ) from None
+
+
+def _choose_sources(sources: list[Place], last: int | None) -> list[Place]:
+    """The sources themselves, or the `last` newest valid checkpoints of a run, oldest first."""
+    if last is None:
+        return sources
+    if len(sources) != 1 or type(last) is not int or last < 2:
+        count = _counted(len(sources), "source")
+        raise ConfigError(f"last={last!r} with {count}: expected one run's folder, and 2 or more")
+    run = sources[0]
+    infos = [info for info in list_readable(run).found if not info.manifest.made_from]
+    if not infos:
+        raise ConfigError(
+            f"{run}: no checkpoints of a run in it, {last} are wanted; give the folder that "
+            "a run saves to, or the checkpoints themselves without last="
+        )
+    newest_run = infos[-1].manifest.run_id
+    of_run = [info for info in infos if info.manifest.run_id == newest_run]
+    # The final export of a run repeats the weights of its last checkpoint, which must not count
+    # twice.
+    checkpoints = [info for info in of_run if not info.manifest.export] or of_run
+    valid: list[Place] = []
+    for info in reversed(checkpoints):
+        if len(valid) == last:
+            break
+        if not damage_of(info.place):
+            valid.append(info.place)
+    if len(valid) < last:
+        count = _counted(len(valid), "valid checkpoint")
+        raise ConfigError(
+            f"{run}: {count} of its newest run, {last} are wanted; give a smaller last="
+        )
+    return valid[::-1]
+
+
+def _average_files(
+    files: Sequence[TensorFile], shares: Sequence[float], options: ConvertOptions
+) -> TensorFile:
+    """The averages as one source for a conversion: a folder with the same parts if all are folders,
+    else a file.
+    """
+    names = options.made_from
+    refuse_quantised_sources(files, names)
+    folders = [file for file in files if isinstance(file, WeightsFolder)]
+    if len(folders) < len(files):
+        return AveragedFile(files, shares, names, options.dtype)
+    refuse_other_parts(folders, names)
+    problems = differing_shares(folders, names)
+    last = folders[-1]
+    parts = []
+    for index, part in enumerate(last.parts):
+        is_adapter = part.kind == "adapter"
+        part_files = [folder.parts[index].file for folder in folders]
+        file = AveragedFile(part_files, shares, names, options.dtype, is_adapter=is_adapter)
+        problems += differing_part_settings(folders, index, names)
+        if is_adapter:
+            base_problems, notes = differing_bases(folders, index, names)
+            problems += base_problems
+            file.notes += notes
+        parts.append(replace(part, file=file))
+    if problems:
+        raise LoadError(
+            f"{listing(problems)}; only models of one config, or adapters of one base, have an "
+            "average"
+        )
+    return WeightsFolder(last.place, parts, _averaged_manifest(last.manifest, names))
+
+
+def _averaged_manifest(last: Manifest | None, names: Sequence[str]) -> Manifest | None:
+    """The last source's manifest without the fields about one step of a run."""
+    if last is None:
+        return None
+    return replace(
+        last,
+        created=datetime.now(timezone.utc).isoformat(),
+        step=None,
+        metrics={},
+        rankings={},
+        run_id=None,
+        number=None,
+        notes=(),
+        export=True,
+        made_from=tuple(names),
+    )
+
+
+def _notes_of(averages: TensorFile) -> list[str]:
+    """Notes for the report; complete only after the tensors were read."""
+    files = [averages]
+    if isinstance(averages, WeightsFolder):
+        files = [part.file for part in averages.parts]
+    notes: dict[str, None] = {}
+    unequal: set[str] = set()
+    beyond: set[str] = set()
+    for file in files:
+        if isinstance(file, AveragedFile):
+            notes |= dict.fromkeys(file.notes)
+            unequal |= file.unequal
+            beyond |= file.beyond
+    if unequal:
+        text = listing(sorted(unequal), ", ")
+        notes[f"{text}: no floating-point numbers, and not equal; the last source's were taken"] = (
+            None
+        )
+    if beyond:
+        notes[f"{listing(sorted(beyond), ', ')}: averages beyond the range of their dtype"] = None
+    return list(notes)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -1,0 +1,54 @@
+"""Views of an open file: renamed and cast, without ties, some of its tensors."""
+
+from collections.abc import Sequence
+
+from ft_ckpt.errors import ConfigError
+from ft_ckpt.extensions.tools.converting.rename_rules import Names, rename_tensors
+from ft_ckpt.formats import TensorFile, TensorView
+from ft_ckpt.messages import expected_one_of
+
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+FLOAT_DTYPES = (
+    *_DTYPES,
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)
+
+
+def translate_file(file: TensorFile, names: Names, dtype: str | None) -> TensorView:
+    """`file` with its tensors renamed by `names` (see `read_map`) and its floats cast to `dtype`,
+    if given.
+
+    Raises ConfigError for an unknown dtype, SelectionError for names of several tensors.
+    """
+    if dtype is not None and dtype not in _DTYPES:
+        raise ConfigError(f"dtype={dtype!r}: {expected_one_of(dtype, _DTYPES)}")
+    new_names = rename_tensors([*file.specs, *file.ties], names)
+    dtypes: dict[str, str] = {}
+    for name, spec in file.specs.items():
+        if dtype is not None and spec.dtype in FLOAT_DTYPES:
+            dtypes[new_names[name]] = dtype
+    return TensorView.of_file(
+        file,
+        {new_names[name]: name for name in file.specs},
+        dtypes=dtypes,
+        ties={new_names[alias]: new_names[name] for alias, name in file.ties.items()},
+        metadata=file.metadata,
+        skipped=file.skipped,
+    )
+
+
+def untie_file(file: TensorFile) -> TensorView:
+    """`file` with each name of a tied tensor as a separate tensor, for formats without ties."""
+    names = {name: name for name in file.specs}
+    return TensorView.of_file(file, {**names, **file.ties}, metadata=file.metadata)
+
+
+def select_tensors(file: TensorView, names: Sequence[str]) -> TensorView:
+    """The tensors `names` of a file, for one of several files to write."""
+    selected = {name: name for name in names}
+    ties = {alias: name for alias, name in file.ties.items() if name in selected}
+    return TensorView.of_file(file, selected, ties=ties, metadata=file.metadata)

@@ -1,0 +1,224 @@
+"""The adapters to merge, as they are stored, and the base that they name."""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ft_ckpt.checkpoint import OpenCheckpoint, checkpoint_around, files_in, open_checkpoint
+from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord, describe_contents
+from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, listing
+from ft_ckpt.extensions.tools.converting import base_of_config
+from ft_ckpt.formats import TensorRecord, checkpoint_format_of
+from ft_ckpt.model.base import base_folder
+from ft_ckpt.model.files import join_weight_files, weight_files
+from ft_ckpt.model.tensors import MergeChoice, finite_numbers, merge_choice
+from ft_ckpt.storage import Store, read_text
+from ft_ckpt.storage.places import Place, open_place
+
+_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class StoredAdapters:
+    """Adapters of one base in one folder."""
+
+    checkpoint: OpenCheckpoint
+    records: tuple[PartRecord, ...]  # of the chosen adapters
+
+    @property
+    def folder(self) -> Store:
+        """The folder of the first adapter."""
+        return Place(self.checkpoint.store, self.records[0].path).folder
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The config of the first adapter."""
+        return _read_config(self.folder)
+
+    @property
+    def files(self) -> set[str]:
+        """The paths of the files in the folders of the adapters, if the checkpoint is one of
+        ours.
+        """
+        files: set[str] = set()
+        for record in self.records:
+            files |= files_in(self.checkpoint.manifest, record.path)
+        return files
+
+    @property
+    def base_place(self) -> Place:
+        """The place of their base if it is in the same checkpoint."""
+        first = self.records[0]
+        path = first.path.removesuffix(f"adapters/{first.adapter}").rstrip("/")
+        return Place(self.checkpoint.place.folder, path)
+
+    @property
+    def has_base(self) -> bool:
+        return self.base_place.folder.stat("config.json") is not None
+
+
+def find_adapters(place: Place, names: Sequence[str] | None, stack: ExitStack) -> StoredAdapters:
+    """The adapters `names` at `place`, or the active ones, open until the stack ends.
+
+    Raises ConfigError if `names` is not a list of names, LoadError if there are no adapters,
+    SelectionError for unknown names and for an ambiguous choice.
+    """
+    if names is not None and not _are_names(names):
+        raise ConfigError(f"adapters={names!r}: expected names of adapters, in a list")
+    around = checkpoint_around(place)
+    if around is not None:
+        root, folder = around  # of one adapter, or "" for all
+        checkpoint = stack.enter_context(open_checkpoint(Place(root)))
+        records = _records_below(checkpoint.manifest, folder)
+    else:
+        records = _foreign_records(place.folder)
+        manifest = Manifest(tuple(records), (), "adapter", "")
+        checkpoint = OpenCheckpoint(place, place.folder, manifest, "")
+    if not records:
+        raise LoadError(
+            f"{place}: {describe_contents(place).text}; expected a folder with an adapter "
+            f"({_CONFIG})"
+        )
+    stored = StoredAdapters(checkpoint, _chosen_records(place, records, names))
+    checkpoint.refuse_damaged(stored.files)
+    return stored
+
+
+def _records_below(manifest: Manifest, folder: str) -> list[PartRecord]:
+    records = []
+    for record in manifest.parts:
+        is_below = not folder or f"{record.path}/".startswith(f"{folder}/")
+        if record.kind == "adapter" and is_below:
+            records.append(record)
+    return records
+
+
+def choose_merge(stored: StoredAdapters, weights: Sequence[float] | None) -> MergeChoice | None:
+    """The choice of the stored adapters with their weights, if given.
+
+    Raises ConfigError for weights that are not finite numbers in order, SelectionError for too few
+    or too many.
+    """
+    names = [str(record.adapter) for record in stored.records]
+    if weights is None:
+        return merge_choice(names)
+    numbers = finite_numbers(weights)
+    if not numbers:
+        raise ConfigError(
+            f"weights={weights!r}: expected a finite number for each of "
+            f"{', '.join(names)}, in a list"
+        )
+    if len(numbers) != len(names):
+        raise SelectionError(f"weights={numbers}: expected a number for each of {', '.join(names)}")
+    return merge_choice(dict(zip(names, numbers, strict=True)))
+
+
+def find_base(stored: StoredAdapters, base: Any) -> Place:
+    """The folder of `base`, of the one in the same checkpoint, or of the one that the adapters
+    name.
+
+    Raises LoadError if there is none, or if the adapters name several.
+    """
+    if base is not None:
+        return base_folder(base, None) or open_place(base)
+    if stored.has_base:
+        return stored.base_place
+    bases = {}
+    for record in stored.records:
+        unnamed = BaseRecord(None, None, "float32", "", {})
+        bases[str(record.adapter)] = record.base or unnamed
+    _refuse_several_bases(bases)
+    name = str(stored.records[0].adapter)
+    recorded = bases[name]
+    named = stored.settings.get("base_model_name_or_path")
+    for identity in (recorded.id, named):
+        if identity and isinstance(identity, str):
+            folder = base_folder(identity, recorded.revision)
+            if folder is not None:
+                return folder
+    raise LoadError(
+        f"adapter {name!r}: its base {recorded.id or named!r} is neither a folder here nor "
+        "in the Hub's cache; name its folder with base="
+    )
+
+
+def _refuse_several_bases(bases: Mapping[str, BaseRecord]) -> None:
+    identities = {(base.id, base.revision) for base in bases.values()}
+    if len(identities) < 2:
+        return
+    samples = [dict(base.fingerprint) for base in bases.values()]
+    if samples[0] and all(sample == samples[0] for sample in samples):
+        return  # one base under several names
+    problems = []
+    for adapter, base in bases.items():
+        problems.append(f"adapter {adapter!r}: on {base.id!r} (revision {base.revision})")
+    raise LoadError(
+        f"{listing(problems)}; expected one base; merge them one by one, or "
+        "name the base with base="
+    )
+
+
+def _foreign_records(store: Store) -> list[PartRecord]:
+    """The adapters in a PEFT folder: "default" in the folder itself, others in subfolders with
+    their names.
+    """
+    records = []
+    if store.stat(_CONFIG) is not None:
+        records.append(_foreign_record(store, "", "default"))
+    for name in sorted(folder.name for folder in store.list_folder().folders):
+        if store.stat(f"{name}/{_CONFIG}") is not None:
+            records.append(_foreign_record(store.within(name), name, name))
+    return records
+
+
+def _foreign_record(store: Store, path: str, name: str) -> PartRecord:
+    files, _ = weight_files(store, "adapter")
+    if not files:
+        raise CorruptError(
+            f"{store.url}: {_CONFIG} without weights (adapter_model.safetensors); use another copy"
+        )
+    file = f"{path}/{files[0]}".lstrip("/")
+    tensors = []
+    with closing(join_weight_files(store, files)) as tensor_file:
+        for spec in tensor_file.specs.values():
+            tensors.append(TensorRecord(spec.name, spec.shape, spec.dtype, file, 0, 0))
+    format_name = checkpoint_format_of(files[0]).name
+    record = PartRecord(name, path, "adapter", format_name, "PeftModel", tuple(tensors))
+    base = base_of_config(_read_config(store))
+    return replace(record, adapter=name, active=name == "default", base=base)
+
+
+def _read_config(store: Store) -> dict[str, Any]:
+    try:
+        settings = json.loads(read_text(store, _CONFIG))
+    except ValueError as error:
+        raise CorruptError(
+            f"{store.where(_CONFIG)}: cannot be read ({error}); use another copy"
+        ) from error
+    return settings if isinstance(settings, dict) else {}
+
+
+def _are_names(value: Any) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return is_list and all(isinstance(name, str) for name in value)
+
+
+def _chosen_records(
+    place: Place, records: Sequence[PartRecord], names: Sequence[str] | None
+) -> tuple[PartRecord, ...]:
+    by_name = {str(record.adapter): record for record in records}
+    if names is None:
+        active = [record for record in records if record.active]
+        if not active and len(records) > 1:
+            raise SelectionError(
+                f"{place}: holds the adapters {', '.join(by_name)}, none of them active; name some"
+            )
+        return tuple(active or records)
+    unknown = [name for name in names if name not in by_name]
+    if unknown:
+        raise SelectionError(
+            f"adapter {', '.join(unknown)}: not in {place}, which has {', '.join(by_name)}"
+        )
+    return tuple(by_name[name] for name in names)

@@ -1,0 +1,117 @@
+"""The cache of pulled checkpoints: a local folder of limited size.
+
+Each entry is a committed checkpoint, named by its content; files that several entries share are
+hard links. The least recently used entries are deleted first. Entries that are leased, pinned, or
+were used within the hour stay.
+"""
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from huggingface_hub import constants
+
+from ft_ckpt.checkpoint import OpenCheckpoint
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
+from ft_ckpt.checkpoint.commit import delete_checkpoint
+from ft_ckpt.checkpoint.manifest import Manifest, content_identity
+from ft_ckpt.config import parse_size
+from ft_ckpt.errors import CheckpointError, ConfigError
+from ft_ckpt.extensions.transfer.copies.identity import content_key, is_there
+from ft_ckpt.extensions.transfer.copies.reports import CopyReport
+from ft_ckpt.extensions.transfer.copies.store_copies import copy_open
+from ft_ckpt.storage import PREFIX, LocalStore, Place, holding_lock
+
+# environment variables: its location and largest size
+_FOLDER, _SIZE = "FT_CKPT_CACHE", "FT_CKPT_CACHE_SIZE"
+_DEFAULT_SIZE = "200GB"
+# empty file in a cached checkpoint; its modification time is that of the last use
+_USED = f"{PREFIX}used"
+_LOCK = f"{PREFIX}pull-"  # prefix of lock files: one process at a time pulls a checkpoint
+_IN_USE_SECONDS = 3600.0
+_POLL_SECONDS = 0.2
+
+
+def cache_folder() -> Path:
+    """The folder of the cache: FT_CKPT_CACHE, else ft_ckpt in HF_HOME, where Hugging Face libraries
+    keep models.
+    """
+    folder = os.environ.get(_FOLDER)
+    if folder:
+        return Path(folder)
+    home = Path(constants.HF_HOME)
+    if home.parts[:1] == ("~",):  # of a user that the system does not list, without HOME
+        raise ConfigError(
+            f"the cache of pulled checkpoints: no home folder; set {_FOLDER} or HF_HOME to a folder"
+        )
+    return home / "ft_ckpt"
+
+
+def pull_cached(
+    checkpoint: OpenCheckpoint, manifest: Manifest, *, exact: bool = False
+) -> CopyReport:
+    """Fetch the checkpoint into the cache, one process at a time, if it is missing or damaged
+    there.
+
+    Raises ConfigError for an invalid size and without a home folder, and what `copying.copy`
+    raises.
+    """
+    max_bytes = parse_size(os.environ.get(_SIZE) or _DEFAULT_SIZE)
+    cache = LocalStore(cache_folder())
+    goal = Place(cache, f"{checkpoint.place.basename}-{content_identity(manifest)[-16:]}")
+    with _sole_puller(cache, goal.name):
+        if not is_there(goal, manifest):
+            make_room_in(cache, max_bytes, manifest)
+        report = copy_open(checkpoint, goal, manifest, overwrite=True, renews=True, exact=exact)
+        goal.folder.write(_USED, b"")
+    return report
+
+
+def make_room_in(cache: LocalStore, max_bytes: int, coming: Manifest) -> None:
+    """Delete the least recently used checkpoints until the cache has at most `max_bytes`,
+    including the `coming` one.
+
+    Checkpoints that cannot be deleted stay.
+    """
+    listed = list_checkpoints(Place(cache)).found
+    infos = [info for info in listed if info.store.identity != cache.identity]
+    in_use_since = time.time() - _IN_USE_SECONDS
+    for oldest in sorted(infos, key=_last_use):
+        if _distinct_bytes(infos, coming) <= max_bytes or _last_use(oldest) > in_use_since:
+            return
+        with suppress(CheckpointError, OSError):
+            if delete_checkpoint(cache.folder / oldest.name).dropped:
+                infos.remove(oldest)
+
+
+def _last_use(info: CheckpointInfo) -> float:
+    stamp = info.store.stat(_USED)
+    return 0.0 if stamp is None else stamp.modified
+
+
+def _distinct_bytes(infos: Iterable[CheckpointInfo], coming: Manifest) -> int:
+    """Bytes of all files; files of the same content, which are hard links, count once."""
+    sizes: dict[tuple[str, int], int] = {}
+    for manifest in [*(info.manifest for info in infos), coming]:
+        for file in manifest.files:
+            sizes[content_key(file)] = file.size_bytes
+    return sum(sizes.values())
+
+
+@contextmanager
+def _sole_puller(cache: LocalStore, name: str) -> Iterator[None]:
+    """Hold the lock for pulling `name` while the block runs.
+
+    There is none on file systems without locks.
+    """
+    lock = f"{_LOCK}{name}"
+    while True:
+        # not by a temporary file, which would stay if this process were killed
+        cache.allocate(lock, 0)
+        with holding_lock(cache.path(lock)) as is_locked:
+            if is_locked is not False:
+                yield
+                return
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,191 @@
+"""The kinds of places that checkpoints are sent to and fetched from.
+
+Folders and buckets keep a checkpoint as it is; a repository of the Hub gets its weights as a
+commit. Each kind is a class, imported when a place of its kind is first used, because the clients
+are slow to import.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import Self
+
+from ft_ckpt.checkpoint import OpenCheckpoint
+from ft_ckpt.checkpoint.checks import SIGNATURE_NAME
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
+from ft_ckpt.errors import ConfigError, listing
+from ft_ckpt.extensions.transfer.copies import CopyReport, PullReport, PushReport, read_signature
+from ft_ckpt.extensions.transfer.endpoints.outgoing import weights_manifest
+from ft_ckpt.storage import Place, is_hub_bucket, is_url, schemes
+
+PlaceLike = str | os.PathLike[str] | Place
+_STORE = "ft_ckpt.extensions.transfer.endpoints.stores:StoreEndpoint"
+_HUB_BUCKET = "ft_ckpt.extensions.transfer.hub.buckets:HubBucketEndpoint"
+_HUB = "ft_ckpt.extensions.transfer.hub.repositories:HubEndpoint"
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    """How a checkpoint is pushed."""
+
+    revision: str | None = None
+    private: bool | None = None
+    token: str | None = field(default=None, repr=False)
+    state: bool = False  # push the training state, too
+    base_id: str | None = None  # name of the base on the Hub
+    message: str | None = None
+    quiet: bool = False  # no progress bars
+    card: str | None = None  # replaces the card of the repository; None keeps it
+
+
+class Endpoint(ABC):
+    """A place that checkpoints are pushed to and pulled from."""
+
+    reads_local_files = False
+    """Whether it sends files of this machine only, and no deltas."""
+
+    @classmethod
+    @abstractmethod
+    def destination(cls, place: str | Place, options: PushOptions) -> Self:
+        """The destination of a push. Raises ConfigError if it is invalid, or has no such option."""
+
+    @classmethod
+    @abstractmethod
+    def source(cls, place: str | Place, token: str | None) -> Self:
+        """The source of a pull. Raises ConfigError if it is invalid."""
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """It as in messages and reports."""
+
+    @abstractmethod
+    def push(self, checkpoint: OpenCheckpoint, options: PushOptions) -> PushReport:
+        """Send an open checkpoint, see `pushing.push`."""
+
+    @abstractmethod
+    def pull(self, folder: Path | None, *, overwrite: bool) -> PullReport:
+        """Fetch the checkpoint into `folder`, or into the cache, see `pushing.pull`."""
+
+
+class CopyEndpoint(Endpoint):
+    """A folder or a bucket, which keeps copies of checkpoints."""
+
+    is_parent: bool
+    """Whether its name ends in a slash: a checkpoint gets the place of its own name in it."""
+
+    @classmethod
+    @abstractmethod
+    def at(cls, place: PlaceLike) -> Self:
+        """The endpoint at a path or URL. Raises ConfigError if it is invalid."""
+
+    @property
+    @abstractmethod
+    def basename(self) -> str:
+        """The last component of its name."""
+
+    @abstractmethod
+    def within(self, name: str) -> Self:
+        """The endpoint `name` in this one."""
+
+    @abstractmethod
+    def copy_to(self, goal: "CopyEndpoint", *, overwrite: bool) -> CopyReport:
+        """Copy the checkpoint that is here to `goal`, see `copying.copy`."""
+
+    @abstractmethod
+    def receive(
+        self,
+        checkpoint: OpenCheckpoint,
+        manifest: Manifest,
+        options: PushOptions,
+        *,
+        overwrite: bool = False,
+    ) -> CopyReport:
+        """Write what `manifest` lists of an open checkpoint."""
+
+    def goal_for(self, name: str) -> Self:
+        """The endpoint of a checkpoint of this name that is sent here."""
+        return self.within(name) if self.is_parent else self
+
+    def push(self, checkpoint: OpenCheckpoint, options: PushOptions) -> PushReport:
+        manifest = checkpoint.manifest if options.state else weights_manifest(checkpoint.manifest)
+        goal = self.goal_for(checkpoint.place.basename)
+        return push_report(checkpoint, goal.receive(checkpoint, manifest, options))
+
+
+def endpoint_of(place: PlaceLike) -> type[Endpoint]:
+    """The kind of a place. Raises ConfigError for a URL scheme that is not supported."""
+    is_local = isinstance(place, Place) and place.is_local
+    if is_local or is_hub_bucket(place):
+        return copy_endpoint_of(place)
+    scheme, mark, _ = str(place).partition("://")
+    if not mark or scheme.lower() == "hf":  # a text without a scheme is the name of a repository
+        kind: type[Endpoint] = _imported(_HUB)
+        return kind
+    if is_url(str(place)):
+        return copy_endpoint_of(place)
+    expected = ", ".join(f"{name}://" for name in ("hf", *schemes()))
+    raise ConfigError(f"{place}: unknown URL scheme {scheme.lower()}://; expected {expected}")
+
+
+def copy_endpoint_of(place: PlaceLike) -> type[CopyEndpoint]:
+    """The kind of a place that `copy` takes: the Hub's repositories are none."""
+    kind: type[CopyEndpoint] = _imported(_HUB_BUCKET if is_hub_bucket(place) else _STORE)
+    return kind
+
+
+def _imported(place: str) -> Any:
+    module, name = place.split(":")
+    return getattr(import_module(module), name)
+
+
+def refuse_options(destination: str | Place, options: PushOptions, *, allowed: set[str]) -> None:
+    """Raise ConfigError for options that differ from their defaults, but those `allowed`."""
+    defaults = PushOptions()
+    wrong = []
+    for option in fields(options):
+        is_changed = getattr(options, option.name) != getattr(defaults, option.name)
+        if is_changed and option.name not in allowed:
+            wrong.append(option.name)
+    if wrong:
+        raise ConfigError(
+            f"{destination}: {listing(wrong, ', ')}: only for repositories on "
+            "the Hub; leave it out here"
+        )
+
+
+def push_report(checkpoint: OpenCheckpoint, report: CopyReport) -> PushReport:
+    """The report of a push, from the report of the copy of an open checkpoint to a bucket."""
+    left_out = sorted({file.path for file in checkpoint.manifest.files} - set(report.files))
+    if left_out and read_signature(checkpoint.place.folder) is not None:
+        left_out.append(f"{SIGNATURE_NAME}, which covers them")
+    notes = (f"{listing(left_out, ', ')}: left out",) if left_out else ()
+    return PushReport(
+        path=checkpoint.location,
+        url=str(report.path),
+        repo_id="",
+        oid=checkpoint.identity,
+        commit_url=f"{report.path}/{MANIFEST_NAME}",
+        is_new=report.is_new,
+        files=report.files,
+        bytes=report.bytes,
+        seconds=report.seconds,
+        notes=notes,
+    )
+
+
+def pull_report(report: CopyReport, identity: str) -> PullReport:
+    """The report of a pull, from the report of the copy of a checkpoint to a disk."""
+    return PullReport(
+        path=Path(report.path),
+        url=str(report.source),
+        oid=identity,
+        verified=True,
+        files=report.files,
+        bytes=report.bytes,
+        seconds=report.seconds,
+    )

@@ -1,0 +1,3 @@
+from .place import (
+    HubPlace as HubPlace,
+)

@@ -1,0 +1,336 @@
+"""Sends whole checkpoints into storage buckets of the Hugging Face Hub, and fetches them.
+
+A bucket takes files in batches, each of which may be applied in part, and has no conditional
+writes. So the manifest that is replaced leaves first, and the new one comes last, each in a batch
+of its own. Until then the file `_SENDING` lists what a killed send may have left. The client does
+not send content again that the Hub has.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from huggingface_hub import BucketFile
+from typing_extensions import Self
+
+from ft_ckpt.checkpoint import OpenCheckpoint, open_checkpoint, text_identity
+from ft_ckpt.checkpoint.checks import SIGNATURE_NAME, checkpoint_problems, verify
+from ft_ckpt.checkpoint.commit import open_staging, settle_staging_at
+from ft_ckpt.checkpoint.leases import is_mark
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, manifest_to_json, parse_manifest
+from ft_ckpt.errors import (
+    ConfigError,
+    CorruptError,
+    ManifestError,
+    NameTakenError,
+    NotACheckpointError,
+    TargetError,
+    listing,
+)
+from ft_ckpt.extensions.transfer.copies import (
+    CopyReport,
+    PullReport,
+    Signed,
+    is_same_copy,
+    is_there,
+    manifest_at,
+    new_copy_report,
+    pull_cached,
+    put_signature,
+    refuse_occupied,
+    signature_of_copy,
+)
+from ft_ckpt.extensions.transfer.endpoints import (
+    CopyEndpoint,
+    PlaceLike,
+    PushOptions,
+    StoreEndpoint,
+    pull_report,
+    refuse_damaged,
+    refuse_options,
+)
+from ft_ckpt.extensions.transfer.hub.bucket_folder import BucketFolder
+from ft_ckpt.extensions.transfer.hub.client import (
+    hub_errors,
+    hub_status,
+    is_transient,
+    progress_bars,
+    with_retries,
+)
+from ft_ckpt.schema import as_record
+from ft_ckpt.storage import PREFIX
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import Place, open_place
+
+_SENDING = f"{PREFIX}sending"  # JSON list of the files of a send that has not ended
+_BATCH_FAILED = (200, 422)  # statuses of a batch with operations that failed
+_ALLOWED_OPTIONS = {"state", "quiet", "private", "token"}
+
+
+@dataclass(frozen=True)
+class HubBucketEndpoint(CopyEndpoint):
+    """A checkpoint in a storage bucket of the Hub."""
+
+    reads_local_files = True
+    folder: BucketFolder
+    is_parent: bool = False
+
+    @classmethod
+    def at(cls, place: PlaceLike, token: str | None = None) -> Self:
+        return cls(BucketFolder.at(str(place), token), str(place).endswith("/"))
+
+    @classmethod
+    def destination(cls, place: str | Place, options: PushOptions) -> Self:
+        refuse_options(place, options, allowed=_ALLOWED_OPTIONS)
+        return cls.at(place, options.token)
+
+    @classmethod
+    def source(cls, place: str | Place, token: str | None) -> Self:
+        return cls.at(place, token)
+
+    @property
+    def url(self) -> str:
+        return f"{self.folder.url}/" if self.is_parent else self.folder.url
+
+    @property
+    def basename(self) -> str:
+        return self.folder.name
+
+    def within(self, name: str) -> Self:
+        return type(self)(self.folder.within(name))
+
+    def copy_to(self, goal: CopyEndpoint, *, overwrite: bool) -> CopyReport:
+        folder = goal.place.folder.local_folder if isinstance(goal, StoreEndpoint) else None
+        if folder is None:
+            raise ConfigError(
+                f"{goal.url}: a checkpoint comes from a bucket of the Hub to a disk only; copy "
+                f"{self.url} to a folder, and that folder to the other bucket"
+            )
+        report, _ = _fetch(self.folder, folder, overwrite=overwrite)
+        return report
+
+    def receive(
+        self,
+        checkpoint: OpenCheckpoint,
+        manifest: Manifest,
+        options: PushOptions,
+        *,
+        overwrite: bool = False,
+    ) -> CopyReport:
+        if checkpoint.is_local:
+            return _send(checkpoint, self.folder, manifest, options, overwrite=overwrite)
+        cached = pull_cached(checkpoint, manifest).path
+        with open_checkpoint(open_place(cached)) as local:
+            report = _send(local, self.folder, local.manifest, options, overwrite=overwrite)
+        return replace(report, source=checkpoint.location)
+
+    def pull(self, folder: Path | None, *, overwrite: bool) -> PullReport:
+        if folder is None:
+            raise ConfigError(
+                f"{self.url}: no folder to pull it into; the cache is for other buckets"
+            )
+        report, text = _fetch(self.folder, folder, overwrite=overwrite)
+        return pull_report(report, text_identity(text.encode()))
+
+
+def _send(
+    checkpoint: OpenCheckpoint,
+    folder: BucketFolder,
+    manifest: Manifest,
+    options: PushOptions,
+    *,
+    overwrite: bool,
+) -> CopyReport:
+    """Send what `manifest` lists of an open checkpoint on a disk.
+
+    What a killed send left is replaced, and errors of the network or the server are tried again.
+    Raises CorruptError before anything is sent when a file differs from its digest.
+    """
+    start = time.monotonic()
+    if manifest.delta:
+        raise ConfigError(
+            f"{checkpoint.location}: a delta; `ft-ckpt push` sends what it stands for"
+        )
+    refuse_damaged(checkpoint)
+    with hub_errors(folder.url, writing=True, failed="not written"):
+        send = partial(_send_once, checkpoint, folder, manifest, options, overwrite=overwrite)
+        report = with_retries(send, _may_pass)
+    return replace(report, seconds=time.monotonic() - start)
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether to try again: also after a batch that failed in part.
+
+    The client repeats a batch without an answer, and its deletions then find nothing to delete.
+    """
+    return hub_status(error) in _BATCH_FAILED or is_transient(error)
+
+
+def _send_once(
+    checkpoint: OpenCheckpoint,
+    folder: BucketFolder,
+    manifest: Manifest,
+    options: PushOptions,
+    *,
+    overwrite: bool,
+) -> CopyReport:
+    """Look at what is in the bucket, send the files, and then the manifest."""
+    folder.make_bucket(options.private)
+    report = new_copy_report(folder.url, checkpoint.location, manifest)
+    present = folder.files()
+    stored = _stored_manifest(folder, present)
+    is_same = is_same_copy(stored, manifest)
+    if is_same and not overwrite and not _missing(present, manifest):
+        if _SENDING in present:
+            folder.send({}, delete=[_SENDING])
+        return replace(report, is_new=False, sent_bytes=0)
+    if MANIFEST_NAME in present and not (overwrite or is_same):
+        advice = "use another name, or overwrite=True (--force)"
+        raise NameTakenError(f"{folder.url}: exists already; {advice}")
+    older = _older_files(folder, present, stored)
+    files, manifest_text = _files_to_send(checkpoint, manifest)
+    stale = older - files.keys() - {MANIFEST_NAME, _SENDING}
+    with progress_bars(shown=not options.quiet and is_worth_showing(report.bytes)):
+        folder.send({_SENDING: json.dumps(sorted(older | files.keys())).encode()})
+        if MANIFEST_NAME in present:
+            folder.send({}, delete=[MANIFEST_NAME])
+        folder.send(files, delete=sorted(stale))
+        absent = _missing(folder.files(), manifest)
+        if absent:
+            names = listing(absent, ", ")
+            raise TargetError(f"{folder.url}: {names}: not in the bucket as sent; copy it again")
+        folder.send({MANIFEST_NAME: manifest_text.encode()})
+        folder.send({}, delete=[_SENDING])
+    return report
+
+
+def _files_to_send(
+    checkpoint: OpenCheckpoint, manifest: Manifest
+) -> tuple[dict[str, Path | bytes], str]:
+    """The files of the checkpoint with its signature, by name, and the text of its manifest."""
+    files: dict[str, Path | bytes] = {}
+    for file in manifest.files:
+        files[file.path] = checkpoint.folder / file.path
+    signed = signature_of_copy(checkpoint, manifest)
+    if signed is None:
+        return files, manifest_to_json(_as_sent(manifest))
+    files[SIGNATURE_NAME] = signed.bundle.encode()
+    return files, signed.text  # which the signature covers, to the byte
+
+
+def _as_sent(manifest: Manifest) -> Manifest:
+    """The manifest without what only the disk of its files knows."""
+    files = tuple(replace(file, linked=False, etag=None) for file in manifest.files)
+    return replace(manifest, files=files, token=None)
+
+
+def _stored_manifest(folder: BucketFolder, present: Mapping[str, BucketFile]) -> Manifest | None:
+    """The manifest in the bucket; None if there is no readable one."""
+    if MANIFEST_NAME not in present:
+        return None
+    with suppress(ManifestError):
+        return parse_manifest(folder.read_text(present[MANIFEST_NAME]), folder.url)
+    return None
+
+
+def _older_files(
+    folder: BucketFolder,
+    present: Mapping[str, BucketFile],
+    stored: Manifest | None,
+) -> set[str]:
+    """The files of an older checkpoint or of a killed send, which the new ones replace.
+
+    Raises TargetError naming the files that belong to neither.
+    """
+    names = {MANIFEST_NAME, SIGNATURE_NAME}
+    names.update(name for name in present if is_mark(name))
+    if stored is not None:
+        names.update(file.path for file in stored.files)
+    if _SENDING in present:
+        with suppress(ManifestError, ValueError):  # not written by a send
+            document = json.loads(folder.read_text(present[_SENDING]))
+            names.update(as_record(document, tuple[str, ...]))
+    foreign = sorted(present.keys() - names)
+    if foreign:
+        raise TargetError(
+            f"{folder.url}: {listing(foreign, ', ')}: files that belong to no checkpoint are in "
+            "the way; move them, or use another name"
+        )
+    return names & present.keys()
+
+
+def _missing(present: Mapping[str, BucketFile], manifest: Manifest) -> list[str]:
+    """The files of the manifest that are not in the bucket, or have another size."""
+    names = []
+    for file in manifest.files:
+        entry = present.get(file.path)
+        if entry is None or entry.size != file.size_bytes:
+            names.append(file.path)
+    return names
+
+
+def _fetch(folder: BucketFolder, target: Path, *, overwrite: bool) -> tuple[CopyReport, str]:
+    """Fetch a checkpoint to `target`, and commit it there like a save.
+
+    Also returns the text of its manifest.
+    """
+    start = time.monotonic()
+    with hub_errors(folder.url, writing=False):
+        report, text = _fetch_once(folder, target, overwrite=overwrite)
+    return replace(report, seconds=time.monotonic() - start), text
+
+
+def _fetch_once(folder: BucketFolder, target: Path, *, overwrite: bool) -> tuple[CopyReport, str]:
+    present = folder.files()
+    if MANIFEST_NAME not in present:
+        raise NotACheckpointError(
+            f"{folder.url}: no {MANIFEST_NAME} in it, so no checkpoint was completed there; look "
+            "at the name, or push it again"
+        )
+    text = folder.read_text(present[MANIFEST_NAME])
+    manifest = parse_manifest(text, f"{folder.url}/{MANIFEST_NAME}")
+    goal = Place(LocalStore(target))
+    report = new_copy_report(target, folder.url, manifest)
+    if is_there(goal, manifest) and verify(goal).ok:
+        settle_staging_at(goal)
+        report = replace(report, is_new=False, sent_bytes=0)
+    else:
+        if not (overwrite or is_same_copy(manifest_at(goal), manifest)):
+            refuse_occupied(goal)
+        _download(folder, present, manifest, target)
+    if SIGNATURE_NAME in present:
+        put_signature(goal.folder, Signed(folder.read_text(present[SIGNATURE_NAME]), text))
+    return report, text
+
+
+def _download(
+    folder: BucketFolder,
+    present: Mapping[str, BucketFile],
+    manifest: Manifest,
+    target: Path,
+) -> None:
+    """Download the files of `manifest`, compare them with it, and commit them to `target`."""
+    absent = _missing(present, manifest)
+    if absent:
+        names = listing(absent, ", ")
+        raise CorruptError(f"{folder.url}: {names}: missing or of another size; push it again")
+    paths = [file.path for file in manifest.files]
+    size_bytes = sum(file.size_bytes for file in manifest.files)
+    staging = open_staging(target)
+    try:
+        store = staging.store
+        for path in paths:
+            store.make_parents(store.path(path))
+        with progress_bars(shown=is_worth_showing(size_bytes)):
+            folder.download([(present[path], store.path(path)) for path in paths])
+        problems = list(checkpoint_problems(store, manifest, deep=True))
+        if problems:
+            wrong = listing(problems)
+            raise CorruptError(f"{folder.url}: {wrong}; nothing was put in place, push it again")
+        staging.commit(manifest)
+    finally:
+        staging.discard()
