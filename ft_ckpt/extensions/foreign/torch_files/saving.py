@@ -24,6 +24,8 @@ from ft_ckpt.formats import MAX_LEVELS, PLAIN, SCALARS, FileStream, RawFile, quo
 from ft_ckpt.storage import open_local_file
 
 _MAX_BYTES_AT_ONCE = 1 << 30  # bytes written in one call; Linux takes less than 2 GB
+_SAVED: tuple[type, ...] = (*SCALARS, torch.Size)
+_MAPPINGS, _SEQUENCES = (dict, OrderedDict, Counter), (list, tuple, set)
 
 
 class _CountingStream:
@@ -98,8 +100,6 @@ def check_torch_written(file: RawFile, size_bytes: int) -> None:
         ) from error
 
 
-_SAVED: tuple[type, ...] = (*SCALARS, torch.Size)
-_MAPPINGS, _SEQUENCES = (dict, OrderedDict, Counter), (list, tuple, set)
 
 
 def check_torch_object(obj: Any, root: str = "state", classes: Collection[type] = PLAIN) -> None:
