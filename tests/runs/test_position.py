@@ -36,7 +36,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ft_ckpt
 from ft_ckpt.errors import CorruptError, LoadError
-from ft_ckpt.runs.data import DataPosition, loaders as dataloaders, rng
+from ft_ckpt.runs.data import DataPosition, rng
+from ft_ckpt.runs.data.cuts import skipping_items
 
 
 def seeded(seed: int = 5) -> torch.Generator:
@@ -276,7 +277,7 @@ def test_a_sampler_that_leaves_batches_out_passes_for_the_one_it_is() -> None:
     """Accelerate asks whether a loader's sampler is a batch sampler, and for its size."""
     sampler = BatchSampler(range(SAMPLES), 4, drop_last=False)
     loader = DataLoader(Numbers(), batch_size=None, sampler=sampler)
-    with dataloaders.skipping_items(loader, 1, 1):
+    with skipping_items(loader, 1, 1):
         assert isinstance(loader.sampler, BatchSampler)
         assert (len(loader), loader.sampler.batch_size) == (3, 4)
         assert [list(loader.sampler) for _ in range(2)] == [

@@ -27,9 +27,34 @@ import torch
 
 from ft_ckpt.errors import LoadError
 from ft_ckpt.messages import warn
-from ft_ckpt.runs.data import loaders as dataloaders
+from ft_ckpt.runs.data.cuts import (
+    DataCut,
+    batches_per_call,
+    cut_of,
+    data_shares,
+    ends_together,
+    is_spent,
+    pass_length,
+    skipping_items,
+)
 from ft_ckpt.runs.data.fields import check_position
-from ft_ckpt.runs.data.loaders import DataCut, RandomState, SampleOrder
+from ft_ckpt.runs.data.loaders import (
+    base_loader,
+    count_empty_pass,
+    forget_premade,
+    forget_start,
+    has_own_state,
+    is_map,
+    is_warm,
+    loader_counters,
+    looks_ahead,
+    reads_here,
+    refills_a_buffer,
+    samples_in,
+    set_loader_counters,
+)
+from ft_ckpt.runs.data.random_state import RandomState, generator_states, set_generator_states
+from ft_ckpt.runs.data.skipping import SampleOrder
 
 _AHEAD = 2  # batches to read again so that a loader that prefetches one holds the right one
 
@@ -62,7 +87,7 @@ class DataPosition:
         # digest of the consumed items of a pass that is to be resumed
         self._order_left: str | None = None
         # of the data; ranks with the same data count once
-        self.shares = dataloaders.data_shares(loader, size)
+        self.shares = data_shares(loader, size)
         self.epoch = 0  # passes done
         self.batch = 0  # batches of this rank consumed in the current pass
         # consumed by all ranks since the run began, if their batches are as large as this rank's
@@ -94,7 +119,7 @@ class DataPosition:
             return at_end
         if self._offset or self._origin is not None:
             return None
-        length = dataloaders.pass_length(self.loader)
+        length = pass_length(self.loader)
         return None if length is None else self.batch >= length
 
     def batches(self) -> Iterator[Any]:
@@ -104,7 +129,7 @@ class DataPosition:
         starts a new pass. Raises LoadError if the data is now shorter than the consumed part.
         """
         iterator = self._resume_pass() if self._pending else self._begin_pass()
-        prefetches = dataloaders.looks_ahead(self.loader) and dataloaders.reads_here(self.loader)
+        prefetches = looks_ahead(self.loader) and reads_here(self.loader)
         while True:
             # The first batch is requested in the state that the pass began with; workers draw
             # nothing here.
@@ -115,11 +140,11 @@ class DataPosition:
             except StopIteration:
                 break
             self.batch += 1
-            self.samples += dataloaders.samples_in(batch) * self.shares
-            self._order.take(dataloaders.batches_per_call(self.loader))
+            self.samples += samples_in(batch) * self.shares
+            self._order.take(batches_per_call(self.loader))
             self._remember_own_state()
             yield batch
-        dataloaders.count_empty_pass(self.loader, self._numbers)
+        count_empty_pass(self.loader, self._numbers)
         self.end_pass()
 
     def end_pass(self) -> None:
@@ -133,15 +158,15 @@ class DataPosition:
         self.batch = self._offset = 0
         self._start = self._last = self._origin = None
         self._states = []
-        dataloaders.forget_start(self.loader)
+        forget_start(self.loader)
 
     def state_dict(self) -> dict[str, Any]:
         """The position as plain values, numpy arrays and tensors: two or three random states of
         about 15 KB each. May differ between ranks.
         """
         if not self._start:
-            self._numbers = dataloaders.loader_counters(self.loader)
-        cut = dataloaders.cut_of(self.loader, self.shares)
+            self._numbers = loader_counters(self.loader)
+        cut = cut_of(self.loader, self.shares)
         has_last = self._last is not None and self._last is not self._start
         return {
             "size": self.size,
@@ -160,7 +185,7 @@ class DataPosition:
             "numbers": self._numbers,
             "start": self._start and self._start.state,
             "last": self._last.state if has_last and self._last is not None else None,
-            "own": dataloaders.generator_states(self.loader),
+            "own": generator_states(self.loader),
             "loader": self._own_state(),
             "origin": self._origin,
             "order": self._consumed_order(),
@@ -203,9 +228,9 @@ class DataPosition:
         if state["loader"] is not None and self._jumps_by_state:
             self._states.append(state["loader"])
         self._pending = self._start is not None
-        dataloaders.set_loader_counters(self.loader, self._numbers)
+        set_loader_counters(self.loader, self._numbers)
         shares = state.get("shares", state["size"])  # absent in older states, like the next two
-        was = dataloaders.cut_of(self.loader, shares)
+        was = cut_of(self.loader, shares)
         saved_cut = {name: state[name] for name in ("per_step", "sharing") if name in state}
         was = replace(was, **saved_cut)
         is_same = (state["size"], shares) == (self.size, self.shares)
@@ -214,21 +239,21 @@ class DataPosition:
         generators = state["own"]
         if not is_same:
             generators = {key: value for key, value in generators.items() if value is not None}
-        dataloaders.set_generator_states(self.loader, generators)
-        per_step = dataloaders.cut_of(self.loader, shares).per_step
+        set_generator_states(self.loader, generators)
+        per_step = cut_of(self.loader, shares).per_step
         if not self._pending or (is_same and was.per_step == per_step):
             return []
         return self._cut_again(state["size"], shares, was)
 
     def _check_loader(self, state: Mapping[str, Any]) -> None:
         """Raise LoadError for a position that a loader of this kind cannot have."""
-        has_state = hasattr(dataloaders.base_loader(self.loader), "load_state_dict")
+        has_state = hasattr(base_loader(self.loader), "load_state_dict")
         if state.get("origin") is not None and not has_state:
             raise LoadError(
                 "the data: the position is another library's, and this loader has no state; resume "
                 "with a loader of the same kind"
             )
-        if state["offset"] < 0 and dataloaders.is_map(self.loader):
+        if state["offset"] < 0 and is_map(self.loader):
             raise LoadError(
                 f"the data: offset {state['offset']}, expected none below 0; "
                 "resume from another checkpoint"
@@ -236,31 +261,31 @@ class DataPosition:
 
     def _begin_pass(self) -> Iterator[Any]:
         self.end_pass()  # the last loop was left in the middle
-        dataloaders.forget_premade(self.loader)
+        forget_premade(self.loader)
         if self._origin is not None:
             self.loader.load_state_dict(_deep_copy(self._origin))
-        self._numbers = dataloaders.loader_counters(self.loader)
-        self._warm = dataloaders.is_warm(self.loader)
+        self._numbers = loader_counters(self.loader)
+        self._warm = is_warm(self.loader)
         self._start = self._last = RandomState(self.loader)
-        if not dataloaders.is_map(self.loader):
+        if not is_map(self.loader):
             return iter(self.loader)
-        with dataloaders.skipping_items(self.loader, 0, 0, order=self._order):
+        with skipping_items(self.loader, 0, 0, order=self._order):
             iterator = iter(self.loader)
             # some loaders create their sampler's iterator then
             return chain(list(islice(iterator, 1)), iterator)
 
     def _remember_own_state(self) -> None:
-        if self._jumps_by_state and dataloaders.looks_ahead(self.loader):
+        if self._jumps_by_state and looks_ahead(self.loader):
             self._states = [*self._states[-2:], _deep_copy(self.loader.state_dict())]
 
     @property
     def _jumps_by_state(self) -> bool:
         """Whether a resume loads the loader's own state instead of reading batches again."""
-        if self.replay or dataloaders.is_map(self.loader):
+        if self.replay or is_map(self.loader):
             return False
-        if not dataloaders.has_own_state(self.loader):
+        if not has_own_state(self.loader):
             return False
-        return self.replay is False or not dataloaders.refills_a_buffer(self.loader)
+        return self.replay is False or not refills_a_buffer(self.loader)
 
     def _own_state(self) -> Any:
         """The loader's own state before the batches that a resume reads again.
@@ -271,7 +296,7 @@ class DataPosition:
             return self._states[0] if self._states else None
         if not self.batch or not self._jumps_by_state:
             return None
-        if not dataloaders.looks_ahead(self.loader):
+        if not looks_ahead(self.loader):
             return _deep_copy(self.loader.state_dict())
         return self._states[0] if len(self._states) > _AHEAD else None
 
@@ -282,9 +307,9 @@ class DataPosition:
         """
         now = RandomState(self.loader)
         self._pending = False
-        dataloaders.forget_premade(self.loader)
+        forget_premade(self.loader)
         # again: the script may have set an epoch since
-        dataloaders.set_loader_counters(self.loader, self._numbers)
+        set_loader_counters(self.loader, self._numbers)
         if self._start is not None:
             self._start.put_back()
         try:
@@ -294,7 +319,7 @@ class DataPosition:
 
     def _wind_forward(self) -> Iterator[Any]:
         is_over, self._is_over = self._is_over, False
-        if is_over and dataloaders.pass_length(self.loader) is None:
+        if is_over and pass_length(self.loader) is None:
             return iter(deque(self.loader, 0))
         again, jumps = self._plan_rewind()
         with ExitStack() as stack:
@@ -312,7 +337,7 @@ class DataPosition:
             first = first and self._read_one(iterator)
             read += len(first)
         if not first and self._min_items is not None:
-            per_step = dataloaders.cut_of(self.loader, self.shares).per_step
+            per_step = cut_of(self.loader, self.shares).per_step
             if read * per_step >= self._min_items:
                 return iter(())
         if not first:
@@ -327,7 +352,7 @@ class DataPosition:
         """Warn if the sampler yielded other samples than before, or raise LoadError, as
         `on_difference` says.
         """
-        self._order.take(self.batch * dataloaders.batches_per_call(self.loader))
+        self._order.take(self.batch * batches_per_call(self.loader))
         if None in (self._order_left, self._order.digest) or self._order_left == self._order.digest:
             return
         problem = (
@@ -345,36 +370,36 @@ class DataPosition:
 
     def _plan_rewind(self) -> tuple[int, list[AbstractContextManager[None]]]:
         """The number of batches to read again, and the skips before them."""
-        ahead = _AHEAD if dataloaders.looks_ahead(self.loader) else 0
-        unit = dataloaders.batches_per_call(self.loader)
+        ahead = _AHEAD if looks_ahead(self.loader) else 0
+        unit = batches_per_call(self.loader)
         if self._origin is not None:
             self.loader.load_state_dict(_deep_copy(self._origin))
             return self.batch, []
         if self._states:
             self.loader.load_state_dict(self._states[0])
             return ahead, []
-        if not dataloaders.is_map(self.loader):
+        if not is_map(self.loader):
             return self.batch, []
         again = self.batch if self.replay else min(self.batch, ahead or 1)
         jumps: list[AbstractContextManager[None]] = []
         if self._offset:
-            unseen = self._offset // dataloaders.cut_of(self.loader, self.shares).divisor
-            jumps.append(dataloaders.skipping_items(self.loader, 0, unseen, inside=True))
+            unseen = self._offset // cut_of(self.loader, self.shares).divisor
+            jumps.append(skipping_items(self.loader, 0, unseen, inside=True))
         # The first batch is kept: some loaders fill up the last batch with samples of the first.
         keep = max(again - 1, 0) * unit
         drop = (self.batch - again) * unit
         moment = self._start if self._warm else None
-        jumps.append(dataloaders.skipping_items(self.loader, keep, drop, moment, order=self._order))
+        jumps.append(skipping_items(self.loader, keep, drop, moment, order=self._order))
         return again, jumps
 
     def _cut_again(self, saved: int, shares: int, was: DataCut) -> list[str]:
         """Continue after the items that `saved` ranks had consumed together, from a pass cut into
         `shares` as `was`.
         """
-        cut = dataloaders.cut_of(self.loader, self.shares)
-        is_map = dataloaders.is_map(self.loader)
+        cut = cut_of(self.loader, self.shares)
+        by_index = is_map(self.loader)
         # In positions of ft_ckpt 0.2.0 the offset also counts items that were yielded again.
-        repeated = self._offset % was.divisor if is_map else 0
+        repeated = self._offset % was.divisor if by_index else 0
         consumed = self._offset - repeated + self.batch * was.per_step
         done = f"{saved} ranks had seen {consumed} {cut.unit} of this pass, {self.size} go on"
         if shares == self.shares:
@@ -387,7 +412,7 @@ class DataPosition:
                 f"{saved} rank(s), {self.size} here; resume on as many, with the "
                 "same batch size, until the pass is done"
             )
-        if self._states and shares == self.shares and not dataloaders.looks_ahead(self.loader):
+        if self._states and shares == self.shares and not looks_ahead(self.loader):
             # the position itself is in the loader's own state
             self._offset = consumed - self.batch * cut.per_step
             return [f"{done} with the next one"]
@@ -395,13 +420,13 @@ class DataPosition:
         self._states = []
         self._order_left = None
         notes = _sharing_problems(was, cut) if shares != self.shares else []
-        if self._is_over or self._has_ended(consumed, is_map=is_map):
+        if self._is_over or self._has_ended(consumed, by_index=by_index):
             self._loaded_at_end = self._is_over = True
-            length = dataloaders.pass_length(self.loader)
+            length = pass_length(self.loader)
             self.batch = consumed // cut.per_step if length is None else length
             self._offset = 0
             return [f"{done} after its end", *notes]
-        if is_map and consumed % cut.per_step:
+        if by_index and consumed % cut.per_step:
             self.batch = 0
             self._offset = consumed - consumed % cut.divisor
             how = "in the middle of a batch of theirs: new batches are cut from there"
@@ -409,7 +434,7 @@ class DataPosition:
             self.batch = consumed // cut.per_step
             self._offset = 0
             how = f"with batch {self.batch + 1} of theirs"
-        self._min_items = None if is_map else consumed - was.per_step + 1
+        self._min_items = None if by_index else consumed - was.per_step + 1
         again = consumed - self._offset - self.batch * cut.per_step
         if cut.unit == "samples":
             # batches without a first dimension count for less
@@ -419,12 +444,12 @@ class DataPosition:
             note += f"; {again} of them are given again, so that all ranks begin alike"
         return [note, *notes]
 
-    def _has_ended(self, consumed: int, *, is_map: bool) -> bool:
-        """Whether the pass is over after `taken` items of the source."""
-        is_spent = dataloaders.is_spent(self.loader, self.shares, consumed) if is_map else None
-        if is_spent is None or dataloaders.ends_together(self.loader):
-            return bool(is_spent or self._loaded_at_end)
-        return is_spent
+    def _has_ended(self, consumed: int, *, by_index: bool) -> bool:
+        """Whether the pass is over after `consumed` items of the source."""
+        has_no_batch = is_spent(self.loader, self.shares, consumed) if by_index else None
+        if has_no_batch is None or ends_together(self.loader):
+            return bool(has_no_batch or self._loaded_at_end)
+        return has_no_batch
 
 
 def report_difference(problem: str, on_difference: str, stacklevel: int) -> None:

@@ -100,8 +100,6 @@ def check_torch_written(file: RawFile, size_bytes: int) -> None:
         ) from error
 
 
-
-
 def check_torch_object(obj: Any, root: str = "state", classes: Collection[type] = PLAIN) -> None:
     """Raise SelectionError naming the paths in `obj` of values that torch does not read back
     without running code.
