@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ft_ckpt import Keep, publish
 from ft_ckpt.errors import EngineError
-from ft_ckpt.extensions.rl.engines import connecting as servers
+from ft_ckpt.extensions.rl.engines import connect, probe
+from ft_ckpt.extensions.rl.engines.client import Client
 from ft_ckpt.runs.folder import prune_run
 
 # Adapters
@@ -146,10 +147,10 @@ def test_generation_goes_on_around_a_publish(files: EngineFiles) -> None:
         over, bad, count = threading.Event(), [], [0]
 
         def ask() -> None:
-            server = servers.connect(servers.Client(engine.url, timeout_seconds=20))
+            server = connect(Client(engine.url, timeout_seconds=20))
             try:
                 while not over.is_set():
-                    servers.probe(server, "base")
+                    probe(server, "base")
                     count[0] += 1
             except EngineError as error:
                 bad.append(error)
