@@ -38,7 +38,7 @@ from ft_ckpt.errors import (
     RankError,
     TargetError,
 )
-from ft_ckpt.extensions.transfer import uploads
+from ft_ckpt.extensions.transfer.sending import uploads
 from ft_ckpt.runs.loop import triggers
 from ft_ckpt.saving import space
 from ft_ckpt.storage.places import open_place
