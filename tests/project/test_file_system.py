@@ -71,12 +71,12 @@ CHECKPOINT = {
 TRAINERS = {"integrations/trainer_layout"}
 # Signatures of folders on a disk, by a library that reads paths; a signature beside a copy.
 SIGNATURES = {
-    "extensions/transfer/signing",
+    "extensions/transfer/copies/signing",
     "checkpoint/checks/signature",
-    "extensions/transfer/signatures",
+    "extensions/transfer/copies/signatures",
 }
 # Repositories and buckets of the Hub, by a library that takes paths and patterns of names.
-HUB = {"extensions/transfer/hub", "extensions/transfer/hub_buckets"}
+HUB = {"extensions/transfer/hub/repositories", "extensions/transfer/hub/buckets"}
 # Standard output.
 STREAMS = {"cli/options"}
 # Accelerate reads its folders itself, and nodes that see no checkpoint get one in their temporary
