@@ -20,7 +20,7 @@ import torch
 
 from ft_ckpt.errors import LoadError, NotACheckpointError, damaged_input, listing
 from ft_ckpt.extensions.foreign.torch_files import compare_sums, load_torch_values
-from ft_ckpt.formats import RawFile, StandIn
+from ft_ckpt.formats.files import RawFile, StandIn
 from ft_ckpt.messages import warn
 from ft_ckpt.ranks import Ranks, current_ranks
 from ft_ckpt.ranks.wrappers import ModelTensors

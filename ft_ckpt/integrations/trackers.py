@@ -14,8 +14,8 @@ from ft_ckpt.checkpoint.catalog import best
 from ft_ckpt.checkpoint.manifest import Manifest, load_manifest
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.extensions.transfer.endpoints import weights_manifest
-from ft_ckpt.saving import SaveReport
-from ft_ckpt.storage import Place, local_folder
+from ft_ckpt.saving.planning import SaveReport
+from ft_ckpt.storage.places import Place, local_folder
 
 __all__ = [
     "checkpoint_values",

@@ -9,12 +9,13 @@ from transformers import Trainer
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress
 
-from ft_ckpt.checkpoint import CARD_NAME
+from ft_ckpt.checkpoint.manifest import CARD_NAME
 from ft_ckpt.extensions.transfer.copies import PushReport
 from ft_ckpt.extensions.transfer.endpoints import PushOptions
 from ft_ckpt.extensions.transfer.hub import HubPlace
 from ft_ckpt.extensions.transfer.sending import PendingPush, begin_push
-from ft_ckpt.storage import LocalStore, files_made_by
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import files_made_by
 
 _FOLDER_OF_LAST = "last-checkpoint"  # as the Trainer names it
 

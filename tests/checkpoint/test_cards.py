@@ -12,7 +12,8 @@ from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.extensions.transfer.sending import copy
-from ft_ckpt.storage import LocalStore, Place, open_place
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import Place, open_place
 
 CHANGED = ("README.md: the model card was changed after the save",)
 

@@ -22,7 +22,7 @@ from ft_ckpt import CheckpointSaver, SaverConfig, progress_bars
 from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.extensions.transfer.endpoints import PushOptions
-from ft_ckpt.storage import open_place, progress
+from ft_ckpt.storage.places import open_place
 
 WITH_KEYS = {
     "s3://AKIA:S3CRET@bucket/run": "AWS_SECRET_ACCESS_KEY",

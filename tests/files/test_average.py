@@ -27,7 +27,7 @@ from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError
 from ft_ckpt.extensions.tools.averaging import parse_weights
 from ft_ckpt.extensions.tools.averaging.averages import normalized_weights
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 TARGETS = ["q_proj", "v_proj"]
 

@@ -26,8 +26,8 @@ from ft_ckpt.cli.show_file import show_file
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, TargetError
 from ft_ckpt.extensions.tools.converting import conversion as convert_room, convert, open_source
 from ft_ckpt.extensions.tools.converting.rename_rules import read_map, rename_tensors
-from ft_ckpt.formats import NAMES
-from ft_ckpt.storage import open_place
+from ft_ckpt.formats.safetensors import NAMES
+from ft_ckpt.storage.places import open_place
 
 FILES = {"safetensors": "x.safetensors", "dual": "x.safetensors", "h5": "x.h5", "torch": "x.pt"}
 

@@ -15,7 +15,7 @@ from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import ConfigError, CorruptError, NameTakenError, SelectionError
 from ft_ckpt.extensions.tools.converting import conversion as converting, open_source
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 STATE = {"w": torch.arange(300_000.0).view(3, -1), "n": [1, "two"]}
 

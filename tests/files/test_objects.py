@@ -31,7 +31,7 @@ from ft_ckpt.extensions.foreign.torch_files import saving as torch_save
 from ft_ckpt.extensions.hdf5 import cerebras_types
 from ft_ckpt.extensions.tools import load, save
 from ft_ckpt.extensions.tools.converting import convert
-from ft_ckpt.formats import Node, decode_node, encode_node, unflatten
+from ft_ckpt.formats.trees import Node, decode_node, encode_node, unflatten
 from ft_ckpt.storage import local_disk
 
 # torch, whenever it makes a complex32

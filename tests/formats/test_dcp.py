@@ -24,7 +24,7 @@ from wrappers import WRAPPERS
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, LoadError
 from ft_ckpt.extensions.foreign import dcp
 from ft_ckpt.extensions.tools.converting import convert
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 CASES = ("fsdp2", "tensor_parallel")
 

@@ -16,7 +16,7 @@ import ft_ckpt
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
 from ft_ckpt.extensions.foreign.lightning import SkippedValue
 from ft_ckpt.extensions.tools.converting import open_source
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 GOLDEN = library_files.FOLDER / "lightning.ckpt"
 WEIGHTS = {

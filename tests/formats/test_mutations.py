@@ -35,13 +35,10 @@ from ft_ckpt import load, save
 from ft_ckpt.checkpoint.manifest import Manifest, PartRecord
 from ft_ckpt.errors import CheckpointError
 from ft_ckpt.extensions.tools.converting import open_source
-from ft_ckpt.formats import (
-    TensorRecord,
-    decode_node,
-    file_index,
-    pickles as pickles_module,
-    unflatten,
-)
+from ft_ckpt.formats import TensorRecord
+from ft_ckpt.formats.files import pickles as pickles_module
+from ft_ckpt.formats.index import file_index
+from ft_ckpt.formats.trees import decode_node, unflatten
 from ft_ckpt.runs.state import read_document
 from ft_ckpt.runs.state.document import FOLDER
 from ft_ckpt.saving.planning import STATE_DOCUMENT

@@ -13,7 +13,7 @@ from library_files import numbered
 import ft_ckpt
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError
 from ft_ckpt.extensions.tools.converting import open_source
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 GOLDEN = library_files.FOLDER
 DENSE = {

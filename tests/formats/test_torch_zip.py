@@ -24,8 +24,9 @@ from ft_ckpt.extensions.foreign.torch_files.stand_ins import named_leaves
 from ft_ckpt.extensions.foreign.torch_files.tensors import open_torch_file
 from ft_ckpt.extensions.tools import load
 from ft_ckpt.extensions.tools.converting import convert
-from ft_ckpt.formats import ITEM_BYTES, Layout, Spec, record_span
-from ft_ckpt.storage import Region
+from ft_ckpt.formats import ITEM_BYTES, Layout, Spec
+from ft_ckpt.formats.files import record_span
+from ft_ckpt.storage.io import Region
 
 DTYPES = sorted(ITEM_BYTES)
 shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)

@@ -32,7 +32,8 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.extensions.buckets.object_store import RemoteObject
 from ft_ckpt.extensions.tools.converting import open_source
-from ft_ckpt.storage import LocalStore, Place, open_place
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import Place, open_place
 
 
 @pytest.fixture(scope="module")

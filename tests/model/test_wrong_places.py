@@ -13,7 +13,7 @@ import ft_ckpt
 from ft_ckpt.checkpoint.manifest import describe_contents
 from ft_ckpt.errors import CheckpointError, LoadError, NotACheckpointError
 from ft_ckpt.extensions.tools.converting import convert
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 
 def described(path):

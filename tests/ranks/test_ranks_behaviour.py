@@ -22,7 +22,7 @@ from wrappers import fsdp2
 
 import ft_ckpt.storage.io.writer
 from ft_ckpt import CheckpointSaver, errors, latest, verify
-from ft_ckpt.checkpoint import read_manifest
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.extensions.rl.writers.session_files import SESSIONS
 from ft_ckpt.ranks import current_ranks
 from ft_ckpt.storage.places import open_place

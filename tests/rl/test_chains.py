@@ -20,7 +20,9 @@ from ft_ckpt.checkpoint.manifest import manifest_to_json, read_manifest
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import ConfigError, CorruptError, EngineError, NameTakenError
 from ft_ckpt.extensions.rl.publishing import PublishReport, follow_run
-from ft_ckpt.storage import LocalStore, open_place, read_record
+from ft_ckpt.storage.digests import read_record
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import open_place
 
 WEIGHTS = "model.safetensors"
 

@@ -39,7 +39,8 @@ from ft_ckpt.errors import (
     WriterError,
 )
 from ft_ckpt.extensions.rl.writers.session_files import SESSIONS
-from ft_ckpt.storage import LocalStore, open_place
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import open_place
 
 FORK = multiprocessing.get_context("fork")
 

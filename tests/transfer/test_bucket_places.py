@@ -21,7 +21,8 @@ from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.cli import main
 from ft_ckpt.errors import ConfigError, CorruptError, NameTakenError, NotACheckpointError
 from ft_ckpt.extensions.transfer.copies import pull_cache
-from ft_ckpt.storage import LocalStore, Place
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import Place
 
 
 @pytest.fixture

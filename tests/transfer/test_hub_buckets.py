@@ -40,7 +40,7 @@ from ft_ckpt.errors import (
     UnreadableError,
 )
 from ft_ckpt.extensions.transfer.hub import client as hub_client
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 URL = "hf://buckets/user/ckpts"
 GOAL = f"{URL}/run/checkpoint-1"

@@ -15,20 +15,11 @@ from torch import Tensor
 
 from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
 from ft_ckpt.extensions.foreign.torch_files import load_torch_part
-from ft_ckpt.formats import (
-    ITEM_BYTES,
-    PLAIN_VALUES,
-    RawFile,
-    Spec,
-    StandIn,
-    TensorFile,
-    checked_sizes,
-    dtype_name,
-    dtype_of,
-    stand_in,
-    unpickle,
-)
-from ft_ckpt.storage import Place, Store, check_files_inside, is_inside
+from ft_ckpt.formats import ITEM_BYTES, Spec, checked_sizes, dtype_name, dtype_of
+from ft_ckpt.formats.files import PLAIN_VALUES, RawFile, StandIn, TensorFile, stand_in, unpickle
+from ft_ckpt.storage import Store, is_inside
+from ft_ckpt.storage.local import check_files_inside
+from ft_ckpt.storage.places import Place
 
 METADATA = ".metadata"
 

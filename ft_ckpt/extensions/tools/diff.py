@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.extensions.tools.converting import SLICE_BYTES, untie_file
-from ft_ckpt.formats import Spec, TensorFile, TensorView
+from ft_ckpt.formats import Spec
+from ft_ckpt.formats.files import TensorFile, TensorView
 from ft_ckpt.model.files import WeightsFolder, differing_parts
 
 _SLICE = SLICE_BYTES // 8  # in elements, which are compared in float64

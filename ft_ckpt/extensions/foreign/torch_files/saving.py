@@ -20,8 +20,9 @@ from ft_ckpt.errors import (
     listing,
     system_error,
 )
-from ft_ckpt.formats import MAX_LEVELS, PLAIN, SCALARS, FileStream, RawFile, quoted_key, vars_of
-from ft_ckpt.storage import open_local_file
+from ft_ckpt.formats.files import FileStream, RawFile
+from ft_ckpt.formats.trees import MAX_LEVELS, PLAIN, SCALARS, quoted_key, vars_of
+from ft_ckpt.storage.io import open_local_file
 
 _MAX_BYTES_AT_ONCE = 1 << 30  # bytes written in one call; Linux takes less than 2 GB
 _SAVED: tuple[type, ...] = (*SCALARS, torch.Size)

@@ -9,8 +9,11 @@ from torch import Tensor
 from ft_ckpt.extensions.foreign.torch_files.stand_ins import identity_of, split_tensors
 from ft_ckpt.extensions.foreign.torch_files.sums import compare_sums
 from ft_ckpt.extensions.foreign.torch_files.values import load_torch_value
-from ft_ckpt.formats import RawFile, Spec, TensorFile, dtype_name
-from ft_ckpt.storage import copy_object, open_local_file, temporary_store
+from ft_ckpt.formats import Spec, dtype_name
+from ft_ckpt.formats.files import RawFile, TensorFile
+from ft_ckpt.storage.io import open_local_file
+from ft_ckpt.storage.local import temporary_store
+from ft_ckpt.storage.places import copy_object
 
 _NO_COPY: tuple[str | None, Tensor] = (None, torch.empty(0, device="cpu"))
 

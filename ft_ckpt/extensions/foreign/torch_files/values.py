@@ -34,14 +34,7 @@ from ft_ckpt.extensions.foreign.torch_files.sums import (
     is_zip,
     source_of,
 )
-from ft_ckpt.formats import (
-    PLAIN_VALUES,
-    ZIP_MAGIC,
-    FileStream,
-    RawFile,
-    StandIn,
-    stand_in,
-)
+from ft_ckpt.formats.files import PLAIN_VALUES, ZIP_MAGIC, FileStream, RawFile, StandIn, stand_in
 
 # Objects of these packages become stand-ins: they are common in training checkpoints and not needed
 # for the tensors.

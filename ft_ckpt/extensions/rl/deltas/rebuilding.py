@@ -34,7 +34,7 @@ from ft_ckpt.errors import (
 from ft_ckpt.extensions.rl.deltas.files import Changes, DeltaPiece, is_alike
 from ft_ckpt.extensions.transfer.copies import CopyReport
 from ft_ckpt.extensions.transfer.endpoints import weights_manifest
-from ft_ckpt.formats import parse_header
+from ft_ckpt.formats.safetensors import parse_header
 from ft_ckpt.runs.folder import remove_checkpoints
 from ft_ckpt.storage import PREFIX, Readable, Store, Stored, read_range, read_text
 from ft_ckpt.storage.digests import FileRecord, digest_of_bytes

@@ -19,7 +19,7 @@ from ft_ckpt.errors import (
     refuse_unknown_fields,
 )
 from ft_ckpt.extensions.rl.engines.client import Client
-from ft_ckpt.storage import Place, is_url
+from ft_ckpt.storage.places import Place, is_url
 
 _KINDS = ("auto", "adapter", "weights")
 _IN_FLIGHT = ("wait", "keep", "abort")

@@ -14,7 +14,7 @@ from ft_ckpt.extensions.rl.publishing.on_servers import problems_on
 from ft_ckpt.extensions.rl.publishing.reports import PublishReport, ServerReport
 from ft_ckpt.extensions.rl.publishing.source import PublishedPart, ServedFolder
 from ft_ckpt.extensions.rl.publishing.weights_update import LOADING
-from ft_ckpt.formats import TensorFile
+from ft_ckpt.formats.files import TensorFile
 from ft_ckpt.messages import LOG
 
 

@@ -9,7 +9,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_ckpt.checkpoint import CheckpointInfo, in_run_order, open_checkpoint
+from ft_ckpt.checkpoint import open_checkpoint
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, in_run_order
 from ft_ckpt.errors import CheckpointError, ConfigError, TargetError, UnreadableError, listing
 from ft_ckpt.extensions.rl.engines import ServerOptions, connect
 from ft_ckpt.extensions.rl.publishing.reports import PublishReport
@@ -17,7 +18,7 @@ from ft_ckpt.extensions.rl.publishing.steps import publish
 from ft_ckpt.jobs import BackgroundJob, JobQueue
 from ft_ckpt.messages import LOG, warn
 from ft_ckpt.runs.folder import FOLLOW_SECONDS, CheckpointKey, key_of, looks, stop_on_signal
-from ft_ckpt.storage import Place, location_name, open_place
+from ft_ckpt.storage.places import Place, location_name, open_place
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

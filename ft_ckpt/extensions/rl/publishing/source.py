@@ -24,7 +24,7 @@ from ft_ckpt.extensions.rl.deltas import drop_rebuilt, is_staged, mark_staged
 from ft_ckpt.extensions.rl.engines import Server, ServerOptions
 from ft_ckpt.extensions.rl.limits import export, needs_export
 from ft_ckpt.extensions.transfer.sending import pull
-from ft_ckpt.formats import TensorFile
+from ft_ckpt.formats.files import TensorFile
 from ft_ckpt.messages import LOG
 from ft_ckpt.model.files import open_folder
 from ft_ckpt.storage import Store, read_text

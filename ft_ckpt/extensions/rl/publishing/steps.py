@@ -29,8 +29,8 @@ from ft_ckpt.extensions.rl.publishing.source import (
 )
 from ft_ckpt.extensions.rl.publishing.weights import publish_weights
 from ft_ckpt.extensions.rl.publishing.weights_update import FIRST_VERSION
-from ft_ckpt.formats import TensorFile
-from ft_ckpt.storage import Place, location_name, open_place
+from ft_ckpt.formats.files import TensorFile
+from ft_ckpt.storage.places import Place, location_name, open_place
 
 _ANY_RANK = 1 << 20  # no limit here: the server checks its own
 

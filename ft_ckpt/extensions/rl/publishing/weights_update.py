@@ -27,8 +27,8 @@ from ft_ckpt.extensions.rl.engines import (
     probe,
 )
 from ft_ckpt.extensions.rl.publishing.source import ServedFolder, path_on_this_machine
-from ft_ckpt.formats import TensorFile
-from ft_ckpt.storage import LocalStore
+from ft_ckpt.formats.files import TensorFile
+from ft_ckpt.storage.local import LocalStore
 
 LOADING = " (loading)"  # after the version of a server whose weights are being replaced
 FIRST_VERSION = "default"  # the version that vLLM and SGLang report for their initial weights

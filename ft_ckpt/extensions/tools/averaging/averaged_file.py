@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.extensions.tools.converting import FLOAT_DTYPES, spec_differences
-from ft_ckpt.formats import Spec, TensorFile, dtype_of, is_within
+from ft_ckpt.formats import Spec, dtype_of, is_within
+from ft_ckpt.formats.files import TensorFile
 
 _WITHOUT_MEAN = (  # powers of two, used as scales; two numbers per byte; complex numbers
     "float8_e8m0fnu",

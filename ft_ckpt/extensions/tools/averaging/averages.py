@@ -28,7 +28,7 @@ from ft_ckpt.extensions.tools.converting import (
     open_source,
     write_converted,
 )
-from ft_ckpt.formats import TensorFile
+from ft_ckpt.formats.files import TensorFile
 from ft_ckpt.model.files import WeightsFolder
 from ft_ckpt.model.tensors import finite_numbers
 from ft_ckpt.storage.places import Place, open_place

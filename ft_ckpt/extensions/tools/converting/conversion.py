@@ -34,13 +34,9 @@ from ft_ckpt.extensions.tools.converting.rename_rules import check_used, read_ma
 from ft_ckpt.extensions.tools.converting.request import ConvertOptions, check_apart, convert_options
 from ft_ckpt.extensions.tools.converting.shard_rules import assign_shards
 from ft_ckpt.extensions.tools.converting.views import translate_file, untie_file
-from ft_ckpt.formats import (
-    FolderWriter,
-    TensorFile,
-    TensorView,
-    link_second_names,
-    open_tensor_file,
-)
+from ft_ckpt.formats import FolderWriter, open_tensor_file
+from ft_ckpt.formats.files import TensorFile, TensorView
+from ft_ckpt.formats.safetensors import link_second_names
 from ft_ckpt.model.files import FolderPart, WeightsFolder, join_weight_files, open_folder
 from ft_ckpt.storage import Store, Stored
 from ft_ckpt.storage.places import Place, open_place, replaced_object, scratch_folder

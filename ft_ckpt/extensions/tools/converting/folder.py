@@ -16,7 +16,8 @@ from ft_ckpt.extensions.tools.converting.output_files import Output, plan_output
 from ft_ckpt.extensions.tools.converting.rename_rules import Names, rename_tensors
 from ft_ckpt.extensions.tools.converting.request import ConvertOptions
 from ft_ckpt.extensions.tools.converting.views import select_tensors, translate_file
-from ft_ckpt.formats import TensorFile, TensorView, shard_index, split_into_files
+from ft_ckpt.formats import shard_index, split_into_files
+from ft_ckpt.formats.files import TensorFile, TensorView
 from ft_ckpt.model.files import FolderPart, WeightsFolder
 from ft_ckpt.storage import Store, read_text
 from ft_ckpt.storage.digests import FileRecord, read_record

@@ -8,16 +8,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.extensions.tools.converting.copy_check import read_slices
-from ft_ckpt.formats import FilePlan, Layout, Spec, TensorFile, TensorFormat, write_file
-from ft_ckpt.storage import (
-    ByteRun,
-    FileRecord,
-    Region,
-    Store,
-    Writer,
-    read_ahead,
-    track_bytes,
-)
+from ft_ckpt.formats import FilePlan, Layout, Spec, TensorFormat, write_file
+from ft_ckpt.formats.files import TensorFile
+from ft_ckpt.progress_bars import track_bytes
+from ft_ckpt.storage import Store
+from ft_ckpt.storage.digests import FileRecord
+from ft_ckpt.storage.io import ByteRun, Region, Writer, read_ahead
 
 _Item = TypeVar("_Item")
 

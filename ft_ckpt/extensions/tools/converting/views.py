@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.extensions.tools.converting.rename_rules import Names, rename_tensors
-from ft_ckpt.formats import TensorFile, TensorView
+from ft_ckpt.formats.files import TensorFile, TensorView
 from ft_ckpt.messages import expected_one_of
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")

@@ -22,7 +22,9 @@ from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.extensions.transfer.copies.identity import content_key, is_there
 from ft_ckpt.extensions.transfer.copies.reports import CopyReport
 from ft_ckpt.extensions.transfer.copies.store_copies import copy_open
-from ft_ckpt.storage import PREFIX, LocalStore, Place, holding_lock
+from ft_ckpt.storage import PREFIX
+from ft_ckpt.storage.local import LocalStore, holding_lock
+from ft_ckpt.storage.places import Place
 
 # environment variables: its location and largest size
 _FOLDER, _SIZE = "FT_CKPT_CACHE", "FT_CKPT_CACHE_SIZE"

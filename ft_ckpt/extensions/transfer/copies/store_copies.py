@@ -27,18 +27,10 @@ from ft_ckpt.extensions.transfer.copies.identity import (
 )
 from ft_ckpt.extensions.transfer.copies.reports import CopyReport, new_copy_report
 from ft_ckpt.extensions.transfer.copies.signatures import put_signature, signature_of_copy
-from ft_ckpt.storage import (
-    SMALL_COPY_BYTES,
-    FileRecord,
-    Place,
-    RunningDigest,
-    Store,
-    copy_object,
-    digest_of_open,
-    etag_of,
-    size_problem,
-    track_bytes,
-)
+from ft_ckpt.progress_bars import track_bytes
+from ft_ckpt.storage import Store, etag_of
+from ft_ckpt.storage.digests import FileRecord, RunningDigest, digest_of_open, size_problem
+from ft_ckpt.storage.places import SMALL_COPY_BYTES, Place, copy_object
 
 _SMALL_AT_ONCE = 8  # small files copied in parallel; large files one at a time, in parallel parts
 _MAX_EARLIER = 8  # newest checkpoints at the destination whose files are reused

@@ -20,7 +20,7 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.extensions.transfer.copies import CopyReport, PullReport, PushReport, read_signature
 from ft_ckpt.extensions.transfer.endpoints.outgoing import weights_manifest
-from ft_ckpt.storage import Place, is_hub_bucket, is_url, schemes
+from ft_ckpt.storage.places import Place, is_hub_bucket, is_url, schemes
 
 PlaceLike = str | os.PathLike[str] | Place
 _STORE = "ft_ckpt.extensions.transfer.endpoints.stores:StoreEndpoint"

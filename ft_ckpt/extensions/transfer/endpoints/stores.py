@@ -18,7 +18,9 @@ from ft_ckpt.extensions.transfer.endpoints.endpoints import (
     pull_report,
     refuse_options,
 )
-from ft_ckpt.storage import LocalStore, Place, Store, open_place
+from ft_ckpt.storage import Store
+from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import Place, open_place
 
 _ALLOWED_OPTIONS = {"state", "quiet"}
 # (checkpoint, store that may have its base, fetch) -> report; numpy is slow to import

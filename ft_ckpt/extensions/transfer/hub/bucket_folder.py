@@ -14,7 +14,8 @@ from typing_extensions import Self
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES
 from ft_ckpt.errors import ConfigError, ManifestError, TargetError
 from ft_ckpt.extensions.transfer.hub.client import make_api
-from ft_ckpt.storage import HUB_BUCKETS, checked_name, files_made_by, refuse_secrets
+from ft_ckpt.storage import checked_name
+from ft_ckpt.storage.places import HUB_BUCKETS, files_made_by, refuse_secrets
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)  # of a bucket, with its namespace
 

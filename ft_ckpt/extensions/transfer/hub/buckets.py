@@ -61,6 +61,7 @@ from ft_ckpt.extensions.transfer.hub.client import (
     progress_bars,
     with_retries,
 )
+from ft_ckpt.progress_bars import is_worth_showing
 from ft_ckpt.schema import as_record
 from ft_ckpt.storage import PREFIX
 from ft_ckpt.storage.local import LocalStore
