@@ -7,13 +7,17 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
+from typing import ParamSpec, TypeVar
 
 from ft_ckpt.errors import CorruptError, TargetError
 from ft_ckpt.messages import warn
 from ft_ckpt.storage import libc
 from ft_ckpt.storage.store import Stored
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 # Calls that change the disk, under names that tests can replace to stop the process at each of
 # them.
@@ -29,8 +33,10 @@ rmtree = functools.partial(shutil.rmtree, ignore_errors=True)
 PREFIX = ".ft_ckpt-"  # of every hidden name inside a checkpoint
 # age at which leftovers of other machines, whose owner is unknown, are abandoned
 ABANDONED_SECONDS = 24 * 3600
+_MAX_STALE_ANSWERS = 3
 _FEW_PATHS = 4  # for more, threads pay
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+ABSENT = (errno.ENOENT, errno.ENOTDIR)
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 # vfat, some mounts of FUSE and CIFS
 _CANNOT_CHMOD = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -38,6 +44,28 @@ CANNOT_LINK = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.E
 _without_modes: set[int] = set()  # devices that were warned about
 
 
+def retrying_stale(look_up: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let `look_up`, which finds a file or folder by its path, look again after ESTALE.
+
+    The client of a network file system gives it when the name leads to another file by now than the
+    one in its cache, as a save of another node has replaced it.
+    """
+
+    @functools.wraps(look_up)
+    def look_again(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        answers = 0
+        while True:
+            answers += 1
+            try:
+                return look_up(*args, **kwargs)
+            except OSError as error:
+                if error.errno != errno.ESTALE or answers == _MAX_STALE_ANSWERS:
+                    raise
+
+    return look_again
+
+
+@retrying_stale
 def regular_descriptor(path: Path) -> int:
     """A descriptor of a regular file, for reading; opening never blocks.
 
@@ -49,12 +77,18 @@ def regular_descriptor(path: Path) -> int:
         if error.errno != errno.ENXIO:  # a socket
             raise
         raise CorruptError(f"{path}: not a regular file; move it away") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+    except OSError:
+        os.close(descriptor)
+        raise
+    if not is_regular:
         os.close(descriptor)
         raise CorruptError(f"{path}: not a regular file; move it away")
     return descriptor
 
 
+@retrying_stale
 def list_names(folder: Path) -> list[str]:
     """The names in `folder`, sorted; none when there is no such folder. Raises OSError."""
     try:
@@ -63,6 +97,7 @@ def list_names(folder: Path) -> list[str]:
         return []
 
 
+@retrying_stale
 def list_entries(folder: Path) -> list[os.DirEntry[str]]:
     """The entries of `folder`, sorted by name; none when there is no such folder.
 
@@ -241,11 +276,11 @@ def _is_in(folder: int, name: str) -> bool:
 
 
 def walk_tree(folder: Path) -> Iterator[Path]:
-    """Every file and folder below `folder`, contents before their folder.
+    """Every file and folder below `folder`, contents before their folder; nothing if it is absent.
 
-    Links are not followed.
+    Links are not followed. Raises OSError for a folder that cannot be listed.
     """
-    for parent, folders, files in os.walk(folder, topdown=False):
+    for parent, folders, files in os.walk(folder, topdown=False, onerror=raise_unless_absent):
         for name in (*files, *folders):
             yield Path(parent) / name
 
@@ -348,6 +383,12 @@ def real_path(target: Path) -> Path:
         raise TargetError(
             f"{target}: a loop of symbolic links ({error}); choose another path"
         ) from error
+
+
+def raise_unless_absent(error: OSError) -> None:
+    """For `os.walk`, which leaves out what it cannot list."""
+    if error.errno not in ABSENT:
+        raise error
 
 
 def is_folder(path: Path) -> bool:

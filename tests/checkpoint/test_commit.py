@@ -780,6 +780,22 @@ def test_recover_leaves_the_living_alone(tmp_path):
     assert neighbour.is_dir()
 
 
+def test_a_stage_that_cannot_be_listed_is_not_incomplete(tmp_path, monkeypatch):
+    """The server has gone: that is said, and not that files are missing."""
+    target = tmp_path / "checkpoint"
+    save(target, step=7)
+
+    def gone(path):
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected", str(path))
+
+    manifest, stage = read_manifest(open_place(target)), open_stage(target)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", gone)
+        with pytest.raises(TargetError, match="not connected"):
+            commit_stage(stage, target, manifest)
+    assert verify(target).ok
+
+
 def test_what_a_node_with_another_clock_has_left_is_settled(tmp_path):
     """A folder whose time is in the future, by this node's clock, holds the old checkpoint."""
     target = tmp_path / "checkpoint"

@@ -1,17 +1,21 @@
 """Files on a network file system: what a client says of them, and what follows from it."""
 
+import errno
 import os
+from pathlib import Path
 
 import pytest
 from launch import run_python
 from network_disks import GlusterFS
 
 from ft_ckpt.errors import CorruptError
+from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.io import open_local_file
-from ft_ckpt.storage.local import locked_folder
+from ft_ckpt.storage.local import LocalStore, locked_folder
 from ft_ckpt.storage.mounts import keeps_exact_times
 
 CONTENT = b"1" * 4096
+OPEN_FILES = Path("/proc/self/fd")
 needs_gluster = GlusterFS.needed()
 
 
@@ -82,3 +86,32 @@ def test_on_a_local_disk_a_new_time_is_a_change(tmp_path):
     with pytest.raises(CorruptError, match="changed while it was open"):
         file.check()
     file.close()
+
+
+@pytest.mark.parametrize("call", ["open", "fstat", "preadv", "stat", "listdir", "scandir"])
+def test_a_stale_handle_is_looked_up_again(tmp_path, monkeypatch, call):
+    """Another node has replaced the file or folder that the client of this one has in its cache."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_bytes(CONTENT)
+    store, real, refused = LocalStore(tmp_path), getattr(os, call), []
+
+    def stale(*args, **kwargs):
+        if len(refused) < 2:  # then it finds the new one
+            refused.append(args)
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return real(*args, **kwargs)
+
+    descriptors = len(list(OPEN_FILES.iterdir()))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, stale)
+        if call == "listdir":
+            names = local_disk.list_names(tmp_path / "folder")
+        elif call == "scandir":
+            names = [entry.name for entry in local_disk.list_entries(tmp_path / "folder")]
+        elif call == "stat":
+            names = ["file"] if store.stat("folder/file") else []
+        else:
+            names = ["file"] if store.read("folder/file") == CONTENT else []
+    assert names == ["file"]
+    assert len(refused) == 2
+    assert len(list(OPEN_FILES.iterdir())) == descriptors

@@ -21,6 +21,7 @@ from ft_ckpt.errors import (
     MissingError,
     TargetError,
     UnreadableError,
+    damaged_input,
     shown,
 )
 from ft_ckpt.messages import install_extra, printable
@@ -119,13 +120,14 @@ def unlisted_files(folder: Path, manifest: Manifest) -> list[str]:
     """The files in `folder` that a signature does not cover, without itself and marks, sorted."""
     signed = {SIGNATURE_NAME, *_signed_names(manifest)}
     names = []
-    for path in walk_tree(folder):
-        if path.is_dir() and not path.is_symlink():
-            continue
-        name = path.relative_to(folder).as_posix()
-        is_mark = name.startswith(PREFIX) and "/" not in name
-        if name not in signed and not is_mark:
-            names.append(name)
+    with damaged_input(folder):
+        for path in walk_tree(folder):
+            if path.is_dir() and not path.is_symlink():
+                continue
+            name = path.relative_to(folder).as_posix()
+            is_mark = name.startswith(PREFIX) and "/" not in name
+            if name not in signed and not is_mark:
+                names.append(name)
     return sorted(names)
 
 

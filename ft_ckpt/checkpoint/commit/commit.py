@@ -274,11 +274,11 @@ def _set_modes(stage: Path, everything: list[Path], target: Path, max_mode: int)
 def _replaced(path: Path) -> os.stat_result | None:
     """The facts about the file or folder that will be replaced, if there is one.
 
-    Links count for nothing.
+    Links count for nothing. Raises OSError if that cannot be told.
     """
     try:
         facts = path.lstat()
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return None if stat.S_ISLNK(facts.st_mode) else facts
 

@@ -89,7 +89,10 @@ def describe_contents(place: Place) -> Contents:
 
 def why_no_checkpoint(place: Place) -> str:
     """Why there is no checkpoint of ft_ckpt at `place`, what is there instead, and what to do."""
-    return describe_contents(place).sentence(place)
+    contents = describe_contents(place)
+    if contents.kind == CHECKPOINT:  # not when it was opened
+        return f"{place}: is being replaced or deleted; try again"
+    return contents.sentence(place)
 
 
 def visible_folders(listed: FolderListing) -> list[Folder]:

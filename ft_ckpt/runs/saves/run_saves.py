@@ -174,7 +174,6 @@ class RunSaves:
         `reason` is None if the script asked for it.
         """
         self.pending.wait_for_save()
-        self._warn_of_lost_files()
         run = self.run
         history = run.history
         begun = time.monotonic()
@@ -200,6 +199,7 @@ class RunSaves:
             follow_up = self.plan_follow_up(prunes=True)
 
             def make_request() -> SaveRequest:
+                self._warn_of_lost_files()
                 notes = [*run.notes_on_weights(run.model), *run.notes_on_averages()]
                 if differing:
                     notes.append(difference_note(differing))
@@ -372,32 +372,35 @@ class RunSaves:
         if self.last_saved is None or not self.last_files:
             return
         folder = self.last_saved.folder
-        gone = self.last_files - {stored.name for stored in folder.list()}
-        if not gone:
-            return
-        with suppress(CheckpointError):  # pruned, or replaced by another program
-            listed = {file.path for file in load_manifest(folder).files}
-            lost = sorted((gone & listed) - {CARD_NAME})
-            if lost:
-                warn(
-                    f"{self.last_saved}: {listing(lost, ', ')}: deleted after the save, so that it "
-                    "cannot be resumed; keep the files that ft_ckpt.json lists",
-                    stacklevel=5,
-                )
+        lost: list[str] = []
+        # pruned, or replaced by another program; a disk that does not answer fails the save itself
+        with suppress(CheckpointError):
+            gone = self.last_files - {stored.name for stored in folder.list()}
+            if gone:
+                listed = {file.path for file in load_manifest(folder).files}
+                lost = sorted((gone & listed) - {CARD_NAME})
+        self.last_files = frozenset()  # a second try of the save does not warn again
+        if lost:
+            warn(
+                f"{self.last_saved}: {listing(lost, ', ')}: deleted after the save, so that it "
+                "cannot be resumed; keep the files that ft_ckpt.json lists",
+                stacklevel=5,
+            )
 
     def _note_committed(self, report: SaveReport) -> None:
         self.last_saved = report.place.absolute
         folder = self.last_saved.folder
         self.last_files = frozenset()
         if folder.local_folder is not None:
-            self.last_files = frozenset(stored.name for stored in folder.list())
+            with suppress(CheckpointError):  # then no warning says which of them were deleted
+                self.last_files = frozenset(stored.name for stored in folder.list())
         if self.session is not None and self.places.directory is not None:
             try:
                 self.session.note_committed(self.last_saved)
             except CheckpointError as error:
                 warn(
                     f"{report.path}: saved, but its writers could not be notified: {error}",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
 
     def upload_leftovers(self) -> None:

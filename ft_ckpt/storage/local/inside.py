@@ -4,8 +4,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
-from ft_ckpt.errors import CorruptError, listing
-from ft_ckpt.storage.local_disk import list_entries
+from ft_ckpt.errors import CorruptError, damaged_input, listing
+from ft_ckpt.storage.local_disk import list_entries, walk_tree
 from ft_ckpt.storage.store import Store
 
 
@@ -60,9 +60,8 @@ def check_prefix_inside(folder: Store, prefix: str) -> None:
 def _all_names(top: Path) -> list[str]:
     """Everything below `top` but its real folders."""
     names = []
-    for folder, folders, files in os.walk(top):
-        for name in (*folders, *files):
-            path = Path(folder, name)
+    with damaged_input(top):
+        for path in walk_tree(top):
             if path.is_symlink() or not path.is_dir():
                 names.append(path.relative_to(top).as_posix())
     return names

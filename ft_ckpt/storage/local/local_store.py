@@ -27,7 +27,6 @@ from ft_ckpt.storage.store import (
 )
 
 _DRAFT = ".draft"
-_ABSENT = (errno.ENOENT, errno.ENOTDIR)
 
 
 @dataclass(frozen=True)
@@ -91,6 +90,7 @@ class LocalStore:
         """
         return self.folder / checked_name(name, is_name)
 
+    @local_disk.retrying_stale
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         return read_object(self, name, start, stop)
 
@@ -143,13 +143,11 @@ class LocalStore:
         top = self.path(prefix) if prefix else self.folder
         objects = []
         with _reading(self.where(prefix)):
-            for folder, _, file_names in os.walk(top, onerror=_raise_unless_absent):
-                for file_name in file_names:
-                    path = Path(folder) / file_name
-                    facts = None if _is_draft(file_name) else _regular(path)
-                    if facts is not None:
-                        name = path.relative_to(self.folder).as_posix()
-                        objects.append(local_disk.stored_file(name, facts))
+            for path in _files_below(top):
+                facts = None if _is_draft(path.name) else _regular(path)
+                if facts is not None:
+                    name = path.relative_to(self.folder).as_posix()
+                    objects.append(local_disk.stored_file(name, facts))
         return sorted(objects, key=lambda stored: stored.name)
 
     def list_folder(self, prefix: str = "") -> FolderListing:
@@ -321,7 +319,7 @@ def _mode_of(path: Path) -> int:
     try:
         return local_disk.permission_bits(path) & 0o777
     except OSError as error:
-        if error.errno not in (*_ABSENT, errno.ELOOP):
+        if error.errno not in (*local_disk.ABSENT, errno.ELOOP):
             raise UnreadableError(f"{path}: cannot be read ({error}); try again") from error
         return 0o777
 
@@ -358,7 +356,7 @@ def _reading(where: str) -> Iterator[None]:
         with damaged_input(where):
             yield
     except UnreadableError as error:
-        if error.errno in _ABSENT:
+        if error.errno in local_disk.ABSENT:
             raise _missing(where) from error
         raise
     except FileNotFoundError as error:
@@ -399,17 +397,22 @@ def clear_old_drafts(folder: Path) -> None:
                 local_disk.unlink(draft)
 
 
-def _raise_unless_absent(error: OSError) -> None:
-    if error.errno not in _ABSENT:
-        raise error
+@local_disk.retrying_stale
+def _files_below(top: Path) -> list[Path]:
+    """All files below a folder; folders that are links are not entered."""
+    paths: list[Path] = []
+    for folder, _, names in os.walk(top, onerror=local_disk.raise_unless_absent):
+        paths += [Path(folder, name) for name in names]
+    return paths
 
 
+@local_disk.retrying_stale
 def _regular(path: str | Path) -> os.stat_result | None:
     """The stat result of a regular file, through links; None for anything else, or nothing."""
     try:
         facts = os.stat(path)  # noqa: PTH116 - of each file of each listing: a Path would cost more than the call
     except OSError as error:
-        if error.errno in (*_ABSENT, errno.ELOOP):
+        if error.errno in (*local_disk.ABSENT, errno.ELOOP):
             return None
         raise
     return facts if stat.S_ISREG(facts.st_mode) else None

@@ -32,6 +32,7 @@ volume client
   option remote-host 127.0.0.1
   option remote-port {port}
   option remote-subvolume brick
+  option ping-timeout 10
 end-volume
 volume write-behind
   type performance/write-behind

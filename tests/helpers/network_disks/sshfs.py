@@ -48,6 +48,7 @@ class Sshfs(NetworkDisk):
             "StrictHostKeyChecking": "no",
             "UserKnownHostsFile": "/dev/null",
             "ServerAliveInterval": 5,
+            "ConnectTimeout": 5,
             "attr_timeout": cache_seconds,
             "entry_timeout": cache_seconds,
             "negative_timeout": cache_seconds,
