@@ -1,5 +1,5 @@
 """`ft-ckpt doctor PLACE`: the operations that a folder or bucket supports, and fallbacks for the
-others.
+others; on several ranks also how they share it.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ft_ckpt.cli import views
+from ft_ckpt.cli.doctor_ranks import SharingReport, examine_sharing, show_sharing
 from ft_ckpt.cli.options import add_json, print_lines
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import TargetError
+from ft_ckpt.ranks import Ranks, launch_of_process, launched_ranks
 from ft_ckpt.storage import MountedFrom, mount_of
 from ft_ckpt.storage.local import BUCKET_NEEDS, FOLDER_NEEDS, Ability, try_place
 from ft_ckpt.storage.places import open_place
@@ -57,15 +59,43 @@ def add_doctor(parser: ArgumentParser) -> None:
 def _doctor(options: Namespace) -> int:
     """Test whether the folder or bucket PLACE supports the operations that saves need.
 
-    The exit code is 1 if saves are not safe there. The test files have hidden names and are
-    deleted.
+    Started on several nodes at once by srun, torchrun or accelerate launch, it also tests whether
+    they share PLACE, what their caches show, and how saves will write there. The exit code is 1 if
+    saves are not safe there. The test files have hidden names and are deleted.
     """
-    report = examine_place(options.place)
-    if options.as_json:
-        views.print_json({**vars(report), "dangers": report.dangers, "safe": not report.dangers})
-    else:
-        _show_place(report)
-    return 1 if report.dangers else 0
+    if launch_of_process() is None:
+        report = examine_place(options.place)
+        _print_report(report, None, as_json=options.as_json)
+        return 1 if report.dangers else 0
+    with launched_ranks() as ranks:
+        return _examine_on_ranks(options, ranks)
+
+
+def _examine_on_ranks(options: Namespace, ranks: Ranks) -> int:
+    """Examine the place on rank 0, then how all ranks share it; rank 0 prints. Collective."""
+    report: PlaceReport | None = None
+    with ranks.attempting() as examining:
+        if ranks.is_main:
+            report = examine_place(options.place)
+    ranks.agree("ft-ckpt doctor", {"place": options.place}, examining.error, same=("place",))
+    sharing = examine_sharing(open_place(options.place).folder, ranks)
+    if report is not None:
+        _print_report(report, sharing, as_json=options.as_json)
+    is_safe = report is None or not report.dangers
+    verdict = ranks.agree("the verdict of ft-ckpt doctor", {"safe": is_safe}).result
+    return 0 if verdict["safe"] else 1
+
+
+def _print_report(report: PlaceReport, sharing: SharingReport | None, *, as_json: bool) -> None:
+    if as_json:
+        facts = {**vars(report), "dangers": report.dangers, "safe": not report.dangers}
+        views.print_json({**facts, "sharing": sharing})
+        return
+    _show_place(report)
+    if sharing is not None:
+        show_sharing(sharing)
+    verdicts = [f"not safe: {danger}" for danger in report.dangers]
+    print_lines(*(verdicts or ["saves are safe here"]))
 
 
 def examine_place(location: str) -> PlaceReport:
@@ -94,8 +124,6 @@ def _show_place(report: PlaceReport) -> None:
             fallback = f"{ability.detail}; {_INSTEAD.get(ability.name, '')}".rstrip("; ")
             rows.append((ability.name, "no", fallback))
     views.print_table(("", "works", "else"), rows)
-    verdicts = [f"not safe: {danger}" for danger in report.dangers]
-    print_lines(*(verdicts or ["saves are safe here"]))
 
 
 def _place_facts(report: PlaceReport) -> Iterator[str]:

@@ -4,6 +4,10 @@ from .agreement import (
     runs_of as runs_of,
     values_of_runs as values_of_runs,
 )
+from .launched import (
+    launch_of_process as launch_of_process,
+    launched_ranks as launched_ranks,
+)
 from .ranks import (
     Outcome as Outcome,
     Ranks as Ranks,

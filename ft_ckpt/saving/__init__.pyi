@@ -9,9 +9,14 @@ from .commit_files import (
     library_versions as library_versions,
 )
 from .context import (
+    FolderSharing as FolderSharing,
     SaveContext as SaveContext,
+    try_sharing as try_sharing,
 )
 from .execute import (
     Attempt as Attempt,
     run_save as run_save,
+)
+from .range_trial import (
+    try_ranges as try_ranges,
 )

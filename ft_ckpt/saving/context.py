@@ -35,6 +35,8 @@ class FolderSharing:
     mode: Mode  # of saves in which every rank has enough to write
     reason: str  # that it is this one
     clients: int = 1  # of the file system; 0: a bucket
+    blind: tuple[int, ...] = ()  # ranks that do not see what rank 0 writes
+    range_problem: str | None = None  # of the trial of byte ranges, "" for none; None: not tried
     views: Values = ()  # on rank 0: how each rank sees the folder, see `_view_of`
 
 
@@ -89,13 +91,17 @@ def try_sharing(store: Store, ranks: Ranks) -> FolderSharing:
     finally:
         if ranks.is_main:
             store.delete([name])
-    clients, mode, reason = agreed.result["clients"], agreed.result["mode"], agreed.result["reason"]
-    if mode is None:
-        assert isinstance(probed, LocalStore), "nothing is tried in a bucket"
-        failure = try_ranges(probed.folder, ranks)
-        mode = Mode.SPREAD.name if failure else Mode.SHARED.name
-        reason = failure or "what the ranks wrote into one file at the same time was all there"
-    return FolderSharing(Mode[mode], reason, clients, agreed.values)
+    verdict = agreed.result
+    clients, blind = verdict["clients"], tuple(verdict["blind"])
+    if verdict["mode"] is not None:
+        mode = Mode[verdict["mode"]]
+        return FolderSharing(mode, verdict["reason"], clients, blind, views=agreed.values)
+    assert isinstance(probed, LocalStore), "nothing is tried in a bucket"
+    problem = try_ranges(probed.folder, ranks)
+    mode, reason = Mode.SHARED, "what ranks wrote into one file at the same time was all there"
+    if problem:
+        mode, reason = Mode.SPREAD, problem
+    return FolderSharing(mode, reason, clients, blind, problem, agreed.values)
 
 
 def _view_of(store: Store, name: str, token: str) -> dict[str, Any]:
@@ -132,7 +138,12 @@ def _decide(views: Values) -> dict[str, Any]:
         mode, reason = Mode.SHARED, f"one kernel merges what ranks write to {mounts[0].kind}"
     elif len(clients) > 1:
         mode, reason = _decide_by_kind(mounts)
-    return {"mode": mode and mode.name, "reason": reason, "clients": len(clients)}
+    return {
+        "mode": None if mode is None else mode.name,
+        "reason": reason,
+        "clients": len(clients),
+        "blind": blind,
+    }
 
 
 def _decide_by_kind(mounts: list[MountedFrom]) -> tuple[Mode | None, str]:

@@ -114,7 +114,7 @@ CASES = {
     "check-resume": Case("", more=("{newest}/config.json",)),  # has its own tests
     "doctor": Case(
         "{run}",
-        "abilities dangers free_bytes mount place safe",
+        "abilities dangers free_bytes mount place safe sharing",
         codes=dict.fromkeys(("absent in a bucket", *FOLDERS), 0),
     ),
     "plan": Case(
