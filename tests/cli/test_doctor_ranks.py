@@ -1,4 +1,4 @@
-"""`ft-ckpt doctor` on two ranks: on one disk, on disks of their own, on clients of one file system."""
+"""`ft-ckpt doctor` on two ranks: one disk, disks of their own, clients of one file system."""
 
 import json
 import os
