@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -142,23 +143,23 @@ def train(folder: Path, epochs: int) -> None:
         saver.save(model, folder / "final")
 
 
-def run(folder: Path, epochs: int, kills: int, chances: random.Random) -> list[Life]:
+def run(
+    folder: Path,
+    epochs: int,
+    kills: int,
+    chances: random.Random,
+    script: Sequence[str] = ("-m", "scripts.killed_run", "--train"),
+) -> list[Life]:
     """Start the script, kill it `kills` times, let the last process finish; its processes in
     order.
+
+    `script`: the words before the folder and the epochs; it logs its steps as `train` does.
     """
     lives: list[Life] = []
     stretch = epochs * BATCHES / (kills + 1)  # each kill is in a part of the run of its own
     for life in range(kills + 1):
         logged = len(read_log(folder))
-        command = [
-            sys.executable,
-            "-m",
-            "scripts.killed_run",
-            "--train",
-            str(folder),
-            "--epochs",
-            str(epochs),
-        ]
+        command = [sys.executable, *script, str(folder), "--epochs", str(epochs)]
         process = subprocess.Popen(command, cwd=ROOT)
         is_killed = life < kills
         if is_killed:

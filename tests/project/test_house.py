@@ -323,6 +323,7 @@ def test_scripts_can_be_run_or_say_what_they_are():
         "scripts/test",
         "scripts/planted",
         "scripts/demo",
+        "scripts/network_disk",
         "scripts/release",
         ".ci/run",
     ],
@@ -418,8 +419,10 @@ def is_runnable(line: str) -> bool:
         "pip",
         "printf",
         "python",
+        "srun",
         "swift",
         "timeout",
+        "torchrun",
     }
 
 
