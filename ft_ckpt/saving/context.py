@@ -153,6 +153,8 @@ def _decide_by_kind(mounts: list[MountedFrom]) -> tuple[Mode | None, str]:
             return Mode.MAIN, f"{mount.kind} uploads whole files, at a time of its own"
         if mount.is_close_to_open:
             return Mode.SPREAD, f"{mount.kind} does not promise byte ranges to several clients"
+        if mount.locks_chunks:
+            return Mode.SPREAD, f"{mount.source} lets one client at a time write into a file"
     return None, ""
 
 

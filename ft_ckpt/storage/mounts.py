@@ -53,6 +53,14 @@ class MountedFrom:
         return self.kind in _CLOSE_TO_OPEN
 
     @property
+    def locks_chunks(self) -> bool:
+        """Whether one client at a time writes into a piece of a file, and others wait, for minutes.
+
+        So do MooseFS and LizardFS, in pieces of 64 MiB; their mounts are known by the source alone.
+        """
+        return self.kind.startswith("fuse") and self.source.startswith("mfs#")
+
+    @property
     def is_bucket(self) -> bool:
         """Whether it is a bucket that is mounted as a folder."""
         names = (self.kind.removeprefix("fuse."), self.source.partition(":")[0])

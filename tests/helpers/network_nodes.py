@@ -59,10 +59,18 @@ def running_nodes(
 
 
 def run_on(
-    nodes: Nodes, ranks: int, function: Callable[..., object], *args: object, zero: bool = False
+    nodes: Nodes,
+    ranks: int,
+    function: Callable[..., object],
+    *args: object,
+    zero: bool = False,
+    seconds: float = 280,
 ) -> Any:
-    """Call a function of the test's file, with `nodes` first, on ranks that join their nodes."""
+    """Call a function of the test's file, with `nodes` first, on ranks that join their nodes.
+
+    `zero`: in processes in which DeepSpeed makes the process group.
+    """
     options: dict[str, Any] = {"launch": nodes.name}
     if zero:
         options |= {"launch": f"{nodes.name} ZeRO", "group_seconds": None, "env": _ZERO}
-    return call_on_ranks(ranks, function, nodes, *args, timeout=280, **options)
+    return call_on_ranks(ranks, function, nodes, *args, timeout=seconds, **options)

@@ -15,26 +15,34 @@ from network_nodes import Nodes, run_on
 
 import ft_ckpt
 from ft_ckpt import load_model, verify
+from ft_ckpt.errors import CorruptError
 
 pytestmark = pytest.mark.slow
 MODEL = "llama"
-MIN_LOADS = 250
+LOADS = 500
 READ_SECONDS = 1200
-MAX_SAVES = 2000
+RUN_SECONDS = READ_SECONDS + 100
+MAX_SAVES = 20_000
+REPLACED = "replaced while it was read"
 
 
-def save_until(nodes: Nodes, run: str, stop: Path, overwrite: bool) -> int:
-    """Save a model whose numbers are all equal to the step, until `stop` is there; the steps."""
+def save_until(nodes: Nodes, run: str, name: str | None, signs: Path) -> int:
+    """Save a model whose numbers are all equal to the step, until a reader has had enough; the
+    last step.
+
+    `name`: of the one checkpoint that is overwritten; None: each step has its own.
+    """
     with nodes.joined() as place:
         live = live_model("fsdp2", MODEL)
+        path = None if name is None else place / run / name
         with saver_of(live, place / run, each_rank_writes="on", keep=3) as saver:
             for step in range(1, MAX_SAVES):
                 set_all(live.model, step)
-                path = place / run / "final" if overwrite else None
-                saver.save(live.model, path, step=step, overwrite=overwrite)
-                stopped = torch.tensor(int(stop.exists()))
-                torch.distributed.all_reduce(stopped)
-                if stopped:
+                saver.save(live.model, path, step=step, overwrite=name is not None)
+                (signs / "begun").touch()
+                enough = torch.tensor(int((signs / "enough").exists()))
+                torch.distributed.all_reduce(enough)
+                if enough:
                     return step
     return MAX_SAVES
 
@@ -53,67 +61,72 @@ def step_of(model: torch.nn.Module) -> int:
 
 
 class Reader(threading.Thread):
-    """Loads again and again until it has done so often enough, then creates `stop`."""
+    """Loads again and again, from the first save until it has done so often enough."""
 
-    def __init__(self, load: Callable[[], bool], stop: Path) -> None:
+    def __init__(self, load: Callable[[], None], signs: Path) -> None:
         super().__init__()
-        self.load, self.stop = load, stop
+        self.load, self.signs = load, signs
         self.loads = 0
+        self.replaced = 0
         self.errors: list[str] = []
 
     def run(self) -> None:
         end = time.monotonic() + READ_SECONDS
-        while self.loads < MIN_LOADS and time.monotonic() < end:
+        while not (self.signs / "begun").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        while self.loads < LOADS and time.monotonic() < end:
             self.load_once()
-        self.stop.touch()
+        (self.signs / "enough").touch()
 
     def load_once(self) -> None:
         try:
-            self.loads += self.load()
+            self.load()
+            self.loads += 1
+        except CorruptError as error:
+            if REPLACED in str(error):
+                self.replaced += 1
+            else:
+                self.errors.append(traceback.format_exc())
         except Exception:
             self.errors.append(traceback.format_exc())
 
 
 @contextmanager
-def reading(load: Callable[[], bool], stop: Path) -> Iterator[Reader]:
-    reader = Reader(load, stop)
+def reading(load: Callable[[], None], signs: Path) -> Iterator[Reader]:
+    reader = Reader(load, signs)
     reader.start()
     yield reader
     reader.join()
-    print(f"{reader.loads} loads, {len(reader.errors)} errors")
+    print(f"{reader.loads} loads, {reader.replaced} replaced, {len(reader.errors)} errors")
     assert not reader.errors, "\n".join([f"{len(reader.errors)} errors", *reader.errors[:3]])
-    assert reader.loads == MIN_LOADS
+    assert reader.loads == LOADS
 
 
 def test_the_latest_is_loaded_while_saves_go_on(nodes, tmp_path):
     run = nodes.reader / "latest"
     model, steps = models.build(MODEL), []
 
-    def load() -> bool:
-        path = ft_ckpt.latest(run) if run.exists() else None
-        if path is None:
-            return False
+    def load() -> None:
+        path = ft_ckpt.latest(run)
         steps.append(step_of(load_model(path, into=model)))
         assert path.name == f"checkpoint-{steps[-1]}"
-        return True
 
-    with reading(load, tmp_path / "stop"):
-        last_step = run_on(nodes, 2, save_until, "latest", tmp_path / "stop", False)[0]
+    with reading(load, tmp_path) as reader:
+        last_steps = run_on(nodes, 2, save_until, "latest", None, tmp_path, seconds=RUN_SECONDS)
+    assert reader.replaced == 0
     assert steps == sorted(steps)
-    assert last_step > 1
+    assert steps[-1] <= last_steps[0]
 
 
 def test_a_checkpoint_is_loaded_while_it_is_overwritten(nodes, tmp_path):
+    """Where folders cannot be exchanged, a load may be told that it was replaced, never a mix."""
     final = nodes.reader / "overwritten" / "final"
     model, steps = models.build(MODEL), []
 
-    def load() -> bool:
-        if not final.exists():
-            return False
+    def load() -> None:
         steps.append(step_of(load_model(final, into=model)))
-        return True
 
-    with reading(load, tmp_path / "stop"):
-        run_on(nodes, 2, save_until, "overwritten", tmp_path / "stop", True)
+    with reading(load, tmp_path):
+        run_on(nodes, 2, save_until, "overwritten", "final", tmp_path, seconds=RUN_SECONDS)
     assert steps == sorted(steps)
     assert verify(final).problems == ()

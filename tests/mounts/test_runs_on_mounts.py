@@ -3,10 +3,6 @@
 A further client, that of the tests' process, reads.
 """
 
-import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,70 +10,15 @@ import pytest
 import torch.distributed as dist
 from compare import assert_same_tensors
 from exact_runs import live_model, optimizer_state, same, saver_of, train
-from namespaces import can_mount, on_node
-from network_disks import NETWORK_DISKS
-from on_ranks import RANK, call_on_ranks
+from network_nodes import Nodes, needs_deepspeed, run_on
+from on_ranks import RANK
 from safetensors.torch import load_file, save_file
 from wrappers import truth
 
 from ft_ckpt import load_model, verify
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not can_mount(), reason="needs namespaces of mounts, which root has"),
-]
+pytestmark = pytest.mark.slow
 MODEL = "llama"
-MAX_RANKS = 3
-ZERO = {"DS_ACCELERATOR": "cpu"}
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra"
-)
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """Nodes with a client each of one file system, which all have at `place`."""
-
-    name: str
-    clients: tuple[Path, ...]
-    reader: Path  # a client that none of them has
-    place: Path
-    local: Path  # a folder on a local disk, which all see
-
-    @contextmanager
-    def mine(self) -> Iterator[Path]:
-        """Be on the node of this rank; the place of the file system there."""
-        with on_node(RANK, self.clients[RANK], self.place):
-            yield self.place
-
-
-def stands() -> list[Any]:
-    """Every file system with caches of 0, 1 and 60 seconds, where it has them."""
-    cases = []
-    for kind in NETWORK_DISKS:
-        for cache_seconds in (0, 1, 60) if kind.has_cache_seconds else (0,):
-            name = f"{kind.name}-{cache_seconds}" if kind.has_cache_seconds else kind.name
-            cases.append(pytest.param((kind, cache_seconds, name), id=name, marks=kind.needed()))
-    return cases
-
-
-@pytest.fixture(scope="module", params=stands())
-def nodes(request, tmp_path_factory):
-    kind, cache_seconds, name = request.param
-    folder = tmp_path_factory.mktemp("nodes")
-    with kind(folder / "disk") as disk:
-        *clients, reader = disk.clients(MAX_RANKS + 1, cache_seconds)
-        yield Nodes(name, tuple(clients), reader, folder / "shared", folder)
-
-
-def run_on(nodes: Nodes, ranks: int, function: Any, *args: Any, zero: bool = False) -> Any:
-    """Call a function on ranks, each on a node of its own."""
-    options: dict[str, Any] = {"launch": nodes.name}
-    if zero:
-        options |= {"launch": f"{nodes.name} ZeRO", "group_seconds": None, "env": ZERO}
-    return call_on_ranks(ranks, function, nodes, *args, timeout=280, **options)
-
-
 MODES = ["foreground", "background"]
 RUNS = [
     *((wrapper, "safetensors") for wrapper in ("ddp", "fsdp2")),
@@ -89,7 +30,7 @@ RUNS = [
 def save_a_run(nodes: Nodes, run: str, wrapper: str, mode: str, form: str) -> None:
     """A run of four steps with a checkpoint of two, and weights that are saved again and again."""
     background = mode == "background"
-    with nodes.mine() as place:
+    with nodes.joined() as place:
         live = live_model(wrapper, MODEL)
         settings = {"format": form, "each_rank_writes": "on", "background": background}
         with saver_of(live, place / run, **settings) as saver:
@@ -116,7 +57,7 @@ def leave_truth(live: Any, folder: Path) -> None:
 
 def resume_a_run(nodes: Nodes, run: str, wrapper: str) -> None:
     """The state is that of two steps, on any number of ranks; a further step is saved."""
-    with nodes.mine() as place:
+    with nodes.joined() as place:
         live = live_model(wrapper, MODEL, seed=1)
         with saver_of(live, place / run) as saver:
             progress = saver.resume("must")

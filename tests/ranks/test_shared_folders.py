@@ -45,9 +45,9 @@ def clients_of(monkeypatch):
     """Call it with a kind of file system: each rank is then another client of it."""
     real = shared_folders._view_of
 
-    def mount(kind):
+    def mount(kind, source="server:/data"):
         def view(*arguments):
-            mount = {"point": "/mnt", "kind": kind, "source": "server:/data"}
+            mount = {"point": "/mnt", "kind": kind, "source": source}
             return {**real(*arguments), "client": f"client {RANK.number}", "mount": mount}
 
         monkeypatch.setattr(shared_folders, "_view_of", view)
@@ -85,6 +85,8 @@ def test_kinds_that_promise_no_ranges_are_not_tried(tmp_path, monkeypatch, clien
         clients_of(kind)
         assert sharing(tmp_path).mode is Mode.SPREAD
         assert sharing(tmp_path).clients == 2
+    clients_of("fuse", "mfs#127.0.0.1:9421")
+    assert sharing(tmp_path).mode is Mode.SPREAD
     clients_of("fuse.s3fs")
     assert sharing(tmp_path).mode is Mode.MAIN
 

@@ -46,6 +46,8 @@ mds data = {folder}/mds
 mds cap revoke eviction timeout = 3
 [client]
 client quota df = true
+# else it mounts itself again and again, by processes that outlive it
+client try dentry invalidate = true
 """
 _DISK_BYTES = 8 << 30
 _OWNER = ("--setuser", "root", "--setgroup", "root")

@@ -143,9 +143,12 @@ class NetworkDisk(ABC):
         return self._clients[number].process.pid
 
     def kill_client(self, number: int) -> None:
-        """Kill the process of a client; its mount point stays and answers ENOTCONN."""
+        """Kill the process of a client, and those that it has started; its mount point stays and
+        answers ENOTCONN.
+        """
         process = self._clients[number].process
-        process.kill()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait(_END_SECONDS)
 
     def unmount_client(self, number: int) -> None:
