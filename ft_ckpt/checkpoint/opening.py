@@ -269,4 +269,4 @@ def _delete_if_aside(path: Path, marker: OpenManifest) -> None:
     """
     with suppress(CheckpointError, OSError):  # it is left to the next save
         if not marker.is_at(path / MANIFEST_NAME):
-            recover_target(path)
+            recover_target(path, by_reader=True)

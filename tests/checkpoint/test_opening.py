@@ -5,6 +5,7 @@ read.
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import textwrap
@@ -452,6 +453,19 @@ def test_what_readers_that_were_killed_have_kept_goes_with_the_next_save(tmp_pat
 
     assert in_child(read) == ""
     assert len(asides(path)) == 1
+    CheckpointSaver().save(nn.Linear(2, 2), path)
+    assert asides(path) == []
+
+
+def test_a_reader_leaves_the_stage_of_a_writer_on_another_machine(tmp_path):
+    """It may be about to be put in place; only the next save knows that it is not."""
+    path = tmp_path / "out"
+    CheckpointSaver().save(nn.Linear(2, 2), path)
+    with open_checkpoint(open_place(path)):
+        CheckpointSaver().save(nn.Linear(2, 2), path)
+        stage = tmp_path / ".out.ft_ckpt-stage-node-7-deadbeef-1-0123abcd"
+        shutil.copytree(path, stage)
+    assert [stage] == [aside for aside in asides(path) if aside.is_dir()]
     CheckpointSaver().save(nn.Linear(2, 2), path)
     assert asides(path) == []
 

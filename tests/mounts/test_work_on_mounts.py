@@ -21,10 +21,11 @@ from wrappers import WRAPPERS, truth
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Writer, load_model, verify
-from ft_ckpt.checkpoint import open_checkpoint, read_manifest
+from ft_ckpt.checkpoint import open_checkpoint
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import LeaseTakenError
 from ft_ckpt.runs.folder import lease as run_lease
-from ft_ckpt.storage import open_place
+from ft_ckpt.storage.places import open_place
 
 pytestmark = pytest.mark.slow
 MODEL = "llama"

@@ -64,14 +64,14 @@ class _Leftover:
     name: LeftoverName
 
 
-def recover_target(target: Path) -> tuple[str, ...]:
+def recover_target(target: Path, *, by_reader: bool = False) -> tuple[str, ...]:
     """Undo or finish interrupted saves to `target`; returns a line for each.
 
     A leftover stays while its owner lives, see `locks`. Leftovers of other machines are settled at
     once if they were being put in place, unsealed stages after a day: `target` must have no other
-    writer. Leftovers of saves beside it are settled too once their owners have ended. A leftover
-    that cannot be settled is a warning, or a TargetError or UnreadableError if the previous
-    checkpoint could not be restored.
+    writer. `by_reader`: it may have one, so all of them are settled after a day. Leftovers of saves
+    beside it are settled too once their owners have ended. A leftover that cannot be settled is a
+    warning, or a TargetError or UnreadableError if the previous checkpoint could not be restored.
     """
     with explained(target):
         target = local_disk.real_path(target)
@@ -81,7 +81,8 @@ def recover_target(target: Path) -> tuple[str, ...]:
             is_sealed = (leftover.folder / MANIFEST_NAME).exists()
             is_in_place = leftover.name.is_sideline or is_sealed
             is_of_target = leftover.target == target
-            max_seconds = 0.0 if is_in_place and is_of_target else ABANDONED_SECONDS
+            is_interrupted = is_in_place and is_of_target and not by_reader
+            max_seconds = 0.0 if is_interrupted else ABANDONED_SECONDS
             line = _recover_leftover(leftover, max_seconds)
             if line:
                 lines.append(line)
