@@ -22,9 +22,7 @@ from transformers import LlamaForCausalLM
 from ft_ckpt import SaverConfig
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.saving.agree import _describe_save
-from ft_ckpt.saving.planning import request_of
-from ft_ckpt.saving.planning.plan import plan_save
-from ft_ckpt.saving.planning.write_plan import FileWrites, divide_files
+from ft_ckpt.saving.planning import FileWrites, divide_files, plan_save, request_of
 from ft_ckpt.saving.stage import OpenStage
 from ft_ckpt.storage.digests import chunk_of_rank
 from scripts.bench.common import Row, Setting, as_child, in_child, medians, seconds

@@ -37,8 +37,7 @@ from ft_ckpt.checkpoint.leases import leases, pin, unpin
 from ft_ckpt.errors import CheckpointError, NotACheckpointError, TargetError, UnreadableError
 from ft_ckpt.runs.folder import prune_run
 from ft_ckpt.storage import Store
-from ft_ckpt.storage.places import Place
-from ft_ckpt.storage.places.locations import open_store
+from ft_ckpt.storage.places import Place, open_place
 
 MANIFEST, PIN = "ft_ckpt.json", ".ft_ckpt-pin"
 STEPS, VARIANTS = (1, 2, 3), ("first", "second")
@@ -399,7 +398,9 @@ def test_two_clients_of_a_bucket(
     class Machine(Bucket):
         def __init__(self) -> None:
             bucket = (
-                new_bucket() if kind == "memory" else open_store(f"s3://bucket/run-{next(runs)}")
+                new_bucket()
+                if kind == "memory"
+                else open_place(f"s3://bucket/run-{next(runs)}").folder
             )
             super().__init__(bucket, versions, tmp_path_factory.mktemp("reads"))
 

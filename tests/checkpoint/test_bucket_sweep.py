@@ -6,30 +6,36 @@ from functools import partial
 
 import pytest
 from buckets import new_bucket
+from contract_sweep import KEEP, SweepContract, below, files_of, run_of_four, stateful, steps
 from faults import Requests, try_worlds
 from faulty_stores import Stopped, Watch, all_interleavings
-from small_checkpoints import save_with_state
 
+from ft_ckpt import Keep
 from ft_ckpt.checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.checks import verify
 from ft_ckpt.checkpoint.commit.bucket_delete import drop_from_bucket, strip_in_bucket
 from ft_ckpt.checkpoint.commit.object_staging import open_object_staging
-from ft_ckpt.checkpoint.leases import TOMBSTONE, leases, marks, pin, pin_reason, read_mark, unpin
-from ft_ckpt.checkpoint.leases.leases import LEASE, put_mark
-from ft_ckpt.checkpoint.leases.marks import SAVING
-from ft_ckpt.checkpoint.leases.reader_leases import hold_lease
+from ft_ckpt.checkpoint.leases import (
+    LEASE,
+    SAVING,
+    TOMBSTONE,
+    hold_lease,
+    leases,
+    marks,
+    pin,
+    pin_reason,
+    put_mark,
+    read_mark,
+    unpin,
+)
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import NotACheckpointError, TargetError, UnreadableError
 from ft_ckpt.extensions.buckets.object_store import ObjectStore
-from ft_ckpt.retention import Keep
-from ft_ckpt.runs.folder import PruneReport, prune_run, recover_all, survey_run
-from ft_ckpt.runs.folder.prune import make_room
+from ft_ckpt.runs.folder import PruneReport, prune_run, recover_all
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place, open_place
-from ft_ckpt.storage.places.locations import open_store
 
-KEEP = Keep(last=2, state=Keep(last=1))  # of four drops two and strips one
 TEN_MINUTES, DAY = 601, 24 * 3600 + 1  # and a second
 
 
@@ -39,13 +45,7 @@ def template(tmp_path_factory):
     of the run.
     """
     root = tmp_path_factory.mktemp("template")
-    for step in (1, 2, 3, 4):
-        save_with_state(
-            root / f"checkpoint-{step}", step, world=1, run_id="mine", metrics={"loss": step}
-        )
-    (root / "checkpoint-2" / "notes.txt").write_text("mine")
-    (root / "checkpoint-old").mkdir()
-    (root / "checkpoint-old" / "pytorch_model.bin").write_text("of another tool")
+    run_of_four(root)
     local = LocalStore(root)
     return {each.name: local.read(each.name) for each in local.list()}
 
@@ -64,7 +64,7 @@ def run(request, template, tmp_path):
         return filled(new_bucket(), template)
     if request.param == "S3":
         request.getfixturevalue("s3")
-        return filled(open_store("s3://bucket/runs/sft"), template)
+        return filled(open_place("s3://bucket/runs/sft").folder, template)
     from obstore.store import LocalStore as ObstoreOnDisk
 
     return filled(
@@ -78,25 +78,9 @@ def bucket(template):
     return filled(new_bucket(), template)
 
 
-def steps(root):
-    return [info.manifest.step for info in discover(Place(root))]
-
-
-def stateful(root):
-    return [held.step for held in survey_run(Place(root)) if held.has_state]
-
-
 def objects(store):
     """Names and bytes of all but marks."""
-    return {
-        each.name: store.read(each.name)
-        for each in store.list()
-        if "/.ft_ckpt-" not in f"/{each.name}"
-    }
-
-
-def below(content, *folders):
-    return {name: data for name, data in content.items() if name.partition("/")[0] in folders}
+    return files_of(Place(store))
 
 
 def marks_in(store):
@@ -111,75 +95,24 @@ def refuses_writes(call, where):
 # What goes, what stays
 
 
-def test_the_last_stay_whole(run, template):
-    report = prune_run(Place(run), KEEP)
-    url = run.url
-    assert (steps(run), stateful(run), report.problems) == ([3, 4], [4], ())
-    assert report.dropped == (f"{url}/checkpoint-1", f"{url}/checkpoint-2")
-    assert report.stripped == (f"{url}/checkpoint-3",)
-    assert report.left == (f"{url}/checkpoint-2/notes.txt",)
-    assert list(report.kept) == [f"{url}/checkpoint-3", f"{url}/checkpoint-4"]
-    assert all(verify(info.place).ok for info in discover(Place(run)))
-    now = objects(run)
-    assert below(now, "checkpoint-4", "checkpoint-old") == below(
-        template, "checkpoint-4", "checkpoint-old"
-    )
-    assert sorted(below(now, "checkpoint-1", "checkpoint-2")) == ["checkpoint-2/notes.txt"]
-    assert not [name for name in now if name.startswith("checkpoint-3/state")]
-    assert marks_in(run) == []
-    gone = [name for name in template if name not in now and not name.endswith(MANIFEST_NAME)]
-    assert report.freed_bytes == sum(len(template[name]) for name in gone)
-    assert prune_run(Place(run), KEEP) == PruneReport(report.kept)
+class TestInABucket(SweepContract):
+    @pytest.fixture
+    def run(self, bucket):
+        return Place(bucket)
 
 
-def test_a_dry_run_foretells_and_writes_nothing(bucket, template):
+@pytest.mark.slow
+class TestOnS3(SweepContract):
+    @pytest.fixture
+    def run(self, s3, template):
+        return Place(filled(open_place("s3://bucket/runs/sft").folder, template))
+
+
+def test_a_dry_run_sends_no_request_that_changes(bucket):
     watch = Watch(
         lambda call, where: pytest.fail(where) if call in ("write", "delete", "create") else None
     )
-    foretold = prune_run(Place(watch.store(bucket)), KEEP, dry_run=True)
-    assert objects(bucket) == template
-    done = prune_run(Place(bucket), KEEP)
-    assert (foretold.dropped, foretold.stripped, foretold.freed_bytes) == (
-        done.dropped,
-        done.stripped,
-        done.freed_bytes,
-    )
-
-
-def test_guarded_ones_stay(run, template):
-    for step in (1, 2):
-        pin(Place(run, f"checkpoint-{step}"), "the paper's")
-    with hold_lease(Place(run, "checkpoint-2")):
-        protect = [Place(run, "checkpoint-3")]
-        report = prune_run(Place(run), Keep(last=1, state=Keep(last=1)), protect=protect)
-        unpin(Place(run, "checkpoint-2"))
-        again = prune_run(Place(run), Keep(last=1), protect=protect)
-    assert (steps(run), objects(run)) == ([1, 2, 3, 4], template)
-    assert [why[0].partition(" by ")[0] for why in report.kept.values()] == [
-        *("pinned", "pinned", "protected", "newest valid"),
-    ]
-    assert [why[0].partition(" by ")[0] for why in again.kept.values()][1] == "in use"
-    prune_run(Place(run), Keep(last=1))
-    assert steps(run) == [1, 4]
-    assert pin_reason(Place(run, "checkpoint-1")).endswith(": the paper's")
-
-
-def test_damaged_ones_take_no_place(bucket):
-    bucket.delete(["checkpoint-4/config.json"])
-    prune_run(Place(bucket), Keep(last=1))
-    assert steps(bucket) == [3, 4]
-    bucket.delete(["checkpoint-3/state/position.json"])
-    prune_run(Place(bucket), Keep(last=1))
-    assert steps(bucket) == [3, 4]  # none is valid: nothing is certain
-
-
-def test_room_is_made_for_the_one_to_come(bucket):
-    assert make_room(Place(bucket), Keep(last=4), 5, run_id="mine").dropped == (
-        f"{bucket.url}/checkpoint-1",
-    )
-    assert make_room(Place(bucket), Keep(last=1, state=Keep(last=1)), 5, run_id="mine").kept == {
-        f"{bucket.url}/checkpoint-4": ("newest valid",)
-    }
+    prune_run(Place(watch.store(bucket)), KEEP, dry_run=True)
 
 
 def test_an_empty_run_and_one_that_cannot_be_read(bucket):
@@ -191,7 +124,7 @@ def test_an_empty_run_and_one_that_cannot_be_read(bucket):
 
     problem = prune_run(Place(Watch(refuse).store(bucket)), Keep(last=1)).problems[0]
     assert "cannot be listed" in problem
-    assert steps(bucket) == [1, 2, 3, 4]
+    assert steps(Place(bucket)) == [1, 2, 3, 4]
 
 
 # Stopped anywhere
@@ -215,7 +148,7 @@ def check_meanwhile(bucket, template):
     """Between two sweeps: what is listed is whole, what stays is as it was, and it is read by who
     comes then.
     """
-    assert set(steps(bucket)) >= {3, 4}
+    assert set(steps(Place(bucket))) >= {3, 4}
     assert [info.path for info in discover(Place(bucket)) if not verify(info.place).ok] == []
     now = objects(bucket)
     assert below(now, "checkpoint-4", "checkpoint-old") == below(
@@ -237,7 +170,11 @@ def test_a_sweep_is_stopped_at_each_request(template, after, fault):
         check_meanwhile(bucket, template)
         assert prune_run(later(bucket), KEEP).problems == ()
         assert without_manifests(objects(bucket)) == without_manifests(after)
-        assert (steps(bucket), stateful(bucket), marks_in(bucket)) == ([3, 4], [4], [])
+        assert (steps(Place(bucket)), stateful(Place(bucket)), marks_in(bucket)) == (
+            [3, 4],
+            [4],
+            [],
+        )
 
     assert try_worlds(trial, Requests(fault), every=3).calls > 40
 
@@ -276,7 +213,7 @@ def test_a_pin_is_stopped_at_each_request(template):
     def trial(world):
         bucket = filled(new_bucket(), below(template, "checkpoint-1"))
         world.run(pin, Place(world.watch.store(bucket.within("checkpoint-1"))), "why")
-        assert steps(bucket) == [1]
+        assert steps(Place(bucket)) == [1]
         assert (pin_reason(Place(bucket, "checkpoint-1")) or "x: why").endswith(": why")
         unpin(Place(bucket, "checkpoint-1"))
         assert objects(bucket) == below(template, "checkpoint-1")
@@ -302,7 +239,7 @@ def test_a_reader_is_stopped_at_each_request(template):
             >= below(template, "checkpoint-2", "checkpoint-3", "checkpoint-4").keys()
         )
         prune_run(later(bucket), Keep(last=3))
-        assert (steps(bucket), marks_in(bucket)) == ([2, 3, 4], [])
+        assert (steps(Place(bucket)), marks_in(bucket)) == ([2, 3, 4], [])
 
     assert try_worlds(trial, Requests("stopped"), every=3).calls > 8
 
@@ -481,7 +418,7 @@ def test_a_removal_that_takes_too_long_gives_way(bucket, monkeypatch):
     )
     assert "too slowly" in drop_from_bucket(bucket.within("checkpoint-1")).why[0]
     monkeypatch.undo()
-    assert (steps(bucket), marks_in(bucket)) == ([1, 2, 3, 4], [])
+    assert (steps(Place(bucket)), marks_in(bucket)) == ([1, 2, 3, 4], [])
 
 
 def test_who_waits_for_a_removal_waits_a_minute(bucket, monkeypatch, no_pause):
@@ -644,4 +581,4 @@ def test_a_save_deletes_what_is_its_own_alone(bucket, template):
     put_mark(left, SAVING, run_id="mine", cleared=True)
     open_object_staging(bucket, "checkpoint-5", run_id="mine").mark.stop()
     assert (objects(left), read_mark(left, SAVING)["cleared"]) == ({}, True)
-    assert steps(bucket) == [1, 2, 3, 4]
+    assert steps(Place(bucket)) == [1, 2, 3, 4]

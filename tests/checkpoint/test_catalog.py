@@ -12,21 +12,21 @@ from pathlib import Path
 
 import pytest
 from seeds import chosen_seed
-from small_checkpoints import contents, make_checkpoint, rewrite_manifest, save, signed
+from small_checkpoints import contents, make_checkpoint, rewrite_manifest, save, save_of, signed
 
+from ft_ckpt import Keep
 from ft_ckpt.checkpoint.catalog import discover, latest
 from ft_ckpt.checkpoint.checks import problems, verify
-from ft_ckpt.checkpoint.commit.commit import commit_stage, open_stage
+from ft_ckpt.checkpoint.commit import open_staging
 from ft_ckpt.checkpoint.manifest import (
     MANIFEST_NAME,
+    check_paths,
     manifest_from_json,
     manifest_to_json,
     read_manifest,
 )
-from ft_ckpt.checkpoint.manifest.manifest import check_paths
 from ft_ckpt.errors import ManifestError, NotACheckpointError, UnreadableError
 from ft_ckpt.formats.safetensors import read_header
-from ft_ckpt.retention import Keep
 from ft_ckpt.runs.folder import prune_run
 from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.io import open_local_file
@@ -466,13 +466,11 @@ def test_names_that_are_not_utf_8(tmp_path):
     """Linux names are bytes: one that is not text is written as JSON that every reader takes, and
     read back.
     """
-    stage = open_stage(tmp_path / "checkpoint")
+    staging = open_staging(tmp_path / "checkpoint")
     name = os.fsdecode(b"caf\xe9.txt")
-    (stage / name).write_text("mine")
-    commit_stage(
-        stage,
-        tmp_path / "checkpoint",
-        replace(make_checkpoint(stage), notes=(f"converted from {name}",)),
+    (staging.stage / name).write_text("mine")
+    staging.commit(
+        replace(make_checkpoint(staging.stage), notes=(f"converted from {name}",)),
     )
     (tmp_path / "checkpoint" / MANIFEST_NAME).read_bytes().decode("utf-8")
     assert read_manifest(open_place(tmp_path / "checkpoint")).notes == (f"converted from {name}",)
@@ -482,11 +480,8 @@ def test_names_that_are_not_utf_8(tmp_path):
 def test_those_without_a_step_come_as_they_were_saved(tmp_path):
     """The clock went back meanwhile; the one in the folder itself counts as well."""
     for number, name in enumerate(["zeta", "alpha", "mid", "."]):
-        stage = open_stage(tmp_path / name)
         created = f"20{50 - number}-01-01T00:00:00+00:00"
-        commit_stage(
-            stage, tmp_path / name, replace(make_checkpoint(stage), step=None, created=created)
-        )
+        save_of(tmp_path / name, step=None, created=created)
     assert [info.path.name for info in discover(open_place(tmp_path))] == [
         "zeta",
         "alpha",

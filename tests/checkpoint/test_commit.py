@@ -23,9 +23,14 @@ from small_checkpoints import contents, make_checkpoint, save
 
 from ft_ckpt.checkpoint.catalog import latest
 from ft_ckpt.checkpoint.checks import verify
-from ft_ckpt.checkpoint.commit import check_target, place_files, uncommit
-from ft_ckpt.checkpoint.commit.commit import commit_stage, discard_stage, open_stage
-from ft_ckpt.checkpoint.commit.recovery import recover_target
+from ft_ckpt.checkpoint.commit import (
+    LocalStaging,
+    check_target,
+    open_staging,
+    place_files,
+    recover_target,
+    uncommit,
+)
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from ft_ckpt.errors import CorruptError, ManifestError, NoSpaceError, TargetError
 from ft_ckpt.storage import local_disk
@@ -258,13 +263,13 @@ def test_what_is_in_place_but_may_be_lost_is_said_and_the_old_one_kept(
 
     with monkeypatch.context() as patch:
         failed = failing_after(patch, "fsync", OSError(errno.EIO, "I/O error"), only=is_around)
-        stage = open_stage(target)
-        manifest = make_checkpoint(stage, step=2, shards=2, parts=("", "policy"))
+        staging = open_staging(target)
+        manifest = make_checkpoint(staging.stage, step=2, shards=2, parts=("", "policy"))
         with pytest.raises(
             TargetError, match=r"checkpoint is in place, but might not survive.*save again"
         ) as caught:
-            commit_stage(stage, target, manifest)
-        discard_stage(stage)
+            staging.commit(manifest)
+        staging.discard()
     assert (len(failed), caught.value.errno) == (1, errno.EIO)
     assert (verify(target).ok, read_manifest(open_place(target)).step) == (True, 2)
     kept = [path for path in tmp_path.rglob(".*ft_ckpt-*") if path.is_dir()]
@@ -326,8 +331,8 @@ def test_files_of_others_outlive_a_manifest_that_cannot_be_read(
         patch.setattr(
             local_disk, "exchange_folders", lambda *two: (exchange(*two), swapped.append(1))
         )
-        stage = open_stage(target)
-        commit_stage(stage, target, make_checkpoint(stage, step=2, shards=2, parts=("", "policy")))
+        staging = open_staging(target)
+        staging.commit(make_checkpoint(staging.stage, step=2, shards=2, parts=("", "policy")))
     found = [path.name for path in tmp_path.rglob("notes.txt")]
     assert found == ["notes.txt"]
     overwrite(target)
@@ -351,11 +356,11 @@ def test_interrupted_at_every_call(tmp_path, outcomes, prepare, act, fault):
 @pytest.mark.parametrize("steps", [(None, None), (1, 2)])
 def test_the_later_of_two_saves_is_the_newest_whatever_the_clock_says(tmp_path, steps):
     for name, day, step in zip(("first", "second"), (2, 1), steps, strict=True):
-        stage = open_stage(tmp_path / name)
+        staging = open_staging(tmp_path / name)
         manifest = replace(
-            make_checkpoint(stage), step=step, created=f"2026-01-0{day}T00:00:00+00:00"
+            make_checkpoint(staging.stage), step=step, created=f"2026-01-0{day}T00:00:00+00:00"
         )
-        commit_stage(stage, tmp_path / name, manifest)
+        staging.commit(manifest)
     assert latest(tmp_path) == tmp_path / "second"
 
 
@@ -391,15 +396,20 @@ def test_everything_is_synced_and_in_order(tmp_path, monkeypatch):
         local_disk, "move", lambda *two, **more: (done.append(two), move(*two, **more))
     )
     target = tmp_path / "new" / "checkpoint"
-    stage = open_stage(target)
+    staging = open_staging(target)
     assert str(tmp_path) in done  # or the folder "new" might not outlive the power cut
     done.clear()
-    manifest = make_checkpoint(stage, parts=["policy"])
-    commit_stage(stage, target, manifest)
-    placed = done.index((stage, target))
-    files = [str(stage / file.path) for file in manifest.files]
+    manifest = make_checkpoint(staging.stage, parts=["policy"])
+    staging.commit(manifest)
+    placed = done.index((staging.stage, target))
+    files = [str(staging.stage / file.path) for file in manifest.files]
     synced = {each for each in done[:placed] if isinstance(each, str)}
-    assert {*files, str(stage), str(stage / "policy"), str(stage / MANIFEST_NAME)} == synced
+    assert {
+        *files,
+        str(staging.stage),
+        str(staging.stage / "policy"),
+        str(staging.stage / MANIFEST_NAME),
+    } == synced
     assert str(target.parent) in done[placed:]
 
 
@@ -410,11 +420,11 @@ def test_modes_follow_the_umask(tmp_path, umask, case):
     target, before = tmp_path / "runs" / "checkpoint", os.umask(umask)
     try:
         CASES[case][0](target)
-        stage = open_stage(target)
-        manifest = make_checkpoint(stage, parts=["policy"])
-        for path in stage.rglob("*"):
+        staging = open_staging(target)
+        manifest = make_checkpoint(staging.stage, parts=["policy"])
+        for path in staging.stage.rglob("*"):
             path.chmod(0o700 if path.is_dir() else 0o600)
-        commit_stage(stage, target, manifest)
+        staging.commit(manifest)
     finally:
         os.umask(before)
     assert (
@@ -437,11 +447,11 @@ def test_an_overwritten_folder_keeps_its_mode(tmp_path):
 def test_nobody_else_enters_an_unfinished_save(tmp_path):
     umask = os.umask(0)
     try:
-        stage = open_stage(tmp_path / "checkpoint")
+        staging = open_staging(tmp_path / "checkpoint")
     finally:
         os.umask(umask)
-    assert stage.stat().st_mode & 0o777 == 0o700
-    discard_stage(stage)
+    assert staging.stage.stat().st_mode & 0o777 == 0o700
+    staging.discard()
 
 
 def test_what_was_for_the_owner_alone_stays_so(tmp_path):
@@ -565,12 +575,12 @@ def test_disk_full_keeps_the_old_one(small_disk, prepare):
     target.parent.mkdir()
     prepare(target)
     before = contents(target)
-    stage = open_stage(target)
-    manifest = make_checkpoint(stage, step=2)
+    staging = open_staging(target)
+    manifest = make_checkpoint(staging.stage, step=2)
     with pytest.raises(OSError, match="space"):
         fill(small_disk)
     with pytest.raises(NoSpaceError, match="no room") as caught:
-        commit_stage(stage, target, manifest)
+        staging.commit(manifest)
     assert caught.value.errno == errno.ENOSPC
     assert contents(target) == before
     assert names(target.parent) == (["checkpoint"] if before else [])
@@ -583,10 +593,10 @@ def test_file_size_limit_keeps_the_old_one(tmp_path):
     before = contents(tmp_path)
 
     def limited():
-        stage = open_stage(tmp_path / "checkpoint")
-        manifest = make_checkpoint(stage, step=2)
+        staging = open_staging(tmp_path / "checkpoint")
+        manifest = make_checkpoint(staging.stage, step=2)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-        commit_stage(stage, tmp_path / "checkpoint", manifest)
+        staging.commit(manifest)
 
     assert in_child(limited).startswith("NoSpaceError: ")
     assert contents(tmp_path) == before
@@ -645,7 +655,7 @@ def test_mounted_from_the_same_disk(tmp_path, inside):
 def test_read_only_disk(small_disk):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with pytest.raises(TargetError, match="not writable"):
-        open_stage(small_disk / "run" / "checkpoint")
+        open_staging(small_disk / "run" / "checkpoint")
 
 
 @root_only
@@ -674,7 +684,7 @@ def test_parent_that_is_not_ours(tmp_path):
 @pytest.mark.parametrize("below", ["", "deeper/still"])
 def test_target_is_a_file(tmp_path, below):
     (tmp_path / "out").write_text("a file")
-    for refuse in (open_stage, lambda path: check_target(path, 0)):
+    for refuse in (open_staging, lambda path: check_target(path, 0)):
         with pytest.raises(TargetError, match="out: a file, expected a folder"):
             refuse(tmp_path / "out" / below)
 
@@ -683,7 +693,7 @@ def test_a_loop_of_links_is_refused(tmp_path):
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     with pytest.raises(TargetError, match="a: "):
-        open_stage(tmp_path / "a")
+        open_staging(tmp_path / "a")
 
 
 @pytest.mark.parametrize("obstacle", ["config.json/mine.txt", "policy"])
@@ -695,21 +705,21 @@ def test_nothing_in_the_way_is_deleted(tmp_path, prepare, obstacle):
     (target / obstacle).parent.mkdir(parents=True, exist_ok=True)
     (target / obstacle).write_text("mine")
     before = contents(tmp_path)
-    stage = open_stage(target)
-    manifest = make_checkpoint(stage, step=2, parts=("", "policy"))
+    staging = open_staging(target)
+    manifest = make_checkpoint(staging.stage, step=2, parts=("", "policy"))
     with pytest.raises(TargetError, match="move it away"):
-        commit_stage(stage, target, manifest)
+        staging.commit(manifest)
     assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../outside", "a/../../b", "a//b", "..\\b", ""])
 def test_paths_that_lead_outside_are_refused(tmp_path, path):
     save(tmp_path / "checkpoint", step=1)
-    stage = open_stage(tmp_path / "checkpoint")
-    manifest = make_checkpoint(stage, step=2)
+    staging = open_staging(tmp_path / "checkpoint")
+    manifest = make_checkpoint(staging.stage, step=2)
     manifest = replace(manifest, files=(*manifest.files, FileRecord(path, 1, "")))
     with pytest.raises(ManifestError, match="must be relative"):
-        commit_stage(stage, tmp_path / "checkpoint", manifest)
+        staging.commit(manifest)
     assert read_manifest(open_place(tmp_path / "checkpoint")).step == 1
 
 
@@ -754,18 +764,18 @@ def _link(stage):
 def test_a_stage_that_is_not_what_was_described(tmp_path, spoil, message):
     committed(tmp_path / "checkpoint")
     before = contents(tmp_path)
-    stage = open_stage(tmp_path / "checkpoint")
-    manifest = make_checkpoint(stage, step=2)
-    spoil(stage)
+    staging = open_staging(tmp_path / "checkpoint")
+    manifest = make_checkpoint(staging.stage, step=2)
+    spoil(staging.stage)
     with pytest.raises(CorruptError, match=message):
-        commit_stage(stage, tmp_path / "checkpoint", manifest)
+        staging.commit(manifest)
     assert contents(tmp_path) == before
 
 
 def test_recover_leaves_the_living_alone(tmp_path):
     """One process cleans up what another is still writing."""
     target = tmp_path / "checkpoint"
-    ours = open_stage(target)
+    ours = open_staging(target).stage
     theirs = tmp_path / f".checkpoint.ft_ckpt-stage-elsewhere-1-{'0' * 8}"
     neighbour = tmp_path / f".checkpoint-2.ft_ckpt-stage-elsewhere-1-{'0' * 8}"
     theirs.mkdir()
@@ -788,11 +798,11 @@ def test_a_stage_that_cannot_be_listed_is_not_incomplete(tmp_path, monkeypatch):
     def gone(path):
         raise OSError(errno.ENOTCONN, "Transport endpoint is not connected", str(path))
 
-    manifest, stage = read_manifest(open_place(target)), open_stage(target)
+    manifest, staging = read_manifest(open_place(target)), open_staging(target)
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", gone)
         with pytest.raises(TargetError, match="not connected"):
-            commit_stage(stage, target, manifest)
+            staging.commit(manifest)
     assert verify(target).ok
 
 
@@ -857,12 +867,12 @@ HOLD_A_STAGE = """
 import sys, socket, time
 socket.gethostname = lambda: "the-same-name"
 from pathlib import Path
-from ft_ckpt.checkpoint.commit.commit import open_stage
-from ft_ckpt.storage.places.place import open_place
-from ft_ckpt.storage.places.copies import scratch_file
+from ft_ckpt.checkpoint.commit import open_staging
+from ft_ckpt import open_place
+from ft_ckpt.storage.places import scratch_file
 with scratch_file(open_place(Path(sys.argv[1]) / "one.safetensors")) as file:
     file.write_text("half")
-    print(open_stage(Path(sys.argv[1]) / "checkpoint"), flush=True)
+    print(open_staging(Path(sys.argv[1]) / "checkpoint").stage, flush=True)
     time.sleep(600)
 """
 
@@ -909,7 +919,7 @@ def test_the_next_save_settles_the_last_one(tmp_path):
     committed(tmp_path / "checkpoint")
     World(Disk("killed"), "killed", 20).run(overwrite_from_inside, tmp_path / "checkpoint")
     assert [name for name in contents(tmp_path) if ".ft_ckpt-" in name]
-    discard_stage(open_stage(tmp_path / "checkpoint"))
+    open_staging(tmp_path / "checkpoint").discard()
     assert verify(tmp_path / "checkpoint").ok
     assert not [name for name in contents(tmp_path) if "ft_ckpt-" in name]
 
@@ -941,13 +951,16 @@ def test_what_was_made_in_the_stage_and_left_there_is_not_committed(tmp_path, mo
     """A file that was compressed in place: the folder it was made in is hidden, and would stay for
     good.
     """
-    stage = open_stage(tmp_path / "checkpoint")
-    with monkeypatch.context() as patch, scratch_file(open_place(stage / "model.h5")) as file:
+    staging = open_staging(tmp_path / "checkpoint")
+    with (
+        monkeypatch.context() as patch,
+        scratch_file(open_place(staging.stage / "model.h5")) as file,
+    ):
         file.write_text("compressed")
         patch.setattr(local_disk, "rmtree", lambda folder: None)
         stage_of_file = file.parent
     stage_of_file.mkdir(exist_ok=True)
-    commit_stage(stage, tmp_path / "checkpoint", make_checkpoint(stage))
+    staging.commit(make_checkpoint(staging.stage))
     assert [name for name in contents(tmp_path) if ".ft_ckpt-" in name] == []
 
 
@@ -956,10 +969,10 @@ def test_files_without_a_manifest_appear_together(tmp_path, prepare):
     """What a pull puts in place that is no checkpoint."""
 
     def place(target):
-        stage = open_stage(target)
-        make_checkpoint(stage, shards=2)
-        place_files(stage, target)
-        discard_stage(stage)
+        staging = open_staging(target)
+        make_checkpoint(staging.stage, shards=2)
+        place_files(staging.stage, target)
+        staging.discard()
 
     def killed(world):
         target = tmp_path / world.name / "files"
@@ -981,13 +994,13 @@ def test_files_without_a_manifest_appear_together(tmp_path, prepare):
 
 
 def test_discard(tmp_path):
-    stage = open_stage(tmp_path / "checkpoint")
-    make_checkpoint(stage)
-    discard_stage(stage)
-    discard_stage(stage)
+    staging = open_staging(tmp_path / "checkpoint")
+    make_checkpoint(staging.stage)
+    staging.discard()
+    staging.discard()
     assert names(tmp_path) == []
     with pytest.raises(TargetError, match="not a stage"):
-        discard_stage(tmp_path)
+        LocalStaging(tmp_path, tmp_path / "checkpoint").discard()
     assert tmp_path.is_dir()
 
 

@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 from buckets import in_bucket, new_bucket
 from faults import Disk, World, try_worlds
-from small_checkpoints import save, save_of
+from small_checkpoints import leases_in, save, save_of
 
 import ft_ckpt
+from ft_ckpt import Keep
 from ft_ckpt.checkpoint.catalog import CheckpointInfo, discover
-from ft_ckpt.checkpoint.catalog.metrics import METRIC, read_metrics
+from ft_ckpt.checkpoint.catalog.metrics import read_metrics
+from ft_ckpt.checkpoint.commit import delete_state
 from ft_ckpt.checkpoint.commit.bucket_delete import settle_in_bucket
-from ft_ckpt.checkpoint.commit.delete import delete_state
 from ft_ckpt.checkpoint.leases import SIGNED, pin
-from ft_ckpt.checkpoint.leases.marks import PIN
-from ft_ckpt.checkpoint.leases.reader_leases import lease_reasons
 from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import (
     CheckpointError,
@@ -29,7 +28,6 @@ from ft_ckpt.errors import (
     ManifestError,
     NotACheckpointError,
 )
-from ft_ckpt.retention import Keep
 from ft_ckpt.runs.folder import prune_run
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place, open_place
@@ -137,13 +135,13 @@ def test_it_is_leased_in_the_body_alone(run: Path) -> None:
     come = []
     for checkpoint in ft_ckpt.follow(run, **QUICK):
         come.append(checkpoint.name)
-        leased = [path.name for path in run.iterdir() if lease_reasons(path)]
+        leased = [path.name for path in run.iterdir() if leases_in(path)]
         assert leased == [checkpoint.name]
         if checkpoint.name == "checkpoint-1":
             kept = prune_run(run, Keep(last=1)).kept
             assert any("in use by" in why for why in kept[run / "checkpoint-1"])
     assert come == ["checkpoint-1", "checkpoint-3"]  # the second was deleted before its turn
-    assert not [path for path in run.iterdir() if lease_reasons(path)]
+    assert not [path for path in run.iterdir() if leases_in(path)]
 
 
 def test_an_overwrite_comes_again_and_a_lost_state_does_not(run: Path) -> None:
@@ -170,7 +168,7 @@ def test_a_mark_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert try_worlds(trial, Disk("killed")).calls >= 2
     info.write_metrics({"score": 2.0})
     assert read_metrics(store, manifest) == {"score": 2.0}
-    (mark,) = path.glob(f"{METRIC}*")
+    (mark,) = path.glob(".ft_ckpt-metric-*")
     for text in (
         "",
         "{",
@@ -235,4 +233,4 @@ def test_marks_in_a_bucket_outlive_the_processes_that_wrote_them(tmp_path: Path)
         settle_in_bucket(store, {each.name: each for each in store.list()}, time.time() + 1e6)
         is None
     )
-    assert {PIN, SIGNED, f"{METRIC}score"} <= {each.name for each in store.list()}
+    assert {".ft_ckpt-pin", SIGNED, ".ft_ckpt-metric-score"} <= {each.name for each in store.list()}

@@ -16,18 +16,19 @@ from small_checkpoints import contents, save
 
 from ft_ckpt.checkpoint.checks import verify
 from ft_ckpt.checkpoint.leases import (
+    SAVING,
+    hold_lease,
+    lease_reasons,
     leases,
     marks,
     may_live,
     pin,
     pin_reason,
+    put_mark,
     read_mark,
     reader_leases,
     unpin,
 )
-from ft_ckpt.checkpoint.leases.leases import put_mark
-from ft_ckpt.checkpoint.leases.marks import SAVING
-from ft_ckpt.checkpoint.leases.reader_leases import hold_lease, lease_reasons
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import NoSpaceError, NotACheckpointError, TargetError
 from ft_ckpt.storage import local_disk

@@ -23,14 +23,13 @@ from faults import in_child
 from launch import run_python
 from safetensors import safe_open
 from seeds import chosen_seed
-from small_checkpoints import edit
+from small_checkpoints import edit, leases_in
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoConfig, GPTNeoForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint import open_checkpoint
-from ft_ckpt.checkpoint.leases.reader_leases import lease_reasons
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_to_json, read_manifest
 from ft_ckpt.cli import main
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
@@ -364,7 +363,7 @@ def test_a_checkpoint_that_is_replaced_is_converted_as_it_was(tmp_path, monkeypa
     real = converting.copy_companions
 
     def overwritten_before(*asked):
-        assert lease_reasons(tmp_path / "out")
+        assert leases_in(tmp_path / "out")
         CheckpointSaver().save(models.build("qwen3"), tmp_path / "out")
         return real(*asked)
 
@@ -386,8 +385,8 @@ def test_what_is_compared_is_held_open(tmp_path, monkeypatch, capsys, below):
     real = tools.compare_files
 
     def overwritten_before(*asked):
-        assert lease_reasons(tmp_path / "1")
-        assert lease_reasons(tmp_path / "2")
+        assert leases_in(tmp_path / "1")
+        assert leases_in(tmp_path / "2")
         CheckpointSaver().save(Pair(3), tmp_path / "2", attribute=PARTS)
         return real(*asked)
 
@@ -398,7 +397,7 @@ def test_what_is_compared_is_held_open(tmp_path, monkeypatch, capsys, below):
         main()
     told = json.loads(capsys.readouterr().out)
     assert {tensor["largest"] for tensor in told["tensors"]} == {1.0}
-    assert not lease_reasons(tmp_path / "1")
+    assert not leases_in(tmp_path / "1")
 
 
 # The folder that was opened
@@ -422,8 +421,8 @@ def test_libraries_read_the_folder_that_was_opened_by_its_path(tmp_path):
         held = first.enter_context(open_checkpoint(open_place(path)))
         other = second.enter_context(open_checkpoint(open_place(path)))
         CheckpointSaver().save(models_by_name["qwen3"], path)
-        assert not lease_reasons(path)
-        assert (len(asides(path)), len(lease_reasons(asides(path)[0]))) == (1, 2)
+        assert not leases_in(path)
+        assert (len(asides(path)), len(leases_in(asides(path)[0]))) == (1, 2)
         loaded = AutoModelForCausalLM.from_pretrained(held.folder)
         assert type(loaded) is type(models_by_name["llama"])
         assert all(

@@ -20,20 +20,19 @@ import pytest
 from buckets import in_bucket, new_bucket
 from faults import Disk, World, try_worlds
 from launch import run_python
-from small_checkpoints import contents, make_checkpoint, rewrite_manifest, save, save_with_state
+from small_checkpoints import contents, rewrite_manifest, save, save_with_state
 
 import ft_ckpt
-from ft_ckpt import CheckpointSaver
+from ft_ckpt import CheckpointSaver, Keep
+from ft_ckpt.checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.checks import SIGNATURE_NAME, signature, verify
-from ft_ckpt.checkpoint.commit.commit import commit_stage, open_stage
+from ft_ckpt.checkpoint.commit import open_staging
 from ft_ckpt.checkpoint.leases import pin
-from ft_ckpt.checkpoint.leases.reader_leases import hold_lease
 from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import ConfigError, CorruptError, ManifestError, NotACheckpointError
 from ft_ckpt.extensions.transfer.copies import sign
 from ft_ckpt.extensions.transfer.sending import copy, push, sync
-from ft_ckpt.retention import Keep
 from ft_ckpt.runs.folder import prune_run
 from ft_ckpt.storage.places import Place, open_place
 
@@ -83,7 +82,7 @@ def test_a_signed_checkpoint_is_whole_and_stays_what_it_was(
     before = contents(signed)
     sign(signed, keys[0])  # again
     pin(open_place(signed), "the paper's")
-    with hold_lease(open_place(signed)):
+    with open_checkpoint(open_place(signed)):
         assert problems(signed, keys[1]) == ""
     assert verify(signed).ok
     assert {name for name, content in contents(signed).items() if before.get(name) != content} == {
@@ -329,14 +328,13 @@ def test_a_save_that_is_killed_leaves_both_or_none(
         monkeypatch.chdir(signed)
 
     def overwrite() -> None:
-        stage = open_stage(signed)
-        commit_stage(stage, signed, make_checkpoint(stage, step=2))
+        save(signed, step=2)
 
     def trial(world: World) -> None:
         save(signed, step=1)
         sign(signed, keys[0])
         world.run(overwrite)
-        open_stage(signed)
+        open_staging(signed)
         if verify(signed).ok and ft_ckpt.checkpoint.read_manifest(open_place(signed)).step == 1:
             assert problems(signed, keys[1]) == ""
         else:

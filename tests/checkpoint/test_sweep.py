@@ -9,25 +9,22 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+from contract_sweep import SweepContract, run_of_four
 from faults import Disk, World, try_worlds
 from small_checkpoints import contents, make_checkpoint, manifest_of, save, save_of, save_with_state
 
+from ft_ckpt import Keep
 from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.checks import verify
-from ft_ckpt.checkpoint.commit import without_state
-from ft_ckpt.checkpoint.commit.commit import commit_stage, open_stage
-from ft_ckpt.checkpoint.leases import TOMBSTONE, pin, unpin
-from ft_ckpt.checkpoint.leases.reader_leases import hold_lease, lease_reasons
+from ft_ckpt.checkpoint.commit import open_staging, without_state
+from ft_ckpt.checkpoint.leases import TOMBSTONE, hold_lease, lease_reasons, pin, unpin
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord, read_manifest
 from ft_ckpt.errors import NotACheckpointError
-from ft_ckpt.retention import Keep
 from ft_ckpt.runs.folder import PruneReport, prune_run, recover_all, survey_run
-from ft_ckpt.runs.folder.prune import make_room
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.digests import read_record
 from ft_ckpt.storage.local import LocalStore
@@ -81,57 +78,11 @@ def names(folder):
 # What goes, what stays
 
 
-def test_the_last_stay_whole(run):
-    """The newest by number stay; a user's folder of a like name, and another tool's, are not
-    touched.
-    """
-    before = contents(run)
-    sizes = [
-        sum(file.size_bytes for file in info.manifest.files) for info in discover(open_place(run))
-    ]
-    report = prune_run(run, Keep(last=2))
-    assert steps(run) == [11, 12]
-    assert report.dropped == tuple(run / f"checkpoint-{step}" for step in (8, 9, 10))
-    assert report.left == (run / "checkpoint-8" / "logs" / "events.txt",)
-    assert (report.freed_bytes, report.problems) == (sum(sizes[:3]), ())
-    assert list(report.kept) == [run / "checkpoint-11", run / "checkpoint-12"]
-    gone = ("checkpoint-9", "checkpoint-10", "checkpoint-8/")
-    rest = {path: content for path, content in before.items() if not path.startswith(gone)}
-    foreign = {
-        path: before[path]
-        for path in ("checkpoint-8", "checkpoint-8/logs", "checkpoint-8/logs/events.txt")
-    }
-    assert contents(run) == rest | foreign
-
-
-def test_the_best_and_the_newest_stay(run):
-    prune_run(run, Keep(best=("loss", "min")))
-    assert steps(run) == [10, 12]
-
-
-def test_a_dry_run_foretells_and_does_nothing(run):
-    before = contents(run)
-    keep = Keep(last=3, state=Keep(last=1))
-    foretold = prune_run(run, keep, dry_run=True)
-    assert contents(run) == before
-    done = prune_run(run, keep)
-    assert replace(done, left=()) == foretold
-    assert (len(foretold.dropped), len(foretold.stripped)) == (2, 2)
-
-
-def test_old_states_go_and_their_weights_stay(run):
-    weights = [run / f"checkpoint-{step}" for step in (9, 10, 11)]
-    before = {path: contents(path) for path in weights}
-    report = prune_run(run, Keep(last=4, state=Keep(last=1)))
-    assert (steps(run), stateful(run), report.stripped) == ([9, 10, 11, 12], [12], tuple(weights))
-    for path in weights:
-        assert verify(path).ok
-        assert contents(path) == rest_of(before[path]) | {
-            MANIFEST_NAME: (path / MANIFEST_NAME).read_bytes()
-        }
-        assert "training state" in read_manifest(open_place(path)).notes[-1]
-    assert report.freed_bytes > sum(len(before[path]["state/position.json"]) for path in weights)
-    assert prune_run(run, Keep(last=4, state=Keep(last=1))) == PruneReport(report.kept)
+class TestOnADisk(SweepContract):
+    @pytest.fixture
+    def run(self, tmp_path):
+        run_of_four(tmp_path)
+        return open_place(tmp_path)
 
 
 def test_nothing_behind_a_link_is_opened(run, tmp_path_factory):
@@ -158,10 +109,6 @@ def test_nothing_behind_a_link_is_opened(run, tmp_path_factory):
         for path in opened
         if Path(path).is_relative_to(elsewhere) or Path(path).is_relative_to(unreadable)
     ]
-
-
-def rest_of(files):
-    return {path: content for path, content in files.items() if not path.startswith("state")}
 
 
 def test_a_state_of_several_files_verifies(run):
@@ -240,43 +187,17 @@ def test_another_runs_stay(run):
     assert sorted(steps(run)) == [8, 9, 10, 11, 12, 22]
 
 
-def test_damaged_ones_take_no_place(run):
-    """The newest cannot be loaded, and the one before it is not deleted for its sake."""
-    (run / "checkpoint-12" / "config.json").unlink()
-    prune_run(run, Keep(last=1))
-    assert steps(run) == [11, 12]
-    (run / "checkpoint-11" / "state" / "position.json").unlink()
-    prune_run(run, Keep(last=1))
-    assert steps(run) == [11, 12]  # none is valid: nothing is certain
-
-
 def test_a_file_by_two_names_is_freed_once(run):
-    stage = open_stage(run / "checkpoint-1")
-    make_checkpoint(stage, step=1)
-    os.link(stage / "model.safetensors", stage / "model.h5")
-    commit_stage(stage, run / "checkpoint-1", make_manifest(stage))
+    staging = open_staging(run / "checkpoint-1")
+    make_checkpoint(staging.stage, step=1)
+    os.link(staging.stage / "model.safetensors", staging.stage / "model.h5")
+    staging.commit(make_manifest(staging.stage))
     size = sum((run / "checkpoint-1" / name).stat().st_size for name in ("model.h5", "config.json"))
     assert prune_run(run, Keep(last=5)).freed_bytes == size
 
 
 def make_manifest(stage):
     return manifest_of(stage, [PartRecord("", "", "model", "dual", "Tiny", ())], 1)
-
-
-def test_room_is_made_for_the_one_to_come(run):
-    """The disk is full, so what the next checkpoint will push out goes now; never the last that is
-    valid.
-    """
-    assert prune_run(run, Keep(last=5)).dropped == ()
-    assert make_room(run, Keep(last=5), 13).dropped == (run / "checkpoint-8",)
-    assert make_room(run, Keep(last=1, state=Keep(last=1)), 13).dropped == tuple(
-        run / f"checkpoint-{step}" for step in (9, 10, 11)
-    )
-    assert make_room(run, Keep(last=1, state=Keep(last=1)), 13) == PruneReport(
-        {run / "checkpoint-12": ("newest valid",)}
-    )
-    (run / "checkpoint-12" / "config.json").unlink()
-    assert make_room(run, Keep(every_steps=100), 13).dropped == ()
 
 
 def test_an_empty_or_absent_run(tmp_path):
@@ -501,10 +422,10 @@ def test_marked_between_the_plan_and_the_deed(run, monkeypatch, keep, mark):
 
 def test_what_is_about_to_be_replaced_stays(run):
     """A save to it is under way: neither the old nor the new is the sweep's."""
-    stage = open_stage(run / "checkpoint-9")
+    staging = open_staging(run / "checkpoint-9")
     report = prune_run(run, Keep(last=1))
     assert report.kept[run / "checkpoint-9"] == ("a save to it is not finished",)
-    commit_stage(stage, run / "checkpoint-9", make_checkpoint(stage, step=9))
+    staging.commit(make_checkpoint(staging.stage, step=9))
     assert verify(run / "checkpoint-9").ok
 
 
@@ -536,12 +457,12 @@ def test_what_dead_saves_left_is_cleared(run):
     as they were.
     """
     before = contents(run)
-    stage = open_stage(run / "checkpoint-100")
+    staging = open_staging(run / "checkpoint-100")
     for step in (99, 9):
         World(Disk("killed"), "killed", 5).run(partial(save, step=step), run / f"checkpoint-{step}")
-        assert contents(run) != before | {stage.name: b""}
+        assert contents(run) != before | {staging.stage.name: b""}
         assert len(recover_all(run)) == 1
-        assert contents(run) == before | {stage.name: b""}
+        assert contents(run) == before | {staging.stage.name: b""}
 
 
 def test_an_unfinished_file_goes_after_a_day(run):

@@ -12,7 +12,7 @@ from commands import PROGRAM, ft_ckpt, ft_ckpt_on_terminal
 from small_checkpoints import make_checkpoint, manifest_of, save, save_of, save_with_state
 
 from ft_ckpt.checkpoint.catalog import discover
-from ft_ckpt.checkpoint.commit.commit import commit_stage, open_stage
+from ft_ckpt.checkpoint.commit import open_staging
 from ft_ckpt.checkpoint.leases import pin_reason
 from ft_ckpt.checkpoint.manifest import manifest_to_json
 from ft_ckpt.storage.places import open_place
@@ -396,10 +396,10 @@ def test_ls_marks_what_is_invalid(run):
 
 
 def test_a_file_of_two_names_counts_once(tmp_path):
-    stage = open_stage(tmp_path / "checkpoint-1")
-    parts = make_checkpoint(stage).parts
-    os.link(stage / "model.safetensors", stage / "model.h5")
-    commit_stage(stage, tmp_path / "checkpoint-1", manifest_of(stage, parts, 1))
+    staging = open_staging(tmp_path / "checkpoint-1")
+    parts = make_checkpoint(staging.stage).parts
+    os.link(staging.stage / "model.safetensors", staging.stage / "model.h5")
+    staging.commit(manifest_of(staging.stage, parts, 1))
     weights, others = (
         (tmp_path / "checkpoint-1" / name).stat().st_size for name in ("model.h5", "config.json")
     )

@@ -13,7 +13,6 @@ from small_checkpoints import contents, save, save_of
 
 import ft_ckpt
 from ft_ckpt.checkpoint.catalog import discover
-from ft_ckpt.checkpoint.catalog.metrics import METRIC
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.storage.places import open_place
@@ -115,7 +114,7 @@ def test_a_command_that_fails_is_named_and_tried_again_by_the_next_start(
         watch(tmp_path / "run", script)
     assert calls(tmp_path / "run") == ["x"]
     assert "checkpoint-1: skipped: sh -c" in capsys.readouterr().err
-    assert list(tmp_path.glob(f"run/*/{METRIC}*")) == []
+    assert list(tmp_path.glob("run/*/.ft_ckpt-metric-*")) == []
     watch(tmp_path / "run")
     assert scores(tmp_path / "run") == {"checkpoint-1": 1.5}
 
@@ -206,7 +205,7 @@ def test_the_command(run: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count('"loss": 0.5') == 3, done.stdout
     changed = {name for name, content in contents(run).items() if before.get(name) != content}
-    assert changed == {f"checkpoint-{step}/{METRIC}loss" for step in (1, 2, 3)}
+    assert changed == {f"checkpoint-{step}/.ft_ckpt-metric-loss" for step in (1, 2, 3)}
     listed = run_python(RUN, "ls", run)
     assert "loss" in listed.stdout.splitlines()[0]
     assert (

@@ -39,8 +39,7 @@ from ft_ckpt.formats import TensorRecord
 from ft_ckpt.formats.files import pickles as pickles_module
 from ft_ckpt.formats.index import file_index
 from ft_ckpt.formats.trees import decode_node, unflatten
-from ft_ckpt.runs.state import read_document
-from ft_ckpt.runs.state.document import FOLDER
+from ft_ckpt.runs.state import FOLDER, read_document
 from ft_ckpt.saving.planning import STATE_DOCUMENT
 from ft_ckpt.schedule import History
 from ft_ckpt.storage.local import LocalStore

@@ -19,9 +19,7 @@ from safetensors.torch import save_file
 from seeds import examples
 
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, LoadError, SelectionError
-from ft_ckpt.extensions.foreign.torch_files.layout import lay_out_torch
-from ft_ckpt.extensions.foreign.torch_files.stand_ins import named_leaves
-from ft_ckpt.extensions.foreign.torch_files.tensors import open_torch_file
+from ft_ckpt.extensions.foreign.torch_files import lay_out_torch, named_leaves, open_torch_file
 from ft_ckpt.extensions.tools import load
 from ft_ckpt.extensions.tools.converting import convert
 from ft_ckpt.formats import ITEM_BYTES, Layout, Spec

@@ -13,8 +13,7 @@ from places import WORKERS
 from s3_server import BUCKET, FAST, S3
 
 from ft_ckpt import verify
-from ft_ckpt.storage.places import Place
-from ft_ckpt.storage.places.locations import open_store
+from ft_ckpt.storage.places import open_place
 
 BUCKET_RUN, PREFIX = f"s3://{BUCKET}/run", "run/"
 TRAIN = (WORKERS / "bucket_life.py").read_text()
@@ -60,5 +59,5 @@ def committed(s3: S3) -> set[int]:
     """Steps of the committed checkpoints; each is verified by reading all of its bytes."""
     names = [name.split("/")[1] for name in s3.names(PREFIX) if name.endswith("/ft_ckpt.json")]
     for name in names:
-        assert verify(Place(open_store(BUCKET_RUN, **FAST), name)).ok, name
+        assert verify(open_place(f"{BUCKET_RUN}/{name}", **FAST)).ok, name
     return {int(name.rpartition("-")[2]) for name in names}

@@ -8,14 +8,13 @@ import pytest
 
 from ft_ckpt.storage import Store
 from ft_ckpt.storage.local import LocalStore
-from ft_ckpt.storage.places import Place
-from ft_ckpt.storage.places.locations import open_store
+from ft_ckpt.storage.places import Place, open_place
 
 
 def new_bucket(prefix: str = "team/runs") -> Store:
     """An empty bucket below a prefix."""
     pytest.importorskip("obstore")
-    return open_store(f"memory://{uuid.uuid4().hex}").within(prefix)
+    return open_place(f"memory://{uuid.uuid4().hex}").folder.within(prefix)
 
 
 def in_bucket(path: str | os.PathLike[str], bucket: Store | None = None) -> Place:

@@ -24,8 +24,6 @@ from small_checkpoints import contents
 from ft_ckpt import verify
 from ft_ckpt.checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.leases import marks
-from ft_ckpt.checkpoint.leases.leases import LEASE
-from ft_ckpt.checkpoint.leases.reader_leases import hold_lease
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import CheckpointError, NotACheckpointError
 from ft_ckpt.runs.folder import recover_all
@@ -121,7 +119,7 @@ class CommandTrials:
         for unit in {
             name.rpartition("/")[0]
             for name in found
-            if name.startswith(IN_BUCKET) and f"/{LEASE}" in name
+            if name.startswith(IN_BUCKET) and "/.ft_ckpt-lease-" in name
         }:
             # as the next save or sweep there does
             recover_all(str(self._location(unit, root)).rpartition("/")[0])
@@ -265,9 +263,9 @@ def come_by_later(root: Path) -> None:
     """Have the next reader remove leases and temporary folders of killed processes, as after ten
     minutes.
     """
-    for lease in root.rglob(f"{LEASE}*"):
+    for lease in root.rglob(".ft_ckpt-lease-*"):
         os.utime(lease, (0, 0))
-        with hold_lease(open_place(lease.parent)):
+        with open_checkpoint(open_place(lease.parent)):
             pass
     for kind in ("open", "copy"):
         with temporary_store(root / "tmp", f"ft_ckpt-{kind}-"):

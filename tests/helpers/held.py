@@ -8,9 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt.model.tensors import Entry, Part
-from ft_ckpt.ranks.sharding import FlatSharding, ReplicatedSharding, Sharding, Source
-from ft_ckpt.ranks.sharding.sharding import Mesh, MeshSharding
-from ft_ckpt.saving.planning.files import PartPlan, plan_part
+from ft_ckpt.ranks.sharding import (
+    FlatSharding,
+    Mesh,
+    MeshSharding,
+    ReplicatedSharding,
+    Sharding,
+    Source,
+)
+from ft_ckpt.saving.planning import PartPlan
+from ft_ckpt.saving.planning.files import plan_part
 
 Held = tuple[Sharding, Tensor | None]
 WAYS = ("ddp", "fsdp1", "fsdp2", "zero3")

@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from ft_ckpt.checkpoint.commit.commit import commit_stage, open_stage
+from ft_ckpt.checkpoint.commit import open_staging
 from ft_ckpt.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -102,9 +102,9 @@ def write_safetensors(path: Path, names: Sequence[str], fill: int, file: str) ->
 
 def save(target: Folder, **what: Any) -> Manifest:
     """A checkpoint made and committed as a saver would."""
-    stage = open_stage(Path(target))
-    manifest = make_checkpoint(stage, **what)
-    commit_stage(stage, Path(target), manifest)
+    staging = open_staging(Path(target))
+    manifest = make_checkpoint(staging.stage, **what)
+    staging.commit(manifest)
     return manifest
 
 
@@ -140,22 +140,22 @@ def save_with_state(target: Folder, step: int, *, world: int = 2, **facts: Any) 
     """A checkpoint with a training state: a file for each rank, all with the same names, and a JSON
     file.
     """
-    stage = open_stage(Path(target))
-    parts = list(make_checkpoint(stage, step=step).parts)
-    (stage / "state").mkdir()
+    staging = open_staging(Path(target))
+    parts = list(make_checkpoint(staging.stage, step=step).parts)
+    (staging.stage / "state").mkdir()
     records = []
     for rank in range(world):
         file = f"state/rank-{rank}.safetensors"
-        records += write_safetensors(stage / file, ["momentum", f"rng.{rank}"], step, file)
-    (stage / "state" / "position.json").write_text(json.dumps({"step": step}))
+        records += write_safetensors(staging.stage / file, ["momentum", f"rng.{rank}"], step, file)
+    (staging.stage / "state" / "position.json").write_text(json.dumps({"step": step}))
     parts.append(PartRecord("state", "state", "state", "safetensors", "", tuple(records)))
-    commit_stage(stage, Path(target), replace(manifest_of(stage, parts, step), **facts))
+    staging.commit(replace(manifest_of(staging.stage, parts, step), **facts))
 
 
 def save_of(target: Folder, **facts: Any) -> None:
     """A checkpoint with those `facts` in its manifest."""
-    stage = open_stage(Path(target))
-    commit_stage(stage, Path(target), replace(make_checkpoint(stage), **facts))
+    staging = open_staging(Path(target))
+    staging.commit(replace(make_checkpoint(staging.stage), **facts))
 
 
 def edit(folder: Path, name: str, text: bytes | str) -> None:
@@ -171,3 +171,8 @@ def _described(folder: Path, known: FileRecord, name: str) -> FileRecord:
     """The record of a file as it is now."""
     found = read_record(LocalStore(folder), name)
     return replace(known, path=name, size_bytes=found.size_bytes, digest=found.digest)
+
+
+def leases_in(folder: Folder) -> list[Path]:
+    """The leases of those who read a checkpoint now."""
+    return sorted(Path(folder).glob(".ft_ckpt-lease-*"))

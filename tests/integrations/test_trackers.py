@@ -9,10 +9,10 @@ import models
 import pytest
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, on_main_process
+from small_checkpoints import leases_in
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep
-from ft_ckpt.checkpoint.leases.reader_leases import lease_reasons
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.integrations.trackers import (
     log_to_accelerate,
@@ -158,7 +158,7 @@ def test_wandb_gets_a_version_of_an_artifact_for_each_save(tmp_path, monkeypatch
     assert first.metadata["metrics"] == {"eval_loss": 1.0}
     assert {"model.safetensors", "config.json"} <= set(second.files)
     assert not [name for name in second.files if name.startswith("state/")]
-    assert not lease_reasons(tmp_path / "run" / "checkpoint-1")
+    assert not leases_in(tmp_path / "run" / "checkpoint-1")
     log_to_wandb(mine := Run(), "other", upload=False)(report_of(tmp_path / "run" / "checkpoint-1"))
     assert mine.logged[0][0].references == [((tmp_path / "run" / "checkpoint-1").as_uri(), False)]
 

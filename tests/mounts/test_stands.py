@@ -8,7 +8,7 @@ import psutil
 import pytest
 from network_disks import MOUNTED_BUCKETS, NETWORK_DISKS, NetworkDisk
 
-from ft_ckpt.storage.mounts import mount_of
+from ft_ckpt.storage import mount_of
 
 pytestmark = pytest.mark.slow
 CONTENT = b"0123456789abcdef" * 4096

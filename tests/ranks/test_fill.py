@@ -23,10 +23,9 @@ from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.extensions.hdf5 import hdf5
 from ft_ckpt.formats.files import raw_file as raw_files, read_onto
 from ft_ckpt.formats.safetensors import safetensors_file
-from ft_ckpt.model.files.weights import fetching_weights
+from ft_ckpt.model.files import fetching_weights
 from ft_ckpt.ranks.moving import WantedTensor, fill, fill_all
-from ft_ckpt.ranks.sharding import ReplicatedSharding, Source
-from ft_ckpt.ranks.sharding.sharding import Box
+from ft_ckpt.ranks.sharding import Box, ReplicatedSharding, Source
 from ft_ckpt.storage.io import whole_files
 from ft_ckpt.storage.local import LocalStore
 

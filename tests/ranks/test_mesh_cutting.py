@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from seeds import examples
 
-from ft_ckpt.ranks.sharding.sharding import Mesh, MeshSharding
+from ft_ckpt.ranks.sharding import Mesh, MeshSharding
 from ft_ckpt.ranks.wrappers.dtensors import cutting_of
 
 

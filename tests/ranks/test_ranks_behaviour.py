@@ -23,7 +23,6 @@ from wrappers import fsdp2
 import ft_ckpt.storage.io.writer
 from ft_ckpt import CheckpointSaver, errors, latest, verify
 from ft_ckpt.checkpoint.manifest import read_manifest
-from ft_ckpt.extensions.rl.writers.session_files import SESSIONS
 from ft_ckpt.ranks import current_ranks
 from ft_ckpt.storage.places import open_place
 
@@ -155,7 +154,7 @@ def test_a_session_taken_over_is_an_error_on_every_rank(tmp_path):
         optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
     )
     made.invite("replay")
-    file = tmp_path / SESSIONS / "session.json"
+    file = tmp_path / ".ft_ckpt-writers" / "session.json"
     if RANK == 0:
         file.write_text(json.dumps({**json.loads(file.read_text()), "token": "of another trainer"}))
     dist.barrier()

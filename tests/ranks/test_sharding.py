@@ -14,9 +14,15 @@ from seeds import examples
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from ft_ckpt.ranks.sharding import FlatSharding, OwnedSharding, ReplicatedSharding
+from ft_ckpt.ranks.sharding import (
+    FlatSharding,
+    Mesh,
+    MeshSharding,
+    OpaqueSharding,
+    OwnedSharding,
+    ReplicatedSharding,
+)
 from ft_ckpt.ranks.sharding.runs import MAX_RUNS
-from ft_ckpt.ranks.sharding.sharding import Mesh, MeshSharding, OpaqueSharding
 from ft_ckpt.storage.digests import Cut, chunk_of_rank
 from ft_ckpt.storage.digests.digests import cut_chunks
 

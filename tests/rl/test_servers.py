@@ -18,9 +18,8 @@ from http_server import Answer, FakeHandler, FakeServer, Fault, Request
 
 from ft_ckpt import publish
 from ft_ckpt.errors import ConfigError, EngineError
-from ft_ckpt.extensions.rl.engines import client as client_module
+from ft_ckpt.extensions.rl.engines import client as client_module, connect
 from ft_ckpt.extensions.rl.engines.client import TOKEN_VARIABLE, Client
-from ft_ckpt.extensions.rl.engines.connecting import connect
 
 TOKEN = "sk-VERYSECRET0123"
 

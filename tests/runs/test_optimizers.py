@@ -21,7 +21,7 @@ from wrappers import WRAPPERS, truth
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import CheckpointError, LoadError, SelectionError
 from ft_ckpt.ranks.wrappers import is_distributed
-from ft_ckpt.runs.optimizers.descriptions import merge_descriptions
+from ft_ckpt.runs.optimizers import merge_descriptions
 
 QUIET = {"on_difference": "ignore"}
 

@@ -31,8 +31,7 @@ from training import QUIET, learn, prepared
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint.catalog import discover
-from ft_ckpt.checkpoint.leases import read_mark
-from ft_ckpt.checkpoint.leases.leases import put_mark
+from ft_ckpt.checkpoint.leases import put_mark, read_mark
 from ft_ckpt.errors import ConfigError, LeaseTakenError, RanksDisagreeError
 from ft_ckpt.runs.folder import lease as run_lease
 from ft_ckpt.runs.folder.lease import RUN_LEASE
@@ -76,7 +75,7 @@ import sys, time
 from pathlib import Path
 import torch
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.runs import run_lease
+from ft_ckpt.runs.folder import lease as run_lease
 from ft_ckpt.errors import LeaseTakenError
 from ft_ckpt.storage.local import locks
 

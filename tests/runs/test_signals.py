@@ -13,8 +13,8 @@ import pytest
 from launch import run_python
 from signals_heard import hear_interrupts
 
-from ft_ckpt.runs.loop import signals
-from ft_ckpt.runs.loop.signals import SignalWatch, exit_code
+from ft_ckpt.runs.loop import exit_code, signals
+from ft_ckpt.runs.loop.signals import SignalWatch
 
 CHILD = """
 import ctypes, signal, sys, threading, time

@@ -20,6 +20,7 @@ from tuning import buckets_of
 from wrappers import deepspeed_accelerator
 from zero_engines import adam, build, engine
 
+from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import CorruptError, LoadError, NotACheckpointError, RankError, SelectionError
 from ft_ckpt.extensions.deepspeed.zero_optimizer import EngineCounters, ZeroOptimizers
 from ft_ckpt.integrations.open_instruct_state import (
@@ -29,10 +30,9 @@ from ft_ckpt.integrations.open_instruct_state import (
 )
 from ft_ckpt.ranks import current_ranks
 from ft_ckpt.ranks.moving import gather_tensors
-from ft_ckpt.ranks.sharding.source import box_memories
+from ft_ckpt.ranks.sharding import box_memories
 from ft_ckpt.ranks.wrappers import ModelTensors
 from ft_ckpt.runs.optimizers import TorchOptimizers, unwrap_optimizer
-from ft_ckpt.saver import CheckpointSaver
 
 ZERO, TORCH = ZeroOptimizers(), TorchOptimizers()
 DEEPSPEED = {"DS_ACCELERATOR": "cpu"}

@@ -22,7 +22,7 @@ from small_checkpoints import contents
 from torch import nn
 
 from ft_ckpt import CheckpointSaver, Every, Keep, SaveReport, latest, verify
-from ft_ckpt.checkpoint.commit import commit
+from ft_ckpt.checkpoint.commit import LocalStaging
 from ft_ckpt.errors import CheckpointError, ConfigError, NoSpaceError
 from ft_ckpt.saving import snapshot, write
 from ft_ckpt.saving.planning import PendingSave
@@ -313,15 +313,15 @@ def test_an_error_of_the_program_is_not_hidden(tmp_path, failing):
 
 
 def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch):
-    real, order = commit.commit_stage, []
+    real, order = LocalStaging.commit, []
 
-    def slow(stage, target, *given):
-        order.append(f"{target.name} begins")
+    def slow(staging, manifest):
+        order.append(f"{staging.target.name} begins")
         threading.Event().wait(0.2)
-        real(stage, target, *given)
-        order.append(f"{target.name} ends")
+        real(staging, manifest)
+        order.append(f"{staging.target.name} ends")
 
-    monkeypatch.setattr(commit, "commit_stage", slow)
+    monkeypatch.setattr(LocalStaging, "commit", slow)
     model, _optimizer, saver = stamped(tmp_path)
     with saver:
         handles = [saver.save(model, tmp_path / name) for name in "ab"]
@@ -343,7 +343,7 @@ def test_close_waits(tmp_path):
 PROGRAM = """
 import sys, os, torch
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.checkpoint import commit
+from ft_ckpt.checkpoint.commit import LocalStaging
 folder, what = sys.argv[1:]
 model = torch.nn.Linear(300, 300)
 saver = CheckpointSaver(None, folder, background=True)
@@ -353,9 +353,9 @@ def hang(*_):
     import time
     time.sleep(600)
 if what == "hang":
-    commit.commit_stage = hang
+    LocalStaging.commit = hang
 if what == "fail":
-    commit.commit_stage = lambda *_: 1 / 0
+    LocalStaging.commit = lambda *_: 1 / 0
 saver.save(model, step=2)
 """
 

@@ -12,8 +12,8 @@ import pytest
 from places import WORKERS, python_path
 
 from ft_ckpt import verify
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, load_manifest
-from ft_ckpt.storage.places.locations import open_store
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from ft_ckpt.storage.places import open_place
 
 pytest.importorskip("obstore")
 NAMES, STEPS = ("a", "b"), 50
@@ -52,7 +52,7 @@ def test_one_run_wins_each_step(s3):
         ), ended
         there = f"s3://bucket/stranger/checkpoint-{step}"
         assert verify(there).ok
-        assert load_manifest(open_store(there)).run_id == winners[0]
+        assert read_manifest(open_place(there)).run_id == winners[0]
     assert not [name for name in s3.names() if ".ft_ckpt-" in name]
 
 
@@ -86,7 +86,7 @@ def test_what_writers_that_were_thought_dead_mix_is_damage_and_never_a_checkpoin
         if committed and verify(there, deep=False).ok:
             won += 1
             assert verify(there).ok
-            owner = load_manifest(open_store(there)).run_id
+            owner = read_manifest(open_place(there)).run_id
             contents = {
                 s3.content(f"zombie/checkpoint-{step}/{name}")[:1]
                 for name in ("model.bin", "config.json")

@@ -26,8 +26,7 @@ import ft_ckpt
 import ft_ckpt.extensions.rl.writers.writer as writer_module
 from ft_ckpt import CheckpointSaver, Writer
 from ft_ckpt.checkpoint.catalog import CheckpointInfo
-from ft_ckpt.checkpoint.commit import delete_checkpoint
-from ft_ckpt.checkpoint.commit.delete import delete_state
+from ft_ckpt.checkpoint.commit import delete_checkpoint, delete_state
 from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.cli import views
 from ft_ckpt.errors import (
@@ -38,7 +37,6 @@ from ft_ckpt.errors import (
     TargetError,
     WriterError,
 )
-from ft_ckpt.extensions.rl.writers.session_files import SESSIONS
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import open_place
 
@@ -116,7 +114,7 @@ def test_parts_of_one_checkpoint_and_back(tmp_path: Path) -> None:
         "rollout/state.safetensors",
     ]
     assert files == {f"state/writers/{path}" for path in parts}
-    assert not list((tmp_path / SESSIONS).rglob("*.*")), "nothing is left of the session"
+    assert not list((tmp_path / ".ft_ckpt-writers").rglob("*.*")), "nothing is left of the session"
     # A run that goes on gets what was handed in.
     with trainer(tmp_path) as saver:
         assert saver.resume("must").step == 5
@@ -535,12 +533,12 @@ def test_what_was_handed_in_is_compared(tmp_path: Path) -> None:
         saver.invite("replay")
         writer = Writer(tmp_path, "replay")
         writer.put(1, files={"a.bin": b"right"})
-        (file,) = (tmp_path / SESSIONS).rglob("a.bin")
+        (file,) = (tmp_path / ".ft_ckpt-writers").rglob("a.bin")
         file.write_bytes(b"wrong")
         with pytest.raises(WriterError, match=r"a\.bin: not the bytes that were handed in"):
             stepped(saver, 1)
         writer.put(2, files={"a.bin": b"right"})
-        next((tmp_path / SESSIONS).rglob("2/*/handed.json")).write_text(
+        next((tmp_path / ".ft_ckpt-writers").rglob("2/*/handed.json")).write_text(
             '{"files": [["../../x", 1, "d"]]}'
         )
         with pytest.raises(WriterError, match=r"no path of a file|another version"):
@@ -563,7 +561,7 @@ def test_in_a_bucket(s3: S3) -> None:
         part = Writer(run, "rollout").resume()
         assert part is not None
         assert (part.step, part.state) == (2, {"seed": 3})
-    assert not [each.name for each in run.folder.list() if SESSIONS in each.name]
+    assert not [each.name for each in run.folder.list() if ".ft_ckpt-writers" in each.name]
 
 
 def test_what_a_writer_cannot_resume(tmp_path: Path) -> None:
@@ -586,7 +584,7 @@ def test_what_a_writer_cannot_resume(tmp_path: Path) -> None:
 def test_a_trainer_whose_session_was_taken_over_commits_nothing(tmp_path: Path) -> None:
     with trainer(tmp_path) as saver:
         saver.invite("replay")
-        file = tmp_path / SESSIONS / "session.json"
+        file = tmp_path / ".ft_ckpt-writers" / "session.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "token": "of another trainer"}))
         with pytest.raises(
             WriterError, match=r"step 1: .*session\.json: process \d+ on .* trains this run"

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from ft_ckpt import CheckpointSaver, Every, latest
-from ft_ckpt.closure import checkpoint_closure
+from ft_ckpt import CheckpointSaver, Every, checkpoint_closure, latest
 from ft_ckpt.errors import CheckpointError, ConfigError, RankError, RanksDisagreeError
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from ft_ckpt import Keep
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.retention import HeldCheckpoint, Keep, check_metrics, newest_valid, plan_pruning
+from ft_ckpt.retention import HeldCheckpoint, check_metrics, newest_valid, plan_pruning
 
 HOUR, DAY = 3600, 86400
 

@@ -10,9 +10,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from ft_ckpt import Every
 from ft_ckpt.errors import ConfigError, LoadError
 from ft_ckpt.schedule import (
-    Every,
     History,
     after_save,
     after_step,

@@ -20,13 +20,13 @@ from ft_ckpt.errors import CorruptError
 from ft_ckpt.formats.files import reading
 from ft_ckpt.storage import libc
 from ft_ckpt.storage.io import (
+    ALIGNMENT,
     ByteRun,
     open_local_file,
     prefetch as blocks,
     read_ahead,
     read_in_place,
 )
-from ft_ckpt.storage.io.blocks import ALIGNMENT
 
 SIZE = (3 << 20) + 4097
 BLOCK = 1 << 20

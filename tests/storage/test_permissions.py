@@ -19,8 +19,8 @@ from small_checkpoints import save_with_state
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep
+from ft_ckpt.checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.leases import pin
-from ft_ckpt.checkpoint.leases.reader_leases import hold_lease
 from ft_ckpt.cli import run_command
 from ft_ckpt.errors import NameTakenError
 from ft_ckpt.runs.folder import prune_run
@@ -215,7 +215,7 @@ def test_a_tombstone_is_as_private_as_the_manifest(tmp_path, originals):
     set_modes(tmp_path / "run", 0o600, 0o755)
     with (
         never_read_by_others_than(set(), tmp_path / "run"),
-        hold_lease(open_place(tmp_path / "run" / "checkpoint-2")),
+        open_checkpoint(open_place(tmp_path / "run" / "checkpoint-2")),
     ):
         prune_run(tmp_path / "run", Keep(last=3, state=Keep(last=1)))
     assert mode(tmp_path / "run" / "checkpoint-1" / "ft_ckpt.json") == 0o600

@@ -10,7 +10,7 @@ from http_server import Fault
 from s3_server import BUCKET, FAST
 
 from ft_ckpt.errors import ConfigError, CorruptError, NameTakenError, TargetError, UnreadableError
-from ft_ckpt.storage.places.locations import open_store
+from ft_ckpt.storage.places import open_place
 
 MANY = 99
 CALLS = {
@@ -31,7 +31,7 @@ WRITES = ("write", "delete", "upload")  # a copy looks first what there is to co
 def store(s3):
     for name in ("there", "doomed"):
         s3.put(f"run/{name}", b"x" * 1000)
-    return open_store(f"s3://{BUCKET}/run", **FAST)
+    return open_place(f"s3://{BUCKET}/run", **FAST).folder
 
 
 @pytest.mark.sample(12)
@@ -106,7 +106,7 @@ def test_a_bucket_that_is_not_there_is_said(s3, call):
     else:
         del s3.buckets[BUCKET]
     with pytest.raises(ConfigError, match="no such bucket; create it"):
-        CALLS[call](open_store(f"s3://{BUCKET}/run", **FAST))
+        CALLS[call](open_place(f"s3://{BUCKET}/run", **FAST).folder)
 
 
 def test_a_create_that_another_one_stopped_is_made_again(s3, store):

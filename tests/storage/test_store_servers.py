@@ -8,7 +8,7 @@ import pytest
 from contract_store import StoreContract
 from store_servers import Absent, running_azurite, running_ceph, running_moto, running_s3rver
 
-from ft_ckpt.storage.places.locations import open_store
+from ft_ckpt.storage.places import open_place
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ class ServerContract(StoreContract):
 
     @pytest.fixture
     def store(self, server):
-        return open_store(f"{server}/{uuid.uuid4().hex}")
+        return open_place(f"{server}/{uuid.uuid4().hex}").folder
 
 
 @pytest.mark.parametrize("server", [running_moto, running_ceph, running_azurite], indirect=True)

@@ -15,7 +15,6 @@ from ft_ckpt.errors import ConfigError, CorruptError, TargetError
 from ft_ckpt.storage import is_inside, local_disk
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import open_place
-from ft_ckpt.storage.places.locations import open_store
 
 
 class TestLocalStore(StoreContract):
@@ -40,7 +39,7 @@ class TestMemoryStore(StoreContract):
 class TestS3Server(StoreContract):
     @pytest.fixture
     def store(self, s3):
-        return open_store(f"s3://{BUCKET}/team/runs")
+        return open_place(f"s3://{BUCKET}/team/runs").folder
 
 
 class TestObstoreLocalStore(StoreContract):
@@ -72,7 +71,7 @@ def test_a_backslash_is_for_local_files_alone(local):
     assert local.read("back\\slash") == b"x"
     pytest.importorskip("obstore")
     with pytest.raises(ConfigError):
-        open_store("memory:///").write("back\\slash", b"x")
+        open_place("memory:///").folder.write("back\\slash", b"x")
     assert not is_inside("back\\slash")
 
 
@@ -161,10 +160,11 @@ def test_several_write_ranges_of_one_file(local):
 # Opening
 
 
-def test_open_store(tmp_path):
-    assert open_store(tmp_path) == open_store(str(tmp_path)) == LocalStore(tmp_path)
+def test_a_folder_and_an_unknown_scheme(tmp_path):
+    places = [open_place(tmp_path), open_place(str(tmp_path))]
+    assert [place.folder for place in places] == [LocalStore(tmp_path)] * 2
     with pytest.raises(ConfigError, match="nowhere://bucket"):
-        open_store("nowhere://bucket")
+        open_place("nowhere://bucket")
 
 
 def test_a_url_leads_into_its_bucket(monkeypatch):
@@ -173,8 +173,8 @@ def test_a_url_leads_into_its_bucket(monkeypatch):
     assert (str(place), place.name, place.basename) == ("memory://here/runs/sft", "sft", "sft")
     assert place.location == "memory://here/runs/sft"
     place.folder.write("a", b"x")
-    assert open_store("memory://here/runs").read("sft/a") == b"x", "a bucket has one client"
-    assert str(place.folder.parent.parent) == str(open_store("memory://here"))
+    assert open_place("memory://here/runs").folder.read("sft/a") == b"x", "a bucket has one client"
+    assert str(place.folder.parent.parent) == str(open_place("memory://here").folder)
     assert open_place("memory://here").is_folder
     assert not open_place("memory://there").exists
     monkeypatch.setenv("AWS_REGION", "elsewhere")

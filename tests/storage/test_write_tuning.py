@@ -2,7 +2,7 @@
 
 import pytest
 
-from ft_ckpt.config import SaverConfig
+from ft_ckpt import SaverConfig
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.storage.io import WriteTuning, tuning_for
 

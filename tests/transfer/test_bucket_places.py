@@ -15,8 +15,8 @@ from small_checkpoints import contents, save, save_with_state
 from test_copies import FROZEN, save_large
 
 from ft_ckpt import CheckpointSaver, open_place, pull, push, verify
+from ft_ckpt.checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.leases import pin
-from ft_ckpt.checkpoint.leases.reader_leases import hold_lease
 from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.cli import main
 from ft_ckpt.errors import ConfigError, CorruptError, NameTakenError, NotACheckpointError
@@ -119,7 +119,7 @@ def test_the_cache_keeps_to_its_size_and_to_what_is_used(cache, tmp_path, monkey
     for age, path in enumerate(reversed(pulled)):
         os.utime(path / ".ft_ckpt-used", (time.time() - 7200 - age,) * 2)
     pin(open_place(pulled[0]))
-    with hold_lease(open_place(pulled[1])):
+    with open_checkpoint(open_place(pulled[1])):
         last = pull(Place(bucket, "checkpoint-4")).path
     assert [path.exists() for path in (*pulled, last)] == [True, True, False, False, True]
     assert verify(last).ok

@@ -12,9 +12,9 @@ from faults import Disk, Requests, try_worlds
 from small_checkpoints import contents, make_checkpoint, save_with_state
 
 from ft_ckpt import copy, verify
+from ft_ckpt.checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.commit import open_staging
 from ft_ckpt.checkpoint.leases import pin
-from ft_ckpt.checkpoint.leases.reader_leases import hold_lease
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, load_manifest
 from ft_ckpt.errors import (
     CheckpointError,
@@ -67,7 +67,7 @@ def test_a_checkpoint_goes_round_all_kinds_of_places(run, tmp_path):
     before = Place(LocalStore(run), "checkpoint-1")
     expected = files_of(before)
     pin(open_place(run / "checkpoint-1"))
-    with hold_lease(open_place(run / "checkpoint-1")):
+    with open_checkpoint(open_place(run / "checkpoint-1")):
         for folder in places(tmp_path):
             goal = Place(folder.folder, "checkpoint-1")
             report = copy(before, goal)

@@ -29,14 +29,11 @@ from small_checkpoints import (
 
 import ft_ckpt
 from ft_ckpt import Keep
-from ft_ckpt.checkpoint.commit import open_staging
-from ft_ckpt.checkpoint.commit.commit import commit_stage
-from ft_ckpt.checkpoint.commit.delete import delete_state
+from ft_ckpt.checkpoint.commit import delete_state, open_staging
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.errors import TargetError
 from ft_ckpt.extensions.buckets import object_store
-from ft_ckpt.extensions.rl.deltas.chains import append_checkpoint
-from ft_ckpt.extensions.rl.deltas.rebuilding import drop_rebuilt, mark_staged
+from ft_ckpt.extensions.rl.deltas import append_checkpoint, drop_rebuilt, mark_staged
 from ft_ckpt.extensions.transfer.copies import store_copies as copies
 from ft_ckpt.runs.folder import prune_run
 from ft_ckpt.storage import local_disk
@@ -63,16 +60,16 @@ LARGE_BYTES = 40 << 10  # of a file that is not copied in one call
 
 def checkpoint(target, step, *, fill=0, **facts):
     """A checkpoint of a run with a state, and a large file that all of them have."""
-    stage = open_staging(target).stage
-    (stage / "frozen.bin").write_bytes(b"f" * LARGE_BYTES)
-    parts = list(make_checkpoint(stage, step=fill or step).parts)
-    (stage / "state").mkdir()
+    staging = open_staging(target)
+    (staging.stage / "frozen.bin").write_bytes(b"f" * LARGE_BYTES)
+    parts = list(make_checkpoint(staging.stage, step=fill or step).parts)
+    (staging.stage / "state").mkdir()
     records = write_safetensors(
-        stage / "state" / "rank-0.safetensors", ["m"], step, "state/rank-0.safetensors"
+        staging.stage / "state" / "rank-0.safetensors", ["m"], step, "state/rank-0.safetensors"
     )
     parts.append(PartRecord("state", "state", "state", "safetensors", "", tuple(records)))
     facts = {"run_id": "r", "created": f"2026-01-01T00:00:{step:02}+00:00", **facts}
-    commit_stage(stage, target, replace(manifest_of(stage, parts, step), **facts))
+    staging.commit(replace(manifest_of(staging.stage, parts, step), **facts))
 
 
 def run_of_two(root, _there):

@@ -23,11 +23,11 @@ from huggingface_hub import ModelCard, RepoCard
 from huggingface_hub.utils import _http
 from peft import LoraConfig, get_peft_model
 from places import python_path
+from small_checkpoints import leases_in
 from transformers import AutoModelForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, pull, push
-from ft_ckpt.checkpoint.leases.reader_leases import lease_reasons
 from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import (
     CheckpointError,
@@ -345,7 +345,7 @@ def test_what_does_not_pass_is_an_error_and_the_repository_is_as_it_was(hub, mad
     assert set(hub.files("user/model")) == {"a.txt"}
     hub.faults.clear()
     assert push(made / "full", "user/model").is_new
-    assert not lease_reasons(made / "full")
+    assert not leases_in(made / "full")
 
 
 def test_a_wrong_token_is_told_without_being_shown(hub, made):
@@ -455,7 +455,7 @@ def test_pushes_in_the_background_keep_what_they_push_and_go_in_order(hub, made,
         first = saver.save(
             models.build("llama", 0), tmp_path / "out", push_to_hub="user/model", step=1
         )
-        assert lease_reasons(tmp_path / "out")
+        assert leases_in(tmp_path / "out")
         weights = (tmp_path / "out" / "model.safetensors").read_bytes()
         second = saver.save(
             models.build("llama", 1), tmp_path / "out", push_to_hub="user/model", step=2
@@ -469,7 +469,7 @@ def test_pushes_in_the_background_keep_what_they_push_and_go_in_order(hub, made,
         hub.files("user/model")["model.safetensors"]
         == (tmp_path / "out" / "model.safetensors").read_bytes()
     )
-    assert not lease_reasons(tmp_path / "out")
+    assert not leases_in(tmp_path / "out")
 
 
 def test_a_push_that_fails_costs_nothing_else(hub, tmp_path):

@@ -10,11 +10,10 @@ from test_bucket_places import command
 from test_copies import FROZEN, files_of, save_large
 
 from ft_ckpt import latest, sync, verify
+from ft_ckpt.checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.catalog import list_checkpoints
-from ft_ckpt.checkpoint.commit import delete_checkpoint
-from ft_ckpt.checkpoint.commit.delete import delete_state
+from ft_ckpt.checkpoint.commit import delete_checkpoint, delete_state
 from ft_ckpt.checkpoint.leases import pin
-from ft_ckpt.checkpoint.leases.reader_leases import hold_lease
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError
 from ft_ckpt.storage.local import LocalStore
@@ -89,7 +88,7 @@ def test_deletions_follow_the_source_only_if_asked(tmp_path, there):
     assert set(would.dropped) == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
     assert len(names(there)) == 7
     pin(Place(there.folder, "checkpoint-1"))
-    with hold_lease(Place(there.folder, "checkpoint-2")):
+    with open_checkpoint(Place(there.folder, "checkpoint-2")):
         done = sync(run, there, delete=True)
     assert (done.dropped, done.stripped, done.problems) == (
         ("checkpoint-3",),

@@ -33,14 +33,13 @@ from ft_ckpt import CheckpointSaver, SaverConfig
 from ft_ckpt.ranks import Ranks, current_ranks
 from ft_ckpt.runs.data import rng
 from ft_ckpt.runs.resume.opening import merge_views
-from ft_ckpt.runs.state import Restored, agree_on_outcomes
-from ft_ckpt.runs.state.exchange import LocalState, exchange_facts, local_state
+from ft_ckpt.runs.state import Restored, agree_on_outcomes, local_state
+from ft_ckpt.runs.state.exchange import LocalState, exchange_facts
 from ft_ckpt.runs.state.trees import flatten_tree
 from ft_ckpt.saving import SaveContext
 from ft_ckpt.saving.agree import agree_on_plan
 from ft_ckpt.saving.context import Mode, try_sharing
-from ft_ckpt.saving.planning import request_of
-from ft_ckpt.saving.planning.plan import SavePlan, plan_save
+from ft_ckpt.saving.planning import SavePlan, plan_save, request_of
 from ft_ckpt.saving.stage import OpenStage
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place

@@ -14,13 +14,13 @@ from ft_ckpt.checkpoint.commit.object_staging import open_object_staging, put_ma
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.errors import CheckpointError
 from ft_ckpt.storage.digests import record_of
-from ft_ckpt.storage.places.locations import open_store
+from ft_ckpt.storage.places import open_place
 
 FILE, SIZE_BYTES = "model.bin", 2 << 20
 
 
 def save(name: str, way: str, step: int) -> None:
-    run = open_store(f"s3://bucket/{way}")
+    run = open_place(f"s3://bucket/{way}").folder
     if way == "commit":
         put_manifest(run.within(f"checkpoint-{step}"), name.encode())
         return

@@ -6,6 +6,7 @@ from .delete import (
     STATE as STATE,
     Removal as Removal,
     delete_checkpoint as delete_checkpoint,
+    delete_state as delete_state,
     manifest_files as manifest_files,
     set_aside as set_aside,
     without_state as without_state,
