@@ -1,9 +1,16 @@
-"""Checkpoint folders: opened to read, and in the rooms listed, verified, committed and deleted.
+"""Checkpoint folders. Each room has a front of its own.
+
+| room | holds |
+|---|---|
+| `commit` | what changes a folder: staging, commit, recovery after a kill, deletion |
+| `catalog` | the checkpoints of a run: their list, their metrics, the latest and the best |
+| `checks` | files against the manifest: sizes, headers, digests, the signature |
+| `leases` | the marks that guard a folder: of readers, of saves, pins |
+| `manifest` | what is recorded of a checkpoint, and what a folder holds |
 
 Nothing here depends on tensor values, models or wrappers, and nothing here imports torch. Begin at
-`opening`, one handle of a checkpoint for all its readers. The rooms, each above those before it:
-`manifest`, what is recorded; `leases`, the marks that guard a folder; `checks`, files against the
-manifest; `catalog`, the checkpoints of a run; `commit`, what changes a folder.
+`opening`, one handle of a checkpoint for all its readers; then `commit.commit`, whose opening table
+lists the ways to put a checkpoint in place.
 """
 
 import lazy_loader

@@ -1,9 +1,13 @@
-"""Agreement of ranks, and in the rooms: sharding of tensors under every wrapper, and movement of
-their elements between ranks.
+"""Agreement of ranks, and tensors under every wrapper. Each room has a front of its own.
+
+| room | holds |
+|---|---|
+| `moving` | movement of elements: gathers, broadcasts, reads into shards, replicas |
+| `wrappers` | the tensors of a wrapped model: DDP, FSDP 1 and 2, DTensors, compiled modules |
+| `sharding` | which rank holds which elements of a tensor |
 
 Nothing here uses paths or depends on the purpose of a tensor. Begin at `ranks`, through which ranks
-agree. The rooms, each above those before it: `sharding`, which rank holds what; `wrappers`, the
-tensors of a wrapped model; `moving`, gathers and broadcasts.
+agree; then `wrappers.tensors`, which lists the tensors of a model.
 """
 
 import lazy_loader

@@ -1,7 +1,8 @@
-"""One save, from the request to the commit: plan, snapshot, files, writing by every rank, in the
-background too.
+"""One save, from the request to the commit, in the background too.
 
-Nothing here decides when to save or what to keep. Begin at `execute`, the steps of every save.
+The room `planning` holds what a save is asked for and what it will write; the modules here do it:
+snapshot, files, writing by every rank, commit. Nothing here decides when to save or what to keep.
+Begin at `execute`, the steps of every save.
 """
 
 import lazy_loader

@@ -1,9 +1,15 @@
-"""Storage of bytes: the interfaces of a store, and the operations of a local disk.
+"""Bytes on disks and in buckets. Each room has a front of its own.
+
+| room | holds |
+|---|---|
+| `places` | paths and URLs, the stores that serve them, copies between them |
+| `digests` | digests of files, and their comparison before the first use |
+| `local` | folders of this machine as stores, locks, trials of file systems |
+| `io` | reads and writes of large files at the rate of the disk or network |
 
 Nothing here depends on tensors, models, collectives or manifests, and nothing here imports torch.
-Begin at `store`, the interfaces; then `local_disk`, the operations that survive a power cut. The
-rooms: `io` reads and writes large files, `local` is folders of this machine, `digests` compares
-files, `places` opens paths and URLs.
+Begin at `store`, the interfaces of a store; then `local_disk`, the operations on a file system that
+survive a power cut.
 """
 
 import lazy_loader
