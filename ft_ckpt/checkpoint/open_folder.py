@@ -90,9 +90,7 @@ class OpenManifest:
                 return False
 
     def refuse_replaced(self) -> None:
-        """Raise CorruptError if another save has put its files into the folder, or the folder was
-        deleted.
-        """
+        """Raise CorruptError if another save has filled the folder, or it was deleted."""
         if not self.is_at(self.path):
             raise CorruptError(f"{self.shown}: replaced while it was read; read it again")
 

@@ -52,7 +52,7 @@ _MAX_LISTINGS = 10  # of a checkpoint that is being replaced
 class OpenCheckpoint:
     """An open checkpoint: its files are read in `store`, which shows `place` in messages."""
 
-    place: Place  # at which it was opened, and beside which other checkpoints are
+    place: Place  # at which it was opened, in the folder of the run's other checkpoints
     store: Store  # its files, by their paths in the checkpoint
     manifest: Manifest  # with the records of the model cards as they are now
     # digest of the manifest's text: equal for all ranks that have opened the same checkpoint
@@ -79,14 +79,11 @@ class OpenCheckpoint:
 
     @property
     def folder(self) -> Path:
-        """A path at which libraries find its files, the same ones after the checkpoint was
-        replaced.
-        """
+        """A path at which libraries find its files, also after the checkpoint was replaced."""
         return folder_of(self.store)
 
     def find_problems(self, deep: bool, left_out: Collection[str] = ()) -> tuple[Problem, ...]:
-        """The problems of the open files, as `verify` reports them, and of files beside
-        them.
+        """The problems of its files, as `verify` reports them.
 
         `deep`: the digests of all files but `left_out` are compared, not those of small files
         alone.
@@ -264,9 +261,7 @@ def _open_local(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
 
 
 def _delete_if_aside(path: Path, marker: OpenManifest) -> None:
-    """Delete what a save has moved aside while the checkpoint was read, unless another reader has a
-    lease on it.
-    """
+    """Delete what a save has moved aside, unless another reader has a lease on it."""
     with suppress(CheckpointError, OSError):  # it is left to the next save
         if not marker.is_at(path / MANIFEST_NAME):
             recover_target(path, by_reader=True)

@@ -43,8 +43,7 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """A file before it is written: its header, the tensors in file order with their offsets, and
-    what follows them.
+    """A file before it is written: header, tensors in file order with their offsets, trailer.
 
     Bytes between tensors are zero, unless the format weaves in others.
     """

@@ -20,8 +20,9 @@ def split_into_files(
     max_bytes: int,
     separate: frozenset[str] = frozenset(),
 ) -> dict[str, list[str]]:
-    """The tensors of each file by its name, split as transformers would: in their order, at most
-    `max_bytes` each.
+    """The tensors of each file by its name, split as transformers would.
+
+    They keep their order; a file has at most `max_bytes`.
 
     Tensors in `separate` come first, in files without others. A tensor larger than `max_bytes` has
     its own file.
@@ -55,9 +56,7 @@ def shard_index(
     totals: Mapping[str, int],
     ties: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """The text of the index of several files: the file of each tensor, and of each alias in
-    `ties`.
-    """
+    """The text of the index of several files: the file of each tensor and alias."""
     weight_map: dict[str, str] = {}
     for file, names in files.items():
         weight_map.update(dict.fromkeys(names, file))

@@ -1,5 +1,6 @@
-"""What a format of tensor files is to the rest of ft_ckpt. Imports no torch before a file is
-opened or written.
+"""What a format of tensor files is to the rest of ft_ckpt.
+
+No torch is imported before a file is opened or written.
 """
 
 from abc import ABC, abstractmethod

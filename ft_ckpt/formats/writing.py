@@ -31,8 +31,9 @@ class FilePlan:
 def write_file(
     plan: FilePlan, regions: Iterable[Region], goal: Writable, writer: Writer
 ) -> FileRecord:
-    """Write the planned file to `goal`, from `regions`: the bytes of its tensors, in the order of
-    the layout.
+    """Write the planned file to `goal`.
+
+    `regions` are the bytes of its tensors in the order of the layout.
 
     Raises IncompleteError when a region is not the one the layout expects next, NoSpaceError when
     the disk is full.

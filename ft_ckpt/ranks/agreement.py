@@ -1,5 +1,4 @@
-"""Agreement of ranks: collects a value of each rank in torch's store and computes one verdict for
-all.
+"""Agreement of ranks: a value of each rank in torch's store, and one verdict for all.
 
 A verdict is a dictionary: the `result` for every rank, or a `problem` and the `kind` of error that
 all ranks raise.

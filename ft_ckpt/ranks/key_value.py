@@ -61,8 +61,9 @@ _Call = tuple[futures.Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class AnsweringStore:
-    """A store that raises RankError after `silent_seconds` (at least 10 s) without an answer, and
-    then at each call.
+    """A store that raises RankError after `silent_seconds` without an answer, at least 10 s.
+
+    It raises at each call after the first.
     """
 
     def __init__(self, store: Any, silent_seconds: float = 600.0) -> None:

@@ -70,8 +70,9 @@ class Outcome:
 
 @dataclass
 class Ranks:
-    """This process among its peers: `rank` of `size`, connected by a key-value `store` (None with
-    one process).
+    """This process among its peers: `rank` of `size`.
+
+    A key-value `store` connects them; it is None with one process.
     """
 
     rank: int
@@ -218,8 +219,7 @@ class Ranks:
             yield
 
     def open_receive_slot(self, senders: Sequence[int]) -> None:
-        """Announce that this rank is ready to receive, after waiting until all `senders` are ready
-        to send.
+        """Announce that this rank is ready to receive, once all `senders` are ready to send.
 
         A send without a receiver, or a receive from a failed rank, would block until the process
         group times out. Raises as `await_receive_slot` does.
@@ -237,8 +237,7 @@ class Ranks:
         self.store.set(self._store_key(turn), "")
 
     def await_receive_slot(self, sends: bool, to: int = 0) -> None:
-        """On other ranks: wait until the rank `to` is ready to receive, if this one `sends`
-        tensors.
+        """On other ranks: wait until the rank `to` is ready, if this one `sends` tensors.
 
         Raises the failure of another rank; RankError if the rank `to` falls silent or has entered a
         later agreement.
@@ -283,9 +282,7 @@ class Ranks:
         return verdict, values
 
     def _await_verdict(self, what: str, limit: float) -> dict[str, Any]:
-        """Wait for rank 0 as long as it reports that it is alive, and then at most `limit` for its
-        verdict.
-        """
+        """Wait for rank 0 while it is alive, and then at most `limit` for its verdict."""
         arrived = self._await_names([f"{self.rounds}/0"], [0], limit)
         if arrived and self._await_names([f"{self.rounds}/verdict"], [0], limit + 60.0):
             verdict: agreement.Verdict
@@ -330,9 +327,7 @@ class Ranks:
         return True
 
     def _check_failures(self, missing: Sequence[tuple[str, int]] = ()) -> None:
-        """Raise if keys in `missing` will never be set: a rank has failed, or has gone on without
-        this one.
-        """
+        """Raise if keys in `missing` will never be set: their rank has failed or gone on."""
         for later in (*self.later_agreements, self._store_key(f"{self.rounds + 1}")):
             failed = self.store.check([f"{later}/failed"])
             gone = [rank for _, rank in missing if self.store.check([f"{later}/{rank}"])]
@@ -415,9 +410,7 @@ class Ranks:
 
     @property
     def _launch(self) -> str:
-        """Separates the ranks from those before a restart by torchrun, whose store outlives
-        them.
-        """
+        """Separates the ranks from those before a restart by torchrun, whose store stays."""
         return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{self.size}"
 
     def _put_value(self, name: str, value: dict[str, Any]) -> None:
@@ -473,9 +466,7 @@ def current_ranks(
 
 @contextmanager
 def by_itself() -> Iterator[None]:
-    """Let this process act as the only rank in the block, for objects that it holds whole and no
-    other rank awaits.
-    """
+    """Let this process act as the only rank in the block, for objects that it holds whole."""
     token = _by_itself.set(True)
     try:
         yield
@@ -484,8 +475,9 @@ def by_itself() -> Iterator[None]:
 
 
 def _refuse_split_brain(needs_group: bool) -> None:
-    """Raise if this is one of several launched processes without a process group: all would write
-    the same folder.
+    """Raise if this is one of several launched processes without a process group.
+
+    All would write the same folder.
     """
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdigit() and int(launched) > 1 and (needs_group or "RANK" in os.environ):
@@ -498,8 +490,9 @@ def _refuse_split_brain(needs_group: bool) -> None:
 
 
 def try_action(action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """The result of `action` and None, or None and its error: for steps on whose outcome the ranks
-    agree next.
+    """The result of `action` and None, or None and its error.
+
+    For steps on whose outcome the ranks agree next.
     """
     try:
         return action(), None

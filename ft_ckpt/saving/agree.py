@@ -1,6 +1,4 @@
-"""The exchange of a save before any tensor moves: the ranks compare their plans and their
-replicas.
-"""
+"""The exchange of a save before any tensor moves: plans and replicas are compared."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -157,8 +155,9 @@ def _stored_names(plan: SavePlan) -> list[str]:
 
 
 def _terms_of(values: Values) -> dict[str, Any]:
-    """On rank 0: what all ranks go on with. Raises RanksDisagreeError for a state dict that other
-    ranks have and rank 0 has not.
+    """On rank 0: what all ranks go on with.
+
+    Raises RanksDisagreeError for a state dict that other ranks have and rank 0 has not.
     """
     first = values[0]
     with_state_dict = [str(rank) for rank, value in enumerate(values) if value["state_dict"]]

@@ -59,8 +59,9 @@ _channels = count(1)  # channel ids; incremented in lockstep on all ranks
 
 
 def as_in_training(method: Callable[P, T]) -> Callable[P, T]:
-    """Run the method outside of `torch.inference_mode`, so that training can modify the tensors it
-    creates.
+    """Run the method outside of `torch.inference_mode`.
+
+    Training can modify the tensors that it creates.
     """
 
     @wraps(method)

@@ -1,6 +1,4 @@
-"""The commit of a save on rank 0: compares the written files with the model, and makes them a
-checkpoint.
-"""
+"""The commit of a save on rank 0, after a comparison of the files with the model."""
 
 import time
 from collections import Counter

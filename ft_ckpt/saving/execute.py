@@ -63,9 +63,7 @@ def run_save(attempt: Attempt, context: SaveContext) -> SaveReport:
 
 
 def try_save(attempt: Attempt, context: SaveContext) -> SaveReport | Attempt:
-    """One try of a save, in the order in which things happen: its report, or the try that has to
-    follow. Collective.
-    """
+    """One try of a save in its steps: its report, or the try that has to follow. Collective."""
     ranks, config, sources = context.ranks, context.config, attempt.sources
     plan: SavePlan | None = None
     stage: OpenStage | None = None

@@ -95,8 +95,9 @@ def cast_regions(
 def write_own_bytes(
     writes: FileWrites, store: LocalStore, writer: Writer, ranks: Ranks, sources: SourceView
 ) -> str:
-    """Write this rank's bytes of one file and return their digest. Collective where tensors are
-    gathered.
+    """Write this rank's bytes of one file; returns their digest.
+
+    Collective where tensors are gathered.
 
     Stops when another rank has failed: with NoSpaceError if that rank's disk is full, else with
     RankError.

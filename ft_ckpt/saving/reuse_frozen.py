@@ -157,9 +157,7 @@ def place_equal_files(
 
 
 def _is_comparable(record: FileRecord, planned: FileWrites, ranks: Ranks, gathers: bool) -> bool:
-    """Whether the file can equal the planned one and these ranks can compute its digest from the
-    elements they hold.
-    """
+    """Whether the file can equal the planned one, and its digest can be computed here."""
     if record.size_bytes != planned.file.layout.size_bytes:
         return False
     if record.ranks > 1:
@@ -170,9 +168,7 @@ def _is_comparable(record: FileRecord, planned: FileWrites, ranks: Ranks, gather
 def _link_candidate(
     checkpoint: EarlierCheckpoint, record: FileRecord, planned: FileWrites, store: Store
 ) -> bool:
-    """Link the earlier file into the stage, see `link_file`, unless its header differs from the
-    planned one.
-    """
+    """Link the earlier file into the stage, unless its header differs from the planned one."""
     name, header = _candidate_name(record.digest), planned.file.layout.header
     with suppress(OSError, CorruptError):  # deleted meanwhile, or the store cannot link it
         if store.stat(name) is not None:

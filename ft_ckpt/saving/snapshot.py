@@ -1,6 +1,4 @@
-"""The snapshot of a background save: host copies of the tensors that this rank writes, at one
-moment.
-"""
+"""The snapshot of a background save: host copies of this rank's tensors at one moment."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -89,8 +87,9 @@ class Snapshot:
 
 
 def ids_changed_by_steps(optimizers: Mapping[Any, Iterable[Tensor]]) -> frozenset[int]:
-    """The ids of all tensors that steps change: each optimizer's parameters, state and values in
-    `optimizers`.
+    """The ids of all tensors that steps change.
+
+    Each optimizer's parameters, state and values in `optimizers`.
     """
     changed: set[int] = set()
     for optimizer, further in optimizers.items():

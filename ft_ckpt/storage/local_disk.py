@@ -139,8 +139,9 @@ def sync_open(handle: int) -> None:
 
 
 def sync_all(paths: Sequence[Path]) -> None:
-    """Sync all `paths`, in parallel and in no order: a journalling file system then commits them
-    together.
+    """Sync all `paths`, in parallel and in no order.
+
+    A journalling file system then commits them together.
     """
     if len(paths) <= _FEW_PATHS:
         for path in paths:
@@ -166,8 +167,7 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
 
 @contextlib.contextmanager
 def folder_handle(folder: Path, below: str = "", *, like: Path | None = None) -> Iterator[int]:
-    """A descriptor of the folder `below` in `folder`, opened step by step: no link at or below
-    `folder` is followed.
+    """A descriptor of the folder `below` in `folder`, opened without following links.
 
     With `like`, missing folders are made, no more open than those in `like`. Raises OSError:
     FileNotFoundError for a missing folder, NotADirectoryError when a link or a file is in the way.
@@ -286,8 +286,9 @@ def walk_tree(folder: Path) -> Iterator[Path]:
 
 
 def movable_pieces(source: Path, goal: Path, excluded: set[str]) -> list[str]:
-    """Paths in `source` that are not `excluded`, each the largest subtree that can be moved into
-    `goal` at once.
+    """The largest subtrees of `source` that can be moved into `goal` at once.
+
+    Paths that are `excluded` are in none of them.
     """
     shared: set[str] = set()  # folders that hold an excluded path
     for path in excluded:
@@ -310,8 +311,9 @@ def permission_bits(path: Path) -> int:
 
 
 def folder_mode(file_mode: int) -> int:
-    """The permission bits of a folder of files with `file_mode`: who may read may enter, its owner
-    may do all.
+    """The permission bits of a folder of files with `file_mode`.
+
+    Who may read them may enter; the owner may do all.
     """
     return file_mode | (file_mode & 0o444) >> 2 | stat.S_IRWXU
 
@@ -344,8 +346,9 @@ def warn_if_open(path: Path, facts: os.stat_result, mode: int) -> None:
 
 
 def take_mode(path: Path, replaced: os.stat_result, max_mode: int = 0o777) -> None:
-    """Give `path` the permission bits of the file or folder that it replaces, limited by
-    `max_mode`, see LocalStore.
+    """Give `path` the permission bits of what it replaces, limited by `max_mode`.
+
+    See LocalStore.
     """
     if stat.S_ISDIR(replaced.st_mode):
         limit = folder_mode(max_mode) | 0o7000
@@ -355,8 +358,9 @@ def take_mode(path: Path, replaced: os.stat_result, max_mode: int = 0o777) -> No
 
 
 def move_new(draft: Path, path: Path) -> None:
-    """Move `draft` to `path`, which must not exist: by a hard link, because a rename would replace
-    a file.
+    """Move `draft` to `path`, which must not exist.
+
+    By a hard link, because a rename would replace a file.
 
     Without hard links, an empty file takes the name first. Raises FileExistsError.
     """
@@ -396,9 +400,7 @@ def is_folder(path: Path) -> bool:
 
 
 def holds_cwd(folder: Path) -> bool:
-    """Whether the working directory of this process is in `folder`, which then must not be moved or
-    deleted.
-    """
+    """Whether the working directory is in `folder`, which then must not be moved or deleted."""
     try:
         return Path.cwd().resolve().is_relative_to(folder)
     except FileNotFoundError:

@@ -32,8 +32,9 @@ def is_name(path: object) -> bool:
 
 
 def is_inside(path: object) -> bool:
-    """Whether a manifest may contain `path`: a name that means the same on every system, so without
-    a backslash.
+    """Whether a manifest may contain `path`: a name that means the same on every system.
+
+    It has no backslash.
     """
     return is_name(path) and "\\" not in str(path)
 
@@ -76,8 +77,9 @@ class FolderListing:
 
 
 class Readable(Protocol):
-    """An object that is open for reading: always the bytes it had when it was opened, or an
-    error.
+    """An object that is open for reading.
+
+    Reads return the bytes that it had when it was opened, or raise an error.
     """
 
     name: str
@@ -154,8 +156,9 @@ class Store(Protocol):
 
     @property
     def local_folder(self) -> Path | None:
-        """Its folder on a disk of this machine, whose files are renamed, linked, locked, mapped and
-        written by several processes; None for a remote store.
+        """Its folder on a disk of this machine; None for a remote store.
+
+        The files are renamed, linked, locked, mapped and written by several processes.
         """
         ...
 
@@ -246,8 +249,9 @@ _Remote = TypeVar("_Remote", bound="RemoteStore")
 
 
 class RemoteStore:
-    """What a `Store` answers that is not on a disk of this machine: it has no paths and no
-    permissions, and all its objects are durable.
+    """A `Store` that is not on a disk of this machine.
+
+    It has no paths and no permissions, and all its objects are durable.
     """
 
     local_folder = None

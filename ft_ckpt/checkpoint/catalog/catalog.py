@@ -58,10 +58,11 @@ class CheckpointInfo:
         return read_metrics(self.store, self.manifest)
 
     def write_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Store metrics that were measured after the save, durably, one after another, in place of
-        older values.
+        """Store metrics that were measured after the save, in place of older values.
 
-        Commands and rules use them like those of the save. They are in marks beside the manifest,
+        Each is stored durably, one after another.
+
+        Commands and rules use them like those of the save. They are in marks next to the manifest,
         which does not change. Call it while the checkpoint is leased, as in the loop of
         `ft_ckpt.follow`.
 
@@ -82,8 +83,7 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class Listing:
-    """The checkpoints in a folder, oldest first, and the manifests there that could not be read,
-    with the reasons.
+    """The checkpoints in a folder, oldest first, and the manifests that could not be read.
 
     A retry does not help for `damaged` ones; `unreadable` ones may be whole.
     """
@@ -97,9 +97,7 @@ class Listing:
             warn(f"{path}: left out: {error}", stacklevel=3)
 
     def require_readable(self) -> None:
-        """Raise UnreadableError naming the manifests that cannot be read now: one may be the wanted
-        checkpoint.
-        """
+        """Raise UnreadableError if a manifest cannot be read now: it may be the wanted one."""
         if self.unreadable:
             newest = self.found[-1].path if self.found else "none"
             errors = listing([str(error) for error in self.unreadable.values()])
@@ -110,8 +108,7 @@ class Listing:
 
 
 def list_checkpoints(root: Place, *, links: bool = True) -> Listing:
-    """The committed checkpoints in `root` and directly below it, ordered as by `discover`, and
-    errors of others.
+    """The checkpoints in `root` and directly below it, as by `discover`, and errors of others.
 
     Without `links`, folders that are links are left out, and nothing behind them is opened. Raises
     UnreadableError when `root` itself cannot be listed.

@@ -47,8 +47,9 @@ def _read_mark(store: Store, name: str, manifest: Manifest) -> tuple[str, float]
 
 
 def check_metric(name: str) -> None:
-    """Raise ConfigError for a name that is empty, too long for the name of a mark, or has half of a
-    surrogate pair.
+    """Raise ConfigError for a name that a mark cannot have.
+
+    It is empty, too long, or has half of a surrogate pair.
     """
     try:
         stored_name = quote(name, safe="")

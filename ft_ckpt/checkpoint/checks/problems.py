@@ -41,8 +41,9 @@ _T = TypeVar("_T")
 
 
 def are_transient(problems: Collection[Problem]) -> bool:
-    """True if there are problems, all of files that the system cannot read now: the checkpoint may
-    be whole.
+    """Whether all problems are of files that the system cannot read now.
+
+    The checkpoint may be whole then. False without problems.
     """
     return bool(problems) and all(problem.is_transient for problem in problems)
 
@@ -93,8 +94,7 @@ def checkpoint_problems(
 def replaced_problems(
     store: Store, manifest: Manifest, objects: Mapping[str, Stored]
 ) -> list[Problem]:
-    """A problem for each object that was written after the commit with other bytes than the
-    manifest's.
+    """A problem for each object that was overwritten with other bytes after the commit.
 
     A copy made by another tool is not a problem: it is another version of the same bytes.
     """
@@ -230,9 +230,7 @@ def _tensor_text(entry: tuple[str, tuple[int, ...], int, int]) -> str:
 
 
 def _index_problems(store: Store, part: PartRecord, intact: set[str]) -> Iterator[Problem]:
-    """Check that the index of a part maps each tensor to its file, and that several shards have an
-    index.
-    """
+    """The problems of the index of a part: it must map each tensor to its file."""
     folder = f"{part.path}/" if part.path else ""
     pattern = re.compile(rf"{re.escape(folder)}[^/]+\.safetensors\.index\.json")
     indexes = sorted(name for name in intact if pattern.fullmatch(name))

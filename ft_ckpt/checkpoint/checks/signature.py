@@ -1,5 +1,4 @@
-"""Signatures in the format of OpenSSF's model-signing, made and checked by its own library, which
-is imported on use.
+"""Signatures in the format of OpenSSF's model-signing, by its own library.
 
 `model.sig` in a checkpoint's folder is a Sigstore bundle with the SHA-256 of the manifest and of
 every file that the manifest lists. The manifest itself cannot list it. Leases, pins and our other
@@ -70,8 +69,9 @@ def make_signature(
 def signature_problems(
     origin: Store, opened: Store, manifest: Manifest, signed_by: SignedBy
 ) -> tuple[str, ...]:
-    """The reasons why the checkpoint at `origin`, with its open files in `opened`, is not signed by
-    `signed_by`.
+    """The reasons why a checkpoint is not signed by `signed_by`.
+
+    `origin` is its place, `opened` has its open files.
 
     `signed_by`: the path of a public key, or (identity, provider) of a keyless signature. Every
     file is read. Raises ConfigError for a checkpoint in a bucket, an unusable key, or without the
@@ -137,9 +137,7 @@ def _signed_names(manifest: Manifest) -> list[str]:
 
 @dataclass(frozen=True)
 class _ListedFiles:
-    """Stands in for the library's hashing configuration: hashes exactly the files that a signature
-    covers.
-    """
+    """The library's hashing configuration, for exactly the files that a signature covers."""
 
     config: Any  # model_signing.hashing.Config
     manifest: Manifest

@@ -95,8 +95,9 @@ def check_target(target: Path, needed_bytes: int) -> None:
 
 
 def open_stage(target: Path) -> Path:
-    """A new hidden folder to fill for `target`, beside it (inside it, if a mount or permissions
-    require that).
+    """A new hidden folder to fill for `target`, next to it.
+
+    It is inside of it if a mount or permissions require that.
 
     It is locked until it is committed or discarded, so that no other process takes it for a
     leftover. Until then only this user may enter it. Settles leftovers of earlier saves to `target`
@@ -245,8 +246,7 @@ def _seal_stage(stage: Path, manifest: Manifest, target: Path, max_mode: int) ->
 
 
 def _set_modes(stage: Path, everything: list[Path], target: Path, max_mode: int) -> None:
-    """Give files and folders the permissions of the ones they replace, and new ones those of the
-    manifest.
+    """Give files and folders the permissions of what they replace, or those of the manifest.
 
     Libraries may create files for the owner only, so each file gets its mode here. A file that is
     linked to an earlier checkpoint keeps its mode.
@@ -325,7 +325,7 @@ def _place_stage(stage: Path, target: Path, manifest: Manifest) -> None:
 
 
 def _is_movable(stage: Path, target: Path) -> bool:
-    # A stage beside the target: the target contains no mount. In a mounted bucket a folder is moved
+    # A stage next to the target: the target contains no mount. In a mounted bucket a folder is moved
     # file by file.
     return stage.parent != target and not local_disk.holds_cwd(target) and not is_on_bucket(target)
 

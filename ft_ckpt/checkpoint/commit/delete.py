@@ -1,5 +1,4 @@
-"""Deletes one checkpoint, or its training state; after an interruption `finish_deletion` completes
-the work.
+"""Deletes one checkpoint, or its training state.
 
 A checkpoint is dropped by renaming its manifest to a tombstone: with this step it stops being a
 checkpoint, and the files to delete stay on record. Pins and leases are then checked once more; if
@@ -101,9 +100,7 @@ def set_aside(path: Path, manifest: Manifest) -> Path | None:
 
 
 def finish_deletion(path: Path) -> Removal:
-    """Complete the deletion that the tombstone in `path` describes, see the table on top;
-    repeatable.
-    """
+    """Complete the deletion that the tombstone in `path` describes; repeatable."""
     if _name_of_gone(path):
         return _remove_folder(path)
     why = deletion_guards(path)
@@ -126,8 +123,9 @@ def finish_deletion(path: Path) -> Removal:
 
 
 def unfinished_deletions(root: Path) -> list[Path]:
-    """The folders in `root` that need `finish_deletion`: with a tombstone, or emptied and renamed
-    for deletion.
+    """The folders in `root` that need `finish_deletion`.
+
+    They have a tombstone, or were emptied and renamed for deletion.
     """
     unfinished = []
     for path in folder_entries(root):
@@ -139,8 +137,9 @@ def unfinished_deletions(root: Path) -> list[Path]:
 
 
 def deletion_guards(path: Path) -> tuple[str, ...]:
-    """The reasons, read from its folder and the one around it, why the checkpoint `path` must not
-    be deleted now.
+    """The reasons why the checkpoint `path` must not be deleted now.
+
+    They are read from its folder and the one around it.
     """
     reasons = []
     pinned = pin_reason(Place(LocalStore(path)))
@@ -247,9 +246,7 @@ def _restore_manifest(path: Path) -> bool:
 
 
 def _close_folder(path: Path) -> Removal:
-    """Delete the marks and the tombstone of a checkpoint whose files are deleted, and its folder if
-    that empties it.
-    """
+    """Delete the marks of a checkpoint whose files are deleted, and its folder if it is empty."""
     if not _other_files(path):
         # so that no empty folder has the checkpoint's name
         gone = path.with_name(f".{path.name}{TOMBSTONE}")
@@ -275,9 +272,7 @@ def _remove_folder(gone: Path) -> Removal:
 
 
 def _other_files(path: Path) -> list[Path]:
-    """The entries of a deleted checkpoint's folder besides its tombstone and other marks, which are
-    deleted.
-    """
+    """The entries of a deleted checkpoint's folder but its marks, which are deleted."""
     others = []
     for entry in folder_entries(path):
         if entry.name == TOMBSTONE:

@@ -40,8 +40,9 @@ class ObjectStaging:
     mark: SaveMark
 
     def commit(self, manifest: Manifest) -> None:
-        """Compare the objects with the manifest, and write it if there is none: readers see all or
-        nothing.
+        """Compare the objects with the manifest, and write it if there is none.
+
+        Readers see all or nothing.
 
         Raises CorruptError if they differ; NameTakenError if another save committed first (verify
         it: its objects may have been replaced by these); TargetError, also when another save has
@@ -59,9 +60,7 @@ class ObjectStaging:
         self.mark.release()
 
     def discard(self) -> None:
-        """Delete all objects, unless there is a manifest, or another save has taken the folder
-        over.
-        """
+        """Delete all objects, unless there is a manifest or another save owns the folder."""
         if not self.mark.is_held:
             return
         if self.mark.is_ours and self.store.stat(MANIFEST_NAME) is None:

@@ -41,7 +41,7 @@ _LEFTOVER = re.compile(
 class LeftoverName:
     """The parts of the name of a stage or a sideline."""
 
-    target: str | None  # the name of the target beside the stage; None inside the target
+    target: str | None  # the name of the target next to the stage; None inside the target
     is_sideline: bool
     owner: str  # see `locks.new_owner`
 
@@ -70,7 +70,7 @@ def recover_target(target: Path, *, by_reader: bool = False) -> tuple[str, ...]:
     A leftover stays while its owner lives, see `locks`. Leftovers of other machines are settled at
     once if they were being put in place, unsealed stages after a day: `target` must have no other
     writer. `by_reader`: it may have one, so all of them are settled after a day. Leftovers of saves
-    beside it are settled too once their owners have ended. A leftover that cannot be settled is a
+    next to it are settled too once their owners have ended. A leftover that cannot be settled is a
     warning, or a TargetError or UnreadableError if the previous checkpoint could not be restored.
     """
     with explained(target):
@@ -98,8 +98,7 @@ def settle_or_warn(stage: Path, target: Path, manifest: Manifest | None = None) 
 
 
 def settle_stage(stage: Path, target: Path, manifest: Manifest | None = None) -> str:
-    """Undo or finish one save from the state of stage, sideline and target, see `commit`;
-    repeatable.
+    """Undo or finish one save from the state of its folders, see `commit`; repeatable.
 
     `manifest`: the target's, if known. The old checkpoint is deleted last, when its replacement is
     durable and no reader has a lease on it.
@@ -131,8 +130,9 @@ def sideline_of(stage: Path, target: Path) -> Path:
 
 
 def uncommit(path: Path) -> None:
-    """Delete the manifest of `path`, durably: it stops being a checkpoint, and deleting the rest
-    may be interrupted.
+    """Delete the manifest of `path`, durably: it stops being a checkpoint.
+
+    Deleting the rest may be interrupted.
     """
     local_disk.delete_files([MANIFEST_NAME], path)
 
@@ -169,8 +169,9 @@ def _undo_pour(stage: Path, target: Path, sideline: Path) -> None:
 
 
 def _carry_foreign_files(stage: Path, target: Path, manifest: Manifest | None) -> None:
-    """After an exchange, move files that the old checkpoint did not list into the new one,
-    replacing nothing there.
+    """After an exchange, move unlisted files of the old checkpoint into the new one.
+
+    Nothing is replaced there.
 
     Raises UnreadableError when a manifest cannot be read now: the stage must then stay as it is.
     """

@@ -142,8 +142,9 @@ class BucketRun:
         return strip_in_bucket(self.root.within(location_name(location)))
 
     def is_valid(self, info: CheckpointInfo) -> bool:
-        """Verified once: a valid checkpoint stays valid while its objects keep the versions that
-        were verified.
+        """Whether the checkpoint is valid, verified once.
+
+        It stays valid while its objects keep the versions that were verified.
         """
         objects = [stored for stored in info.store.list() if not is_mark(stored.name)]
         versions = hashlib.blake2b(repr(objects).encode(), digest_size=16).digest()

@@ -1,6 +1,4 @@
-"""Staging: the files of a save are written to a hidden folder or a bucket prefix, then committed or
-discarded.
-"""
+"""Staging: a hidden folder or a bucket prefix for the files of a save until its commit."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,9 +99,7 @@ def stage_store(stage: Path, direct_bytes: int | None = BLOCK_BYTES) -> LocalSto
 
 
 def settle_staging_at(target: Place) -> None:
-    """Delete the leftovers at `target` of a save that was killed after its commit, as far as
-    possible.
-    """
+    """Delete what a save that was killed after its commit has left at `target`."""
     store = target.folder
     if store.local_folder is not None:
         recover_target(store.local_folder)

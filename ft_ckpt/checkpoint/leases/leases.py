@@ -233,9 +233,7 @@ class Lease:
 
 @dataclass(eq=False)
 class ExclusiveLease(Lease):
-    """A lease whose name other processes use, too: one of them may put its own mark in the place of
-    this one.
-    """
+    """A lease whose name other processes use, too, so that one may replace its mark."""
 
     @property
     def is_ours(self) -> bool:

@@ -35,8 +35,7 @@ def living_marks(store: Store, objects: Iterable[Stored], kind: str, now: float)
 
 
 def settled_list(store: Store, own_mark: str | None) -> list[Stored]:
-    """All objects of a checkpoint in a bucket, once no removal is in progress that may have missed
-    the mark `own_mark`.
+    """All objects of a checkpoint in a bucket, once no removal may miss the mark `own_mark`.
 
     `own_mark` was just put there; without it, nothing is waited for. Raises UnreadableError after a
     minute.

@@ -63,8 +63,9 @@ def lease_reasons(path: Path) -> tuple[str, ...]:
 
 @dataclass(eq=False)
 class _FileLease(Lease):
-    """A lease on a checkpoint on a disk: a locked file, kept open, as a save may move the folder
-    aside.
+    """A lease on a checkpoint on a disk: a locked file, kept open.
+
+    A save may move the folder aside.
     """
 
     descriptor: int = -1

@@ -43,9 +43,7 @@ class SaveMark(ExclusiveLease):
         self.begin()
 
     def declare_clear(self) -> None:
-        """Record in the mark that no foreign files are in the folder, for the cleanup after a
-        crash.
-        """
+        """Record that no foreign files are in the folder, for the cleanup after a crash."""
         if not self.cleared:
             self.cleared = True
             self.put()

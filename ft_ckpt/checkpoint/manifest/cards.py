@@ -16,8 +16,7 @@ CARD_NAME = "README.md"
 def with_current_cards(
     store: Store, manifest: Manifest, objects: Mapping[str, Stored] | None = None
 ) -> tuple[Manifest, tuple[str, ...]]:
-    """The manifest with the records of the model cards as they are in `store` now, and a note for
-    each change.
+    """The manifest with its model cards as they are in `store` now, and a note for each change.
 
     `objects` are those of a bucket, by name: a card is read only if its version is another one.
     """

@@ -57,9 +57,7 @@ PART_KINDS = ("model", "adapter", "module", "state")
 
 @dataclass(frozen=True)
 class PartRecord:
-    """One part of the checkpoint: a model, an adapter, a plain module or the training state, in a
-    folder of its own.
-    """
+    """A model, an adapter, a plain module or the training state, in a folder of its own."""
 
     name: str  # "" for the whole model, an attribute path such as "policy", or an adapter's name
     path: str  # folder relative to the checkpoint, "" for the checkpoint folder itself
@@ -102,7 +100,7 @@ class Manifest:
     run_id: str | None = None
     # metric -> "min" or "max", as the run ranks it
     rankings: Mapping[str, str] = field(default_factory=dict)
-    # weights saved beside the checkpoints of a run: retention never deletes them
+    # weights saved among the checkpoints of a run: retention never deletes them
     export: bool = False
     # without a step: one more than the largest in the same folder, since clocks may go back
     number: int | None = None
@@ -217,8 +215,9 @@ def _values_of_file(file: FileRecord) -> dict[str, Any]:
 
 
 def _json_text(value: Any) -> str:
-    """JSON that can be encoded as UTF-8: surrogates (file name bytes that are not UTF-8) are
-    escaped.
+    """JSON that can be encoded as UTF-8, with escaped surrogates.
+
+    These stand for bytes of file names that are not UTF-8.
     """
     return re.sub("[\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", _encode(value))
 
@@ -232,8 +231,9 @@ def _digest_line(digest: str) -> str:
 
 
 def _metrics_of(stored: Any) -> Any:
-    """The metrics as numbers: NaN and infinities are stored as text, and 0.1.0 did not refuse other
-    values.
+    """The metrics as numbers.
+
+    NaN and infinities are stored as text, and 0.1.0 did not refuse other values.
     """
     if type(stored) is not dict:
         return stored

@@ -1,7 +1,7 @@
 """Files that readers would take for the weights of a checkpoint, though it does not list them.
 
 Such a file is left from another save: from_pretrained prefers model.safetensors to an index, vLLM
-reads every shard, and an adapter_config.json beside a model is applied to it. An adapter's folder
+reads every shard, and an adapter_config.json next to a model is applied to it. An adapter's folder
 may be its base's: only names of adapters count there.
 """
 
@@ -23,9 +23,7 @@ _NAMES_BY_KIND = {
 
 
 def is_misleading(path: str, manifest: Manifest) -> bool:
-    """True when `path`, relative to the checkpoint, is not listed but readers would load it as
-    weights.
-    """
+    """Whether readers would load `path` as weights, though the manifest does not list it."""
     folder, name = str(PurePosixPath(path).parent), PurePosixPath(path).name
     kinds = {part.kind for part in manifest.parts if (part.path or ".") == folder}
     patterns = [_NAMES_BY_KIND[kind] for kind in kinds if kind in _NAMES_BY_KIND]

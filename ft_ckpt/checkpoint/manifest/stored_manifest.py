@@ -83,9 +83,7 @@ def is_delta(place: Place) -> bool:
 
 
 def next_number(target: Store, beside: Store) -> int:
-    """The number of a new checkpoint without a step: one more than the largest in both folders and
-    directly below.
-    """
+    """The number of a new checkpoint without a step: one more than the largest."""
     largest = 0
     for store in (target, beside):
         below = [store.within(folder.name) for folder in visible_folders(store.list_folder())]

@@ -1,5 +1,6 @@
-"""Reads pickles of other programs by a table of the globals that they may name; nothing else is
-looked up, or run.
+"""Reads pickles of other programs by a table of the globals that they may name.
+
+Nothing else is looked up or run.
 
 `unpickle` reads bare pickles: the metadata of torch.distributed.checkpoint, leaves of Cerebras
 files. Torch files are read by `torch.load`, which gets values and stand-ins of this module.

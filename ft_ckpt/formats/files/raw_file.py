@@ -71,8 +71,7 @@ class RawFile:
         self.file.close()
 
     def check(self) -> None:
-        """Raise CorruptError if the file is closed, or can be mapped and was changed since it was
-        opened.
+        """Raise CorruptError if the file is closed, or a mapped one has changed since then.
 
         Other files are always read in the version that was opened.
         """

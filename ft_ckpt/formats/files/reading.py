@@ -133,8 +133,9 @@ def bytes_at(address: int, size_bytes: int) -> Tensor:
 
 
 def copy_bytes(to: Tensor, at: int, data: Tensor) -> None:
-    """Copy bytes into the host memory of `to`, by memmove: torch's copy threads wait for each other
-    by spinning.
+    """Copy bytes into the host memory of `to`.
+
+    By memmove: torch's copy threads wait for each other by spinning.
     """
     ctypes.memmove(to.data_ptr() + at, data.data_ptr(), data.numel())
     torch.autograd.graph.increment_version(to)

@@ -35,8 +35,9 @@ class TensorFile(ABC):
 
     @abstractmethod
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) of the tensor in row-major order: 1-D, contiguous, on the
-        CPU; only their bytes are read.
+        """Elements [start, stop) of the tensor in row-major order.
+
+        The result is 1-D, contiguous and on the CPU; only its bytes are read.
 
         Writes to the result never reach the file. Raises CorruptError when the file is damaged, or
         has changed since it was opened.

@@ -1,6 +1,4 @@
-"""Where the records of zip files lie that are stored without compression, so that they are read in
-place.
-"""
+"""Finds records of zip files that are stored without compression, to read them in place."""
 
 import struct
 import zipfile

@@ -34,8 +34,9 @@ Row = Sequence[Any]
 
 @dataclass(frozen=True)
 class TensorIndex:
-    """A row for each tensor, in file order; the tree of the object (None: a flat dict); the
-    metadata.
+    """A row for each tensor in file order, the tree of the object, and the metadata.
+
+    The tree of a flat dict is None.
     """
 
     rows: Mapping[str, Row]
@@ -104,8 +105,9 @@ class _Footer(NamedTuple):
 
 
 def index_footer(text: bytes, data_start: int, index_start: int, file_bytes: int) -> bytes:
-    """The footer after the JSON: offsets, file size and digest, by which a reader sees that nothing
-    has moved.
+    """The footer after the JSON: offsets, file size and digest.
+
+    A reader sees by it that nothing has moved.
     """
     digest = xxhash.xxh3_128_digest(text)
     fields = struct.pack(_FOOTER, _MAGIC, data_start, index_start, file_bytes, digest)
@@ -171,9 +173,7 @@ def _parse_index(text: bytes, digest: bytes, data_start: int, source: str) -> Te
 
 
 def check_index(index: TensorIndex, source: str) -> None:
-    """Raise CorruptError if a row of the index is invalid, or its tree refers to tensors that it
-    lacks.
-    """
+    """Raise CorruptError if a row is invalid, or the tree refers to tensors that are not listed."""
     count = len(index.rows)
     numbers = sorted([row[4] for row in index.rows.values()])
     if numbers != list(range(count)):

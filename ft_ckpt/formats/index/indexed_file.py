@@ -19,9 +19,7 @@ ReadElements = Callable[[int, int], Any]  # flat elements [start, stop) of one t
 
 
 class IndexedFile(TensorFile):
-    """An open file with its `index`: the tensors, the tree of the object and the names of its
-    leaves.
-    """
+    """An open file with its `index`: tensors, the tree of the object, names of the leaves."""
 
     def __init__(self, raw: RawFile, index: TensorIndex, verify: bool = False) -> None:
         """`verify`: compare digests as whole tensors are read."""
@@ -75,9 +73,7 @@ class IndexedFile(TensorFile):
         return [ByteRun(name, self.raw.file, self.index.start(name), self.specs[name].size_bytes)]
 
     def maps(self, name: str) -> bool:
-        """True when the whole tensor costs no more to read than a part: it can be mapped, or is
-        small.
-        """
+        """Whether the whole tensor costs no more to read than a part: it is mapped, or small."""
         if name in self.readers:
             return False
         return self.raw.mapped or self.specs[name].size_bytes < MAP_BYTES

@@ -156,9 +156,7 @@ def read_header(file: Readable) -> dict[str, HeaderEntry]:
 
 
 def begins_with_header(head: bytes) -> bool:
-    """Whether `head`, at least the first 9 bytes of a file, begins with a length and a header of
-    that format.
-    """
+    """Whether `head`, at least 9 bytes of a file, begins with a length and a header."""
     return head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= _MAX_HEADER_BYTES
 
 

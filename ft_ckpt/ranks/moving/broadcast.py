@@ -41,8 +41,9 @@ def each_reads(_what: str, collect: Callable[[], list[WantedTensor]]) -> None:
 
 
 def choose_filler(way: str, ranks: Ranks) -> Filler:
-    """The filler for a `way` of SaverConfig.fan_out, or for "small": rank 0 reads small ranges for
-    all ranks.
+    """The filler for a `way` of SaverConfig.fan_out.
+
+    With "small", rank 0 reads small ranges for all ranks.
 
     With "small" and "broadcast" the filler is collective: all ranks must call it for the same
     tensors in the same order. An error of `collect` on one rank, or of rank 0's reads, is raised on
@@ -79,10 +80,11 @@ class _Rows(NamedTuple):
 
 
 class _BroadcastPlan:
-    """The tensors to fill, and all memory for it, allocated first so that no rank fails between
-    broadcasts.
+    """The tensors to fill, and all memory for that.
 
-    Needs BUCKET_BYTES beside the tensors, or the memory of one row if a row alone is larger. Raises
+    It is allocated first, so that no rank fails between broadcasts.
+
+    Needs BUCKET_BYTES in addition to the tensors, or the memory of one row if a row alone is larger. Raises
     as `check_all`.
     """
 
@@ -128,8 +130,9 @@ def _cut_into_buckets(tensors: Sequence[WantedTensor], limit: int) -> list[list[
 
 
 def broadcast_tensors(plan: _BroadcastPlan, ranks: Ranks) -> None:
-    """Fill each rank's part of tensors that rank 0 reads. Collective, with the same tensors on all
-    ranks.
+    """Fill each rank's part of tensors that rank 0 reads.
+
+    Collective, with the same tensors on all ranks.
 
     A read error is raised on rank 0, and RankError on the others; a rank's own copy error is raised
     there alone.

@@ -29,7 +29,7 @@ from ft_ckpt.formats.trees import PLAIN
 from ft_ckpt.ranks.sharding import Box, Source, box_memories, global_rank
 from ft_ckpt.storage.io import ByteRun, new_block
 
-_SLICE_BYTES = 64 << 20  # per read, to bound the memory beside the tensor
+_SLICE_BYTES = 64 << 20  # per read, to bound the memory in addition to the tensor
 _STAGE_BYTES = 16 << 20  # rows staged before their columns are copied out
 _MIN_RUN_BYTES = 64 << 10  # shorter runs of a box are read together with the bytes between them
 
@@ -76,7 +76,7 @@ def fill_all(tensors: Iterable[WantedTensor], threads: int = THREADS, direct: st
 
     Returns the number of bytes read.
 
-    Memory beside the tensors: the blocks of `read_ahead`, and a stage of 16 MiB or one row where
+    Memory in addition to the tensors: the blocks of `read_ahead`, and a stage of 16 MiB or one row where
     rows are staged. `direct`: as in `read_ahead`. Raises LoadError naming every tensor that is
     missing or of another shape or dtype, before anything is read; CorruptError if a file is too
     short or has changed.
@@ -144,9 +144,7 @@ def readers_here() -> int:
 
 @dataclass(eq=False)
 class _RowsLanding:
-    """Stages whole rows for a box that has part of the columns, or a tensor with gaps or another
-    dtype.
-    """
+    """Stages whole rows for a box with part of the columns, with gaps or of another dtype."""
 
     target: WantedBox
     low: int = 0  # rows of the box that are done

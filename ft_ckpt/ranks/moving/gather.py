@@ -24,8 +24,9 @@ BUCKET_BYTES = 256 << 20  # buffer of a rank for tensors that are gathered or br
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Consecutive elements of one tensor on the receiving rank, flat, valid until the next chunk is
-    requested.
+    """Consecutive elements of one tensor on the receiving rank.
+
+    They are flat, and valid until the next chunk is requested.
 
     They may be on that rank's accelerator.
     """
@@ -199,9 +200,7 @@ class _BucketCarrier:
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def carry_bucket(self, bucket: list[_RowRange]) -> Iterator[Chunk]:
-        """Send this rank's contributions of `bucket`, or receive those of the other ranks and
-        yield the chunks.
-        """
+        """Send this rank's elements of `bucket`, or receive the others' and yield the chunks."""
         moving = [unit for unit in bucket if moves_to(unit.info, self.to)]
         opaque = [unit for unit in bucket if unit.info.sharding.is_opaque]
         if self.ranks.rank != self.to:
@@ -342,8 +341,9 @@ def bytes_as(flat: Tensor, start: int, dtype: torch.dtype, shape: Sequence[int])
 
 
 def wire_device() -> torch.device:
-    """The device that the default process group sends from: the accelerator under NCCL and the
-    like, else the CPU.
+    """The device that the default process group sends from: the accelerator under NCCL.
+
+    Otherwise the CPU.
     """
     import torch.distributed as dist
 

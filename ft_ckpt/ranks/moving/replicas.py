@@ -80,9 +80,7 @@ def has_readable_elements(info: Source) -> bool:
 
 
 def elements_at(info: Source, rank: int, indices: Sequence[int]) -> dict[str, float]:
-    """The elements at flat `indices` that `rank`, which is this one, contributes to the tensor, by
-    index.
-    """
+    """The elements at flat `indices` that `rank`, this one, contributes, by index."""
     local = info.local
     if local is None or not local.numel():
         return {}
@@ -123,8 +121,9 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def folded_bits(tensor: Tensor) -> Tensor:
-    """A digest of all bits of the tensor and their positions, one int64, computed on the tensor's
-    device.
+    """A digest of all bits of the tensor and their positions.
+
+    One int64, computed on the tensor's device.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     data = data.clone() if data.storage_offset() % 8 else data

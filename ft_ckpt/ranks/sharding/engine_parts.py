@@ -24,9 +24,7 @@ _UNSPREAD = (None, "ep_size_1")  # groups of experts that every rank has
 
 
 class EngineParts(TensorKind):
-    """Ordinary tensors with the marks of AutoTP, Megatron or DeepSpeed's MoE, in a run of several
-    ranks.
-    """
+    """Ordinary tensors with the marks of AutoTP, Megatron or DeepSpeed's MoE, on several ranks."""
 
     def describes(self, tensor: Any) -> bool:
         if not (_is_part(tensor) or _is_expert(tensor)):
@@ -47,9 +45,7 @@ def _is_part(tensor: Any) -> bool:
 
 
 def _is_on_one_rank(tensor: Any) -> bool:
-    """Whether the AutoTP layer of the tensor says that its group has one rank, which holds the
-    whole tensor.
-    """
+    """Whether the AutoTP group of the tensor has one rank, which holds the whole tensor."""
     layer: Any = getattr(getattr(tensor, "gather_params", None), "__self__", None)
     if not hasattr(layer, "mp_group"):
         return False

@@ -10,8 +10,9 @@ MAX_RUNS = 64  # per tensor; a tensor that is cut finer is gathered before it is
 
 @dataclass(frozen=True)
 class Runs:
-    """The next elements of a tensor in consecutive runs, each of another rank: `owner`, `owner` +
-    1, ...
+    """The next elements of a tensor in runs of consecutive ranks.
+
+    The first run is of the rank `owner`, the next of `owner` + 1, and so on.
     """
 
     owner: int
@@ -89,8 +90,9 @@ def _cut_stretch(stretch: _Stretch, axis: int, count: int) -> Iterator[_Stretch]
 
 
 def _joined_runs(pieces: Sequence[tuple[int, int]]) -> Iterator[Runs]:
-    """The fewest runs that describe (rank, elements) pairs: consecutive ranks, equal sizes between
-    first and last.
+    """The fewest runs that describe (rank, elements) pairs.
+
+    A run has consecutive ranks, and equal sizes between the first and the last.
     """
     group: list[tuple[int, int]] = []
     for rank, numel in pieces:

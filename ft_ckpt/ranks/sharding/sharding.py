@@ -15,9 +15,7 @@ from ft_ckpt.ranks.sharding.runs import Runs, runs_over_grid
 
 @dataclass(frozen=True)
 class Box:
-    """A box cut from a tensor: `offsets` inclusive, `sizes` in elements, one of each per
-    dimension.
-    """
+    """A box cut from a tensor: `offsets` and `sizes` in elements, one for each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -34,9 +32,7 @@ class Sharding(Protocol):
 
     @property
     def view(self) -> tuple[int, ...]:
-        """The shape that boxes are cut from: the tensor's own, or (numel,) where it is cut
-        flattened.
-        """
+        """The shape that boxes are cut from: the tensor's, or (numel,) where it is flattened."""
         ...
 
     @property
@@ -59,9 +55,7 @@ class Sharding(Protocol):
 
     @property
     def is_opaque(self) -> bool:
-        """Whether no boxes describe it, and only a collective of its engine gives the full
-        tensor.
-        """
+        """Whether no boxes describe it: only a collective of its engine gives the tensor."""
         ...
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
@@ -209,8 +203,9 @@ class MeshSharding:
         return runs_over_grid(self.view, self.mesh.shape, self.mesh.ranks, cuts)
 
     def _rows_over_consecutive_ranks(self, rows: int) -> int | None:
-        """The rows of each rank, if at most the first dimension is cut, once, and ranks with
-        consecutive numbers have the parts; else None.
+        """The rows of each rank; None unless it is cut once at most, along the first dimension.
+
+        The ranks with the parts have consecutive numbers.
         """
         cut_axes = []
         for axis, dim in enumerate(self.cuts):
@@ -305,8 +300,7 @@ def _nonempty_box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Box
 
 @lru_cache(maxsize=1 << 16)  # for each shape and rank
 def _cut_box(shape: tuple[int, ...], cuts: tuple[tuple[int, int, int], ...]) -> tuple[Box, ...]:
-    """The box left of `shape` after cutting dimension d into n chunks and taking the i-th, as
-    torch.chunk does.
+    """The i-th of n chunks of `shape` along dimension d, as torch.chunk cuts.
 
     Each cut (d, i, n) is applied to the result of the one before.
     """
@@ -320,8 +314,9 @@ def _cut_box(shape: tuple[int, ...], cuts: tuple[tuple[int, int, int], ...]) -> 
 
 @dataclass(frozen=True)
 class FlatSharding:
-    """A tensor at [first, first + numel) of a flat buffer that is cut into equal shards, one for
-    each of `members`.
+    """A tensor in a flat buffer that is cut into equal shards, one for each of `members`.
+
+    It has the elements [first, first + numel).
 
     Members without rank 0 hold replicas of other members' shards, and contribute nothing.
     """

@@ -66,9 +66,7 @@ class Source:
         return self.numel * self.dtype.itemsize
 
     def holding(self, local: Tensor | None) -> "Source":
-        """The same tensor with its elements on this rank taken from `local`, such as a copy in host
-        memory.
-        """
+        """The same tensor with its elements on this rank taken from `local`, such as a copy."""
         return replace(self, take=lambda _: local)
 
 

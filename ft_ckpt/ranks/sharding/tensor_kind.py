@@ -40,9 +40,7 @@ def layout_like(
 
 
 def shaped_as_box(local: Tensor, sharding: Sharding) -> Tensor:
-    """This rank's part of a tensor in the shape of its box, where the view splits a dimension of
-    the tensor.
-    """
+    """This rank's part of a tensor in the shape of its box, as the view splits a dimension."""
     boxes = sharding.local_boxes(global_rank())
     if not boxes or tuple(local.shape) == boxes[0].sizes:
         return local
@@ -104,9 +102,7 @@ class TensorKind(ABC):
         return tensor
 
     def state_run(self, tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
-        """The layout of optimizer state of the shape of a tensor that `shows_runs`, and this rank's
-        elements of it.
-        """
+        """The layout of optimizer state of a tensor, and this rank's elements of it."""
         raise AssertionError("no tensor of this kind needs it")
 
 
@@ -143,8 +139,9 @@ class StandInTensors(PlainTensors):
 def stand_in_parameter(
     shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]
 ) -> nn.Parameter:
-    """A parameter of that shape in the memory of one element, which stands for the tensor that
-    `read` returns.
+    """A parameter of that shape in the memory of one element.
+
+    It stands for the tensor that `read` returns.
     """
     parameter = nn.Parameter(
         torch.zeros((), dtype=dtype, device="cpu").expand(shape), requires_grad=False

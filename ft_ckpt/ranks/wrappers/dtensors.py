@@ -73,9 +73,7 @@ def cutting_of(
 def _is_right_to_left(
     axis: int, mesh: tuple[int, ...], dims: tuple[int | None, ...], factors: tuple[int, ...]
 ) -> bool:
-    """Whether the split factor is the number of parts that later dimensions of the mesh cut the
-    same dimension into.
-    """
+    """Whether the split factor is the number of parts that later mesh dimensions cut."""
     later = [mesh[other] for other in range(axis + 1, len(mesh)) if dims[other] == dims[axis]]
     return bool(later) and factors[axis] == prod(later)
 
@@ -86,9 +84,7 @@ def _packed_cutting(
     dims: tuple[int | None, ...],
     factors: tuple[int, ...],
 ) -> MeshCutting | None:
-    """The cutting of each of several tensors packed in one dimension, which the view splits into
-    two dimensions.
-    """
+    """The cutting of each of several tensors that are packed in one dimension."""
     axis = next(axis for axis, factor in enumerate(factors) if factor > 1)
     dim, parts = dims[axis], factors[axis]
     if dim is None or dims.count(dim) > 1 or shape[dim] % parts:
@@ -102,9 +98,7 @@ def _packed_cutting(
 
 
 def _orders_agree(size: int, parts: list[int], factors: list[int]) -> bool:
-    """Whether cutting from right to left gives each rank the part of the placements, read from left
-    to right.
-    """
+    """Whether cutting from right to left gives each rank the same part as from left to right."""
     if size % prod(parts) == 0:
         return True
     by_placements: dict[tuple[int, ...], list[int]] = {(): [*range(size)]}

@@ -58,8 +58,9 @@ class FlatParameter:
         )
 
     def local_run(self, buffer: Tensor) -> Tensor | None:
-        """This rank's elements in any `buffer` that is cut like the flat parameter, such as its
-        optimizer state.
+        """This rank's elements in a `buffer` that is cut like the flat parameter.
+
+        Optimizer state is cut so.
         """
         flat, sharding = buffer.detach().view(-1), self.sharding(buffer.numel())
         if not isinstance(sharding, FlatSharding):

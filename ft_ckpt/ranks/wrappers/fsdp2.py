@@ -64,8 +64,7 @@ def _parameter_records(groups: Sequence[Any]) -> list[Any]:
 
 
 def _warn_of_copies(modules: Sequence[nn.Module]) -> None:
-    """Warn of tied parameters of which FSDP2 computes with two copies, although the optimizer has
-    only one.
+    """Warn of tied parameters that FSDP2 has twice, although the optimizer has only one.
 
     If shards are padded, because the number of ranks does not divide the rows, torch copies a tied
     parameter for each module that it shards. The second copy is not trained and is in no state

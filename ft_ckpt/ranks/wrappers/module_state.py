@@ -1,4 +1,4 @@
-"""Extra state: entries of torch's `state_dict()` beside parameters and buffers.
+"""Extra state: entries of torch's `state_dict()` that are no parameters or buffers.
 
 Most modules list their parameters and persistent buffers only. Some have extra state or override
 the listing. Their entries are collected as torch does, and restored by the loading methods of the
@@ -31,7 +31,7 @@ EXTRA_STATE = "_extra_state"  # torch's name for it
 
 @dataclass(frozen=True, eq=False)
 class AddedValue:
-    """One value that a module lists beside parameters and buffers."""
+    """One value that a module lists in addition to parameters and buffers."""
 
     raw: str  # name with the wrapper steps of the module's path
     value: Any  # current value: a tensor or any object
@@ -92,7 +92,7 @@ def _is_plain(changed: Container[type], module: nn.Module) -> bool:
 
 
 def added_state(root: nn.Module, live: Mapping[str, Any]) -> dict[str, AddedValue]:
-    """The state of `root` beside its `live` tensors, by canonical name.
+    """The state of `root` other than its `live` tensors, by canonical name.
 
     Aliases of `live` tensors are left out. Moves no data and calls no collective: FSDP1's own
     listing is not used. Raises SelectionError naming a module that fails to list its state, and
@@ -122,8 +122,7 @@ def added_state(root: nn.Module, live: Mapping[str, Any]) -> dict[str, AddedValu
 
 
 def load_added_state(root: nn.Module, live: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Restore `values`, which `added_state` listed at the save, by the loading methods of their
-    modules.
+    """Restore `values`, which `added_state` listed, by the loading methods of their modules.
 
     Raises LoadError naming values that this model does not list, that are missing, or that a module
     did not load.

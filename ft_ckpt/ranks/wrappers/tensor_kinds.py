@@ -91,9 +91,7 @@ def shows_runs(tensor: Any) -> bool:
 
 
 def state_run(tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
-    """The layout of optimizer state of the shape of a tensor that `shows_runs`, and this rank's
-    elements of it.
-    """
+    """The layout of optimizer state in the shape of a tensor, and this rank's elements of it."""
     return _kind_of(tensor).state_run(tensor, state)
 
 

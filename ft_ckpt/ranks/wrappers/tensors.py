@@ -65,9 +65,7 @@ class ModelTensors:
         return sources
 
     def added(self) -> dict[str, AddedValue]:
-        """The values in the modules' state beside parameters and persistent buffers, tensors or
-        not.
-        """
+        """The values in the modules' state that are no parameters and no persistent buffers."""
         return self._added_to(self._not_added())
 
     def _not_added(self) -> dict[str, Source]:
@@ -226,8 +224,7 @@ def of_rank_0(source: Source) -> Source:
 def from_state_dict(
     state_dict: Mapping[str, Tensor] | None, live: Mapping[str, Source], ranks: Ranks
 ) -> dict[str, Source]:
-    """Sources that take their data from a state dict the caller gathered, checked against the
-    `live` model.
+    """Sources that take their data from a gathered state dict, checked against `live`.
 
     Only rank 0's dict is read. Raises IncompleteError naming every entry that is missing,
     unexpected, or of another shape or dtype.

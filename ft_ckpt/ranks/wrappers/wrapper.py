@@ -28,9 +28,7 @@ class Wrapper:
         return False
 
     def keeps_weights(self, module: nn.Module) -> bool:
-        """Whether `module` has separate master weights, which overwrite the model's at the next
-        optimizer step.
-        """
+        """Whether `module` has master weights, which overwrite the model's at the next step."""
         return False
 
     def hides_tensors(self, module: nn.Module) -> bool:
@@ -38,8 +36,7 @@ class Wrapper:
         return False
 
     def tensors_of_modules(self, modules: Sequence[nn.Module]) -> Mapping[tuple[int, str], Any]:
-        """(id of a module, name) -> the stand-in for the parameter that the module had under that
-        name.
+        """The stand-ins for parameters by (id of a module, name that the module had).
 
         `modules` are those of a model, wrappers included.
         """
@@ -57,8 +54,9 @@ class Wrapper:
         return cls
 
     def pending_gradients(self, modules: Sequence[nn.Module]) -> Mapping[str, Any]:
-        """Gradients that the engine keeps outside of `.grad` until the step is complete, by raw
-        parameter name.
+        """Gradients that the engine keeps outside of `.grad`, by raw parameter name.
+
+        It keeps them until the step is complete.
 
         Each has `read()` and `write(gradient)`, with None for no gradient. `modules` are a model
         and all submodules.

@@ -76,8 +76,7 @@ def wrapped_key(module: nn.Module) -> str | None:
 
 
 def walk_modules(root: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """(canonical name, raw name, module) for each of `root.named_modules(remove_duplicate=False)`,
-    in its order.
+    """(canonical name, raw name, module) for each module, in the order of `named_modules`.
 
     The canonical name leaves out the steps of wrappers.
     """
@@ -107,8 +106,7 @@ def hides_tensors(module: nn.Module) -> bool:
 
 
 def tensors_of_modules(modules: Sequence[nn.Module]) -> dict[int, dict[str, Any]]:
-    """(id of a module, name) -> the stand-in for the parameter that an engine has taken from the
-    module.
+    """The stand-ins for parameters that an engine has taken, by (id of a module, name).
 
     Wrappers must be among `modules`.
     """

@@ -48,8 +48,9 @@ def plan_part(
     format_name: str = DEFAULT_FORMAT,
     separate: frozenset[str] = frozenset(),
 ) -> PartPlan:
-    """Files for `part`, split as transformers splits them: in the model's order, up to
-    `max_shard_bytes` or one tensor.
+    """Files for `part`, split as transformers splits them.
+
+    In the model's order, up to `max_shard_bytes` or one tensor.
 
     The tensors named in `separate` come first and share no file with the others. An adapter has one
     file.
@@ -86,8 +87,9 @@ def plan_part(
 
 
 def frozen_names(part: Part, frozen: frozenset[int], mode: str) -> frozenset[str]:
-    """Stored names of `part` that go into files of their own: those made of `frozen` tensors only,
-    if that pays.
+    """Stored names of `part` that go into files of their own, if that pays.
+
+    They are made of `frozen` tensors only.
     """
     if mode == "off" or not frozen or part.kind not in ("model", "module"):
         return frozenset()
@@ -103,8 +105,9 @@ def frozen_names(part: Part, frozen: frozenset[int], mode: str) -> frozenset[str
 
 
 def _refuse_stored_names(part: Part) -> None:
-    """Raise IncompleteError for duplicate names, SelectionError for names that a file cannot
-    contain.
+    """Refuse names that a file cannot have.
+
+    Raises IncompleteError for duplicates, SelectionError for others.
     """
     names = [entry.name for entry in part.entries]
     if len(set(names)) < len(names):
@@ -120,8 +123,7 @@ def _refuse_stored_names(part: Part) -> None:
 
 
 def check_written_files(part_plan: PartPlan, store: Store) -> None:
-    """Read the headers of the written files back and compare them with the planned names, shapes
-    and dtypes.
+    """Compare the headers of the written files with the planned names, shapes and dtypes.
 
     Raises IncompleteError naming every difference.
     """

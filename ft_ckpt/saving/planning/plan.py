@@ -1,6 +1,4 @@
-"""The plan of a save: which tensors of the live model are stored, in which files, with which
-sidecar files.
-"""
+"""The plan of a save: tensors of the live model, their files, sidecar files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

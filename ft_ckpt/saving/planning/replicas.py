@@ -33,9 +33,7 @@ class ReplicaDigest:
 
 
 def replicated_tensors(plans: Iterable[PartPlan]) -> dict[str, Source]:
-    """The tensors in the files of `plans` that several ranks hold, once each, by the names they
-    have in a run.
-    """
+    """The tensors in the files of `plans` that several ranks hold, by their names in a run."""
     by_key: dict[int, tuple[str, Source]] = {}
     for plan in plans:
         written: set[str] = set()
@@ -70,8 +68,9 @@ def digest_replicas(sources: Mapping[str, Source], rank: int) -> dict[str, Repli
 
 
 def digests_by_place(digests: Mapping[str, ReplicaDigest]) -> dict[str, str]:
-    """One digest of all replicas that a rank holds at a place, by place: small enough to exchange
-    at every save.
+    """One digest of all replicas that a rank holds at a place, by place.
+
+    They are small enough to exchange at every save.
     """
     places: dict[str, list[tuple[str, str]]] = {}
     for name, digest in digests.items():
@@ -94,8 +93,9 @@ def differing_places(digests: Iterable[Mapping[str, str]]) -> list[str]:
 def differing_replicas(
     digests: Mapping[str, ReplicaDigest], places: Sequence[str], ranks: Ranks
 ) -> Differences:
-    """The tensors at `places` that differ from the first rank that stores them, from each rank's
-    `digests`.
+    """The tensors at `places` that differ from the first rank that stores them.
+
+    `digests` are those of this rank.
 
     Collective unless `places` is empty.
     """
@@ -132,9 +132,7 @@ def describe_differences(differing: Differences) -> str:
 
 
 def take_first_values(parts: Sequence[Part], differing: Differences) -> list[Part]:
-    """The parts with the first rank's value of tensors that differ, and a note in the first
-    part.
-    """
+    """The parts with the first rank's value of differing tensors, and a note on them."""
     keys = set()
     for part in parts:
         for entry in part.entries:

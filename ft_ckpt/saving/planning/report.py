@@ -61,9 +61,7 @@ class SaveReport:
 
     @property
     def place(self) -> Place:
-        """The committed folder with the client of its bucket, as other functions of ft_ckpt take
-        it.
-        """
+        """The committed folder with the client of its bucket."""
         return open_place(self.path) if self.target is None else self.target
 
 

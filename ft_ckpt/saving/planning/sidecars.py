@@ -1,6 +1,4 @@
-"""The sidecar files of a checkpoint: config, generation config, tokenizer, adapter settings, the
-caller's files.
-"""
+"""The sidecar files of a checkpoint: configs, tokenizer, adapter settings, the caller's."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -31,8 +29,9 @@ from ft_ckpt.storage.places import files_made_by
 
 @dataclass(frozen=True, eq=False)
 class Companions:
-    """The sidecar files of a checkpoint, on rank 0: taken at one moment, independent of later
-    changes to the model.
+    """The sidecar files of a checkpoint, on rank 0, of one moment.
+
+    Later changes to the model do not reach them.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)  # by path in the checkpoint
@@ -136,8 +135,7 @@ def _encode_extra_files(files: Mapping[str, str | bytes], reserved: set[str]) ->
 def check_configs(
     plans: Sequence[PartPlan], sidecars: Companions, request: SaveRequest
 ) -> tuple[str, ...]:
-    """Notes on the tokenizer, and on transformers models of the plans that `from_pretrained` would
-    not load; on rank 0.
+    """Notes on the tokenizer and on models that `from_pretrained` would not load; on rank 0.
 
     Raises CompanionError for one that its config does not describe.
     """

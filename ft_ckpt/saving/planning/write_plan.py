@@ -199,8 +199,9 @@ def divide_files(plans: Sequence[PartPlan], ranks: int) -> list[FileWrites]:
 
 
 def assign_writers(files: Sequence[FilePlan], ranks: int) -> list[int]:
-    """The rank that writes each file, if each has one writer: largest file first, balanced by
-    bytes.
+    """The rank that writes each file, if each has one writer.
+
+    The largest file comes first; bytes are balanced.
 
     Fewer files than ranks are spread over all ranks, because neighbouring ranks are on one machine.
     """

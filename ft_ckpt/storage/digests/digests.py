@@ -26,8 +26,9 @@ _WHOLE, _CUT = "xxh3-128:", "xxh3-128-of-ranks:"
 
 
 class Cut(NamedTuple):
-    """Bytes [start, stop) of a file in consecutive chunks, each written by another rank: `owner`,
-    `owner` + 1, ...
+    """Bytes [start, stop) of a file in chunks of consecutive ranks.
+
+    The first chunk is of the rank `owner`, the next of `owner` + 1, and so on.
     """
 
     start: Count

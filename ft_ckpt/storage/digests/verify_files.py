@@ -1,5 +1,4 @@
-"""Compares files with their recorded digests before their first use, alone or shared by several
-processes.
+"""Compares files with their recorded digests before their first use.
 
 A file has one digest for the bytes of each rank that wrote it, and a digest of these. Processes
 that see the same files each compute the digests of some writers' parts; the digests of all together
@@ -27,9 +26,7 @@ _MIN_BYTES = 8 << 20  # in all, for more than one thread
 
 @dataclass(frozen=True)
 class FileShare:
-    """The parts of a file, those that the ranks `owners` wrote, whose digests one process
-    computes.
-    """
+    """The parts of a file whose digests one process computes: those that `owners` wrote."""
 
     record: FileRecord
     owners: range
@@ -37,8 +34,9 @@ class FileShare:
 
 @dataclass(frozen=True)
 class PartDigests:
-    """The digests, hexadecimal, of the parts of the file `path` that the ranks `first`, `first` +
-    1, ... wrote.
+    """The digests of consecutive parts of a file, hexadecimal.
+
+    They are of the ranks `first`, `first` + 1, ... that wrote the file `path`.
 
     In place of digests that could not be computed, `problem` says why.
     """

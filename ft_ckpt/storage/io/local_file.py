@@ -76,9 +76,7 @@ class LocalFile:
         return MappedBytes.create(self.descriptor, self.size_bytes, in_large_pages=in_large_pages)
 
     def check(self) -> None:
-        """Raise CorruptError when the file was written to or cut short since it was opened, or is
-        closed.
-        """
+        """Raise CorruptError when the file is closed, or has changed since it was opened."""
         self._refuse_closed()
         try:
             status = os.fstat(self.descriptor)
@@ -116,8 +114,9 @@ def open_local_file(path: Path, name: str = "") -> LocalFile:
 
 
 class MappedBytes:
-    """A whole file as a private mapping: pages are read at first access, and writes do not reach
-    the file.
+    """A whole file as a private mapping.
+
+    Pages are read at first access, and writes do not reach the file.
 
     With `is_own` it is anonymous memory that the file was read into. One mapping serves all
     tensors, because many mappings are slower to touch; the memory of each tensor is released
@@ -224,8 +223,6 @@ _lent: dict[int, _FileRange] = {}
 
 
 def _shared_edges(start: int, end: int) -> list[tuple[int, int]]:
-    """The ends of [start, end) that share pages with their neighbours and are therefore not
-    released.
-    """
+    """The ends of [start, end) that share pages with their neighbours: they are not released."""
     first, last = start + -start % _PAGE, end // _PAGE * _PAGE
     return [(start, min(first, end)), (max(last, start), end)] if first < last else [(start, end)]

@@ -63,9 +63,7 @@ class ReadPart:
 
 @dataclass(eq=False)
 class BlockRead:
-    """One read into a block: bytes [start, end) of a file, and the runs in it, each with its start
-    and end.
-    """
+    """One read of bytes [start, end) of a file into a block, and the runs in it."""
 
     file: Readable
     start: int  # aligned
@@ -138,8 +136,9 @@ def read_ahead(
 
 
 def is_in_page_cache(run: ByteRun) -> bool:
-    """Whether a large run of a local file is in the page cache as a whole: `read_in_place` is then
-    faster than `read_ahead`, which copies twice.
+    """Whether a large run of a local file is in the page cache as a whole.
+
+    Then `read_in_place` is faster than `read_ahead`, which copies twice.
     """
     if not isinstance(run.file, LocalFile) or run.size_bytes < _MIN_DIRECT_BYTES:
         return False
@@ -241,8 +240,9 @@ def read_in_steps(
     direct: str = "auto",
     step: int = BLOCK_BYTES,
 ) -> None:
-    """Read the first `size_bytes` of a file into `memory`, which is aligned, with its size rounded
-    up to ALIGNMENT.
+    """Read the first `size_bytes` of a file into `memory`.
+
+    The memory is aligned, and its size a multiple of ALIGNMENT.
 
     `direct` and errors as for `read_ahead`.
     """

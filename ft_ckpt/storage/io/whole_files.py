@@ -34,8 +34,9 @@ def read_whole(file: Readable, threads: int = 4, direct: str = "auto") -> Mapped
 
 
 def is_cold(file: Readable) -> bool:
-    """True when `read_whole` is faster than touching the mapped file: large, and less than half of
-    it in memory.
+    """Whether `read_whole` is faster than touching the mapped file.
+
+    It is for a large file of which less than half is in memory.
 
     False also if unknown, or without twice the memory for it.
     """
@@ -83,8 +84,7 @@ def available_bytes() -> int:
 
 
 def group_bytes(groups: Path, mounted: Path) -> Iterator[int]:
-    """Free bytes of each control group that has a memory limit: those in `groups` and their
-    parents.
+    """Free bytes of each control group that has a memory limit, parents included.
 
     `groups` is a file like /proc/self/cgroup, `mounted` a folder like /sys/fs/cgroup. Groups that
     cannot be read are left out.

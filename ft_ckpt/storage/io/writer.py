@@ -161,9 +161,7 @@ class Writer:
 
 @dataclass
 class DurableFile:
-    """A new object that is filled by regions, in the order of the file, and durable once `finish`
-    returns.
-    """
+    """A new object that regions fill in the order of the file, durable after `finish`."""
 
     writer: Writer
     goal: Writable

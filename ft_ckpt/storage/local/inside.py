@@ -10,8 +10,9 @@ from ft_ckpt.storage.store import Store
 
 
 def leads_out(folder: Store, name: str) -> bool:
-    """True if a link in the path of `name` leads out of `folder`, except into the blobs of the
-    Hub's cache.
+    """Whether a link in the path of `name` leads out of `folder`.
+
+    Links into the blobs of the Hub's cache are allowed.
     """
     top = PurePosixPath(folder.identity)
     real = PurePosixPath(folder.within(name).identity)
@@ -22,8 +23,9 @@ def leads_out(folder: Store, name: str) -> bool:
 
 
 def check_files_inside(folder: Store, names: Iterable[str] | None = None) -> None:
-    """Raise CorruptError listing those of `names` (None: everything in `folder`) that are not
-    regular files inside it.
+    """Raise CorruptError if some of `names` are not regular files inside `folder`.
+
+    None stands for everything in `folder`.
 
     Links within the folder are followed. Names that do not exist are skipped.
     """

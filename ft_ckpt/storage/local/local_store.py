@@ -1,4 +1,4 @@
-"""A local folder as a store. Objects are files; unfinished ones are hidden drafts beside them."""
+"""A local folder as a store. Objects are files; unfinished ones are hidden drafts next to them."""
 
 import contextlib
 import errno
@@ -43,7 +43,7 @@ class LocalStore:
     syncs: bool = True
     # no new file has permission bits beyond these, no new folder beyond `folder_mode` of them
     max_mode: int = 0o777
-    # the path in messages, and beside which folders are looked for; None: `folder`
+    # the path in messages, whose parent is searched for other folders; None: `folder`
     shown: Path | None = None
 
     @property
@@ -218,9 +218,7 @@ class LocalStore:
         local_disk.rmtree(self.folder)
 
     def free_bytes(self) -> int | None:
-        """Free bytes for this user on the device of the folder, or of the nearest parent that
-        exists.
-        """
+        """Free bytes for this user on the device of the folder or its nearest existing parent."""
         with explained(self.folder):
             folder = self.folder.absolute()
             while not folder.exists():
@@ -253,9 +251,7 @@ class LocalStore:
         )
 
     def make_parents(self, path: Path) -> None:
-        """Make the parent folders of `path`, but not a stage itself, which may have been
-        deleted.
-        """
+        """Make the parent folders of `path`, but not a stage, which may have been deleted."""
         if self.syncs:
             local_disk.make_folder(self.folder)
         for name in reversed(path.relative_to(self.folder).parents[:-1]):
@@ -338,8 +334,9 @@ def make_like(store: Store, other: Store) -> None:
 def temporary_store(
     folder: str | Path | None = None, prefix: str = "ft_ckpt-copy-"
 ) -> Iterator[LocalStore]:
-    """A new folder in `folder` (None: the system's temporary folder), deleted with its contents
-    after the block.
+    """A new folder that is deleted with its contents after the block.
+
+    It lies in `folder`; None is the system's temporary folder.
 
     Only this user can read it. Leftovers of killed processes are deleted too.
     """
@@ -386,8 +383,9 @@ def _is_draft(name: str) -> bool:
 
 
 def clear_old_drafts(folder: Path) -> None:
-    """Delete the unfinished files in `folder` that nobody has written to for a day: their processes
-    were killed.
+    """Delete unfinished files in `folder` that nobody has written to for a day.
+
+    Their processes were killed.
     """
     abandoned_at = time.time() - local_disk.ABANDONED_SECONDS
     drafts = [folder / name for name in local_disk.list_names(folder) if _is_draft(name)]

@@ -144,8 +144,9 @@ def has_ended(path: Path, facts: Mapping[str, Any], seconds: float) -> bool:
 
 
 def process_facts() -> dict[str, Any]:
-    """The identity of this process for `is_gone`: PID, start time, PID namespace, machine and host
-    name.
+    """The identity of this process for `is_gone`.
+
+    Its PID, start time, PID namespace, machine and host name.
     """
     try:
         namespace: str | None = str(Path("/proc/self/ns/pid").readlink())

@@ -1,5 +1,4 @@
-"""Tests what a folder or bucket supports: by its mount, and by trying operations in a hidden
-folder.
+"""Tests what a folder or bucket supports, by its mount and by operations in a hidden folder.
 
 Each operation is one without which a place is refused or warned of, or for which a save or load has
 another way.

@@ -1,6 +1,4 @@
-"""Copies of objects: between stores, to local paths for libraries that read paths, and from the
-files that libraries write.
-"""
+"""Copies of objects: between stores, and from and to files of libraries."""
 
 import io
 import os
@@ -53,8 +51,9 @@ def copy_object(
 
 
 def local_version(file: Readable) -> LocalFile:
-    """An open object as a local file: itself, or a copy that is deleted when nothing refers to it
-    any more.
+    """An open object as a local file: itself, or a copy.
+
+    The copy is deleted when nothing refers to it any more.
     """
     if isinstance(file, LocalFile):
         return file
@@ -69,8 +68,9 @@ def local_version(file: Readable) -> LocalFile:
 
 @contextmanager
 def local_folder(place: Place, wanted: Callable[[str], bool] = lambda _: True) -> Iterator[Path]:
-    """A local path of a folder while the block runs: its own, or a copy of the `wanted` objects in
-    it.
+    """A local path of a folder while the block runs: its own, or that of a copy.
+
+    A copy has the objects whose names are `wanted`.
 
     Errors of the block name the place, not the copy.
     """
@@ -104,8 +104,7 @@ _NAME_BYTES = 150  # of the target's name in the hidden folder's; 255 are allowe
 
 @contextmanager
 def replaced_object(target: Place, max_mode: int = 0o777) -> Iterator[Place]:
-    """Yield a place at which the block makes an object, which then replaces `target` durably and
-    atomically.
+    """Yield a place for a new object, which then replaces `target` durably and atomically.
 
     On a disk the parent folder is created if it is missing; the file gets the permissions of the
     one that it replaces, limited by `max_mode`. In a bucket the place is `target` itself, because
@@ -137,9 +136,7 @@ def replaced_object(target: Place, max_mode: int = 0o777) -> Iterator[Place]:
 
 @contextmanager
 def scratch_file(target: Place) -> Iterator[Path]:
-    """Yield a path at which a library makes a file, which then becomes `target`, see
-    `replaced_object`.
-    """
+    """Yield a path for a file of a library, which then becomes `target`, see `replaced_object`."""
     with replaced_object(target) as stage:
         if stage.store.local_folder is not None:
             yield stage.store.local_folder / stage.name
@@ -152,8 +149,9 @@ def scratch_file(target: Place) -> Iterator[Path]:
 
 @contextmanager
 def scratch_folder(store: Store) -> Iterator[Path]:
-    """Yield a folder for a library to fill: the local store's own, or a temporary one that is
-    copied into the store.
+    """Yield a folder for a library to fill.
+
+    It is the local store's own, or a temporary one that is copied into the store.
     """
     if store.local_folder is not None:
         yield store.local_folder

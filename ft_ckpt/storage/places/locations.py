@@ -52,8 +52,9 @@ def local_path(location: str | os.PathLike[str]) -> Path:
 
 
 def refuse_secrets(url: str, other_way: str) -> None:
-    """Raise ConfigError for a URL with user info or a signing parameter, which errors, logs and
-    marks would show.
+    """Raise ConfigError for a URL with user info or a signing parameter.
+
+    Errors, logs and marks would show them.
     """
     if without_secrets(url) != url:
         raise ConfigError(
@@ -115,8 +116,7 @@ def schemes() -> tuple[str, ...]:
 
 
 def open_store(location: str | os.PathLike[str], **options: Any) -> Store:
-    """The store at `location`: the path of a local folder, or a URL (s3://, gs://, az://,
-    memory://).
+    """The store at `location`, a local path or a URL (s3://, gs://, az://, memory://).
 
     `options` go to the client of an object store, which is shared for equal bucket, options and
     variables; credentials, endpoint and region come from the environment variables of the services'
