@@ -2,7 +2,7 @@
 
 `/proc/self/fd/N/model.safetensors` stays the old file after a save has exchanged the folder or
 moved it aside, for libraries that read by path too. Where a save cannot exchange folders it moves
-single files, the manifest first: so the manifest is looked at after each file is opened, and at the
+single files, the manifest first. So the manifest is compared after each file is opened, and at the
 end.
 """
 
@@ -21,12 +21,9 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 @dataclass(frozen=True)
 class OpenFolder(LocalStore):
-    """The files of the open checkpoint of `marker` in this folder of it.
+    """One folder of an open checkpoint, as a store of its listed files only."""
 
-    Other files are not seen.
-    """
-
-    marker: "OpenManifest | None" = None
+    manifest_file: "OpenManifest | None" = None  # compared after each file is opened
     files: frozenset[str] = frozenset()  # paths in the checkpoint
     inside: str = ""  # the path of this folder in the checkpoint, with a slash at its end
 
@@ -52,13 +49,12 @@ class OpenFolder(LocalStore):
 
     def list_folder(self, prefix: str = "") -> FolderListing:
         listing = super().list_folder(prefix)
-        begin = f"{self.inside}{prefix}/" if prefix else self.inside
-        below = {
-            path.removeprefix(begin).partition("/")[0]
-            for path in self.files
-            if path.startswith(begin)
-        }
-        folders = tuple(folder for folder in listing.folders if folder.name in below)
+        start = f"{self.inside}{prefix}/" if prefix else self.inside
+        first_steps = set()
+        for path in self.files:
+            if path.startswith(start):
+                first_steps.add(path.removeprefix(start).partition("/")[0])
+        folders = tuple(folder for folder in listing.folders if folder.name in first_steps)
         objects = tuple(stored for stored in listing.objects if self._is_listed(stored.name))
         return FolderListing(listing.exists, folders, objects)
 
@@ -69,8 +65,8 @@ class OpenFolder(LocalStore):
         return f"{self.inside}{name}" in self.files
 
     def _refuse_replaced(self) -> None:
-        if self.marker is not None:
-            self.marker.refuse_replaced()
+        if self.manifest_file is not None:
+            self.manifest_file.refuse_replaced()
 
 
 @dataclass(frozen=True)
@@ -96,10 +92,7 @@ class OpenManifest:
 
 
 def open_folder(path: Path, stack: ExitStack) -> Path:
-    """A path at which the folder `path` stays this folder until the stack closes.
-
-    `path` itself without /proc.
-    """
+    """A path that stays the folder at `path` until the stack closes; `path` without /proc."""
     if not _DESCRIPTORS.is_dir():
         return path
     with damaged_input(path):

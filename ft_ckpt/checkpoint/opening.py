@@ -153,8 +153,8 @@ def open_checkpoint(place: Place, *, is_private: bool = False) -> Iterator[OpenC
         yield checkpoint
         if is_private or not isinstance(checkpoint.store, OpenFolder):
             return
-        if checkpoint.store.marker is not None:
-            checkpoint.store.marker.refuse_replaced()  # libraries have read by path
+        if checkpoint.store.manifest_file is not None:
+            checkpoint.store.manifest_file.refuse_replaced()  # libraries have read by path
 
 
 @contextmanager
@@ -245,23 +245,25 @@ def _open_local(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
     if not path.is_dir():
         raise NotACheckpointError(why_no_checkpoint(place))
     folder = open_folder(path, stack)
-    marker = open_manifest(folder, path, stack)
-    if marker is None:
+    manifest_file = open_manifest(folder, path, stack)
+    if manifest_file is None:
         raise NotACheckpointError(why_no_checkpoint(place))
-    stack.callback(_delete_if_aside, path, marker)
+    stack.callback(_delete_if_aside, path, manifest_file)
     stack.enter_context(hold_lease(Place(LocalStore(folder))))
-    if not marker.is_at(path / MANIFEST_NAME):  # a save that replaces it from now on sees the lease
+    if not manifest_file.is_at(
+        path / MANIFEST_NAME
+    ):  # a save that replaces it from now on sees the lease
         return None
     text = manifest_text(LocalStore(folder, shown=path))
     manifest = parse_manifest(text, place.store.where(MANIFEST_NAME))
     files = frozenset({MANIFEST_NAME, *(file.path for file in manifest.files)})
-    store = OpenFolder(folder, shown=path, marker=marker, files=files)
+    store = OpenFolder(folder, shown=path, manifest_file=manifest_file, files=files)
     manifest, _ = with_current_cards(store, manifest)
     return OpenCheckpoint(place, store, manifest, text_identity(text.encode()))
 
 
-def _delete_if_aside(path: Path, marker: OpenManifest) -> None:
+def _delete_if_aside(path: Path, manifest_file: OpenManifest) -> None:
     """Delete what a save has moved aside, unless another reader has a lease on it."""
     with suppress(CheckpointError, OSError):  # it is left to the next save
-        if not marker.is_at(path / MANIFEST_NAME):
+        if not manifest_file.is_at(path / MANIFEST_NAME):
             recover_target(path, by_reader=True)

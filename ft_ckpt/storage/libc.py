@@ -7,11 +7,13 @@ import os
 import sys
 from pathlib import Path
 
+DONTNEED, HUGEPAGE, POPULATE_READ = 4, 14, 22  # linux: MADV_DONTNEED, ...
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _MAP_NORESERVE = 0x4000  # a private mapping of a large file must not count as committed memory
 _KEEP_SIZE = 1  # linux/falloc.h
 _CACHESTAT = 451  # linux 6.5; the same number on every architecture
-DONTNEED, HUGEPAGE, POPULATE_READ = 4, 14, 22  # linux: MADV_DONTNEED, ...
+_FAILED = ctypes.c_void_p(-1).value
+
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = [
@@ -24,22 +26,15 @@ _LIBC.mmap.argtypes = [
 ]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_FAILED = ctypes.c_void_p(-1).value
 
 
-def exchange_folders(one: Path, other: Path) -> None:
+def exchange_folders(first: Path, second: Path) -> None:
     """Swap two folders in one step (renameat2).
 
     Raises OSError, with ENOSYS where the C library has no such call.
     """
-    if not hasattr(_LIBC, "renameat2"):
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), "renameat2")
-    while _LIBC.renameat2(
-        _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
-    ):
-        code = ctypes.get_errno()
-        if code != errno.EINTR:
-            raise OSError(code, os.strerror(code), str(other))
+    paths = os.fsencode(first), _AT_FDCWD, os.fsencode(second)
+    _call("renameat2", _AT_FDCWD, *paths, _RENAME_EXCHANGE, subject=str(second))
 
 
 def fallocate(descriptor: int, size_bytes: int, *, keeps_size: bool = False) -> None:
@@ -49,13 +44,19 @@ def fallocate(descriptor: int, size_bytes: int, *, keeps_size: bool = False) -> 
 
     Not posix_fallocate: on file systems without the operation, the C library writes to every block.
     """
-    if not hasattr(_LIBC, "fallocate"):
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), "fallocate")
     mode = _KEEP_SIZE if keeps_size else 0
-    while _LIBC.fallocate(descriptor, mode, ctypes.c_int64(0), ctypes.c_int64(size_bytes)):
+    _call("fallocate", descriptor, mode, ctypes.c_int64(0), ctypes.c_int64(size_bytes))
+
+
+def _call(name: str, *arguments: object, subject: str | None = None) -> None:
+    """Call a function of the C library that returns 0, again after each interrupting signal."""
+    if not hasattr(_LIBC, name):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), name)
+    function = getattr(_LIBC, name)
+    while function(*arguments):
         code = ctypes.get_errno()
         if code != errno.EINTR:
-            raise OSError(code, os.strerror(code))
+            raise OSError(code, os.strerror(code), subject)
 
 
 def cached_bytes(descriptor: int, start: int, size_bytes: int) -> int | None:
@@ -64,11 +65,12 @@ def cached_bytes(descriptor: int, start: int, size_bytes: int) -> int | None:
     None if the kernel has no cachestat.
     """
     if not sys.platform.startswith("linux"):
-        return None  # there the number is that of another call
-    place, counts = (ctypes.c_uint64 * 2)(start, size_bytes), (ctypes.c_uint64 * 5)()
-    if _LIBC.syscall(_CACHESTAT, descriptor, place, counts, 0):
+        return None  # elsewhere the number is that of another call
+    byte_range = (ctypes.c_uint64 * 2)(start, size_bytes)
+    page_counts = (ctypes.c_uint64 * 5)()  # struct cachestat: cached pages first
+    if _LIBC.syscall(_CACHESTAT, descriptor, byte_range, page_counts, 0):
         return None
-    return int(counts[0]) * mmap.PAGESIZE
+    return int(page_counts[0]) * mmap.PAGESIZE
 
 
 def map_private(descriptor: int, size_bytes: int) -> int | None:

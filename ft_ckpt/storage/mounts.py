@@ -28,9 +28,23 @@ LOCAL_FILE_SYSTEMS = {
 _CLOSE_TO_OPEN = {"9p", "afs", "cifs", "nfs", "nfs4", "smb3", "smbfs"}
 # Buckets that are mounted as folders: files are uploaded later, in any order, and a rename copies
 # every object.
-_BUCKET_MOUNTS = re.compile(
-    r"s3fs|mountpoint-s3|mount-s3|gcsfuse|goofys|geesefs|rclone|blobfuse2?|ossfs|cosfs|obsfs|catfs|yas3fs|s3ql"
-)
+_BUCKET_MOUNTS = {
+    "blobfuse",
+    "blobfuse2",
+    "catfs",
+    "cosfs",
+    "gcsfuse",
+    "geesefs",
+    "goofys",
+    "mount-s3",
+    "mountpoint-s3",
+    "obsfs",
+    "ossfs",
+    "rclone",
+    "s3fs",
+    "s3ql",
+    "yas3fs",
+}
 _PROCESS = Path("/proc/self")
 
 
@@ -63,10 +77,10 @@ class MountedFrom:
     @property
     def is_bucket(self) -> bool:
         """Whether it is a bucket that is mounted as a folder."""
-        names = (self.kind.removeprefix("fuse."), self.source.partition(":")[0])
-        return self.kind.startswith("fuse") and any(
-            _BUCKET_MOUNTS.fullmatch(name) for name in names
-        )
+        if not self.kind.startswith("fuse"):
+            return False
+        names = {self.kind.removeprefix("fuse."), self.source.partition(":")[0]}
+        return not names.isdisjoint(_BUCKET_MOUNTS)
 
     @property
     def warning(self) -> str:
@@ -81,13 +95,13 @@ class MountedFrom:
 def mount_of(folder: Path) -> MountedFrom | None:
     """The file system of `folder`, which need not exist yet; None if unknown."""
     path = os.path.realpath(folder)
-    best = None
+    innermost = None
     for _, mount in _mounts():
         is_inside = path == mount.point or path.startswith(mount.point.rstrip("/") + "/")
         # Of two mounts at one point the later is on top.
-        if is_inside and (best is None or len(mount.point) >= len(best.point)):
-            best = mount
-    return best
+        if is_inside and (innermost is None or len(mount.point) >= len(innermost.point)):
+            innermost = mount
+    return innermost
 
 
 def is_on_local_disk(path: Path) -> bool:
@@ -105,33 +119,34 @@ def keeps_exact_times(descriptor: int) -> bool:
     The client of a network file system may show a cached time first and the current one later. True
     where the kind of the file system is unknown.
     """
-    try:
-        facts = Path(_PROCESS, "fdinfo", str(descriptor)).read_text(encoding="ascii")
-    except OSError:
-        return True
-    numbers = re.search(r"^mnt_id:\s*(\d+)$", facts, re.MULTILINE)
-    if numbers is None:
-        return True
+    mount_id = _mount_id(descriptor)
     for number, mount in _mounts():
-        if number == int(numbers[1]):
+        if number == mount_id:
             return mount.is_local
     return True
 
 
-def _mounts() -> Iterator[tuple[int, MountedFrom]]:
-    """The mounts with their numbers, see proc(5) on mountinfo.
+def _mount_id(descriptor: int) -> int | None:
+    """The number of the mount of an open file; None if unknown."""
+    try:
+        facts = Path(_PROCESS, "fdinfo", str(descriptor)).read_text(encoding="ascii")
+    except OSError:
+        return None
+    match = re.search(r"^mnt_id:\s*(\d+)$", facts, re.MULTILINE)
+    return None if match is None else int(match[1])
 
-    None where there is no such table.
-    """
+
+def _mounts() -> Iterator[tuple[int, MountedFrom]]:
+    """The mounts with their numbers, from mountinfo of proc(5); nothing without that table."""
     try:
         table = Path(_PROCESS, "mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
         return
     for line in table.splitlines():
-        before, _, after = line.partition(" - ")
-        fields = before.split(" ")
-        kind, source = after.split(" ")[:2]
-        yield int(fields[0]), MountedFrom(_unescaped(fields[4]), kind, _unescaped(source))
+        mount_fields, _, source_fields = line.partition(" - ")
+        number, _, _, _, point = mount_fields.split(" ")[:5]
+        kind, source = source_fields.split(" ")[:2]
+        yield int(number), MountedFrom(_unescaped(point), kind, _unescaped(source))
 
 
 def _unescaped(text: str) -> str:

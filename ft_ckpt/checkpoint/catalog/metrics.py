@@ -15,7 +15,7 @@ from ft_ckpt.storage import PREFIX, Store, read_text
 
 METRIC = f"{PREFIX}metric-"  # prefix of the names; the metric follows, percent-encoded
 _LIMIT_BYTES = 4 << 10
-_LONGEST_NAME = 200  # bytes, of a file name's 255
+_MAX_NAME_BYTES = 200  # percent-encoded; a file name has at most 255
 
 
 def read_metrics(store: Store, manifest: Manifest) -> Mapping[str, float]:
@@ -24,12 +24,13 @@ def read_metrics(store: Store, manifest: Manifest) -> Mapping[str, float]:
     Raises UnreadableError when a mark cannot be read now.
     """
     metrics = dict(manifest.metrics)
-    objects = store.list_folder().objects
-    marks = [stored.name for stored in objects if stored.name.startswith(METRIC)]
-    for name in marks:
-        measured = _read_mark(store, name, manifest)
+    for stored in store.list_folder().objects:
+        if not stored.name.startswith(METRIC):
+            continue
+        measured = _read_mark(store, stored.name, manifest)
         if measured is not None:
-            metrics[measured[0]] = measured[1]
+            metric, value = measured
+            metrics[metric] = value
     return metrics
 
 
@@ -37,13 +38,12 @@ def _read_mark(store: Store, name: str, manifest: Manifest) -> tuple[str, float]
     """The metric in a mark; None if it is of another save, damaged, or deleted since."""
     try:
         mark = json.loads(read_text(store, name, _LIMIT_BYTES))
-        if mark["created"] != manifest.created:
-            return None
-        return str(mark["metric"]), float(mark["value"])
+        metric, value, created = str(mark["metric"]), float(mark["value"]), mark["created"]
     except UnreadableError:
         raise
     except (CorruptError, KeyError, RecursionError, TypeError, ValueError):
         return None
+    return (metric, value) if created == manifest.created else None
 
 
 def check_metric(name: str) -> None:
@@ -57,9 +57,9 @@ def check_metric(name: str) -> None:
         raise ConfigError(
             f"metric {name!a}: expected text, which can be encoded in UTF-8"
         ) from None
-    if not 0 < len(stored_name) <= _LONGEST_NAME:
-        shown_name = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
-        expected = f"1 to {_LONGEST_NAME} bytes, percent-encoded"
+    if not 0 < len(stored_name) <= _MAX_NAME_BYTES:
+        shown_name = name if len(name) <= _MAX_NAME_BYTES else f"{name[:_MAX_NAME_BYTES]}..."
+        expected = f"1 to {_MAX_NAME_BYTES} bytes, percent-encoded"
         raise ConfigError(
             f"metric {shown_name!r}: expected {expected}, but it has {len(stored_name)}"
         )
@@ -71,6 +71,6 @@ def write_metric(store: Store, manifest: Manifest, name: str, value: float) -> N
     It must be leased. Raises ConfigError as `check_metric` does, and TargetError.
     """
     check_metric(name)
-    shown = value if math.isfinite(value) else str(value)
-    mark = {"metric": name, "value": shown, "created": manifest.created}
+    json_value = value if math.isfinite(value) else str(value)
+    mark = {"metric": name, "value": json_value, "created": manifest.created}
     store.write(METRIC + quote(name, safe=""), json.dumps(mark).encode())

@@ -325,8 +325,8 @@ def _place_stage(stage: Path, target: Path, manifest: Manifest) -> None:
 
 
 def _is_movable(stage: Path, target: Path) -> bool:
-    # A stage next to the target: the target contains no mount. In a mounted bucket a folder is moved
-    # file by file.
+    # A stage next to the target: the target contains no mount.
+    # In a mounted bucket a folder is moved file by file.
     return stage.parent != target and not local_disk.holds_cwd(target) and not is_on_bucket(target)
 
 

@@ -84,8 +84,8 @@ class _BroadcastPlan:
 
     It is allocated first, so that no rank fails between broadcasts.
 
-    Needs BUCKET_BYTES in addition to the tensors, or the memory of one row if a row alone is larger. Raises
-    as `check_all`.
+    Needs BUCKET_BYTES in addition to the tensors, or the memory of one row if a row alone is
+    larger. Raises as `check_all`.
     """
 
     def __init__(

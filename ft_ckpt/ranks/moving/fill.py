@@ -76,9 +76,9 @@ def fill_all(tensors: Iterable[WantedTensor], threads: int = THREADS, direct: st
 
     Returns the number of bytes read.
 
-    Memory in addition to the tensors: the blocks of `read_ahead`, and a stage of 16 MiB or one row where
-    rows are staged. `direct`: as in `read_ahead`. Raises LoadError naming every tensor that is
-    missing or of another shape or dtype, before anything is read; CorruptError if a file is too
+    Memory in addition to the tensors: the blocks of `read_ahead`, and a stage of 16 MiB or one row
+    where rows are staged. `direct`: as in `read_ahead`. Raises LoadError naming every tensor that
+    is missing or of another shape or dtype, before anything is read; CorruptError if a file is too
     short or has changed.
     """
     tensors = list(tensors)

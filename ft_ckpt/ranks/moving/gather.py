@@ -39,9 +39,10 @@ class Chunk:
 def stream_chunks(chosen: Sequence[Source], ranks: Ranks, to: int = 0) -> Iterator[Chunk]:
     """The elements of `chosen`, in order, as chunks on the rank `to`.
 
-    Nothing on the others. Collective. Every rank must exhaust it, with the same `chosen`. Beside
-    its own shard the rank `to` holds at most BUCKET_BYTES, or two rows of a tensor where these are
-    larger; an opaque tensor is gathered whole.
+    Nothing on the others. Collective. Every rank must exhaust it, with the same `chosen`.
+
+    In addition to its own shard the rank `to` holds at most BUCKET_BYTES, or two rows of a tensor
+    where these are larger; an opaque tensor is gathered whole.
     """
     for bucket in stream_buckets(chosen, ranks, to):
         yield from bucket
