@@ -15,7 +15,7 @@ from ft_ckpt.storage.digests import (
     digest_shares,
     share_files,
 )
-from ft_ckpt.storage.digests.digests import owned_parts, rank_parts
+from ft_ckpt.storage.digests.records import owned_parts, rank_parts
 from ft_ckpt.storage.local import LocalStore
 
 

@@ -1,6 +1,6 @@
 """Digests of files that one rank or several wrote, and their comparison before the first use.
 
-Nothing here knows manifests or tensors. Begin at `digests`, which says what is recorded of a file,
+Nothing here knows manifests or tensors. Begin at `records`, which says what is recorded of a file,
 then `verify_files`.
 """
 

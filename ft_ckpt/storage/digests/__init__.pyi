@@ -1,17 +1,19 @@
 from .digests import (
     SMALL_BYTES as SMALL_BYTES,
-    Cut as Cut,
-    FileRecord as FileRecord,
     RunningDigest as RunningDigest,
-    chunk_of_rank as chunk_of_rank,
     digest_of_bytes as digest_of_bytes,
     digest_of_open as digest_of_open,
     joined_digest as joined_digest,
     read_record as read_record,
     record_of as record_of,
+    whole_digest as whole_digest,
+)
+from .records import (
+    Cut as Cut,
+    FileRecord as FileRecord,
+    chunk_of_rank as chunk_of_rank,
     size_problem as size_problem,
     unread_problem as unread_problem,
-    whole_digest as whole_digest,
 )
 from .verify_files import (
     PartDigests as PartDigests,

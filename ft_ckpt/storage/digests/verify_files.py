@@ -5,23 +5,18 @@ that see the same files each compute the digests of some writers' parts; the dig
 are compared with the records.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from os import cpu_count
 
 from ft_ckpt.errors import CorruptError, Problem
-from ft_ckpt.storage.digests.digests import (
-    FileRecord,
-    digest_problem,
-    file_digest,
-    part_digests,
-    unread_problem,
-)
+from ft_ckpt.storage.digests.digests import file_digest, part_digests
+from ft_ckpt.storage.digests.records import FileRecord, digest_problem, unread_problem
 from ft_ckpt.storage.store import Store
 
 _MAX_THREADS = 8
-_MIN_BYTES = 8 << 20  # in all, for more than one thread
+_MIN_POOL_BYTES = 8 << 20  # in all, for more than one thread
 
 
 @dataclass(frozen=True)
@@ -61,14 +56,15 @@ def share_files(records: Iterable[FileRecord], number: int, count: int) -> list[
     file first, so that some get none.
     """
     shares = []
-    dealt = 0
+    dealt_parts = 0  # of files with fewer writers than processes
     for record in sorted(records, key=lambda record: (-record.size_bytes, record.path)):
         writers = record.ranks
-        owners = range(number * writers // count, (number + 1) * writers // count)
-        if writers < count:
-            place = (number - dealt) % count
-            owners = range(place, place + 1) if place < writers else range(0)
-            dealt += writers
+        if writers >= count:
+            owners = range(number * writers // count, (number + 1) * writers // count)
+        else:
+            writer = (number - dealt_parts) % count
+            owners = range(writer, writer + 1) if writer < writers else range(0)
+            dealt_parts += writers
         if owners:
             shares.append(FileShare(record, owners))
     return shares
@@ -76,7 +72,8 @@ def share_files(records: Iterable[FileRecord], number: int, count: int) -> list[
 
 def digest_shares(store: Store, shares: Sequence[FileShare]) -> list[PartDigests]:
     """The digests of the shares of files in `store`; large ones are read in parallel."""
-    if len(shares) < 2 or sum(share.record.size_bytes for share in shares) < _MIN_BYTES:
+    total_bytes = sum(share.record.size_bytes for share in shares)
+    if len(shares) < 2 or total_bytes < _MIN_POOL_BYTES:
         return [_digest_share(store, share) for share in shares]
     from concurrent.futures import ThreadPoolExecutor  # lazily: listing does not need it
 
@@ -99,22 +96,24 @@ def _digest_share(store: Store, share: FileShare) -> PartDigests:
 def compare_digests(records: Iterable[FileRecord], parts: Iterable[PartDigests]) -> list[Problem]:
     """The problems of files: those in `parts`, and digests that differ from the records."""
     problems: list[Problem] = []
-    unread = set()
-    digests: dict[str, dict[int, str]] = {}
+    unread_paths = set()
+    digests_of_path: dict[str, dict[int, str]] = {}  # by the rank that wrote the part
     for part in parts:
         if part.problem is not None:
             problems.append(part.problem)
-            unread.add(part.path)
-        digests.setdefault(part.path, {}).update(enumerate(part.digests, part.first))
+            unread_paths.add(part.path)
+        digests_of_path.setdefault(part.path, {}).update(enumerate(part.digests, part.first))
     for record in records:
-        if record.path in unread:
+        if record.path in unread_paths:
             continue
-        in_rank_order = [digest for _, digest in sorted(digests.get(record.path, {}).items())]
-        if len(in_rank_order) < record.ranks:
-            incomplete = f"{record.path}: not all of it was compared; please report it"
-            problems.append(Problem(incomplete))
-            continue
-        problem = digest_problem(record, file_digest(in_rank_order))
+        problem = _digest_problem(record, digests_of_path.get(record.path, {}))
         if problem is not None:
             problems.append(problem)
     return list(dict.fromkeys(problems))  # without duplicates from several processes
+
+
+def _digest_problem(record: FileRecord, digests: Mapping[int, str]) -> Problem | None:
+    if len(digests) < record.ranks:
+        return Problem(f"{record.path}: not all of it was compared; please report it")
+    in_rank_order = [digests[rank] for rank in sorted(digests)]
+    return digest_problem(record, file_digest(in_rank_order))
