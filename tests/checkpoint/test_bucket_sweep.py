@@ -2,13 +2,11 @@
 raced in each order.
 """
 
-from functools import partial
-
 import pytest
 from buckets import new_bucket
 from contract_sweep import KEEP, SweepContract, below, files_of, run_of_four, stateful, steps
 from faults import Requests, try_worlds
-from faulty_stores import Stopped, Watch, all_interleavings
+from faulty_stores import Watch, all_interleavings
 
 from ft_ckpt import Keep
 from ft_ckpt.checkpoint import open_checkpoint
@@ -177,36 +175,6 @@ def test_a_sweep_is_stopped_at_each_request(template, after, fault):
         )
 
     assert try_worlds(trial, Requests(fault), every=3).calls > 40
-
-
-@pytest.mark.slow
-def test_a_sweep_that_finishes_others_is_stopped_at_each_request(template, after):
-    """The first is stopped while it drops, and while it strips; the second at each of its
-    requests.
-    """
-
-    def between(where):
-        def hook(call, name):
-            if call == "delete" and where in name:
-                raise Stopped
-
-        return hook
-
-    def trial(where, world):
-        bucket = filled(new_bucket(), template)
-        with pytest.raises(Stopped):
-            prune_run(Place(Watch(between(where)).store(bucket)), KEEP)
-        assert any(TOMBSTONE in name for name in marks_in(bucket))
-        check_meanwhile(bucket, template)
-        world.watch.age(bucket, TEN_MINUTES)
-        world.run(prune_run, Place(world.watch.store(bucket)), KEEP)
-        check_meanwhile(bucket, template)
-        assert prune_run(later(bucket), KEEP).problems == ()
-        assert without_manifests(objects(bucket)) == without_manifests(after)
-        assert marks_in(bucket) == []
-
-    for where in ("checkpoint-1/config.json", "checkpoint-3/state"):
-        assert try_worlds(partial(trial, where), Requests("stopped"), every=3).calls > 30
 
 
 def test_a_pin_is_stopped_at_each_request(template):

@@ -266,50 +266,6 @@ def test_refused_at_every_call(tmp_path, template, fault):
     assert try_worlds(refused, Disk(fault), every=3).calls > 30
 
 
-@pytest.mark.slow
-def test_finished_before_it_is_dropped(tmp_path, template):
-    """Killed while it took a state away; the next sweep cannot finish that at first, and drops the
-    checkpoint.
-    """
-
-    def killed(world):
-        root = shutil.copytree(template[0], tmp_path / world.name)
-        world.run(prune_run, root, KEEP)
-        World(Disk("EIO"), "EIO", 1).run(prune_run, root, Keep(last=1))
-        prune_run(root, Keep(last=1))
-        assert names(root) == ["checkpoint-2", "checkpoint-4", "checkpoint-keep-me"]
-        assert names(root / "checkpoint-2") == ["notes.txt"]
-        shutil.rmtree(root)
-
-    assert try_worlds(killed, Disk("killed"), every=3).calls > 30
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [2, 3])
-def test_saved_again_over_the_remains(tmp_path, template, step):
-    """A run that went back saves the step that a killed sweep was deleting: the new checkpoint is
-    whole.
-    """
-
-    def killed(world):
-        root = shutil.copytree(template[0], tmp_path / world.name)
-        world.run(prune_run, root, KEEP)
-        save(root / f"checkpoint-{step}", step=step, shards=3)
-        saved = read_manifest(open_place(root / f"checkpoint-{step}"))
-        prune_run(root, Keep())
-        assert verify(root / f"checkpoint-{step}").ok
-        assert read_manifest(open_place(root / f"checkpoint-{step}")) == saved
-        files = {
-            path.name for path in (root / f"checkpoint-{step}").rglob("[!.]*") if path.is_file()
-        }
-        assert files == {file.path for file in saved.files} | (
-            {"notes.txt"} if step == 2 else set()
-        ) | {MANIFEST_NAME}
-        shutil.rmtree(root)
-
-    assert try_worlds(killed, Disk("killed"), every=3).calls > 30
-
-
 # Raced
 
 

@@ -314,6 +314,7 @@ class Run(RuleBasedStateMachine):
         self.notes: set[str] = set()  # checkpoints in whose folder somebody else has put a file
         self.number = self.runs = self.launches = 0
         self.life: Life | None = None
+        self.is_used = False  # the present process has made a step
         self.step = self.salt = self.run = 0  # of the present process
         self.ancestors: frozenset[int] = frozenset()
         self.origin: str | None = None
@@ -321,8 +322,9 @@ class Run(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(local_disk, "fsync", lambda handle: None)  # no power is cut here
 
-    @initialize(keep=st.sampled_from(sorted(KEEPS)))
-    def begin(self, keep: str) -> None:
+    @initialize(keep=st.sampled_from(sorted(KEEPS)), saves=st.integers(1, 3), ends=st.booleans())
+    def begin(self, keep: str, saves: int, ends: bool) -> None:
+        """A folder with files of others, and a process that has saved a few times."""
         self.keep = KEEPS[keep]
         self.folder.mkdir()
         (self.folder / "checkpoint-of-mine").mkdir()
@@ -331,13 +333,23 @@ class Run(RuleBasedStateMachine):
         (self.outside / "checkpoint-99").mkdir(parents=True)
         (self.outside / "checkpoint-99" / "victim.txt").write_text("mine")
         (self.folder / "linked").symlink_to(self.outside)
+        self.start("auto", 0)
+        for number in range(saves):
+            self.save(2, float(number % 2), background=False)
+        if ends:
+            self.end()
 
     # Training
 
     @precondition(lambda self: self.life is None)
-    @rule(mode=st.one_of(st.just("auto"), st.just("auto"), st.sampled_from(["never", "oldest"])))
-    def start(self, mode: str) -> None:
-        """A process begins, from the newest checkpoint, from the oldest, or afresh."""
+    @rule(
+        mode=st.one_of(st.just("auto"), st.just("auto"), st.sampled_from(["never", "oldest"])),
+        count=st.integers(0, 3),
+    )
+    def start(self, mode: str, count: int) -> None:
+        """A process begins, from the newest checkpoint, from the oldest, or afresh, and makes
+        steps.
+        """
         chosen = self.chosen_by(mode)
         argument = self.argument_of(mode)
         life = Life(self.folder, self.keep)
@@ -350,6 +362,8 @@ class Run(RuleBasedStateMachine):
         self.note_start(argument, chosen)
         assert life.resume(argument, self.salt) == chosen
         life.check(self.reference, self.step, None if chosen is None else self.saves[chosen].number)
+        self.is_used = False
+        self.train(count)
 
     @precondition(lambda self: self.life is not None)
     @rule(count=st.integers(1, 5))
@@ -357,13 +371,19 @@ class Run(RuleBasedStateMachine):
         assert self.life is not None
         self.life.train(self.reference, self.step, count)
         self.step += count
+        self.is_used = self.is_used or count > 0
 
     @precondition(lambda self: self.life is not None)
-    @rule(loss=st.sampled_from([0.5, 1.0, 2.0, math.nan]), background=st.booleans())
-    def save(self, loss: float, background: bool) -> None:
-        """With a save in the background, training goes on before it ends."""
+    @rule(
+        count=st.integers(0, 3),
+        loss=st.sampled_from([0.5, 1.0, 2.0, math.nan]),
+        background=st.booleans(),
+    )
+    def save(self, count: int, loss: float, background: bool) -> None:
+        """After some steps; with a save in the background, training goes on before it ends."""
         assert self.life is not None
         saver = self.life.saver
+        self.train(count)
         saved = self.marked(loss)
         if self.is_refused():
             with pytest.raises(TargetError, match="another run"):
@@ -397,7 +417,7 @@ class Run(RuleBasedStateMachine):
             World(Disk(fault), fault, call).run(save)
         self.adopt(self.outcomes_of(saved))
 
-    @precondition(lambda self: self.life is not None)
+    @precondition(lambda self: self.life is not None and self.is_used)
     @rule()
     def end(self) -> None:
         """The process ends; what it has not saved is lost."""
@@ -692,7 +712,7 @@ class Run(RuleBasedStateMachine):
             os.utime(draft, (0, 0))
         if self.life is not None:
             self.end()
-        self.start("auto")
+        self.start("auto", 0)
         if self.life is not None:
             self.end()
         for name in sorted(self.slow_readers):
@@ -906,5 +926,5 @@ def test_a_run_against_a_dictionary(part: int, tmp_path_factory: pytest.TempPath
 
     run_state_machine_as_test(
         Machine,
-        settings=settings(machine_settings(examples(24)), stateful_step_count=20),
+        settings=settings(machine_settings(examples(32)), stateful_step_count=20),
     )
