@@ -147,7 +147,7 @@ def record_moment(device: torch.device) -> Moment:
 def copy_to_host(pairs: Iterable[tuple[Tensor, Tensor]], after: Moment) -> None:
     """Fill host tensors (the first of each pair) from device tensors, after the moment `after`.
 
-    The copies run on a stream of their own, beside other work of the device. All bytes are there
+    The copies run on a stream of their own; other work of the device goes on. All bytes are there
     when this returns.
     """
     stream = _new_stream(after.device)

@@ -118,7 +118,7 @@ class HeldCheckpoint:
     has_state: bool = False
     has_weights: bool = True
     run_id: str | None = None
-    # weights saved beside a run's checkpoints, or an average: exempt from the rules
+    # weights saved in the folder of a run, or an average: exempt from the rules
     is_export: bool = False
     number: int = 0  # order of checkpoints without a step
     base: Path | str | None = None  # the checkpoint that it needs to be read

@@ -662,10 +662,10 @@ class CheckpointSaver(Generic[SaveResult]):
     def _end_use(self, *, save: bool) -> None:
         """Save the last step if asked, and release everything even on an error."""
         with ExitStack() as stack:
-            stack.callback(self._saves.end_lease)  # runs last: uploads are of this run, too
+            stack.callback(self._saves.lease.end)  # runs last: uploads are of this run, too
             stack.callback(self._saves.end_follow_up, wait=save)  # a background save starts it
             # after a save in the background, which waits for the writers
-            stack.callback(self._saves.end_session)
+            stack.callback(self._saves.writers.end)
             stack.callback(self._pending.close)
             stack.callback(self._run.close)
             stack.callback(_OPEN.discard, self)

@@ -171,7 +171,7 @@ class Column:
 
 
 def column_chart(title: str, labels: Sequence[str], columns: Sequence[Column], *, unit: str) -> str:
-    """Columns of stacked segments, which are named by `labels`, beside each other."""
+    """Columns of stacked segments, which are named by `labels`."""
     y_axis = value_axis((sum(column.sizes) for column in columns), from_zero=True)
     width = 100 / len(columns)
     body = [_grid(y_axis, unit)]

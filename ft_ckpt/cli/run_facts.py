@@ -40,7 +40,7 @@ class KeptCheckpoint:
     fate: str  # why it is kept, or why the next save deletes it
     pinned: str | None  # the reason, possibly ""; None if it is not pinned
     problems: tuple[str, ...]
-    is_export: bool = False  # weights saved beside the checkpoints of the run
+    is_export: bool = False  # weights saved in the folder of the run, no checkpoint of it
     is_own: bool = True  # of the run whose log this is, not of another one in the folder
 
     @property

@@ -66,7 +66,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
     __saver: CheckpointSaver[Any] | None = None
     __loader: Any = None
     __chosen = ChosenCheckpoint()  # to resume from
-    __held = HeldState()  # beside the model, when training began
+    __held = HeldState()  # besides the model, when training began
     # path of the module whose weights are in the checkpoint's folder; None: the model
     __attribute: str | None = None
     __skip = 0  # finished batches of the first pass
@@ -204,7 +204,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             ) from error
 
     def __register_held(self, saver: CheckpointSaver[Any]) -> dict[str, Any]:
-        """Register or watch the state beside the model.
+        """Register or watch the state that is not in the model.
 
         Returns the objects that the checkpoint does not have.
         """

@@ -7,7 +7,7 @@ loop state.
 A save is made when the next batch is requested. Only then is the last step complete, with
 validation, schedulers and counters; Lightning has no hook at this point. After a resume the rest of
 an epoch is the same as in an uninterrupted run. Lightning's `ModelCheckpoint` is not needed, and
-Lightning adds none beside this callback.
+Lightning adds none of its own to this callback.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The state of a Lightning run beside model, optimizers and schedulers."""
+"""The state of a Lightning run without model, optimizers and schedulers."""
 
 from collections.abc import Mapping
 from typing import Any

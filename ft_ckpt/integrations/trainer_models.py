@@ -1,5 +1,4 @@
-"""The state that a Trainer and its callbacks hold beside the trained model: further models,
-optimizers, buffers.
+"""What a Trainer and its callbacks hold besides the trained model: models, optimizers, buffers.
 
 Models that the optimizer trains are registered with the run, others are watched
 (`runs.items.watched_models`). State that cannot be restored, such as tensors in lists or models
@@ -73,7 +72,7 @@ _OPTIMIZING = (torch.optim.Optimizer, LRScheduler)
 
 @dataclass(frozen=True, eq=False)
 class HeldState:
-    """The state beside the trained model when training begins, by the names of items."""
+    """The state besides the trained model when training begins, by the names of items."""
 
     # models with parameters of the optimizer
     trained: Mapping[str, nn.Module] = field(default_factory=dict)

@@ -62,7 +62,7 @@ class _Unflattened:
 
     param_groups: list[dict[str, Any]]
     state: dict[Any, Any]
-    state_dict = torch.optim.Optimizer.state_dict  # no further entries beside groups and state
+    state_dict = torch.optim.Optimizer.state_dict  # no entries but groups and state
 
 
 @dataclass(frozen=True, eq=False)

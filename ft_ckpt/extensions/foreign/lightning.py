@@ -1,7 +1,6 @@
-"""Reads checkpoints of Lightning (`.ckpt`): the weights of a module beside the state of its
-training, saved by torch.
+"""Reads checkpoints of Lightning (`.ckpt`): the weights of a module and the state of its training.
 
-The tensors are those of its `state_dict`, under their names there. Other values
+torch saved them. The tensors are those of its `state_dict`, under their names there. Other values
 (`hyper_parameters`) may be objects of any class: no class is imported, each object becomes a
 `SkippedValue`. Unknown classes among the weights are refused, as in any file of torch.
 """
@@ -34,7 +33,7 @@ from ft_ckpt.storage.places import Place
 _VERSION = "pytorch-lightning_version"  # the key by which Lightning recognises its files
 _WEIGHTS = "state_dict"
 _SHARDED_WEIGHTS = (_WEIGHTS, "model")  # keys of the weights under model parallelism and FSDP
-_META = "meta.pt"  # beside sharded weights: all other values
+_META = "meta.pt"  # in a folder of sharded weights: all other values
 _HEAD_BYTES = 64 << 10  # the version is one of the first keys of the first record
 
 
@@ -99,7 +98,7 @@ def _lightning_contents(file: RawFile, mapped: bool = True) -> dict[str, Any]:
 
 
 def _describe_rest(contents: Mapping[str, Any]) -> list[str]:
-    """A line for each object of an unknown class beside the weights, then a summary of each key."""
+    """A line for each object of an unknown class, then a summary of each key but the weights."""
     objects, summaries = [], []
     for key, content in contents.items():
         if key == _WEIGHTS:

@@ -1,6 +1,6 @@
 """The names and shapes of the model that transformers makes of a config, on the meta device.
 
-A background save does this beside the training. Nothing here changes the state of the process:
+A background save does this during the training. Nothing here changes the state of the process:
 torch's default dtype, its random numbers and the methods of its classes stay as they are.
 """
 

@@ -1,4 +1,4 @@
-"""Reads the settings beside weights: the config of a model or adapter."""
+"""Reads the settings in a folder of weights: the config of a model or adapter."""
 
 import json
 import re

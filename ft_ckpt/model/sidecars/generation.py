@@ -1,4 +1,4 @@
-"""The generation config beside a model."""
+"""The generation config of a model."""
 
 import copy
 from typing import Any

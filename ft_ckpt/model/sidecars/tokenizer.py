@@ -1,4 +1,4 @@
-"""The tokenizer beside a model: whether the model has a row for each token, and its files."""
+"""The tokenizer of a model: whether the model has a row for each token, and its files."""
 
 import copy
 from collections.abc import Iterator

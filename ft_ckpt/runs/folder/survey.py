@@ -88,7 +88,7 @@ def _held_checkpoint(
 
 
 def _base_of(path: Path | str, name: str | None) -> Path | str | None:
-    """The location of the checkpoint `name` beside the one at `path`, by which that is read."""
+    """The location of the checkpoint `name` in the folder of the one at `path`, to read it."""
     if not name:
         return None
     return path.with_name(name) if isinstance(path, Path) else f"{path.rpartition('/')[0]}/{name}"

@@ -1,4 +1,4 @@
-"""State of a model's modules beside parameters and buffers, as items of a run."""
+"""What modules save besides parameters and buffers, as items of a run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +14,7 @@ _SCORES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 
 @dataclass(frozen=True, eq=False)
 class ExtraState:
-    """The state of a model's modules beside parameters and buffers, as an object with a state
-    dict.
-    """
+    """What modules save besides parameters and buffers, as an object with a state dict."""
 
     model: nn.Module
 
@@ -57,8 +55,7 @@ class RankAllocation:
 def with_extra_state(
     model: nn.Module, items: Sequence[Item], models: Mapping[str, ModelTensors]
 ) -> list[Item]:
-    """`items`, an item for each model with module state beside parameters and buffers, and
-    AdaLoRA's allocators.
+    """`items`, the extra state of each model, and AdaLoRA's allocators.
 
     `models` are the tensors of the models by item, "" for `model`.
     """

@@ -19,7 +19,7 @@ from ft_ckpt.runs.optimizers import (
 )
 
 ENGINE = "engine"  # the item of the engine's own counters
-EXTRA_STATE = "extra state"  # the item of module state beside parameters and buffers
+EXTRA_STATE = "extra state"  # the item of what modules save besides parameters and buffers
 _RESERVED = frozenset({"weights", "rng", "gradients", "accumulation", ENGINE})
 _RESERVED_PREFIXES = ("rank-", "loader-", EXTRA_STATE)
 # kinds of prepared objects that have their names from Accelerate's order alone

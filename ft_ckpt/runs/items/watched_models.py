@@ -1,10 +1,4 @@
-"""Models beside the trained one, such as a reference model or a teacher: stored once their values
-have changed.
-
-The script makes them at each start. One that stays as it was made costs a digest of its tensors at
-each save and is not stored; one that moves, as an average does, is registered with the run at the
-first save that finds it changed.
-"""
+"""Models that are not trained, such as a reference model: stored once their values have changed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -9,7 +9,7 @@ from ft_ckpt.messages import did_you_mean
 from ft_ckpt.runs.state import Restored, RestoreReport
 
 HALF_RESTORED = "parts of the run are overwritten: make its objects again before another resume()"
-# items beside a run's objects
+# items that are no objects of a run
 _NOT_OBJECTS = ("adapter settings", "base", "data", "gradients", "rng")
 
 

@@ -1,4 +1,4 @@
-"""What extensions do for a run: uploads, pushes, publishes, writers beside the trainer.
+"""What extensions do for a run: uploads, pushes, publishes, sessions of writers.
 
 They are named by import strings, and imported when a saver asks for them.
 """

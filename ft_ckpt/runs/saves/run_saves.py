@@ -1,27 +1,21 @@
 """The saves of a run: scheduled ones, the last one, and those that the script requests."""
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ft_ckpt.checkpoint import text_identity
-from ft_ckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
-from ft_ckpt.checkpoint.checks import damage_of
-from ft_ckpt.checkpoint.manifest import CARD_NAME, load_manifest, manifest_text
+from ft_ckpt.checkpoint.manifest import CARD_NAME, load_manifest
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import CheckpointError, ConfigError, LeaseTakenError, TargetError, listing
-from ft_ckpt.messages import LOG, warn
+from ft_ckpt.messages import warn
 from ft_ckpt.model.parts import is_adapter_run
 from ft_ckpt.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.runs.folder import (
-    RunLease,
     RunPlaces,
-    lease_run,
     prune_after_save,
     refuse_replacing,
     room_maker,
@@ -29,8 +23,11 @@ from ft_ckpt.runs.folder import (
 from ft_ckpt.runs.items import model_sources
 from ft_ckpt.runs.loop import TrainingRun, exit_code
 from ft_ckpt.runs.optimizers import differing_settings
-from ft_ckpt.runs.saves.extension_parts import UploadTerms, WriterSession, open_writer_session
+from ft_ckpt.runs.saves.directory_lease import DirectoryLease
+from ft_ckpt.runs.saves.extension_parts import UploadTerms
 from ft_ckpt.runs.saves.follow_up import AfterSave, FollowUp
+from ft_ckpt.runs.saves.invited_writers import InvitedWriters
+from ft_ckpt.runs.saves.resumed_publish import publish_resumed
 from ft_ckpt.saving import SaveRunner, as_in_training, library_versions, report_differences
 from ft_ckpt.saving.planning import (
     PendingSave,
@@ -59,62 +56,22 @@ class RunSaves:
     is_rehearsal: bool
     follow_up: FollowUp
     is_closed: bool = False
-    # the writers, and seconds to wait for them
-    invited: tuple[Mapping[str, bool], float] | None = None
-    session: WriterSession | None = None  # of the writers, on rank 0
     last_saved: Place | None = None  # the last checkpoint that this process saved, on rank 0
     last_files: frozenset[str] = frozenset()  # of it, if it is on a disk
-    lease: RunLease | None = None  # of the directory, on rank 0
-    leased_in: int | None = None  # the process that has it; on every rank the id of its own process
+    writers: InvitedWriters = field(default_factory=InvitedWriters)
+    lease: DirectoryLease = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lease = DirectoryLease(self.places.directory)
 
     def close(self) -> None:
         """Refuse later saves."""
         self.is_closed = True
 
     def take_lease(self) -> None:
-        """Take the lease of the run's directory, for the first save or resume. Collective.
-
-        A directory that cannot be written now gets no lease: the save says so itself. Saves that
-        are staged do not need the directory, so they ask for its lease once only. Raises
-        LeaseTakenError naming another process that trains into the directory, RanksDisagreeError if
-        this process has no group of its ranks.
-        """
-        directory, config = self.places.directory, self.run.config
-        is_exempt = self.is_rehearsal or self.is_closed or not config.lease
-        if directory is None or is_exempt or self.leased_in == os.getpid():
-            return
-        ranks = current_ranks(config.enter_timeout_seconds, needs_group=True)
-
-        def take_on_leader() -> bool:
-            if not ranks.is_main:
-                return False
-            try:
-                self.lease = lease_run(directory, self)
-            except LeaseTakenError:
-                raise
-            except CheckpointError as error:
-                LOG.warning(
-                    "%s: no lease of it, so other processes may train into it, too: %s",
-                    directory,
-                    error,
-                )
-            return self.lease is not None
-
-        is_taken, error = ranks.attempt(take_on_leader)
-        verdict = ranks.agree("the lease of the run", {"taken": is_taken}, error)
-        if verdict.result["taken"] or config.staging is not None:
-            self.leased_in = os.getpid()
-
-    def check_lease(self) -> None:
-        """On rank 0: raise LeaseTakenError if another process has taken the directory over."""
-        if self.lease is not None:
-            self.lease.check()
-
-    def end_lease(self) -> None:
-        """Release the lease, unless another saver of this process uses it."""
-        if self.lease is not None:
-            self.lease.leave(self)
-        self.lease = self.leased_in = None
+        """Take the lease of the run's directory, see `DirectoryLease.take`. Collective."""
+        if not self.is_rehearsal and not self.is_closed:
+            self.lease.take(self.run.config)
 
     def save_if_due(self, metrics: dict[str, float]) -> SaveReport | PendingSave | None:
         """Save if `every` asks for it; after a save on a signal the process exits (SystemExit)."""
@@ -184,8 +141,8 @@ class RunSaves:
             run.published = self.follow_up.publisher.version or run.published
         try:
             self.take_lease()
-            if self.invited is not None:  # first: the writers prepare their files meanwhile
-                self._ask_writers()
+            # first: the writers prepare their files meanwhile
+            self.writers.ask(run.step, self._current_ranks())
             captured = run.capture_state(self._current_ranks(), library_versions())
             differing = differing_settings(captured.document)
             if differing:
@@ -203,9 +160,6 @@ class RunSaves:
                 notes = [*run.notes_on_weights(run.model), *run.notes_on_averages()]
                 if differing:
                     notes.append(difference_note(differing))
-                collect = None
-                if self.session is not None:
-                    collect = partial(self.session.collect, run.step)
                 protect = self._protected_paths()
                 return request_of(
                     config,
@@ -221,8 +175,8 @@ class RunSaves:
                     extra_files=extra_files or {},
                     notes=tuple(notes),
                     make_room=room_maker(config.keep, run.step, run.run_id, protect),
-                    collect=collect,
-                    check_lease=self.check_lease,
+                    collect=self.writers.collector(run.step),
+                    check_lease=self.lease.check,
                     follow_up=follow_up,
                 )
 
@@ -280,7 +234,7 @@ class RunSaves:
             is_run = path is None and has_state and not self.is_rehearsal
             refuse_replacing(target, has_state, self.run.own_ids if is_run else None)
             if path is None:
-                self.check_lease()
+                self.lease.check()
         return target.absolute
 
     def plan_follow_up(
@@ -320,50 +274,22 @@ class RunSaves:
 
         Raises as `CheckpointSaver.invite` does.
         """
-        run, ranks = self.places.directory, self._current_ranks()
-        if run is None or self.places.staging is not None:
+        directory = self.places.directory
+        if directory is None or self.places.staging is not None:
             raise ConfigError(
                 "invite(): writers hand in their files in the directory of the run; give the saver "
                 "one, without staging"
             )
-        self.invited = writers, timeout_seconds
-
-        def open_on_leader() -> str:
-            if not ranks.is_main:
-                return ""
-            self.end_session()
-            start = self.last_saved or self.run.resumed_from
-            self.session = open_writer_session(run.absolute, writers, start, allow, timeout_seconds)
-            return self.session.token
-
-        token, error = ranks.attempt(open_on_leader)
-        value = {"writers": sorted(writers), "token": token}
-        return str(ranks.agree("saver.invite()", value, error, same=("writers",)).result["token"])
+        start = self.last_saved or self.run.resumed_from
+        ranks = self._current_ranks()
+        return self.writers.invite(directory, writers, start, allow, timeout_seconds, ranks)
 
     def reopen_session(self) -> None:
         """Open a new session after a resume, because the writers resume too."""
         self.last_saved = None
-        if self.invited is not None:
-            self.invite(self.invited[0], self.invited[0], self.invited[1])
-
-    def end_session(self) -> None:
-        """Close the session, after which the writers end."""
-        if self.session is not None:
-            self.session.close()
-            self.session = None
-
-    def _ask_writers(self) -> None:
-        """Ask the writers for their state at this step.
-
-        Collective; raises as `CheckpointSaver.save_state` does for a failed writer.
-        """
-        session, ranks = self.session, self._current_ranks()
-
-        def ask_on_rank_0() -> None:
-            if session is not None:
-                session.ask(self.run.step)
-
-        ranks.run("the writers of save_state()", ask_on_rank_0)
+        if self.writers.is_invited:
+            names = self.writers.is_optional
+            self.invite(names, names, self.writers.timeout_seconds)
 
     def _warn_of_lost_files(self) -> None:
         """Warn if files of the last checkpoint were deleted since its commit, but not the
@@ -394,14 +320,8 @@ class RunSaves:
         if folder.local_folder is not None:
             with suppress(CheckpointError):  # then no warning says which of them were deleted
                 self.last_files = frozenset(stored.name for stored in folder.list())
-        if self.session is not None and self.places.directory is not None:
-            try:
-                self.session.note_committed(self.last_saved)
-            except CheckpointError as error:
-                warn(
-                    f"{report.path}: saved, but its writers could not be notified: {error}",
-                    stacklevel=5,
-                )
+        if self.places.directory is not None:
+            self.writers.note_committed(self.last_saved, report.path)
 
     def upload_leftovers(self) -> None:
         """Upload checkpoints that earlier processes have left in the staging folder."""
@@ -413,49 +333,8 @@ class RunSaves:
         lack it; wait.
         """
         publisher = self.follow_up.publisher
-        resumed = self.run.resumed_from
-        ranks = self._current_ranks()
-        if publisher is None or resumed is None:
-            return
-
-        def publish_on_leader() -> str:
-            place, note = resumed, ""
-            if ranks.is_main and publisher.after_resume == "published":
-                place, note = self._last_published(resumed)
-                LOG.info("%s", note)
-            if ranks.is_main:
-                publisher.begin(place).wait()
-            return note
-
-        note, error = ranks.attempt(publish_on_leader)
-        if note := ranks.agree("the publish of resume()", {"note": note}, error).result["note"]:
-            self.run.report = replace(self.run.report, notes=(*self.run.report.notes, note))
-
-    def _last_published(self, resumed: Place) -> tuple[Place, str]:
-        """The checkpoint of the version that engines had when `resumed` was saved, else `resumed`.
-
-        And the reason.
-        """
-        version = self.run.published
-        if version is None:
-            reason = "it was saved before any version was published"
-            return resumed, f"publishing {resumed.basename}: {reason}"
-        reason = f"the run has no checkpoint of the version {version}"
-        infos: list[CheckpointInfo] = []
-        for folder in self.places.folders:
-            infos += list_checkpoints(folder).found
-        for info in infos:
-            identity = text_identity(manifest_text(info.store).encode())
-            # of weights, of an adapter
-            if not version.endswith((f"#{identity[:16]}", f"-{identity[:8]}")):
-                continue
-            problems = damage_of(info.place, deep=True)
-            if not problems:
-                note = f"engines had it when {resumed.basename} was saved"
-                return info.place, f"publishing {info.name}: {note}"
-            damage = listing(problems)
-            reason = f"{info.name}, which has the version {version}, is damaged: {damage}"
-        return resumed, f"publishing {resumed.basename}: {reason}"
+        if publisher is not None:
+            publish_resumed(self.run, publisher, self.places.folders, self._current_ranks())
 
     def end_follow_up(self, *, wait: bool) -> None:
         """Wait for uploads, pushes and publishes, or only name those that go on until the process

@@ -151,7 +151,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Beside:
-    """State of an optimizer beside that of its parameters."""
+    """State of an optimizer that belongs to no parameter."""
 
     device: str
     text: str

@@ -1,5 +1,4 @@
-"""The session of a run: processes beside the trainer, its writers, hand in their parts of each
-checkpoint.
+"""The session of a run: its writers, other processes, hand in their parts of each checkpoint.
 
 It consists of files below the folder of the run, on a disk or in a bucket:
 

@@ -1,4 +1,4 @@
-"""`Writer`: a process beside the trainer that hands in its part of each checkpoint of a run."""
+"""`Writer`: hands in the part of its process in each checkpoint of a run."""
 
 import os
 import threading
@@ -133,7 +133,7 @@ class Writer:
         """Let a thread call these functions whenever the trainer asks, and hand in their results as
         `put` does.
 
-        They run beside other threads of the process, so they must lock what these change. If one
+        They run in a thread, so they must lock what other threads change. If one
         raises, the trainer's save fails with its error.
         """
         if state is None and files is None:

@@ -110,7 +110,7 @@ def _staging_at(
 
 
 def _reusable_files(beside: Store, goal: Place, files: Iterable[FileRecord]) -> _Reusable:
-    """Files of other checkpoints in `beside`, the newest first; {} if all of `files` are small."""
+    """Files of other checkpoints in `beside`, newest first; {} if all of `files` are small."""
     if all(file.size_bytes < _MIN_REUSED_BYTES for file in files):
         return {}
     reusable: dict[tuple[str, int], tuple[EarlierCheckpoint, FileRecord]] = {}

@@ -1,0 +1,69 @@
+"""Publishes to servers after a resume: they may lack the checkpoint that the run continues from."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ft_ckpt.checkpoint import text_identity
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
+from ft_ckpt.checkpoint.checks import damage_of
+from ft_ckpt.checkpoint.manifest import manifest_text
+from ft_ckpt.errors import listing
+from ft_ckpt.messages import LOG
+from ft_ckpt.ranks import Ranks
+from ft_ckpt.runs.loop import TrainingRun
+from ft_ckpt.runs.saves.extension_parts import Publisher
+from ft_ckpt.storage.places import Place
+
+
+def publish_resumed(
+    run: TrainingRun, publisher: Publisher, folders: Iterable[Place], ranks: Ranks
+) -> None:
+    """Publish the resumed checkpoint of `run`, or the version published before it, and wait.
+
+    `folders` are those with checkpoints of the run. Collective; nothing if the run began afresh.
+    """
+    resumed = run.resumed_from
+    if resumed is None:
+        return
+
+    def publish_on_leader() -> str:
+        if not ranks.is_main:
+            return ""
+        place, note = resumed, ""
+        if publisher.after_resume == "published":
+            place, note = _last_published(run.published, resumed, folders)
+            LOG.info("%s", note)
+        publisher.begin(place).wait()
+        return note
+
+    text, error = ranks.attempt(publish_on_leader)
+    note = ranks.agree("the publish of resume()", {"note": text}, error).result["note"]
+    if note:
+        run.report = replace(run.report, notes=(*run.report.notes, note))
+
+
+def _last_published(
+    version: str | None, resumed: Place, folders: Iterable[Place]
+) -> tuple[Place, str]:
+    """The checkpoint of the `version` that engines had when `resumed` was saved, and the reason.
+
+    `resumed` itself if there is none.
+    """
+    if version is None:
+        reason = "it was saved before any version was published"
+        return resumed, f"publishing {resumed.basename}: {reason}"
+    reason = f"the run has no checkpoint of the version {version}"
+    infos: list[CheckpointInfo] = []
+    for folder in folders:
+        infos += list_checkpoints(folder).found
+    for info in infos:
+        identity = text_identity(manifest_text(info.store).encode())
+        # of weights, of an adapter
+        if not version.endswith((f"#{identity[:16]}", f"-{identity[:8]}")):
+            continue
+        problems = damage_of(info.place, deep=True)
+        if not problems:
+            note = f"engines had it when {resumed.basename} was saved"
+            return info.place, f"publishing {info.name}: {note}"
+        reason = f"{info.name}, which has the version {version}, is damaged: {listing(problems)}"
+    return resumed, f"publishing {resumed.basename}: {reason}"
