@@ -1,33 +1,23 @@
 """The settings of a saver and the rules that check them when it is made."""
 
-import math
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeGuard
 
 from typing_extensions import Unpack
 
-from ft_ckpt.errors import ConfigError, Rule, check_settings, is_number, listing
-from ft_ckpt.formats import DEFAULT_FORMAT, tensor_formats
-from ft_ckpt.messages import did_you_mean, expected_one_of, without_secrets
+from ft_ckpt.config_rules import rules_of
+from ft_ckpt.errors import ConfigError, check_settings, listing
+from ft_ckpt.formats import DEFAULT_FORMAT
+from ft_ckpt.messages import did_you_mean
 from ft_ckpt.retention import Keep
 from ft_ckpt.schedule import Every
-from ft_ckpt.storage.places import absolute_location, is_url, open_place
+from ft_ckpt.storage.places import absolute_location, open_place
+from ft_ckpt.values import canonical_dtype, parse_size
 
 if TYPE_CHECKING:
     import torch
-
-_DTYPES = ("as_is", "config", "float64", "float32", "bfloat16", "float16")
-_SHORT = {
-    "fp64": "float64",
-    "fp32": "float32",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +150,7 @@ class SaverConfig:
     def __post_init__(self) -> None:
         for name, meant in (("dtype", canonical_dtype), ("every", every_of), ("keep", keep_of)):
             object.__setattr__(self, name, meant(getattr(self, name)))
-        check_settings(self, _rules_of(self))
+        check_settings(self, rules_of(self))
         if self.staging is not None:
             object.__setattr__(self, "staging", absolute_location(self.staging))
         object.__setattr__(self, "publish", _absolute_goal(self.publish))
@@ -279,113 +269,6 @@ def _instead_of(name: str, names: Sequence[str]) -> str:
     return did_you_mean([name], names) or f"settings are {', '.join(names)}"
 
 
-def numbers_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """The current values of `metrics` as floats, from numbers and from tensors or arrays of one
-    element; {} for None.
-
-    Raises ConfigError naming all that are not one real number, and for anything but a mapping.
-    """
-    if metrics is None:
-        return {}
-    if not isinstance(metrics, Mapping):
-        raise ConfigError(
-            f"metrics={metrics!r:.80}: expected a name and a number for each, "
-            f"such as {{'loss': 0.5}}"
-        )
-    numbers = {name: _number_of(value) for name, value in metrics.items()}
-    problems = [
-        f"{name} is {_value_kind(metrics[name])}"
-        for name, value in numbers.items()
-        if value is None
-    ]
-    problems += [f"the name {name!r} is no text" for name in numbers if not isinstance(name, str)]
-    if problems:
-        raise ConfigError(
-            f"metrics: {listing(problems)}; expected a name and one real number for each"
-        )
-    return {name: value for name, value in numbers.items() if value is not None}
-
-
-def step_of(step: Any) -> int | None:
-    """`step` as an int, None for None. Raises ConfigError unless it is a whole number from 0 on."""
-    return None if step is None else whole_step(step)
-
-
-def whole_step(step: Any) -> int:
-    """`step` as an int. Raises ConfigError unless it is a whole number from 0 on."""
-    if not is_number(step, 0, whole=True):
-        raise ConfigError(f"step={step!r:.80}: expected a whole number from 0 on")
-    return int(step)
-
-
-def names_of(names: Any, what: str) -> tuple[str, ...]:
-    """The names in the argument `what`: an iterable of them, or one.
-
-    Raises ConfigError for anything else.
-    """
-    if isinstance(names, str):
-        return (names,)
-    items = tuple(names) if isinstance(names, Iterable) else (names,)
-    if not all(isinstance(name, str) for name in items):
-        raise ConfigError(f"{what}: {names!r:.80}: expected names in a list")
-    return items
-
-
-def _number_of(value: Any) -> float | None:
-    """`value` as a float; None when it is not one real number."""
-    shape = getattr(value, "shape", ())
-    if isinstance(value, (str, bytes, bytearray)) or math.prod(shape) != 1:
-        return None
-    try:
-        return float(value.item() if shape else value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
-def _value_kind(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    return f"a {type(value).__name__}" + (f" of shape {list(shape)}" if shape else "")
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes in `size`: an int, or a string such as "500MB" (decimal units) or "500MiB" (binary
-    ones).
-
-    Raises ConfigError when it is neither.
-    """
-    if isinstance(size, int) and not isinstance(size, bool):
-        return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", str(size).upper())
-    if match is None or (match[3] and not match[2]):
-        raise ConfigError(
-            f"{size!r} is not a size; write bytes as a number, or a string such as '5GB' or '5GiB'"
-        )
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
-
-
-def is_size(value: Any) -> bool:
-    """Whether `parse_size` gives at least one byte for the value."""
-    with suppress(ConfigError):
-        return parse_size(value) > 0
-    return False
-
-
-def human_size(size_bytes: float) -> str:
-    """Bytes in decimal units."""
-    if size_bytes < 1000:
-        return f"{size_bytes:.0f} B"
-    power = min(4, (len(str(int(size_bytes))) - 1) // 3)
-    return f"{size_bytes / 1000**power:.1f} {'KMGT'[power - 1]}B"
-
-
-def canonical_dtype(dtype: Any) -> Any:
-    """torch's name ("bfloat16") of a torch type, given as such or by a short name; anything else
-    unchanged.
-    """
-    name = str(dtype).removeprefix("torch.") if type(dtype).__name__ == "dtype" else dtype
-    return _SHORT.get(name, name.removeprefix("torch.")) if isinstance(name, str) else name
-
-
 def every_of(every: Any) -> Any:
     """`every`, with a number n replaced by `Every(steps=n)`; anything else unchanged."""
     return Every(steps=every) if isinstance(every, int) and not isinstance(every, bool) else every
@@ -394,113 +277,6 @@ def every_of(every: Any) -> Any:
 def keep_of(keep: Any) -> Any:
     """`keep`, with a number n replaced by `Keep(last=n)`; anything else unchanged."""
     return Keep(last=keep) if isinstance(keep, int) and not isinstance(keep, bool) else keep
-
-
-def _rules_of(config: SaverConfig) -> list[Rule]:
-    formats = tensor_formats(str(config.format))
-    methods: dict[str, str] = {}
-    for tensor_format in formats:
-        for method in tensor_format.compressions:
-            methods[method] = tensor_format.name
-    choices = {
-        "dtype": _DTYPES,
-        "format": tuple(entry.name for entry in formats if entry.serves_checkpoints),
-        "nonfinite": ("save", "raise"),
-        "direct_io": ("auto", "on", "off"),
-        "digest": ("xxh3", "sha256"),
-        "each_rank_writes": ("auto", "on", "off"),
-        "reuse_frozen": ("auto", "on", "off"),
-        "fan_out": ("auto", "read", "broadcast"),
-        "on_failure": ("raise", "warn"),
-        "when_full": ("raise", "prune", "wait"),
-        "on_difference": ("warn", "raise", "ignore"),
-    }
-    compressions = ", ".join(f"{method!r} with format={name!r}" for method, name in methods.items())
-    size = "a size above 0, in bytes or such as '5GB' or '5GiB'"
-    return [
-        ("every", lambda every: isinstance(every, Every | None), "Every(...), a number or None"),
-        ("keep", lambda keep: isinstance(keep, Keep | None), "Keep(...), a number or None"),
-        *(
-            (field, allowed.__contains__, _one_of(getattr(config, field), allowed))
-            for field, allowed in choices.items()
-        ),
-        (
-            "compression",
-            lambda method: method is None or methods.get(method) == config.format,
-            f"{compressions}, which is written with no other filter, or None",
-        ),
-        ("max_shard_size", is_size, size),
-        ("snapshot_bytes", lambda limit: limit is None or is_size(limit), f"{size}, or None"),
-        ("enter_timeout_seconds", lambda seconds: is_number(seconds, 0.1), "at least 0.1"),
-        ("io_threads", lambda count: count is None or is_number(count, 1), "at least 1, or None"),
-        (
-            "name_template",
-            _is_template,
-            "{step} or {epoch}, no other field, no slash, no dot at the beginning",
-        ),
-        *(
-            (switch, _is_bool, "True or False")
-            for switch in ("background", "lease", "overwrite", "verify_resume")
-        ),
-        *(
-            (name, _is_text_or_none, "text or None")
-            for name in ("attribute", "chat_template_name", "base_id")
-        ),
-        (
-            "store_options",
-            lambda options: isinstance(options, Mapping | None),
-            "a mapping of the client's options",
-        ),
-        ("staging", _is_local_folder, "a folder of this machine, or None"),
-        (
-            "publish",
-            _is_publish_goal,
-            "a server's URL, several, or a mapping of url=, after_resume= and publish's",
-        ),
-        (
-            "base_id",
-            _is_without_secrets,
-            "a name without key, password or token",
-        ),
-    ]
-
-
-def _one_of(value: Any, allowed: Sequence[str]) -> str:
-    return expected_one_of(str(value), allowed).removeprefix("expected ")
-
-
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_text_or_none(value: Any) -> bool:
-    return isinstance(value, str | None)
-
-
-def _is_without_secrets(value: Any) -> bool:
-    return not isinstance(value, str) or without_secrets(value) == value
-
-
-def _is_template(template: str) -> bool:
-    names = {template.format(step=step, epoch=step) for step in (1, 2)}
-    # hidden: never listed
-    return len(names) == 2 and "/" not in template and not template.startswith(".")
-
-
-def _is_publish_goal(goal: Any) -> bool:
-    if isinstance(goal, Mapping) and not all(isinstance(name, str) for name in goal):
-        return False
-    urls = goal.get("url") if isinstance(goal, Mapping) else goal
-    many: Any = [urls] if isinstance(urls, str) else urls if isinstance(urls, Sequence) else ()
-    # `ServerOptions` checks its URL
-    to_chain = isinstance(goal, Mapping) and goal.get("delta") is True
-    to_servers = not to_chain
-    are_urls = (str(url).startswith(("http://", "https://")) == to_servers for url in many)
-    is_known = not isinstance(goal, Mapping) or goal.get("after_resume", "resumed") in (
-        "resumed",
-        "published",
-    )
-    return goal is None or (bool(many) and all(are_urls) and is_known)
 
 
 def _absolute_goal(goal: Any) -> Any:
@@ -528,8 +304,3 @@ def _absolute_goal(goal: Any) -> Any:
 def _is_path(value: Any) -> TypeGuard[str | os.PathLike[str]]:
     """Whether it may be a path; `ServerOptions` refuses other values."""
     return isinstance(value, (str, os.PathLike)) and os.fspath(value) not in ("", b"")
-
-
-def _is_local_folder(staging: Any) -> bool:
-    is_path = isinstance(staging, (str, os.PathLike)) and bool(os.fspath(staging))
-    return staging is None or (is_path and not is_url(staging))

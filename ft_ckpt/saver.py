@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import Self, TypeVar, Unpack
 
 from ft_ckpt.checkpoint.manifest import age_of
-from ft_ckpt.config import SaverConfig, SaverSettings, make_config, names_of, numbers_of, step_of
+from ft_ckpt.config import SaverConfig, SaverSettings, make_config
 from ft_ckpt.errors import ConfigError, is_number, listing
 from ft_ckpt.extensions.rl.engines import ServerOptions, ServerSettings, server_options
 from ft_ckpt.extensions.rl.publishing import PublishReport, publish
@@ -44,6 +44,7 @@ from ft_ckpt.runs.saves import RunSaves, SaveHook, make_follow_up
 from ft_ckpt.saving import SaveRunner, as_in_training, library_versions
 from ft_ckpt.saving.planning import PendingSave, SaveReport, SaveRequest, request_of
 from ft_ckpt.storage.places import Place, location_name, shown_location
+from ft_ckpt.values import names_of, numbers_of, step_of
 
 if TYPE_CHECKING:
     import torch

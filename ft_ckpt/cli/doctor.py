@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from ft_ckpt.cli import views
 from ft_ckpt.cli.doctor_ranks import SharingReport, examine_sharing, show_sharing
 from ft_ckpt.cli.options import add_json, print_lines
-from ft_ckpt.config import human_size
 from ft_ckpt.errors import TargetError
 from ft_ckpt.ranks import Ranks, launch_of_process, launched_ranks
 from ft_ckpt.storage import MountedFrom, mount_of
 from ft_ckpt.storage.local import BUCKET_NEEDS, FOLDER_NEEDS, Ability, try_place
 from ft_ckpt.storage.places import open_place
+from ft_ckpt.values import human_size
 
 _INSTEAD = {  # the fallback where an ability is missing
     "exchange two folders": (

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_force, add_json, bounded, print_lines
-from ft_ckpt.config import human_size
 from ft_ckpt.errors import TargetError
 from ft_ckpt.formats import written_formats
 from ft_ckpt.storage.places import open_place
+from ft_ckpt.values import human_size
 
 if TYPE_CHECKING:
     from ft_ckpt.extensions.tools.converting import ConvertReport

@@ -13,11 +13,11 @@ from ft_ckpt.checkpoint.checks import stored_bytes
 from ft_ckpt.checkpoint.manifest import describe_contents, why_no_checkpoint
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json, bounded, print_lines
-from ft_ckpt.config import human_size, parse_size
 from ft_ckpt.errors import ConfigError, NotACheckpointError
 from ft_ckpt.schedule import bounded_interval, expected_overhead, optimal_interval, parse_seconds
 from ft_ckpt.storage import Store
 from ft_ckpt.storage.places import Place, open_place
+from ft_ckpt.values import human_size, parse_size
 
 _SAMPLE_BYTES = 256 << 20
 _CHUNK_BYTES = 8 << 20

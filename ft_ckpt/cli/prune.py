@@ -9,11 +9,11 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, why_no_checkpoint
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_dry_run, add_json, bounded, print_lines
 from ft_ckpt.cli.show import run_checkpoints_in, run_folder
-from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, NotACheckpointError, TargetError, listing
 from ft_ckpt.retention import Best, Keep
 from ft_ckpt.runs.folder import PruneReport, prune_run
 from ft_ckpt.storage.places import Place, location_name, open_place
+from ft_ckpt.values import human_size
 
 
 def add_prune(parser: ArgumentParser) -> None:

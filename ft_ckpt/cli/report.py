@@ -13,10 +13,10 @@ from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.cli.report_page import page_text
 from ft_ckpt.cli.run_facts import gather_facts
 from ft_ckpt.cli.show import run_checkpoints_in, run_folder
-from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, NotACheckpointError
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place, local_path
+from ft_ckpt.values import human_size
 
 
 def add_report(parser: ArgumentParser) -> None:

@@ -22,9 +22,9 @@ from ft_ckpt.cli.charts import (
 from ft_ckpt.cli.plan import human_time
 from ft_ckpt.cli.report_style import PAGE_STYLE
 from ft_ckpt.cli.run_facts import Drift, KeptCheckpoint, RunFacts, StoredModel
-from ft_ckpt.config import human_size
 from ft_ckpt.retention import Keep
 from ft_ckpt.schedule import LoggedSave
+from ft_ckpt.values import human_size
 
 _SAVES_NOTE = (
     "waited: how long training waited. on disk: from the call until the commit; "

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from ft_ckpt.cli import views
 from ft_ckpt.cli.describe import facts_of_folder
 from ft_ckpt.cli.options import print_lines
-from ft_ckpt.config import human_size
 from ft_ckpt.storage.places import Place
+from ft_ckpt.values import human_size
 
 if TYPE_CHECKING:
     from ft_ckpt.formats import Spec

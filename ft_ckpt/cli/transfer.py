@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_dry_run, add_force, add_json, print_lines, print_path
-from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.storage.places import location_name, open_place
+from ft_ckpt.values import human_size
 
 if TYPE_CHECKING:
     from ft_ckpt.extensions.transfer.copies import CopyReport, SyncReport

@@ -19,11 +19,11 @@ from ft_ckpt.checkpoint.leases import pin_reason
 from ft_ckpt.checkpoint.manifest import RUNS, Contents, Manifest, PartRecord, age_of, parse_time
 from ft_ckpt.cli.describe import ModelFacts, adapter_name, facts_of_part
 from ft_ckpt.cli.options import print_lines, print_path
-from ft_ckpt.config import human_size
 from ft_ckpt.extensions.rl.writers import parts_of
 from ft_ckpt.messages import printable
 from ft_ckpt.schema import values_of
 from ft_ckpt.storage.places import Place, location_name
+from ft_ckpt.values import human_size
 
 _NUMBERS = {"step", "size", "checkpoints"}  # right-aligned columns
 _ORDINARY = {

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
 from ft_ckpt import CheckpointSaver, Every
-from ft_ckpt.config import SaveSettings, make_config, names_of
+from ft_ckpt.config import SaveSettings, make_config
 from ft_ckpt.errors import ConfigError, SelectionError, listing
 from ft_ckpt.integrations.lightning_data import FedLoader, refuse_unsized
 from ft_ckpt.integrations.lightning_state import LightningState, averaging_callbacks
@@ -35,6 +35,7 @@ from ft_ckpt.runs.data import GeneratorStates, capture_generators, restore_gener
 from ft_ckpt.runs.resume import parse_mode
 from ft_ckpt.runs.saves import SaveHook, hooks_of
 from ft_ckpt.storage.places import Place, absolute_location
+from ft_ckpt.values import names_of
 
 __all__ = ["LightningCheckpoint"]
 

@@ -21,7 +21,7 @@ from transformers import Trainer, TrainerCallback
 from typing_extensions import Unpack
 
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.config import SaveSettings, make_config, names_of
+from ft_ckpt.config import SaveSettings, make_config
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.integrations.checkpointed import Checkpointed, TrainerSettings, overriding
 from ft_ckpt.integrations.trainer_layout import ends_chain
@@ -29,6 +29,7 @@ from ft_ckpt.messages import short, warn
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs.loop import in_words
 from ft_ckpt.runs.saves import SaveHook, hooks_of
+from ft_ckpt.values import names_of
 
 __all__ = ["FtCkptCallback", "checkpointed"]
 

@@ -20,7 +20,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ft_ckpt.config import SaverConfig, parse_size
+from ft_ckpt.config import SaverConfig
 from ft_ckpt.jobs import JobQueue, yield_to_training
 from ft_ckpt.messages import warn
 from ft_ckpt.model.tensors import load_conversion_table
@@ -45,6 +45,7 @@ from ft_ckpt.saving.snapshot import (
     plan_snapshot,
 )
 from ft_ckpt.saving.stage import OpenStage
+from ft_ckpt.values import parse_size
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -12,7 +12,6 @@ from typing import Any
 from ft_ckpt._version import __version__
 from ft_ckpt.checkpoint.checks import stored_bytes
 from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
-from ft_ckpt.config import human_size
 from ft_ckpt.errors import NoSpaceError, explained
 from ft_ckpt.formats import TensorRecord, format_by_suffix, format_named
 from ft_ckpt.formats.safetensors import link_second_names
@@ -34,6 +33,7 @@ from ft_ckpt.saving.write import WrittenFiles, written_records
 from ft_ckpt.storage import Store
 from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.places import Place, local_folder
+from ft_ckpt.values import human_size
 
 
 def commit_files(

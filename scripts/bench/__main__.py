@@ -26,7 +26,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import transformers
 
-from ft_ckpt.config import parse_size
+from ft_ckpt.values import parse_size
 from scripts.bench.chart import draw
 from scripts.bench.common import ROOT, Setting, scratch
 from scripts.bench.machine import facts, missing

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as Xml
 
-from ft_ckpt.config import parse_size
+from ft_ckpt.values import parse_size
 from scripts.bench.common import Row
 from scripts.bench.labels import figure_text, label
 from scripts.bench.show import is_ours

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ft_ckpt.config import parse_size
+from ft_ckpt.values import parse_size
 from scripts.bench import (
     convert,
     frozen,

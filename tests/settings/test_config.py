@@ -5,8 +5,9 @@ from dataclasses import fields
 import pytest
 
 from ft_ckpt import CheckpointSaver, SaverConfig
-from ft_ckpt.config import FAMILIAR_NAMES, parse_size
+from ft_ckpt.config import FAMILIAR_NAMES
 from ft_ckpt.errors import CheckpointError, ConfigError, RanksDisagreeError, TargetError
+from ft_ckpt.values import parse_size
 
 
 @pytest.mark.parametrize(

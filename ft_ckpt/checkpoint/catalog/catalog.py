@@ -15,7 +15,6 @@ from ft_ckpt.checkpoint.manifest import (
     visible_folders,
     why_no_checkpoint,
 )
-from ft_ckpt.config import numbers_of
 from ft_ckpt.errors import (
     CheckpointError,
     ManifestError,
@@ -28,6 +27,7 @@ from ft_ckpt.messages import warn
 from ft_ckpt.storage import Store
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.places import Place
+from ft_ckpt.values import numbers_of
 
 _MAX_REQUESTS = 16  # at once, for the manifests of a run in a bucket
 

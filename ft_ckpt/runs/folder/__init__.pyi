@@ -3,7 +3,7 @@ from .following import (
     CheckpointKey as CheckpointKey,
     follow as follow,
     key_of as key_of,
-    looks as looks,
+    poll_checkpoints as poll_checkpoints,
     stop_on_signal as stop_on_signal,
 )
 from .lease import (

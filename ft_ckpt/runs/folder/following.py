@@ -33,13 +33,12 @@ def follow(
     stop: threading.Event | None = None,
     on_problem: Callable[[CheckpointError], object] = lambda error: warn(str(error), stacklevel=4),
 ) -> Iterator[CheckpointInfo]:
-    """The checkpoints of `run`, a folder or URL that may not exist yet: those that are there, then
-    each new one.
+    """The checkpoints of `run`, then each new one when it is committed.
 
-    They come oldest first, each once, and once more if it was saved again; those that were made
-    from others (merged, averaged) do not come. While the body of the loop runs, the checkpoint is
-    leased: no rule deletes it. The loop ends after `idle_seconds` without a new checkpoint (None:
-    never), and when `stop` is set.
+    `run` is a folder or URL that may not exist yet. They come oldest first, each once, and once
+    more if it was saved again; those that were made from others (merged, averaged) do not come.
+    While the body of the loop runs, the checkpoint is leased: no rule deletes it. The loop ends
+    after `idle_seconds` without a new checkpoint (None: never), and when `stop` is set.
 
     `on_problem` gets the error of a checkpoint that is damaged (as by `verify(deep=False)`), which
     is skipped, and an UnreadableError of what cannot be read now, which is tried again; each text
@@ -54,48 +53,45 @@ def follow(
 
     done: set[CheckpointKey] = set()
     stop = stop or threading.Event()
-    for infos in looks(open_place(run).absolute, idle_seconds, poll_seconds, stop, report):
+    for infos in poll_checkpoints(
+        open_place(run).absolute, idle_seconds, poll_seconds, stop, report
+    ):
         for info in infos:
             if stop.is_set():
                 return
             if key_of(info) in done:
                 continue
             with ExitStack() as lease:
-                try:
-                    _enter_whole(lease, info)
-                except UnreadableError as error:
-                    report(error)
-                    continue
-                except CheckpointError as error:
+                problem = _lease_whole(lease, info)
+                if not isinstance(problem, UnreadableError):  # which is tried again
                     done.add(key_of(info))
-                    if not isinstance(error, NotACheckpointError):  # deleted since the look
-                        report(error)
-                    continue
-                done.add(key_of(info))
-                yield info
+                if problem is None:
+                    yield info
+                elif not isinstance(problem, NotACheckpointError):  # deleted since it was listed
+                    report(problem)
 
 
-def looks(
+def poll_checkpoints(
     run: Place,
     idle_seconds: float | None,
     poll_seconds: float,
     stop: threading.Event,
     on_problem: Callable[[CheckpointError], object],
 ) -> Iterator[list[CheckpointInfo]]:
-    """The checkpoints of `run` at each look, oldest first; ends as `follow` does."""
+    """The checkpoints of `run`, oldest first, at each poll; ends as `follow` does."""
     seen: set[CheckpointKey] = set()
     pause_seconds = poll_seconds if idle_seconds is None else min(poll_seconds, idle_seconds)
     quiet_since = time.monotonic()
     while not stop.is_set():
-        # a checkpoint may be committed after the look, while the caller works
-        looked = time.monotonic()
+        # a checkpoint may be committed after the poll, while the caller works
+        polled = time.monotonic()
         infos = _infos_in(run, on_problem)
         new = {key_of(info) for info in infos} - seen
         seen |= new
         yield infos
         if new:
             quiet_since = time.monotonic()
-        elif idle_seconds is not None and looked - quiet_since >= idle_seconds:
+        elif idle_seconds is not None and polled - quiet_since >= idle_seconds:
             return
         stop.wait(pause_seconds)
 
@@ -112,23 +108,23 @@ def stop_on_signal() -> Iterator[threading.Event]:
     Only in the main thread.
     """
     stop = threading.Event()
-    before = dict[int, Any]()
+    previous: dict[int, Any] = {}
 
-    def put_back() -> None:
-        for number, handler in before.items():
+    def restore_handlers() -> None:
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
-    def note(*_: object) -> None:
+    def on_signal(*_: object) -> None:
         stop.set()
-        put_back()
+        restore_handlers()
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, note)
+            previous[number] = signal.signal(number, on_signal)
     try:
         yield stop
     finally:
-        put_back()
+        restore_handlers()
 
 
 def _infos_in(run: Place, on_problem: Callable[[CheckpointError], object]) -> list[CheckpointInfo]:
@@ -142,10 +138,18 @@ def _infos_in(run: Place, on_problem: Callable[[CheckpointError], object]) -> li
     return [info for info in listed.found if not info.manifest.made_from]
 
 
-def _enter_whole(lease: ExitStack, info: CheckpointInfo) -> None:
-    """Lease the checkpoint. Raises CorruptError if its files are missing or truncated."""
-    opened = lease.enter_context(open_checkpoint(info.place))
-    problems = opened.find_problems(deep=False)
-    if problems:
-        lease.close()
-        raise CorruptError(f"{info.path}: {listing(problems)}")
+def _lease_whole(lease: ExitStack, info: CheckpointInfo) -> CheckpointError | None:
+    """Lease the checkpoint until `lease` closes, or return why not.
+
+    CorruptError if its files are missing or truncated.
+    """
+    with ExitStack() as trial:
+        try:
+            checkpoint = trial.enter_context(open_checkpoint(info.place))
+            problems = checkpoint.find_problems(deep=False)
+        except CheckpointError as error:
+            return error
+        if problems:
+            return CorruptError(f"{info.path}: {listing(problems)}")
+        lease.push(trial.pop_all())
+    return None

@@ -32,14 +32,15 @@ from ft_ckpt.storage.places import Place
 
 RUN_LEASE = f"{PREFIX}run"
 LEASE_SECONDS, RENEW_SECONDS = 60.0, 20.0
-_LOOKS = 30  # at a mark that is watched
-# on a disk, and in a bucket: several may take over a dead lease at the same moment
-_SETTLE_SECONDS = (0.1, 1.0)
+_POLLS = 30  # of a mark that is watched
+# several processes may take over a dead lease at the same moment: the last mark counts
+_SETTLE_SECONDS_ON_DISK = 0.1
+_SETTLE_SECONDS_IN_BUCKET = 1.0
 _WAITING = "%s: %s may train into it; waiting %.0f s for a renewal of its lease"
 _EXPIRED = "%s: taken over from %s, which has not renewed its lease for %.0f s"
 _of_process: dict[str, "RunLease"] = {}  # by the identity of the directory
-_change = threading.Lock()  # of this table and of the users of its leases
-_taking = threading.Lock()  # one thread at a time: its mark would look abandoned to a second one
+_table_lock = threading.Lock()  # for `_of_process` and the users of its leases
+_take_lock = threading.Lock()  # one thread at a time: its mark would look abandoned to a second one
 
 
 @dataclass(eq=False)
@@ -74,8 +75,8 @@ class RunLease(ExclusiveLease):
 
         Raises LeaseTakenError naming the process that trains there.
         """
-        watched: str | None = None  # the text of a mark whose renewal is waited for, until then
-        until = 0.0
+        watched: str | None = None  # the text of a mark whose renewal is waited for
+        deadline = 0.0
         while True:
             text = _mark_text(self.store)
             if text is None:
@@ -93,15 +94,16 @@ class RunLease(ExclusiveLease):
                 break
             if watched is None:
                 _refuse_if_alive(self.store, facts)
-                watched, until = text, time.monotonic() + LEASE_SECONDS
+                watched = text
+                deadline = time.monotonic() + LEASE_SECONDS
                 LOG.warning(_WAITING, self.store.url, holder_of(facts), LEASE_SECONDS)
             elif text != watched:
-                raise LeaseTakenError(_busy(self.store, facts, 0.0))
-            elif time.monotonic() > until:
+                raise LeaseTakenError(_busy_text(self.store, facts, 0.0))
+            elif time.monotonic() > deadline:
                 LOG.warning(_EXPIRED, self.store.url, holder_of(facts), LEASE_SECONDS)
                 self._take_over()
                 break
-            time.sleep(LEASE_SECONDS / _LOOKS)
+            time.sleep(LEASE_SECONDS / _POLLS)
         self.begin(RENEW_SECONDS)
 
     def renew(self) -> None:
@@ -166,7 +168,7 @@ class RunLease(ExclusiveLease):
 
     def _is_unused(self) -> bool:
         """Whether no saver uses it any more; then a saver made from now on takes a new one."""
-        with _change:
+        with _table_lock:
             if self.users:
                 return False
             if _of_process.get(self.store.identity) is self:
@@ -175,14 +177,16 @@ class RunLease(ExclusiveLease):
 
     def _take_over(self) -> None:
         self.put()
-        time.sleep(_SETTLE_SECONDS[self.store.local_folder is None])
+        is_on_disk = self.store.local_folder is not None
+        time.sleep(_SETTLE_SECONDS_ON_DISK if is_on_disk else _SETTLE_SECONDS_IN_BUCKET)
         if not self.is_ours:
-            raise LeaseTakenError(_busy(self.store, parse_mark(_mark_text(self.store) or ""), 0.0))
+            raise LeaseTakenError(
+                _busy_text(self.store, parse_mark(_mark_text(self.store) or ""), 0.0)
+            )
 
 
 def lease_run(directory: Place, user: object) -> RunLease:
-    """The lease of the run in `directory`, in use by the saver's part `user` until it leaves or is
-    deleted.
+    """The lease of the run in `directory`, in use by `user` until it leaves or is deleted.
 
     Savers of one process share it. Raises LeaseTakenError naming the process that trains there,
     TargetError if the mark cannot be written, UnreadableError if it cannot be read.
@@ -193,8 +197,8 @@ def lease_run(directory: Place, user: object) -> RunLease:
             make_folder(store.local_folder)
     # a power cut ends the process, too; and no renewal makes the folder again
     store = store.unsynced
-    with _taking:
-        with _change:
+    with _take_lock:
+        with _table_lock:
             lease = _of_process.get(store.identity)
             if lease is not None and lease.pid == os.getpid() and not lease.is_lost:
                 lease.users.add(user)
@@ -202,7 +206,7 @@ def lease_run(directory: Place, user: object) -> RunLease:
         lease = RunLease(store)
         lease.users.add(user)
         lease.take()
-        with _change:
+        with _table_lock:
             _of_process[store.identity] = lease
         return lease
 
@@ -216,25 +220,24 @@ def _mark_text(store: Store) -> str | None:
 
 
 def _has_ended(facts: dict[str, Any]) -> bool:
-    """Whether the process that put the mark has ended, or is this one, before an exec or without a
-    record of it.
+    """Whether the process that put the mark has ended.
+
+    Also if it is this one: before an exec, or without a record of the mark.
     """
+    if is_gone(facts):
+        return True
     identity = process_facts()
-    return is_gone(facts) or (
-        bool(facts) and all(facts.get(name) == identity[name] for name in identity)
-    )
+    return bool(facts) and all(facts.get(name) == identity[name] for name in identity)
 
 
 def _refuse_if_alive(store: Store, facts: dict[str, Any]) -> None:
-    """Raise LeaseTakenError if the process lives on this machine and has renewed its lease within a
-    minute.
-    """
-    age = _age_here(facts)
+    """Raise LeaseTakenError if the process lives on this machine and renewed within a minute."""
+    age = _age_on_this_machine(facts)
     if age is not None and age < LEASE_SECONDS:
-        raise LeaseTakenError(_busy(store, facts, age))
+        raise LeaseTakenError(_busy_text(store, facts, age))
 
 
-def _age_here(facts: dict[str, Any]) -> float | None:
+def _age_on_this_machine(facts: dict[str, Any]) -> float | None:
     """Seconds since the last renewal if the process lives on this machine; None if unknown."""
     renewed = facts.get("renewed")
     if not is_of_this_machine(facts) or not isinstance(renewed, (int, float)):
@@ -242,7 +245,7 @@ def _age_here(facts: dict[str, Any]) -> float | None:
     return max(0.0, steady_seconds() - renewed)
 
 
-def _busy(store: Store, facts: dict[str, Any], age: float) -> str:
+def _busy_text(store: Store, facts: dict[str, Any], age: float) -> str:
     seconds = facts.get("held_seconds")  # at its last renewal
     since = f" for {seconds + age:.0f} s" if isinstance(seconds, (int, float)) else ""
     return (
@@ -254,8 +257,8 @@ def _busy(store: Store, facts: dict[str, Any], age: float) -> str:
 
 def _forget_leases() -> None:
     """In a forked child, which has no part in the leases of its parent."""
-    global _change, _taking
-    _change, _taking = threading.Lock(), threading.Lock()
+    global _table_lock, _take_lock
+    _table_lock, _take_lock = threading.Lock(), threading.Lock()
     _of_process.clear()
 
 

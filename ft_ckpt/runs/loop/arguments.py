@@ -19,9 +19,7 @@ _MAX_TEXT = 60  # characters of an argument in an error
 
 
 def check_accelerator(accelerator: Any) -> None:
-    """Raise ConfigError for an object that is no Accelerator, with the argument that it belongs
-    to.
-    """
+    """Raise ConfigError for an object that is no Accelerator: it names the right argument."""
     if accelerator is None:
         return
     is_accelerator = all(isinstance(getattr(accelerator, name, None), list) for name in _PREPARED)
@@ -34,9 +32,9 @@ def check_accelerator(accelerator: Any) -> None:
 
 def check_tokenizer(tokenizer: Any) -> None:
     """Raise ConfigError for an object that is no tokenizer or processor."""
-    if tokenizer is not None and (
-        isinstance(tokenizer, type) or not hasattr(tokenizer, "save_pretrained")
-    ):
+    if tokenizer is None:
+        return
+    if isinstance(tokenizer, type) or not hasattr(tokenizer, "save_pretrained"):
         raise ConfigError(
             f"tokenizer: {in_words(tokenizer)}, expected a tokenizer or processor; pass what "
             "AutoTokenizer.from_pretrained or AutoProcessor.from_pretrained returned"
@@ -44,9 +42,7 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def check_schedule(config: SaverConfig, directory: Any) -> None:
-    """Raise ConfigError for a schedule without a directory: the first save that is due would
-    fail.
-    """
+    """Raise ConfigError for a schedule without a directory, because its first save would fail."""
     if config.every is not None and directory is None:
         raise ConfigError(
             "every=: a schedule, and no directory for its checkpoints; expected "

@@ -1,6 +1,4 @@
-"""Signals that end a process: the first is remembered until the step ends, the second ends it at
-once.
-"""
+"""Signals that end a process: the first one waits for the end of the step, the second does not."""
 
 import _thread
 import ctypes
@@ -21,10 +19,9 @@ _watches: "weakref.WeakSet[SignalWatch]" = weakref.WeakSet()
 
 
 def exit_code(name: str, chosen: int | None = None) -> int:
-    """The code to exit with after saving on the signal `name`: `chosen`, or else 128 and the
-    signal's number.
+    """The code to exit with after a save on the signal `name`.
 
-    On Linux:
+    It is `chosen`, or else 128 and the number of the signal. On Linux:
 
         SIGHUP  129      SIGUSR1  138
         SIGINT  130      SIGUSR2  140
@@ -56,7 +53,7 @@ class SignalWatch:
         self.note: str | None = None
         self._process = os.getpid()
         self._previous: dict[int, Any] = {}
-        self._is_over = False
+        self._is_closed = False
         self._lock = threading.RLock()  # re-entered when a signal interrupts `close`
         numbers = [signal.Signals[name] for name in names]
         if threading.current_thread() is not threading.main_thread():
@@ -75,9 +72,9 @@ class SignalWatch:
                 self._restore_handlers()
 
     def _restore_handlers(self) -> None:
-        self._is_over = True
+        self._is_closed = True
         for number, previous in self._previous.items():
-            if signal.getsignal(number) in (self._on_signal, self._pass_over):
+            if signal.getsignal(number) in (self._on_signal, self._ignore):
                 signal.signal(number, _still_in_force(number, previous))
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
@@ -91,7 +88,7 @@ class SignalWatch:
             with suppress(RuntimeError):  # no more threads: a second signal is then ignored
                 # Not a threading.Timer: starting one takes a lock that the code interrupted here
                 # may hold.
-                _thread.start_new_thread(self._let_kill, (DUPLICATE_SECONDS,))
+                _thread.start_new_thread(self._restore_defaults_in, (DUPLICATE_SECONDS,))
 
     def _let_workers_end(self) -> None:
         """Let the current step finish although the same signal has ended the workers of its loader.
@@ -102,28 +99,29 @@ class SignalWatch:
         handler = signal.getsignal(signal.SIGCHLD)
         if getattr(handler, "__module__", None) == _LOADERS:
             self._previous[signal.SIGCHLD] = handler
-            signal.signal(signal.SIGCHLD, self._pass_over)
+            signal.signal(signal.SIGCHLD, self._ignore)
 
-    def _pass_over(self, number: int, frame: FrameType | None) -> None:
+    def _ignore(self, number: int, frame: FrameType | None) -> None:
         pass
 
-    def _let_kill(self, after_seconds: float) -> None:
-        """Restore the system's default handling, which acts even while the main thread runs no
-        Python.
+    def _restore_defaults_in(self, after_seconds: float) -> None:
+        """Restore the system's default handling, which acts while the main thread runs no Python.
 
-        Through C, because Python allows it in the main thread only; for Python the handler is still
-        ours, so that `close` restores the previous one.
+        Through C, because Python allows it in the main thread only. For Python the handler is still
+        that of this watch, so that `close` restores the previous one.
         """
         time.sleep(after_seconds)
         with self._lock:
-            for number in () if self._is_over else self._previous:
+            if self._is_closed:
+                return
+            for number in self._previous:
                 ctypes.pythonapi.PyOS_setsig(int(number), None)
 
 
 def _still_in_force(number: int, handler: Any) -> Any:
     """`handler`, or the one before it if its watch is closed: watches close in any order."""
     watch = getattr(handler, "__self__", None)
-    while isinstance(watch, SignalWatch) and watch._is_over and number in watch._previous:
+    while isinstance(watch, SignalWatch) and watch._is_closed and number in watch._previous:
         handler = watch._previous[number]
         watch = getattr(handler, "__self__", None)
     return signal.SIG_DFL if handler is None else handler

@@ -3,10 +3,10 @@
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from ft_ckpt.config import names_of
 from ft_ckpt.errors import ConfigError, LoadError, listing
 from ft_ckpt.messages import did_you_mean
 from ft_ckpt.runs.state import Restored, RestoreReport
+from ft_ckpt.values import names_of
 
 HALF_RESTORED = "parts of the run are overwritten: make its objects again before another resume()"
 # items that are no objects of a run

@@ -17,7 +17,13 @@ from ft_ckpt.extensions.rl.publishing.reports import PublishReport
 from ft_ckpt.extensions.rl.publishing.steps import publish
 from ft_ckpt.jobs import BackgroundJob, JobQueue
 from ft_ckpt.messages import LOG, warn
-from ft_ckpt.runs.folder import FOLLOW_SECONDS, CheckpointKey, key_of, looks, stop_on_signal
+from ft_ckpt.runs.folder import (
+    FOLLOW_SECONDS,
+    CheckpointKey,
+    key_of,
+    poll_checkpoints,
+    stop_on_signal,
+)
 from ft_ckpt.storage.places import Place, location_name, open_place
 
 
@@ -231,7 +237,7 @@ def follow_run(
     following = _Following(options, on_published, on_trouble)
     place = open_place(run).absolute
     with stop_on_signal() as stop:
-        for infos in looks(place, idle_seconds, poll_seconds, stop, following.note):
+        for infos in poll_checkpoints(place, idle_seconds, poll_seconds, stop, following.note):
             following.visit(infos)
         if following.error is not None and not stop.is_set():
             raise following.error

@@ -12,7 +12,6 @@ from typing import Any
 from ft_ckpt.checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.leases import ExclusiveLease, mark_holder, may_live, read_mark, store_time
 from ft_ckpt.checkpoint.manifest import load_manifest
-from ft_ckpt.config import whole_step
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -54,6 +53,7 @@ from ft_ckpt.storage import is_inside
 from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.local import is_gone, make_like
 from ft_ckpt.storage.places import Place, open_place
+from ft_ckpt.values import whole_step
 
 Rule = Callable[[Sequence[str], Sequence[str]], Mapping[str, Sequence[str]]]
 _LIVE_SECONDS = 2.0  # between checks that the trainer's process is alive

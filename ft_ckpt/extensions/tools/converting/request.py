@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath, PurePosixPath
 
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.config import canonical_dtype, is_size, parse_size
 from ft_ckpt.errors import ConfigError, TargetError
 from ft_ckpt.extensions.tools.converting.shard_rules import ShardRule, read_shard_rules
 from ft_ckpt.formats import (
@@ -18,6 +17,7 @@ from ft_ckpt.formats import (
 )
 from ft_ckpt.messages import expected_one_of
 from ft_ckpt.storage.places import Place, open_place
+from ft_ckpt.values import canonical_dtype, is_size, parse_size
 
 _DEFAULT_SHARD_SIZE = "50GB"
 

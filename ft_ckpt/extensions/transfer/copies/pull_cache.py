@@ -17,7 +17,6 @@ from ft_ckpt.checkpoint import OpenCheckpoint
 from ft_ckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
 from ft_ckpt.checkpoint.commit import delete_checkpoint
 from ft_ckpt.checkpoint.manifest import Manifest, content_identity
-from ft_ckpt.config import parse_size
 from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.extensions.transfer.copies.identity import content_key, is_there
 from ft_ckpt.extensions.transfer.copies.reports import CopyReport
@@ -25,6 +24,7 @@ from ft_ckpt.extensions.transfer.copies.store_copies import copy_open
 from ft_ckpt.storage import PREFIX
 from ft_ckpt.storage.local import LocalStore, holding_lock
 from ft_ckpt.storage.places import Place
+from ft_ckpt.values import parse_size
 
 # environment variables: its location and largest size
 _FOLDER, _SIZE = "FT_CKPT_CACHE", "FT_CKPT_CACHE_SIZE"

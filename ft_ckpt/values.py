@@ -1,0 +1,134 @@
+"""Values that users give and read: sizes, numbers of metrics, steps, names, dtypes."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from ft_ckpt.errors import ConfigError, is_number, listing
+
+_SHORT_DTYPES = {
+    "fp64": "float64",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*")
+
+
+def numbers_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """The current values of `metrics` as floats; {} for None.
+
+    They are numbers, or tensors or arrays of one element. Raises ConfigError naming all that are
+    not one real number, and for anything but a mapping.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"metrics={metrics!r:.80}: expected a name and a number for each, "
+            f"such as {{'loss': 0.5}}"
+        )
+    numbers: dict[str, float] = {}
+    problems = []
+    for name, value in metrics.items():
+        number = _number_of(value)
+        if number is None:
+            problems.append(f"{name} is {_value_kind(value)}")
+        else:
+            numbers[name] = number
+    problems += [f"the name {name!r} is no text" for name in metrics if not isinstance(name, str)]
+    if problems:
+        raise ConfigError(
+            f"metrics: {listing(problems)}; expected a name and one real number for each"
+        )
+    return numbers
+
+
+def step_of(step: Any) -> int | None:
+    """`step` as an int, None for None. Raises ConfigError unless it is a whole number from 0 on."""
+    return None if step is None else whole_step(step)
+
+
+def whole_step(step: Any) -> int:
+    """`step` as an int. Raises ConfigError unless it is a whole number from 0 on."""
+    if not is_number(step, 0, whole=True):
+        raise ConfigError(f"step={step!r:.80}: expected a whole number from 0 on")
+    return int(step)
+
+
+def names_of(names: Any, what: str) -> tuple[str, ...]:
+    """The names in the argument `what`: an iterable of them, or one.
+
+    Raises ConfigError for anything else.
+    """
+    if isinstance(names, str):
+        return (names,)
+    items = tuple(names) if isinstance(names, Iterable) else (names,)
+    if not all(isinstance(name, str) for name in items):
+        raise ConfigError(f"{what}: {names!r:.80}: expected names in a list")
+    return items
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes in `size`: an int, or a string such as "500MB" or "500MiB" (binary units).
+
+    Raises ConfigError when it is neither.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        return size
+    match = _SIZE.fullmatch(str(size).upper())
+    if match is None or (match[3] and not match[2]):
+        raise ConfigError(
+            f"{size!r} is not a size; write bytes as a number, or a string such as '5GB' or '5GiB'"
+        )
+    base = 1024 if match[3] else 1000
+    power = " KMGT".index(match[2] or " ")
+    return int(float(match[1]) * base**power)
+
+
+def is_size(value: Any) -> bool:
+    """Whether `parse_size` gives at least one byte for the value."""
+    with suppress(ConfigError):
+        return parse_size(value) > 0
+    return False
+
+
+def human_size(size_bytes: float) -> str:
+    """Bytes in decimal units."""
+    if size_bytes < 1000:
+        return f"{size_bytes:.0f} B"
+    power = min(4, (len(str(int(size_bytes))) - 1) // 3)
+    return f"{size_bytes / 1000**power:.1f} {'KMGT'[power - 1]}B"
+
+
+def canonical_dtype(dtype: Any) -> Any:
+    """torch's name of a dtype ("bfloat16"), given as such or by a short name.
+
+    Anything else is returned as it is.
+    """
+    name = dtype
+    if type(dtype).__name__ == "dtype":
+        name = str(dtype)
+    if not isinstance(name, str):
+        return name
+    name = name.removeprefix("torch.")
+    return _SHORT_DTYPES.get(name, name)
+
+
+def _number_of(value: Any) -> float | None:
+    """`value` as a float; None when it is not one real number."""
+    shape = getattr(value, "shape", ())
+    if isinstance(value, (str, bytes, bytearray)) or math.prod(shape) != 1:
+        return None
+    try:
+        return float(value.item() if shape else value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _value_kind(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" + (f" of shape {list(shape)}" if shape else "")
