@@ -9,7 +9,6 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig, checkpoint_closure, closure
 from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.leases import pin, unpin
-from ft_ckpt.closure import checkpoint_closure
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.storage.places import open_place
 from ft_ckpt.values import parse_size
