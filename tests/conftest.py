@@ -51,6 +51,7 @@ LONGEST_FILES = (
         "test_distributed",
         "test_documents",
         "test_trainer",
+        "test_contract",
         "test_ranks_behaviour",
         "test_check_resume",
         "test_follow",

@@ -36,8 +36,6 @@ SEQ2SEQ = {
     "encoder_ffn_dim": 48,
     "decoder_ffn_dim": 48,
 }
-GEMMA3 = {**TEXT, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
-ROUTED = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
 LATENT = {
     "q_lora_rank": 16,

@@ -24,7 +24,6 @@ from typing import TextIO
 
 import extensions
 import psutil
-import pytest
 from places import HELPERS, WORKERS, python_path
 
 NURSERY = "FT_CKPT_TEST_NURSERY"  # the variable that names the socket of tests/helpers/nursery.py
@@ -93,23 +92,6 @@ def run_cases(
                 f"the process ended with status {result.returncode}\n{result.log[-6000:]}"
             )
     return {case: errors.get(case, "not run: too many cases before it crashed") for case in cases}
-
-
-def selected(request: pytest.FixtureRequest, cases: Sequence[str]) -> list[str]:
-    """The cases that the selected tests of a fixture have as parameters: its launch runs no
-    other.
-    """
-    tests = [
-        item
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-    ]
-    tests = [test for test in tests if test.module is request.module]
-    mine = [test.callspec.params for test in tests if request.fixturename in test.fixturenames]
-    values = {
-        value for parameters in mine for value in parameters.values() if isinstance(value, str)
-    }
-    return [case for case in cases if case in values]
 
 
 def run_python(

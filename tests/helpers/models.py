@@ -162,11 +162,6 @@ def wide() -> nn.Module:
     return qwen3(vocab_size=3001, hidden_size=192, intermediate_size=257, head_dim=48)
 
 
-def large_vocabulary() -> nn.Module:
-    """Some 20 MB, nearly all of it one tensor."""
-    return llama(vocab_size=200_000)
-
-
 def lora_wide() -> PeftModel:
     """An adapter of some 8 KB on a base of some 7 MB: the number of bytes sent shows which one was
     sent.

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -271,8 +271,3 @@ def same(found: Any, expected: Any) -> bool:
             same(*pair) for pair in zip(found, expected, strict=True)
         )
     return bool(found == expected)
-
-
-def next_samples(program: Program, saver: CheckpointSaver[Any], steps: int) -> list[list[int]]:
-    """The samples of the next steps, which are made."""
-    return list(islice(program.train(saver), steps))

@@ -59,20 +59,6 @@ class Live:
         return float(loss.detach())
 
 
-class LiveEngine(Live):
-    """A model in an engine of DeepSpeed, which makes the step itself."""
-
-    model: Any
-
-    def step(self, batch: dict[str, torch.Tensor]) -> float:
-        engine, told = self.model, [batch]
-        dist.broadcast_object_list(told)  # tensor parallelism needs one input
-        loss = engine(**told[0]).loss
-        engine.backward(loss)
-        engine.step()
-        return float(loss.detach())
-
-
 def truth(live: Live) -> dict[str, torch.Tensor]:
     """Every parameter and persistent buffer under the bare model's names, whole, on every rank."""
     model = live.model

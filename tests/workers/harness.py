@@ -24,15 +24,6 @@ RANK = int(os.environ["RANK"])
 WORLD = int(os.environ["WORLD_SIZE"])
 
 
-NAMED: dict[str, Callable[[Path], None]] = {}
-
-
-def named(case: Callable[[Path], None]) -> Callable[[Path], None]:
-    """Register a case under the name of its function."""
-    NAMED[case.__name__] = case
-    return case
-
-
 def run(case: Callable[[str, Path], None]) -> None:
     """Call `case(name, folder of that name)` for each name on the command line."""
     root, outcomes, *names = sys.argv[1:]
