@@ -217,7 +217,7 @@ def _best(options: Namespace) -> int:
         views.show_latest(best, as_json=options.as_json)
         return 0
     measured: set[str] = set()
-    for info in list_checkpoints(run).found:
+    for info in list_checkpoints(run).checkpoints:
         measured.update(info.metrics)
     metric = ranking[0] if isinstance(ranking, tuple) else ranking
     if measured and metric is not None:

@@ -335,7 +335,7 @@ def test_a_save_that_is_killed_leaves_both_or_none(
         sign(signed, keys[0])
         world.run(overwrite)
         open_staging(signed)
-        if verify(signed).ok and ft_ckpt.checkpoint.read_manifest(open_place(signed)).step == 1:
+        if verify(signed).ok and read_manifest(open_place(signed)).step == 1:
             assert problems(signed, keys[1]) == ""
         else:
             assert "missing" in problems(signed, keys[1])

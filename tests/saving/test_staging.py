@@ -48,7 +48,7 @@ DOWN = {"status": 503, "code": "SlowDown", "times": 1_000_000}
 
 
 def names(place) -> list[str]:
-    return [info.name for info in list_checkpoints(open_place(place)).found]
+    return [info.name for info in list_checkpoints(open_place(place)).checkpoints]
 
 
 @contextmanager
@@ -356,14 +356,14 @@ def test_a_step_that_is_saved_anew_is_replaced(s3, tmp_path):
         saver.learn()
         saver.save_state()
         assert saver.save_state(metrics={"loss": 1.0}).upload.result(60).is_new
-    assert list_checkpoints(open_place(BUCKET_RUN)).found[0].manifest.metrics == {"loss": 1.0}
+    assert list_checkpoints(open_place(BUCKET_RUN)).checkpoints[0].manifest.metrics == {"loss": 1.0}
 
 
 def test_another_runs_checkpoint_is_not_replaced(s3, tmp_path):
     with saver_at(None) as saver:
         saver.learn()
         saver.save_state()
-        own = list_checkpoints(open_place(BUCKET_RUN)).found[0].manifest.run_id
+        own = list_checkpoints(open_place(BUCKET_RUN)).checkpoints[0].manifest.run_id
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         run = prepared()
@@ -376,7 +376,7 @@ def test_another_runs_checkpoint_is_not_replaced(s3, tmp_path):
         with pytest.raises(TargetError, match=r"checkpoint-1: not uploaded: .*to another run"):
             saver.close()
     assert any("tried again with the next save" in str(each.message) for each in told), told
-    assert list_checkpoints(open_place(BUCKET_RUN)).found[0].manifest.run_id == own
+    assert list_checkpoints(open_place(BUCKET_RUN)).checkpoints[0].manifest.run_id == own
     assert names(tmp_path) == ["checkpoint-1"]
 
 
@@ -405,12 +405,14 @@ def test_what_was_uploaded_elsewhere_meanwhile_is_left_alone(s3, tmp_path):
         saver.learn(1)
         saver.save_state()
     found = {
-        info.name: info.manifest.created for info in list_checkpoints(open_place(BUCKET_RUN)).found
+        info.name: info.manifest.created
+        for info in list_checkpoints(open_place(BUCKET_RUN)).checkpoints
     }
     with saver_at(tmp_path / "left") as saver:
         assert str(saver.resume("must").resumed_from) == f"{BUCKET_RUN}/checkpoint-4"
     assert {
-        info.name: info.manifest.created for info in list_checkpoints(open_place(BUCKET_RUN)).found
+        info.name: info.manifest.created
+        for info in list_checkpoints(open_place(BUCKET_RUN)).checkpoints
     } == found
 
 
@@ -491,7 +493,7 @@ def test_a_run_taken_back_replaces_what_it_went_back_in(s3, tmp_path):
         assert saver.resume("checkpoint-1").step == 1
         saver.learn()
         saver.save_state()
-    found = list_checkpoints(open_place(BUCKET_RUN)).found
+    found = list_checkpoints(open_place(BUCKET_RUN)).checkpoints
     assert [info.name for info in found] == ["checkpoint-1", "checkpoint-3", "checkpoint-2"]
     assert found[1].manifest.run_id != found[2].manifest.run_id
 

@@ -42,7 +42,7 @@ def save_small(run, *steps, **facts):
 
 
 def names(place):
-    return [info.name for info in list_checkpoints(open_place(place)).found]
+    return [info.name for info in list_checkpoints(open_place(place)).checkpoints]
 
 
 def test_a_run_goes_there_and_back_newest_first_and_only_what_is_missing(tmp_path, there):

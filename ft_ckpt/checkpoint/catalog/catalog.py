@@ -88,7 +88,7 @@ class Listing:
     A retry does not help for `damaged` ones; `unreadable` ones may be whole.
     """
 
-    found: tuple[CheckpointInfo, ...]
+    checkpoints: tuple[CheckpointInfo, ...]
     damaged: Mapping[Path | str, CheckpointError]
     unreadable: Mapping[Path | str, CheckpointError]
 
@@ -99,7 +99,7 @@ class Listing:
     def require_readable(self) -> None:
         """Raise UnreadableError if a manifest cannot be read now: it may be the wanted one."""
         if self.unreadable:
-            newest = self.found[-1].path if self.found else "none"
+            newest = self.checkpoints[-1].path if self.checkpoints else "none"
             errors = listing([str(error) for error in self.unreadable.values()])
             raise UnreadableError(
                 f"{errors}; the newest checkpoint that can be read is {newest}: "
@@ -143,7 +143,7 @@ def discover(root: Place) -> list[CheckpointInfo]:
     """
     listed = list_checkpoints(root)
     listed.warn_left_out()
-    return list(listed.found)
+    return list(listed.checkpoints)
 
 
 def list_readable(root: Place) -> Listing:
@@ -154,7 +154,7 @@ def list_readable(root: Place) -> Listing:
     """
     listed = retry_transient(lambda: list_checkpoints(root), lambda listed: bool(listed.unreadable))
     listed.require_readable()
-    if not listed.found and root.is_object:
+    if not listed.checkpoints and root.is_object:
         raise NotACheckpointError(why_no_checkpoint(root))
     listed.warn_left_out()
     return listed

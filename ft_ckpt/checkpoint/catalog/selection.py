@@ -26,7 +26,7 @@ def latest(directory: str | os.PathLike[str] | Place) -> Path | str | None:
 
 def find_latest(directory: Place) -> CheckpointInfo | None:
     """The checkpoint whose location `latest` returns."""
-    infos = _saved_by_training(list_readable(directory).found)
+    infos = _saved_by_training(list_readable(directory).checkpoints)
     return _first_valid(reversed(infos), "an older checkpoint")
 
 
@@ -47,7 +47,7 @@ def best(
 
 def find_best(run: Place, metric: str | tuple[str, str] | None = None) -> CheckpointInfo | None:
     """The checkpoint whose location `best` returns."""
-    infos = _saved_by_training(list_readable(run).found)
+    infos = _saved_by_training(list_readable(run).checkpoints)
     if not infos:
         return None
     newest_run = infos[-1].manifest.run_id

@@ -59,11 +59,11 @@ def make_signature(
             config.use_elliptic_key_signer(
                 private_key=Path(key), password=password and password.encode()
             )
-    with temporary_store(prefix="ft_ckpt-sign-") as room:
-        named = _named_folder(opened, room)
+    with temporary_store(prefix="ft_ckpt-sign-") as scratch:
+        named = _named_folder(opened, scratch)
         with _explained(f"{named.name}: not signed", TargetError):
-            config.sign(named, room.folder / SIGNATURE_NAME)
-        return room.read(SIGNATURE_NAME)
+            config.sign(named, scratch.folder / SIGNATURE_NAME)
+        return scratch.read(SIGNATURE_NAME)
 
 
 def signature_problems(

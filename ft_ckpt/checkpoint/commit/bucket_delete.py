@@ -130,10 +130,12 @@ def _spent_marks(store: Store, listed: Listed, now: float) -> set[str]:
 
 def mark_guards(store: Store, listed: Listed, now: float) -> tuple[str, ...]:
     """The reasons, read from its marks, why the checkpoint in `store` must not be deleted."""
-    pinned = pin_reason(Place(store)) if PIN in listed else None
-    reasons = [pinned] if pinned else []
-    leases = living_marks(store, listed.values(), LEASE, now)
-    reasons += [f"in use by {mark_holder(store, name)}" for name in leases]
+    reasons = []
+    reason_of_pin = pin_reason(Place(store)) if PIN in listed else None
+    if reason_of_pin:
+        reasons.append(reason_of_pin)
+    for name in living_marks(store, listed.values(), LEASE, now):
+        reasons.append(f"in use by {mark_holder(store, name)}")
     return (*reasons, *_save_in_progress(store, listed, now))
 
 
@@ -167,9 +169,9 @@ def _remove_files(
     deleted_marks = marks - {SAVING} if spent is None else marks & spent
     store.delete(sorted(deleted))
     store.delete([*sorted(deleted_marks), tombstone])
-    left = sorted(listed.keys() - deleted - marks - {tombstone, MANIFEST_NAME})
-    freed = sum(listed[name].size_bytes for name in deleted)
-    return Removal(store.url, freed_bytes=freed, left=tuple(map(store.where, left)))
+    unlisted = sorted(listed.keys() - deleted - marks - {tombstone, MANIFEST_NAME})
+    freed_bytes = sum(listed[name].size_bytes for name in deleted)
+    return Removal(store.url, freed_bytes=freed_bytes, left=tuple(map(store.where, unlisted)))
 
 
 def _obstacles(
@@ -181,12 +183,12 @@ def _obstacles(
     if own_mark is None or current_version != read_version:
         return ("it was changed while it was to be deleted",)
     now = own_mark.modified
-    others = {name: stored for name, stored in listed.items() if name != tombstone}
-    if living_marks(store, others.values(), TOMBSTONE, now):
+    other_objects = {name: stored for name, stored in listed.items() if name != tombstone}
+    if living_marks(store, other_objects.values(), TOMBSTONE, now):
         return ("another sweep is at work on it",)
     if guarded:
-        return mark_guards(store, others, now)
-    return _save_in_progress(store, others, now)
+        return mark_guards(store, other_objects, now)
+    return _save_in_progress(store, other_objects, now)
 
 
 def _save_in_progress(store: Store, listed: Listed, now: float) -> tuple[str, ...]:

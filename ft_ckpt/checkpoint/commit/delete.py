@@ -255,8 +255,8 @@ def _close_folder(path: Path) -> Removal:
     _unlink_if_there(path / TOMBSTONE)
     local_disk.sync_path(path)
     entries = sorted(local_disk.walk_tree(path))
-    left = tuple(entry for entry in entries if entry.is_symlink() or not entry.is_dir())
-    return Removal(path, dropped=True, left=left)
+    unlisted = [entry for entry in entries if entry.is_symlink() or not entry.is_dir()]
+    return Removal(path, dropped=True, left=tuple(unlisted))
 
 
 def _remove_folder(gone: Path) -> Removal:
@@ -273,15 +273,15 @@ def _remove_folder(gone: Path) -> Removal:
 
 def _other_files(path: Path) -> list[Path]:
     """The entries of a deleted checkpoint's folder but its marks, which are deleted."""
-    others = []
+    other_files = []
     for entry in folder_entries(path):
         if entry.name == TOMBSTONE:
             continue
         if entry.name.startswith(PREFIX) and not entry.is_dir():
             _unlink_if_there(entry)
         else:
-            others.append(entry)
-    return others
+            other_files.append(entry)
+    return other_files
 
 
 def _unlink_if_there(file: Path) -> None:

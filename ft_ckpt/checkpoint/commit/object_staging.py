@@ -85,13 +85,13 @@ class ObjectStaging:
 
     def _wrong_small_files(self, manifest: Manifest) -> list[str]:
         """Small objects with other bytes: written in one request, they have no known version."""
-        unversioned = [file for file in manifest.files if file.etag is None]
-        small = [file for file in unversioned if file.size_bytes < SMALL_BYTES]
-        paths = [file.path for file in small]
+        digests = {}
+        for file in manifest.files:
+            if file.etag is None and file.size_bytes < SMALL_BYTES:
+                digests[file.path] = file.digest
         with ThreadPoolExecutor(_MAX_READS) as pool:
-            stored = list(pool.map(lambda path: read_record(self.store, path), paths))
-        pairs = zip(small, stored, strict=True)
-        return [file.path for file, record in pairs if record.digest != file.digest]
+            stored = pool.map(lambda path: read_record(self.store, path), digests)
+            return [record.path for record in stored if record.digest != digests[record.path]]
 
 
 def open_object_staging(

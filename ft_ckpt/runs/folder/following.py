@@ -135,7 +135,7 @@ def _infos_in(run: Place, on_problem: Callable[[CheckpointError], object]) -> li
         return []
     for damage in listed.damaged.values():
         on_problem(damage)
-    return [info for info in listed.found if not info.manifest.made_from]
+    return [info for info in listed.checkpoints if not info.manifest.made_from]
 
 
 def _lease_whole(lease: ExitStack, info: CheckpointInfo) -> CheckpointError | None:

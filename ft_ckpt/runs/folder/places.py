@@ -148,7 +148,7 @@ def _claim_staging(staging: Place, directory: Place) -> None:
     """
     store, url = staging.folder, directory.folder.url
     claim = store.read(_CLAIM).decode(errors="replace") if store.stat(_CLAIM) is not None else None
-    if claim is None and list_checkpoints(staging).found:
+    if claim is None and list_checkpoints(staging).checkpoints:
         raise ConfigError(
             f"{staging}: holds checkpoints that were not staged there; `ft-ckpt sync {staging} "
             f"{url}` brings them to the bucket; use an empty folder"

@@ -216,7 +216,7 @@ def _prune_report(plan: PrunePlan, outcomes: list[Removal | str]) -> PruneReport
 
 
 def _dry_report(run: RunFolder, plan: PrunePlan) -> PruneReport:
-    listed = list_checkpoints(run.snapshot(), links=False).found
+    listed = list_checkpoints(run.snapshot(), links=False).checkpoints
     infos = {info.path: info for info in listed}
     freed_bytes = 0
     for path in plan.drop:

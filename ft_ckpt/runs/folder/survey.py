@@ -41,7 +41,7 @@ def survey(
     listed = list_checkpoints(root, links=False)
     listed.require_readable()
     checkpoints = []
-    for info in listed.found:
+    for info in listed.checkpoints:
         if info.store != root.folder:
             checkpoint = _held_checkpoint(run, info, links, protected)
             if checkpoint is not None:

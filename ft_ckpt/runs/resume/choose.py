@@ -125,7 +125,7 @@ def _choose(request: ResumeRequest, damage: Damage, stack: ExitStack) -> Choice:
             listings[-1].warn_left_out()
     infos: list[CheckpointInfo] = []
     for listed in listings:
-        infos += listed.found
+        infos += listed.checkpoints
     if request.places.directory is not None:
         infos = in_run_order(infos)
         warn_of_other_runs(request.places.directory, infos, request.mode)
@@ -297,7 +297,7 @@ def branch_run_id(
         return None
     manifest, around = checkpoint.manifest, checkpoint.place.beside
     folders = [place.absolute.folder.url for place in request.places.folders]
-    all_infos = infos if around.url in folders else list_readable(Place(around)).found
+    all_infos = infos if around.url in folders else list_readable(Place(around)).checkpoints
     for info in resumable(all_infos):
         is_later = (info.manifest.step or 0) > (manifest.step or 0)
         if info.manifest.run_id == manifest.run_id and is_later:

@@ -67,12 +67,12 @@ def local_version(file: Readable) -> LocalFile:
 
 
 @contextmanager
-def local_folder(place: Place, wanted: Callable[[str], bool] = lambda _: True) -> Iterator[Path]:
+def local_folder(
+    place: Place, is_needed: Callable[[str], bool] = lambda _name: True
+) -> Iterator[Path]:
     """A local path of a folder while the block runs: its own, or that of a copy.
 
-    A copy has the objects whose names are `wanted`.
-
-    Errors of the block name the place, not the copy.
+    A copy has the objects whose names are needed. Errors of the block name the place, not the copy.
     """
     store = place.folder
     if store.local_folder is not None:
@@ -80,10 +80,10 @@ def local_folder(place: Place, wanted: Callable[[str], bool] = lambda _: True) -
         return
     with temporary_store() as parent:
         copy = parent.within(place.basename)
-        names = [stored.name for stored in store.list() if wanted(stored.name)]
-        for name in names:
-            with closing(store.open(name)) as file:
-                copy_object(file, copy, name)
+        for stored in store.list():
+            if is_needed(stored.name):
+                with closing(store.open(stored.name)) as file:
+                    copy_object(file, copy, stored.name)
         try:
             yield copy.folder
         except Exception as error:

@@ -134,9 +134,9 @@ def _entries(chain: Place) -> list[CheckpointInfo]:
     listed = list_checkpoints(chain)
     listed.require_readable()
     listed.warn_left_out()
-    if any(info.store.identity == chain.folder.identity for info in listed.found):
+    if any(info.store.identity == chain.folder.identity for info in listed.checkpoints):
         raise ConfigError(f"{chain}: a checkpoint, expected the folder of a chain")
-    return list(listed.found)
+    return list(listed.checkpoints)
 
 
 def _refuse_older(entries: Sequence[CheckpointInfo], coming: CheckpointInfo) -> None:

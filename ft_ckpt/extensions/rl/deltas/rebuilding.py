@@ -152,11 +152,11 @@ def drop_rebuilt(chain: Place, folder: Path, keep: int = 2) -> None:
 
     Checkpoints in use, and those that cannot be deleted, stay until the next call.
     """
-    manifests = {info.name: info.manifest for info in list_checkpoints(chain).found}
+    manifests = {info.name: info.manifest for info in list_checkpoints(chain).checkpoints}
     if not any(manifest.delta for manifest in manifests.values()):
         return
     rebuilt = []
-    for info in list_checkpoints(Place(LocalStore(folder))).found:
+    for info in list_checkpoints(Place(LocalStore(folder))).checkpoints:
         path = folder / info.name
         entry = manifests.get(info.name)
         if entry is None or not is_staged(path):

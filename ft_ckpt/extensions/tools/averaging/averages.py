@@ -138,7 +138,7 @@ def _choose_sources(sources: list[Place], last: int | None) -> list[Place]:
         count = _counted(len(sources), "source")
         raise ConfigError(f"last={last!r} with {count}: expected one run's folder, and 2 or more")
     run = sources[0]
-    infos = [info for info in list_readable(run).found if not info.manifest.made_from]
+    infos = [info for info in list_readable(run).checkpoints if not info.manifest.made_from]
     if not infos:
         raise ConfigError(
             f"{run}: no checkpoints of a run in it, {last} are wanted; give the folder that "

@@ -77,7 +77,7 @@ def make_room_in(cache: LocalStore, max_bytes: int, coming: Manifest) -> None:
 
     Checkpoints that cannot be deleted stay.
     """
-    listed = list_checkpoints(Place(cache)).found
+    listed = list_checkpoints(Place(cache)).checkpoints
     infos = [info for info in listed if info.store.identity != cache.identity]
     in_use_since = time.time() - _IN_USE_SECONDS
     for oldest in sorted(infos, key=_last_use):

@@ -115,11 +115,11 @@ def sync(
 
 
 def _refuse_no_run(start: Place, listed: Listing) -> None:
-    if any(info.store.identity == start.folder.identity for info in listed.found):
+    if any(info.store.identity == start.folder.identity for info in listed.checkpoints):
         raise ConfigError(
             f"{start}: a checkpoint, expected the folder of a run; `ft-ckpt cp` copies one"
         )
-    if not (listed.found or listed.damaged or listed.unreadable):
+    if not (listed.checkpoints or listed.damaged or listed.unreadable):
         raise NotACheckpointError(why_no_checkpoint(start))
 
 
@@ -128,18 +128,20 @@ def _plan_sync(source: Listing, destination: Listing, goal: Place, *, delete: bo
     plan = _SyncPlan()
     unusable = [*source.damaged.values(), *source.unreadable.values()]
     plan.problems += [f"{error}; not copied" for error in unusable]
-    names = {info.name for info in source.found}
-    stored = {info.name: info for info in destination.found}
+    names = {info.name for info in source.checkpoints}
+    stored = {info.name: info for info in destination.checkpoints}
     unread = {location_name(path): error for path, error in destination.unreadable.items()}
     plan.problems += [f"{error}; not replaced" for name, error in unread.items() if name in names]
-    for info in reversed(source.found):
+    for info in reversed(source.checkpoints):
         if info.name not in unread:
             _plan_one(plan, info, stored.get(info.name), goal, delete=delete)
     if delete:
         # An export may lie in any folder, so only other checkpoints with a run id show which runs
         # are stored here.
-        runs = {info.manifest.run_id for info in source.found if not info.manifest.export} - {None}
-        extra = [info for info in destination.found if info.name not in names]
+        runs = {info.manifest.run_id for info in source.checkpoints if not info.manifest.export} - {
+            None
+        }
+        extra = [info for info in destination.checkpoints if info.name not in names]
         for info in extra:
             if not info.manifest.export and info.manifest.run_id in runs:
                 plan.drop.append(info.name)

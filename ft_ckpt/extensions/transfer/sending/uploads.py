@@ -205,7 +205,7 @@ class RunUploads:
         """The checkpoints now in the staging folder, newest first, without those of these content
         digests.
         """
-        infos = reversed(list_checkpoints(self.staging).found)
+        infos = reversed(list_checkpoints(self.staging).checkpoints)
         return [info for info in infos if content_identity(info.manifest) not in identities]
 
     def _bring_one(self, info: CheckpointInfo, current: _Round) -> None:
