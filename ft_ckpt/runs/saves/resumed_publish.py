@@ -55,7 +55,7 @@ def _last_published(
     reason = f"the run has no checkpoint of the version {version}"
     infos: list[CheckpointInfo] = []
     for folder in folders:
-        infos += list_checkpoints(folder).found
+        infos += list_checkpoints(folder).checkpoints
     for info in infos:
         identity = text_identity(manifest_text(info.store).encode())
         # of weights, of an adapter
