@@ -97,6 +97,15 @@ class Ranks:
         return self.rank == 0
 
     @property
+    def node(self) -> str | None:
+        """The host name of this rank for errors; None if all ranks are on one node."""
+        if self.size > 1:
+            with suppress(RankError):  # the store is gone
+                if self.store.check([self._several_nodes_key]):
+                    return socket.gethostname()
+        return None
+
+    @property
     def shows(self) -> bool:
         """Whether this rank shows progress and warnings: rank 0, outside of background threads."""
         return self.is_main and not self.channel
@@ -344,12 +353,7 @@ class Ranks:
         """The error of this rank for the others; if ranks are on several nodes, it names its node
         from now on.
         """
-        node = None
-        if error is not None:
-            with suppress(RankError):  # the store is gone
-                if self.store.check([self._several_nodes_key]):
-                    node = socket.gethostname()
-        return agreement.error_facts(error, node)
+        return agreement.error_facts(error, None if error is None else self.node)
 
     def _report_failure(self, facts: Mapping[str, Any]) -> None:
         """Report at the next agreement that this rank has failed, if it has.

@@ -1,5 +1,5 @@
 /* Loaded ahead of the C library: counts the calls that change files below a folder, and if asked those that read them,
-   and lets one of them fail, or kills or stops the process there. */
+   and lets one of them fail, or kills or stops the process there. It can also set the clock of one process. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
@@ -12,8 +12,10 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/time.h>
 #include <sys/types.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 static struct {
@@ -76,6 +78,22 @@ static int opens(int flags) { return !dies() || shared->reads || flags & (O_WRON
 #define REAL(type, name, ...) static type (*real)(__VA_ARGS__); if (!real) real = dlsym(RTLD_NEXT, #name)
 #define FAIL(place, name) do { if (place) { int e = fails(name); if (e && e != SHORT) { errno = e; return -1; } } } while (0)
 
+/* The clock of this process alone, and of those that it forks, goes wrong by so many seconds. */
+static long shift;
+void faulty_clock(long seconds) { shift = seconds; }
+int clock_gettime(clockid_t clock, struct timespec *now) { REAL(int, clock_gettime, clockid_t, struct timespec *);
+    int status = real(clock, now);
+    if (!status && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) now->tv_sec += shift;
+    return status; }
+int gettimeofday(struct timeval *now, void *zone) { REAL(int, gettimeofday, struct timeval *, void *);
+    int status = real(now, zone); if (!status) now->tv_sec += shift; return status; }
+time_t time(time_t *result) { struct timespec now; clock_gettime(CLOCK_REALTIME, &now);
+    if (result) *result = now.tv_sec; return now.tv_sec; }
+/* What a file gets as the time of now: NULL, or the shifted time. */
+static const struct timespec *shifted(struct timespec now[2]) {
+    if (!shift) return NULL;
+    clock_gettime(CLOCK_REALTIME, now); now[1] = now[0]; return now; }
+
 #define OPEN(name) int name(const char *path, int flags, ...) { \
     REAL(int, name, const char *, int, ...); va_list more; va_start(more, flags); \
     mode_t mode = flags & (O_CREAT | __O_TMPFILE) ? va_arg(more, mode_t) : 0; va_end(more); \
@@ -136,7 +154,9 @@ int fchmod(int descriptor, mode_t mode) { REAL(int, fchmod, int, mode_t); FAIL(d
 int chown(const char *path, uid_t user, gid_t group) { REAL(int, chown, const char *, uid_t, gid_t);
     FAIL(dies() && at(AT_FDCWD, path), "chown"); return real(path, user, group); }
 int utimensat(int a, const char *path, const struct timespec *times, int how) { REAL(int, utimensat, int, const char *, const struct timespec *, int);
-    FAIL(dies() && path && at(a, path), "utime"); return real(a, path, times, how); }
+    FAIL(dies() && path && at(a, path), "utime"); struct timespec now[2]; return real(a, path, times ? times : shifted(now), how); }
+int futimens(int descriptor, const struct timespec *times) { REAL(int, futimens, int, const struct timespec *);
+    struct timespec now[2]; return real(descriptor, times ? times : shifted(now)); }
 int fchown(int descriptor, uid_t user, gid_t group) { REAL(int, fchown, int, uid_t, gid_t);
     FAIL(dies() && opened(descriptor), "chown"); return real(descriptor, user, group); }
 

@@ -224,6 +224,11 @@ def disarm() -> None:
     ctypes.CDLL(None).faulty_disarm()
 
 
+def set_clock(seconds: int) -> None:
+    """Let the clock of this process, and of those that it forks, go wrong by so many seconds."""
+    ctypes.CDLL(None).faulty_clock(ctypes.c_long(seconds))
+
+
 if __name__ == "__main__":
     stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries is not a response

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import socket
 import time
 import warnings
 from datetime import timedelta
@@ -36,9 +37,12 @@ from ft_ckpt.errors import CheckpointError, ManifestError, TargetError
 from ft_ckpt.runs.folder import prune_run
 from ft_ckpt.storage.places import open_place
 
-FAULTS = ("ENOSPC", "EIO", "EINTR", "EMFILE", "ESTALE", "EACCES", "EROFS", "short")
-LASTING = ("ENOSPC and on", "EIO and on", "EROFS and on")
-LASTING_OF_READS = ("EMFILE and on", "EIO and on", "ESTALE and on")
+FAULTS = (
+    *("ENOSPC", "EDQUOT", "EIO", "EINTR", "EMFILE", "ESTALE", "ENOTCONN", "EACCES", "EROFS"),
+    "short",
+)
+LASTING = ("ENOSPC and on", "EIO and on", "ENOTCONN and on", "EROFS and on")
+LASTING_OF_READS = ("EMFILE and on", "EIO and on", "ESTALE and on", "ENOTCONN and on")
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +89,26 @@ def background(folder, value):
         saver.save(Two(value), folder / "out", step=value).result()
 
 
-def direct(folder, value):
-    """Two ranks that each write their share; only calls of rank 0 fail."""
+def direct(folder, value, faulty_rank=0):
+    """Two ranks that each write their share."""
+
+    def save_share():
+        with CheckpointSaver(each_rank_writes="on") as saver:
+            saver.save(nn.parallel.DistributedDataParallel(Two(value)), folder / "out", step=value)
+
+    on_two_nodes(folder, save_share, faulty_rank)
+
+
+def on_two_nodes(folder, act, faulty_rank):
+    """What `act` returns on rank 0 of two nodes; only calls of one of the ranks fail.
+
+    An error is raised on both, and names the node.
+    """
     store = folder.with_name(f"{folder.name}.store-{time.monotonic_ns()}")
     context = multiprocessing.get_context("fork")
-    outcomes = context.SimpleQueue()
+    outcomes = [context.SimpleQueue() for _ in (0, 1)]
     ranks = [
-        context.Process(target=direct_rank, args=(rank, store, folder, value, outcomes))
+        context.Process(target=be_rank, args=(rank, store, act, faulty_rank, outcomes[rank]))
         for rank in (0, 1)
     ]
     for rank in ranks:
@@ -103,14 +120,17 @@ def direct(folder, value):
         rank.kill()
     assert codes == [0, 0]
     store.unlink(missing_ok=True)
-    said = [outcomes.get() for _ in ranks]
-    assert said[0].partition(":")[0] == said[1].partition(":")[0], said
-    if said[0]:
-        raise CheckpointError(said[0])
+    (error, value), (other_error, _) = (outcome.get() for outcome in outcomes)
+    assert bool(error) == bool(other_error), (error, other_error)
+    for text in filter(None, (error, other_error)):
+        assert f"(on node-{faulty_rank})" in text, f"names no node: {text}"
+    if error:
+        raise CheckpointError(error)
+    return value
 
 
-def direct_rank(rank, store, folder, value, outcomes):
-    if rank:
+def be_rank(rank, store, act, faulty_rank, outcome):
+    if rank != faulty_rank:
         disarm()
     names = {
         "RANK": rank,
@@ -120,18 +140,18 @@ def direct_rank(rank, store, folder, value, outcomes):
         "MASTER_PORT": 1,
     }
     os.environ |= {name: str(value) for name, value in names.items()}
+    socket.gethostname = lambda: f"node-{rank}"
     group = distributed.FileStore(str(store), 2)
     distributed.init_process_group(
         "gloo", store=group, rank=rank, world_size=2, timeout=timedelta(seconds=30)
     )
-    error = ""
+    error, value = "", None
     try:
-        with CheckpointSaver(each_rank_writes="on") as saver:
-            saver.save(nn.parallel.DistributedDataParallel(Two(value)), folder / "out", step=value)
+        value = act()
     except CheckpointError as raised:
         error = f"ours: {raised}"
     disarm()
-    outcomes.put(error)
+    outcome.put((error, value))
     os._exit(0)
 
 
@@ -174,6 +194,7 @@ SAVES = {
     "h5": hdf5,
     "background": background,
     "direct": direct,
+    "direct, on rank 1": partial(direct, faulty_rank=1),
     "prune": prune,
     "pin": pinning,
     ".safetensors": file_of(".safetensors"),
@@ -182,7 +203,7 @@ SAVES = {
     "convert to h5": convert("h5", "converted"),
     "convert to a file": convert("safetensors", "one.safetensors"),
 }
-WITH_STEP = ("full", "h5", "background", "direct")
+WITH_STEP = ("full", "h5", "background", "direct", "direct, on rank 1")
 
 
 def prepare_save(folder, case):
@@ -256,7 +277,7 @@ def campaign(preloaded, root, case, max_worlds=0):
     try_worlds(trial, System(preloaded, *FAULTS, *LASTING), max_worlds=max_worlds)
 
 
-@pytest.mark.parametrize("case", ["full", "prune"])
+@pytest.mark.parametrize("case", ["full", "prune", "direct, on rank 1"])
 def test_a_fault_of_a_save(preloaded, tmp_path, case):
     campaign(preloaded, tmp_path, case, 1)
 
@@ -323,6 +344,10 @@ def read_run(folder):
         return [progress.step, model.state_dict(), optimizer.state_dict()["state"]]
 
 
+def read_run_on_two_nodes(folder, faulty_rank):
+    return on_two_nodes(folder, lambda: said_of(read_run(folder)), faulty_rank)
+
+
 def read_verdict(folder):
     """Problems are an answer, as an error is."""
     for problem in verify(folder / "run/checkpoint-2").problems:
@@ -352,6 +377,8 @@ READS = {
     "load_model verified": partial(read_model, verify=True),
     "adapter": read_adapter,
     "resume": read_run,
+    "resume of rank 0 of two": partial(read_run_on_two_nodes, faulty_rank=0),
+    "resume of rank 1 of two": partial(read_run_on_two_nodes, faulty_rank=1),
     "verify": read_verdict,
     "latest": read_latest,
     "discover": read_steps,

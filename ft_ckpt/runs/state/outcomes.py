@@ -1,7 +1,7 @@
 """The outcome of a resume, item by item, and the agreement of ranks on it."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,21 @@ def agree_on_outcomes(
     """One outcome per item, the first failure of any rank or else a success, and the sum of
     `requests`. Collective.
 
-    `error` is this rank's own, as for `Ranks.agree`.
+    `error` is this rank's own, as for `Ranks.agree`. The detail of a failure names the node, if
+    there are several.
     """
+    if not_restored(outcomes):
+        node = ranks.node
+        outcomes = [_on_node(outcome, node) for outcome in outcomes]
     value = {"items": [asdict(outcome) for outcome in outcomes], "requests": requests}
     merged = ranks.agree(what, value, error, decide=_merge_outcomes).result
     return tuple(Restored(**item) for item in merged["items"]), merged["requests"]
+
+
+def _on_node(outcome: Restored, node: str | None) -> Restored:
+    if node is None or outcome.status != "failed":
+        return outcome
+    return replace(outcome, detail=f"{outcome.detail} (on {node})")
 
 
 def _merge_outcomes(values: Values) -> dict[str, Any]:
