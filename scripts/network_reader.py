@@ -4,6 +4,7 @@ The weights of a checkpoint are all equal to the number of its step, so that a m
 """
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,14 @@ import torch
 from torch import nn
 
 from ft_ckpt import latest, load_model
-from ft_ckpt.errors import CheckpointError
+from ft_ckpt.errors import CheckpointError, UnreadableError
+
+KEPT = 2  # checkpoints that the writer leaves
+MAX_STALE_SECONDS = 70.0  # caches of 60 s
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def new_model() -> nn.Module:
@@ -32,9 +40,28 @@ def constant_of(model: nn.Module) -> int | None:
     return int(values.pop()) if len(values) == 1 else None
 
 
+def load_patiently(checkpoint: Path) -> tuple[int | None, int]:
+    """The number that all weights of a checkpoint are equal to, and how many loads failed before.
+
+    A client whose cache leads to a file that was replaced gets UnreadableError, which is raised
+    only after MAX_STALE_SECONDS.
+    """
+    model = new_model()
+    refusals = 0
+    end = time.monotonic() + MAX_STALE_SECONDS
+    while time.monotonic() < end:
+        with suppress(UnreadableError):
+            load_model(checkpoint, into=model)
+            return constant_of(model), refusals
+        refusals += 1
+        time.sleep(0.05)
+    load_model(checkpoint, into=model)
+    return constant_of(model), refusals
+
+
 def read_while_written(run: Path, written: Path, loads: int) -> dict[str, Any]:
     """Load the newest checkpoint of `run` again and again; `written` is the run as its writer sees
-    it. An error counts if the writer has not pruned that checkpoint.
+    it. An error counts if the writer still keeps that checkpoint.
     """
     model = new_model()
     problems: list[str] = []
@@ -47,10 +74,11 @@ def read_while_written(run: Path, written: Path, loads: int) -> dict[str, Any]:
         try:
             load_model(checkpoint, into=model)
         except CheckpointError as error:
-            if (written / checkpoint.name).exists():
+            steps_there = [step_of(path) for path in written.glob("checkpoint-*")]
+            if step_of(checkpoint) in sorted(steps_there)[-KEPT:]:
                 problems.append(str(error))
             continue
-        step = int(checkpoint.name.rpartition("-")[2])
+        step = step_of(checkpoint)
         if constant_of(model) != step:
             problems.append(f"{checkpoint}: has weights of {constant_of(model)}")
         steps.append(step)

@@ -10,7 +10,7 @@ from ft_ckpt.cli import views
 from ft_ckpt.cli.cache_trials import MAX_SECONDS, CacheAge, measure_caches
 from ft_ckpt.cli.options import print_lines
 from ft_ckpt.ranks import Ranks, rank_numbers
-from ft_ckpt.saving import FolderSharing, try_ranges, try_sharing
+from ft_ckpt.saving import FolderSharing, Mode, try_ranges, try_sharing
 from ft_ckpt.storage import Store
 
 _AT_ONCE_SECONDS = 0.1
@@ -40,7 +40,7 @@ def examine_sharing(store: Store, ranks: Ranks) -> SharingReport:
     folder = store.local_folder
     if folder is not None and not sharing.blind:
         caches = measure_caches(folder, ranks)
-        if range_problem is None:
+        if range_problem is None and sharing.mode is Mode.SHARED:
             range_problem = try_ranges(folder, ranks)
     return SharingReport(
         sharing.clients,
@@ -70,8 +70,10 @@ def show_sharing(report: SharingReport) -> None:
         rows = [(age.change, _age_text(age.seconds)) for age in report.caches]
         views.print_table(("changed by rank 0", "seen by the others"), rows)
     print_lines("")
-    if report.range_problem is not None:
-        verdict = f"lost ({report.range_problem})" if report.range_problem else "all arrive"
+    if report.caches:
+        verdict = "not tried, not used"
+        if report.range_problem is not None:
+            verdict = f"lost ({report.range_problem})" if report.range_problem else "all arrive"
         print_lines(f"byte ranges that {len(report.ranks)} ranks write into one file: {verdict}")
     print_lines(f"saves: {report.writes} ({report.reason})")
 

@@ -10,6 +10,7 @@ from .commit_files import (
 )
 from .context import (
     FolderSharing as FolderSharing,
+    Mode as Mode,
     SaveContext as SaveContext,
     try_sharing as try_sharing,
 )

@@ -1,4 +1,4 @@
-"""Measure saving and loading beside every installed peer and the machine's limits, in one run.
+r"""Measure saving and loading beside every installed peer and the machine's limits, in one run.
 
     python -m scripts.bench --sizes 10MB 100MB 1GB 2.5GB --rounds 5 --json figures.json
     python -m scripts.bench --only save stall --sizes 1GB
@@ -9,7 +9,12 @@ Run it in the repository. Every measure has as many counted rounds as asked for,
 one; all take turns in a round, and figures are medians. Quote the ratios: times are the machine's,
 and a virtual disk's rate changes from minute to minute. The extra `bench` brings the peers; those
 that are not installed are left out. "upload" and "download" need a bucket:
-FT_CKPT_BENCH_STORE=s3://bucket/bench, and the environment variables of its client.
+FT_CKPT_BENCH_STORE=s3://bucket/bench, and the environment variables of its client. "clients" and
+"clients-load" need two mounts of a network file system, FT_CKPT_BENCH_CLIENTS=/mnt/0:/mnt/1; on
+GlusterFS of this machine, if it is installed:
+
+    PYTHONPATH=tests/helpers python -m network_disks GlusterFS 2 \
+        env FT_CKPT_BENCH_CLIENTS={0}:{1} python -m scripts.bench --only clients clients-load
 """
 
 import argparse

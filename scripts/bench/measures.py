@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from ft_ckpt.values import parse_size
 from scripts.bench import (
+    clients,
     convert,
     frozen,
     load,
@@ -57,6 +58,8 @@ MEASURES = {
     "frozen": Measure(frozen.TITLE, frozen.measure, figure="new_bytes"),
     "planning": Measure(planning.TITLE, planning.measure, at="2.5GB"),
     "writers": Measure(writers.TITLE, writers.measure, at="1GB"),
+    "clients": Measure(clients.SAVE_TITLE, clients.measure_save, at="1GB"),
+    "clients-load": Measure(clients.LOAD_TITLE, clients.measure_load, at="1GB"),
     "upload": Measure(stores.UPLOAD, stores.measure_upload, stores.LIMIT, at="1GB"),
     "download": Measure(stores.DOWNLOAD, stores.measure_download, stores.LIMIT, at="1GB"),
 }
