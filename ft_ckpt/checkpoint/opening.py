@@ -46,6 +46,7 @@ from ft_ckpt.storage.local import LocalStore, folder_of, temporary_store
 from ft_ckpt.storage.places import ListedStore, Place
 
 _MAX_LISTINGS = 10  # of a checkpoint that is being replaced
+_REPLACED = "replaced while it was read"
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ class OpenCheckpoint:
         problems = checkpoint_problems(self.store, self.manifest, deep=deep, left_out=left_out)
         if not isinstance(self.store, OpenFolder):
             return tuple(problems)  # the listing contains the other files of its folder
+        if problems and self._is_replaced():
+            return (Problem(_REPLACED, is_transient=True),)
         whole_folder = LocalStore(self.store.folder, shown=self.store.shown)
         names = misleading_files(whole_folder, self.manifest)
         return (*problems, *map(misleading_problem, names))
@@ -121,10 +124,25 @@ class OpenCheckpoint:
         problems = digest_problems(self.store, distinct_files(self.store, files))
         if not problems:
             return
+        if self._is_replaced():
+            raise CorruptError(f"{self.location}: {_REPLACED}; read it again")
         text = listing([f"{self.location}: {problem}" for problem in problems])
         if are_transient(problems):
             raise UnreadableError(f"{text}; try again")
         raise CorruptError(f"{text}; use another checkpoint")
+
+    def _is_replaced(self) -> bool:
+        """Whether its place on a disk has the manifest of another save now, or none.
+
+        The text tells: some clients of network file systems number paths, not files.
+        """
+        if not self.is_local:
+            return False
+        try:
+            text = manifest_text(self.place.folder)
+        except CheckpointError as error:
+            return isinstance(error, NotACheckpointError)
+        return text_identity(text.encode()) != self.identity
 
 
 @contextmanager
@@ -223,7 +241,7 @@ def _open_listed(store: Store, stack: ExitStack) -> OpenCheckpoint:
         if before == manifest_version(listed) == after:
             return _checkpoint_of_listing(store, listed, stack)
         before = after
-    raise CorruptError(f"{store.url}: replaced while it was read; read it again")
+    raise CorruptError(f"{store.url}: {_REPLACED}; read it again")
 
 
 def _checkpoint_of_listing(store: Store, listed: ListedStore, stack: ExitStack) -> OpenCheckpoint:

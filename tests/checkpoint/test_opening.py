@@ -32,7 +32,7 @@ from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_to_json, read_manifest
 from ft_ckpt.cli import main
-from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
+from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, Problem
 from ft_ckpt.extensions import tools
 from ft_ckpt.extensions.tools.converting import conversion as converting
 from ft_ckpt.model.load import models as load_parts
@@ -454,6 +454,20 @@ def test_what_readers_that_were_killed_have_kept_goes_with_the_next_save(tmp_pat
     assert len(asides(path)) == 1
     CheckpointSaver().save(nn.Linear(2, 2), path)
     assert asides(path) == []
+
+
+def test_files_of_another_save_are_no_damage(tmp_path):
+    """Some clients of network file systems number paths: a new manifest has the old number."""
+    path, other = tmp_path / "out", tmp_path / "other"
+    CheckpointSaver().save(nn.Linear(2, 2), path)
+    CheckpointSaver().save(nn.Linear(3, 3), other)
+    with open_checkpoint(open_place(path)) as checkpoint:
+        for name in (MANIFEST_NAME, "model.safetensors"):
+            (path / name).write_bytes((other / name).read_bytes())
+        problems = checkpoint.find_problems(deep=True)
+        assert problems == (Problem("replaced while it was read", is_transient=True),)
+        with pytest.raises(CorruptError, match="replaced while it was read; read it again"):
+            checkpoint.refuse_damaged()
 
 
 def test_a_reader_leaves_the_stage_of_a_writer_on_another_machine(tmp_path):

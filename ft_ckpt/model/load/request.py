@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from ft_ckpt.checkpoint import OpenCheckpoint, checkpoint_around, open_checkpoint
-from ft_ckpt.checkpoint.checks import SignedBy, signature_problems
+from ft_ckpt.checkpoint.checks import SignedBy, are_transient, signature_problems
 from ft_ckpt.checkpoint.manifest import PartRecord, why_no_checkpoint
 from ft_ckpt.errors import (
     CheckpointError,
     CorruptError,
     LoadError,
     NotACheckpointError,
+    UnreadableError,
     listing,
     shown,
 )
@@ -145,10 +146,16 @@ def refuse_unsigned(checkpoint: OpenCheckpoint, required: SignedBy | None) -> No
 
 
 def refuse_damaged(checkpoint: OpenCheckpoint, options: LoadOptions) -> None:
-    """Raise CorruptError if files differ from the manifest."""
+    """Raise CorruptError if files differ from the manifest; UnreadableError if all of them may be
+    whole.
+    """
     problems = checkpoint.find_problems(deep=options.verify)
-    if problems:
-        raise CorruptError(f"{checkpoint.store.url}: {listing(problems)}; use an older checkpoint")
+    if not problems:
+        return
+    text = f"{checkpoint.store.url}: {listing(problems)}"
+    if are_transient(problems):
+        raise UnreadableError(f"{text}; try again")
+    raise CorruptError(f"{text}; use an older checkpoint")
 
 
 def show_progress(
