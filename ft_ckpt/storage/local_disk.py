@@ -35,6 +35,7 @@ PREFIX = ".ft_ckpt-"  # of every hidden name inside a checkpoint
 ABANDONED_SECONDS = 24 * 3600
 _MAX_STALE_ANSWERS = 3
 _FEW_PATHS = 4  # for more, threads pay
+_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 ABSENT = (errno.ENOENT, errno.ENOTDIR)
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -72,7 +73,7 @@ def regular_descriptor(path: Path) -> int:
     Raises OSError, or CorruptError for anything but a regular file.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = _open_current(path)
     except OSError as error:
         if error.errno != errno.ENXIO:  # a socket
             raise
@@ -108,6 +109,22 @@ def list_entries(folder: Path) -> list[os.DirEntry[str]]:
             return sorted(entries, key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def _open_current(path: Path) -> int:
+    """A descriptor of the file that is at `path` now.
+
+    For as long as it caches names, the client of a network file system opens the file that was
+    there before, and says that this one is gone.
+    """
+    try:
+        return os.open(path, _READ)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+    with contextlib.suppress(OSError):
+        os.listxattr(path)  # goes to the server, and ends what the client had cached
+    return os.open(path, _READ)
 
 
 def stored_file(name: str, facts: os.stat_result) -> Stored:

@@ -49,6 +49,16 @@ def test_a_file_that_another_client_cuts_short_is_an_error(tmp_path):
         file.close()
 
 
+@needs_gluster
+def test_a_file_that_another_client_has_replaced_is_read(tmp_path):
+    """Its client knows the old file by name for a minute."""
+    with GlusterFS(tmp_path / "disk") as disk:
+        reader, writer = disk.clients(2, cache_seconds=60)
+        for content in (b"first", b"second"):
+            LocalStore(writer).unsynced.write("file", content)
+            assert LocalStore(reader).read("file") == content
+
+
 SWEEP = """
 import sys
 from pathlib import Path
