@@ -62,8 +62,18 @@ def retrying_stale(look_up: Callable[_P, _T]) -> Callable[_P, _T]:
             except OSError as error:
                 if error.errno != errno.ESTALE or answers == _MAX_STALE_ANSWERS:
                     raise
+                _ask_server(error.filename)
 
     return look_again
+
+
+def _ask_server(path: str | Path | None) -> None:
+    """Send a request that no cache answers: a client that caches names for long then forgets what
+    it knew of this one.
+    """
+    if path is not None:
+        with contextlib.suppress(OSError):
+            os.statvfs(path)
 
 
 @retrying_stale
@@ -73,7 +83,7 @@ def regular_descriptor(path: Path) -> int:
     Raises OSError, or CorruptError for anything but a regular file.
     """
     try:
-        descriptor = _open_current(path)
+        descriptor = os.open(path, _READ)
     except OSError as error:
         if error.errno != errno.ENXIO:  # a socket
             raise
@@ -109,22 +119,6 @@ def list_entries(folder: Path) -> list[os.DirEntry[str]]:
             return sorted(entries, key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _open_current(path: Path) -> int:
-    """A descriptor of the file that is at `path` now.
-
-    For as long as it caches names, the client of a network file system opens the file that was
-    there before, and says that this one is gone.
-    """
-    try:
-        return os.open(path, _READ)
-    except OSError as error:
-        if error.errno != errno.ESTALE:
-            raise
-    with contextlib.suppress(OSError):
-        os.listxattr(path)  # goes to the server, and ends what the client had cached
-    return os.open(path, _READ)
 
 
 def stored_file(name: str, facts: os.stat_result) -> Stored:
