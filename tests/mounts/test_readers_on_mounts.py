@@ -23,7 +23,6 @@ LOADS = 500
 READ_SECONDS = 1200
 RUN_SECONDS = READ_SECONDS + 100
 MAX_SAVES = 20_000
-REPLACED = "replaced while it was read"
 
 
 def save_until(nodes: Nodes, run: str, name: str | None, signs: Path) -> int:
@@ -68,13 +67,13 @@ class Reader(threading.Thread):
         self.load, self.signs = load, signs
         self.loads = 0
         self.refused: Counter[str] = Counter()  # by the kind of error
-        self.last_error = ""
+        self.last_error = self.failure = ""
 
     def run(self) -> None:
         end = time.monotonic() + READ_SECONDS
         while not (self.signs / "begun").exists() and time.monotonic() < end:
             time.sleep(0.05)
-        while self.loads < LOADS and time.monotonic() < end:
+        while self.loads < LOADS and not self.failure and time.monotonic() < end:
             self.load_once()
         (self.signs / "enough").touch()
 
@@ -98,6 +97,7 @@ def reading(load: Callable[[], None], signs: Path) -> Iterator[Reader]:
     yield reader
     reader.join()
     print(f"{reader.loads} loads, refused: {dict(reader.refused)}")
+    assert not reader.failure, reader.failure
     assert reader.loads == LOADS, reader.last_error
 
 
@@ -118,18 +118,16 @@ def test_the_latest_is_loaded_while_saves_go_on(nodes, tmp_path):
 
 
 def test_a_checkpoint_is_loaded_while_it_is_overwritten(nodes, tmp_path):
-    """None of them exchanges folders, so that a load may be refused; no load is of two saves."""
+    """No load is of two saves. It may be refused: none of these file systems exchanges folders, and
+    sshfs shows the size of the file before.
+    """
     final = nodes.reader / "overwritten" / "final"
     model, steps = models.build(MODEL), []
 
     def load() -> None:
         steps.append(step_of(load_model(final, into=model)))
 
-    with reading(load, tmp_path) as reader:
+    with reading(load, tmp_path):
         run_on(nodes, 2, save_until, "overwritten", "final", tmp_path, seconds=RUN_SECONDS)
     assert steps == sorted(steps)
-    # in the middle of an overwrite there is no manifest; a client may know the files before it
-    assert reader.refused.keys() <= {"replaced", "NotACheckpointError", "UnreadableError"}, (
-        reader.last_error
-    )
     assert verify(final).problems == ()
