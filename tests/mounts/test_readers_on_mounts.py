@@ -16,6 +16,7 @@ from network_nodes import Nodes, run_on
 
 import ft_ckpt
 from ft_ckpt import load_model, verify
+from ft_ckpt.errors import CheckpointError
 
 pytestmark = pytest.mark.slow
 MODEL = "llama"
@@ -81,13 +82,11 @@ class Reader(threading.Thread):
         try:
             self.load()
             self.loads += 1
-        except Exception as error:
-            self.refused[_kind_of(error)] += 1
+        except CheckpointError as error:
+            self.refused[type(error).__name__] += 1
             self.last_error = traceback.format_exc()
-
-
-def _kind_of(error: Exception) -> str:
-    return "replaced" if REPLACED in str(error) else type(error).__name__
+        except Exception:
+            self.failure = traceback.format_exc()
 
 
 @contextmanager
