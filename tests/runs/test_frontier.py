@@ -587,6 +587,7 @@ print(*sorted(name for name in sys.modules if name.startswith("ft_ckpt.")))
         "extensions",
         "extensions.rl",
         "extensions.rl.samples",
+        "extensions.rl.samples.checks",
         "extensions.rl.samples.frontier",
         "extensions.rl.samples.shuffling",
         "messages",

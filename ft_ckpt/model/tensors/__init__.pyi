@@ -14,11 +14,7 @@ from .conversion import (
 from .entries import (
     Entry as Entry,
     Group as Group,
-    MergeChoice as MergeChoice,
-    Merged as Merged,
     Part as Part,
-    finite_numbers as finite_numbers,
-    merge_choice as merge_choice,
     unchanged_entry as unchanged_entry,
 )
 from .libraries import (
@@ -27,6 +23,12 @@ from .libraries import (
     PREFIX as PREFIX,
     is_config_of_diffusers as is_config_of_diffusers,
     library_of as library_of,
+)
+from .merges import (
+    MergeChoice as MergeChoice,
+    Merged as Merged,
+    finite_numbers as finite_numbers,
+    merge_choice as merge_choice,
 )
 from .peft_paths import (
     TO_BASE as TO_BASE,

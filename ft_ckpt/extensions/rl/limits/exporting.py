@@ -20,13 +20,13 @@ from torch.nn.functional import pad
 from ft_ckpt.checkpoint import hold_open
 from ft_ckpt.checkpoint.manifest import describe_contents
 from ft_ckpt.errors import LoadError, SelectionError, listing
-from ft_ckpt.extensions.rl.limits.preflight import (
+from ft_ckpt.extensions.rl.limits.lora import (
     MERGE,
     adapter_findings,
-    check_engine,
     lora_layers,
     rank_and_scale,
 )
+from ft_ckpt.extensions.rl.limits.preflight import check_engine
 from ft_ckpt.extensions.tools.converting import (
     ConvertReport,
     check_apart,

@@ -1,5 +1,4 @@
-"""The data position of asynchronous training: the samples that were trained, not the number that
-was drawn.
+"""The data position of asynchronous training: the samples that were trained, not a count.
 
 In reinforcement learning samples are taken, generated on and trained in different orders, and some
 are dropped or fail. A `Frontier` numbers the samples of all epochs in one order (number = epoch *
@@ -8,9 +7,7 @@ ranges. The settled numbers are then a low-water mark and a few runs above it, w
 checkpoint stores: samples in flight are stored like samples never taken.
 """
 
-import hashlib
 import heapq
-import operator
 import secrets
 import threading
 from bisect import bisect_right
@@ -19,14 +16,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ft_ckpt.errors import ConfigError, CorruptError, LoadError, TicketError, listing
+from ft_ckpt.errors import CorruptError, LoadError, TicketError, listing
+from ft_ckpt.extensions.rl.samples.checks import (
+    ENDLESS,
+    VERSION,
+    check_settings,
+    check_state,
+    count_of,
+    digest_of,
+)
 from ft_ckpt.extensions.rl.samples.shuffling import shuffled
 from ft_ckpt.messages import short
-
-_VERSION = 1  # of the state and of the shuffled order
-_ENDLESS = 1 << 62  # the end of the last epoch if there is no last epoch
-_PLAIN_IDS = {str, int, bytes}  # with a repr that is the same in every process and version
-_KEYS = ("version", "samples", "ids", "seed", "epochs", "low", "runs", "dropped")
 
 
 class Ticket(NamedTuple):
@@ -59,15 +59,15 @@ class Frontier:
 
         Raises ConfigError for invalid values.
         """
-        count = _count_of(samples)
-        _check_settings(samples, count, epochs, shuffle, seed)
+        count = count_of(samples)
+        check_settings(samples, count, epochs, shuffle, seed)
         self.samples, self.epochs = count, epochs
         self._ids: Sequence[Any] | None = None
         if isinstance(samples, Sequence):
             self._ids = samples if isinstance(samples, range) else tuple(samples)
-        self._digest = None if self._ids is None else _digest_of(self._ids)
+        self._digest = None if self._ids is None else digest_of(self._ids)
         self._seed = seed if shuffle else None
-        self._end = _ENDLESS if epochs is None else count * epochs
+        self._end = ENDLESS if epochs is None else count * epochs
         # heap of ranges of numbers that are neither settled nor in flight
         self._open = [(0, self._end)]
         self._in_flight: dict[int, Ticket] = {}
@@ -224,7 +224,7 @@ class Frontier:
         for (start, stop), (next_start, _) in pairwise(spans):
             lengths += (stop - start, next_start - stop)
         return {
-            "version": _VERSION,
+            "version": VERSION,
             "samples": self.samples,
             "ids": self._digest,
             "seed": self._seed,
@@ -243,7 +243,7 @@ class Frontier:
         other ids, another order or fewer epochs, CorruptError for a state that `state_dict` does
         not return; then nothing is changed.
         """
-        _check_state(state)
+        check_state(state)
         self._compare_settings(state)
         low, dropped = state["low"], state["dropped"]
         runs = [int(length) for length in state["runs"].split()]
@@ -343,7 +343,7 @@ class Frontier:
                 problems.append(self._problem_of(ticket))
                 continue
             name, key = _name_of(ticket), ticket.key
-            at = bisect_right(spans, (key, _ENDLESS)) - 1
+            at = bisect_right(spans, (key, ENDLESS)) - 1
             if not 0 <= key < self._end or self._ticket(key)[:2] != ticket[:2]:
                 problems.append(
                     f"{name}: not a sample of this Frontier, which has other data or another order"
@@ -380,93 +380,3 @@ class Frontier:
 
 def _name_of(ticket: Ticket) -> str:
     return f"sample {short(ticket.id, 80)} of epoch {ticket.epoch} (attempt {ticket.attempt})"
-
-
-def _count_of(samples: Any) -> int:
-    """The number of samples, or -1 if they are neither a number nor anything with a length."""
-    if isinstance(samples, (bool, str, bytes)):
-        return -1
-    try:
-        return len(samples) if isinstance(samples, Sized) else operator.index(samples)
-    except (TypeError, NotImplementedError):  # a loader of an iterable dataset
-        return -1
-
-
-def _check_settings(
-    samples: object, count: int, epochs: object, shuffle: object, seed: object
-) -> None:
-    """Raise ConfigError naming all invalid settings."""
-    problems = []
-    if count < 0:
-        problems.append(
-            f"samples={samples!r}: expected their number, a list of ids, or a dataset with a length"
-        )
-    elif count == 0:
-        problems.append("samples: there are none; expected at least one")
-    if epochs is not None and (type(epochs) is not int or epochs < 1):
-        problems.append(f"epochs={epochs!r}: expected an int of at least 1, or None for no end")
-    if type(shuffle) is not bool:
-        problems.append(f"shuffle={shuffle!r}: expected True or False")
-    if type(seed) is not int:
-        problems.append(f"seed={seed!r}: expected an int")
-    if problems:
-        raise ConfigError(listing(problems))
-
-
-def _check_state(state: Mapping[str, Any]) -> None:
-    """Raise CorruptError naming missing or invalid fields, LoadError for another version."""
-    missing = [name for name in _KEYS if name not in state]
-    if missing:
-        raise CorruptError(
-            f"frontier: {', '.join(missing)} missing; it is not what state_dict returns"
-        )
-    if state["version"] != _VERSION:
-        raise LoadError(
-            f"frontier: version {state['version']!r}, expected {_VERSION}; resume with the ft_ckpt "
-            "that saved it"
-        )
-    lengths = state["runs"].split() if isinstance(state["runs"], str) else ["none"]
-    are_numbers = all(_is_number(length) for length in lengths)
-    allowed = {
-        "low": _is_count(state["low"]),
-        "dropped": _is_count(state["dropped"]),
-        "epochs": state["epochs"] is None or _is_count(state["epochs"]),
-        "runs": are_numbers and len(lengths) % 2 == 0 and all(map(int, lengths)),
-    }
-    wrong = [name for name, is_allowed in allowed.items() if not is_allowed]
-    if wrong:
-        raise CorruptError(
-            f"frontier: {', '.join(wrong)} invalid; it is not what state_dict returns"
-        )
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and 0 < len(text) < 20
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= _ENDLESS
-
-
-def _digest_of(ids: Sequence[Any]) -> str:
-    """A digest of ids and their order.
-
-    Raises ConfigError for ids whose repr may differ in another process.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for begin in range(0, len(ids), 4096):
-        block = list(ids[begin : begin + 4096])
-        kinds: set[type] = set()
-        for sample_id in block:
-            if type(sample_id) is tuple:
-                kinds.update(map(type, sample_id))
-            else:
-                kinds.add(type(sample_id))
-        if not kinds <= _PLAIN_IDS:
-            names = ", ".join(sorted(kind.__name__ for kind in kinds - _PLAIN_IDS))
-            raise ConfigError(
-                f"samples: ids of type {names}, expected str, int, bytes or tuples of these; give "
-                "len(samples), and tickets have indices"
-            )
-        digest.update(repr(block).encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()
