@@ -19,6 +19,8 @@ from ft_ckpt.errors import ConfigError, CorruptError, MissingError, damaged_inpu
 if TYPE_CHECKING:
     from ft_ckpt.storage.io import MappedBytes
 
+MAX_TEXT_BYTES = 256 << 20  # of a config, an index or another document
+
 
 def is_name(path: object) -> bool:
     """True for a normalised relative path (no "..", ".", empty component or NUL).
@@ -42,9 +44,6 @@ def is_inside(path: object) -> bool:
 def is_utf8(text: str) -> bool:
     """True when `text` can be encoded as UTF-8: it has no lone surrogates."""
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
-
-
-MAX_TEXT_BYTES = 256 << 20  # of a config, an index or another document
 
 
 @dataclass(frozen=True)

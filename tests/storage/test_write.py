@@ -59,6 +59,11 @@ def feed(datas, starts, pieces=1):
             )
 
 
+def new_file(folder, file_plan, direct_bytes=BLOCK_BYTES):
+    """The file of a plan in `folder`, to be written."""
+    return LocalStore(folder, direct_bytes).create(file_plan.path, file_plan.layout.size_bytes)
+
+
 def written(
     tmp_path,
     sizes,
@@ -76,7 +81,8 @@ def written(
     tuning = tuning_for(threads, direct, block_bytes)
     with Writer(tuning, one.layout.size_bytes if alone else None) as writer:
         regions = feed(datas, one.layout.starts, pieces)
-        record = write_file(one, regions, LocalStore(tmp_path, tuning.direct_bytes), writer)
+        goal = new_file(tmp_path, one, tuning.direct_bytes)
+        record = write_file(one, regions, goal, writer)
     content = (tmp_path / "file.bin").read_bytes()
     expected = bytearray(one.layout.size_bytes)
     expected[: len(one.layout.header)] = one.layout.header
@@ -128,7 +134,8 @@ def test_the_trailer_has_the_digest_of_every_tensor(tmp_path):
     layout = replace(one.layout, trailer=lambda found: told.update(found) or b"index")
     with Writer(WriteTuning(threads=2)) as writer:
         regions = feed(datas, layout.starts, pieces=3)
-        write_file(FilePlan("file.bin", layout), regions, LocalStore(tmp_path), writer)
+        file_plan = FilePlan("file.bin", layout)
+        write_file(file_plan, regions, new_file(tmp_path, file_plan), writer)
     assert told == {f"t{index}": xxhash.xxh3_128_digest(data) for index, data in enumerate(datas)}
 
 
@@ -249,19 +256,20 @@ def test_memory_may_change_once_appended(tmp_path):
 )
 def test_wrong_feed_is_refused(tmp_path, datas, words):
     """What arrives must be exactly what the live model promised."""
+    file_plan = plan([3, 4])
+    regions = feed(datas, (4, 7, 12)[: len(datas)])
     with Writer() as writer, pytest.raises(IncompleteError, match=words):
-        write_file(
-            plan([3, 4]), feed(datas, (4, 7, 12)[: len(datas)]), LocalStore(tmp_path), writer
-        )
+        write_file(file_plan, regions, new_file(tmp_path, file_plan), writer)
     assert not list(tmp_path.iterdir())
 
 
 def test_more_than_planned_is_refused(tmp_path):
+    file_plan = plan([3])
     with (
         Writer() as writer,
         pytest.raises(IncompleteError, match="1 bytes for byte 7 of the file came after the last"),
     ):
-        write_file(plan([3]), feed([b"abc", b"d"], [4, 7]), LocalStore(tmp_path), writer)
+        write_file(file_plan, feed([b"abc", b"d"], [4, 7]), new_file(tmp_path, file_plan), writer)
 
 
 @pytest.mark.parametrize("direct", ["on", "off"])

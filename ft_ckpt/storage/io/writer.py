@@ -24,6 +24,11 @@ import xxhash
 from ft_ckpt.storage.io.blocks import ALIGNMENT, BLOCK_BYTES, Block, address_of, new_block
 from ft_ckpt.storage.store import Stored, Writable
 
+T = TypeVar("T")
+_MAX_BYTES_IN_CALLER = 32 << 20  # up to it the calling thread writes
+_SMALL_BLOCK_BYTES = 2 << 20  # then: touching new memory takes longer than writing it
+_FIRST_BLOCK_BYTES = 1 << 20  # of a local file: the disk is busy while longer blocks are filled
+
 
 @dataclass(frozen=True)
 class WriteTuning:
@@ -47,13 +52,8 @@ def tuning_for(
     "on" writes small files past the cache, too.
     """
     default = WriteTuning()
-    least = {"auto": default.direct_bytes, "on": 0, "off": None}[direct]
-    return WriteTuning(threads or default.threads, block_bytes, least, sha256)
-
-
-T = TypeVar("T")
-_FEW_BYTES, _SMALL_BLOCK_BYTES = 32 << 20, 2 << 20
-_FIRST_BLOCK_BYTES = 1 << 20  # of a local file: the disk is busy while longer blocks are filled
+    direct_bytes = {"auto": default.direct_bytes, "on": 0, "off": None}[direct]
+    return WriteTuning(threads or default.threads, block_bytes, direct_bytes, sha256)
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,9 @@ class Writer:
         self.pool: Executor
         self.file_hasher: Executor
         self.tensor_hasher: Executor
-        if local_bytes is not None and local_bytes <= _FEW_BYTES:
-            # small blocks, because touching new memory takes longer than writing it
-            self.tuning = replace(
-                self.tuning, block_bytes=min(self.tuning.block_bytes, _SMALL_BLOCK_BYTES)
-            )
+        if local_bytes is not None and local_bytes <= _MAX_BYTES_IN_CALLER:
+            block_bytes = min(self.tuning.block_bytes, _SMALL_BLOCK_BYTES)
+            self.tuning = replace(self.tuning, block_bytes=block_bytes)
             self.pool = self.file_hasher = self.tensor_hasher = CallingThread()
         else:
             self.pool = ThreadPoolExecutor(self.tuning.threads, "ft_ckpt-write")
@@ -123,10 +121,10 @@ class Writer:
         self.first_block_bytes = self.tuning.block_bytes
         if local_bytes is not None:
             self.first_block_bytes = min(self.tuning.block_bytes, _FIRST_BLOCK_BYTES)
-        self.free: SimpleQueue[Block] = SimpleQueue()
+        self.free_blocks: SimpleQueue[Block] = SimpleQueue()
         self.blocks: list[Block] = []
         # one is being filled, one is queued, the others are being written
-        self.most_blocks = self.tuning.threads + 2
+        self.max_blocks = self.tuning.threads + 2
 
     def __enter__(self) -> "Writer":
         return self
@@ -140,10 +138,10 @@ class Writer:
 
     def take_block(self) -> Block:
         """An aligned block, new while there are few; waits until one is free."""
-        if self.free.empty() and len(self.blocks) < self.most_blocks:
+        if self.free_blocks.empty() and len(self.blocks) < self.max_blocks:
             self.blocks.append(new_block(self.tuning.block_bytes))
             return self.blocks[-1]
-        return self.free.get()  # back-pressure
+        return self.free_blocks.get()  # back-pressure
 
     @contextmanager
     def fill(self, goal: Writable) -> Iterator["DurableFile"]:
@@ -170,11 +168,12 @@ class DurableFile:
     sha256: Any = None
     jobs: list[Future[None]] = field(default_factory=list)
     block: Block | None = None  # being filled
-    limit: int = 0  # bytes that are collected in it
-    base: int = 0  # where in the file it begins, aligned
-    low: int = 0  # its first and last filled byte
-    high: int = 0
-    # of tensors in it: digest, start, end
+    block_start: int = 0  # in the file, aligned
+    capacity: int = 0  # bytes that are collected in the block
+    # the filled bytes [filled_start, filled_stop) of the block
+    filled_start: int = 0
+    filled_stop: int = 0
+    # of tensors in the block: digest, start, end
     parts: list[tuple[Any, int, int]] = field(default_factory=list)
     stored: Stored | None = None  # once it is finished
 
@@ -186,11 +185,11 @@ class DurableFile:
         done = 0
         while done < region.size_bytes:
             block = self._block_at(region.start + done)
-            count = min(region.size_bytes - done, self.limit - self.high)
-            ctypes.memmove(address_of(block) + self.high, region.address + done, count)
+            count = min(region.size_bytes - done, self.capacity - self.filled_stop)
+            ctypes.memmove(address_of(block) + self.filled_stop, region.address + done, count)
             if tensor is not None:
-                self.parts.append((tensor, self.high, self.high + count))
-            self.high += count
+                self.parts.append((tensor, self.filled_stop, self.filled_stop + count))
+            self.filled_stop += count
             done += count
 
     def put_zeros(self, start: int, stop: int) -> None:
@@ -221,49 +220,61 @@ class DurableFile:
         """Abandon the object after an error; raises nothing."""
         wait(self.jobs)
         if self.block is not None:
-            self.writer.free.put(self.block)
+            self.writer.free_blocks.put(self.block)
         self.goal.abandon()
 
     def _block_at(self, start: int) -> Block:
         """The block with room for byte `start`."""
-        if start != self.base + self.high or self.high == self.limit:
+        if start != self.block_start + self.filled_stop or self.filled_stop == self.capacity:
             self._dispatch_block()
         if self.block is None:
             self.block = self.writer.take_block()
-            self.base = start - start % ALIGNMENT
-            self.limit = self.writer.tuning.block_bytes
-            if self.base == 0:
-                self.limit = self.writer.first_block_bytes
-            self.low = self.high = start - self.base
+            self.block_start = start - start % ALIGNMENT
+            self.capacity = self.writer.tuning.block_bytes
+            if self.block_start == 0:
+                self.capacity = self.writer.first_block_bytes
+            self.filled_start = self.filled_stop = start - self.block_start
         return self.block
 
     def _dispatch_block(self) -> None:
         if self.block is None:
             return
         block, writer = self.block, self.writer
-        file_part = (self.digest, self.low, self.high)
-        hashed = [writer.file_hasher.submit(update_digests, block, [file_part])]
+        start, stop = self.filled_start, self.filled_stop
+        hash_jobs = [writer.file_hasher.submit(update_digests, block, [(self.digest, start, stop)])]
         other_parts = self.parts
         if self.sha256 is not None:
-            other_parts = [*other_parts, (self.sha256, self.low, self.high)]
+            other_parts = [*other_parts, (self.sha256, start, stop)]
         if other_parts:
-            hashed.append(writer.tensor_hasher.submit(update_digests, block, other_parts))
+            hash_jobs.append(writer.tensor_hasher.submit(update_digests, block, other_parts))
         self.block, self.parts = None, []
-        # raises a writer's error
-        self.jobs = [job for job in self.jobs if not job.done() or job.result() is not None]
-        flush = writer.pool.submit(self._flush_block, block, self.base, self.low, self.high, hashed)
-        self.jobs.append(flush)
+        self._drop_done_jobs()
+        flush_job = writer.pool.submit(
+            self._flush_block, block, self.block_start, start, stop, hash_jobs
+        )
+        self.jobs.append(flush_job)
+
+    def _drop_done_jobs(self) -> None:
+        """Forget writes that are done; raises the error of one that failed."""
+        open_jobs = []
+        for job in self.jobs:
+            if job.done():
+                job.result()
+            else:
+                open_jobs.append(job)
+        self.jobs = open_jobs
 
     def _flush_block(
-        self, block: Block, base: int, low: int, high: int, hashed: list[Future[None]]
+        self, block: Block, block_start: int, start: int, stop: int, hash_jobs: list[Future[None]]
     ) -> None:
+        """Write the bytes [start, stop) of a block, which is at `block_start` in the file."""
         try:
-            with memoryview(block) as view, view[low:high] as filled:
-                self.goal.write(base + low, filled)
-            self.writer.advance(high - low)
+            with memoryview(block) as view, view[start:stop] as filled:
+                self.goal.write(block_start + start, filled)
+            self.writer.advance(stop - start)
         finally:
-            wait(hashed)  # all are done with the block before it is filled again
-            self.writer.free.put(block)
+            wait(hash_jobs)  # all are done with the block before it is filled again
+            self.writer.free_blocks.put(block)
 
 
 def update_digests(block: Block, parts: Iterable[tuple[Any, int, int]]) -> None:
