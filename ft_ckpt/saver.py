@@ -291,7 +291,7 @@ class CheckpointSaver(Generic[SaveResult]):
         step = step_of(step)
         facts = self._run.facts_of_save(step, numbers_of(metrics))
         model = model_inside(model)
-        self._pending.wait_for_save()
+        self._saves.wait_for_pending()
         if path is None and step is not None:  # into the directory of the run
             self._saves.take_lease()
         excluded = {"adapter_only": adapter_only, "attribute": attribute, "state_dict": state_dict}
@@ -605,7 +605,7 @@ class CheckpointSaver(Generic[SaveResult]):
         resume from, CorruptError naming damaged files and the newest whole checkpoint, RankError
         when another rank failed. Nothing is overwritten before all files and items are compared.
         """
-        self._pending.wait_for_save()
+        self._saves.wait_for_pending()
         self._saves.take_lease()
         self.register(**objects)
         mode = parse_mode(checkpoint)

@@ -87,6 +87,22 @@ def test_an_error_names_the_node_if_there_are_several(tmp_path):
 
 
 @on_ranks(2)
+def test_what_follows_a_save_in_the_background_may_take_long(tmp_path):
+    """Rank 0 prunes or uploads for longer than ranks wait for one that is absent."""
+    slow = saver(
+        directory=tmp_path,
+        background=True,
+        enter_timeout_seconds=4,  # signs of life come each second
+        on_saved=lambda report: time.sleep(8),
+    )
+    with slow:
+        for step in (1, 2):
+            slow.save(models.build("llama"), step=step)
+    dist.barrier()
+    assert verify(tmp_path / "checkpoint-2").ok
+
+
+@on_ranks(2)
 @buckets_of(BUCKET)
 def test_different_arguments_are_an_error_on_every_rank(tmp_path):
     """Ranks disagree about what to save, and hang."""

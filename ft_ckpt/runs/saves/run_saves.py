@@ -117,6 +117,15 @@ class RunSaves:
             self._warn_on_failure(lambda: self.save("end", config, None, metrics))
         self.run.metrics.warn_of_absent(1)
 
+    def wait_for_pending(self) -> None:
+        """Wait for the save in the background.
+
+        On rank 0 it ends later, by what follows its commit: the other ranks wait for that in their
+        next agreement.
+        """
+        with self._current_ranks().working():
+            self.pending.wait_for_save()
+
     def save(
         self,
         reason: str | None,
@@ -130,7 +139,7 @@ class RunSaves:
 
         `reason` is None if the script asked for it.
         """
-        self.pending.wait_for_save()
+        self.wait_for_pending()
         run = self.run
         history = run.history
         begun = time.monotonic()
