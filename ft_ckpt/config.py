@@ -75,8 +75,9 @@ class SaverConfig:
     read the files again. A file that several ranks write gets no SHA-256.
     """
     each_rank_writes: Literal["auto", "on", "off"] = "auto"
-    """Each rank writes its own bytes (in a bucket: some of the files): "on", "off" (rank 0 writes
-    everything), or "auto" (where it is faster).
+    """Each rank writes its own bytes (in a bucket, and on network disks where files must have one
+    writer: some of the files): "on", "off" (rank 0 writes everything), or "auto" (where it is
+    faster).
     """
     reuse_frozen: Literal["auto", "on", "off"] = "auto"
     """Write frozen tensors as separate files, which later checkpoints hard-link: "on", "off", or
