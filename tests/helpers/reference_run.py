@@ -122,7 +122,7 @@ class Program:
         order.
         """
         numbers, rows, draw = self._shared(
-            numbers, rows, torch.rand(()) + random.random() + np.random.rand()
+            numbers, rows, torch.rand(()) + random.gauss(0, 1) + np.random.randn()
         )
         order = numbers.argsort()
         loss = (self.network(rows[order]) * draw.float()).square().mean()
