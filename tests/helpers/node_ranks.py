@@ -5,6 +5,7 @@ All see the file system at the same path. Call it in a process with one thread: 
 """
 
 import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -24,7 +25,7 @@ from namespaces import take_disk, take_host_name, take_machine_id
 
 _POLL_SECONDS = 0.02
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_GROUP_SECONDS = 120.0
+_GROUP_SECONDS = 30.0  # of gloo, which waits so long for a rank that has gone
 Work = Callable[[int], Any]  # of a rank; its result goes as JSON
 
 
@@ -90,6 +91,8 @@ class Launch:
             time.sleep(_POLL_SECONDS)
         in_time = dict(self.ended)
         for rank in set(range(len(self.processes))) - in_time.keys():
+            self.kill(rank, signal.SIGUSR1)  # it writes its stacks
+            time.sleep(1)
             self.kill(rank)
         return in_time
 
@@ -153,6 +156,7 @@ class Nodes:
         take_machine_id(identity)
         take_host_name(f"node-{rank}")
         os.chdir(folder)
+        faulthandler.register(signal.SIGUSR1, Path(f"stacks-{rank}").open("w"))  # noqa: SIM115 - to its end
         torch.set_num_threads(1)
         names = {
             "RANK": rank,

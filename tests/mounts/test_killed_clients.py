@@ -9,7 +9,7 @@ import signal
 
 import pytest
 from launch import run_python
-from network_disks import NETWORK_DISKS, GlusterFS, NetworkDisk, Sshfs
+from network_disks import NETWORK_DISKS, CephFS, GlusterFS, NetworkDisk, Sshfs
 from seeds import chosen_seed
 
 pytestmark = pytest.mark.slow
@@ -68,7 +68,7 @@ def test_the_server_is_gone_for_good(kind, tmp_path, number):
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("victim", [0, 1])
-@every_disk
+@pytest.mark.parametrize("kind", [GlusterFS, Sshfs, CephFS], ids=lambda kind: kind.name)
 def test_a_client_ends(kind, tmp_path, victim):
     arguments = str(tmp_path), chosen_seed(), victim
     assert counts_of("client_killed", kind, *arguments, timeout=300)["failed"]
@@ -76,7 +76,7 @@ def test_a_client_ends(kind, tmp_path, victim):
 
 @pytest.mark.timeout(400)
 @each_way
-@every_disk
+@pytest.mark.parametrize("kind", [GlusterFS, Sshfs, CephFS], ids=lambda kind: kind.name)
 def test_the_server_is_full(kind, tmp_path, background):
     """Or its quota is used up."""
     assert counts_of("full", kind, str(tmp_path), background, timeout=300)["failed"]
