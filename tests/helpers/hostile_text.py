@@ -116,6 +116,8 @@ def put_mark(folder: Path, trial: Trial) -> Path:
             rewrite_manifest(folder, lambda document: _rename(document, trial.file))
     elif trial.how == "text":
         _write_listed(folder, trial.file, os.fsencode(MARK))
+    elif trial.file == "ft_ckpt.json" and trial.place == ("digest",):
+        path.write_text(json.dumps(_marked(_read_json(path), trial.place, trial.how)))
     elif trial.file == "ft_ckpt.json":
         rewrite_manifest(folder, lambda document: _replace(document, trial))
     else:

@@ -76,8 +76,11 @@ class CountingStore:
         return CountingStore(self._store.clone(), self._counts)
 
 
-def ranks_here(timeout_seconds: float = 600.0, channel: str = "") -> Ranks:
-    """Replacement of `current_ranks`: the ranks of this thread."""
+def ranks_here(
+    timeout_seconds: float = 600.0, channel: str = "", *, needs_group: bool = False
+) -> Ranks:
+    """Replacement of `current_ranks`: the ranks of this thread, which always has a group."""
+    del needs_group
     found: dict[str, Ranks] = _here.ranks
     if channel not in found:
         first = found[""]
