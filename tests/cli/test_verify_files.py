@@ -5,9 +5,8 @@ run.
 import pytest
 from small_checkpoints import save, save_with_state
 
-from ft_ckpt import verify as verify_command
 from ft_ckpt.checkpoint.checks import verification as foreign_files, verify_listed
-from ft_ckpt.cli import run_command
+from ft_ckpt.cli import run_command, verify as verify_command
 from ft_ckpt.errors import NotACheckpointError, UnreadableError
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import open_place

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
+from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.cli import run_command
 from ft_ckpt.cli.show_file import show_file
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, TargetError
@@ -318,7 +319,7 @@ def test_a_checkpoint_of_ours_stays_one(tmp_path):
     convert(tmp_path / "half", tmp_path / "again/", verify=True)
     report = ft_ckpt.verify(tmp_path / "again")
     assert report.ok, report.problems
-    manifest = ft_ckpt.checkpoint.read_manifest(open_place(tmp_path / "again"))
+    manifest = read_manifest(open_place(tmp_path / "again"))
     assert (manifest.step, manifest.metrics, len(manifest.parts)) == (7, {"loss": 0.5}, 2)
     convert(tmp_path / "again", tmp_path / "shards", max_shard_size=20_000, verify=True)
     assert (tmp_path / "shards/policy/model.safetensors.index.json").exists()

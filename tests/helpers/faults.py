@@ -125,11 +125,11 @@ def try_worlds(
     for kind in calls:
         undisturbed = World(kind)
         trial(undisturbed)
-        assert undisturbed.count, "it makes no call that a fault could meet"
         count += undisturbed.count
         step = every if os.environ["FT_CKPT_SEED"] == "0" else 1
         numbers = range(1, undisturbed.count + 1, step)
         worlds += [World(kind, fault, number) for number in numbers for fault in kind.faults]
+    assert count, "it makes no call that a fault could meet"
     if max_worlds:
         worlds = random.Random(chosen_seed()).sample(worlds, min(max_worlds, len(worlds)))
     if single := os.environ.get("FT_CKPT_WORLD"):

@@ -77,6 +77,8 @@ SIGNATURES = {
 }
 # Repositories and buckets of the Hub, by a library that takes paths and patterns of names.
 HUB = {"extensions/transfer/hub/repositories", "extensions/transfer/hub/buckets"}
+# What the clients of a network file system cache, tried on the disk itself.
+CACHES = {"cli/cache_trials"}
 # Standard output.
 STREAMS = {"cli/options"}
 # Accelerate reads its folders itself, and nodes that see no checkpoint get one in their temporary
@@ -128,6 +130,7 @@ def test_who_knows_the_file_system():
         | {f"checkpoint/{name}" for name in CHECKPOINT}
         | SIGNATURES
         | TRAINERS
+        | CACHES
     )
     assert {
         name: why
