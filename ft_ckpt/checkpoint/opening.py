@@ -92,9 +92,11 @@ class OpenCheckpoint:
         if deep:
             paths = [file.path for file in self.manifest.files if file.path not in left_out]
             self.fetch_files(paths)
-        problems = checkpoint_problems(self.store, self.manifest, deep=deep, left_out=left_out)
+        problems = tuple(
+            checkpoint_problems(self.store, self.manifest, deep=deep, left_out=left_out)
+        )
         if not isinstance(self.store, OpenFolder):
-            return tuple(problems)  # the listing contains the other files of its folder
+            return problems  # the listing contains the other files of its folder
         if problems and self._is_replaced():
             return (Problem(_REPLACED, is_transient=True),)
         whole_folder = LocalStore(self.store.folder, shown=self.store.shown)
@@ -268,9 +270,8 @@ def _open_local(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
         raise NotACheckpointError(why_no_checkpoint(place))
     stack.callback(_delete_if_aside, path, manifest_file)
     stack.enter_context(hold_lease(Place(LocalStore(folder))))
-    if not manifest_file.is_at(
-        path / MANIFEST_NAME
-    ):  # a save that replaces it from now on sees the lease
+    # a save that replaces it from now on sees the lease
+    if not manifest_file.is_at(path / MANIFEST_NAME):
         return None
     text = manifest_text(LocalStore(folder, shown=path))
     manifest = parse_manifest(text, place.store.where(MANIFEST_NAME))

@@ -179,7 +179,8 @@ def test_killed_and_its_recovery_stopped(tmp_path, outcomes, case, every):
         if state not in seen:
             seen.append(state)
             if len(seen) % every == 0:
-                try_worlds(partial(recovery_stopped, crashed), Disk("Ctrl-C"))
+                trial = partial(recovery_stopped, crashed)
+                try_worlds(trial, Disk("Ctrl-C"), may_be_idle=True)
 
     def recovery_stopped(crashed, world):
         target = tmp_path / "again" / "checkpoint"

@@ -113,13 +113,17 @@ class Report:
 
 
 def try_worlds(
-    trial: Callable[[World], object], *calls: Calls, every: int = 1, max_worlds: int = 0
+    trial: Callable[[World], object],
+    *calls: Calls,
+    every: int = 1,
+    max_worlds: int = 0,
+    may_be_idle: bool = False,
 ) -> Report:
     """Call `trial` in an undisturbed world of each of `calls`, and then in one for each call and
     fault.
 
     With the seed 0 it interferes at each `every`th call. With `max_worlds`, so many worlds are
-    drawn.
+    drawn. With `may_be_idle` it may make no call that a fault could meet.
     """
     worlds, count = [], 0
     for kind in calls:
@@ -129,7 +133,7 @@ def try_worlds(
         step = every if os.environ["FT_CKPT_SEED"] == "0" else 1
         numbers = range(1, undisturbed.count + 1, step)
         worlds += [World(kind, fault, number) for number in numbers for fault in kind.faults]
-    assert count, "it makes no call that a fault could meet"
+    assert count or may_be_idle, "it makes no call that a fault could meet"
     if max_worlds:
         worlds = random.Random(chosen_seed()).sample(worlds, min(max_worlds, len(worlds)))
     if single := os.environ.get("FT_CKPT_WORLD"):

@@ -29,8 +29,9 @@ from ft_ckpt import CheckpointSaver, Every, Keep, latest, verify
 from ft_ckpt.errors import CheckpointError, NotACheckpointError
 
 ENTER_SECONDS = 5.0  # enter_timeout_seconds: how long a rank waits for another
-# a rank that lost its peer waits for a sign of life, and as long for the others' agreement
-END_SECONDS = 60.0
+# Rank 0 may take a minute longer than ENTER_SECONDS for its verdict. So long the other waits for a
+# rank 0 that was killed after it had come.
+END_SECONDS = 90.0
 START_SECONDS = 60.0
 MAX_SHOWN = 4
 NAMED = re.compile(r"run/\S|\w\.(safetensors|json)")

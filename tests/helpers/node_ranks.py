@@ -47,6 +47,7 @@ class Launch:
 
     folder: Path
     processes: list[int]
+    store: dist.TCPStore
     ended: dict[int, Ended] = field(default_factory=dict)
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
@@ -129,10 +130,14 @@ class Nodes:
         self.launches += 1
         folder = self.folder / f"launch-{self.launches}"
         folder.mkdir(parents=True)
-        processes = [self._fork(work, folder, rank) for rank in range(len(self.clients))]
-        return Launch(folder, processes)
+        # as under a launcher, a process that no kill meets keeps the store
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        processes = []
+        for rank in range(len(self.clients)):
+            processes.append(self._fork(work, folder, rank, store.port))
+        return Launch(folder, processes, store)
 
-    def _fork(self, work: Work, folder: Path, rank: int) -> int:
+    def _fork(self, work: Work, folder: Path, rank: int, port: int) -> int:
         child = os.fork()
         if child:
             return child
@@ -140,7 +145,7 @@ class Nodes:
         result, error = None, ""
         try:
             warnings.simplefilter("ignore")
-            self._become_node(folder, rank)
+            self._become_node(folder, rank, port)
             result = work(rank)
         except BaseException as raised:
             error = f"{type(raised).__name__}: {raised}"
@@ -149,7 +154,7 @@ class Nodes:
         (folder / f"draft-{rank}").rename(folder / f"result-{rank}")
         os._exit(0)
 
-    def _become_node(self, folder: Path, rank: int) -> None:
+    def _become_node(self, folder: Path, rank: int, port: int) -> None:
         take_disk(self.point, self.clients[rank])
         identity = folder / f"boot-id-{rank}"
         identity.write_text(f"{uuid.uuid5(uuid.NAMESPACE_DNS, f'node-{rank}')}\n")
@@ -163,14 +168,14 @@ class Nodes:
             "WORLD_SIZE": len(self.clients),
             "LOCAL_RANK": 0,
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": 1,
+            "MASTER_PORT": port,
             "GLOO_SOCKET_IFNAME": "lo",  # the host names have no addresses
             "TMPDIR": folder,
         }
         os.environ |= {name: str(value) for name, value in names.items()}
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(str(folder / "store"), len(self.clients)),
+            store=dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False),
             rank=rank,
             world_size=len(self.clients),
             timeout=timedelta(seconds=_GROUP_SECONDS),
