@@ -82,6 +82,14 @@ def test_parts_are_of_one_moment(tmp_path, monkeypatch):
     assert numbers(parts_of_pair(tmp_path / "out")) == {2.0}
 
 
+def test_a_checkpoint_that_is_replaced_while_it_is_open_has_no_problems(tmp_path):
+    """Its reader goes on with the files that it has opened."""
+    CheckpointSaver().save(Pair(1), tmp_path / "out", attribute=PARTS)
+    with open_checkpoint(open_place(tmp_path / "out")) as checkpoint:
+        CheckpointSaver().save(Pair(2), tmp_path / "out", attribute=PARTS)
+        assert checkpoint.find_problems(deep=True) == ()
+
+
 def overwrite(target: Path, times: int) -> None:
     for number in range(times):
         CheckpointSaver().save(Pair(float(number)), target, attribute=PARTS)

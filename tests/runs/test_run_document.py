@@ -39,7 +39,7 @@ NAMED = [
     *((("fingerprint",), value) for value in (GONE, "3", None, [])),
     *(
         (("ranks", 0, "loader-0", "tree", "about"), value)
-        for value in (None, {}, ["list"], ["list", "a"], ["list", 3, 4])
+        for value in ({}, ["list"], ["list", "a"], ["list", 3, 4])  # older states lack it
     ),
     *((("items", "optimizer", "optimizer", "state"), value) for value in (GONE, None, [], {})),
     *(

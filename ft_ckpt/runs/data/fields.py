@@ -6,7 +6,7 @@ from typing import Any
 
 from ft_ckpt.errors import CorruptError, listing
 from ft_ckpt.runs.data import rng
-from ft_ckpt.schema import Count, FieldError, Positive, as_record
+from ft_ckpt.schema import Count, FieldError, Positive, Whole, as_record
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class _Position:
     batch: Count
     samples: Count
     given: Count
-    offset: int
+    offset: Whole
     warm: bool
     at_end: bool | None
-    numbers: Mapping[str, int]
+    numbers: Mapping[str, Whole]
     start: _Start | None
     last: _Start | None
     own: Mapping[str, _Generator | None]
@@ -44,10 +44,10 @@ class _Position:
     shares: Positive = 1
     per_step: Positive = 1
     over: bool = False
-    least: int | None = None
+    least: Whole | None = None
     sharing: str | None = None
     order: str | None = None
-    about: tuple[str, int | None] | None = None  # a result of `describe_data`
+    about: tuple[str, Whole | None] | None = None  # a result of `describe_data`
 
 
 def check_position(state: Any) -> None:
