@@ -2,6 +2,7 @@
 
 import gc
 from functools import partial
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -19,9 +20,10 @@ from ft_ckpt.errors import CheckpointError, ConfigError, RankError, RanksDisagre
 
 
 @pytest.fixture(autouse=True)
-def alone():
-    """No saver of an earlier test is open, which a closure would take for its own."""
+def no_savers_of_other_tests(monkeypatch):
+    """A closure looks for the open saver of its process; tests before may have left some open."""
     gc.collect()
+    monkeypatch.setattr("ft_ckpt.saver._OPEN", WeakSet())
 
 
 @pytest.fixture
