@@ -9,14 +9,16 @@ from .commit_files import (
     library_versions as library_versions,
 )
 from .context import (
-    FolderSharing as FolderSharing,
-    Mode as Mode,
     SaveContext as SaveContext,
-    try_sharing as try_sharing,
 )
 from .execute import (
     Attempt as Attempt,
     run_save as run_save,
+)
+from .folder_sharing import (
+    FolderSharing as FolderSharing,
+    Mode as Mode,
+    try_sharing as try_sharing,
 )
 from .range_trial import (
     try_ranges as try_ranges,

@@ -26,8 +26,9 @@ from ft_ckpt.messages import warn
 from ft_ckpt.model.tensors import load_conversion_table
 from ft_ckpt.ranks import Outcome, Ranks, current_ranks
 from ft_ckpt.saving.agree import agree_on_plan
-from ft_ckpt.saving.context import Mode, SaveContext, SharedFolders
+from ft_ckpt.saving.context import SaveContext
 from ft_ckpt.saving.execute import Attempt, run_save
+from ft_ckpt.saving.folder_sharing import Mode, SharedFolders
 from ft_ckpt.saving.planning import (
     PendingSave,
     SavePlan,

@@ -16,7 +16,8 @@ from ft_ckpt.progress_bars import track_bytes
 from ft_ckpt.ranks import Ranks, Values
 from ft_ckpt.ranks.moving import are_equal
 from ft_ckpt.saving.agree import AgreedSave
-from ft_ckpt.saving.context import Mode, SaveContext
+from ft_ckpt.saving.context import SaveContext
+from ft_ckpt.saving.folder_sharing import Mode
 from ft_ckpt.saving.planning import FileWrites, WritePlan
 from ft_ckpt.saving.regions import Gathering, SourceView, file_turns, write_own_bytes
 from ft_ckpt.saving.reuse_frozen import ReusedFiles

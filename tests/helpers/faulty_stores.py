@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ft_ckpt.errors import CorruptError, MissingError, TargetError, UnreadableError
-from ft_ckpt.saving import context as shared_folders
+from ft_ckpt.saving import folder_sharing as shared_folders
 from ft_ckpt.storage import FolderListing, Readable, RemoteStore, Store, Stored
 from ft_ckpt.storage.local import LocalStore
 

@@ -11,8 +11,8 @@ from torch.distributed import HashStore
 
 from ft_ckpt.errors import RankError
 from ft_ckpt.ranks import Ranks
-from ft_ckpt.saving import context as shared_folders
-from ft_ckpt.saving.context import FolderSharing, Mode, SharedFolders, try_sharing
+from ft_ckpt.saving import folder_sharing as shared_folders
+from ft_ckpt.saving.folder_sharing import FolderSharing, Mode, SharedFolders, try_sharing
 from ft_ckpt.storage.io import LocalWriting
 from ft_ckpt.storage.local import LocalStore
 

@@ -17,7 +17,7 @@ from same_bytes import as_late_as_can_be, live_model, saver_of
 from ft_ckpt import verify
 from ft_ckpt.errors import CheckpointError, NoSpaceError
 from ft_ckpt.ranks import Ranks
-from ft_ckpt.saving import context as shared_folders
+from ft_ckpt.saving import folder_sharing as shared_folders
 from ft_ckpt.saving.planning import PendingSave
 from ft_ckpt.storage.io import LocalWriting
 

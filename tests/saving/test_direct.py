@@ -24,7 +24,7 @@ from ft_ckpt import latest, verify
 from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import CorruptError, NoSpaceError, RankError
 from ft_ckpt.ranks.moving import gather
-from ft_ckpt.saving import context as shared_folders
+from ft_ckpt.saving import folder_sharing as shared_folders
 from ft_ckpt.saving.planning import write_plan
 from ft_ckpt.storage.digests import Cut, FileRecord, digest_problems, joined_digest, read_record
 from ft_ckpt.storage.digests.records import rank_parts

@@ -38,7 +38,7 @@ from ft_ckpt.runs.state.exchange import LocalState, exchange_facts
 from ft_ckpt.runs.state.trees import flatten_tree
 from ft_ckpt.saving import SaveContext
 from ft_ckpt.saving.agree import agree_on_plan
-from ft_ckpt.saving.context import Mode, try_sharing
+from ft_ckpt.saving.folder_sharing import Mode, try_sharing
 from ft_ckpt.saving.planning import SavePlan, plan_save, request_of
 from ft_ckpt.saving.stage import OpenStage
 from ft_ckpt.storage.local import LocalStore

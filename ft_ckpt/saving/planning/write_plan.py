@@ -13,7 +13,7 @@ from ft_ckpt.config import SaverConfig
 from ft_ckpt.formats import FilePlan, format_named
 from ft_ckpt.model.tensors import Entry
 from ft_ckpt.ranks.sharding import Source
-from ft_ckpt.saving.context import FolderSharing, Mode
+from ft_ckpt.saving.folder_sharing import FolderSharing, Mode
 from ft_ckpt.saving.planning.files import PartPlan
 from ft_ckpt.saving.planning.plan import SavePlan
 from ft_ckpt.storage.digests import Cut, FileRecord, chunk_of_rank, joined_digest

@@ -1,0 +1,156 @@
+"""How ranks share the files of a folder: by the kind of its file system, or by a trial there."""
+
+import socket
+import uuid
+from dataclasses import asdict, dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ft_ckpt.errors import CorruptError
+from ft_ckpt.messages import LOG
+from ft_ckpt.ranks import Ranks, Values, rank_numbers, try_action
+from ft_ckpt.saving.range_trial import try_ranges
+from ft_ckpt.storage import MountedFrom, Store, mount_of
+from ft_ckpt.storage.local import LocalStore, machine_id
+
+_PROBE = ".ft_ckpt-probe"
+
+
+class Mode(Enum):
+    """How the ranks share the writing of a save."""
+
+    SHARED = "each rank writes the bytes it holds into every file"
+    SPREAD = "each file has one writer, which gathers its tensors"
+    MAIN = "rank 0 gathers all tensors and writes all files"
+
+
+@dataclass(frozen=True)
+class FolderSharing:
+    """How the ranks may share files in one folder; equal on all ranks, but for `views`."""
+
+    mode: Mode  # of saves in which every rank has enough to write
+    reason: str  # that it is this one
+    clients: int = 1  # of the file system; 0: a bucket
+    blind: tuple[int, ...] = ()  # ranks that do not see what rank 0 writes
+    range_problem: str | None = None  # of the trial of byte ranges, "" for none; None: not tried
+    views: Values = ()  # on rank 0: how each rank sees the folder, see `_view_of`
+
+
+class SharedFolders:
+    """Cache of how the ranks share folders; cleared after a failed save."""
+
+    def __init__(self) -> None:
+        self._sharing: dict[str, FolderSharing] = {}  # by URL
+
+    def sharing_of(self, folder: Store, ranks: Ranks, probed: Store | None = None) -> FolderSharing:
+        """How the ranks share files in `folder`. Collective.
+
+        What is tried is tried there, or in `probed` below it.
+        """
+        if ranks.size == 1:
+            return FolderSharing(_first_mode(folder), "one rank")
+        if folder.url not in self._sharing:
+            sharing = try_sharing(probed or folder, ranks)
+            self._sharing[folder.url] = sharing
+            if ranks.is_main:
+                LOG.info("%s: %s: %s", folder.url, sharing.mode.value, sharing.reason)
+        return self._sharing[folder.url]
+
+    def last_mode(self, folder: Store) -> Mode:
+        """The mode that `sharing_of` found for `folder`; the usual one before its first call."""
+        sharing = self._sharing.get(folder.url)
+        return _first_mode(folder) if sharing is None else sharing.mode
+
+    def forget(self) -> None:
+        self._sharing.clear()
+
+
+def _first_mode(folder: Store) -> Mode:
+    return Mode.SPREAD if folder.local_folder is None else Mode.SHARED
+
+
+def try_sharing(store: Store, ranks: Ranks) -> FolderSharing:
+    """How several ranks may share files in the folder or bucket `store`. Collective.
+
+    Raises the error of rank 0 on all ranks if it cannot write there.
+    """
+    token = uuid.uuid4().hex
+    name = f"{_PROBE}-{token}"
+    _, error = try_action(lambda: store.write(name, token.encode()) if ranks.is_main else None)
+    probe = ranks.agree(
+        "the files of save()", {"folder": store.url, "name": name, "token": token}, error
+    ).result
+    probed = store if store.local_folder is None else LocalStore(Path(probe["folder"]))
+    view, error = try_action(partial(_view_of, probed, probe["name"], probe["token"]))
+    try:
+        agreed = ranks.agree("the look at the files of save()", view, error, decide=_decide)
+    finally:
+        if ranks.is_main:
+            store.delete([name])
+    verdict = agreed.result
+    clients, blind = verdict["clients"], tuple(verdict["blind"])
+    if verdict["mode"] is not None:
+        mode = Mode[verdict["mode"]]
+        return FolderSharing(mode, verdict["reason"], clients, blind, views=agreed.values)
+    assert isinstance(probed, LocalStore), "nothing is tried in a bucket"
+    problem = try_ranges(probed.folder, ranks)
+    mode, reason = Mode.SHARED, "what ranks wrote into one file at the same time was all there"
+    if problem:
+        mode, reason = Mode.SPREAD, problem
+    return FolderSharing(mode, reason, clients, blind, problem, agreed.values)
+
+
+def _view_of(store: Store, name: str, token: str) -> dict[str, Any]:
+    """How this rank sees the folder, as JSON."""
+    try:
+        sees = store.read(name) == token.encode()
+    except CorruptError:  # absent, or another file
+        sees = False
+    view: dict[str, Any] = {"sees": sees, "host": socket.gethostname()}
+    folder = store.local_folder
+    if folder is None or not sees:
+        return view
+    mount = mount_of(folder)
+    # One kernel, which has one cache for all mounts of a device, is one client.
+    client = f"{machine_id() or view['host']} {folder.stat().st_dev}"
+    return {**view, "client": client, "mount": None if mount is None else asdict(mount)}
+
+
+def _decide(views: Values) -> dict[str, Any]:
+    """On rank 0: the mode that all ranks take, None where a trial must tell, and its reason."""
+    blind = [rank for rank, view in enumerate(views) if not view["sees"]]
+    clients = {view["client"] for view in views if "client" in view}
+    mounts = []
+    for view in views:
+        if view.get("mount") is not None:
+            mounts.append(MountedFrom(**view["mount"]))
+    mode: Mode | None = None
+    reason = ""
+    if blind:
+        mode, reason = Mode.MAIN, f"rank(s) {rank_numbers(blind)} do not see what rank 0 writes"
+    elif not clients:
+        mode, reason = Mode.SPREAD, "an object of a bucket has one writer"
+    elif len(mounts) == len(views) and all(mount.is_local for mount in mounts):
+        mode, reason = Mode.SHARED, f"one kernel merges what ranks write to {mounts[0].kind}"
+    elif len(clients) > 1:
+        mode, reason = _decide_by_kind(mounts)
+    return {
+        "mode": None if mode is None else mode.name,
+        "reason": reason,
+        "clients": len(clients),
+        "blind": blind,
+    }
+
+
+def _decide_by_kind(mounts: list[MountedFrom]) -> tuple[Mode | None, str]:
+    """The mode for several clients of one file system; None where its kind does not tell."""
+    for mount in mounts:
+        if mount.is_bucket:
+            return Mode.MAIN, f"{mount.kind} uploads whole files, at a time of its own"
+        if mount.is_close_to_open:
+            return Mode.SPREAD, f"{mount.kind} does not promise byte ranges to several clients"
+        if mount.locks_chunks:
+            return Mode.SPREAD, f"{mount.source} lets one client at a time write into a file"
+    return None, ""
