@@ -145,7 +145,7 @@ def _module_weights(folder: TensorFile) -> TensorView:
             skipped_counts[key] += 1
     if not names:
         raise LoadError(
-            f"{_META}: no weights of Lightning beside it, expected "
+            f"{_META}: no weights of Lightning in its folder, expected "
             f"{' or '.join(_SHARDED_WEIGHTS)}.* tensors"
         )
     skipped = [f"{key}: {count} tensors" for key, count in skipped_counts.items()]

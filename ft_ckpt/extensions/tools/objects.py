@@ -144,8 +144,8 @@ def _check_listed(source: Readable, place: Place) -> None:
     listed = listing_manifest(place)
     if listed is None:
         raise ConfigError(
-            f"verify=True: {name} has no digests, and no {MANIFEST_NAME} beside it lists it; leave "
-            "verify out, or save it as HDF5, which has them"
+            f"verify=True: {name} has no digests, and no {MANIFEST_NAME} in its folder lists it; "
+            "leave verify out, or save it as HDF5, which has them"
         )
     _, _, record = listed
     if digest_of_open(source, record) != record.digest:

@@ -33,9 +33,9 @@ def adapter_parts(
 ) -> list[Part]:
     """One part per adapter, in `path`/NAME or (`in_folders`) `path`/adapters/NAME.
 
-    "default" is in `path` itself, as in PEFT, unless `in_folders`. `with_absent`: without the base
-    beside it, an adapter has those parameters of the base that the files of the base lack and the
-    adapter does not replace. Raises NotAnAdapterError when the module has none, SelectionError when
+    "default" is in `path` itself, as in PEFT, unless `in_folders`. `with_absent`: an adapter that
+    is stored without its base has the parameters that the files of the base lack and that it does
+    not replace. Raises NotAnAdapterError when the module has none, SelectionError when
     an adapter has non-tensor state or is drawn again at each load, IncompleteError when it has no
     tensors.
     """

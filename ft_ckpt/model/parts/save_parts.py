@@ -41,8 +41,8 @@ def _right_argument(model: Any) -> str:
         return "pass an instance of the class"
     if isinstance(model, Mapping):
         return (
-            "pass the model itself; values that differ from its own go beside it: save(model, "
-            "path, state_dict=...)"
+            "pass the model itself; for values that differ from its own, "
+            "save(model, path, state_dict=...)"
         )
     if isinstance(model, (str, PurePath)):
         return "the path comes second: save(model, path)"
@@ -61,7 +61,7 @@ def _right_argument(model: Any) -> str:
         return f"pass the model that it has as {', '.join(attributes)}"
     if hasattr(model, "save_pretrained"):
         return (
-            "pass the model, and a tokenizer or processor beside it: save(model, path, "
+            "pass the model, and a tokenizer or processor as tokenizer=: save(model, path, "
             "tokenizer=...)"
         )
     return "pass the model that was trained"

@@ -63,7 +63,7 @@ def _refuse_differing_state(descriptions: Sequence[Description]) -> None:
     for rank, description in enumerate(descriptions):
         if description.get("beside") != first.get("beside"):
             raise SelectionError(
-                f"{first['class']}: its state beside that of the parameters differs on rank "
+                f"{first['class']}: its state that belongs to no parameter differs on rank "
                 f"{rank} from rank 0's: it cannot be saved; make it the same, or save without "
                 "the optimizer's state"
             )

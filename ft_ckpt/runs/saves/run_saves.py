@@ -120,8 +120,8 @@ class RunSaves:
     def wait_for_pending(self) -> None:
         """Wait for the save in the background.
 
-        On rank 0 it ends later, by what follows its commit: the other ranks wait for that in their
-        next agreement.
+        Rank 0 also waits for what follows the commit. The other ranks wait for rank 0 in their next
+        agreement.
         """
         with self._current_ranks().working():
             self.pending.wait_for_save()
