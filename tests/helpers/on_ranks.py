@@ -15,7 +15,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from multiprocessing.connection import Connection, wait
@@ -124,7 +124,9 @@ class _Launch:
         variables = {name: os.environ.get(name) for name in self.env.keys() | os.environ.keys()}
         changed = {name: value for name, value in variables.items() if value != self.env.get(name)}
         for connection in self.ranks.values():
-            connection.send((timeout, changed, *request))
+            # a rank that was called before may have ended, and its launcher this one: read below
+            with suppress(BrokenPipeError):
+                connection.send((timeout, changed, *request))
         answers: dict[int, Answer] = {}
         deadline = time.monotonic() + timeout
         while len(answers) < len(self.ranks):
