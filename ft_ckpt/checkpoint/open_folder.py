@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.errors import CorruptError, MissingError, damaged_input
+from ft_ckpt.errors import MissingError, UnreadableError, damaged_input
 from ft_ckpt.storage import FolderListing, Readable, Stored, regular_descriptor
 from ft_ckpt.storage.local import LocalStore
 
@@ -33,7 +33,7 @@ class OpenFolder(LocalStore):
         return replace(below, inside=f"{self.inside}{folder}/")
 
     def open(self, name: str) -> Readable:
-        """Raises CorruptError also when the checkpoint was replaced meanwhile."""
+        """Raises UnreadableError when the checkpoint was replaced meanwhile."""
         if not self._is_listed(name):
             raise MissingError(f"{self.where(name)}: no such file")
         try:
@@ -86,9 +86,9 @@ class OpenManifest:
                 return False
 
     def refuse_replaced(self) -> None:
-        """Raise CorruptError if another save has filled the folder, or it was deleted."""
+        """Raise UnreadableError if another save has filled the folder, or it was deleted."""
         if not self.is_at(self.path):
-            raise CorruptError(f"{self.shown}: replaced while it was read; read it again")
+            raise UnreadableError(f"{self.shown}: replaced while it was read; read it again")
 
 
 def open_folder(path: Path, stack: ExitStack) -> Path:

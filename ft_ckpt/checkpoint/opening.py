@@ -119,7 +119,8 @@ class OpenCheckpoint:
     def refuse_damaged(self, paths: Collection[str] | None = None) -> None:
         """Compare the digests of the files `paths` (None: of all), before anything of them is used.
 
-        Raises CorruptError naming the damaged ones, UnreadableError if all of them may be whole.
+        Raises CorruptError naming the damaged ones, UnreadableError if all of them may be whole or
+        another save has replaced the checkpoint.
         """
         files = [file for file in self.manifest.files if paths is None or file.path in paths]
         self.fetch_files([file.path for file in files])
@@ -127,7 +128,7 @@ class OpenCheckpoint:
         if not problems:
             return
         if self._is_replaced():
-            raise CorruptError(f"{self.location}: {_REPLACED}; read it again")
+            raise UnreadableError(f"{self.location}: {_REPLACED}; read it again")
         text = listing([f"{self.location}: {problem}" for problem in problems])
         if are_transient(problems):
             raise UnreadableError(f"{text}; try again")
@@ -155,7 +156,7 @@ def open_checkpoint(place: Place, *, is_private: bool = False) -> Iterator[OpenC
     anything of its files.
 
     A missing file raises MissingError when it is read. Raises NotACheckpointError or ManifestError
-    as `load_manifest`; CorruptError when an object is not the committed one, or (where folders
+    as `load_manifest`; UnreadableError when an object is not the committed one, or (where folders
     cannot be exchanged, without a lease, and without /proc) the checkpoint was replaced meanwhile.
     With `is_private` it was not: nobody else writes there, and it may be deleted before the block
     ends.
@@ -243,7 +244,7 @@ def _open_listed(store: Store, stack: ExitStack) -> OpenCheckpoint:
         if before == manifest_version(listed) == after:
             return _checkpoint_of_listing(store, listed, stack)
         before = after
-    raise CorruptError(f"{store.url}: {_REPLACED}; read it again")
+    raise UnreadableError(f"{store.url}: {_REPLACED}; read it again")
 
 
 def _checkpoint_of_listing(store: Store, listed: ListedStore, stack: ExitStack) -> OpenCheckpoint:

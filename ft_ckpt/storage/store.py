@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from ft_ckpt.errors import ConfigError, CorruptError, MissingError, damaged_input
+from ft_ckpt.errors import (
+    ConfigError,
+    CorruptError,
+    MissingError,
+    UnreadableError,
+    damaged_input,
+)
 
 if TYPE_CHECKING:
     from ft_ckpt.storage.io import MappedBytes
@@ -107,7 +113,7 @@ class Readable(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise CorruptError when the bytes have changed since the object was opened."""
+        """Raise UnreadableError when the bytes have changed since the object was opened."""
         ...
 
     def close(self) -> None:
@@ -285,9 +291,9 @@ def missing_object(where: str) -> MissingError:
     return error
 
 
-def changed_object(where: str) -> CorruptError:
+def changed_object(where: str) -> UnreadableError:
     """The error for an object that was replaced after it was opened."""
-    return CorruptError(f"{where}: overwritten while it was read; read it again")
+    return UnreadableError(f"{where}: overwritten while it was read; read it again")
 
 
 def refuse_beyond(file: Readable, where: str, stop: int) -> None:

@@ -56,8 +56,9 @@ _T = TypeVar("_T")
 
 @contextmanager
 def reading_object(where: str) -> Iterator[None]:
-    """Convert errors of the block into MissingError, CorruptError (another version), ConfigError or
-    UnreadableError.
+    """Convert errors of the block into MissingError, ConfigError or UnreadableError.
+
+    UnreadableError also stands for another version of the object.
     """
     try:
         yield

@@ -92,7 +92,7 @@ class ListedStore(RemoteStore):
     def open(self, name: str) -> Readable:
         """Open an object, or its local copy.
 
-        Raises CorruptError when its version is not the listed one.
+        Raises UnreadableError when its version is not the listed one.
         """
         listed, where = self.stat(name), self.where(name)
         if listed is None:
