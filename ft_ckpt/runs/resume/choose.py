@@ -72,18 +72,14 @@ def choose_checkpoint(
     Checkpoints with `damage` are left out. Raises what `open_newest` raises, RankError if another
     rank failed.
     """
-
-    def choose_on_leader() -> tuple[Choice, dict[str, object]]:
-        if not ranks.is_main:
-            return Choice(), {}
-        with track_reads(None if ranks.shows else 0, "comparing checkpoints"):
-            choice = _choose(request, damage, stack)
-        return choice, _to_json(choice)
-
-    chosen, error = ranks.attempt(choose_on_leader)
-    choice, value = (Choice(), {}) if chosen is None else chosen
-    value = {"mode": str(request.mode), **value}
-    agreed = ranks.agree("resume()", value, error, same=("mode",))
+    choice = Choice()
+    value: dict[str, object] = {"mode": str(request.mode)}
+    with ranks.attempting() as choosing:
+        if ranks.is_main:
+            with track_reads(None if ranks.shows else 0, "comparing checkpoints"):
+                choice = _choose(request, damage, stack)
+            value |= _to_json(choice)
+    agreed = ranks.agree("resume()", value, choosing.error, same=("mode",))
     return choice if ranks.is_main else _from_json(agreed.result)
 
 

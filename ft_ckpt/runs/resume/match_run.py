@@ -62,17 +62,12 @@ def match_items(run: TrainingRun, resume_point: ResumePoint, ranks: Ranks) -> Ma
 
     Raises LoadError if objects were prepared in another order that names do not tell apart.
     """
-
-    def match_on_rank() -> MatchedRun:
+    with ranks.attempting() as matching:
         signatures = resume_point.document.get("signatures", {})
         items = items_in_saved_order(run.accelerator, run.registered, signatures)
         items, _, sources = walk_run(run.model, items)
-        return MatchedRun(run.model, items, sources, ranks)
-
-    matched, error = ranks.attempt(match_on_rank)
-    ranks.agree("matching the items of resume()", error=error)
-    assert isinstance(matched, MatchedRun), "the agreement has raised the error"
-    return matched
+    ranks.agree("matching the items of resume()", error=matching.error)
+    return MatchedRun(run.model, items, sources, ranks)
 
 
 def compare_state(
@@ -84,19 +79,16 @@ def compare_state(
     Raises LoadError for misfits that are not `allowed`, ConfigError for allowed names of no item.
     """
     attribute, document = run.config.attribute, resume_point.document
-
-    def compare_on_rank() -> tuple[dict[str, Any], list[Restored]]:
-        trees, outcomes = read_rank_state(document, resume_point.tensors, matched.ranks)
+    ranks = matched.ranks
+    rank_trees: dict[str, Any] = {}
+    outcomes: list[Restored] = []
+    with ranks.attempting() as comparing:
+        rank_trees, outcomes = read_rank_state(document, resume_point.tensors, ranks)
         outcomes += _find_misfits(matched, resume_point)
         outcomes += _compare_adapters(matched, attribute, resume_point)
         outcomes += _compare_base(matched, attribute, resume_point)
-        return trees, outcomes
-
-    compared, error = matched.ranks.attempt(compare_on_rank)
-    rank_trees, outcomes = ({}, []) if compared is None else compared
-    misfits, _ = agree_on_outcomes(
-        matched.ranks, "checking the state of resume()", not_restored(outcomes), error=error
-    )
+    what = "checking the state of resume()"
+    misfits, _ = agree_on_outcomes(ranks, what, not_restored(outcomes), error=comparing.error)
     items = {item.name for item in matched.items}
     names = {*document["items"], *document.get("let_go", ()), *items}
     allowed.refuse_unknown(names, misfits)

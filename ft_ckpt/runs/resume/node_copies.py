@@ -8,7 +8,6 @@ ranks share one copy.
 import uuid
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from ft_ckpt.checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import CorruptError, RankError, listing
-from ft_ckpt.ranks import Ranks, try_action
+from ft_ckpt.ranks import Outcome, Ranks
 from ft_ckpt.ranks.moving import wire_device
 from ft_ckpt.runs.resume.opening import RankView, ResumePoint, open_resume_point
 from ft_ckpt.storage import Store, read_range
@@ -41,13 +40,13 @@ def copy_to_nodes(view: RankView, ranks: Ranks, stack: ExitStack) -> ResumePoint
         assert view.resume_point is not None, "every rank sees it"
         return view.resume_point
     folder = _send_checkpoint(view, ranks, stack)
-    opened: ResumePoint | None
-    opened, error = ranks.attempt(
-        lambda: view.resume_point if folder is None else _open_received(folder, view, stack)
-    )
-    ranks.agree("opening the copies of the checkpoint of resume()", error=error)
-    assert opened is not None, "every rank sees it, or has a copy"
-    return replace(opened, far_ranks=view.far_ranks)
+    resume_point = view.resume_point
+    with ranks.attempting() as opening:
+        if folder is not None:
+            resume_point = _open_received(folder, view, stack)
+    ranks.agree("opening the copies of the checkpoint of resume()", error=opening.error)
+    assert resume_point is not None, "every rank sees it, or has a copy"
+    return replace(resume_point, far_ranks=view.far_ranks)
 
 
 def _send_checkpoint(view: RankView, ranks: Ranks, stack: ExitStack) -> LocalStore | None:
@@ -56,20 +55,31 @@ def _send_checkpoint(view: RankView, ranks: Ranks, stack: ExitStack) -> LocalSto
     checkpoint = None
     if ranks.is_main and view.resume_point is not None:
         checkpoint = view.resume_point.checkpoint
-    facts, error = try_action(lambda: {} if checkpoint is None else _facts_of(checkpoint))
-    agreed = ranks.agree("sending the checkpoint of resume()", facts, error).result
+    facts: dict[str, object] = {}
+    measuring = Outcome()
+    with measuring.catching():
+        if checkpoint is not None:
+            facts = _facts_of(checkpoint)
+    agreed = ranks.agree("sending the checkpoint of resume()", facts, measuring.error).result
     mark, sizes = agreed["mark"], agreed["sizes"]
-    new_folder, error = try_action(lambda: _make_folder(mark, stack) if needs_copy else None)
-    ranks.agree("making folders for the checkpoint of resume()", error=error)
+    new_folder: LocalStore | None = None
+    making_folders = Outcome()
+    with making_folders.catching():
+        if needs_copy:
+            new_folder = _make_folder(mark, stack)
+    ranks.agree("making folders for the checkpoint of resume()", error=making_folders.error)
     folder = None if new_folder is None else _first_marked(new_folder, mark)
-    is_writer = folder is not None and folder == new_folder
-    writings, error = try_action(
-        lambda: _allocate(folder, sizes) if folder is not None and is_writer else {}
-    )
-    ranks.agree("making room for the checkpoint of resume()", error=error)
+    writings: dict[str, LocalWriting] = {}
+    making_room = Outcome()
+    with making_room.catching():
+        if folder is not None and folder == new_folder:
+            writings = _allocate(folder, sizes)
+    ranks.agree("making room for the checkpoint of resume()", error=making_room.error)
     buffer = torch.empty(_BUFFER_BYTES + 1, dtype=torch.uint8, device=wire_device())
-    _, error = try_action(lambda: _broadcast_files(checkpoint, sizes, writings or {}, buffer))
-    ranks.agree("copying the checkpoint of resume()", error=error)
+    copying = Outcome()
+    with copying.catching():
+        _broadcast_files(checkpoint, sizes, writings, buffer)
+    ranks.agree("copying the checkpoint of resume()", error=copying.error)
     return None if folder is None else folder.within(_CHECKPOINT)
 
 
@@ -134,28 +144,25 @@ def _broadcast_files(
     """
     import torch.distributed as dist
 
-    write_error = None
+    writing = Outcome()
     for name, size_bytes in sizes.items():
         for start in range(0, size_bytes, _BUFFER_BYTES):
             count = min(_BUFFER_BYTES, size_bytes - start)
-            read_error = None
+            reading = Outcome()
             if checkpoint is not None:
-                _, read_error = try_action(
-                    partial(_read_into, buffer, checkpoint.store, name, start, count)
-                )
-                buffer[count] = int(read_error is not None)
+                with reading.catching():
+                    _read_into(buffer, checkpoint.store, name, start, count)
+                buffer[count] = int(reading.error is not None)
             dist.broadcast(buffer[: count + 1], src=0)
-            if read_error is not None:
-                raise read_error
+            reading.raise_error()
             if buffer[count].item():
                 raise RankError("rank 0 could not read the checkpoint; its own error says why")
-            if name in writings and write_error is None:
-                content = buffer[:count].cpu().numpy().data
-                _, write_error = try_action(partial(writings[name].write, start, content))
-    if write_error is not None:  # raised last, because the broadcasts needed this rank
-        raise write_error
-    for writing in writings.values():
-        writing.finish()
+            if name in writings and writing.error is None:
+                with writing.catching():
+                    writings[name].write(start, buffer[:count].cpu().numpy().data)
+    writing.raise_error()  # last, because the broadcasts needed this rank
+    for file in writings.values():
+        file.finish()
 
 
 def _read_into(buffer: Tensor, store: Store, name: str, start: int, count: int) -> None:

@@ -4,8 +4,9 @@ A rank sees the files of rank 0, or a copy on another disk, or no checkpoint.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -14,11 +15,13 @@ from ft_ckpt.checkpoint.checks import are_transient, large_files, retry_transien
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import Problem, damaged_input
 from ft_ckpt.progress_bars import track_reads
-from ft_ckpt.ranks import Ranks, Values, rank_numbers, try_action
+from ft_ckpt.ranks import Outcome, Ranks, Values, rank_numbers
 from ft_ckpt.runs.state import Document, StoredTensors, read_document
 from ft_ckpt.schema import as_record
+from ft_ckpt.storage import Store
 from ft_ckpt.storage.digests import (
     FileRecord,
+    FileShare,
     PartDigests,
     compare_digests,
     digest_shares,
@@ -98,11 +101,10 @@ def open_on_all_ranks(
     URL, or a whole copy, whose digests it compares if `deep`; `open_path` resolves path and URL.
     """
     place = open_path(facts.path)
-    if resume_point is not None:
-        shares_files = True
-    else:
-        opened, _ = try_action(lambda: _open_copy(facts, place, stack, deep))
-        resume_point, shares_files = (None, False) if opened is None else opened
+    shares_files = resume_point is not None
+    if resume_point is None:
+        with suppress(Exception):  # a rank that cannot open it gets a copy of it
+            resume_point, shares_files = _open_copy(facts, place, stack, deep)
     sees = {"sees": resume_point is not None, "shares": shares_files}
     views = ranks.agree("opening the checkpoint of resume()", sees, decide=merge_views).result
     sharers: list[int] = []
@@ -126,7 +128,7 @@ def merge_views(answers: Values) -> dict[str, Any]:
 
 def _open_copy(
     facts: CheckpointFacts, place: Place, stack: ExitStack, deep: bool
-) -> tuple[ResumePoint, bool] | None:
+) -> tuple[ResumePoint | None, bool]:
     """The checkpoint as this rank sees it, and whether its files are rank 0's.
 
     None if it is another or damaged.
@@ -134,10 +136,10 @@ def _open_copy(
     with ExitStack() as trial:
         checkpoint = trial.enter_context(open_checkpoint(place))
         if checkpoint.identity != facts.identity:
-            return None
+            return None, False
         shares_files = _manifest_stamp(checkpoint) == facts.manifest_stamp
         if not shares_files and checkpoint.find_problems(deep):
-            return None
+            return None, False
         resume_point = open_resume_point(checkpoint, trial)
         stack.push(trial.pop_all())
         return resume_point, shares_files
@@ -161,13 +163,19 @@ def verify_files(view: RankView, ranks: Ranks) -> Sequence[Problem]:
         return ()
     checkpoint: OpenCheckpoint | None = None
     files: list[FileRecord] = []
+    own_parts: list[PartDigests] = []
+    digesting = Outcome()
     with track_reads(None if ranks.shows else 0, "comparing checkpoints"):
         if view.resume_point is not None:
             checkpoint = view.resume_point.checkpoint
             files = large_files(checkpoint.store, checkpoint.manifest)
             if ranks.size == 1:  # several ranks would each download everything
                 checkpoint.fetch_files([file.path for file in files])
-        parts, error = try_action(lambda: _digest_own_share(checkpoint, files, ranks, view.sharers))
+        with digesting.catching():
+            if checkpoint is not None and ranks.rank in view.sharers:
+                number = view.sharers.index(ranks.rank)
+                shares = share_files(files, number, len(view.sharers))
+                own_parts = _digest_whole(checkpoint.store, shares)
 
     def compare_all(values: Values) -> list[dict[str, Any]]:
         all_parts: list[PartDigests] = []
@@ -175,21 +183,16 @@ def verify_files(view: RankView, ranks: Ranks) -> Sequence[Problem]:
             all_parts += [as_record(part, PartDigests) for part in value["parts"]]
         return [asdict(problem) for problem in compare_digests(files, all_parts)]
 
-    digests = {"parts": [asdict(part) for part in parts or ()]}
-    agreed = ranks.agree("comparing the checkpoint of resume()", digests, error, decide=compare_all)
+    digests = {"parts": [asdict(part) for part in own_parts]}
+    agreed = ranks.agree(
+        "comparing the checkpoint of resume()", digests, digesting.error, decide=compare_all
+    )
     return [Problem(**problem) for problem in agreed.result]
 
 
-def _digest_own_share(
-    checkpoint: OpenCheckpoint | None,
-    files: Sequence[FileRecord],
-    ranks: Ranks,
-    sharers: Sequence[int],
-) -> list[PartDigests]:
-    if checkpoint is None or ranks.rank not in sharers:
-        return []
-    shares = share_files(files, sharers.index(ranks.rank), len(sharers))
-    return retry_transient(lambda: digest_shares(checkpoint.store, shares), _are_transient)
+def _digest_whole(store: Store, shares: Sequence[FileShare]) -> list[PartDigests]:
+    """The digests of the shares; reads that the system refuses for now are tried again."""
+    return retry_transient(partial(digest_shares, store, shares), _are_transient)
 
 
 def _are_transient(parts: Sequence[PartDigests]) -> bool:

@@ -40,11 +40,12 @@ def restore_state(
     ranks = matched.ranks
     label = f"resuming {resume_point.checkpoint.place.basename}"
     with track_reads(_bytes_to_show(resume_point, ranks), label):
-        restored, error = ranks.attempt(
-            lambda: _restore_on_rank(run, matched, comparison, resume_point, versions)
+        report = RestoreReport()
+        with ranks.attempting() as restoring:
+            report = _restore_on_rank(run, matched, comparison, resume_point, versions)
+        items, requests = agree_on_outcomes(
+            ranks, "resume()", report.items, report.requests, restoring.error
         )
-        report = RestoreReport() if restored is None else restored
-        items, requests = agree_on_outcomes(ranks, "resume()", report.items, report.requests, error)
         allowed.refuse_unrestored(resume_point.checkpoint.location, items, HALF_RESTORED)
         for item in optimizers_among(run_items(run.accelerator, run.registered)):
             item.kind.after_restore(item.optimizer)

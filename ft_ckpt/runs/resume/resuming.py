@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ft_ckpt.errors import LoadError, Problem, listing
 from ft_ckpt.messages import warn
-from ft_ckpt.ranks import Ranks, try_action
+from ft_ckpt.ranks import Outcome, Ranks
 from ft_ckpt.runs.items import run_items
 from ft_ckpt.runs.loop import TrainingRun
 from ft_ckpt.runs.resume.allowed import HALF_RESTORED, AllowedItems
@@ -22,7 +22,7 @@ from ft_ckpt.runs.resume.opening import (
 )
 from ft_ckpt.runs.resume.request import ResumeRequest
 from ft_ckpt.runs.resume.restore_run import restore_state
-from ft_ckpt.runs.state import RestoreReport, agree_on_outcomes
+from ft_ckpt.runs.state import Restored, RestoreReport, agree_on_outcomes
 from ft_ckpt.storage.places import open_place
 
 
@@ -90,17 +90,21 @@ def _resume_without_checkpoint(
     path = choice.foreign_folder
     if path is None:
         return
-    folder, error = ranks.attempt(lambda: read_foreign_folder(path, run, ranks))
-    absent = () if folder is None else folder.outcomes
-    absent, _ = agree_on_outcomes(ranks, "reading the folder of resume()", absent, error=error)
-    assert folder is not None, "the agreement has raised the error"
+    absent: Sequence[Restored] = ()
+    with ranks.attempting() as reading:
+        folder = read_foreign_folder(path, run, ranks)
+        absent = folder.outcomes
+    absent, _ = agree_on_outcomes(
+        ranks, "reading the folder of resume()", absent, error=reading.error
+    )
     names = {item.name for item in run_items(run.accelerator, run.registered)}
     allowed.refuse_unknown(names, absent)
     allowed.refuse_unrestored(path, absent, "nothing was overwritten")
-    loaded, error = ranks.attempt(lambda: folder.load(run, str(choice.branch)))
-    report = RestoreReport() if loaded is None else loaded
+    report = RestoreReport()
+    with ranks.attempting() as loading:
+        report = folder.load(run, str(choice.branch))
     items, _ = agree_on_outcomes(
-        ranks, "accelerator.load_state in resume()", report.items, error=error
+        ranks, "accelerator.load_state in resume()", report.items, error=loading.error
     )
     allowed.refuse_unrestored(path, items, HALF_RESTORED)
     report_resume(run, replace(report, items=items))
@@ -118,9 +122,14 @@ def open_for_all(
     Or None and the problems of its files. Collective. `what` names the call in errors; `deep`: all
     digests are compared.
     """
-    resume_point, error = try_action(lambda: open_on_leader() if ranks.is_main else None)
-    facts = {} if resume_point is None else facts_of(resume_point.checkpoint)._asdict()
-    agreed = ranks.agree(what, facts, error).result
+    resume_point: ResumePoint | None = None
+    facts: dict[str, object] = {}
+    opening = Outcome()
+    with opening.catching():
+        if ranks.is_main:
+            resume_point = open_on_leader()
+            facts = facts_of(resume_point.checkpoint)._asdict()
+    agreed = ranks.agree(what, facts, opening.error).result
     view = open_on_all_ranks(
         CheckpointFacts(**agreed), resume_point, open_place, deep, ranks, stack
     )

@@ -16,6 +16,7 @@ from .records import (
     unread_problem as unread_problem,
 )
 from .verify_files import (
+    FileShare as FileShare,
     PartDigests as PartDigests,
     compare_digests as compare_digests,
     digest_problems as digest_problems,
