@@ -289,7 +289,6 @@ EVERYWHERE = [
 EVERYWHERE += [
     "convert to a file",
     "convert over a file",
-    "convert by a library",
     "average",
     "average --overwrite",
 ]
