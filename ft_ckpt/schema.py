@@ -1,6 +1,7 @@
 """Reads JSON values as frozen records, by msgspec: the types of the fields are the schema."""
 
 import re
+import threading
 from dataclasses import fields
 from functools import cache
 from typing import Annotated, Any, TypeVar
@@ -17,6 +18,7 @@ Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 _Kind = TypeVar("_Kind")
 _PLACE = re.compile(r"Expected (?P<expected>.*?)(, got .*)? - at \$\.?(?P<field>.*)", re.DOTALL)
+_preparing = threading.Lock()
 _STEP = re.compile(r"([^.\[\]]+)|\[(.*?)\]")
 
 
@@ -31,6 +33,7 @@ def as_record(value: Any, kind: type[_Kind]) -> _Kind:
     Undeclared fields are dropped. Raises FieldError for the first value of another type or range,
     for a missing field, and for a key that UTF-8 does not encode.
     """
+    _prepare(kind)
     try:
         return msgspec.convert(value, kind, strict=True)
     except RecursionError as error:
@@ -47,6 +50,17 @@ def values_of(record: Any) -> dict[str, Any]:
     """The values of a dataclass by field, in the order of the declaration."""
     kind: Any = type(record)
     return {name: getattr(record, name) for name in _field_names(kind)}
+
+
+@cache
+def _prepare(kind: Any) -> None:
+    """Let msgspec inspect the fields of a kind, and of the kinds in it, before their first use.
+
+    It keeps what it learned in the classes. A thread that comes upon a class which another thread
+    is inspecting can end the process by a segmentation fault, so one thread inspects at a time.
+    """
+    with _preparing:
+        msgspec.json.Decoder(kind)
 
 
 @cache

@@ -50,7 +50,7 @@ def save_until(nodes: Nodes, run: str, name: str | None, signs: Path) -> int:
 @torch.no_grad()
 def set_all(model: torch.nn.Module, value: int) -> None:
     for parameter in model.parameters():
-        parameter.fill_(value % 1000)
+        parameter.fill_(value)
 
 
 def step_of(model: torch.nn.Module) -> int:
