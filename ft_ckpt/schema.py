@@ -33,7 +33,8 @@ def as_record(value: Any, kind: type[_Kind]) -> _Kind:
     Undeclared fields are dropped. Raises FieldError for the first value of another type or range,
     for a missing field, and for a key that UTF-8 does not encode.
     """
-    _prepare(kind)
+    hashable: Any = kind
+    _prepare(hashable)
     try:
         return msgspec.convert(value, kind, strict=True)
     except RecursionError as error:
