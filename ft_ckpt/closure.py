@@ -1,6 +1,4 @@
-"""`checkpoint_closure`: functions that a training loop calls each iteration and that run at some of
-them.
-"""
+"""`checkpoint_closure`: functions that a loop calls each iteration and that run at some."""
 
 import time
 from collections.abc import Callable
@@ -125,8 +123,9 @@ class _ClosureSchedule:
         return None if reason is None else self._run_everywhere(reason, function)
 
     def _run_everywhere(self, reason: str, function: Callable[[], Any]) -> Any:
-        """Run `function` on all ranks when all have entered and their weights are sharded as
-        between steps.
+        """Run `function` on all ranks when all have entered.
+
+        Their weights are then sharded as between steps.
         """
         ranks = self._current_ranks()
         before = self._history
@@ -207,9 +206,7 @@ class _ClosureSchedule:
         return self._saver._run.step
 
     def _make_schedule(self) -> Every:
-        """The schedule given, or the saver's, without signals and metrics, which only the saver
-        has.
-        """
+        """The schedule of the arguments, or the saver's without its signals and metrics."""
         every = self._every or (self._saver.config.every if self._saver is not None else None)
         if every is None and self._total_steps is None:
             raise ConfigError(

@@ -175,8 +175,7 @@ class SaverConfig:
 
 
 class SaveSettings(TypedDict, total=False):
-    """The fields of `SaverConfig` as type checkers and editors see them in keywords, but for those
-    of `SaverSettings`.
+    """The fields of `SaverConfig` for type checkers and editors, but for those of `SaverSettings`.
 
     `background` is an argument of its own where it decides what saves return.
     """
@@ -210,17 +209,16 @@ class SaveSettings(TypedDict, total=False):
 
 
 class SaverSettings(SaveSettings, total=False):
-    """The settings of a `CheckpointSaver`; those that a Trainer has arguments of its own for are
-    here.
-    """
+    """The settings of a `CheckpointSaver`, with those that a Trainer has arguments for."""
 
     every: Every | int | None
     keep: Keep | int | None
 
 
 def make_config(config: SaverConfig | None, settings: Mapping[str, object]) -> SaverConfig:
-    """The configuration given as an object or as keywords, not both; ConfigError names unknown
-    keywords.
+    """The configuration as an object or from keywords, not both.
+
+    Raises ConfigError naming unknown keywords.
     """
     if config is not None and settings:
         raise ConfigError(
@@ -281,9 +279,7 @@ def keep_of(keep: Any) -> Any:
 
 
 def _absolute_goal(goal: Any) -> Any:
-    """The setting `publish` with absolute paths: it is used long after, perhaps in another working
-    directory.
-    """
+    """The setting `publish` with absolute paths, because the working directory may change."""
     if not isinstance(goal, Mapping):
         return goal
     absolute = dict(goal)

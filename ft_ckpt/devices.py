@@ -33,8 +33,9 @@ def current_device() -> torch.device | None:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether `device` is of the type of torch's current accelerator, the only one that can have
-    streams and events.
+    """Whether `device` is of the type of torch's current accelerator.
+
+    No other type can have streams and events.
     """
     current = torch.accelerator.current_accelerator()
     return current is not None and is_accelerator(device) and device.type == current.type

@@ -94,9 +94,7 @@ class TargetError(CheckpointError, OSError):
 
 
 class EngineError(TargetError):
-    """An inference server refuses, does not answer, or holds other weights than the published
-    ones.
-    """
+    """An inference server refuses, does not answer, or holds other weights than published."""
 
 
 class NoSpaceError(TargetError):
@@ -139,9 +137,7 @@ class MissingError(CorruptError, FileNotFoundError):
 
 
 class LoadError(CheckpointError, ValueError):
-    """A load or resume that does not fit (missing, unexpected or reshaped tensors), or unsupported
-    content.
-    """
+    """A load or resume does not fit (missing, unexpected or reshaped tensors) or is unsupported."""
 
 
 class BaseMismatchError(LoadError):

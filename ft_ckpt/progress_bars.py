@@ -17,9 +17,7 @@ _WORTH_SHOWING_BYTES = 64 << 20
 
 
 class _ByteBar:
-    """A bar that appears below the program's own once the work has lasted a while, and is cleared
-    at the end.
-    """
+    """A bar below the program's own, which appears after a while and is cleared at the end."""
 
     def __init__(self, total_bytes: int | None, label: str) -> None:
         self._total_bytes, self._label = total_bytes, label
@@ -82,10 +80,10 @@ def _bars_of_tqdm() -> list[Any]:
 
 @contextmanager
 def track_bytes(total_bytes: int | None, label: str) -> Iterator[Callable[[int], None]]:
-    """Yield a function that counts some more bytes of `total_bytes` as done (None: of unknown many;
-    0: shows nothing).
+    """Yield a function that counts some more bytes of `total_bytes` as done.
 
-    They are shown in a bar, on a terminal only, once the block has lasted some seconds.
+    None stands for an unknown number, and 0 shows nothing. The bytes are shown in a bar, on a
+    terminal only, once the block has lasted some seconds.
     """
     if total_bytes == 0 or sys.stderr is None or not sys.stderr.isatty():
         yield lambda _size_bytes: None

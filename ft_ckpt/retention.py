@@ -139,8 +139,7 @@ class PrunePlan:
 def plan_pruning(
     checkpoints: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None = None
 ) -> PrunePlan:
-    """Apply `keep` to the `checkpoints`: to those of the run `run_id` if given, else to each run
-    separately.
+    """Apply `keep` to the `checkpoints` of the run `run_id`, or to each run separately if None.
 
     Other checkpoints are kept: exports, and those without a run unless there are no runs. Of each
     run these are never dropped or stripped: the newest valid one, the newest valid one with a
@@ -181,8 +180,9 @@ def plan_pruning(
 def check_metrics(
     checkpoints: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None = None
 ) -> None:
-    """Raise ConfigError for a metric of `keep` that none of the checkpoints has to which it
-    applies; names theirs.
+    """Raise ConfigError for a metric of `keep` that no checkpoint has, and name those there are.
+
+    Only checkpoints count to which the metric applies.
     """
     judged: list[HeldCheckpoint] = []
     for run in _judged_runs(checkpoints, run_id):
@@ -209,9 +209,7 @@ def metrics_of(checkpoints: Iterable[HeldCheckpoint]) -> set[str]:
 
 
 def name_metrics(unmeasured: Sequence[str], measured: Iterable[str]) -> str:
-    """Text that names metrics which are missing, and those that there are, the nearest names
-    first.
-    """
+    """A text that names missing metrics, and those there are, the nearest names first."""
     choices = sorted(measured)
     names = listing([repr(metric) for metric in unmeasured], ", ")
     question = did_you_mean(unmeasured, choices)
@@ -236,9 +234,7 @@ def _judged_runs(
 
 
 def newest_valid(checkpoints: Iterable[HeldCheckpoint]) -> dict[Path | str, str]:
-    """The newest valid checkpoint and the newest valid one with a training state, with the reason
-    by path.
-    """
+    """The reasons by path to keep the newest valid checkpoints, with and without training state."""
     valid = sorted((checkpoint for checkpoint in checkpoints if checkpoint.valid), key=_age_key)
     with_state = [checkpoint for checkpoint in valid if checkpoint.has_state]
     reasons: dict[Path | str, str] = {}
@@ -250,8 +246,9 @@ def newest_valid(checkpoints: Iterable[HeldCheckpoint]) -> dict[Path | str, str]
 
 
 def _age_key(checkpoint: HeldCheckpoint) -> tuple[int, int, float, str]:
-    """The order of `catalog.in_run_order` within a run: step, number, time of creation; then
-    path.
+    """Sort key of a run's checkpoints, as in `catalog.in_run_order`.
+
+    It is the step, the number and the time of creation; then the path.
     """
     return (
         -1 if checkpoint.step is None else checkpoint.step,
@@ -264,8 +261,9 @@ def _age_key(checkpoint: HeldCheckpoint) -> tuple[int, int, float, str]:
 def _firm_reasons(
     checkpoints: Sequence[HeldCheckpoint], runs: Sequence[Sequence[HeldCheckpoint]]
 ) -> dict[Path | str, tuple[str, ...]]:
-    """The reasons to keep each checkpoint regardless of the rules; `runs`: the checkpoints that
-    rules apply to.
+    """The reasons to keep each checkpoint regardless of the rules.
+
+    `runs` are the checkpoints that rules apply to.
     """
     reasons = {checkpoint.path: checkpoint.guards for checkpoint in checkpoints}
     judged: set[Path | str] = set()

@@ -79,8 +79,7 @@ class SaveArguments(TypedDict, total=False):
 
 
 class CheckpointSaver(Generic[SaveResult]):
-    """Saves and resumes a training run, and saves models as folders that every Hugging Face tool
-    loads.
+    """Saves and resumes a training run, and saves models as Hugging Face tools load them.
 
     `accelerator`: its prepared models are checked now, so that a run does not fail at its end
     because of a generation config that was invalid from the start. `directory`: where `save` with a
@@ -247,12 +246,11 @@ class CheckpointSaver(Generic[SaveResult]):
         check: str | Mapping[str, Any] | None = None,
         push_to_hub: str | None = None,
     ) -> Any:
-        """Save `model`, or a part of it, to the folder `path`; call on every rank. Returns when it
-        is durable.
+        """Save `model`, or a part of it, to the folder `path`. Call on every rank.
 
-        With `background` it returns at once if possible; the handle and the next call of the saver
-        report the outcome, and both raise if the save failed. The keywords that are not listed here
-        override the saver's settings.
+        Returns when the checkpoint is durable. With `background` it returns at once if possible;
+        the handle and the next call of the saver report the outcome, and both raise if the save
+        failed. The keywords that are not listed here override the saver's settings.
 
         The whole model is saved (of torch's AveragedModel the inner one), or the submodule at
         `attribute`; several attributes get a folder each. `adapter_only` is required for a model
@@ -330,12 +328,12 @@ class CheckpointSaver(Generic[SaveResult]):
         step: int | None = None,
         **settings: Unpack[ServerSettings],
     ) -> PublishReport | None:
-        """Save `model` as `save` does, and publish it from rank 0 to the server at `url`, or to
-        several; on every rank.
+        """Save `model` as `save` does, and publish it from rank 0 to one server or several.
 
-        Of a model with PEFT adapters the adapters are saved, unless `adapter_only` or `merged` says
-        otherwise. A run never prunes what is saved here. `settings` are those of `ft_ckpt.publish`.
-        Returns the report on rank 0, None on the others.
+        Call on every rank. `url` is that of the server, or several. Of a model with PEFT adapters
+        the adapters are saved, unless `adapter_only` or `merged` says otherwise. A run never prunes
+        what is saved here. `settings` are those of `ft_ckpt.publish`. Returns the report on rank 0,
+        None on the others.
 
         Raises what `save` and `ft_ckpt.publish` raise, RankError on the other ranks.
         """
@@ -357,12 +355,12 @@ class CheckpointSaver(Generic[SaveResult]):
         return report
 
     def register(self, **objects: Any) -> None:
-        """Name objects of the run that Accelerate does not know, to be saved and resumed with it;
-        on every rank.
+        """Name objects of the run that Accelerate does not know. Call on every rank.
 
-        `model`: the model whose weights are saved. Further modules (an average of the weights),
-        optimizers, schedulers and all objects with `state_dict` and `load_state_dict` are saved
-        with their state. Raises SelectionError for other objects.
+        They are saved and resumed with the run. `model`: the model whose weights are saved. Further
+        modules (an average of the weights), optimizers, schedulers and all objects with
+        `state_dict` and `load_state_dict` are saved with their state. Raises SelectionError for
+        other objects.
         """
         self._run.register(objects)
 
@@ -374,15 +372,14 @@ class CheckpointSaver(Generic[SaveResult]):
         timeout_seconds: float = 300.0,
         **groups: int,
     ) -> str:
-        """Invite processes beside the training to hand in parts of each checkpoint; on every rank,
-        after `resume`.
+        """Invite other processes to hand in parts of each checkpoint. Call on every rank.
 
-        Each name is that of a `Writer`; a group, such as rollout=4, invites "rollout-0" to
-        "rollout-3". From now on a save of the run asks all of them for their state, and commits
-        when all have handed in theirs for its step; a save in the background waits for them in the
-        background. If writers or groups in `optional` are missing, it commits without them after
-        `timeout_seconds`, or when their process has ended; the report's notes name them. Returns
-        the token of the session; a `Writer` with this token joins no other session.
+        Call it after `resume`. Each name is that of a `Writer`; a group, such as rollout=4, invites
+        "rollout-0" to "rollout-3". From now on a save of the run asks all of them for their state,
+        and commits when all have handed in theirs for its step; a save in the background waits for
+        them in the background. If writers or groups in `optional` are missing, it commits without
+        them after `timeout_seconds`, or when their process has ended; the report's notes name them.
+        Returns the token of the session; a `Writer` with this token joins no other session.
 
         Raises WriterError if the checkpoint that was resumed lacks the part of a writer, or has one
         of a writer that is not invited, unless `allow` names it; TargetError while another process
@@ -401,9 +398,7 @@ class CheckpointSaver(Generic[SaveResult]):
 
     @property
     def directory(self) -> Path | str | None:
-        """The folder for checkpoints that are saved without a path; its URL if it is in a
-        bucket.
-        """
+        """The folder for checkpoints that are saved without a path, or its URL in a bucket."""
         return None if self._places.directory is None else self._places.directory.location
 
     @property
@@ -414,8 +409,7 @@ class CheckpointSaver(Generic[SaveResult]):
     def remaining(
         self, loader: Iterable[Batch], epochs: int | None = None, *, replay: bool | None = None
     ) -> Iterator[Batch]:
-        """The batches of `loader` that the run has not seen: the rest of an epoch, or of `epochs`
-        epochs.
+        """The batches of `loader` that the run has not seen, to the end of an epoch or of `epochs`.
 
         After `resume` it continues exactly where the checkpoint was made; with `replay` also for
         random augmentation in loader workers, by reading seen batches again and dropping them.
@@ -457,14 +451,13 @@ class CheckpointSaver(Generic[SaveResult]):
     def step(
         self, metrics: Mapping[str, Any] | None = None, *, step: int | None = None
     ) -> SaveResult | None:
-        """Report a finished batch, and save the run when it is due. On every rank, after every
-        batch.
+        """Report a finished batch, and save the run when it is due.
 
-        A step is counted when an optimizer has stepped; batches of an accumulation are skipped,
-        whether Accelerate or the script accumulates. The optimizers must be prepared by Accelerate
-        or registered; without any, every call counts. `step` sets the count instead. `metrics`:
-        real numbers, also as tensors or arrays of one element. After a save for a signal the
-        process exits on all ranks, see `Every.signals`.
+        Call on every rank, after every batch. A step is counted when an optimizer has stepped;
+        batches of an accumulation are skipped, whether Accelerate or the script accumulates. The
+        optimizers must be prepared by Accelerate or registered; without any, every call counts.
+        `step` sets the count instead. `metrics`: real numbers, also as tensors or arrays of one
+        element. After a save for a signal the process exits on all ranks, see `Every.signals`.
 
         Raises ConfigError for invalid metrics and steps, and what `save_state` raises; with
         on_failure="warn" a failed save gives a warning, and training continues. If there is a
@@ -557,15 +550,14 @@ class CheckpointSaver(Generic[SaveResult]):
         overwrite: bool | None = None,
         **objects: Any,
     ) -> Any:
-        """Save a checkpoint that the run can be resumed from: weights, and the state of everything
-        else; on every rank.
+        """Save a checkpoint that the run can be resumed from. Call on every rank.
 
-        It contains the objects that Accelerate prepared and the registered ones; `objects` are
-        registered first. If only PEFT adapters are trained, only these are saved, unless
-        `adapter_only` says otherwise. Weights that the model's files have in another dtype, or not
-        at all, are stored exactly with the state. `extra_files`, `background` and `overwrite` as
-        for `save`. Then checkpoints that `keep` does not select are deleted. Raises what `save`
-        raises.
+        It contains the weights, and the state of the objects that Accelerate prepared and of the
+        registered ones; `objects` are registered first. If only PEFT adapters are trained, only
+        these are saved, unless `adapter_only` says otherwise. Weights that the model's files have
+        in another dtype, or not at all, are stored exactly with the state. `extra_files`,
+        `background` and `overwrite` as for `save`. Then checkpoints that `keep` does not select are
+        deleted. Raises what `save` raises.
         """
         check_mappings(extra_files=extra_files)
         counted = self._run.agree_on_metrics(numbers_of(metrics), self._current_ranks())
@@ -574,10 +566,9 @@ class CheckpointSaver(Generic[SaveResult]):
         return self._saves.save(None, config, path, counted, adapter_only, dict(extra_files or {}))
 
     def wait(self) -> SaveReport | None:
-        """Wait for the save in the background and return its report, or None without one; on every
-        rank.
+        """Wait for the save in the background and return its report. Call on every rank.
 
-        Raises the error of that save, once.
+        Returns None without such a save. Raises the error of that save, once.
         """
         return self._pending.wait_for_save()
 

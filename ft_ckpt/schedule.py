@@ -36,12 +36,12 @@ _UNITS = {
 
 
 def optimal_interval(save_seconds: float, mtbf_seconds: float, order: str = "daly") -> float:
-    """Seconds of work between the end of a save and the start of the next that minimise the
-    expected loss.
+    """The work between two saves, in seconds, that minimises the expected loss.
 
-    `order` "young" is the first-order result sqrt(2 C M), with C the save time and M the time
-    between failures. "daly" adds higher orders, which matter when C is not far below M; for C >= 2
-    M it is M. Raises ConfigError when a time is not above 0 or for another `order`.
+    It lies between the end of a save and the start of the next. `order` "young" is the first-order
+    result sqrt(2 C M), with C the save time and M the time between failures. "daly" adds higher
+    orders, which matter when C is not far below M; for C >= 2 M it is M. Raises ConfigError when a
+    time is not above 0 or for another `order`.
     """
     if not (save_seconds > 0 and mtbf_seconds > 0):
         raise ConfigError(
@@ -60,8 +60,9 @@ def optimal_interval(save_seconds: float, mtbf_seconds: float, order: str = "dal
 
 
 def bounded_interval(save_seconds: float, max_overhead: float) -> float:
-    """The shortest interval, in seconds, at which saving takes no more than `max_overhead` (in (0,
-    1]) of the time.
+    """The shortest interval in seconds at which saves take at most `max_overhead` of the time.
+
+    `max_overhead` is a fraction in (0, 1].
     """
     return save_seconds * (1 - max_overhead) / max_overhead
 
@@ -140,8 +141,9 @@ def append_save(log: Sequence[LoggedSave], entry: LoggedSave) -> tuple[LoggedSav
 def finish_last(
     log: Sequence[LoggedSave], seconds: float, size_bytes: int, waited_seconds: float
 ) -> tuple[LoggedSave, ...]:
-    """The log after the commit of the last save, in the background, for which optimizers have
-    waited.
+    """The log after the commit of the last save.
+
+    It was in the background, and optimizers have waited for it.
     """
     if not log:
         return ()
@@ -258,8 +260,9 @@ class Every:
     def optimal(
         cls, mtbf: float | timedelta | str, max_overhead: float = 0.05, **others: Any
     ) -> "Every":
-        """Save at the interval with the smallest loss for failures every `mtbf` on average,
-        re-estimated in the run.
+        """Save at the interval with the smallest loss for failures every `mtbf` on average.
+
+        The run measures its saves and corrects the interval.
         """
         return cls(mtbf=mtbf, max_overhead=max_overhead, **others)
 
@@ -292,8 +295,9 @@ class History:
     saves: tuple[LoggedSave, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The values that a resumed run continues with: best metrics, measurements, failures, the
-        log of its saves.
+        """The values with which a resumed run continues.
+
+        They are best metrics, measurements, failures, and the log of its saves.
         """
         values = {name: getattr(self, name) for name in _KEPT_FIELDS}
         return values | {"best": dict(self.best), "saves": log_to_json(self.saves)}
@@ -318,12 +322,11 @@ _KEPT_FIELDS = tuple(declared.name for declared in fields(_KeptHistory))
 def begin_history(
     step: int, epochs_done: int, now: float, kept: Mapping[str, Any] | None = None
 ) -> History:
-    """The history of a run that begins at `step`, or resumes there with `kept` from
-    `History.to_json`.
+    """The history of a run that begins at `step`, or resumes there.
 
-    The epochs in `kept` were counted for that save and take precedence over `epochs_done`. A resume
-    from a routine save counts as a failure after that save. Raises LoadError when `kept` is not
-    from `to_json`.
+    `kept` is the `History.to_json` of the resumed run. Its epochs were counted for that save and
+    take precedence over `epochs_done`. A resume from a routine save counts as a failure after that
+    save. Raises LoadError when `kept` is not from `to_json`.
     """
     history = History(
         step=step, seen_at=now, saved_step=step, saved_epochs=epochs_done, saved_at=now
@@ -349,10 +352,10 @@ def own_reason(
     epochs_done: int,
     metrics: Mapping[str, float] | None = None,
 ) -> str | None:
-    """The reason to save after `step` from values that all ranks share: "steps", "epochs", "best"
-    or None.
+    """The reason to save after `step` from values that all ranks share.
 
-    Equal on every rank if `metrics` are. Never twice for one step.
+    It is "steps", "epochs", "best" or None, equal on every rank if `metrics` are. Never twice for
+    one step.
     """
     if step <= history.saved_step:
         return None
@@ -366,11 +369,11 @@ def own_reason(
 def shared_reason(
     every: Every, history: History, now: float, now_unix: float, signal: str | None = None
 ) -> str | None:
-    """The reason of this rank to save, from clocks and signals: the `signal`, "deadline",
-    "minutes", "optimum" or None.
+    """The reason of this rank to save, from clocks and signals.
 
-    Reasons differ between ranks, which agree at polls. A signal is returned even if the step is
-    already saved, so that the caller exits; the other reasons never come twice for one step.
+    It is the `signal`, "deadline", "minutes", "optimum" or None. Reasons differ between ranks,
+    which agree at polls. A signal is returned even if the step is already saved, so that the caller
+    exits; the other reasons never come twice for one step.
     """
     if signal is not None or history.step <= history.saved_step:
         return signal
@@ -397,8 +400,9 @@ def interval_seconds(every: Every, history: History) -> float | None:
 
 
 def needs_poll(every: Every) -> bool:
-    """Whether ranks have to poll; rank 0's answer holds for all, because environments may
-    differ.
+    """Whether ranks have to poll.
+
+    Rank 0's answer holds for all, because environments may differ.
     """
     return bool(every.minutes or every.signals or every.mtbf) or every.deadline_unix() is not None
 
@@ -444,11 +448,11 @@ def after_save(
     metrics: Mapping[str, float] | None = None,
     reason: str | None = None,
 ) -> History:
-    """The history after a save at `step` that ended at `now` and stopped training for
-    `cost_seconds`.
+    """The history after a save at `step` that ended at `now`.
 
-    Without a cost the mean stays: in the history that the checkpoint itself stores, and after a
-    failed save (without metrics too), so that the next try comes an interval later.
+    The save stopped the training for `cost_seconds`. Without a cost the mean stays: in the history
+    that the checkpoint itself stores, and after a failed save (without metrics too), so that the
+    next try comes an interval later.
     """
     best = dict(history.best)
     if metrics and every.best and _is_improvement(every, history, metrics):
@@ -496,11 +500,10 @@ def _is_improvement(every: Every, history: History, metrics: Mapping[str, float]
 
 
 def _before_deadline(every: Every, history: History, now: float, now_unix: float) -> bool:
-    """Whether to save for the deadline: at the start of the margin, then when the unsaved work
-    equals the time left.
+    """Whether to save for the deadline.
 
-    The second case covers work inside the margin and jobs as short as the margin; only while two
-    saves fit.
+    It is at the start of the margin, then when the unsaved work equals the time left. The second
+    case covers work inside the margin and jobs as short as the margin; only while two saves fit.
     """
     deadline = every.deadline_unix()
     if deadline is None:

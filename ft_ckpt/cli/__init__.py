@@ -26,8 +26,9 @@ _NAME = "ft-ckpt"
 
 @dataclass(frozen=True)
 class Command:
-    """A command: the module of `ft_ckpt.cli` that declares it in `add_<name>`, its usage, and a
-    line for the help.
+    """A command: the module in `ft_ckpt.cli` that declares it, its usage, and a line for the help.
+
+    The module's function `add_<name>` declares it.
     """
 
     module: str
@@ -161,8 +162,9 @@ class _Parser(ArgumentParser):
         raise ConfigError(f"{prefix}{message}{end} `{self.prog} --help`")
 
     def read(self, words: Sequence[str], *, mixed: bool) -> Namespace:
-        """The arguments and options in `words`; `mixed`: options may follow a variable number of
-        arguments.
+        """Parse the arguments and options in `words`.
+
+        With `mixed`, options may follow a variable number of arguments.
         """
         parse = self.parse_known_intermixed_args if mixed else self.parse_known_args
         options, surplus = parse(words)
@@ -227,11 +229,10 @@ def _print_crash(*crash: Any) -> None:
 
 
 def _warning_printer() -> Callable[..., None]:
-    """Prints warnings in one line each: those of this project, and those of libraries once, under
-    the library's name.
+    """Prints warnings in one line each; those of a library once, under the library's name.
 
-    Python's own hook, `warnings.showwarning`. Deprecations in libraries say nothing to who runs a
-    command: they are shown if PYTHONWARNINGS or -W asks for warnings.
+    It replaces Python's own hook, `warnings.showwarning`. Deprecations in libraries say nothing to
+    who runs a command: they are shown if PYTHONWARNINGS or -W asks for warnings.
     """
     shown = set[str]()
 
@@ -333,16 +334,12 @@ def _completions(words: Sequence[str]) -> list[str]:
 
 
 def tensorflow_to_h5() -> None:
-    """`tensorflow-to-h5 SRC DST`: convert a TensorFlow checkpoint to an HDF5 file, as `ft-ckpt
-    convert` does.
-    """
+    """Convert a TensorFlow checkpoint to an HDF5 file: `tensorflow-to-h5 SRC DST`."""
     sys.argv[1:] = ["convert", *sys.argv[1:], "--format", "h5"]
     main()
 
 
 def h5_to_tensorflow() -> None:
-    """`h5-to-tensorflow SRC DST`: convert a file to a TensorFlow checkpoint folder, as `ft-ckpt
-    convert` does.
-    """
+    """Convert a file to a TensorFlow checkpoint folder: `h5-to-tensorflow SRC DST`."""
     sys.argv[1:] = ["convert", *sys.argv[1:], "--format", "tensorflow"]
     main()

@@ -39,10 +39,11 @@ class CacheAge:
 
 
 def measure_caches(folder: Path, ranks: Ranks) -> tuple[CacheAge, ...]:
-    """Change files in a hidden folder of `folder` on rank 0, and look for that on the others, which
-    have looked before. Collective.
+    """Measure how long ranks see old names and contents of files in `folder`. Collective.
 
-    Takes as long as the slowest cache, at most MAX_SECONDS. Raises the error of any rank on all.
+    Rank 0 changes files in a hidden folder of `folder`, and the others, which have looked before,
+    look for that. Takes as long as the slowest cache, at most MAX_SECONDS. Raises the error of any
+    rank on all.
     """
     with ExitStack() as stack:
 

@@ -1,6 +1,4 @@
-"""`ft-ckpt check-resume`: runs a script without a stop, then with a stop and a resume, and compares
-both runs.
-"""
+"""`ft-ckpt check-resume`: compares a run without a stop with a run that was stopped and resumed."""
 
 import os
 import shlex
@@ -46,8 +44,9 @@ class MetricRow:
 
 @dataclass(frozen=True)
 class Finding:
-    """The comparison of two runs: metrics step by step, and `tensors` of weights and training state
-    at the end.
+    """The comparison of two runs: metrics step by step, and `tensors` at the end.
+
+    The tensors are those of weights and training state.
     """
 
     stop: int
@@ -107,11 +106,12 @@ def add_check_resume(parser: ArgumentParser) -> None:
 
 
 def _check_resume(options: Namespace) -> int:
-    """Run SCRIPT once without a stop and once with a stop and a resume, and compare batches,
-    metrics and final state bit for bit. The exit code is 1 if they differ. Options come before
-    SCRIPT; those after it are the script's. The script makes a CheckpointSaver, calls resume()
-    before its loop and step(metrics) in it. Checkpoints go to a scratch folder, not to the saver's
-    directory.
+    """Compare a run without a stop with a stopped and resumed one, bit for bit.
+
+    Runs SCRIPT twice and compares batches, metrics and final state. The exit code is 1 if they
+    differ. Options come before SCRIPT; those after it are the script's. The script makes a
+    CheckpointSaver, calls resume() before its loop and step(metrics) in it. Checkpoints go to a
+    scratch folder, not to the saver's directory.
     """
     steps, stop = options.steps, options.stop
     if stop is not None and stop >= steps:
@@ -235,8 +235,9 @@ def _compare_steps(through: Sequence[Step], resumed: Sequence[Step]) -> Iterator
 
 
 def _compare_ends(through: Path, resumed: Path) -> tuple[int, list[str]]:
-    """The number of tensors at the end, and the names of those that differ; per-rank state is not
-    compared.
+    """The number of tensors at the end, and the names of those that differ.
+
+    State of single ranks is not compared.
     """
     from ft_ckpt.extensions.tools import compare_files
 

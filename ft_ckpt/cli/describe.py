@@ -56,9 +56,7 @@ class ModelFacts:
     """Name or path of the adapter's base."""
 
     def headline(self) -> str:
-        """Class, parameters and dtype, as in "LoRA adapter of LlamaForCausalLM, 4,096 parameters in
-        float32".
-        """
+        """A line such as "LoRA adapter of LlamaForCausalLM, 4,096 parameters in float32"."""
         what = self.class_name or ""
         if self.adapter is not None:
             what = f"{self.adapter} adapter of {what}" if what else f"{self.adapter} adapter"
@@ -69,9 +67,7 @@ class ModelFacts:
         return f"{what}, {size}" if what else size
 
     def details(self) -> Iterator[str]:
-        """A line for the architecture, one for the adapter, one for its base; as far as they are
-        known.
-        """
+        """A line for the architecture, one for the adapter, one for its base, if they are known."""
         architecture = [self.model_type] if self.model_type else []
         for field, size in (self.sizes or {}).items():
             architecture.append(_SIZES[field].format(size))
@@ -121,9 +117,7 @@ def facts_of_folder(store: Store, tensors: Iterable[tuple[str, Sequence[int]]]) 
 
 
 def adapter_name(store: Store, part: PartRecord) -> str:
-    """The kind of an adapter of a checkpoint, as in "LoRA"; "adapter" if its config does not say
-    it.
-    """
+    """The kind of an adapter, as in "LoRA", or "adapter" if its config does not say it."""
     return _adapter_name(document_in(store, f"{part.path}/adapter_config.json".removeprefix("/")))
 
 
@@ -193,8 +187,9 @@ def _number(value: object) -> float | None:
 
 
 def rules_of_run(infos: Sequence[CheckpointInfo]) -> Keep | None:
-    """The rules of the run in its newest training state; None if there is none, or it cannot be
-    read.
+    """The rules of the run in its newest training state.
+
+    None if there is none, or it cannot be read.
     """
     for info in reversed(infos):
         for part in info.manifest.parts:

@@ -1,5 +1,6 @@
-"""`ft-ckpt doctor PLACE`: the operations that a folder or bucket supports, and fallbacks for the
-others; on several ranks also how they share it.
+"""`ft-ckpt doctor PLACE`: operations that a folder or bucket supports, and their fallbacks.
+
+On several ranks it also shows how they share the place.
 """
 
 from argparse import ArgumentParser, Namespace

@@ -1,5 +1,6 @@
-"""`ft-ckpt doctor PLACE` run by several ranks: what they see of each other's files, and how saves
-will write there.
+"""`ft-ckpt doctor PLACE` on several ranks.
+
+It shows what they see of each other's files, and how saves will write there.
 """
 
 from collections.abc import Iterator

@@ -48,8 +48,9 @@ def add_publish(parser: ArgumentParser) -> None:
 
 
 def _add_server_options(parser: ArgumentParser) -> None:
-    """Declare the fields of `ServerOptions`, by their names; those that are not given keep their
-    defaults.
+    """Declare the fields of `ServerOptions` by their names.
+
+    Those without a value keep their defaults.
     """
 
     def add(flag: str, **declaration: Any) -> None:
@@ -138,10 +139,11 @@ def _pairs(option: str, texts: list[str]) -> dict[str, str]:
 
 
 def _publish(options: Namespace) -> None:
-    """Load CHECKPOINT into the running vLLM or SGLang servers at the URLs, and check that they
-    serve it. If one fails, all keep the previous version. With --follow, each new checkpoint of a
-    run is published. With --delta, the checkpoint is appended to a chain of deltas, from which
-    other machines rebuild it.
+    """Load CHECKPOINT into running vLLM or SGLang servers, and check that they serve it.
+
+    If one fails, all keep the previous version. With --follow, each new checkpoint of a run is
+    published. With --delta, the checkpoint is appended to a chain of deltas, from which other
+    machines rebuild it.
     """
     from ft_ckpt.extensions.rl.engines import ServerOptions, ServerSettings
     from ft_ckpt.extensions.rl.publishing import follow_run, publish
@@ -209,8 +211,9 @@ def add_export(parser: ArgumentParser) -> None:
 
 
 def _export(options: Namespace) -> None:
-    """Write ADAPTER to the folder OUT in the form that every version of the engine reads: one rank,
-    one scale.
+    """Write ADAPTER to the folder OUT in the form that every version of the engine reads.
+
+    It has one rank and one scale.
     """
     refuse_existing(options.target, options.force)
     from ft_ckpt.extensions.rl.limits import export

@@ -64,8 +64,9 @@ def _merge(options: Namespace) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Let the allocator of this process keep freed memory: the next layer needs as much, and new
-    pages are slow.
+    """Let the allocator of this process keep freed memory.
+
+    The next layer needs as much, and new pages are slow.
     """
     with suppress(AttributeError, OSError):  # another allocator
         libc = ctypes.CDLL(None)

@@ -70,8 +70,9 @@ _BROKEN_PIPE = 141  # a shell's exit code of a program that SIGPIPE ended
 
 
 def accept_any_text() -> None:
-    """Make the streams print undecodable file names as their bytes, and unencodable characters as
-    escapes.
+    """Make the streams print any text.
+
+    Undecodable file names become their bytes, and unencodable characters escapes.
     """
     codecs.register_error("ft_ckpt", _escape_text)
     for stream in (sys.stdout, sys.stderr):

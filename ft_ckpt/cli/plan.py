@@ -115,8 +115,10 @@ def add_plan(parser: ArgumentParser) -> None:
 
 
 def _plan(options: Namespace) -> None:
-    """Find out how often a run should save: a table of intervals with the time that saving takes
-    and the time that failures cost. FOLDER is a checkpoint, run or model of the same size.
+    """Find out how often a run should save.
+
+    Prints a table of intervals with the time that saving takes and the time that failures cost.
+    FOLDER is a checkpoint, run or model of the same size.
     """
     folder = None if options.folder is None else open_place(options.folder)
     if folder and not folder.is_folder:
@@ -160,8 +162,9 @@ def _plan(options: Namespace) -> None:
 
 
 def best_steps(job: PlannedRun) -> int:
-    """The number of steps between saves with the least total overhead, within the limit on the cost
-    of saving.
+    """The number of steps between saves with the least total overhead.
+
+    It is within the limit on the cost of saving.
     """
     min_steps = math.ceil(bounded_interval(job.save_seconds, job.max_overhead) / job.step_seconds)
     optimum = int(optimal_interval(job.save_seconds, job.mtbf_seconds) / job.step_seconds)

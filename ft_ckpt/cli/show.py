@@ -84,8 +84,9 @@ def add_ls(parser: ArgumentParser) -> None:
 
 
 def _ls(options: Namespace) -> None:
-    """List the checkpoints of the folder RUN, oldest first; of any other folder, say what it
-    contains.
+    """List the checkpoints of the folder RUN, oldest first.
+
+    Of any other folder, say what it contains.
     """
     run = run_folder(options.run_folder)
     infos = discover(run)
@@ -134,8 +135,9 @@ def _row_of(place: Place, contents: Contents) -> dict[str, Any]:
 def _reasons_to_keep(
     run: Place, infos: Sequence[CheckpointInfo]
 ) -> Mapping[Path | str, tuple[str, ...]]:
-    """Why the rules of the run keep each checkpoint; where it has no rules, only which are
-    pinned.
+    """The reasons to keep each checkpoint of a run.
+
+    They come from its rules; where it has none, only from pins.
     """
     rules = rules_of_run(infos)
     if rules is not None and (rules.has_rules or rules.state is not None):
@@ -234,8 +236,10 @@ def add_show(parser: ArgumentParser) -> None:
 
 
 def _show(options: Namespace) -> None:
-    """Describe the checkpoint, model folder or weight file PATH: class, parameters, adapter,
-    metrics, tensors. Only headers are read, no tensor.
+    """Describe the checkpoint, model folder or weight file PATH.
+
+    The description has class, parameters, adapter, metrics and tensors. Only headers are read, no
+    tensor.
     """
     place = open_place(options.path)
     store = place.folder

@@ -39,11 +39,12 @@ def add_verify(parser: ArgumentParser) -> None:
 
 
 def _verify(options: Namespace) -> int:
-    """Check that the files at PATH are as they were saved: those of a checkpoint, of all
-    checkpoints of a run, or one file. The exit code is 1 if they are not. Folders of other programs
-    have no recorded digests, so only headers, indexes and configs are checked there. With
-    --signed-by, the check also fails if the signature is missing, or if any file was added, removed
-    or changed since.
+    """Check that the files at PATH are as they were saved.
+
+    They are those of a checkpoint, of all checkpoints of a run, or one file. The exit code is 1 if
+    they are not. Folders of other programs have no recorded digests, so only headers, indexes and
+    configs are checked there. With --signed-by, the check also fails if the signature is missing,
+    or if any file was added, removed or changed since.
     """
     signed_by = _signer(options)
     place, deep = open_place(options.path), not options.fast

@@ -39,10 +39,10 @@ _GAP = 2  # between columns
 def checkpoint_row(
     info: CheckpointInfo, report: VerifyReport, kept: Sequence[str], best: Sequence[str]
 ) -> dict[str, Any]:
-    """The row of one checkpoint, as in the JSON output; `problems` are those of the fast
-    verification.
+    """The row of one checkpoint, as in the JSON output.
 
-    `kept`: the reasons to keep it; `best`: the metrics by which it is the best of its run.
+    `problems` are those of the fast verification, `kept` the reasons to keep it, `best` the metrics
+    by which it is the best of its run.
     """
     manifest = info.manifest
     adapters = [adapter_name(info.store, part) for part in manifest.parts if part.kind == "adapter"]
@@ -83,9 +83,7 @@ def show_run(rows: Sequence[dict[str, Any]], metrics: Sequence[str], *, as_json:
 def show_contents(
     contents: Contents, place: Place, rows: Sequence[dict[str, Any]], *, as_json: bool
 ) -> None:
-    """Print what a place contains that is not the folder of a run, and which command describes
-    it.
-    """
+    """Print what is in a place that is no run's folder, and which command describes it."""
     if as_json:
         print_json(list(rows))
         return
@@ -107,8 +105,9 @@ def show_contents(
 
 
 def ranked_metrics(infos: Iterable[CheckpointInfo]) -> list[str]:
-    """The metrics of a run by importance: metrics that it ranks by, then the loss, then
-    evaluations, then others.
+    """The metrics of a run by importance.
+
+    First come those that it ranks by, then the loss, then evaluations, then others.
     """
     ranked: set[str] = set()
     metrics: dict[str, None] = {}  # in the order of the checkpoints
@@ -226,8 +225,9 @@ def _show_part(part: PartRecord, facts: ModelFacts | None) -> None:
 
 
 def _run_columns(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> dict[str, list[str]]:
-    """The columns of a run's table by head, as many as fit; columns without information are left
-    out.
+    """The columns of a run's table by head, as many as fit.
+
+    Columns without information are left out.
     """
     columns: dict[str, list[str]] = {}
     for head in ("checkpoint", "step", "age", "size", "kind", "parts"):
@@ -287,8 +287,9 @@ def _table_width(columns: Mapping[str, Sequence[str]]) -> int:
 
 
 def _terminal_width() -> int:
-    """The width of the terminal in characters; a large number for a file or pipe, where nothing
-    wraps.
+    """The width of the terminal in characters; a large number where nothing wraps.
+
+    Nothing wraps in a file or pipe.
     """
     if sys.stdout is None or not sys.stdout.isatty():
         return 100_000
@@ -333,8 +334,9 @@ def _print_problems(path: str, problems: Iterable[str]) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print `value` as indented JSON: dataclasses as objects, paths and non-finite numbers as
-    text.
+    """Print `value` as indented JSON.
+
+    Dataclasses become objects, paths and non-finite numbers text.
     """
     print_lines(*json.dumps(_json_value(value), indent=2).split("\n"))
 

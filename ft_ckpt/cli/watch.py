@@ -1,6 +1,4 @@
-"""The command `watch`: evaluates each checkpoint of a run, and stores the numbers as its
-metrics.
-"""
+"""`ft-ckpt watch`: evaluates each checkpoint of a run, and stores the numbers as its metrics."""
 
 import json
 import subprocess
@@ -149,8 +147,9 @@ def _measure(command: Sequence[str], metric: str) -> Mapping[str, float]:
 
 
 def _numbers_in(line: str, metric: str) -> dict[str, float]:
-    """The numbers in a line: `metric` alone, or those of a JSON object by name; other values are
-    left out.
+    """The numbers in a line: `metric` alone, or those of a JSON object by name.
+
+    Other values are left out.
     """
     with suppress(ValueError):
         return {metric: float(line)}

@@ -1,5 +1,4 @@
-"""Trainers and trackers of other libraries: callbacks, and drop-in replacements of functions that
-scripts call.
+"""Trainers and trackers of other libraries, and functions that replace those of their scripts.
 
 Nothing here decides the content of a checkpoint or how it is written. Begin at `trainer`, the
 callback of transformers and TRL, at `lightning`, at `trackers`, or at `open_instruct`;

@@ -1,6 +1,4 @@
-"""The base class that `checkpointed` adds: overrides `Trainer`'s methods for saving and
-resuming.
-"""
+"""The base class that `checkpointed` adds, with `Trainer`'s methods for saving and resuming."""
 
 import math
 from collections import deque
@@ -364,8 +362,9 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         )
 
     def __selection(self, written: WrittenFiles) -> dict[str, Any]:
-        """The arguments that say which weights are saved: adapters without their base, if that can
-        be made again.
+        """The arguments that say which weights are saved.
+
+        They are adapters without their base, if that can be made again.
         """
         sources = ModelTensors(self.model_wrapped).sources()
         attribute = written.attribute or self.ft_ckpt.config.attribute
@@ -375,10 +374,9 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         }
 
     def __added_files(self, target: Path) -> WrittenFiles:
-        """The files that a subclass adds to the folder `target` in its own `save_model` or `_save`,
-        on all ranks.
+        """The files that a subclass adds to the folder `target` in its own `save_model` or `_save`.
 
-        Raises SelectionError for weights in a layout of its own.
+        Call on all ranks. Raises SelectionError for weights in a layout of its own.
         """
         written, error = try_action(lambda: self.__collect_files(target))
         self.__current_ranks().agree("save_model()", {}, error)
@@ -439,9 +437,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
 
 
 class _StepWatch(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """Defers a save that was requested within a step to the end of the step, and then stops the
-    training.
-    """
+    """Defers a save that was requested within a step to its end, and then stops the training."""
 
     def __init__(self, trainer: Checkpointed) -> None:
         self._trainer = trainer

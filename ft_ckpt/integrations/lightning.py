@@ -1,8 +1,9 @@
-"""Checkpoints of Lightning's `Trainer` (packages `lightning` and `pytorch_lightning`), with its
-loop state.
+"""Checkpoints of Lightning's `Trainer`, with its loop state.
 
-    trainer = Trainer(callbacks=[LightningCheckpoint("runs/sft", every=500, keep=3)])
-    trainer.fit(module, data)  # from the newest complete checkpoint, or a fresh start
+The packages are `lightning` and `pytorch_lightning`.
+
+   trainer = Trainer(callbacks=[LightningCheckpoint("runs/sft", every=500, keep=3)])
+   trainer.fit(module, data)  # from the newest complete checkpoint, or a fresh start
 
 A save is made when the next batch is requested. Only then is the last step complete, with
 validation, schedulers and counters; Lightning has no hook at this point. After a resume the rest of
@@ -43,8 +44,9 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def _checkpoint_classes() -> tuple[type, ...]:
-    """The base classes by which a trainer recognizes checkpoint callbacks: of the imported
-    packages, else of all.
+    """The base classes by which a trainer recognizes checkpoint callbacks.
+
+    They are those of the imported packages, else of all.
     """
     names = [name for name in _PACKAGES if name in sys.modules]
     if not names:
@@ -161,9 +163,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
             self._random = capture_generators()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Set the saver's signal handlers again, and skip the validation that was done before the
-        save.
-        """
+        """Set the saver's signal handlers again, and skip a validation that the save has seen."""
         if self._saver is None:
             return
         _set_handlers(self._handlers)
@@ -172,9 +172,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
             self._limit, trainer.limit_val_batches = trainer.limit_val_batches, 0
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save the last step, unless it was saved before a callback has put its average into the
-        model.
-        """
+        """Save the last step, unless it was saved before a callback has averaged the model."""
         if self._saver is None or self._state is None or self._state.is_over:
             return
         self._state.is_over = True
@@ -197,8 +195,9 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         self._forget(trainer)
 
     def _feed(self, trainer: Any) -> None:
-        """Let the trainer read its training data through the saver, by the strategy's hook that
-        wraps loaders.
+        """Let the trainer read its training data through the saver.
+
+        The hook of the strategy that wraps loaders does it.
         """
         strategy = trainer.strategy
         plain, saver = strategy.process_dataloader, self._saver
@@ -216,8 +215,9 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         strategy.process_dataloader = process_dataloader
 
     def _save_before_end_of(self, averaging: Any) -> None:
-        """Let the last step be saved before the callback puts its average into the model at the end
-        of training.
+        """Let the last step be saved before the callback puts its average into the model.
+
+        The callback does that at the end of training.
         """
         put_average = averaging.on_train_end
 
@@ -228,9 +228,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         averaging.on_train_end = on_train_end
 
     def _before_batch(self, trainer: Any) -> None:
-        """Between two batches: report the last step, or, just after a resume, restore random state
-        and limit.
-        """
+        """Report the last step; just after a resume, restore random state and limit instead."""
         if self._random is None:
             self._note_step(trainer)
             return
@@ -269,8 +267,9 @@ def _refuse_strategy(trainer: Any) -> None:
 
 
 def _refuse_callbacks(trainer: Any) -> None:
-    """Raise ConfigError for a callback that replaces the schedulers during training: a resume would
-    have the first.
+    """Raise ConfigError for a callback that replaces the schedulers during training.
+
+    A resume would have the first ones.
     """
     for callback in trainer.callbacks:
         if any(kind.__name__ == "StochasticWeightAveraging" for kind in type(callback).__mro__):

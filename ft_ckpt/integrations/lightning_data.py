@@ -39,9 +39,7 @@ class FedLoader:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give the loader its state from a checkpoint of Lightning's own, if the run starts from
-        such a checkpoint.
-        """
+        """Restore the loader from a checkpoint of Lightning's own, if the run starts from one."""
         if state:
             self._loader.load_state_dict(state)
 
@@ -58,8 +56,9 @@ class FedLoader:
 
 
 def refuse_unsized(loader: Any, limit: Any) -> None:
-    """Raise ConfigError for a loader without length or limit: Lightning then reads a batch ahead to
-    find its end.
+    """Raise ConfigError for a loader without length or limit.
+
+    Lightning then reads a batch ahead to find its end.
     """
     try:
         len(loader)

@@ -16,8 +16,9 @@ _EPOCH, _BATCH = "epoch_progress", "epoch_loop.batch_progress"
 
 
 class LightningState:
-    """The rest of Lightning's own checkpoint, without model, optimizers and schedulers: loops,
-    callbacks, data module, precision, and values added by hooks.
+    """The part of Lightning's own checkpoint beside model, optimizers and schedulers.
+
+    It has loops, callbacks, data module, precision, and values added by hooks.
     """
 
     def __init__(self, trainer: Any) -> None:

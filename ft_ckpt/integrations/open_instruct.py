@@ -1,7 +1,7 @@
-"""The saving functions of open-instruct's scripts, with the same names and arguments; change one
-import to use them.
+"""The saving functions of open-instruct's scripts, with the same names and arguments.
 
-A folder counts as complete if it has open-instruct's own marker or a manifest of ft_ckpt.
+Change one import to use them. A folder counts as complete if it has open-instruct's own marker or a
+manifest of ft_ckpt.
 """
 
 import re
@@ -49,10 +49,10 @@ def save_with_accelerate(
 
 
 def get_last_checkpoint(folder: str, incomplete: bool = False) -> str | None:
-    """Path of the `step_N` below `folder` with the largest N, or of `epoch_N` if there are no
-    steps; None without both.
+    """Path of the last `step_N` below `folder`, else of the last `epoch_N`, or None.
 
-    `incomplete` includes incomplete folders. Raises FileNotFoundError when there is no `folder`.
+    The last one has the largest N. `incomplete` includes incomplete folders. Raises
+    FileNotFoundError when there is no `folder`.
     """
     names = [entry.name for entry in _entries(folder)]
     steps = [name for name in names if name.startswith("step_")]
@@ -72,10 +72,10 @@ def _is_complete(folder: Path) -> bool:
 
 
 def clean_last_n_checkpoints(output_dir: str, keep_last_n_checkpoints: int) -> None:
-    """Delete all `step_N` and `epoch_N` folders below `output_dir` but the
-    `keep_last_n_checkpoints` with largest N.
+    """Delete all `step_N` and `epoch_N` folders below `output_dir` but the last ones.
 
-    A negative number keeps all. Folders without a number stay. Raises FileNotFoundError as above.
+    The `keep_last_n_checkpoints` with largest N stay; a negative number keeps all. Folders without
+    a number stay. Raises FileNotFoundError when there is no `output_dir`.
     """
     folders = [entry for entry in _entries(output_dir) if isinstance(entry, Folder)]
     folders = [folder for folder in folders if folder.name.startswith(("step_", "epoch_"))]
@@ -107,8 +107,9 @@ def _folder_order(name: str) -> int:
 
 
 def _delete_unmarked(path: Path) -> None:
-    """Delete a folder, marker and manifest first: after an interrupted deletion the folder does not
-    look complete.
+    """Delete a folder, marker and manifest first.
+
+    After an interrupted deletion the folder then does not look complete.
     """
     store = LocalStore(path)
     try:

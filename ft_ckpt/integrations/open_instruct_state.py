@@ -1,9 +1,9 @@
-"""The checkpoint-state folder of open-instruct's GRPO trainer: restores a DeepSpeed engine from it,
-or writes it.
+"""The checkpoint-state folder of open-instruct's GRPO trainer: reading and writing.
 
-DeepSpeed's `save_checkpoint` writes the folder, with a client state: the step, the episode, the
-positions of the loaders, and the RNG states of the rank that wrote the file. DeepSpeed restores its
-engine from values that are read here, because its own reader executes pickles.
+It holds the state of a DeepSpeed engine. DeepSpeed's `save_checkpoint` writes the folder, with a
+client state: the step, the episode, the positions of the loaders, and the RNG states of the rank
+that wrote the file. DeepSpeed restores its engine from values that are read here, because its own
+reader executes pickles.
 
 Format: `open_instruct/grpo_fast.py` of August 2026, on DeepSpeed 0.18.3 to 0.19.
 """
@@ -76,8 +76,9 @@ _IN_FLIGHT = (
 
 
 class ClientState(dict[str, Any]):
-    """The client state of a run, as an object that a saver can register: `training_step`,
-    `episode`, ...
+    """The client state of a run, as an object that a saver can register.
+
+    It has `training_step`, `episode`, ...
     """
 
     def state_dict(self) -> dict[str, Any]:

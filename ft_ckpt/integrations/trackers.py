@@ -27,10 +27,10 @@ __all__ = [
 
 
 def checkpoint_values(report: SaveReport, prefix: str = "checkpoint/") -> dict[str, float]:
-    """The values of a save for a tracker: "seconds", "bytes", "tensors", and "is_best" of its run
-    so far.
+    """The values of a save for a tracker: "seconds", "bytes", "tensors", and "is_best".
 
-    "is_best" is 0 or 1, and absent if the run does not rank its checkpoints by a metric.
+    "is_best" is 1 if the checkpoint is the best of its run so far, else 0. It is absent if the run
+    does not rank its checkpoints by a metric.
     """
     values: dict[str, float] = {
         "seconds": report.seconds,
@@ -111,11 +111,11 @@ def log_to_wandb(
 def log_to_mlflow(
     run_id: str | None = None, folder: str = "checkpoints", *, state: bool = False
 ) -> Callable[[SaveReport], None]:
-    """Log the values of each save to MLflow, and its files as artifacts in `folder`, below the
-    checkpoint's name.
+    """Log the values of each save to MLflow, and its files as artifacts.
 
-    `run_id` defaults to the run that `mlflow.start_run` has started. `state` includes the training
-    state. Files are compared with their digests first.
+    The artifacts are in `folder`, below the checkpoint's name. `run_id` defaults to the run that
+    `mlflow.start_run` has started. `state` includes the training state. Files are compared with
+    their digests first.
     """
 
     def log_files(report: SaveReport) -> None:

@@ -1,9 +1,8 @@
-"""Saving and resuming of transformers' `Trainer`, and of trainers built on it (TRL's), through
-ft_ckpt.
+"""Saving and resuming of transformers' `Trainer`, and of trainers built on it (TRL's).
 
-    trainer = checkpointed(SFTTrainer)(model, args, train_dataset=data)  # a class
-    trainer = checkpointed(SFTTrainer(model, args, train_dataset=data))  # or a trainer that exists
-    trainer.train(resume_from_checkpoint=True)
+   trainer = checkpointed(SFTTrainer)(model, args, train_dataset=data)  # a class
+   trainer = checkpointed(SFTTrainer(model, args, train_dataset=data))  # or a trainer that exists
+   trainer.train(resume_from_checkpoint=True)
 
 Programs that make the trainer themselves take a `FtCkptCallback`, which calls it.
 
@@ -65,8 +64,7 @@ def checkpointed(
     on_resumed: Callable[[CheckpointSaver[Any]], object] | None = None,
     **settings: Unpack[TrainerSaverSettings],
 ) -> TrainerOrClass:
-    """Make a class of trainers, or a trainer that is not training yet, save and resume through
-    ft_ckpt.
+    """Make a trainer, or a class of trainers, save and resume through ft_ckpt.
 
     Of a class (`Trainer` or one built on it) it returns a subclass; a trainer gets such a class,
     and is returned. `keep` selects the checkpoints that stay (the Trainer's best one always does);
@@ -141,8 +139,9 @@ def _checkpointed_class(kind: type[Any], settings: TrainerSettings) -> type[Any]
 
 
 class _Outermost:
-    """Sees the calls of the Trainer before a trainer class, whose methods may not reach those of
-    `Checkpointed`.
+    """Sees the calls of the Trainer before a trainer class.
+
+    The methods of that class may not reach those of `Checkpointed`.
     """
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any) -> Any:
@@ -184,8 +183,9 @@ class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
 
 def _calling_trainer(callback: TrainerCallback) -> Any:
-    """The trainer that is being constructed with `callback`, which is not passed to it: among the
-    callers' frames.
+    """The trainer that is being constructed with `callback`.
+
+    The trainer is not passed to the callback; it is found among the callers' frames.
     """
     frame = sys._getframe(1)
     while frame is not None:

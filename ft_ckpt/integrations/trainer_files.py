@@ -1,5 +1,6 @@
-"""The output folder of a Trainer: chooses, loads and prunes checkpoints, those of ft_ckpt and its
-own.
+"""The output folder of a Trainer, whose checkpoints are chosen, loaded and pruned here.
+
+They are those of ft_ckpt and the Trainer's own.
 """
 
 import math
@@ -64,8 +65,9 @@ class ChosenCheckpoint:
     batch: int = 0  # batches done in the pass after them
 
     def path_for_trainer(self, folder: str) -> str | None:
-        """The folder with the Trainer's own state file: the checkpoint, or `folder` if this rank
-        does not see it.
+        """The folder with the Trainer's own state file.
+
+        It is the checkpoint, or `folder` if this rank does not see it.
         """
         if self.path is None or self.state is None or _trainer_state(Path(self.path)) == self.state:
             return self.path
@@ -84,10 +86,10 @@ def requested_checkpoint(resume_from_checkpoint: Any) -> Any:
 
 
 def chosen_by(ranks: Ranks, request: str, folder: Path, deep: bool) -> ChosenCheckpoint:
-    """The checkpoint that rank 0 finds for `request`: a path, or for "auto" and "must" the newest
-    whole checkpoint.
+    """The checkpoint that rank 0 finds for `request`. Collective.
 
-    Collective. Raises CorruptError, and NotACheckpointError if there is none for "must".
+    `request` is a path, or "auto" or "must" for the newest whole checkpoint. Raises CorruptError,
+    and NotACheckpointError if there is none for "must".
     """
 
     def find_on_leader() -> dict[str, Any]:

@@ -1,6 +1,4 @@
-"""The files that a Trainer's own `_save` or `save_model` writes, and the layout of the weights that
-they go with.
-"""
+"""The files of a Trainer's own `_save` or `save_model`, and their layout of weights."""
 
 import os
 import re
@@ -48,8 +46,7 @@ class WrittenFiles:
 
 
 def defining_classes(kind: type, method: str, ends: tuple[type, ...]) -> list[type]:
-    """The classes that define `method`, in the order of the calls of super(), up to the first of
-    `ends`.
+    """The classes that define `method`, as super() calls them, up to the first of `ends`.
 
     They need not be trainers: a project may have its methods in mixins without a base.
     """
@@ -71,13 +68,12 @@ def ends_chain(kind: type, method: str) -> bool:
 def collect_files(
     model: nn.Module, target: Path, write: Callable[[str], object], writer: str
 ) -> WrittenFiles:
-    """The files that `write` puts into a folder in the place of `target`, without the weights that
-    ft_ckpt writes.
+    """The files that `write` puts into a folder in the place of `target`, without weights.
 
-    The folder has the name of `target` and stands beside links to the entries of its parent, from
-    which `write` may copy. `save_pretrained` of the model, or of one module in it, writes nothing
-    there. `writer` is the name of the method for errors. Raises SelectionError for weights in a
-    layout that ft_ckpt does not write.
+    ft_ckpt writes the weights. The folder has the name of `target` and stands beside links to the
+    entries of its parent, from which `write` may copy. `save_pretrained` of the model, or of one
+    module in it, writes nothing there. `writer` is the name of the method for errors. Raises
+    SelectionError for weights in a layout that ft_ckpt does not write.
     """
     inside = unwrap(model)
     with temporary_store() as scratch:
@@ -116,11 +112,11 @@ def _link_neighbours(target: Path, folder: Path) -> None:
 
 @contextmanager
 def _without_weights(model: nn.Module, folder: Path) -> Iterator[list[str]]:
-    """Replace `save_pretrained` of transformers' and PEFT's models in `model` by a function that
-    writes nothing.
+    """Replace `save_pretrained` in `model` by a function that writes nothing.
 
-    Yields the paths of the modules that were saved into `folder`. Calls for another folder, or with
-    arguments that change the layout, go to the method itself.
+    That of transformers' and PEFT's models is replaced. Yields the paths of the modules that were
+    saved into `folder`. Calls for another folder, or with arguments that change the layout, go to
+    the method itself.
     """
     saved: list[str] = []
     with ExitStack() as stack:
@@ -162,9 +158,7 @@ def _recorder(module: Any, path: str, folder: Path, saved: list[str]) -> Callabl
 
 
 def _are_live(model: nn.Module, weights: Mapping[str, bytes]) -> bool:
-    """Whether the files hold the tensors of the model's state dict, with their names, dtypes and
-    values.
-    """
+    """Whether the files hold the model's tensors, with their names, dtypes and values."""
     stored: dict[str, torch.Tensor] = {}
     for path, content in weights.items():
         if path.endswith(".safetensors"):

@@ -84,9 +84,7 @@ class HeldState:
 
 @dataclass(frozen=True, eq=False)
 class BufferedGeneration:
-    """The generated samples that a trainer of TRL has not used up yet, and its count of
-    micro-batches.
-    """
+    """The generated samples that a trainer of TRL has not used, and its count of micro-batches."""
 
     trainer: Any
 
@@ -167,8 +165,9 @@ def _generates(trainer: Trainer) -> bool:
 
 
 def _leaves_of(trainer: Trainer) -> Iterator[tuple[str, Any]]:
-    """The modules outside of the trained model, the tensors and the objects with a state, each
-    once, with a name.
+    """The modules outside of the trained model, tensors, and objects with a state.
+
+    Each is there once, with a name.
     """
     main = _MainModel(trainer)
     attributes_of_trainer = dict(vars(trainer))
@@ -223,8 +222,9 @@ def _has_state(value: Any) -> bool:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Whether it is an instance of a program's own class, which may hold tensors in its
-    attributes.
+    """Whether it is an instance of a program's own class.
+
+    It may hold tensors in its attributes.
     """
     if isinstance(value, (Trainer, TrainingArguments, type)) or callable(value):
         return False
@@ -236,9 +236,7 @@ def _library_of(value: Any) -> str:
 
 
 class _MainModel:
-    """The modules, tensors and optimizers that are saved as the model and the optimizer of the
-    run.
-    """
+    """Modules, tensors and optimizers that are saved as the run's model and optimizer."""
 
     def __init__(self, trainer: Any) -> None:
         self.modules: set[int] = set()

@@ -52,11 +52,10 @@ def push_saved(
     token: str | None,
     revision: str | None,
 ) -> "PushReport | Future[PushReport]":
-    """Push the files that `save_model` wrote to the output folder, with the Trainer's card for
-    `card_options`.
+    """Push the files that `save_model` wrote to the output folder.
 
-    Waits for the running push first. Raises the errors of `push`; without `blocking` its future
-    does.
+    The Trainer makes the model card with `card_options`. Waits for the running push first. Raises
+    the errors of `push`; without `blocking` its future does.
     """
     folder = Path(trainer.args.output_dir)
     card = _trainer_card(trainer, folder, card_options)

@@ -1,5 +1,6 @@
-"""The ranks of a command that a launcher has started several times, with a key-value store and no
-process group.
+"""The ranks of a command that a launcher has started several times.
+
+They have a key-value store and no process group.
 """
 
 import os

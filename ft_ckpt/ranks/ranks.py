@@ -119,16 +119,15 @@ class Ranks:
         timeout_seconds: float | None = None,
         decide: Callable[[Values], Any] = agreement.value_of_leader,
     ) -> Agreed:
-        """Exchange a `value` (JSON) of each rank: rank 0 calls `decide` with all, and every rank
-        gets its result.
+        """Exchange a `value` of each rank, and decide on rank 0 what every rank gets.
 
-        `what` names the call in errors. The result should not grow with the number of ranks,
-        because every rank reads it. `decide` may take long: rank 0 reports meanwhile that it is
-        alive. The fields named in `same` must be equal on all ranks. Raises this rank's own `error`
-        unchanged; on the other ranks RankError naming the rank that failed, NoSpaceError or
-        LeaseTakenError; on all ranks the error of `decide`; RanksDisagreeError if values differ, or
-        if a rank does not call it within `timeout_seconds` (default: the object's) or can no longer
-        call it.
+        A value is JSON. Rank 0 calls `decide` with all values. `what` names the call in errors. The
+        result should not grow with the number of ranks, because every rank reads it. `decide` may
+        take long: rank 0 reports meanwhile that it is alive. The fields named in `same` must be
+        equal on all ranks. Raises this rank's own `error` unchanged; on the other ranks RankError
+        naming the rank that failed, NoSpaceError or LeaseTakenError; on all ranks the error of
+        `decide`; RanksDisagreeError if values differ, or if a rank does not call it within
+        `timeout_seconds` (default: the object's) or can no longer call it.
         """
         if self.size == 1:
             if error is not None:
@@ -350,9 +349,7 @@ class Ranks:
             agreement.raise_problem(json.loads(self.store.get(f"{later}/failed")))
 
     def _facts_of(self, error: BaseException | None) -> dict[str, Any]:
-        """The error of this rank for the others; if ranks are on several nodes, it names its node
-        from now on.
-        """
+        """The error of this rank for the others, with its node from now on if there are several."""
         return agreement.error_facts(error, None if error is None else self.node)
 
     def _report_failure(self, facts: Mapping[str, Any]) -> None:
@@ -400,9 +397,7 @@ class Ranks:
         return f"ft_ckpt/{self._launch}/{self.channel}/beat/{rank}"
 
     def announce_node(self) -> None:
-        """Compare the host name of this rank with that of another one: errors name the node if
-        there are several.
-        """
+        """Compare the host names of two ranks: errors name the node if there are several."""
         name = socket.gethostname()
         first = self.store.compare_set(f"ft_ckpt/{self._launch}/node", "", name)
         if first.decode() != name:

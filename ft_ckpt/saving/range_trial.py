@@ -1,5 +1,6 @@
-"""Whether byte ranges that all ranks write into one file at the same time arrive, tried on the file
-system itself, by the code that saves take.
+"""A trial on a file system: do byte ranges arrive that all ranks write into one file at once?
+
+The trial writes by the code of saves.
 """
 
 import hashlib
@@ -22,9 +23,9 @@ _TUNING = WriteTuning(block_bytes=1 << 20)
 
 
 def try_ranges(folder: Path, ranks: Ranks) -> str:
-    """Write pieces of all ranks, which follow each other in turn, into files in a hidden folder of
-    `folder`, and read them on all ranks: "", or what differs. Collective.
+    """Return "" if pieces that all ranks write arrive on all ranks, or what differs. Collective.
 
+    The pieces of the ranks follow each other in turn, in files in a hidden folder of `folder`.
     Raises the error of rank 0 on all ranks if it cannot make the files.
     """
     with ExitStack() as stack:
@@ -90,8 +91,10 @@ def _write_pieces(store: LocalStore, number: int, ranks: Ranks) -> str:
 
 
 def _own_regions(content: bytes, ranks: Ranks) -> Iterator[Region]:
-    """The pieces of this rank. Odd ranks begin in the middle of the file: of two neighbours each is
-    the first to write into one half.
+    """The pieces of this rank.
+
+    Odd ranks begin in the middle of the file: of two neighbours each is the first to write into one
+    half.
     """
     pieces = _pieces_of(ranks.size)
     first = pieces // 2 if ranks.rank % 2 else 0

@@ -207,8 +207,10 @@ def _gathered_regions(
 
 
 def _goal_of(store: Store, mode: Mode, file: FilePlan) -> Writable:
-    """The new file. On a disk on which several ranks write, rank 0 has created it: its client of
-    the file system then knows the names and sizes of what it commits.
+    """The new file.
+
+    On a disk on which several ranks write, rank 0 has created it: its client of the file system
+    then knows the names and sizes of what it commits.
     """
     size_bytes = file.layout.size_bytes
     if mode is Mode.SPREAD and isinstance(store, LocalStore):

@@ -68,8 +68,9 @@ def retrying_stale(look_up: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _ask_server(path: str | Path | None) -> None:
-    """Send a request that no cache answers: a client that caches names for long then forgets what
-    it knew of this one.
+    """Send a request that no cache answers.
+
+    A client that caches names for long then forgets what it knew of this one.
     """
     if path is not None:
         with contextlib.suppress(OSError):

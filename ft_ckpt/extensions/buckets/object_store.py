@@ -1,5 +1,4 @@
-"""Buckets through obstore (S3, Google, Azure and compatible services) as stores: client, uploads,
-errors.
+"""Stores in buckets, through obstore (S3, Google, Azure and compatible services).
 
 An object appears as a whole: by one request, or when its multipart upload is completed. Readers
 request the version that they opened, so an object that is overwritten meanwhile becomes an error.
@@ -56,9 +55,10 @@ _T = TypeVar("_T")
 
 @contextmanager
 def reading_object(where: str) -> Iterator[None]:
-    """Convert errors of the block into MissingError, ConfigError or UnreadableError.
+    """Convert errors of the client in the block into those of this package.
 
-    UnreadableError also stands for another version of the object.
+    They become MissingError, ConfigError or UnreadableError, which also stands for another version
+    of the object.
     """
     try:
         yield
@@ -119,9 +119,7 @@ def client_reason(error: BaseException) -> str:
 
 
 def until_whole(request: Callable[[], _T], tries: int = 3) -> _T:
-    """The result of `request`, which is repeated if its response was cut off: the client does not
-    retry that itself.
-    """
+    """Repeat `request` until its response is complete: the client does not retry cut-off bodies."""
     try:
         return request()
     except exceptions.BaseError as error:
@@ -131,8 +129,9 @@ def until_whole(request: Callable[[], _T], tries: int = 3) -> _T:
 
 
 def refuse_missing_bucket(where: str, error: BaseException) -> None:
-    """Raise ConfigError if the bucket does not exist: the client raises the same error for an
-    object.
+    """Raise ConfigError if the bucket does not exist.
+
+    The client raises the same error for a missing object.
     """
     if any(code in str(error) for code in _NO_BUCKET):
         raise ConfigError(f"{where}: no such bucket; create it, or correct its name") from error
@@ -166,8 +165,9 @@ _RETRIES = {"retry_timeout": timedelta(minutes=30)}  # ten tries, some of which 
 
 
 def client_options(url: str, **options: Any) -> dict[str, Any]:
-    """Defaults, overridden by environment variables, overridden by `options`: the client itself
-    merges none of them.
+    """Combine defaults, environment variables and `options`; later ones override earlier ones.
+
+    The client itself merges none of them.
     """
     prefix = _VARIABLES.get(url.partition("://")[0].lower(), "AZURE")
     client_settings = {"timeout": _TIMEOUT}
@@ -185,9 +185,7 @@ def client_options(url: str, **options: Any) -> dict[str, Any]:
 
 
 def _uses_tls(options: dict[str, Any]) -> bool:
-    """Whether the transport itself protects what is sent, so that signing each body would be
-    redundant.
-    """
+    """Whether the transport protects what is sent, so that bodies need no signature."""
     config = {**options, **options.get("config", {})}
     endpoints = [config[name] for name in _ENDPOINT_OPTIONS if name in config]
     endpoints += [os.environ[name] for name in _ENDPOINT_VARIABLES if name in os.environ]

@@ -1,5 +1,4 @@
-"""DeepSpeed's ZeRO: the parameters that stage 3 partitions, and the flat partitions that its
-optimizers train.
+"""DeepSpeed's ZeRO: parameters that stage 3 partitions, and flat partitions of its optimizers.
 
 Every rank computes the layouts of all ranks from sizes and orders, without communication.
 `extensions.deepspeed.zero_optimizer` also reads DeepSpeed's fields of optimizers.
@@ -96,9 +95,7 @@ def _flat_sharding(numel: int, first: int, shard: int, members: Sequence[int]) -
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """One parameter in a partition, and its position in any buffer that is cut like the
-    partition.
-    """
+    """One parameter in a partition, with its position in any buffer that is cut likewise."""
 
     owner: Source  # of the weight
     sharding: FlatSharding
@@ -141,10 +138,9 @@ def zero_partitions(optimizer: Any, owners: _Owners) -> list[Partition]:
 
 
 def changed_with_steps(optimizer: Any) -> list[Any] | None:
-    """The masters and their weights: the tensors besides its state that a step of the inner
-    optimizer changes.
+    """The masters and their weights, which a step of the inner optimizer changes.
 
-    None if tensors may change outside of steps.
+    The state changes as well. None if tensors may change outside of steps.
     """
     # momentum changes before the step
     muon = any("use_muon" in group for group in optimizer.optimizer.param_groups)

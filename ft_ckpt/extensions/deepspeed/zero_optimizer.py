@@ -36,8 +36,9 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 @dataclass(frozen=True, eq=False)
 class EngineCounters:
-    """The counters of a DeepSpeed engine: steps, skipped steps, samples of all ranks,
-    micro-batches.
+    """The counters of a DeepSpeed engine: steps, skipped steps, samples and micro-batches.
+
+    Samples are those of all ranks.
     """
 
     engine: Any
@@ -56,9 +57,7 @@ class EngineCounters:
 
 @dataclass(frozen=True, eq=False)
 class _Unflattened:
-    """The inner optimizer's groups with the model's parameters in them, as `TorchOptimizers`
-    expects them.
-    """
+    """The inner optimizer's groups with the model's parameters, as `TorchOptimizers` reads them."""
 
     param_groups: list[dict[str, Any]]
     state: dict[Any, Any]
@@ -86,21 +85,21 @@ class ZeroOptimizers(TorchOptimizers):
         )
 
     def hooked_optimizer(self, optimizer: Any) -> tuple[Any, list[Tensor]]:
-        """The torch optimizer inside ZeRO's, and the masters and weights that change only after it
-        has begun to step.
+        """The torch optimizer inside ZeRO's, and the masters and weights that its step changes.
 
-        Gradients are prepared before the step; weights are made from the masters and sent to other
-        ranks after it. (None, []) if captured tensors change at other moments too.
+        They change only after it has begun to step: gradients are prepared before the step; weights
+        are made from the masters and sent to other ranks after it. (None, []) if captured tensors
+        change at other moments too.
         """
         changed = changed_with_steps(optimizer)
         return (None, []) if changed is None else (optimizer.optimizer, changed)
 
     def describe(self, optimizer: Any, sources: Mapping[str, Source]) -> Description:
-        """As `OptimizerKind.describe`, with "masters" ({name: dtype}) and "scaler" (the loss
-        scaler's numbers).
+        """Describe the state as `OptimizerKind.describe` does, with "masters" and "scaler".
 
-        The same on every rank. Masters with the dtype of the weights are the weights and are left
-        out. Can be called before the first step.
+        "masters" is {name: dtype}, "scaler" the loss scaler's numbers. The result is the same on
+        every rank. Masters with the dtype of the weights are the weights and are left out. Can be
+        called before the first step.
         """
         partitions = _partitions_of(optimizer, sources)
         groups = super().describe(_unflatten_groups(optimizer, partitions), sources)
@@ -392,9 +391,7 @@ def _refuse_other_state(
 
 
 def _init_inner_state(inner: Any, partition: Partition) -> None:
-    """Let the inner optimizer create its state by a step with zero gradients and zero learning
-    rate.
-    """
+    """Create the inner optimizer's state by a step with zero gradients and no learning rate."""
     master, groups = partition.master, inner.param_groups
     before, gradient = master.detach().clone(), master.grad
     group = {**groups[partition.group], "params": [master]}
@@ -426,9 +423,7 @@ def _restored_number(
     entries_of_slots: Mapping[Slot, dict[str, Any]],
     fill: Callable[[Source], Any],
 ) -> Any:
-    """The number, such as the step, that all parameters of a partition share, in the type of
-    `live`.
-    """
+    """The number, such as the step, that all parameters of a partition share, typed as `live`."""
     numbers: dict[str, Any] = {}
     for slot, entries in entries_of_slots.items():
         numbers[slot.owner.name] = _stored_number(slot, key, entries[key], fill)

@@ -90,8 +90,9 @@ def weight_problems(path: Path, models: Sequence[nn.Module]) -> Iterator[str]:
 
 
 def optimizer_problems(path: Path, accelerator: Any) -> Iterator[str]:
-    """What shows that the parameters of the optimizers have another order than in the folder, which
-    numbers them.
+    """Say what shows that the parameters of the optimizers are in another order than in the folder.
+
+    The folder numbers them.
     """
     names: dict[int, str] = {}
     for model in accelerator._models:
@@ -163,8 +164,9 @@ def _shape_problem(entries: Mapping[str, Any], parameter: Tensor) -> str | None:
 
 
 def _has_settings(group: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
-    """Whether a stored group has the settings of a live one, but for a rate that a scheduler
-    changes.
+    """Whether a stored group has the settings of a live one.
+
+    A rate that a scheduler changes may differ.
     """
     before, now = settings_of(group), settings_of(live)
     keys = before.keys() & now.keys() - {"param_names"}
@@ -174,7 +176,8 @@ def _has_settings(group: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
 
 
 def _bare_name(name: str) -> str:
-    """The name of a tensor without the prefixes of DDP and torch.compile, which Accelerate may have
-    removed.
+    """The name of a tensor without the prefixes of DDP and torch.compile.
+
+    Accelerate may have removed them.
     """
     return name.replace("_orig_mod.", "").removeprefix("module.")

@@ -1,9 +1,9 @@
-"""Resumes from a folder of `accelerator.save_state`: it is compared with the run, then Accelerate
-loads it.
+"""Resumes from folders of `accelerator.save_state`.
 
-Such a folder numbers objects and parameters instead of naming them. Every file is read before
-anything is overwritten, as Accelerate reads it: by torch with `weights_only`, which executes
-nothing. What Accelerate would unpickle is refused.
+The folder is compared with the run, then Accelerate loads it. Such a folder numbers objects and
+parameters instead of naming them. Every file is read before anything is overwritten, as Accelerate
+reads it: by torch with `weights_only`, which executes nothing. What Accelerate would unpickle is
+refused.
 """
 
 import re
@@ -54,10 +54,9 @@ _NO_POSITION = (
 
 
 def find_accelerate_folder(path: Path) -> Path | None:
-    """The folder of `save_state` at `path`: itself, or the `checkpoint_N` in it with the highest
-    number; None without.
+    """Find a folder of `save_state` at `path`: itself, or the last `checkpoint_N` in it, or None.
 
-    In a project folder it is below "checkpoints".
+    In a project folder they are below "checkpoints".
     """
     store = LocalStore(path)
     if store.stat(MANIFEST_NAME) is not None:

@@ -210,9 +210,7 @@ def _stored_boxes(name: str, chunks: Sequence[Any], infos: _Infos) -> list[_Stor
 def _check_boxes(
     place: Place, specs: Mapping[str, Spec], boxes: Mapping[str, Sequence[_StoredBox]]
 ) -> None:
-    """Raise CorruptError naming every tensor whose boxes are not in the folder or do not fill
-    it.
-    """
+    """Raise CorruptError naming every tensor whose boxes are absent or do not fill it."""
     store = place.folder
     wrong: list[str] = []
     paths = {path for path in _paths_of(boxes) if is_inside(path)}
@@ -249,8 +247,9 @@ def _fill_tensor(boxes: Sequence[_StoredBox], spec: Spec) -> bool:
 
 
 def _boxes_overlap(boxes: Sequence[_StoredBox]) -> bool:
-    """Whether two boxes share an element: the boxes then leave a gap, although the number of
-    elements is right.
+    """Whether two boxes share an element.
+
+    The boxes then leave a gap, although the number of elements is right.
     """
     ordered = sorted((box for box in boxes if 0 not in box.sizes), key=lambda box: box.offsets)
     for number, box in enumerate(ordered):

@@ -121,10 +121,10 @@ def _describe_rest(contents: Mapping[str, Any]) -> list[str]:
 
 
 def open_lightning_folder(place: Place) -> TensorView | None:
-    """The weights in a sharded checkpoint: a folder of torch.distributed.checkpoint with `meta.pt`
-    in it; None for any other folder.
+    """Open the weights in a sharded checkpoint of Lightning; None for any other folder.
 
-    Raises as `open_dcp` does; LoadError if there are no weights.
+    It is a folder of torch.distributed.checkpoint with `meta.pt` in it. Raises as `open_dcp` does;
+    LoadError if there are no weights.
     """
     store = place.folder
     if store.stat(METADATA) is None:

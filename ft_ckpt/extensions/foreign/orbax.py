@@ -137,8 +137,9 @@ def open_orbax(place: Place) -> OrbaxFile:
 
 
 def _tree_values(document: Any) -> tuple[dict[str, Any], list[str]]:
-    """The names of all arrays in the tree, each with the shape that one process wrote or None, and
-    all other values.
+    """The names of all arrays in the tree, and all other values.
+
+    Each array has the shape that one process wrote, or None.
     """
     arrays, skipped = dict[str, Any](), []
     for entry in document["tree_metadata"].values():

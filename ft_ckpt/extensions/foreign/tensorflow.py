@@ -64,8 +64,9 @@ def load_tensorflow() -> Any:
 
 
 def bundle_prefixes(place: Place) -> list[Place]:
-    """The prefixes at `place`: itself, the newest by the folder's STATE file, or all in the
-    folder.
+    """The prefixes of checkpoints at `place`.
+
+    It is one itself, or a folder: the newest by its STATE file counts, or else all in it.
     """
     if place.name and place.store.stat(f"{place.name}{_INDEX}") is not None:
         return [place]
@@ -169,9 +170,9 @@ def _open_sharded(store: Store, prefixes: Mapping[str, str]) -> TensorView:
 
 
 def open_tensorflow(place: Place) -> TensorFile:
-    """The tensors of the checkpoint with prefix `place`, or of the newest or of all shards in the
-    folder `place`.
+    """Open the tensors of a TensorFlow checkpoint.
 
+    `place` is its prefix, or a folder, of which the newest checkpoint or all shards are opened.
     Raises ConfigError where TensorFlow is not installed, LoadError for a folder of several
     checkpoints that does not name the newest, CorruptError when there is no checkpoint or it is
     damaged.

@@ -1,9 +1,8 @@
-"""Reads the object tree and the leaves of Cerebras checkpoints (HDF5) of the formats 0.4, and from
-0.5 on.
+"""Reader of the object tree and the leaves of Cerebras checkpoints (HDF5).
 
-Nothing in the file is run: the pickled tree of 0.4 and its objects are decoded by `unpickle`, and
-unknown objects stay opaque. Links to other files, unfinished files and unknown kinds of leaves are
-refused.
+It reads the format 0.4 and those from 0.5 on. Nothing in the file is run: the pickled tree of 0.4
+and its objects are decoded by `unpickle`, and unknown objects stay opaque. Links to other files,
+unfinished files and unknown kinds of leaves are refused.
 """
 
 import json

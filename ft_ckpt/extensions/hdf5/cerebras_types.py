@@ -51,8 +51,9 @@ def dataset_path(name: str) -> tuple[str, ...]:
 
 
 def leaf_path(name: str) -> tuple[str, ...]:
-    """The path of a leaf's dataset: its name, or an escaped name in GROUP if HDF5 would parse it as
-    a path.
+    """The path of a leaf's dataset.
+
+    It is the leaf's name, or an escaped name in GROUP if HDF5 would parse the name as a path.
     """
     if "/" in name or name in ("", ".", "..", INDEX, GROUP):
         return (GROUP, "=" + quote(name, safe=""))

@@ -1,5 +1,6 @@
-"""Describes an object as a Cerebras checkpoint of format 0.5: attributes, and a dataset for each
-leaf.
+"""Description of an object as a Cerebras checkpoint of format 0.5.
+
+It has attributes, and a dataset for each leaf.
 """
 
 import json
@@ -42,8 +43,7 @@ _LEAF_TEXT = json.dumps(LEAF_SPEC)
 
 @dataclass(frozen=True)
 class Content:
-    """The checkpoint without its tensors' bytes: attributes of the root, names of the leaves,
-    datasets.
+    """The checkpoint without its tensors' bytes: attributes of the root, names of leaves, datasets.
 
     The first datasets are those of the leaves, in order; their offsets are not yet known.
     """
@@ -211,11 +211,10 @@ def _path_metadata(name: str) -> dict[str, str]:
 
 
 def _wrap_metadata(name: str, metadata_text: str) -> str:
-    """The JSON text of a leaf's attribute of the root: its metadata, and the tree of a dict with
-    this leaf alone.
+    """The JSON text of a leaf's attribute of the root.
 
-    Strings of JSON are put together, because to encode a dict for each leaf takes five times as
-    long.
+    It has the leaf's metadata, and the tree of a dict with this leaf alone. Strings of JSON are put
+    together, because to encode a dict for each leaf takes five times as long.
     """
     key = json.dumps(name)
     metadata_key = json.dumps(f"{name}.__metadata__")

@@ -45,8 +45,7 @@ def lay_out_dual(
     metadata: Mapping[str, str],
     ties: Mapping[str, str] = MappingProxyType({}),
 ) -> Layout:
-    """The layout of a dual file that contains `specs` as one flat dict, with `ties` in its
-    metadata.
+    """Lay out a dual file that contains `specs` as one flat dict, with `ties` in its metadata.
 
     Raises SelectionError for unsupported dtypes.
     """
@@ -58,8 +57,7 @@ def lay_out_dual(
 def lay_out_dual_tree(
     root: Node, leaves: Sequence[Spec], arrays: Sequence[int], native_floats: bool = False
 ) -> tuple[Layout, Sequence[str]]:
-    """The layout of a dual file that contains the object `root`, and the names of its leaves, in
-    order.
+    """Lay out a dual file that contains the object `root`, and name its leaves in order.
 
     Raises SelectionError for unsupported dtypes.
     """

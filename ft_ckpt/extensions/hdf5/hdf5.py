@@ -31,8 +31,9 @@ ReadElements = Callable[[int, int], Any]
 
 
 def is_hdf5(file: RawFile) -> bool:
-    """True if the signature of HDF5 is at the start of the file, or after a user block that is not
-    a dual file's.
+    """Whether the signature of HDF5 is at the start of the file, or after a user block.
+
+    The user block of a dual file does not count.
     """
     if _is_signature_at(file, 0):
         return True
@@ -50,8 +51,7 @@ def _is_signature_at(file: RawFile, start: int) -> bool:
 
 
 def open_hdf5(raw: RawFile, verify: bool = False) -> IndexedFile:
-    """The tensors of an HDF5 file: ours, a Cerebras checkpoint, or any other of groups and
-    datasets.
+    """Open the tensors of an HDF5 file of ft_ckpt, of Cerebras, or of other groups and datasets.
 
     Raises CorruptError when it is damaged or incomplete, or refers to other files.
     """
@@ -207,8 +207,9 @@ def _converting_reader(dtype_name: str, dataset: ForeignDataset) -> ReadElements
 
 
 def _open_plain(source: ForeignFile) -> IndexedFile:
-    """A file without a description of an object: groups become dicts, datasets tensors, arrays or
-    strings.
+    """Open a file without a description of an object.
+
+    Groups become dicts, datasets tensors, arrays or strings.
     """
     leaves: list[StoredLeaf] = []
     root = _group_node(source, source.file, "", (), leaves)

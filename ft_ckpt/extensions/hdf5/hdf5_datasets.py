@@ -190,8 +190,7 @@ def find_dataset(source: ForeignFile, path: str) -> ForeignDataset:
 def follow_link(
     source: ForeignFile, group: Any, path: str, name: str, hops: int = 0
 ) -> tuple[Any, str]:
-    """The object that the link `name` in `group` (at `path`) resolves to, and its path by hard
-    links.
+    """Resolve the link `name` in `group` (at `path`) to an object and its path by hard links.
 
     Soft links are followed part by part, because any part may be a link to another file. Raises
     CorruptError for a link that leads out of the file or to nothing.

@@ -1,8 +1,7 @@
-"""Lays out HDF5 files that can be mapped: all metadata first, then the tensors, then an index with
-their digests.
+"""Layout of HDF5 files that can be mapped: all metadata, then the tensors, then an index.
 
-    superblock and metadata | to a page | large tensors, each on a page | small ones, each on 64
-    bytes | index
+   superblock and metadata | to a page | large tensors, each on a page | small ones, each on 64
+   bytes | index
 
 The file is a Cerebras checkpoint of format 0.5, and every HDF5 tool lists it. The index is a
 dataset of bytes at the end of the file: JSON (metadata, tree of the object, and for each tensor
@@ -42,11 +41,10 @@ def lay_out_hdf5(
     metadata: Mapping[str, str],
     ties: Mapping[str, str] = MappingProxyType({}),
 ) -> Layout:
-    """The layout of a file that contains `specs` as one flat dict, tied tensors under each of their
-    names.
+    """Lay out a file that contains `specs` as one flat dict, with tied tensors under each name.
 
-    `ties`: alias to stored name; with ties, `metadata` is not stored. Raises SelectionError for
-    unsupported dtypes.
+    `ties` maps an alias to the stored name; with ties, `metadata` is not stored. Raises
+    SelectionError for unsupported dtypes.
     """
     unsupported = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in DTYPES]
     if unsupported:
@@ -66,9 +64,7 @@ def lay_out_hdf5(
 def lay_out_hdf5_tree(
     root: Node, leaves: Sequence[Spec], arrays: Sequence[int], native_floats: bool = False
 ) -> tuple[Layout, Sequence[str]]:
-    """The layout of a file that contains the object `root`, and the names of its leaves, in
-    order.
-    """
+    """Lay out a file that contains the object `root`, and name its leaves in order."""
     content = describe_checkpoint(root, leaves, arrays, native_floats)
     specs = named_specs(content.names, leaves)
     stored_root = None if is_flat(root, content.names) else root
@@ -97,9 +93,7 @@ def _alignment_of(size_bytes: int) -> int:
 
 
 def _place_tensors(specs: Sequence[Spec]) -> tuple[list[int], list[int], int]:
-    """The order of `specs` in the file, by number; their offsets in that order; the end of the
-    last.
-    """
+    """Place `specs` in the file: their order by number, their offsets, and the end of the last."""
     large = [number for number, spec in enumerate(specs) if spec.size_bytes >= MAP_BYTES]
     small = [number for number, spec in enumerate(specs) if spec.size_bytes < MAP_BYTES]
     order = large + small

@@ -1,10 +1,9 @@
-"""Reads models of Keras: its HDF5 files (whole models and weights alone, of Keras 2 and 3) and
-`.keras` archives.
+"""Readers of models of Keras: its HDF5 files and `.keras` archives.
 
-Tensors are named after the layers of the model: `encoder/dense/kernel` where the file names
-variables, as whole models do, and `encoder/dense/0` where it numbers them, as `.weights.h5` does.
-Tensors of optimizers are left out by name. No model is built and nothing is executed: the config is
-kept as text in the metadata.
+HDF5 files are whole models and weights alone, of Keras 2 and 3. Tensors are named after the layers
+of the model: `encoder/dense/kernel` where the file names variables, as whole models do, and
+`encoder/dense/0` where it numbers them, as `.weights.h5` does. Tensors of optimizers are left out
+by name. No model is built and nothing is executed: the config is kept as text in the metadata.
 """
 
 import json
@@ -131,8 +130,9 @@ def _model_naming(file: IndexedFile) -> _Naming | None:
 
 
 def _weight_name(layer: str, weight: str) -> str:
-    """The path of a variable: below its layer, unless it contains it, and without TensorFlow's
-    `:0`.
+    """The path of a variable without TensorFlow's `:0`.
+
+    It is below its layer, unless it contains the layer's path.
     """
     path = re.sub(r":\d+$", "", weight)
     return path if layer == _TOP_LEVEL or f"/{layer}/" in f"/{path}/" else f"{layer}/{path}"
@@ -176,8 +176,9 @@ def _variable_name(root: Any, variable: str, layer_names: Mapping[str, str]) -> 
 
 
 def _config_names(config: Any, path: str, depth: int = 0) -> dict[str, str]:
-    """The names of layers by their groups, from the config: groups are classes in snake case,
-    counted in order.
+    """The names of layers by their groups in the file, from the config.
+
+    Groups are classes in snake case, counted in order.
     """
     inner = config.get("config") if isinstance(config, dict) else None
     layers = inner.get("layers") if isinstance(inner, dict) else None

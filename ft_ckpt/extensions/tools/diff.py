@@ -121,8 +121,9 @@ def compare_settings(first: TensorFile, second: TensorFile) -> list[tuple[str, s
 
 
 def by_layer(differences: Iterable[Difference]) -> list[Difference]:
-    """The differences by layer, such as "model.layers.3", or by module for names without a
-    number.
+    """Group differences by layer, such as "model.layers.3".
+
+    Names without a number are grouped by module.
     """
     layers: dict[str, list[Difference]] = {}
     for difference in differences:

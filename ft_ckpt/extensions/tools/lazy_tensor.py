@@ -84,8 +84,9 @@ _WITHOUT_VALUES: set[Any] = (  # functions of shape, dtype and the like
 
 
 class _StoredTensor:
-    """One stored tensor with its values while they are loaded, shared by all lazy tensors made from
-    it.
+    """One stored tensor with its values while they are loaded.
+
+    All lazy tensors made from it share them.
     """
 
     __slots__ = ("dtype", "file", "name", "shape", "values")
@@ -251,8 +252,9 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 def _plain_buffer(
     _module: torch.nn.Module, _name: str, value: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Replace a lazy buffer by its values, so that `load_state_dict(assign=True)` sets plain
-    tensors.
+    """Replace a lazy buffer by its values.
+
+    `load_state_dict(assign=True)` then sets plain tensors.
     """
     return value.values() if isinstance(value, LazyTensor) else None
 

@@ -92,13 +92,13 @@ def load(
     mapped: bool = True,
     verify: bool = False,
 ) -> Any:
-    """Load the object in the file `path`. Without `map_location`, tensors are read at their first
-    use.
+    """Load the object in the file `path`.
 
-    `map_location` gives plain tensors on that device; on the CPU large ones are mapped.
-    `mapped=False` copies values instead of mapping them. `verify` compares digests: for HDF5 files
-    of ft_ckpt when a tensor is read, for other files at once, with the manifest beside the file or
-    the checksums in a torch file. `format` is detected from the content.
+    Without `map_location`, tensors are read at their first use; with it they are plain tensors on
+    that device; on the CPU large ones are mapped. `mapped=False` copies values instead of mapping
+    them. `verify` compares digests: for HDF5 files of ft_ckpt when a tensor is read, for other
+    files at once, with the manifest in the same folder or the checksums in a torch file. `format`
+    is detected from the content.
 
     Raises CorruptError for a file that is damaged, incomplete or would run code, FileNotFoundError
     when it is absent, ConfigError when `verify` finds no digests, or for a device that is not
@@ -292,8 +292,9 @@ def _lazy_of(file: IndexedFile, name: str) -> LazyTensor:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Disable the cyclic garbage collector: scanning 20,000 new tensors costs more than creating
-    them.
+    """Disable the cyclic garbage collector in the block.
+
+    To scan 20,000 new tensors costs more than to create them.
     """
     was_enabled = gc.isenabled()
     gc.disable()

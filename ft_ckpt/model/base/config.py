@@ -43,10 +43,10 @@ def class_of_base(model: nn.Module) -> str:
 
 
 def changes_of_config(model: Any, identity: str | None, revision: str | None) -> dict[str, Any]:
-    """The fields in which the config of the live base differs from that in the folder or repository
-    `identity`.
+    """The fields in which the config of the live base differs from that in `identity`.
 
-    All fields if that config is not on this machine. Without network access.
+    `identity` is a folder or a repository, which is read without network access. All fields if that
+    config is not on this machine.
     """
     live = getattr(model, "config", None)
     if not hasattr(live, "to_dict"):

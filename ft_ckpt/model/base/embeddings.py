@@ -72,9 +72,9 @@ def _shapes_with_words(cls: type, config: str, words: int) -> Shapes:
 
 
 def _rows_of_base(module: Any, model: Any) -> int | None:
-    """Vocabulary size of the base before a resize: from its config on this machine, else from the
-    inner modules.
+    """The vocabulary size of the base before a resize.
 
+    It comes from the base's config on this machine, else from the inner modules:
     `resize_token_embeddings` changes the config and the outermost module only; the decoder inside
     keeps the old size.
     """

@@ -1,6 +1,4 @@
-"""The files of the base of adapters, where they are on this machine: folder, config, and the
-tensors' places.
-"""
+"""The files of an adapter's base on this machine: folder, config, and the tensors' places."""
 
 import copy
 import os
@@ -26,8 +24,9 @@ from ft_ckpt.storage.places import Place, open_place
 
 
 def base_folder(identity: str | os.PathLike[str] | Place, revision: str | None) -> Place | None:
-    """The folder `identity`, or that of the repository `identity` in the Hub's cache on this
-    machine, or None.
+    """The folder of `identity`, which is a folder or a repository, or None.
+
+    A repository is looked up in the Hub's cache on this machine.
     """
     place = open_place(identity)
     if place.is_folder:
@@ -95,9 +94,7 @@ class FileOrigins:
 
 
 def find_origins(model: Any, names: Collection[str], file: TensorFile) -> FileOrigins:
-    """The origins in `file` of the model's tensors `names`, as transformers renames and converts
-    them.
-    """
+    """Find the tensors `names` of the model in `file`, as transformers renames and converts it."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -137,9 +134,7 @@ def find_origins(model: Any, names: Collection[str], file: TensorFile) -> FileOr
 
 
 def names_of_today(model: Any, names: Iterable[str]) -> list[str]:
-    """The names after transformers' renaming of those that earlier versions gave the tensors of
-    this class.
-    """
+    """Rename tensors of this class, as earlier versions named them, as transformers does now."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -155,12 +150,11 @@ _absent: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 def absent_parameters(
     model: Any, sources: Mapping[str, Source], identities: Iterable[tuple[str, str | None]]
 ) -> frozenset[str]:
-    """The parameters of the live base `model` that its files lack: transformers draws them at
-    random at each load.
+    """The parameters of the live base `model` that its files lack.
 
-    `sources`: the tensors of the base by name; `identities`: names of the base (a folder or
-    repository, a revision), of which the first that is on this machine counts. Empty if none is, or
-    if it has no weights.
+    transformers draws them at random at each load. `sources` are the tensors of the base by name.
+    `identities` are names of the base (a folder or repository, a revision), of which the first that
+    is on this machine counts. Empty if none is, or if it has no weights.
     """
     inner = unwrap(model)
     if not is_pretrained(inner):

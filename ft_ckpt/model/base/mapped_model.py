@@ -104,8 +104,7 @@ def _model_on_files(
     *,
     in_memory: bool,
 ) -> FileModel:
-    """The model `base` in `folder` with the tensors of `file`, under the names that transformers
-    reads.
+    """Make the model `base` in `folder` on the tensors of `file`, as transformers names them.
 
     Tensors in `replaced`, which the caller fills, are zeros if the file lacks them or has another
     shape. Tensors that transformers converts, such as fused experts, are computed at each read;

@@ -82,8 +82,10 @@ def _with_changes(cls: Any, config: Any, changes: Mapping[str, Any]) -> BaseClas
 
 
 def _guess_class(config: Any, settings: Mapping[str, Any], record: PartRecord) -> BaseClass:
-    """The first class that has the modules of the adapter's tensors, with as many labels as its
-    head has rows; for an adapter of PEFT, or of an earlier version.
+    """The first class that has the modules of the adapter's tensors.
+
+    It has as many labels as the head of the adapter has rows. Adapters of PEFT and of earlier
+    versions do not name their class.
     """
     from transformers import AutoModel
 
@@ -146,8 +148,9 @@ def _empty_model(cls: Any, config: Any) -> Any:
 
 
 def _has_modules(cls: Any, config: Any, record: PartRecord) -> bool:
-    """Whether the model has the outermost modules that the adapter's tensors are in, by today's
-    names or older ones.
+    """Whether the model has the outermost modules that hold the adapter's tensors.
+
+    Names of today and older ones count.
     """
     model = _empty_model(cls, config)
     outermost = {name for name, _ in model.named_children()}
@@ -162,9 +165,7 @@ def _has_modules(cls: Any, config: Any, record: PartRecord) -> bool:
 
 
 def _with_labels(cls: Any, config: Any, record: PartRecord) -> Any:
-    """The config with the number of labels for which most stored tensors have the shapes of the
-    model's.
-    """
+    """The config with the number of labels that gives most stored tensors the model's shapes."""
     stored = {base_name(tensor.name): tensor.shape for tensor in record.tensors}
     misfits = _misfits(cls, config, stored)
     rows = {stored[name][0] for name in misfits if stored[name]}

@@ -87,16 +87,15 @@ def _digest_of_config(config: Any) -> str:
 
 
 def identifying_tensors(part: Part) -> dict[str, Source]:
-    """The tensors of the base that identify it: those that the adapter does not store in their
-    place.
-    """
+    """The tensors of the base that identify it, which the adapter does not replace."""
     replaced = {base_name(entry.name) for entry in part.entries}
     return {name: source for name, source in part.base.items() if name not in replaced}
 
 
 def identifying_samples(record: PartRecord) -> dict[str, Mapping[str, float]]:
-    """The recorded samples of the base without tensors that the adapter replaces, which earlier
-    versions sampled.
+    """The recorded samples of the base without tensors that the adapter replaces.
+
+    Earlier versions sampled those as well.
     """
     if record.base is None:
         return {}
@@ -141,8 +140,7 @@ def differences_of_base(
     rank: int,
     attribute: str | None = None,
 ) -> tuple[int, list[str]]:
-    """Compare the base of the adapters of `model`, or of its `attribute`, with the recorded
-    samples.
+    """Compare the base of the adapters of `model`, or of its `attribute`, with recorded samples.
 
     Tensors in `stored` are not compared. Returns the number of compared tensors and the
     differences.
@@ -177,11 +175,10 @@ def differences_of_base(
 def differing_tensors(
     sources: Mapping[str, Source], record: PartRecord, rank: int = 0, *, is_changed: bool = False
 ) -> list[str]:
-    """Names of recorded base tensors of an adapter that are missing in `sources`, or whose elements
-    on this rank differ.
+    """Name the recorded base tensors that `sources` lack, or that differ in this rank's elements.
 
-    `is_changed`: the initialisation of the adapter has changed both bases, so the last digits may
-    differ.
+    `is_changed` means that the initialisation of the adapter has changed both bases, so the last
+    digits may differ.
     """
     if record.base is None:
         return []
@@ -200,10 +197,10 @@ def differing_tensors(
 
 
 def differing_elements(file: TensorFile, record: PartRecord) -> tuple[int, list[str]]:
-    """The number of compared tensors of an adapter's base, and the names of those whose elements in
-    `file` differ.
+    """Compare a few elements of an adapter's base with the tensors in `file`.
 
-    A few elements of each are read. Tensors that the file lacks, or has quantised, are left out.
+    Returns the number of compared tensors and the names of those that differ. Tensors that the file
+    lacks, or has quantised, are left out.
     """
     if record.base is None:
         return 0, []
@@ -256,8 +253,7 @@ class _Comparison:
         dtype: torch.dtype,
         recorded: Mapping[str, float],
     ) -> bool:
-        """Whether elements of the tensor `name` equal the recorded ones within the precision of the
-        coarser dtype.
+        """Whether elements of a tensor equal the recorded ones in the coarser of both dtypes.
 
         Equal dtypes are compared exactly, except in adapted layers: merging and unmerging changes
         the last digits.

@@ -1,5 +1,6 @@
-"""Notices changes to the base of a run's adapters, because a resume starts from the unchanged
-base.
+"""Detection of changes to the base of a run's adapters.
+
+A resume starts from the unchanged base.
 """
 
 from contextlib import suppress
@@ -44,9 +45,7 @@ class BaseWatch:
         return self._model is not None and self._model() is unwrap(model)
 
     def changed_layers(self, model: nn.Module, rank: int) -> list[str]:
-        """Names of base tensors whose samples differ from those that `note_base` took of this
-        model.
-        """
+        """Name the base tensors whose samples have changed since `note_base` took them."""
         if not self._has_sampled(model) or not self._samples:
             return []
         refuse_merged(unwrap(model))
@@ -61,9 +60,7 @@ class BaseWatch:
         return changed
 
     def refuse_changed(self, model: nn.Module, rank: int) -> None:
-        """Raise SelectionError if the base has changed, because an adapter alone would lose the
-        change.
-        """
+        """Raise SelectionError if the base has changed: an adapter alone would lose the change."""
         changed = self.changed_layers(model, rank)
         if changed:
             raise SelectionError(

@@ -1,5 +1,4 @@
-"""Models of diffusers: their config.json, which a save writes, and the model that a load makes of
-it.
+"""Models of diffusers: the config.json of a save, and the empty model that a load makes of it.
 
 Only a load imports diffusers.
 """
@@ -56,9 +55,7 @@ def write_config(folder: Path, part: Part) -> None:
 
 
 def _refuse_other_tensors(part: Part, cls: Any, text: str) -> None:
-    """Raise CompanionError naming the tensors in which the stored model and that of the config
-    `text` differ.
-    """
+    """Raise CompanionError if the config `text` makes a model with other tensors than stored."""
     stored = {entry.name: entry.shape for entry in part.entries}
     aliases: set[str] = set()
     for names in part.ties:

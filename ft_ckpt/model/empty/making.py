@@ -1,6 +1,4 @@
-"""How transformers makes models while a load runs: without memory, bounded in size, in the stored
-dtypes.
-"""
+"""Models that transformers makes in a load: without memory, bounded in size, in stored dtypes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -51,8 +49,9 @@ def without_memory() -> Iterator[None]:
 
 @contextmanager
 def _leaving_parameters_unfilled() -> Iterator[None]:
-    """In the block, transformers initialises buffers but not parameters, which would cost more than
-    mapping a model.
+    """In the block, transformers initialises buffers only.
+
+    To initialise parameters would cost more than mapping a model.
     """
     register = nn.Module.register_parameter
 
@@ -70,11 +69,10 @@ def _leaving_parameters_unfilled() -> Iterator[None]:
 
 @contextmanager
 def limit_parameters(parameters: int, source: str) -> Iterator[None]:
-    """In the block, raise LoadError for a model of more than `parameters` parameters, or with a
-    huge buffer.
+    """In the block, raise LoadError for a model of more than `parameters` parameters.
 
-    `source` is named in the error, which is raised before memory is allocated. Parameters have no
-    memory, buffers do.
+    A huge buffer is refused as well. `source` is named in the error, which is raised before memory
+    is allocated. Parameters have no memory, buffers do.
     """
     register = nn.Module.register_parameter
     count = 0
@@ -94,8 +92,9 @@ def limit_parameters(parameters: int, source: str) -> Iterator[None]:
 
 
 class _BoundedFactories(TorchFunctionMode):
-    """Raises LoadError for factory calls of more than _MAX_ELEMENTS elements, before memory is
-    allocated.
+    """Raises LoadError for factory calls of more than _MAX_ELEMENTS elements.
+
+    It does so before memory is allocated.
     """
 
     def __torch_function__(
@@ -118,11 +117,10 @@ class _BoundedFactories(TorchFunctionMode):
 
 @contextmanager
 def listing_own(record: PartRecord) -> Iterator[None]:
-    """In the block, state dicts of transformers models have parameters and buffers only, in the
-    stored dtypes.
+    """In the block, state dicts of transformers models have parameters and buffers only.
 
-    transformers' loader assigns every entry of a state dict as a tensor, and rounds each tensor to
-    the config's dtype unless the state dict has the stored dtype.
+    They have the stored dtypes. transformers' loader assigns every entry of a state dict as a
+    tensor, and rounds each tensor to the config's dtype unless the state dict has the stored dtype.
     """
     whole_state_dict = nn.Module.state_dict
 

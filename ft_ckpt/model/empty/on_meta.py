@@ -28,8 +28,9 @@ def read_config(config_class: Any, text: str) -> Any:
 
 
 def _without_dtypes(settings: Any) -> Any:
-    """The settings without dtypes: transformers would make parts of the model under torch's default
-    dtype.
+    """The settings without dtypes.
+
+    With them transformers would make parts of the model under torch's default dtype.
     """
     if not isinstance(settings, dict):
         return settings
@@ -40,9 +41,7 @@ def _without_dtypes(settings: Any) -> Any:
 def shapes_of_new(
     cls: Any, config: Any, arguments: Mapping[str, Any]
 ) -> tuple[Shapes, re.Pattern[str] | None]:
-    """The shapes of the tensors of a new model by name, and a pattern of those that may be missing
-    in files.
-    """
+    """The shapes of a new model's tensors, and a pattern of those that files may lack."""
     # both modes are of this thread
     with torch.device("meta"), _AsFromPretrained(), _without_partitions():
         model = cls(config, **arguments)
@@ -73,11 +72,10 @@ _DRAWING_FACTORIES = frozenset(
 
 
 class _AsFromPretrained(TorchFunctionMode):
-    """In the block, this thread draws no random numbers of the process, which the training draws
-    too.
+    """In the block, this thread draws no random numbers of the process.
 
-    `torch.linspace` makes real numbers, which models read when they are made; `from_pretrained`
-    makes the same exception.
+    The training draws from the same generators. `torch.linspace` makes real numbers, which models
+    read when they are made; `from_pretrained` makes the same exception.
     """
 
     def __init__(self) -> None:
@@ -113,10 +111,10 @@ class _AsFromPretrained(TorchFunctionMode):
 
 
 def _without_partitions() -> Any:
-    """In the block, transformers does not partition a new model over the ranks, as it does under
-    DeepSpeed's ZeRO-3.
+    """In the block, transformers does not partition a new model over the ranks.
 
-    The flag holds for the process. Only a model that the script makes at this moment would notice.
+    It would under DeepSpeed's ZeRO-3. The flag holds for the process. Only a model that the script
+    makes at this moment would notice.
     """
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.modeling_utils import set_zero3_state

@@ -1,5 +1,6 @@
-"""Builds an empty transformers model from its folder: known classes only, size bounded by the
-stored tensors.
+"""Empty transformers models, made from their folder.
+
+Only known classes are made, and the stored tensors bound their size.
 """
 
 import json
@@ -34,8 +35,9 @@ def transformers_class(name: str) -> Any:
 
 
 def class_of_own_code(config: Mapping[str, Any], record: PartRecord) -> Any:
-    """The auto class for a model with custom code, which transformers runs only with
-    `trust_remote_code`.
+    """The auto class of a model with custom code.
+
+    transformers runs such code only with `trust_remote_code`.
     """
     import transformers
 
@@ -88,8 +90,9 @@ def empty_model(cls: Any, checkpoint: OpenCheckpoint, record: PartRecord) -> Any
 
 
 def is_converted(model: nn.Module) -> bool:
-    """Whether transformers converts tensors of its `model`, wrapped or not, between memory and
-    file.
+    """Whether transformers converts tensors of `model` between memory and file.
+
+    The model may be wrapped.
     """
     inner = unwrap(model)
     if not is_pretrained(inner) or getattr(inner, "is_quantized", False):
@@ -123,8 +126,9 @@ def add_origin(
 
 
 def add_folder_settings(model: Any, folder: Path) -> None:
-    """Set the generation config and `name_or_path` of a model that was built from the config in
-    `folder`.
+    """Set the generation config and `name_or_path` of a model, as `folder` has them.
+
+    The model was built from the config in the folder.
     """
     from transformers import GenerationConfig
 

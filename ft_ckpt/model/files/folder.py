@@ -1,5 +1,6 @@
-"""Opens folders of weights as one file of tensors: Hugging Face folders, sharded or not, and
-checkpoints of ft_ckpt.
+"""Folders of weights, opened as one file of tensors.
+
+They are Hugging Face folders, sharded or not, and checkpoints of ft_ckpt.
 """
 
 import re
@@ -77,9 +78,7 @@ class WeightsFolder(JoinedFile):
         return Place(self.store, part.path).folder
 
     def companions(self) -> tuple[list[Stored], list[str]]:
-        """Sidecar files that are valid for weights of any format, and names of other files, which
-        are left out.
-        """
+        """Sidecar files that fit weights of any format, and the names of the files that do not."""
         files = self.store.list()
         weight_names = self._weight_names()
         # a dual file has two names
@@ -123,10 +122,9 @@ class WeightsFolder(JoinedFile):
 def differing_parts(
     first: WeightsFolder, first_part: FolderPart, second: WeightsFolder, second_part: FolderPart
 ) -> list[Difference]:
-    """The settings that differ between a part of two folders and change the output, with values as
-    text.
+    """The settings that differ between a part of two folders and change the output.
 
-    Raises CorruptError for a settings file that cannot be parsed.
+    Values are text. Raises CorruptError for a settings file that cannot be parsed.
     """
     differences = []
     records = first_part.record, second_part.record
@@ -204,9 +202,7 @@ def _open_own_checkpoint(place: Place) -> TensorFile:
 
 
 def refuse_delta(manifest: Manifest, place: Place) -> None:
-    """Raise LoadError if this is the manifest of a delta, which has only some elements of the
-    weights.
-    """
+    """Raise LoadError for the manifest of a delta, which has only some elements of the weights."""
     if manifest.delta:
         base = manifest.delta.get("base")
         raise LoadError(

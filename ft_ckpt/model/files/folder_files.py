@@ -46,8 +46,9 @@ def _weight_file_names(kind: str) -> Iterator[str]:
 
 
 def library_stem(names: Iterable[str]) -> str:
-    """The stem that diffusers gives to weight files of every format, if the files `names` have it;
-    else "".
+    """The stem of diffusers' weight files if the files `names` have it, else "".
+
+    Files of every format have that stem.
     """
     file_names = [PurePosixPath(name).name for name in names]
     for stem in (DIFFUSERS_MODEL_FILE, DIFFUSERS_LORA_FILE):

@@ -1,5 +1,4 @@
-"""Compares the non-tensor contents that affect the output of a checkpoint: configs, code, extra
-state, token ids.
+"""Comparison of what affects the output beside tensors: configs, code, extra state, token ids.
 
 Every field of a config is compared unless it is listed here as harmless, including fields that
 libraries add later.
@@ -90,12 +89,10 @@ Difference = tuple[str, str, str]  # field, value in the first, value in the sec
 
 
 def differing_settings(first: Store, second: Store, kind: str) -> list[Difference]:
-    """The settings that differ between the folders of two parts and change the output, with values
-    as text.
+    """The settings that differ between the folders of two parts and change the output.
 
-    `kind` of the parts: "model", "adapter" or "module". The bases of adapters are not compared.
-
-    Raises CorruptError for a settings file that cannot be parsed.
+    Values are text. `kind` of the parts is "model", "adapter" or "module". The bases of adapters
+    are not compared. Raises CorruptError for a settings file that cannot be parsed.
     """
     differences = []
     if kind in SETTINGS_FILES:
@@ -119,11 +116,11 @@ def _presence(content: object) -> str:
 
 
 def differences_of_live(stored: Mapping[str, Any], config: Any) -> list[Difference]:
-    """The fields in which the PEFT config of a live adapter differs from its `stored` settings,
-    with values as text.
+    """The fields in which the PEFT config of a live adapter differs from its `stored` settings.
 
-    Only fields that change the output if the tensors of the adapter and of its base are equal.
-    Compared is what the config writes: a subclass may keep fields in a file of its own.
+    Values are text. Only fields count that change the output if the tensors of the adapter and of
+    its base are equal. Compared is what the config writes: a subclass may keep fields in a file of
+    its own.
     """
     written = files_made_by(lambda folder: config.save_pretrained(str(folder)))
     live = json.loads(written[SETTINGS_FILES["adapter"]])
@@ -137,17 +134,16 @@ def differences_of_live(stored: Mapping[str, Any], config: Any) -> list[Differen
 
 
 def is_irreproducible(settings: Mapping[str, Any]) -> bool:
-    """Whether the initialisation of an adapter with these settings changes its base and cannot be
-    repeated.
-    """
+    """Whether the initialisation of such an adapter changes its base and cannot be repeated."""
     return bool(irreproducible({"": SimpleNamespace(**settings)}))
 
 
 def differences_between(
     first: Mapping[str, Any], second: Mapping[str, Any], kind: str
 ) -> list[Difference]:
-    """The fields that differ between two configs of `kind` and change the output, with values as
-    text.
+    """The fields that differ between two configs of `kind` and change the output.
+
+    Values are text.
     """
     if kind == "adapter":
         counts = partial(_counts_for_adapter, first)
@@ -205,9 +201,7 @@ def _counts_for_adapter(settings: Mapping[str, Any], name: str) -> bool:
 
 
 def order_counts(pattern: Iterable[str]) -> bool:
-    """Whether the order of the keys of a rank_pattern or alpha_pattern may decide: PEFT takes the
-    first match.
-    """
+    """Whether the order of a rank_pattern or alpha_pattern matters: PEFT takes the first match."""
     keys = list(pattern)
     if len(keys) > 1 and not all(re.fullmatch(r"[\w.]+", key) for key in keys):
         return True  # regular expressions may overlap
@@ -221,8 +215,9 @@ def _has_suffix_among(key: str, keys: set[str]) -> bool:
 
 
 def _completed_adapter(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with PEFT's defaults for absent fields, and one value for all initialisations
-    that keep the base.
+    """The settings with PEFT's defaults for absent fields.
+
+    All initialisations that keep the base have one value.
     """
     completed = {**_peft_defaults(settings.get("peft_type")), **settings}
     for name in _UNORDERED & completed.keys():

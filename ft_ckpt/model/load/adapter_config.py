@@ -69,9 +69,7 @@ def explain_peft_errors(
 
 
 def _invalid_settings(store: Store, file: str) -> list[str]:
-    """Invalid settings in the adapter config `file`: unknown method, undeclared type, invalid
-    pattern.
-    """
+    """Name unknown methods, undeclared types and invalid patterns in the adapter config `file`."""
     import peft
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 

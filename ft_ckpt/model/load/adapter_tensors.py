@@ -73,8 +73,7 @@ def _live_adapters(model: Any) -> _LiveAdapters:
 def _stored_tensors(
     model: Any, checkpoint: OpenCheckpoint, record: PartRecord, expected: Set[str]
 ) -> dict[str, Tensor]:
-    """The tensors of an adapter in its files, under the names of the live one, if they are
-    `expected`.
+    """The tensors of an adapter in its files, as the live one names them, if they are `expected`.
 
     An adapter of transformers 4 has names and single experts of that version, which PEFT converts.
     PEFT would also rename names of today that look like older ones, so it gets only an adapter that

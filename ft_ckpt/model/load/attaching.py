@@ -1,5 +1,7 @@
-"""Attaches stored adapters to their base: compares the base with the recorded one, makes and fills
-the adapters, activates the active ones.
+"""Attachment of stored adapters to their base.
+
+The base is compared with the recorded one, the adapters are made and filled, and the active ones
+are activated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,12 +38,12 @@ def attach_adapters(
     check_base: bool,
     base_is_stored: bool = False,
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """Attach the adapters in `records` to `model`, which may be a base or already carry adapters of
-    these names.
+    """Attach the adapters in `records` to `model`.
 
-    `base_is_stored`: the base is in the same checkpoint and contains the changes by its adapters'
-    initialisation. Otherwise a base that the initialisation changes is compared with the recorded
-    base after that change.
+    The model is a base, or carries adapters of these names already. `base_is_stored` means that the
+    base is in the same checkpoint and contains the changes by its adapters' initialisation.
+    Otherwise a base that the initialisation changes is compared with the recorded base after that
+    change.
 
     Returns the model and notes for the report. Raises BaseMismatchError when sampled weights differ
     from the recorded base, LoadError naming the tensors and settings that do not fit, or the
@@ -91,9 +93,7 @@ def _refuse_redrawn(checkpoint: OpenCheckpoint, configs: Mapping[str, Any]) -> N
 def _refuse_changed_base(
     checkpoint: OpenCheckpoint, records: Sequence[PartRecord], configs: Mapping[str, Any]
 ) -> None:
-    """Raise LoadError for adapters whose initialisation changed the base in a way that cannot be
-    repeated now.
-    """
+    """Raise LoadError for adapters whose initialisation changed the base and cannot be repeated."""
     reason = irreproducible(configs)
     if reason:
         raise LoadError(

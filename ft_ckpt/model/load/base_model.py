@@ -122,10 +122,9 @@ def _load_transformers(
 
 
 def _refuse_drawn(info: Mapping[str, Any], adapters: Sequence[PartRecord], source: str) -> None:
-    """Raise LoadError naming tensors that transformers has drawn at random and the adapters do not
-    replace.
+    """Raise LoadError naming tensors that transformers drew at random and no adapter replaces.
 
-    `info`: what transformers reports of the load.
+    `info` is transformers' report of the load.
     """
     drawn = {*info["missing_keys"]}
     drawn.update(str(item[0]) for item in info["mismatched_keys"])

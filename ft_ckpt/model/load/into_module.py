@@ -71,8 +71,7 @@ def put_tensors(
 def fill_module(
     module: nn.Module, record: PartRecord, files: Iterable[TensorFile], store: Store, strict: bool
 ) -> LoadReport:
-    """Overwrite the parameters and buffers of `module` with the stored values, cast to their
-    dtypes.
+    """Overwrite parameters and buffers of `module` with the stored values, cast to their dtypes.
 
     Each rank reads its shard directly into the module's memory, a few blocks at a time. Tensors of
     modules that override loading are read into temporary tensors and then loaded. Raises LoadError
@@ -208,9 +207,7 @@ def _refuse_meta(comparison: _Comparison) -> None:
 
 
 def _refuse_masters(comparison: _Comparison) -> None:
-    """Raise LoadError if an engine's optimizer keeps its own copy of the weights and would
-    overwrite them.
-    """
+    """Raise LoadError if an optimizer's own copy of the weights would overwrite the loaded ones."""
     sources = comparison.tensors.sources(allow_meta=True)
     partitioned = [name for name, source in sources.items() if source.engine == "zero3"]
     if partitioned or any(map(keeps_weights, comparison.tensors.chain)):

@@ -1,5 +1,7 @@
-"""Makes the models of a load: empty ones whose tensors are mapped or read, or the caller's, filled;
-adapters are attached.
+"""The models of a load.
+
+They are empty ones whose tensors are mapped or read, or the caller's, filled. Adapters are
+attached.
 """
 
 from collections.abc import Mapping

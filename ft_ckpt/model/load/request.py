@@ -146,9 +146,7 @@ def refuse_unsigned(checkpoint: OpenCheckpoint, required: SignedBy | None) -> No
 
 
 def refuse_damaged(checkpoint: OpenCheckpoint, options: LoadOptions) -> None:
-    """Raise CorruptError if files differ from the manifest; UnreadableError if all of them may be
-    whole.
-    """
+    """Raise CorruptError if files differ from the manifest; UnreadableError if all may be whole."""
     problems = checkpoint.find_problems(deep=options.verify)
     if not problems:
         return

@@ -1,5 +1,7 @@
-"""The parts of an adapter save: the tensors that PEFT selects, trained and resized tensors of the
-base, and those that the files of the base lack.
+"""The parts of an adapter save.
+
+They are the tensors that PEFT selects, trained and resized tensors of the base, and those that the
+files of the base lack.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -144,9 +146,7 @@ def _note_on_lacking(entry: Entry) -> str:
 def _entries_left_out(
     view: View, selected: Mapping[str, Sequence[Entry]]
 ) -> tuple[list[Entry], list[str]]:
-    """Base tensors to store with the adapter (trained ones, resized embeddings), and notes on
-    them.
-    """
+    """Trained tensors and resized embeddings of the base to store with the adapter, with notes."""
     stored_keys: set[int] = set()
     for entries in selected.values():
         for entry in entries:
@@ -167,8 +167,7 @@ def _entries_left_out(
 
 
 def _absent_entries(view: View) -> tuple[list[Entry], list[str]]:
-    """The base parameters that the files of the base lack, under the names that PEFT loads them by,
-    and notes.
+    """The base parameters that the files of the base lack, as PEFT loads them, with notes.
 
     They are random at each load, such as the head of a classifier on a causal base.
     """
@@ -207,9 +206,7 @@ def missing_trainable(view: View, parts: Iterable[Part]) -> list[str]:
 
 
 def check_complete(view: View, parts: list[Part]) -> None:
-    """Raise IncompleteError naming every trainable tensor of the model that no adapter part
-    stores.
-    """
+    """Raise IncompleteError naming every trainable tensor that no adapter part stores."""
     missing = missing_trainable(view, parts)
     if missing:
         raise IncompleteError(

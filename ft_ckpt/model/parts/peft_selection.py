@@ -116,8 +116,9 @@ def _sources_for(view: View, adapter: str) -> list[Source]:
 def _adapter_of(
     steps: list[str], base_steps_at: Mapping[str, tuple[str, ...]], root: list[str]
 ) -> str | None:
-    """The adapter's name in a path: after the child of a PEFT layer, or the last step outside the
-    base; else None.
+    """The adapter's name in a path, or None.
+
+    It comes after the child of a PEFT layer, or is the last step outside the base.
     """
     path = ""
     for index, step in enumerate(steps):
@@ -150,9 +151,7 @@ def _select_by_peft(
 
 
 def _with_one_adapter(module: Any, adapter: str) -> Any:
-    """A shallow copy of the module with this adapter alone, and a copy of its config, which PEFT
-    modifies.
-    """
+    """A shallow copy of the module with one adapter, and of its config, which PEFT modifies."""
     copied = shallow_copy(module)
     owner = copied  # of `peft_config`
     tuner = module._modules.get("base_model")
@@ -164,9 +163,7 @@ def _with_one_adapter(module: Any, adapter: str) -> Any:
 
 
 def _prompt_entries(view: View, adapter: str) -> list[Entry]:
-    """The entries of a prompt method, which stores the output of its encoder, and trained copies of
-    modules.
-    """
+    """The entries of a prompt method: the output of its encoder, and trained copies of modules."""
     prefix = f"prompt_encoder.{adapter}."
     inputs, trained = [], {}
     for name, source in view.sources.items():

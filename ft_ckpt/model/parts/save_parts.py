@@ -96,10 +96,10 @@ def _refuse_pipeline(model: Any) -> None:
 
 
 def is_of_adapters(model: nn.Module, adapter_only: bool | None, attribute: Attribute) -> bool:
-    """Whether a save stores the adapters alone: `adapter_only`, or False for a model without
-    adapters.
+    """Whether a save stores the adapters alone.
 
-    Raises SelectionError if `attribute` is not a name or several; and for a model with adapters if
+    It does as `adapter_only` says; a model without adapters is stored in full by default. Raises
+    SelectionError if `attribute` is not a name or several; and for a model with adapters if
     `adapter_only` is None, because other readers would load only the base from a folder with both.
     """
     names = _names_of(attribute)
@@ -172,10 +172,9 @@ def _names_of(attribute: Attribute) -> list[str]:
 def is_adapter_run(
     model: nn.Module, sources: Mapping[str, Source], attribute: str | None = None
 ) -> bool:
-    """Whether only adapters are trained, on a base that can be recreated, in the model or its
-    `attribute`.
+    """Whether only adapters are trained, on a base that can be recreated.
 
-    `sources`: of `model`.
+    They are in the model or its `attribute`; `sources` are those of `model`.
     """
     module: Any = module_at(model, attribute or "")
     if not has_adapters(module) or irreproducible(module.peft_config):

@@ -68,9 +68,7 @@ def _stored_config(live: Any, adapter: str) -> Any:
 
 
 def _keep_order_of_patterns(folder: Store, config: Any) -> None:
-    """Restore the order of patterns, which PEFT sorts, if the order can decide which pattern
-    applies.
-    """
+    """Restore the order of patterns if it can decide which one applies: PEFT sorts them."""
     settings = json.loads(read_text(folder, "adapter_config.json"))
     reordered = {}
     for name in PATTERNS & settings.keys():

@@ -1,9 +1,9 @@
-"""Compares a transformers model with the one that transformers makes from its saved config, before
-the commit.
+"""Comparison of a transformers model with what transformers makes of its saved config.
 
-`from_pretrained` makes the model that config.json describes and fills it from the files. A stored
-tensor that this model lacks is dropped, and a tensor that the files lack is drawn at random, with a
-line in a log at most. So both are compared by names and shapes, on the meta device.
+It comes before the commit. `from_pretrained` makes the model that config.json describes and fills
+it from the files. A stored tensor that this model lacks is dropped, and a tensor that the files
+lack is drawn at random, with a line in a log at most. So both are compared by names and shapes, on
+the meta device.
 """
 
 import inspect
@@ -38,8 +38,7 @@ class _Comparison:
 
 
 def check_config(part: Part, config: str, *, is_run: bool) -> tuple[str, ...]:
-    """Notes on what `from_pretrained` would not load of a transformers model that is saved with the
-    text `config`.
+    """Note what `from_pretrained` would not load of a model that is saved with the text `config`.
 
     A class that transformers does not know gets a note with how to load it. Raises CompanionError
     if transformers cannot read the config, or would make a model with other tensors of it. A
@@ -99,9 +98,7 @@ def _problem_of(cls: type, comparison: _Comparison) -> str:
 
 
 def _note_on_own_class(cls: type, ancestor: type | None, comparison: _Comparison) -> str:
-    """How to load a model of the script's own class, and what transformers' class of its config
-    would not load.
-    """
+    """Say how to load a class of the script, and what transformers' class of its config drops."""
     name = cls.__name__
     note = (
         f"{name}: a class that transformers does not have; load it with ft_ckpt.load_model(folder, "
@@ -159,9 +156,7 @@ def _packed_layers(part: Part) -> frozenset[str]:
 def _compare(
     cls: Any, config: str, shapes: tuple[tuple[str, tuple[int, ...]], ...], packed: frozenset[str]
 ) -> _Comparison:
-    """Compare tensors of these `shapes` with those of the model that `cls` makes of the text of a
-    config.
-    """
+    """Compare `shapes` of tensors with those of the model that `cls` makes of a config's text."""
     try:
         settings = read_config(cls.config_class, config)
     except Exception as error:  # noqa: BLE001 - anything that a config class raises for its fields

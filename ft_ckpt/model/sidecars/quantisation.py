@@ -33,8 +33,10 @@ def is_quantised(model: nn.Module, config: Any) -> bool:
 
 
 def has_packed_tensors(module: nn.Module) -> bool:
-    """Whether a layer is of bitsandbytes, by class name (FSDP may change its dtype), or has a
-    packed dtype.
+    """Whether a layer has packed weights.
+
+    A layer of bitsandbytes counts by its class name, because FSDP may change its dtype; others by
+    their dtype.
     """
     if not _PACKED_LAYERS.isdisjoint(base.__name__ for base in type(module).__mro__):
         return True

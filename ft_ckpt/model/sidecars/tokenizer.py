@@ -126,10 +126,9 @@ def embedding_rows(model: nn.Module) -> int | None:
 
 
 def write_tokenizer(folder: Path, tokenizer: Any) -> None:
-    """Write a tokenizer or processor into the existing `folder`, under classes that transformers
-    finds by their names.
+    """Write a tokenizer or processor into `folder`, under classes that transformers finds.
 
-    The live one is not changed.
+    The folder exists. The live one is not changed.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         tokenizer = copy.deepcopy(tokenizer)  # a processor modifies its tokenizer when it is saved
@@ -152,10 +151,10 @@ def notes_on_classes(tokenizer: Any) -> tuple[str, ...]:
 
 
 def _substitutes(tokenizer: Any) -> list[tuple[Any, type]]:
-    """A tokenizer or processor and its parts whose classes an Auto class cannot find, with the
-    ancestors it finds.
+    """Ancestors to write instead of classes that an Auto class cannot find.
 
-    Such a class is of the script, or a library made it at run time.
+    Such a class is of the script, or a library made it at run time. It is that of a tokenizer or
+    processor, or of a part of one.
     """
     parts = [tokenizer]
     parts += [part for part in vars(tokenizer).values() if hasattr(part, "save_pretrained")]
@@ -168,8 +167,9 @@ def _substitutes(tokenizer: Any) -> list[tuple[Any, type]]:
 
 
 def _findable_class(cls: type) -> type | None:
-    """The class, or its nearest ancestor, that has code in its checkpoint, is registered, or is
-    transformers' own.
+    """The class, or its nearest ancestor that transformers finds.
+
+    It has code in its checkpoint, is registered, or is transformers' own.
     """
     for base in cls.__mro__:
         has_code = getattr(base, "_auto_class", None) is not None

@@ -31,9 +31,7 @@ def load_conversion_table() -> None:
 
 
 def stored_as_in_memory(module: nn.Module, sources: Mapping[str, Source]) -> bool:
-    """Whether transformers writes this model's tensors under the names and in the form they have in
-    memory.
-    """
+    """Whether transformers writes this model's tensors with the names and forms of memory."""
     for entry in converted_entries(module, sources):
         if sources.get(entry.name) is not entry.source:
             return False
@@ -41,12 +39,11 @@ def stored_as_in_memory(module: nn.Module, sources: Mapping[str, Source]) -> boo
 
 
 def converted_entries(module: Any, sources: Mapping[str, Source]) -> list[Entry]:
-    """Entries under the names that transformers writes, which for some architectures differ from
-    those in memory.
+    """Entries under the names that transformers writes.
 
-    The conversion runs on meta tensors: a tensor returned as the same object was only renamed and
-    is streamed. The others are converted in groups, one per layer if the layers can be converted
-    independently.
+    For some architectures they differ from those in memory. The conversion runs on meta tensors: a
+    tensor returned as the same object was only renamed and is streamed. The others are converted in
+    groups, one per layer if the layers can be converted independently.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -73,8 +70,9 @@ def converted_entries(module: Any, sources: Mapping[str, Source]) -> list[Entry]
 
 
 def _placeholders_for(sources: Mapping[str, Source]) -> dict[str, Tensor]:
-    """A meta tensor for each name, made from one tensor for each shape and dtype, which is
-    faster.
+    """A meta tensor for each name.
+
+    Tensors of one shape and dtype are made from one, which is faster.
     """
     empty: dict[tuple[Any, torch.dtype], Tensor] = {}
     placeholders = {}
@@ -87,8 +85,9 @@ def _placeholders_for(sources: Mapping[str, Source]) -> dict[str, Tensor]:
 
 
 def _has_conversions_of_adapter(module: Any) -> bool:
-    """Whether transformers read an adapter into the model, and kept that file's conversions instead
-    of the base's.
+    """Whether transformers read an adapter into the model, and kept the conversions of its file.
+
+    Then it has lost those of the base.
     """
     for conversion in getattr(module, "_weight_conversions", None) or ():
         if any(pattern.startswith(PREFIX) for pattern in conversion.source_patterns):
@@ -183,9 +182,7 @@ def cast_entries(entries: Sequence[Entry], module: nn.Module, dtype: str) -> tup
 
 
 def kept_in_float32(module: nn.Module, target: torch.dtype) -> tuple[str, ...]:
-    """Name steps of the tensors that the model's class keeps in float32 when the rest is in
-    `target`.
-    """
+    """Steps in the names of tensors that the class keeps in float32 when others are in `target`."""
     steps = tuple(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
     if target == torch.float16:
         steps += tuple(getattr(module, "_keep_in_fp32_modules", None) or ())

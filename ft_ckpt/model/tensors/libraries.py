@@ -1,5 +1,6 @@
-"""The libraries whose models are saved in a layout of their own, recognised by class names: none is
-imported here.
+"""The libraries that save models in a layout of their own, recognised by class names.
+
+None of them is imported here.
 """
 
 from collections.abc import Mapping

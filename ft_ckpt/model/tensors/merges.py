@@ -25,12 +25,11 @@ class MergeChoice:
 def merge_choice(
     merged: Merged, excluded: Mapping[str, Any] = MappingProxyType({})
 ) -> MergeChoice | None:
-    """The choice for the argument `merged`: True for the active adapters, False for none, names, or
-    names with weights.
+    """Parse the argument `merged`: True, False, names of adapters, or names with weights.
 
-    `excluded`: the arguments that a merge excludes, by name. Raises ConfigError for anything else,
-    repeated names, weights that are not finite, and for an excluded argument that is neither None
-    nor False.
+    True stands for the active adapters, False for none. `excluded` has the arguments that a merge
+    excludes, by name. Raises ConfigError for anything else, repeated names, weights that are not
+    finite, and for an excluded argument that is neither None nor False.
     """
     contradicting = []
     for name, value in excluded.items():

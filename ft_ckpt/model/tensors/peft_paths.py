@@ -1,6 +1,4 @@
-"""The names of a model with PEFT adapters: which tensors belong to the base, and their names in
-it.
-"""
+"""The names of a model with PEFT adapters: which belong to the base, and their names in it."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
@@ -125,8 +123,9 @@ def without_adapters(module: nn.Module) -> nn.Module:
 
 
 def peft_name(name: str, file: str) -> str:
-    """PEFT's name of the tensor `name` of an adapter's weight file `file`, which may be in the
-    layout of diffusers.
+    """PEFT's name of the tensor `name` in an adapter's weight file `file`.
+
+    The file may be in the layout of diffusers.
     """
     if not PurePosixPath(file).name.startswith(DIFFUSERS_LORA_FILE):
         return name
@@ -134,9 +133,7 @@ def peft_name(name: str, file: str) -> str:
 
 
 def base_name(stored_name: str) -> str:
-    """The name in the base model of a stored tensor of an adapter: without the steps that PEFT
-    adds.
-    """
+    """The name of an adapter's stored tensor in the base, without the steps that PEFT adds."""
     steps = stored_name.removeprefix(PREFIX).split(".")
     return ".".join(step for step in steps if step not in BASE_STEPS)
 

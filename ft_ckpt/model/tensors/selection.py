@@ -38,8 +38,9 @@ def put_at(module: nn.Module, name: str, value: Any) -> None:
 
 
 def model_part(view: View, name: str, path: str, dtype: str) -> Part:
-    """The part for a module saved in full: the tensors that `save_pretrained` writes, or all of a
-    plain module.
+    """The part for a module saved in full.
+
+    It has the tensors that `save_pretrained` writes, or all of a plain module.
     """
     _refuse_unserialisable(view.module)
     library = library_of(view.module)
@@ -89,9 +90,7 @@ def _plain_part(view: View, name: str, path: str, dtype: str) -> Part:
 
 
 def _rounded_by_others(part: Part) -> tuple[str, ...]:
-    """A note on tensors that plain `from_pretrained` rounds, because it loads all in the config's
-    dtype.
-    """
+    """Note the tensors that plain `from_pretrained` rounds: it loads all in the config's dtype."""
     main = dtype_of(part.main_dtype)
     wide_steps = set(kept_in_float32(part.module, main))
     rounded = []
@@ -114,8 +113,9 @@ def is_pretrained(module: nn.Module) -> bool:
 
 
 def made_by_class(module: Any) -> frozenset[str]:
-    """Names of tensors that a transformers model does not save but recomputes when it is loaded,
-    such as sines.
+    """Name the tensors that a transformers model recomputes when it is loaded, such as sines.
+
+    It does not save them.
     """
     if not is_pretrained(module):
         return frozenset()
@@ -123,8 +123,7 @@ def made_by_class(module: Any) -> frozenset[str]:
 
 
 def without_own_layouts(parts: Sequence[Part], is_run: bool) -> list[Part]:
-    """The parts of a run's checkpoint, with a note on each module that has its own
-    `save_pretrained`.
+    """The parts of a run's checkpoint, with a note on modules with their own `save_pretrained`.
 
     Such classes (SentenceTransformer, wrappers with a value head) read only the layout that they
     write. Unless `is_run`, raises SelectionError naming them, or PEFT models whose adapters PEFT
@@ -208,8 +207,9 @@ def _pretrained_below(part: Part) -> list[str]:
 
 
 def _refuse_unserialisable(module: Any) -> None:
-    """Raise SelectionError for quantisers whose weights are tensor subclasses (torchao) or not
-    serialisable.
+    """Raise SelectionError for quantisers whose weights cannot be stored.
+
+    Those of torchao are tensor subclasses, others are not serialisable.
     """
     quantizer = getattr(module, "hf_quantizer", None)
     if quantizer is None:
@@ -320,11 +320,10 @@ def _is_alias(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _alias_patterns(module: nn.Module) -> list[str]:
-    """Patterns of the names that transformers, by the config, ties to others when it loads
-    `module`.
+    """Patterns of the names that transformers ties to others when it loads `module`.
 
-    It does not tie again parameters that were tied by hand: a name in no file would be initialised
-    randomly.
+    The config decides. transformers does not tie again parameters that were tied by hand: a name in
+    no file would be initialised randomly.
     """
     patterns = []
     for path, _, inner in walk_modules(module):

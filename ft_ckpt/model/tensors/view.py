@@ -47,9 +47,7 @@ class View:
         return entries_of_base(self.module, self.sources)
 
     def path_in_base(self, path: str) -> str:
-        """The path, in the base model, of the module at `path`, which is not inside a PEFT
-        layer.
-        """
+        """The path in the base model of the module at `path`, which is not inside a PEFT layer."""
         return ".".join(path.split(".")[len(root_steps(self.module)) :])
 
 

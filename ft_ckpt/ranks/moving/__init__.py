@@ -1,5 +1,4 @@
-"""Movement of elements between ranks: gathers, broadcasts, reads into shards, comparison of
-replicas.
+"""Movement of elements between ranks: gathers, broadcasts, reads into shards, comparisons.
 
 Nothing here knows wrappers. Begin at `gather`, the way of a save, and at `fill`, that of a load.
 """

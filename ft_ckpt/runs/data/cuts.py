@@ -110,8 +110,9 @@ def is_spent(loader: Any, shares: int, consumed: int) -> bool | None:
 
 
 def ends_together(loader: Any) -> bool:
-    """Whether all ranks have their last batch at the same step: not with Accelerate's
-    even_batches=False.
+    """Whether all ranks have their last batch at the same step.
+
+    They do not with Accelerate's even_batches=False.
     """
     places = sampler_places(loader)
     return not places or getattr(sampler_at(*places[0]), "even_batches", True)
@@ -126,8 +127,7 @@ def pass_length(loader: Any) -> int | None:
 
 
 def _misses_last_batch(loader: Any) -> bool:
-    """Whether this rank gets nothing of the last batch, which Accelerate's `len` counts for all
-    ranks.
+    """Whether this rank gets nothing of the last batch, which Accelerate's `len` counts for all.
 
     That batch is too short to be split over all ranks, and is not filled up.
     """
@@ -169,8 +169,9 @@ def _is_shard(dataset: Any) -> bool:
 
 
 def _source_place(loader: Any) -> int:
-    """The index of the source in `sampler_places`: samplers before it yield all items of the next
-    one, in order.
+    """The index in `sampler_places` of the source that has the item.
+
+    Samplers before it yield all items of the next one, in order.
     """
     samplers = [sampler_at(holder, name) for holder, name in sampler_places(loader)]
     for index, sampler in enumerate(samplers[:-1]):

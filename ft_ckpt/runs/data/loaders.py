@@ -103,8 +103,9 @@ def forget_start(loader: Any) -> None:
 
 
 def samples_in(batch: Any) -> int:
-    """Number of samples in `batch`: rows of its first tensor, else items of its first list, else
-    1.
+    """The number of samples in `batch`.
+
+    The rows of its first tensor count, else the items of its first list; else it is one sample.
     """
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.ndim else 1

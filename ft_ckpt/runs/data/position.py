@@ -161,8 +161,9 @@ class DataPosition:
         forget_start(self.loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position as plain values, numpy arrays and tensors: two or three random states of
-        about 15 KB each. May differ between ranks.
+        """The position as plain values, numpy arrays and tensors.
+
+        It holds two or three random states of about 15 KB each, and may differ between ranks.
         """
         if not self._start:
             self._numbers = loader_counters(self.loader)
@@ -349,9 +350,7 @@ class DataPosition:
         return iterator
 
     def _prove_order(self) -> None:
-        """Warn if the sampler yielded other samples than before, or raise LoadError, as
-        `on_difference` says.
-        """
+        """Warn or raise LoadError if the sampler yields other samples, as `on_difference` says."""
         self._order.take(self.batch * batches_per_call(self.loader))
         if None in (self._order_left, self._order.digest) or self._order_left == self._order.digest:
             return
@@ -393,8 +392,9 @@ class DataPosition:
         return again, jumps
 
     def _cut_again(self, saved: int, shares: int, was: DataCut) -> list[str]:
-        """Continue after the items that `saved` ranks had consumed together, from a pass cut into
-        `shares` as `was`.
+        """Continue after the items that the ranks of the saved run had consumed together.
+
+        The pass of the saved run was cut into `shares` as `was` describes.
         """
         cut = cut_of(self.loader, self.shares)
         by_index = is_map(self.loader)

@@ -138,8 +138,9 @@ def describe_data(loader: Any) -> list[Any]:
 
 
 def position_in_state(loader: Any, origin: Any, size: int) -> dict[str, Any]:
-    """The state for `DataPositions` to continue `loader` from `origin`, its own state on each of
-    `size` ranks.
+    """The state with which `DataPositions` continues `loader` from `origin`.
+
+    `origin` is the state of the loader itself on each of `size` ranks.
     """
     counts = dict.fromkeys(("epoch", "batch", "samples", "given", "offset"), 0)
     absent = dict.fromkeys(("start", "last", "loader"))

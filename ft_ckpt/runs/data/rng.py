@@ -79,8 +79,7 @@ def _unknown_devices(state: Mapping[str, Any], devices: Collection[str]) -> list
 
 
 def generator_problems(state: Any) -> list[str]:
-    """A sentence for each state that `restore_generators` could not restore, tried on new
-    generators.
+    """Try the saved states on new generators and name those that cannot be restored.
 
     States of accelerators are not tried.
     """
@@ -169,9 +168,7 @@ def python_state(state: tuple[Any, ...]) -> GeneratorStates:
 
 
 def plain_states(python: tuple[Any, ...], numpy: tuple[Any, ...], cpu: Any) -> GeneratorStates:
-    """The state for `restore_generators` from `random.getstate`, `numpy.random.get_state`,
-    `torch.get_rng_state`.
-    """
+    """Convert states as Python, NumPy and torch return them to one for `restore_generators`."""
     _kind, words, position, has_gauss, gauss = numpy
     legacy = {
         "bit_generator": "MT19937",

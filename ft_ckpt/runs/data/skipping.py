@@ -72,10 +72,9 @@ def _plain_item(item: Any) -> Any:
 
 
 class SkippingSampler:
-    """Sampler proxy that skips items in its first iteration and delegates everything else to
-    `plain`.
+    """A sampler that skips items in its first iteration and is `plain` in everything else.
 
-    `moment` is the random state from which to iterate `plain`; None for the current state.
+    `moment` is the random state from which to iterate `plain`; None is the current state.
     """
 
     def __init__(

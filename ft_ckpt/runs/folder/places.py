@@ -25,11 +25,10 @@ _QUICK_TRIALS = {IF_NEW, "reading ranges", "listing at once"}
 
 
 def check_directory(directory: Place, config: SaverConfig, *, is_main: bool) -> None:
-    """Refuse a directory that checkpoints cannot be saved in. Only rank 0 (`is_main`) tries a
-    bucket.
+    """Refuse a directory that checkpoints cannot be saved in.
 
-    Raises ConfigError for settings that cannot work there, and what `check_target` and
-    `try_bucket` raise.
+    Only rank 0 (`is_main`) tries a bucket. Raises ConfigError for settings that cannot work there,
+    and what `check_target` and `try_bucket` raise.
     """
     store = directory.folder
     if store.local_folder is not None:
@@ -143,8 +142,9 @@ def open_run_places(
 
 
 def _claim_staging(staging: Place, directory: Place) -> None:
-    """Record in a staging folder which bucket it is for: its checkpoints would be uploaded to any
-    other as well.
+    """Record in a staging folder which bucket it is for.
+
+    Without the record its checkpoints would be uploaded to any other bucket as well.
     """
     store, url = staging.folder, directory.folder.url
     claim = store.read(_CLAIM).decode(errors="replace") if store.stat(_CLAIM) is not None else None

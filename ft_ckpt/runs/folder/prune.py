@@ -1,6 +1,4 @@
-"""Prunes a run: deletes the checkpoints that the rules do not keep, and makes room on a full
-disk.
-"""
+"""Prune a run: delete the checkpoints that its rules do not keep, and make room on a full disk."""
 
 import dataclasses
 import os
@@ -145,10 +143,10 @@ def make_room(
 def remove_checkpoints(
     root: Place, drop: Iterable[Path | str], strip: Iterable[Path | str]
 ) -> PruneReport:
-    """Delete the checkpoints `drop` of the run in `root`, and the training states of `strip`,
-    unless they are guarded.
+    """Delete the checkpoints `drop` of a run, and the training states of `strip`.
 
-    Interrupted removals are finished first. Reports as `prune_run` does.
+    `root` is the folder of the run. Guarded checkpoints stay. Interrupted removals are finished
+    first. The report is that of `prune_run`.
     """
     return _run_plan(root, lambda _: PrunePlan({}, tuple(drop), tuple(strip)))
 

@@ -13,9 +13,7 @@ _TRAINED, _FROZEN = "trained", "frozen"
 
 
 def gradient_flags(sources: Mapping[Key, Source]) -> dict[str, list[str]]:
-    """The labels of parameters that require a gradient, or of those that do not, whichever are
-    fewer.
-    """
+    """List the parameters that require a gradient, or those that do not, whichever are fewer."""
     trained: list[str] = []
     frozen: list[str] = []
     for label, requires_grad in _flags_by_label(sources).items():
@@ -34,10 +32,9 @@ def flags_problem(flags: Mapping[str, Sequence[str]]) -> str | None:
 
 
 def changed_flags(document: Mapping[str, Any], sources: Mapping[Key, Source]) -> list[str]:
-    """A sentence on parameters whose `requires_grad` has changed since `document` was saved, for
-    each direction.
+    """Describe which parameters had another `requires_grad` when `document` was saved.
 
-    Empty for documents of earlier versions without the flags.
+    There is a sentence for each direction; none for documents of earlier versions without flags.
     """
     flags: Mapping[str, Sequence[str]] | None = document.get(FLAGS)
     if flags is None:
@@ -64,9 +61,7 @@ def changed_flags(document: Mapping[str, Any], sources: Mapping[Key, Source]) ->
 
 
 def _flags_by_label(sources: Mapping[Key, Source]) -> dict[str, bool]:
-    """`requires_grad` of the parameters themselves, whether an optimizer has trained them or
-    not.
-    """
+    """Map each parameter to its `requires_grad`, whether an optimizer has trained it or not."""
     parameters = {
         f"{item}: {name}" if item else name: source
         for (item, name), source in sources.items()

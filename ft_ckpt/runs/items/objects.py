@@ -50,8 +50,7 @@ class OptimizerItem:
 
 
 def run_items(accelerator: Any, registered: Mapping[str, Any]) -> list[Item]:
-    """The objects that Accelerate prepared and those registered by name, without the model that is
-    saved.
+    """The objects that Accelerate prepared and those registered by name, except the saved model.
 
     A prepared object that is registered has its registered name. Raises SelectionError for a
     registered object that is neither a module, an optimizer nor has a state dict, ConfigError for
@@ -79,8 +78,9 @@ def run_items(accelerator: Any, registered: Mapping[str, Any]) -> list[Item]:
 
 
 def main_model(accelerator: Any, registered: Mapping[str, Any]) -> nn.Module | None:
-    """The model that is saved: the one registered as "model", else the first prepared one without
-    another name.
+    """The model that is saved.
+
+    It is the one registered as "model", else the first prepared one without another name.
     """
     if "model" in registered:
         return registered["model"]  # type: ignore[no-any-return]

@@ -1,5 +1,6 @@
-"""Signatures of the objects whose names come from Accelerate's order alone, by which a resume finds
-each again in another order.
+"""Signatures of objects whose names come from Accelerate's order alone.
+
+A resume finds each object by its signature if the order has changed.
 """
 
 from collections.abc import Callable, Mapping

@@ -96,10 +96,9 @@ def watched_digests(watched: Mapping[str, WatchedModel]) -> dict[str, str]:
 
 
 def differing_models(watched: Mapping[str, WatchedModel], saved: Mapping[str, str]) -> list[str]:
-    """A sentence for each watched model whose values are others than in the saved run, which had
-    not changed it.
+    """Name the watched models whose values differ from those in the saved run.
 
-    `saved` are the `watched_digests` of that run.
+    `saved` are the `watched_digests` of that run, which had not changed these models.
     """
     differing = []
     for name, digest in saved.items():

@@ -74,9 +74,7 @@ class StepReminder:
 
 
 def _versions_of(models: list[nn.Module]) -> dict[int, int]:
-    """The counters of torch that rise whenever weights are written in place, as optimizers write
-    them.
-    """
+    """Read torch's counters, which rise with each write in place, such as that of an optimizer."""
     versions = {}
     for model in models:
         for parameter in model.parameters():

@@ -1,6 +1,4 @@
-"""The run of a saver: its registered objects, its progress, and the state that each rank has for
-itself.
-"""
+"""The run of a saver: its registered objects, its progress, and the state of each rank."""
 
 import time
 import uuid
@@ -106,10 +104,10 @@ class TrainingRun:
         self.note_base()
 
     def watch(self, name: str, model: nn.Module) -> None:
-        """Watch a model that the script makes at each start: it is registered once its values have
-        changed.
+        """Watch a model that the script makes at each start.
 
-        Raises as `ModelTensors.sources` for tensors that cannot be stored.
+        It is registered once its values have changed. Raises as `ModelTensors.sources` for tensors
+        that cannot be stored.
         """
         self.watched[name] = watch_model(model)
 
@@ -158,18 +156,19 @@ class TrainingRun:
         local_state(items, sources, {})
 
     def check_first_step(self, ranks: Ranks) -> None:
-        """Raise SelectionError after the first step for state that cannot be saved: many optimizers
-        make it then.
+        """Raise SelectionError after the first step for state that cannot be saved. Collective.
 
-        Collective. Does nothing without a schedule, or if failed saves are warnings.
+        Many optimizers make their state in the first step. Does nothing without a schedule, or if
+        failed saves are warnings.
         """
         if self.config.every is None or self.config.on_failure != "raise":
             return
         ranks.run("the first step", self.check_objects)
 
     def steppers(self) -> dict[Optimizer, list[Tensor]]:
-        """The optimizers that call a hook before they step, each with the further tensors that its
-        steps change.
+        """The optimizers that call a hook before they step.
+
+        Each comes with the further tensors that its steps change.
         """
         hooked: dict[Optimizer, list[Tensor]] = {}
         for item in optimizers_among(run_items(self.accelerator, self.registered)):
@@ -237,17 +236,16 @@ class TrainingRun:
         self.report = report
 
     def note_absent(self, names: Iterable[str]) -> None:
-        """Name in the report of the resume objects that the checkpoint does not have, and that
-        begin as they are.
-        """
+        """Report the objects that the checkpoint does not have: they begin as they are."""
         absent = sorted(names)
         if absent:
             note = f"{listing(absent, ', ')}: not in the checkpoint, begins as the script makes it"
             self.report = replace(self.report, notes=(*self.report.notes, note))
 
     def agree_on_metrics(self, metrics: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
-        """The metrics that decide on saves: rank 0's if `every.best` ranks by them, because losses
-        differ per rank.
+        """The metrics that decide on saves.
+
+        They are rank 0's if `every.best` ranks by them, because losses differ between ranks.
         """
         best = None if self.config.every is None else self.config.every.best
         if ranks.size == 1 or best is None or best[0] not in metrics:
@@ -308,14 +306,13 @@ class TrainingRun:
 
     @property
     def own_ids(self) -> frozenset[str]:
-        """The ids of runs whose checkpoints this run may replace: its own, and those it branched
-        off.
-        """
+        """The ids of runs whose checkpoints this run may replace: its own and its ancestors'."""
         return frozenset({self.run_id, *self._ancestors})
 
     def branch_off(self, run_id: str | None) -> None:
-        """Continue as the run `run_id`, if given: later checkpoints of the current run do not
-        belong to it.
+        """Continue as the run `run_id`, if it is not None.
+
+        Later checkpoints of the current run do not belong to the new one.
         """
         if run_id is not None:
             self._ancestors.add(self.run_id)

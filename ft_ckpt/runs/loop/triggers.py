@@ -1,6 +1,4 @@
-"""Triggers of saves during a run, agreed on by all ranks: clocks and signals; rehearsals of
-`check-resume`.
-"""
+"""Triggers of saves during a run, agreed on by all ranks: clocks, signals and rehearsals."""
 
 import json
 import os
@@ -76,8 +74,9 @@ END = "rehearsal-end"  # folder of the checkpoint after the last step
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The task of a rehearsed script, which ends with exit code 0 on all ranks, after a
-    checkpoint.
+    """The task of a script that `check-resume` rehearses.
+
+    The script ends with exit code 0 on all ranks, after a checkpoint.
     """
 
     directory: str  # for checkpoints, instead of the saver's own
@@ -91,8 +90,9 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Step:
-    """The record of one step of a rehearsal: numbers as exact hexadecimal text, such as
-    "0x1.8p+1".
+    """The record of one step of a rehearsal.
+
+    Numbers are exact hexadecimal text, such as "0x1.8p+1".
     """
 
     number: int
@@ -102,8 +102,9 @@ class Step:
 
 
 class Recorder:
-    """The part of a rehearsal in the script's process: records batches and steps, and ends the
-    script.
+    """The part of a rehearsal in the script's process.
+
+    It records batches and steps, and ends the script.
     """
 
     def __init__(self, rehearsal: Rehearsal) -> None:

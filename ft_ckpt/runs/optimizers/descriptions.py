@@ -12,11 +12,10 @@ from ft_ckpt.saving.planning import Differences
 
 
 def merge_descriptions(descriptions: Sequence[Description]) -> Description:
-    """Merge the descriptions of all ranks: a rank without elements of a parameter (FSDP1) may have
-    no state for it.
+    """Merge the descriptions of one optimizer by all ranks.
 
-    Rank 0's group settings and numbers are kept. "differing" names those that differ, with the
-    ranks.
+    A rank without elements of a parameter (FSDP1) may have no state for it. Group settings and
+    numbers are rank 0's; "differing" names those that differ, with the ranks.
     """
     first = descriptions[0]
     if all(description is first for description in descriptions):
@@ -56,9 +55,6 @@ def differing_settings(document: Mapping[str, Any]) -> Differences:
 
 
 def _refuse_differing_state(descriptions: Sequence[Description]) -> None:
-    """Raise SelectionError if the state that belongs to no parameter is not the same on all
-    ranks.
-    """
     first = descriptions[0]
     for rank, description in enumerate(descriptions):
         if description.get("beside") != first.get("beside"):
@@ -72,9 +68,7 @@ def _refuse_differing_state(descriptions: Sequence[Description]) -> None:
 def _refuse_differing_containers(
     name: str, merged: Description, entries: Description, rank: int
 ) -> None:
-    """Raise SelectionError for a container of the state that has other tensors on `rank` than on
-    earlier ranks.
-    """
+    """Raise SelectionError for a container with other tensors on `rank` than on earlier ranks."""
     for key, entry in entries.items():
         first: Description = merged.get(key) or entry
         if entry.get("leaves") != first.get("leaves"):

@@ -1,5 +1,6 @@
-"""The tensors in a parameter's optimizer state: their entries in the description, their sources,
-and empty ones to be filled.
+"""The tensors in a parameter's optimizer state.
+
+Each has an entry in the description and a source; a resume fills an empty tensor.
 """
 
 from dataclasses import replace
@@ -77,9 +78,6 @@ def has_shape_of(entry: Any, owner: Source) -> bool:
 
 
 def _tensor_entry(value: Tensor, parameter: Any, owner: Source) -> Entry:
-    """Global shape, dtype, device and, if it is not that of a new tensor, the stride of a
-    tensor.
-    """
     host = value.device.type == "cpu" and parameter.device.type != "cpu"
     is_run = shows_runs(owner.live) and value.shape == parameter.shape
     shape = list(owner.shape if is_run else value.shape)

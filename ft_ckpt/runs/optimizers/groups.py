@@ -1,6 +1,4 @@
-"""The parameter groups of an optimizer: their settings, and the match of live groups with described
-ones.
-"""
+"""The parameter groups of an optimizer: their settings, and which live one is which stored one."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -44,12 +42,12 @@ def match_groups(
     description: Mapping[str, Any],
     sources: Mapping[str, Source],
 ) -> tuple[list[GroupValues], list[str]]:
-    """Match live groups with described ones. Returns each group with its described values, and
-    notes.
+    """Pair live groups with described ones.
 
-    `names_of_groups` has the parameter names of each live group. Groups are compared by position
-    and by all names in them. ZeRO drops frozen parameters: those without state may be on one side
-    only while they are frozen. Raises LoadError for any other difference.
+    Returns each group with its described values, and notes. `names_of_groups` has the parameter
+    names of each live group. Groups are compared by position and by all names in them. ZeRO drops
+    frozen parameters: those without state may be on one side only while they are frozen. Raises
+    LoadError for any other difference.
     """
     canonical = _canonical_names(sources)
 
@@ -116,8 +114,9 @@ def _canonical_names(sources: Mapping[str, Source]) -> dict[str, str]:
 
 
 def _can_replace(key: str, value: Any, live: Any) -> bool:
-    """Whether a stored setting may replace a live one: both of one type, or one None, except for
-    "lr".
+    """Whether a stored setting may replace a live one.
+
+    Both have one type, or one is None, which "lr" may not be.
     """
     if value is None or live is None:
         return value is live or key != "lr"

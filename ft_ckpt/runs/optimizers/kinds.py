@@ -1,6 +1,4 @@
-"""What a run asks of its optimizers, whoever partitions them: one kind for each way in which
-optimizers keep their state.
-"""
+"""What a run asks of its optimizers, with one kind for each way in which they keep their state."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -82,8 +80,10 @@ class OptimizerKind(ABC):
         """
 
     def hooked_optimizer(self, optimizer: Any) -> tuple[Any, list[Tensor]]:
-        """The torch optimizer whose steps alone change the captured tensors, and those that they
-        change besides its own. (None, []) if captured tensors change at other moments too.
+        """The torch optimizer whose steps alone change the captured tensors.
+
+        It comes with the tensors that its steps change besides its own. (None, []) if captured
+        tensors change at other moments too.
         """
         return optimizer, []
 

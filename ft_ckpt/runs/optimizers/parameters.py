@@ -10,9 +10,7 @@ from ft_ckpt.ranks.wrappers import optimizer_parameter
 
 
 def sources_by_parameter(sources: Mapping[str, Source]) -> dict[int, list[Source]]:
-    """The sources in each parameter object, by its id: one, or several for an FSDP1 flat
-    parameter.
-    """
+    """Map the id of each parameter to its sources: one, or several for an FSDP1 flat parameter."""
     owners: dict[int, list[Source]] = {}
     seen: set[int] = set()
     for source in sources.values():
@@ -43,9 +41,7 @@ def names_of_groups(
 
 
 def trained_identities(optimizer: Any, sources: Mapping[str, Source]) -> frozenset[int]:
-    """The identities of the sources that the optimizer has trained: those whose parameters have
-    state.
-    """
+    """The identities of the sources whose parameters have state in the optimizer."""
     owners = sources_by_parameter(sources)
     identities: set[int] = set()
     for parameter in stateful_parameters(optimizer):

@@ -51,9 +51,7 @@ _BESIDE = "state under keys that are not parameters"
 
 
 class TorchOptimizers(OptimizerKind):
-    """Optimizers of torch and of libraries that keep its form: `param_groups`, and `state` by
-    parameter.
-    """
+    """Optimizers of torch, and others that have its `param_groups` and its `state` by parameter."""
 
     def recognizes(self, optimizer: Any) -> bool:
         return isinstance(optimizer, Optimizer)
@@ -183,11 +181,10 @@ def refuse_missing_state(optimizer: Any, missing: list[str]) -> None:
 
 
 def is_schedule_free_in_training(optimizer: Any) -> bool:
-    """Whether the optimizer has put the weights to the point where gradients are computed, instead
-    of its average.
+    """Whether a schedule-free optimizer has put the weights where gradients are computed.
 
-    Schedule-free optimizers switch by `train` and `eval`, and have the mode in their groups, or as
-    an attribute.
+    The other point is the average of the weights. Such optimizers switch by `train` and `eval`, and
+    have the mode in their groups, or as an attribute.
     """
     switches = [getattr(optimizer, name, None) for name in ("train", "eval")]
     if not all(callable(switch) for switch in switches):

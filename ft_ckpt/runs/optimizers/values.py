@@ -74,10 +74,10 @@ def pack(value: Any, name: str) -> Entry:
 
 
 def unpack(packed: Mapping[str, str], device: Any = None) -> Any:
-    """The inverse of `pack`, with its tensors on `device`, or else on the kind of device that they
-    were on.
+    """The inverse of `pack`.
 
-    Raises CorruptError for a damaged text.
+    Tensors come to `device`, or else to the kind of device that they were on. Raises CorruptError
+    for a damaged text.
     """
     value = load_object(packed["text"])
     target = torch.device(packed["device"] if device is None else device)
@@ -123,8 +123,9 @@ def set_setting(group: dict[str, Any], key: str, stored: Mapping[str, Any]) -> N
 
 
 def flatten_container(key: str, value: Any) -> tuple[Node, list[Leaf], list[str]]:
-    """The nodes and tensors of a container `key` in a parameter's state, and what in it cannot be
-    stored, by path.
+    """Flatten a container `key` in a parameter's state into its nodes and its tensors.
+
+    Also returns, by path, what in it cannot be stored.
     """
     node, leaves, refused = try_flatten(value, NAMES, key, LEAVES)
     arrays = [f"{key}: a numpy array of {leaf.dtype}" for leaf in leaves if leaf.is_array]
@@ -140,9 +141,7 @@ def tensors_of_value(value: Any) -> list[Tensor]:
 
 
 def tensors_of_entry(key: str, entry: Entry) -> list[tuple[str, Entry]]:
-    """The stored tensors of an entry `key` of a parameter's state: their names below the parameter,
-    and entries.
-    """
+    """The stored tensors of an entry `key`: their names below the parameter, and their entries."""
     if "dtype" in entry:
         return [(key, entry)]
     owner = {"rank": entry["rank"]} if "rank" in entry else {}

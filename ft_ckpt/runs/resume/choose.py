@@ -304,9 +304,7 @@ def branch_run_id(
 def warn_of_other_runs(
     directory: Place, infos: Sequence[CheckpointInfo], mode: str | Place
 ) -> None:
-    """Warn if the checkpoints `infos` of `directory` belong to other runs than the one that starts
-    or continues.
-    """
+    """Warn if `directory` has checkpoints (`infos`) of other runs than the one that starts."""
     newest: dict[str | None, str] = {}
     for info in resumable(infos):
         newest[info.manifest.run_id] = info.name
@@ -326,8 +324,9 @@ def warn_of_other_runs(
 
 
 def _refuse_damaged(listings: Iterable[Listing]) -> None:
-    """Raise ManifestError for damaged manifests: they may belong to this run, which must not start
-    afresh then.
+    """Raise ManifestError for damaged manifests.
+
+    They may belong to this run, which must not start afresh then.
     """
     for listed in listings:
         if listed.damaged:

@@ -73,10 +73,11 @@ def match_items(run: TrainingRun, resume_point: ResumePoint, ranks: Ranks) -> Ma
 def compare_state(
     run: TrainingRun, matched: MatchedRun, resume_point: ResumePoint, allowed: AllowedItems
 ) -> Comparison:
-    """Compare everything that can be compared before it is restored: tensors, items, the settings
-    of adapters, their base; and read the state that each rank has for itself. Collective.
+    """Compare the run with the checkpoint before anything is restored. Collective.
 
-    Raises LoadError for misfits that are not `allowed`, ConfigError for allowed names of no item.
+    Compares tensors, items, the settings of adapters and their base, and reads the state of each
+    rank. Raises LoadError for misfits that are not `allowed`, ConfigError for allowed names of no
+    item.
     """
     attribute, document = run.config.attribute, resume_point.document
     ranks = matched.ranks
@@ -116,9 +117,7 @@ def _find_misfits(matched: MatchedRun, resume_point: ResumePoint) -> list[Restor
 
 
 def _check_item(item: Item, entry: Document, matched: MatchedRun, stored: StoredItem) -> None:
-    """Raise LoadError if the stored state is of another kind of item, or does not fit a model or
-    optimizer.
-    """
+    """Raise LoadError if the stored state is of another kind, or does not fit the live object."""
     key = item.kind if item.kind in ("optimizer", "model") else "tree"
     if key not in entry:
         raise LoadError(
@@ -145,8 +144,9 @@ def _is_dispensable(item: Item, document: Document) -> bool:
 def _compare_base(
     matched: MatchedRun, attribute: str | None, resume_point: ResumePoint
 ) -> list[Restored]:
-    """Compare the base of the run's adapters, if the checkpoint lacks it, with the base they were
-    trained on.
+    """Compare the base of the run's adapters with the base that they were trained on.
+
+    Does nothing if the checkpoint has the base.
     """
     parts, weights = resume_point.checkpoint.manifest.parts, resume_point.document["weights"]
     compared, problems = differences_of_base(
@@ -164,9 +164,7 @@ def _compare_base(
 def _compare_adapters(
     matched: MatchedRun, attribute: str | None, resume_point: ResumePoint
 ) -> list[Restored]:
-    """A failed item if the settings of the run's adapters would change what the stored tensors
-    compute.
-    """
+    """Return a failed item if the run's adapter settings would change the adapter's output."""
     outcome = try_restore(
         "adapter settings", partial(_refuse_other_adapters, matched, attribute, resume_point)
     )

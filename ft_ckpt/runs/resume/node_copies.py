@@ -1,8 +1,7 @@
-"""Copies rank 0's checkpoint to the nodes whose ranks do not see it: rank 0 reads the files and
-broadcasts them.
+"""Copies of rank 0's checkpoint on the nodes whose ranks do not see it.
 
-Such a node needs the room of the checkpoint in its temporary folder until the resume ends. Its
-ranks share one copy.
+Rank 0 reads the files and broadcasts them. Such a node needs the room of the checkpoint in its
+temporary folder until the resume ends. Its ranks share one copy.
 """
 
 import uuid
@@ -99,8 +98,9 @@ def _open_received(folder: LocalStore, view: RankView, stack: ExitStack) -> Resu
 
 
 def _facts_of(checkpoint: OpenCheckpoint) -> dict[str, object]:
-    """The size of each file, and a mark by which the ranks of a node find the folder that they
-    share.
+    """The size of each file, and a mark in the folder of this rank.
+
+    The ranks of a node find by the mark which folder they share.
     """
     sizes = {}
     for name in (MANIFEST_NAME, *(record.path for record in checkpoint.manifest.files)):
@@ -116,9 +116,7 @@ def _make_folder(mark: str, stack: ExitStack) -> LocalStore:
 
 
 def _first_marked(folder: LocalStore, mark: str) -> LocalStore:
-    """The folder that the ranks of this node share: the first one with the mark beside this rank's
-    own.
-    """
+    """The folder that the ranks of this node share: the first with the mark of this rank's own."""
     parent = folder.folder.parent
     marked = sorted(path.parent for path in parent.glob(f"{_PREFIX}*/{mark}"))
     return replace(folder, folder=marked[0])

@@ -114,8 +114,9 @@ def open_on_all_ranks(
 
 
 def merge_views(answers: Values) -> dict[str, Any]:
-    """The ranks that do not see the checkpoint, as text, and those that share its comparison, as
-    [first, last] runs.
+    """The ranks that do not see the checkpoint, and those that share its comparison.
+
+    The first are text, the second runs [first, last] of ranks.
     """
     far_ranks = [rank for rank, answer in enumerate(answers) if not answer["sees"]]
     sharers = []

@@ -42,8 +42,9 @@ def parse_mode(checkpoint: Any) -> str | Place:
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """The checkpoint to resume from: a `mode` of `parse_mode`, looked up in the run's own
-    folders.
+    """Which checkpoint to resume from, and how strictly.
+
+    `mode` is one of `parse_mode`, looked up in the folders of the run.
     """
 
     mode: str | Place

@@ -99,9 +99,7 @@ def restore_items(
 
 
 def note_on_replicas(document: Document) -> list[str]:
-    """A note that names what was not the same on all ranks that saved: all ranks now have the
-    stored values.
-    """
+    """Name what differed between the ranks that saved: all ranks now have the stored values."""
     # of 0.3 and earlier; of later versions
     names = [*document.get("apart", {}), *document.get("differing", [])]
     differing = [name.removeprefix(f"{WEIGHTS}/") for name in names]

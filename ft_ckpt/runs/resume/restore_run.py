@@ -32,10 +32,10 @@ def restore_state(
     allowed: AllowedItems,
     versions: Mapping[str, str],
 ) -> RestoreReport:
-    """Restore weights, optimizers, objects, the state of each rank, and the progress of `run`,
-    without its misfits. Collective.
+    """Restore everything of `run` but its misfits. Collective.
 
-    Raises LoadError if an item fails that is not in `allowed`: the run is half restored then.
+    Restores weights, optimizers, objects, the state of each rank, and the progress. Raises
+    LoadError if an item fails that is not in `allowed`: the run is half restored then.
     """
     ranks = matched.ranks
     label = f"resuming {resume_point.checkpoint.place.basename}"
@@ -53,8 +53,9 @@ def restore_state(
 
 
 def _bytes_to_show(resume_point: ResumePoint, ranks: Ranks) -> int | None:
-    """The total for the bar of a resume: a single rank reads all tensors, of several each reads its
-    part.
+    """The total for the bar of a resume.
+
+    A single rank reads all tensors; each of several ranks reads its share.
     """
     if not ranks.shows:
         return 0
@@ -124,9 +125,7 @@ def _differences(
     document: Document,
     versions: Mapping[str, str],
 ) -> list[str]:
-    """Settings and flags in which the run differs from the one that saved, and what differed
-    between its ranks.
-    """
+    """Settings and flags that have changed since the save, and what differed between its ranks."""
     fingerprint = run.current_fingerprint(matched.sources, matched.ranks, versions)
     return [
         *fingerprint_differences(document["fingerprint"], fingerprint),

@@ -301,9 +301,7 @@ class RunSaves:
             self.invite(names, names, self.writers.timeout_seconds)
 
     def _warn_of_lost_files(self) -> None:
-        """Warn if files of the last checkpoint were deleted since its commit, but not the
-        checkpoint.
-        """
+        """Warn if the last checkpoint has lost files since its commit and is still there."""
         if self.last_saved is None or not self.last_files:
             return
         folder = self.last_saved.folder
@@ -338,19 +336,19 @@ class RunSaves:
             self.follow_up.uploads.begin_round(self._upload_terms())
 
     def publish_resumed(self) -> None:
-        """Publish the resumed checkpoint, or the version published before it, to servers that may
-        lack it; wait.
+        """Publish to servers that may lack it the resumed checkpoint, or the version before it.
+
+        Waits until it is published.
         """
         publisher = self.follow_up.publisher
         if publisher is not None:
             publish_resumed(self.run, publisher, self.places.folders, self._current_ranks())
 
     def end_follow_up(self, *, wait: bool) -> None:
-        """Wait for uploads, pushes and publishes, or only name those that go on until the process
-        ends.
+        """Wait for uploads, pushes and publishes, or only name those that go on.
 
-        Raises TargetError on all ranks for checkpoints that were not uploaded, unless
-        on_failure="warn".
+        Those go on until the process ends. Raises TargetError on all ranks for checkpoints that
+        were not uploaded, unless on_failure="warn".
         """
         try:
             if wait:

@@ -43,8 +43,9 @@ class TrainingState:
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """The captured tensors of the saved model and, for a run, those of all its models and its
-    state.
+    """The captured tensors of a save.
+
+    They are those of the saved model and, for a run, of all its models and its state.
     """
 
     tensors: ModelTensors
@@ -109,8 +110,9 @@ def assemble_state(
     sources: Mapping[Key, Source],
     rank: int,
 ) -> TrainingState:
-    """The state of all ranks from their exchanged facts: the same entries on all ranks, the
-    document on rank 0.
+    """Combine the facts that all ranks exchanged into the state of the run.
+
+    All ranks have the same entries; rank 0 alone has the document.
     """
     entries: list[Entry] = []
     stored_items: Document = {}
@@ -131,8 +133,7 @@ def assemble_state(
 
 
 def state_part(state: TrainingState, parts: Sequence[Part], sources: Mapping[str, Source]) -> Part:
-    """The part with `state`, and exact copies of live tensors that the other `parts` convert or
-    leave out.
+    """The part with `state`, and exact copies of tensors that other `parts` convert or leave out.
 
     The frozen parameters of an adapter's base are not copied: they do not belong to its run. Frozen
     parameters of the adapter itself are, which PEFT omits or stores in another form: another

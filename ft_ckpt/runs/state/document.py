@@ -213,9 +213,7 @@ def _check_entry(key: str, entry: Document, rank_count: int) -> None:
 
 
 def _check_tensors(record: _Fields, manifest: Manifest) -> None:
-    """Raise CorruptError for references to missing or other tensors, and for tensors without a
-    reference.
-    """
+    """Raise CorruptError unless the references and the tensors match one to one."""
     specs: dict[tuple[str, ...], tuple[tuple[int, ...], str]] = {}
     for part in manifest.parts:
         for tensor in part.tensors:
@@ -243,9 +241,7 @@ def _check_tensors(record: _Fields, manifest: Manifest) -> None:
 
 
 def _references(record: _Fields) -> Iterator[tuple[str, _StoredSpec]]:
-    """The tensors of the state part that the document refers to, by name, without those of
-    models.
-    """
+    """The tensors that the document refers to, by name, without those of models."""
     for path in record.weights.values():
         if path[:1] == (FOLDER,):
             yield path[-1], _ANY_SPEC

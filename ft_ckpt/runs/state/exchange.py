@@ -134,8 +134,10 @@ def _compare_summaries(values: Values) -> Document:
 
 
 def _merge_facts(values: Values) -> Document:
-    """The facts of items that differ: merged for optimizers, for objects rank 0's and the shapes of
-    the others'.
+    """Merge the facts of items that differ between ranks.
+
+    Descriptions of optimizers are merged. Other objects have rank 0's facts, and the shapes of the
+    other ranks.
     """
     items: Document = {}
     for name, fact in values[0].items():
@@ -169,10 +171,9 @@ def _unlike_first(facts: Mapping[str, Any], first: Mapping[str, Any]) -> Documen
 
 
 def check_same_items(kinds_of_ranks: Sequence[Mapping[str, str]]) -> None:
-    """Raise RanksDisagreeError naming objects that some ranks lack, or that differ in kind between
-    ranks.
+    """Raise RanksDisagreeError for objects that some ranks lack, or that differ in kind.
 
-    `kinds_of_ranks`: for each rank the kinds of its items by name.
+    `kinds_of_ranks` has for each rank the kinds of its items by name.
     """
     names: dict[str, None] = {}
     for kinds in kinds_of_ranks:

@@ -1,6 +1,4 @@
-"""Pending gradients: those that gradient accumulation has summed on this rank since the last
-step.
-"""
+"""Pending gradients: what gradient accumulation has summed on this rank since the last step."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any

@@ -56,11 +56,10 @@ def agree_on_outcomes(
     requests: int = 0,
     error: BaseException | None = None,
 ) -> tuple[tuple[Restored, ...], int]:
-    """One outcome per item, the first failure of any rank or else a success, and the sum of
-    `requests`. Collective.
+    """Agree on one outcome per item and on the sum of `requests`. Collective.
 
-    `error` is this rank's own, as for `Ranks.agree`. The detail of a failure names the node, if
-    there are several.
+    The outcome is the first failure of any rank, or else a success. `error` is this rank's own, as
+    for `Ranks.agree`. The detail of a failure names the node, if there are several.
     """
     if not_restored(outcomes):
         node = ranks.node

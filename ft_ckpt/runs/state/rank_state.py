@@ -1,5 +1,6 @@
-"""The state that each rank of a run has for itself: random numbers, data positions, gradients of an
-unfinished step. It is stored as trees by name.
+"""The state of one rank: random numbers, data positions, gradients of an unfinished step.
+
+It is stored as trees by name.
 """
 
 import random
@@ -199,8 +200,9 @@ def _restore_gradients(
 
 
 def _reseed_new_rank(rank: int) -> None:
-    """Seed a rank that the saved run did not have: from another rank's restored state and its own
-    number.
+    """Seed a rank that the saved run did not have.
+
+    Its seed comes from another rank's restored state and from its own number.
     """
     drawn = int(torch.randint(2**62, (), device="cpu").item())
     seed = (drawn ^ (rank * 0x9E3779B97F4A7C15)) % 2**63

@@ -1,5 +1,4 @@
-"""What a save is asked for, and what it will write: parts, tensors, files, and which rank writes
-which bytes.
+"""The request of a save, and the plan of what it writes: parts, tensors, files, bytes of a rank.
 
 Nothing here writes a byte. Begin at `request`, then `plan`, then `write_plan`.
 """

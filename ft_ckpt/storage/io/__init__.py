@@ -1,8 +1,7 @@
-"""Bytes of large files at the rate of the disk or network: aligned memory, open local files,
-reading ahead, writing past the page cache.
+"""Bytes of large files at the rate of the disk or network.
 
-Nothing here knows why a file is read or written. Begin at `prefetch`, which reads, and at `writer`,
-which writes.
+Memory is aligned, files are read ahead, and writes go past the page cache. Nothing here knows why a
+file is read or written. Begin at `prefetch`, which reads, and at `writer`, which writes.
 """
 
 import lazy_loader

@@ -213,8 +213,10 @@ def lock_descriptor(descriptor: int) -> bool:
 
 
 def _has_ended(age: float, is_free: bool | None, is_local: bool, seconds: float) -> bool:
-    """True when the lock is free and this machine sees it, or there is no lock information and it
-    is old enough.
+    """Whether the holder has ended.
+
+    It has if the lock is free and this machine sees it, or if there is no lock information and the
+    mark is old enough.
     """
     if is_free is False:
         return False

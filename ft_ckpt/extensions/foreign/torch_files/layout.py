@@ -56,8 +56,9 @@ def lay_out_torch(specs: Sequence[Spec], ties: Mapping[str, str]) -> Layout:
 
 
 def _unset_tensor(spec: Spec) -> Tensor:
-    """A tensor whose memory is reserved and never touched, not even by deterministic algorithms,
-    which fill it.
+    """A tensor whose memory is reserved and never touched.
+
+    Deterministic algorithms of torch would fill it.
     """
     like = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
     empty = torch.empty(0, dtype=like.dtype, device="cpu")

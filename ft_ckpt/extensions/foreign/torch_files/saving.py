@@ -30,8 +30,7 @@ _MAPPINGS, _SEQUENCES = (dict, OrderedDict, Counter), (list, tuple, set)
 
 
 class _CountingStream:
-    """A file that torch writes into: writes everything, or keeps the first error and raises it
-    again.
+    """A file that torch writes into: it writes everything, or raises its first error each time.
 
     torch's own writer checks neither how many bytes a call has written (Linux writes at most 2 GB)
     nor why it failed.
@@ -82,9 +81,7 @@ def save_torch_object(obj: Any, stage: Path) -> None:
 
 
 def check_torch_written(file: RawFile, size_bytes: int) -> None:
-    """Raise TargetError unless the file that torch wrote has `size_bytes` and contains all its
-    records.
-    """
+    """Raise TargetError unless the file that torch wrote has `size_bytes` and all its records."""
     where = file.file.where
     if file.size_bytes != size_bytes:
         raise TargetError(
@@ -102,11 +99,11 @@ def check_torch_written(file: RawFile, size_bytes: int) -> None:
 
 
 def check_torch_object(obj: Any, root: str = "state", classes: Collection[type] = PLAIN) -> None:
-    """Raise SelectionError naming the paths in `obj` of values that torch does not read back
-    without running code.
+    """Raise SelectionError naming values in `obj` that torch reads back only by running code.
 
-    `classes` are the allowed tensor classes. Limits that types do not show, such as the length of
-    integers, are tested by saving and loading the object in memory without its tensors.
+    They are named by their paths. `classes` are the allowed tensor classes. Limits that types do
+    not show, such as the length of integers, are tested by saving and loading the object in memory
+    without its tensors.
     """
     outline = _Outline(frozenset(classes))
     bare = outline.bare_value(obj, root)

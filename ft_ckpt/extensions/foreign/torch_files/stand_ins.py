@@ -23,9 +23,7 @@ def is_stand_in(leaf: Any) -> bool:
 
 
 def holds_tensors(leaf: Any) -> bool:
-    """Whether a value has tensors or storages in it, also as arguments of an object of an unknown
-    class.
-    """
+    """Whether a value has tensors or storages in it, or in arguments of unknown objects."""
     stack = [leaf]
     seen = set[int]()
     while stack:

@@ -50,8 +50,7 @@ class TorchFile(TensorFile):
             self.tensors[name] = tensor.detach()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) in row-major order: 1-D, on the CPU, mapped from the file or
-        copied.
+        """Read flat elements [start, stop) in row-major order: 1-D, on the CPU, mapped or copied.
 
         Raises CorruptError when a checksum differs, or the file has changed since it was opened.
         """

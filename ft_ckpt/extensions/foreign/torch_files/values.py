@@ -67,11 +67,11 @@ def is_harmless(full_name: str) -> bool:
 def load_torch_value(
     file: RawFile, admits: Callable[[str], bool] = is_harmless, *, mapped: bool = True
 ) -> Any:
-    """The value in a torch file, with its tensors on the CPU: mapped from a local zip file, or else
-    in memory.
+    """Load the value in a torch file, with its tensors on the CPU.
 
-    Objects whose classes are not imported are stand-ins; `admits` says for which full names. Raises
-    LoadError naming all others; CorruptError for a damaged file.
+    They are mapped from a local zip file, or else in memory. Objects whose classes are not imported
+    are stand-ins; `admits` says for which full names. Raises LoadError naming all others;
+    CorruptError for a damaged file.
     """
     with damaged_input(f"{file.name}: saved by torch"):
         file.check()

@@ -1,17 +1,16 @@
-"""Chains of deltas: a folder, or a prefix in a bucket, in which most checkpoints hold only the
-elements that changed.
+"""Chains of deltas, in which most checkpoints hold only the elements that changed.
 
-Each entry is a committed folder. An anchor has all files of its checkpoint but the training state.
-A delta has
+A chain is a folder, or a prefix in a bucket. Each entry is a committed folder. An anchor has all
+files of its checkpoint but the training state. A delta has
 
-    ft_ckpt.json                    its manifest, of the kind "delta": names its base, and the
-                                    digests of both contents
-    checkpoint.json                 the manifest of the checkpoint that it stands for
-    deltas/PATH/00001.safetensors   of the file PATH, for each tensor NAME with changes
-                                    NAME.indices (flat positions, ascending) and NAME.values;
-                                    a long tensor goes on in the next file
-    headers/PATH                    the header of the file PATH, if it differs from that in the base
-    files/PATH                      each other file that differs from that in the base
+   ft_ckpt.json                    its manifest, of the kind "delta": names its base, and the
+                                   digests of both contents
+   checkpoint.json                 the manifest of the checkpoint that it stands for
+   deltas/PATH/00001.safetensors   of the file PATH, for each tensor NAME with changes
+                                   NAME.indices (flat positions, ascending) and NAME.values;
+                                   a long tensor goes on in the next file
+   headers/PATH                    the header of the file PATH, if it differs from that in the base
+   files/PATH                      each other file that differs from that in the base
 
 `delta_files` writes and reads the files in deltas/, `rebuilding` opens what an entry stands for.
 Elements are compared as bytes, so rebuilt files have the digests in the manifest of their

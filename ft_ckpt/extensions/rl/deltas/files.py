@@ -61,9 +61,7 @@ def _in_file_order(header: SafetensorsHeader) -> list[tuple[str, HeaderEntry]]:
 
 
 def is_alike(new: SafetensorsHeader, old: SafetensorsHeader) -> bool:
-    """Whether two files have tensors of the same names, shapes and types in the same order, all of
-    supported types.
-    """
+    """Whether two files have tensors of the same names, shapes and supported types in one order."""
     new_tensors = [(name, *entry[:2]) for name, entry in _in_file_order(new)]
     old_tensors = [(name, *entry[:2]) for name, entry in _in_file_order(old)]
     are_supported = all(entry.dtype in ITEM_BYTES for entry in new.tensors.values())
@@ -71,8 +69,9 @@ def is_alike(new: SafetensorsHeader, old: SafetensorsHeader) -> bool:
 
 
 def changed_pieces(path: str, new: DigestedFile, old: DigestedFile) -> Iterator[bytes]:
-    """The files of a delta between two files of the same layout, each for a byte range of the new
-    one.
+    """Yield the files of a delta between two files of one layout, each for a range of bytes.
+
+    The range is one of the new file.
     """
     changes: dict[str, list[_Change]] = {}
     changed_bytes = 0
@@ -130,8 +129,10 @@ def _piece(path: str, changes: Mapping[str, list[_Change]], start: int, stop: in
 
 @dataclass(frozen=True)
 class Changes:
-    """The offsets in the rebuilt file of the changed elements of a tensor, ascending, and their
-    bytes, one row per element.
+    """The changed elements of a tensor.
+
+    They are given by their offsets in the rebuilt file, ascending, and their bytes, one row per
+    element.
     """
 
     offsets: Any

@@ -49,9 +49,7 @@ _REPAIR = "publish an anchor (`ft-ckpt publish CHECKPOINT CHAIN --delta --anchor
 
 
 def content_digest(manifest: Manifest) -> str:
-    """A digest of the paths, sizes and digests of the files of a checkpoint, without its training
-    state.
-    """
+    """A digest of the paths, sizes and digests of a checkpoint's files, without training state."""
     lines = sorted(
         f"{file.digest} {file.size_bytes} {file.path}" for file in weights_manifest(manifest).files
     )
@@ -134,15 +132,14 @@ def fetch_whole(
 
 
 def is_staged(folder: Path) -> bool:
-    """Whether the checkpoint in `folder` is a copy that was made for servers, and not that of a
-    run.
-    """
+    """Whether the checkpoint in `folder` is a copy for servers, and not that of a run."""
     return LocalStore(folder).stat(STAGED_NAME) is not None
 
 
 def mark_staged(folder: Path) -> None:
-    """Record that the checkpoint in `folder` is a copy that was made for servers: it may be
-    replaced and deleted.
+    """Record that the checkpoint in `folder` is a copy for servers.
+
+    It may be replaced and deleted.
     """
     LocalStore(folder).write(STAGED_NAME, b"")
 

@@ -19,8 +19,9 @@ ROUNDING = 0.1
 
 
 def probe(server: Server, model: str) -> Answers:
-    """The highest log probabilities of the first token after each of PROBE_PROMPTS, largest
-    first.
+    """The highest log probabilities of the first token after each prompt in PROBE_PROMPTS.
+
+    The largest come first.
     """
     answers = []
     for prompt in PROBE_PROMPTS:

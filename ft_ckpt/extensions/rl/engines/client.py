@@ -1,5 +1,6 @@
-"""HTTP client of an inference server: sends JSON, reads JSON or text, limits time and size, no
-redirects or proxies.
+"""HTTP client of an inference server.
+
+It sends JSON, reads JSON or text, limits time and size, and follows no redirects or proxies.
 """
 
 import http.client
@@ -95,8 +96,7 @@ class Client:
         return self._send("GET", path, None, query)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, **query: str) -> Answer:
-        """POST the JSON object `body` to `path`. Returns the response, also one with an error
-        status.
+        """POST the JSON object `body` to `path` and return the response, even with an error status.
 
         Raises EngineError if no complete response arrives within `timeout_seconds`, and for a
         redirect, which would send the token to another host and turn a POST into a GET.

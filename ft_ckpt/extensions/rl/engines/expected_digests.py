@@ -83,8 +83,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """A linear layer that a server keeps in another layout than files: its digests for weights that
-    are known.
+    """A linear layer that a server keeps in another layout than files.
+
+    It has the server's digests for weights that are known.
     """
 
     reported: str  # by the server
@@ -170,23 +171,17 @@ def compare_digests(
 
 
 def is_unreported(digest: str) -> bool:
-    """Whether a server that reports this digest keeps the parameter elsewhere: it is the digest of
-    no bytes.
-    """
+    """Whether the digest is that of no bytes: the server keeps the parameter elsewhere."""
     return digest == _NO_BYTES
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Whether engines follow the rules here for a model with this config.json: a known type,
-    unquantised.
-    """
+    """Whether engines follow the rules here for a config.json: a known type, unquantised."""
     return config.get("model_type") in KNOWN_MODELS and not config.get("quantization_config")
 
 
 def _bare(name: str) -> str:
-    """The name of a parameter without ranks and without the wrapper around layers that take
-    adapters.
-    """
+    """The name of a parameter without ranks and without the wrapper of layers with adapters."""
     return _RANK.sub("", name).replace(".base_layer.", ".")
 
 
@@ -216,8 +211,9 @@ class _StoredModel:
         return names if names and all(map(self._has, names)) else []
 
     def digests(self, name: str, sources: Sequence[str], rank: int) -> Iterator[str]:
-        """The digests that the parameter may have on a rank: by dtype, with the vocabulary padded
-        or not.
+        """The digests that the parameter may have on a rank, by dtype.
+
+        The vocabulary may be padded or not.
         """
         stored_dtype = self.file.specs[self.ties.get(sources[0], sources[0])].dtype
         for dtype_name in dict.fromkeys((stored_dtype, *_DTYPES)):

@@ -50,9 +50,10 @@ class ServerSettings(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Where `publish` publishes a checkpoint, and how: its keywords, also those of
-    `CheckpointSaver.publish`, of the setting `publish` and of `ft-ckpt publish`. Raises ConfigError
-    naming all invalid ones.
+    """Where `publish` publishes a checkpoint, and how.
+
+    The fields are the keywords of `publish`, of `CheckpointSaver.publish`, of the setting `publish`
+    and of `ft-ckpt publish`. Raises ConfigError naming all invalid ones.
     """
 
     url: tuple[str, ...] = ()
@@ -142,9 +143,7 @@ class ServerOptions:
             object.__setattr__(self, name, value)
 
     def _check_chain(self) -> None:
-        """Raise ConfigError for options of servers that come with `delta`, and of chains that come
-        without it.
-        """
+        """Raise ConfigError for options of servers with `delta` and options of chains without."""
         settings = [option for option in fields(self) if option.default is not MISSING]
         changed = {
             option.name for option in settings if getattr(self, option.name) != option.default
@@ -159,8 +158,9 @@ class ServerOptions:
             raise ConfigError(f"{listing(sorted(wrong), ', ')}: {reason}")
 
     def _check_urls(self) -> None:
-        """Raise ConfigError for invalid or repeated URLs, a chain without `delta`, a server or two
-        chains with it.
+        """Raise ConfigError for invalid or repeated URLs, and for servers mixed with a chain.
+
+        A chain needs `delta`, which takes one chain and no server.
         """
         distinct = {url.rstrip("/") for url in self.url}
         if not distinct or len(distinct) < len(self.url):

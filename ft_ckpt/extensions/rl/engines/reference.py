@@ -12,10 +12,9 @@ _TOP = 5
 
 
 def reference_answers(checkpoint: Path, part: str, base: Any) -> tuple[Answers, Answers]:
-    """The highest log probabilities after each of PROBE_PROMPTS: of the base, and of the adapter on
-    it.
+    """The highest log probabilities after PROBE_PROMPTS: of the base, and of the adapter on it.
 
-    Computed in float32 on the CPU. Raises the errors of `load_model`.
+    They are computed in float32 on the CPU. Raises the errors of `load_model`.
     """
     model = load_model(checkpoint, part=part or None, base=base).float().eval()
     with model.disable_adapter():
@@ -24,8 +23,9 @@ def reference_answers(checkpoint: Path, part: str, base: Any) -> tuple[Answers, 
 
 
 def model_answers(checkpoint: Path, part: str) -> Answers:
-    """The highest log probabilities of full weights after each of PROBE_PROMPTS, computed as by
-    `reference_answers`.
+    """The highest log probabilities of full weights after each prompt in PROBE_PROMPTS.
+
+    They are computed as by `reference_answers`.
     """
     return _answers(load_model(checkpoint, part=part or None).float().eval())
 

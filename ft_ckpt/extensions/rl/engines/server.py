@@ -85,11 +85,10 @@ class Server(ABC):
         """Drop the cached states of earlier prompts, if the server has an endpoint for it."""
 
     def digests(self) -> Mapping[str, str] | None:
-        """A digest of each parameter by name, with its ranks as prefix ("tp0:..."): SHA-256 in
-        vLLM, others in SGLang.
+        """A digest of each parameter by name, with its ranks as prefix ("tp0:...").
 
-        None if the server has no such endpoint; empty if it is paused and does not compute them
-        now.
+        vLLM computes SHA-256, SGLang others. None if the server has no such endpoint; empty if it
+        is paused and does not compute them now.
         """
         answer = self.client.post(self.digests_path, {"action": "checksum"})
         return digests_of(self.client, answer)

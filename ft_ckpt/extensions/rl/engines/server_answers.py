@@ -42,9 +42,7 @@ def _is_refusal(answer: Answer) -> bool:
 
 
 def says_loaded(answer: Answer) -> bool:
-    """Whether a refusal to load an adapter says that its name is loaded, as by another publisher
-    just now.
-    """
+    """Whether a refusal to load an adapter says that another publisher has loaded its name."""
     return _is_refusal(answer) and "already" in answer.text and "loaded" in answer.text
 
 
@@ -107,8 +105,9 @@ def digests_of(client: Client, answer: Answer) -> dict[str, str] | None:
 
 
 def _digests_in(value: Any, ranks: str = "") -> Iterator[tuple[str, str]]:
-    """The digests below "checksums" at any depth, by name: each rank of SGLang answers with its own
-    object.
+    """The digests below "checksums" at any depth, by name.
+
+    Each rank of SGLang answers with its own object.
     """
     if isinstance(value, list):
         for rank, entry in enumerate(value):

@@ -61,8 +61,9 @@ class SGLang(Server):
         self._post("/update_weights_from_disk", f"weights from {path}", body)
 
     def drop_caches(self) -> None:
-        """Nothing to do: loading weights drops the caches, and those of adapters are keyed by load,
-        not by name.
+        """Nothing to do.
+
+        Loading weights drops the caches, and those of adapters are keyed by load, not by name.
         """
 
     def digests(self) -> Mapping[str, str] | None:

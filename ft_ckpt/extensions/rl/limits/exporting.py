@@ -1,5 +1,4 @@
-"""Converts an adapter to a single rank and a single scale, which all versions of an engine apply in
-the same way.
+"""Conversion of an adapter to a single rank and scale, which all versions of an engine apply.
 
 Few versions of the engines read rank_pattern, alpha_pattern and use_rslora; the others silently
 scale wrongly.

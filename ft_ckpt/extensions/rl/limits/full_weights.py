@@ -60,10 +60,9 @@ def model_findings(store: Store, file: TensorFile) -> Iterator[str]:
 def compare_configs(
     served: Mapping[str, Any], published: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
-    """The fields of config.json that a server keeps from its start, and that differ from those of
-    new weights.
+    """Compare config.json as a server has kept it from its start with that of new weights.
 
-    Returns those that change what it computes, and the ids of special tokens, which may end an
+    Returns the fields that change what it computes, and the ids of special tokens, which may end an
     answer early or late; each as "field, value in `published`, value in `served`" in words.
     """
     changing, tokens = [], []

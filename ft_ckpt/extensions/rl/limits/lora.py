@@ -36,8 +36,9 @@ _UNREAD = (  # fields of LoRA variants that engines ignore
 def adapter_findings(
     settings: Mapping[str, Any], file: TensorFile, max_lora_rank: int
 ) -> Iterator[str]:
-    """The findings of an adapter with the `settings` of adapter_config.json, except those that an
-    export fixes.
+    """The findings of an adapter with these `settings` that an export does not fix.
+
+    `settings` are those of adapter_config.json.
     """
     kind = settings.get("peft_type")
     if kind != "LORA":
@@ -89,9 +90,7 @@ def rank_and_scale(settings: Mapping[str, Any], layer: str) -> tuple[int, float]
 
 
 def lora_layers(file: TensorFile) -> dict[str, str]:
-    """The paths of the layers with matrices in the base model, each with the prefix of its tensors'
-    names.
-    """
+    """The paths of the layers with LoRA matrices in the base, each with its tensors' prefix."""
     layers = {}
     for name in file.specs:
         if name.endswith((_INNER, _OUTER)):

@@ -25,12 +25,11 @@ MAX_RANK = 16  # of vLLM without --max-lora-rank
 def check_for(
     engine: str, folder: str | os.PathLike[str] | Place, *, max_lora_rank: int = MAX_RANK
 ) -> list[str]:
-    """The reasons why `engine` ("vllm" or "sglang") would not serve the adapter or model in
-    `folder` as it was trained.
+    """List why `engine` ("vllm" or "sglang") would not serve what `folder` has as it was trained.
 
-    Each is one line: the field or file, its value, the expected value, the remedy. An empty list
-    does not prove that the engine supports the architecture: only a publish tries that.
-    `max_lora_rank`: the engine's own setting.
+    `folder` has an adapter or a model. Each reason is one line: the field or file, its value, the
+    expected value, the remedy. An empty list does not prove that the engine supports the
+    architecture: only a publish tries that. `max_lora_rank`: the engine's own setting.
 
     Raises ConfigError for an unknown engine, and the errors of opening the folder.
     """
@@ -60,9 +59,7 @@ def findings(
 
 
 def needs_export(engine: str, store: Store) -> bool:
-    """Whether the folder has an adapter that `engine` would scale wrongly, and that `export`
-    converts.
-    """
+    """Whether `engine` would scale the folder's adapter wrongly without an `export`."""
     settings = settings_in(store, "adapter_config.json") or {}
     return any(scale_findings(engine, settings))
 

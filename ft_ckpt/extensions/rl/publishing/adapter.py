@@ -194,9 +194,7 @@ def _natural_order(text: str) -> list[tuple[int, int, str]]:
 
 
 def _expect_weights_below(target: _Target, adapter: _Adapter) -> None:
-    """Raise EngineError if the server's weights are no longer those that the adapter was compared
-    on.
-    """
+    """Raise EngineError if the server's weights are others than the adapter was compared on."""
     version = target.server.weight_version()
     if version != target.weights:
         raise EngineError(

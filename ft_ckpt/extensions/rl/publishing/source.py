@@ -43,8 +43,9 @@ class ServedFolder:
 
     @classmethod
     def of(cls, path: Path, options: ServerOptions) -> "ServedFolder":
-        """Replaces the longest folder of `visible_at` that contains `path` by its path on the
-        servers.
+        """The path on the servers.
+
+        The longest folder of `visible_at` that contains `path` is replaced.
         """
         path, visible_at = path.absolute(), options.visible_at
         fitting = [folder for folder in visible_at if path.is_relative_to(Path(folder).absolute())]
@@ -184,8 +185,9 @@ def drop_rebuilt_entries(entry: Place, options: ServerOptions) -> None:
 
 
 def path_on_this_machine(path: str | None, visible_at: Mapping[str, str]) -> str:
-    """The path on this machine of the servers' `path`: the same if `visible_at` does not contain
-    it; "" for None.
+    """The path on this machine of the servers' `path`.
+
+    It is the same if `visible_at` does not contain it; "" for None.
     """
     if not path:
         return ""
@@ -213,9 +215,7 @@ def config_in(store: Store) -> dict[str, Any]:
 
 
 def _default_name(place: Place, part: PublishedPart) -> str:
-    """The name of the run, with that of the part, if it has one, where the checkpoint has several
-    adapters.
-    """
+    """The name of the run, with that of the part if the checkpoint has several adapters."""
     kinds = [record.kind for record in part.checkpoint.manifest.parts]
     if kinds.count("adapter") > 1 and part.record.name:
         return f"{run_of(place)}-{as_name(part.record.name)}"
@@ -245,9 +245,7 @@ def _exported(part: PublishedPart, engine: str, stage: Path) -> Iterator[Publish
 
 
 def _pull_to_stage(place: Place, stage: Path) -> Path:
-    """Pull the checkpoint into the stage, where it may take the place of an earlier copy, and of
-    nothing else.
-    """
+    """Pull the checkpoint into the stage, where it may replace an earlier copy and nothing else."""
     folder = stage / run_of(place) / place.basename
     if LocalStore(folder).identity == place.folder.identity:
         raise ConfigError(f"{stage}: stage= is where the chain is, expected another folder")

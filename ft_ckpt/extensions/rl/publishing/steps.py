@@ -40,14 +40,13 @@ def publish(
     url: str | Sequence[str] | ServerOptions,
     **settings: Unpack[ServerSettings],
 ) -> PublishReport:
-    """Load the committed `checkpoint` into the running server at `url`, or into several, and prove
-    that they hold it.
+    """Load the committed `checkpoint` into one running server, or several, and prove it.
 
-    Supports vLLM, SGLang, and servers with SGLang's endpoints. On return, all servers hold the
-    checkpoint; after a failure each is restored to its previous state, and the error says what it
-    holds now. The digests of all files are compared first, and the checkpoint is leased until the
-    servers have answered. `settings` are the fields of `ServerOptions`, which may be given in place
-    of `url` and them.
+    `url` is that of the server, or several. They are vLLM, SGLang, and servers with SGLang's
+    endpoints. On return, all servers hold the checkpoint; after a failure each is restored to its
+    previous state, and the error says what it holds now. The digests of all files are compared
+    first, and the checkpoint is leased until the servers have answered. `settings` are the fields
+    of `ServerOptions`, which may be given in place of `url` and them.
 
     An adapter is loaded as `name`@`version`, as in "policy@500-3fa9c1d2", and never loaded again
     under a name. It is refused beforehand if the engine would drop or misread part of it. Then the

@@ -130,9 +130,7 @@ def _prepare(update: Update, weights: Weights) -> None:
 
 
 def _refuse_other_config(update: Update, weights: Weights) -> None:
-    """Compare the config with the one that the server was started with: it builds its model from
-    that one alone.
-    """
+    """Compare the config with the one from which the server built its model when it started."""
     base = base_folder(update, weights.options)
     if base is None:
         path = update.base_path or "the path of the served model"
@@ -152,9 +150,7 @@ def _refuse_other_config(update: Update, weights: Weights) -> None:
 
 
 def _learn_layout(update: Update, weights: Weights) -> None:
-    """Find the layers that the server keeps in another layout than files, from the weights that it
-    holds now.
-    """
+    """Find layers that the server keeps in another layout than files, from its present weights."""
     server = update.server
     if weights.options.check == "listed" or not is_known(weights.config):
         return

@@ -86,10 +86,10 @@ def _initial_weights(update: Update, weights: Weights) -> Iterator[WeightsBefore
 
 
 def _possible_places(run: str, name: str, folder: Path) -> Iterator[Path]:
-    """The paths that a checkpoint of a run may have: in the `folder` of the new one, or in a run of
-    this name near it.
+    """The paths that a checkpoint of a run may have.
 
-    `run` is the name of the run's folder in characters that names allow, see `as_name`.
+    It is in the `folder` of the new one, or in a run of this name near it. `run` is the name of the
+    run's folder in characters that names allow, see `as_name`.
     """
     yield folder / name
     for parent in (folder, *folder.parents[:2]):
@@ -100,10 +100,10 @@ def _possible_places(run: str, name: str, folder: Path) -> Iterator[Path]:
 
 
 def put_all_back(updates: Sequence[Update], weights: Weights) -> list[str]:
-    """Restore the previous weights on each server whose update has begun, unless another publisher
-    was there.
+    """Restore the previous weights on each server whose update has begun.
 
-    Returns a line for each on the weights that it now has.
+    A server that another publisher has reached stays as it is. Returns a line for each on the
+    weights that it now has.
     """
     touched = [update for update in updates if update.has_begun or update.is_overtaken]
     return [str(outcome) for outcome in run_on(touched, _put_back, weights)]

@@ -190,9 +190,7 @@ def _unexplained(update: Update, digests: Mapping[str, str], comparison: Compari
 
 
 def _in_words(comparison: Comparison, update: Update, digests: Mapping[str, str]) -> str:
-    """The result of a comparison without a difference, with the layers that were not compared with
-    the files.
-    """
+    """The result of a comparison without a difference, with the layers that it left out."""
     unreported = [name for name in comparison.different if is_unreported(digests[name])]
     reported = [name for name in comparison.different if not is_unreported(digests[name])]
     packed = [name for name in reported if name in update.packed]
@@ -211,9 +209,7 @@ def _in_words(comparison: Comparison, update: Update, digests: Mapping[str, str]
 
 
 def expect_weights(update: Update, weights: Weights) -> None:
-    """Raise EngineError if the digests, the served model or the answers are not those of the
-    update.
-    """
+    """Raise EngineError if digests, the served model or answers are not those of the update."""
     if update.digests:
         _expect_digests(update, update.digests)
     served = update.server.served()
@@ -269,8 +265,9 @@ def _expect_answers(update: Update, weights: Weights) -> None:
 
 
 def unlike_servers(updates: Sequence[Update]) -> list[str]:
-    """A line for each server whose parameters differ from those of the first one with the same
-    engine and names.
+    """A line for each server whose parameters differ from those of its first twin.
+
+    Twins have the same engine and names of parameters.
     """
     problems = []
     for update in updates:

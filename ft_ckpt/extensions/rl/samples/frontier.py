@@ -48,11 +48,13 @@ class Frontier:
     def __init__(
         self, samples: int | Sized, *, epochs: int | None = 1, shuffle: bool = False, seed: int = 0
     ) -> None:
-        """`samples`: their number; or a sequence of ids (a list, a range, a column of a dataset;
-        str, int, bytes or tuples of these), which the tickets carry; or anything else with a
-        length, such as a dataset, whose indices the tickets carry. An id that is listed twice is
-        two samples. `epochs`: None for no end. `shuffle`: each epoch has its own order, which
-        depends on `seed`, the epoch and the number of samples alone.
+        """Open `epochs` epochs of `samples`.
+
+        `samples`: their number; or a sequence of ids (a list, a range, a column of a dataset; str,
+        int, bytes or tuples of these), which the tickets carry; or anything else with a length,
+        such as a dataset, whose indices the tickets carry. An id that is listed twice is two
+        samples. `epochs`: None for no end. `shuffle`: each epoch has its own order, which depends
+        on `seed`, the epoch and the number of samples alone.
 
         A group of prompts is one sample, which is taken and reported once, whatever is generated
         for it.
@@ -78,13 +80,12 @@ class Frontier:
         self._changed = threading.Condition()
 
     def take(self, count: int = 1, *, wait: float = 0.0) -> list[Ticket]:
-        """Hand out the first `count` samples, in the order of the epochs, that are neither settled
-        nor in flight.
+        """Hand out the first `count` samples that are neither settled nor in flight.
 
-        Samples that failed and, after a resume, those that were in flight therefore precede new
-        ones. An epoch begins while samples of the previous one are in flight. Returns fewer
-        tickets, or none, if there are no more at the moment. `wait`: seconds to wait for one,
-        because samples in flight may fail. Any thread may call it.
+        They come in the order of the epochs. Samples that failed and, after a resume, those that
+        were in flight therefore precede new ones. An epoch begins while samples of the previous one
+        are in flight. Returns fewer tickets, or none, if there are no more at the moment. `wait`:
+        seconds to wait for one, because samples in flight may fail. Any thread may call it.
         """
         tickets: list[Ticket] = []
         with self._changed:
@@ -187,8 +188,9 @@ class Frontier:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Samples "trained" and "dropped" since the run began, over all epochs, and those "in
-        flight".
+        """Count samples "trained" and "dropped" since the run began, and those "in flight".
+
+        They are counted over all epochs.
         """
         return {
             "trained": self._trained,
@@ -212,11 +214,10 @@ class Frontier:
         return f"Frontier({self.samples} samples, {epochs}, {self.counts})"
 
     def state_dict(self) -> dict[str, Any]:
-        """The settled samples as JSON values: "low" (all numbers below are settled) and "runs"
-        above it.
+        """The settled samples as JSON values: "low" and "runs".
 
-        "runs" is text: the lengths of an open range, a settled one, an open one, a settled one,
-        ...; after the last, all numbers are open.
+        All numbers below "low" are settled. "runs" is text: the lengths of an open range above it,
+        a settled one, an open one, a settled one, ...; after the last, all numbers are open.
         """
         with self._changed:
             spans, dropped = self._spans(), self._dropped

@@ -9,12 +9,12 @@ _ROUNDS = 4
 
 
 def shuffled(position: int, count: int, seed: int, epoch: int) -> int:
-    """The index of the sample at a position of a shuffled epoch: a permutation of range(count),
-    without a list of it.
+    """The index of the sample at a position of a shuffled epoch.
 
-    A Feistel network on a grid of at least `count` cells: position = high * width + low, and each
-    round adds to `high` a random number chosen by `low`, then to `low` one chosen by `high`. A
-    result beyond `count` is permuted again.
+    It is a permutation of range(count), without a list of it: a Feistel network on a grid of at
+    least `count` cells. position = high * width + low, and each round adds to `high` a random
+    number chosen by `low`, then to `low` one chosen by `high`. A result beyond `count` is permuted
+    again.
     """
     width, height, rounds = _random_rounds(count, seed, epoch)
     while True:
@@ -31,10 +31,10 @@ def shuffled(position: int, count: int, seed: int, epoch: int) -> int:
 def _random_rounds(
     count: int, seed: int, epoch: int
 ) -> tuple[int, int, tuple[tuple[list[int], list[int]], ...]]:
-    """Width and height of the grid, and the numbers to add in each round: SHAKE-256 of
-    "seed/epoch/round".
+    """Width and height of the grid, and the numbers to add in each round.
 
-    About 8 * sqrt(count) numbers: 25,000 for 10 million samples.
+    The numbers are SHAKE-256 of "seed/epoch/round". They are about 8 * sqrt(count): 25,000 for 10
+    million samples.
     """
     width = math.isqrt(count - 1) + 1
     height = -(-count // width)

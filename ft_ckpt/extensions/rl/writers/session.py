@@ -238,9 +238,7 @@ class OpenSession:
         return checkpoint
 
     def _take(self, step: int, name: str, stage: Store) -> tuple[list[FileRecord], str]:
-        """Take the files of one writer into the stage: their records, and the problem, if there is
-        one.
-        """
+        """Take the files of a writer into the stage; return their records and a problem, if any."""
         below = self.sessions.within(handed_folder(self.session, step, name))
         try:
             handed = as_record(json.loads(read_text(below, HANDED)), HandedIn)
@@ -288,11 +286,11 @@ def open_session(
     allow: Iterable[str],
     timeout_seconds: float,
 ) -> OpenSession:
-    """Open a session for `writers` (True: optional), whose processes continue from the checkpoint
-    at `start`.
+    """Open a session for `writers`, whose processes continue from the checkpoint at `start`.
 
-    Raises WriterError for writers without a part there, and parts without a writer, that `allow`
-    does not name; TargetError while another process has a session open.
+    True stands for an optional writer. Raises WriterError for writers without a part there, and
+    parts without a writer, that `allow` does not name; TargetError while another process has a
+    session open.
     """
     check_writer_names(writers)
     optional = tuple(name for name, is_optional in writers.items() if is_optional)

@@ -71,8 +71,9 @@ class Session:
 
 @dataclass(frozen=True)
 class HandedIn:
-    """The contents of HANDED: the files of one writer for one step, or the error that one of its
-    functions raised.
+    """The contents of HANDED: the files of one writer for one step, or an error.
+
+    The error is one that a function of the writer raised.
     """
 
     # a `linked` file is not handed in: it equals that of the checkpoint `last`
@@ -145,10 +146,10 @@ def parts_of(manifest: Manifest) -> dict[str, tuple[FileRecord, ...]]:
 
 
 def default_rule(parts: Sequence[str], writers: Sequence[str]) -> dict[str, list[str]]:
-    """The parts of a checkpoint that each writer of a group gets: those of its own name, the others
-    in turns.
+    """The parts of a checkpoint that each writer of a group gets.
 
-    With four parts and two writers, writer 0 gets parts 0 and 2, writer 1 gets parts 1 and 3.
+    It gets those of its own name, and the others in turns. With four parts and two writers, writer
+    0 gets parts 0 and 2, writer 1 gets parts 1 and 3.
     """
     assigned: dict[str, list[str]] = {}
     for name in writers:

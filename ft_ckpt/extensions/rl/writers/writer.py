@@ -60,13 +60,12 @@ _LIVE_SECONDS = 2.0  # between checks that the trainer's process is alive
 
 
 class Writer:
-    """Hands in the state of this process as a part of each checkpoint that a trainer elsewhere
-    commits.
+    """Hands in the state of this process as a part of a trainer's checkpoints.
 
-    `run`: the directory of the trainer's `CheckpointSaver`, as this machine sees it, or its URL.
-    `name`: a name that the trainer invites (`CheckpointSaver.invite`); with `index`, member `index`
-    of the group `name`. Waits up to `timeout_seconds` for the trainer's session, or for the session
-    with the token `session`.
+    The trainer commits them in another process. `run`: the directory of its `CheckpointSaver`, as
+    this machine sees it, or its URL. `name`: a name that the trainer invites
+    (`CheckpointSaver.invite`); with `index`, member `index` of the group `name`. Waits up to
+    `timeout_seconds` for the trainer's session, or for the session with the token `session`.
 
     A checkpoint gets the state that a function of `provide` returns when the trainer asks, or that
     `put` hands in for its step. `resume` gives the part of the checkpoint that the trainer
@@ -112,8 +111,9 @@ class Writer:
 
     @property
     def ended(self) -> bool:
-        """Whether the session is over: the trainer has ended or opened another session, or `close`
-        was called.
+        """Whether the session is over.
+
+        It is when the trainer has ended or opened another session, or `close` was called.
         """
         return self._over.is_set()
 
@@ -130,11 +130,10 @@ class Writer:
     def provide(
         self, state: Callable[[], Any] | None = None, *, files: Callable[[], Files] | None = None
     ) -> None:
-        """Let a thread call these functions whenever the trainer asks, and hand in their results as
-        `put` does.
+        """Let a thread call these functions whenever the trainer asks, and hand in their results.
 
-        They run in a thread, so they must lock what other threads change. If one
-        raises, the trainer's save fails with its error.
+        The results go to `put`. They run in a thread, so they must lock what other threads change.
+        If one raises, the trainer's save fails with its error.
         """
         if state is None and files is None:
             raise ConfigError("provide(): expected a function for the state, or for files, or both")

@@ -61,9 +61,7 @@ class AveragedFile(TensorFile):
         self.beyond: set[str] = set()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) of the average of tensor `name`: 1-D, on the CPU, in the
-        dtype of its spec.
-        """
+        """Average flat elements [start, stop) of `name`: 1-D, on the CPU, in its spec's dtype."""
         first = self.files[0].read(name, start, stop)
         if not first.is_floating_point():
             return self._read_last(name, first, start, stop)
@@ -111,9 +109,7 @@ def _cast_specs(file: TensorFile, dtype: str | None) -> tuple[dict[str, Spec], d
 
 
 def _refuse_other_tensors(files: Sequence[TensorFile], names: Sequence[str]) -> None:
-    """Raise SelectionError naming stored tensors that are not as in the first file, or whose dtype
-    has no mean.
-    """
+    """Raise SelectionError for tensors that differ from the first file's, or that have no mean."""
     expected = _shapes_and_dtypes(files[0])
     problems: list[str] = []
     for source, file in zip(names[1:], files[1:], strict=True):
@@ -140,10 +136,10 @@ def _shapes_and_dtypes(file: TensorFile) -> dict[str, tuple[tuple[int, ...], str
 def _common_ties(
     files: Sequence[TensorFile], names: Sequence[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """The stored tensor of each tied name, and notes on files that do not record one, as those of
-    transformers.
+    """The stored tensor of each tied name, with notes on files that do not record one.
 
-    Raises SelectionError for names that are tied to other tensors in other files.
+    transformers records none. Raises SelectionError for names that are tied to other tensors in
+    other files.
     """
     ties: dict[str, str] = {}
     problems: list[str] = []

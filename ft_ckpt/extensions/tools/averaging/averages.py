@@ -166,8 +166,9 @@ def _choose_sources(sources: list[Place], last: int | None) -> list[Place]:
 def _average_files(
     files: Sequence[TensorFile], shares: Sequence[float], options: ConvertOptions
 ) -> TensorFile:
-    """The averages as one source for a conversion: a folder with the same parts if all are folders,
-    else a file.
+    """Make the averages one source for a conversion.
+
+    It is a folder with the same parts if all sources are folders, else a file.
     """
     names = options.made_from
     refuse_quantised_sources(files, names)

@@ -99,11 +99,10 @@ class _AdapterOf:
 def differing_bases(
     folders: Sequence[WeightsFolder], index: int, names: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Sources whose adapter in the part `index` has another base than the first source's, or one
-    that is lost; and notes.
+    """Sources whose adapter in the part `index` has another base than the first, and notes.
 
-    Bases are compared by their sampled elements if all sources have them, else by name and
-    revision.
+    A base that is lost counts as another. Bases are compared by their sampled elements if all
+    sources have them, else by name and revision.
     """
     adapters = []
     for name, folder in zip(names, folders, strict=True):

@@ -1,5 +1,6 @@
-"""Converts weights between formats slice by slice: to one file, to a folder, or by the library of a
-format.
+"""Conversion of weights between formats, slice by slice.
+
+The target is one file, a folder, or what the library of a format writes.
 """
 
 import os
@@ -165,9 +166,7 @@ def _convert_to_file(tensor_file: TensorFile, options: ConvertOptions) -> Conver
 
 
 def _refuse_listed(target: Place) -> None:
-    """Raise TargetError if the target is a file of a checkpoint, which would differ from its
-    manifest.
-    """
+    """Raise TargetError if the target is a file of a checkpoint: its manifest would be wrong."""
     around = checkpoint_around(target)
     if around is None:
         return
@@ -179,8 +178,9 @@ def _refuse_listed(target: Place) -> None:
 
 
 def _open_staging(options: ConvertOptions, size_bytes: int) -> Staging:
-    """A staging for the target, after a check of the space for weights of `size_bytes` and sidecar
-    files.
+    """Open a staging for the target, after a check of the space for weights and sidecar files.
+
+    The weights have `size_bytes`.
     """
     store = options.target.folder
     _check_space(store, size_bytes + _SIDECAR_BYTES)

@@ -45,9 +45,7 @@ def _are_equal(first: TensorFile, second: TensorFile, spec: Spec) -> bool:
 
 
 def spec_differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
-    """A line for each name that is missing, unexpected, or has another shape or dtype in
-    `theirs`.
-    """
+    """A line for each name that `theirs` lacks, adds, or has in another shape or dtype."""
     differences = [f"{name}: missing" for name in ours if name not in theirs]
     differences += [f"{name}: unexpected" for name in theirs if name not in ours]
     for name, spec in ours.items():

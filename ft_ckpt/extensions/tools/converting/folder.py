@@ -153,9 +153,7 @@ def converted_manifest(
     files: tuple[FileRecord, ...],
     options: ConvertOptions,
 ) -> Manifest:
-    """The manifest of a source checkpoint with the new files, or a new manifest for other
-    sources.
-    """
+    """The manifest of a source checkpoint with the new files, or else a new manifest."""
     if isinstance(tensor_file, WeightsFolder) and tensor_file.manifest is not None:
         manifest = tensor_file.manifest
         shared: tuple[tuple[str, ...], ...] = ()

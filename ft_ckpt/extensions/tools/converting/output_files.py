@@ -72,8 +72,9 @@ class _Piece(NamedTuple):
 
 
 def _tensor_regions(file: TensorFile, layout: Layout) -> Iterator[Region]:
-    """The bytes of the tensors: unchanged ones are copied in blocks, others are read slice by
-    slice.
+    """The bytes of the tensors.
+
+    Unchanged ones are copied in blocks, others are read slice by slice.
     """
     starts = {spec.name: start for spec, start in zip(layout.specs, layout.starts, strict=True)}
     runs = {spec.name: file.runs(spec.name) for spec in layout.specs}

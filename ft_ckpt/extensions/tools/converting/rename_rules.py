@@ -14,11 +14,10 @@ Names = Mapping[str, str]
 
 
 def read_map(source: str | Path | Names | None) -> dict[str, str]:
-    """New names by old name, from a mapping, a JSON file or a file of lines "old new" (# begins a
-    comment).
+    """Read new names by old name from a mapping, a JSON file or a text file.
 
-    A name that ends in * is a prefix. Raises ConfigError for another source and for ambiguous
-    rules.
+    A text file has lines "old new"; # begins a comment. A name that ends in * is a prefix. Raises
+    ConfigError for another source and for ambiguous rules.
     """
     if source is None:
         return {}
@@ -87,8 +86,7 @@ def check_used(table: Names, names: Iterable[str], source: str) -> None:
 
 
 def rename_tensors(names: Iterable[str], table: Names) -> dict[str, str]:
-    """New names by old. An exact rule takes precedence over a prefix, a longer prefix over a
-    shorter one.
+    """Map names to new ones: an exact rule comes before a prefix, a longer prefix before a shorter.
 
     Raises SelectionError naming tensors that would get the same name.
     """

@@ -126,8 +126,9 @@ def _check_shard_size(max_shard_size: int | str | None, target: Place, to_folder
 
 
 def check_apart(sources: Sequence[Place], options: ConvertOptions) -> None:
-    """Raise ConfigError if the target folder lies in a source folder, or is a checkpoint that
-    contains a source.
+    """Raise ConfigError if the target folder lies in a source folder or contains a source.
+
+    Only a checkpoint is refused for containing a source.
     """
     if not options.to_folder:
         return

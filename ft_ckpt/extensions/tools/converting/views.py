@@ -19,10 +19,10 @@ FLOAT_DTYPES = (
 
 
 def translate_file(file: TensorFile, names: Names, dtype: str | None) -> TensorView:
-    """`file` with its tensors renamed by `names` (see `read_map`) and its floats cast to `dtype`,
-    if given.
+    """Rename the tensors of `file` by `names`, and cast its floats to `dtype` if it is not None.
 
-    Raises ConfigError for an unknown dtype, SelectionError for names of several tensors.
+    `names` are as for `read_map`. Raises ConfigError for an unknown dtype, SelectionError for names
+    of several tensors.
     """
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigError(f"dtype={dtype!r}: {expected_one_of(dtype, _DTYPES)}")

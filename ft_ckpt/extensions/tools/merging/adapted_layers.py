@@ -34,9 +34,7 @@ class AdaptedLayer:
 
 
 def adapted_layers(view: View, names: Sequence[str], choice: MergeChoice) -> list[AdaptedLayer]:
-    """The outermost layers of the model in `view` that any of the adapters `names` is merged
-    into.
-    """
+    """The outermost layers of the model in `view` that an adapter in `names` is merged into."""
     modules: dict[str, nn.Module] = {}
     for path, _, module in walk_modules(view.module):
         modules[path] = unwrap(module)  # a wrapper and its module have the same path
@@ -87,9 +85,7 @@ def _below(path: str, sources: Mapping[str, Source]) -> dict[str, Source]:
 
 
 class _Placeholders:
-    """Replaces the tensors of a layer's modules by meta tensors, and records which sources the
-    layer needs.
-    """
+    """Replaces tensors of a layer's modules by meta tensors, and records the sources it needs."""
 
     def __init__(self, sources: Mapping[int, Mapping[str, Source]], left_out: set[str]) -> None:
         """`sources`: by id of the module and name; `left_out`: names of adapters."""
@@ -124,9 +120,7 @@ def _outermost_layers(modules: Mapping[str, nn.Module]) -> Iterator[str]:
 
 
 def nested_layers(layer: Any) -> list[Any]:
-    """A PEFT layer and the PEFT layers nested in it, because several methods may adapt one base
-    layer.
-    """
+    """A PEFT layer and the PEFT layers in it: several methods may adapt one base layer."""
     layers = [layer]
     while isinstance(getattr(layers[-1], "base_layer", None), BaseTunerLayer):
         layers.append(layers[-1].base_layer)
@@ -154,11 +148,11 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def merge_layer(layer: AdaptedLayer, tensors: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the plain layer, by name in it, in the widest dtype among the layer's and at
-    least float32.
+    """Compute the tensors of the plain layer, by name in it.
 
-    `tensors`, by key of their source, may be modified. Missing tensors are on the meta device. With
-    weights, each adapter is merged alone, and the weighted differences from the base are summed.
+    They have the widest dtype of the layer and at least float32. `tensors`, by key of their source,
+    may be modified. Missing tensors are on the meta device. With weights, each adapter is merged
+    alone, and the weighted differences from the base are summed.
     """
     all_tensors = {**layer.placeholders, **tensors}
     dtypes = [tensor.dtype for tensor in layer.placeholders.values() if tensor.is_floating_point()]

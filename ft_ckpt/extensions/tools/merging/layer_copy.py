@@ -15,11 +15,11 @@ Replacements = Callable[[nn.Module], Mapping[str, Tensor]]  # for a module's own
 def copy_layer(
     module: nn.Module, replacements: Replacements, copies: dict[int, nn.Module] | None = None
 ) -> nn.Module:
-    """A copy of `module` and of all modules that it refers to, in eval mode, with the tensors of
-    `replacements`.
+    """Copy `module` and all modules that it refers to, in eval mode, with `replacements`.
 
-    Other tensors are shared if they are on the host or meta, else copied to the host. `copies`: by
-    id of the original, so that a module that occurs twice is copied once.
+    Those are the tensors to exchange. Other tensors are shared if they are on the host or meta,
+    else copied to the host. `copies` has copies by id of the original, so that a module that occurs
+    twice is copied once.
     """
     copies = {} if copies is None else copies
     module = unwrap(module)

@@ -112,9 +112,7 @@ def _chosen_adapters(view: View, choice: MergeChoice) -> list[str]:
 
 
 def _refuse_lost(base: _MergedBase, part: Part) -> None:
-    """Raise SelectionError for tensors that differ once merged, of which the class stores one
-    only.
-    """
+    """Raise SelectionError for tied tensors that differ once merged: the class stores one only."""
     stored: set[int] = set()
     for entry in part.entries:
         stored.update(source.key for source in entry.sources)
@@ -227,9 +225,7 @@ class _MergingConversion:
     base: _MergedBase
 
     def convert(self, full: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The stored tensors by name, from the full live tensors by name, which it takes out of
-        `full`.
-        """
+        """Convert full live tensors, by name, to the stored ones, and take them out of `full`."""
         inputs = self._merge(full)
         conversion = self.entries[0].group
         if conversion is not None:

@@ -50,8 +50,7 @@ class LogitsCheck:
 
 
 def live_logits(model: nn.Module, check: str | Mapping[str, Any]) -> LogitsCheck:
-    """The current output of `model` for the batch `check`, or for random token ids if it is
-    "logits".
+    """Compute the output of `model` for the batch `check`, or for random token ids if "logits".
 
     Call on every rank. The model is in eval mode meanwhile. Raises ConfigError for another `check`,
     and for "logits" if the model does not take token ids.

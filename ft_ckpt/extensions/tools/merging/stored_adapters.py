@@ -39,9 +39,7 @@ class StoredAdapters:
 
     @property
     def files(self) -> set[str]:
-        """The paths of the files in the folders of the adapters, if the checkpoint is one of
-        ours.
-        """
+        """The paths of the files of the adapters, if the checkpoint is one of ft_ckpt."""
         files: set[str] = set()
         for record in self.records:
             files |= files_in(self.checkpoint.manifest, record.path)
@@ -116,9 +114,9 @@ def choose_merge(stored: StoredAdapters, weights: Sequence[float] | None) -> Mer
 
 
 def find_base(stored: StoredAdapters, base: Any) -> Place:
-    """The folder of `base`, of the one in the same checkpoint, or of the one that the adapters
-    name.
+    """Find the folder of the base to merge into.
 
+    It is that of `base`, of the one in the same checkpoint, or of the one that the adapters name.
     Raises LoadError if there is none, or if the adapters name several.
     """
     if base is not None:
@@ -161,9 +159,7 @@ def _refuse_several_bases(bases: Mapping[str, BaseRecord]) -> None:
 
 
 def _foreign_records(store: Store) -> list[PartRecord]:
-    """The adapters in a PEFT folder: "default" in the folder itself, others in subfolders with
-    their names.
-    """
+    """The adapters in a PEFT folder: "default" in it, others in subfolders with their names."""
     records = []
     if store.stat(_CONFIG) is not None:
         records.append(_foreign_record(store, "", "default"))

@@ -37,8 +37,9 @@ _POLL_SECONDS = 0.2
 
 
 def cache_folder() -> Path:
-    """The folder of the cache: FT_CKPT_CACHE, else ft_ckpt in HF_HOME, where Hugging Face libraries
-    keep models.
+    """The folder of the cache: FT_CKPT_CACHE, else ft_ckpt in HF_HOME.
+
+    Hugging Face libraries keep models in HF_HOME.
     """
     folder = os.environ.get(_FOLDER)
     if folder:
@@ -54,11 +55,10 @@ def cache_folder() -> Path:
 def pull_cached(
     checkpoint: OpenCheckpoint, manifest: Manifest, *, exact: bool = False
 ) -> CopyReport:
-    """Fetch the checkpoint into the cache, one process at a time, if it is missing or damaged
-    there.
+    """Fetch the checkpoint into the cache if it is missing or damaged there.
 
-    Raises ConfigError for an invalid size and without a home folder, and what `copying.copy`
-    raises.
+    One process fetches at a time. Raises ConfigError for an invalid size and without a home folder,
+    and what `copying.copy` raises.
     """
     max_bytes = parse_size(os.environ.get(_SIZE) or _DEFAULT_SIZE)
     cache = LocalStore(cache_folder())
@@ -72,10 +72,9 @@ def pull_cached(
 
 
 def make_room_in(cache: LocalStore, max_bytes: int, coming: Manifest) -> None:
-    """Delete the least recently used checkpoints until the cache has at most `max_bytes`,
-    including the `coming` one.
+    """Delete the least recently used checkpoints until the cache has at most `max_bytes`.
 
-    Checkpoints that cannot be deleted stay.
+    The `coming` one counts. Checkpoints that cannot be deleted stay.
     """
     listed = list_checkpoints(Place(cache)).checkpoints
     infos = [info for info in listed if info.store.identity != cache.identity]

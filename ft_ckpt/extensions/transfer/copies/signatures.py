@@ -69,8 +69,9 @@ def read_signature(store: Store) -> Signed | None:
 
 
 def signature_of_copy(checkpoint: OpenCheckpoint, manifest: Manifest) -> Signed | None:
-    """The signature of an open checkpoint, if it covers what `manifest` lists: it may cover more
-    files, or be of an older checkpoint.
+    """The signature of an open checkpoint if it covers what `manifest` lists, else None.
+
+    It may cover more files, or be of an older checkpoint.
     """
     signed = read_signature(checkpoint.place.folder)
     if signed is None or not is_same_copy(signed.manifest, manifest):

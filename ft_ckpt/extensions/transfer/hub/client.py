@@ -40,10 +40,10 @@ def make_api(token: str | None) -> HfApi:
 
 @contextmanager
 def hub_errors(where: str, *, writing: bool, failed: str = "not pushed") -> Iterator[None]:
-    """Convert errors of the Hub to TargetError when `writing`, else to MissingError or
-    UnreadableError.
+    """Convert errors of the Hub in the block to those of this package.
 
-    The message of a TargetError contains `failed`.
+    They become TargetError when `writing`, with `failed` in the message, else MissingError or
+    UnreadableError.
     """
     try:
         yield

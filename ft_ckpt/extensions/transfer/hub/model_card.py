@@ -170,8 +170,9 @@ def _short_name(name: str) -> str:
 
 
 def _is_result(name: str, value: float, manifest: Manifest) -> bool:
-    """Whether a metric is a finite evaluation result, not a measure of the training or its
-    speed.
+    """Whether a metric is a finite result of an evaluation.
+
+    Measures of the training or of its speed are none.
     """
     is_metric = name in manifest.rankings or name.startswith(_EVALUATED)
     return is_metric and math.isfinite(value) and not name.endswith(_NO_RESULTS)

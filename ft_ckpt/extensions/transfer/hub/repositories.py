@@ -303,8 +303,9 @@ def _with_card(
 def _stale_names(
     place: HubPlace, head: _Head, files: Iterable[str], manifest: Manifest
 ) -> list[str]:
-    """Files of older checkpoints: those in the old manifest, and those that loaders would confuse
-    with new ones.
+    """Name the files of older checkpoints to delete.
+
+    They are those in the old manifest, and those that loaders would confuse with new ones.
     """
     sent = set(files)
     older: set[str] = set()
@@ -315,8 +316,9 @@ def _stale_names(
 
 
 def _check_arrived(api: HfApi, place: HubPlace, oid: str, sizes: dict[str, int]) -> None:
-    """Compare the commit with the sent files: a .gitignore in the repository drops files
-    silently.
+    """Compare the commit with the sent files.
+
+    A .gitignore in the repository drops files silently.
     """
     tree = api.list_repo_tree(place.repo_id, recursive=True, revision=oid)
     arrived = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}

@@ -1,5 +1,6 @@
-"""Uploads the checkpoints of a staging folder in the background: a sync to the bucket of the run
-after each save.
+"""Uploads of a staging folder in the background.
+
+After each save they sync its checkpoints to the bucket of the run.
 """
 
 import threading
@@ -202,9 +203,7 @@ class RunUploads:
         return {self.staging.basename: ended_by}
 
     def _listed_without(self, identities: Collection[str]) -> list[CheckpointInfo]:
-        """The checkpoints now in the staging folder, newest first, without those of these content
-        digests.
-        """
+        """The checkpoints now in the staging folder, newest first, without some content digests."""
         infos = reversed(list_checkpoints(self.staging).checkpoints)
         return [info for info in infos if content_identity(info.manifest) not in identities]
 
