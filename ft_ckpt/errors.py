@@ -129,7 +129,7 @@ class CorruptError(CheckpointError, ValueError):
 
 
 class UnreadableError(CorruptError, OSError):
-    """A file that the system cannot read now; it may be whole."""
+    """A file that cannot be read now, or that was replaced while it was read; it may be whole."""
 
 
 class MissingError(CorruptError, FileNotFoundError):

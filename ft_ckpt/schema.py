@@ -33,8 +33,8 @@ def as_record(value: Any, kind: type[_Kind]) -> _Kind:
     Undeclared fields are dropped. Raises FieldError for the first value of another type or range,
     for a missing field, and for a key that UTF-8 does not encode.
     """
-    hashable: Any = kind
-    _prepare(hashable)
+    hashable_kind: Any = kind  # type checkers do not know that every type is hashable
+    _prepare(hashable_kind)
     try:
         return msgspec.convert(value, kind, strict=True)
     except RecursionError as error:
@@ -57,8 +57,8 @@ def values_of(record: Any) -> dict[str, Any]:
 def _prepare(kind: Any) -> None:
     """Let msgspec inspect the fields of a kind, and of the kinds in it, before their first use.
 
-    It keeps what it learned in the classes. A thread that comes upon a class which another thread
-    is inspecting can end the process by a segmentation fault, so one thread inspects at a time.
+    It stores what it learns in the classes. If two threads inspect a class at the same time, the
+    process can end by a segmentation fault, so one thread inspects at a time.
     """
     with _preparing:
         msgspec.json.Decoder(kind)

@@ -32,7 +32,7 @@ from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_to_json, read_manifest
 from ft_ckpt.cli import main
-from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, Problem
+from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, Problem, UnreadableError
 from ft_ckpt.extensions import tools
 from ft_ckpt.extensions.tools.converting import conversion as converting
 from ft_ckpt.model.load import models as load_parts
@@ -474,7 +474,7 @@ def test_files_of_another_save_are_no_damage(tmp_path):
             (path / name).write_bytes((other / name).read_bytes())
         problems = checkpoint.find_problems(deep=True)
         assert problems == (Problem("replaced while it was read", is_transient=True),)
-        with pytest.raises(CorruptError, match="replaced while it was read; read it again"):
+        with pytest.raises(UnreadableError, match="replaced while it was read; read it again"):
             checkpoint.refuse_damaged()
 
 

@@ -11,8 +11,9 @@ _PERIOD_SECONDS = 0.002
 
 @dataclass
 class Peak:
-    """The most MiB above those at the start. Pages of mapped files do not count: the system takes
-    them back when others need memory.
+    """The most MiB above those at the start.
+
+    Pages of mapped files do not count: the system takes them back when others need memory.
     """
 
     mib: float = 0.0

@@ -29,6 +29,7 @@ from ft_ckpt.errors import (
     LoadError,
     NotACheckpointError,
     TargetError,
+    UnreadableError,
 )
 from ft_ckpt.extensions.buckets.object_store import RemoteObject
 from ft_ckpt.extensions.tools.converting import open_source
@@ -157,7 +158,7 @@ def test_readers_see_one_save_or_an_error(tmp_path):
     place = in_bucket(tmp_path / "1.0" / "out")
     with open_checkpoint(open_place(place)) as held:
         in_bucket(tmp_path / "2.0" / "out", place.store)
-        with pytest.raises(CorruptError, match="overwritten while it was read"):
+        with pytest.raises(UnreadableError, match="overwritten while it was read"):
             held.store.read("model.safetensors")
     assert float(ft_ckpt.load_model(place, into=nn.Linear(40, 40)).weight[0, 0]) == 2.0
 

@@ -135,7 +135,7 @@ def test_versions_are_compared_where_conditions_are_ignored(s3, store):
     s3.put("run/there", b"x" * 300_000)
     file = store.open("there")
     s3.put("run/there", b"y" * 300_000)
-    with pytest.raises(CorruptError, match="overwritten while it was read"):
+    with pytest.raises(UnreadableError, match="overwritten while it was read"):
         file.read_into(memoryview(bytearray(10)), 290_000)
 
 

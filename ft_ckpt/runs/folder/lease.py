@@ -1,8 +1,8 @@
 """The lease of a run's directory: one process trains into it at a time.
 
 It is the mark `.ft_ckpt-run` in the directory, on a disk or in a bucket. The first save or resume
-of a run puts it, the end of the saver deletes it. Another process that finds it decides by what it
-knows about the process that put it:
+of a run writes it, and the saver deletes it when it closes. Another process that finds the mark
+decides by what it knows about the process that wrote it:
 
     it has ended on this machine     take over at once
     it lives on this machine         error, while its renewals are younger than a minute
