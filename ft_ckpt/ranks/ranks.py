@@ -31,6 +31,7 @@ T = TypeVar("T")
 _BEAT_SECONDS = 1.0  # between signs of life of a rank at work; well below any sensible time-out
 _POLL_SECONDS = 0.1  # between polls of a working rank for failure reports
 _POLLS_PER_SECOND = 1000  # at most, of all ranks together: one process answers them
+_ANNOUNCE_SECONDS = 1.0  # that an error waits for ranks that have not called anything yet
 _MAX_POLLED = 32  # ranks whose signs of life are polled at a time
 
 
@@ -98,9 +99,13 @@ class Ranks:
 
     @property
     def node(self) -> str | None:
-        """The host name of this rank for errors; None if all ranks are on one node."""
+        """The host name of this rank for errors; None if all ranks are on one node.
+
+        It waits up to a second for ranks that have not announced theirs yet.
+        """
         if self.size > 1:
             with suppress(RankError):  # the store is gone
+                self._await_announcements()
                 if self.store.check([self._several_nodes_key]):
                     return socket.gethostname()
         return None
@@ -402,6 +407,22 @@ class Ranks:
         first = self.store.compare_set(f"ft_ckpt/{self._launch}/node", "", name)
         if first.decode() != name:
             self.store.set(self._several_nodes_key, "")
+        self.store.add(self._announced_key, 1)
+
+    def _await_announcements(self) -> None:
+        """Wait until all ranks have announced their nodes, or two have named different ones.
+
+        A rank can fail at its first call, before the others have made theirs.
+        """
+        end = time.monotonic() + _ANNOUNCE_SECONDS
+        while self.store.add(self._announced_key, 0) < self.size:
+            if self.store.check([self._several_nodes_key]) or time.monotonic() > end:
+                return
+            time.sleep(_POLL_SECONDS)
+
+    @property
+    def _announced_key(self) -> str:
+        return f"ft_ckpt/{self._launch}/announced"
 
     @property
     def _several_nodes_key(self) -> str:

@@ -452,6 +452,8 @@ LIBRARY = [
     or group in ("hdf5 moved", "hdf5 foreign", "hdf5 compressed")
 ]
 OURS = [group for group in GROUPS if group not in LIBRARY]
+# torch reads it whole, and may be asked for more memory than there is: docs/limits.md.
+READ_BY_TORCH = ["torch legacy"]
 ENDS = 3  # of processes, at which a group is given up
 
 
@@ -488,7 +490,8 @@ def campaign(groups, first, end, folder):
 def check(groups, told, wrong, count):
     print(dict(told))
     assert not wrong, wrong
-    hungry = [group for group in groups if told[group, "memory"] and group not in LIBRARY]
+    may_be_hungry = [*LIBRARY, *READ_BY_TORCH]
+    hungry = [group for group in groups if told[group, "memory"] and group not in may_be_hungry]
     assert not hungry, "refused only for want of memory"
     assert not [group for group in groups if told[group, "refused"] <= count // 20]
 

@@ -86,6 +86,20 @@ def test_an_error_names_the_node_if_there_are_several(tmp_path):
     nothing_in(tmp_path)
 
 
+@on_ranks(2, alone=True)
+def test_the_first_error_of_a_launch_names_the_node(tmp_path):
+    """Rank 0 fails before rank 1 has made its first call, and does not know its host yet."""
+    model = models.build("llama")
+    time.sleep(0.3 * RANK)
+    with patch.object(socket, "gethostname", lambda: f"node-{RANK}"):
+        raised(
+            errors.SelectionError,
+            lambda: saver().save(model, tmp_path / "out", attribute="absent"),
+            "absent",
+            f"(on node-{RANK})",
+        )
+
+
 @on_ranks(2)
 def test_what_follows_a_save_in_the_background_may_take_long(tmp_path):
     """Rank 0 prunes or uploads for longer than ranks wait for one that is absent."""

@@ -9,8 +9,16 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
 
-from ft_ckpt.errors import ConfigError, MissingError, UnreadableError, damaged_input, explained
+from ft_ckpt.errors import (
+    ConfigError,
+    MissingError,
+    UnreadableError,
+    damaged_input,
+    explained,
+)
+from ft_ckpt.messages import clean_causes
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.io import BLOCK_BYTES, LocalFile, LocalWriting, allocate_file, create_file
 from ft_ckpt.storage.local.locks import locked_folder
@@ -346,18 +354,25 @@ def temporary_store(
         yield LocalStore(temporary)
 
 
-@contextlib.contextmanager
-def _reading(where: str) -> Iterator[None]:
-    """Convert system errors of a read; a missing file becomes MissingError."""
-    try:
-        with damaged_input(where):
-            yield
-    except UnreadableError as error:
-        if error.errno in local_disk.ABSENT:
-            raise _missing(where) from error
-        raise
-    except FileNotFoundError as error:
-        raise _missing(where) from error
+class _reading(damaged_input):  # noqa: N801 - reads as a statement where it is used
+    """Convert system errors of a read; a missing file becomes MissingError.
+
+    It is a class because an error that leaves a generator stays in a cycle of references, from
+    Python 3.12 on. Its traceback then keeps the tensors of a save until the next collection.
+    """
+
+    __slots__ = ()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        if isinstance(error, OSError) and error.errno in local_disk.ABSENT:
+            clean_causes(error)
+            raise _missing(str(self.source)) from error
+        super().__exit__(kind, error, at)
 
 
 def _missing(where: str) -> MissingError:
