@@ -148,7 +148,7 @@ def live_meetings(folder: Path, own: tuple[LocalState, SavePlan], phase: str) ->
             same=("mode",),
         )
         views = ranks.agree("opening", {"sees": True, "shares": True}, decide=merge_views).result
-        assert views == {"served": "", "sharers": [[0, ranks.size - 1]]}, views
+        assert views == {"far": "", "sharers": [[0, ranks.size - 1]]}, views
         agree_on_outcomes(
             ranks, "the end", [Restored(f"item {number}", "restored") for number in range(8)]
         )
