@@ -141,13 +141,14 @@ WEIGHTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sharded": (llama, {"max_shard_size": 2000}),
     "dual": (llama, {"format": "dual"}),
     "h5": (llama, {"format": "h5"}),
-    "zstd": (llama, {"format": "h5", "compression": "zstd"}),  # written by 0.1 to 0.3
+    "zstd": (llama, {"format": "h5", "compression": "zstd"}),
     "gzip": (llama, {"format": "h5", "compression": "gzip"}),
     "lora": (lora, {"adapter_only": True}),
     "module": (Network, {}),
     "classifier": (classifier, {"adapter_only": True}),
     "composite": (PolicyAndValue, {"attribute": ["policy", "value_head"]}),
 }
+LAST_WRITTEN = {"zstd": "0.3.0"}  # kinds that later versions only read
 
 
 def save_weights(out: Path, name: str) -> None:
@@ -248,7 +249,8 @@ SINGLE: dict[str, Callable[[Path], None]] = {
 
 def main() -> None:
     out, kind, *names = Path(sys.argv[1]), sys.argv[2], *sys.argv[3:]
-    all_names = {"weights": [*WEIGHTS], "runs": [*SINGLE], "ranked": RANKED}
+    written = [name for name in WEIGHTS if name not in LAST_WRITTEN]
+    all_names = {"weights": written, "runs": [*SINGLE], "ranked": RANKED}
     for name in names or all_names[kind]:
         if kind == "weights":
             save_weights(out, name)
