@@ -72,8 +72,10 @@ def launched_ranks() -> Iterator[Ranks]:
         yield Ranks(0, 1)
         return
     store = _connect(launch)
+    ranks = Ranks(launch.rank, launch.size, AnsweringStore(store))
+    ranks.announce_node()
     try:
-        yield Ranks(launch.rank, launch.size, AnsweringStore(store))
+        yield ranks
     finally:
         # Rank 0 may have the store: it waits for those that read from it.
         with suppress(RuntimeError):
