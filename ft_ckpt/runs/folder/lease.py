@@ -2,7 +2,7 @@
 
 It is the mark `.ft_ckpt-run` in the directory, on a disk or in a bucket. The first save or resume
 of a run writes it, and the saver deletes it when it closes. Another process that finds the mark
-decides by what it knows about the process that wrote it:
+looks for the process that wrote it:
 
     it has ended on this machine     take over at once
     it lives on this machine         error, while its renewals are younger than a minute

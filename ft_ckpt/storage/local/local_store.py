@@ -11,13 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from ft_ckpt.errors import (
-    ConfigError,
-    MissingError,
-    UnreadableError,
-    damaged_input,
-    explained,
-)
+from ft_ckpt.errors import ConfigError, MissingError, UnreadableError, damaged_input, explained
 from ft_ckpt.messages import clean_causes
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.io import BLOCK_BYTES, LocalFile, LocalWriting, allocate_file, create_file
