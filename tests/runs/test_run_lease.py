@@ -141,7 +141,8 @@ def training(run, host="", clock_ahead=0.0):
     first.thread.start()
     try:
         until = time.monotonic() + 120  # the first process loads the libraries
-        while not (room / "ready").exists():
+        # the process may be ready before this process has its id
+        while first.pid is None or not (room / "ready").exists():
             assert first.thread.is_alive(), first.output
             assert time.monotonic() < until, "it has saved nothing"
             time.sleep(0.02)
