@@ -13,7 +13,7 @@ from ft_ckpt.messages import LOG
 from ft_ckpt.ranks import Ranks, Values, rank_numbers, try_action
 from ft_ckpt.saving.range_trial import try_ranges
 from ft_ckpt.storage import MountedFrom, Store, mount_of
-from ft_ckpt.storage.local import LocalStore, machine_id
+from ft_ckpt.storage.local import LocalStore, folder_of, machine_id
 
 _PROBE = ".ft_ckpt-probe"
 
@@ -94,8 +94,7 @@ def try_sharing(store: Store, ranks: Ranks) -> FolderSharing:
     if verdict["mode"] is not None:
         mode = Mode[verdict["mode"]]
         return FolderSharing(mode, verdict["reason"], clients, blind, views=agreed.values)
-    assert isinstance(probed, LocalStore), "nothing is tried in a bucket"
-    problem = try_ranges(probed.folder, ranks)
+    problem = try_ranges(folder_of(probed), ranks)  # a bucket has its mode by now
     mode, reason = Mode.SHARED, "what ranks wrote into one file at the same time was all there"
     if problem:
         mode, reason = Mode.SPREAD, problem

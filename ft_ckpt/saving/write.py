@@ -98,7 +98,7 @@ def write_tensors(
     infinity if `nonfinite="raise"`.
     """
     _refuse_differing_ties(writes, sources, ranks)
-    if isinstance(store, LocalStore) and writes.mode is not Mode.MAIN:
+    if writes.mode is not Mode.MAIN:
         _allocate_files(writes, store, ranks)
     total = writes.bytes_of(ranks.rank)
     tuning = saver_tuning(config)
@@ -106,7 +106,6 @@ def write_tensors(
     # background.
     with track_bytes(total if ranks.shows else 0, f"saving {target.basename}") as advance:
         if writes.mode is Mode.SHARED:
-            assert isinstance(store, LocalStore), "files are shared on disks alone"
             with Writer(tuning, advance=advance) as writer:
                 return {"digests": _write_shares(writes, sources, store, writer, ranks)}
         with Writer(tuning, None if store.local_folder is None else total, advance) as writer:
@@ -136,7 +135,7 @@ def store_of_rank(stage: str | None, target: Place, config: SaverConfig) -> Stor
     return target.folder
 
 
-def _allocate_files(writes: WritePlan, store: LocalStore, ranks: Ranks) -> None:
+def _allocate_files(writes: WritePlan, store: Store, ranks: Ranks) -> None:
     """Reserve the space of all files on rank 0; the others wait for it where the plan says so."""
 
     def allocate() -> None:
@@ -151,7 +150,7 @@ def _allocate_files(writes: WritePlan, store: LocalStore, ranks: Ranks) -> None:
 
 
 def _write_shares(
-    writes: WritePlan, sources: SourceView, store: LocalStore, writer: Writer, ranks: Ranks
+    writes: WritePlan, sources: SourceView, store: Store, writer: Writer, ranks: Ranks
 ) -> list[str]:
     """Write the bytes that this rank holds; return their digests, one for each file."""
     return [write_own_bytes(file, store, writer, ranks, sources) for file in writes.files]
@@ -213,7 +212,7 @@ def _goal_of(store: Store, mode: Mode, file: FilePlan) -> Writable:
     then knows the names and sizes of what it commits.
     """
     size_bytes = file.layout.size_bytes
-    if mode is Mode.SPREAD and isinstance(store, LocalStore):
+    if mode is Mode.SPREAD:
         return store.share(file.path, size_bytes)
     return store.create(file.path, size_bytes)
 

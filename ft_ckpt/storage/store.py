@@ -219,6 +219,21 @@ class Store(Protocol):
         """
         ...
 
+    def allocate(self, name: str, size_bytes: int) -> None:
+        """Reserve the space of the file that will be `share`d under this name.
+
+        A remote store reserves nothing.
+        """
+        ...
+
+    def share(self, name: str, size_bytes: int) -> Writable:
+        """Begin or open the object that this process writes together with others.
+
+        On a disk each process writes other ranges of the file, which is visible from the start. An
+        object of a remote store has one writer, as one of `create`.
+        """
+        ...
+
     def list(self, prefix: str = "") -> list[Stored]:
         """All objects in the folder `prefix` and below it, sorted by name.
 
@@ -271,6 +286,12 @@ class RemoteStore:
 
     def limited(self: _Remote, max_mode: int) -> _Remote:
         return self
+
+    def allocate(self, name: str, size_bytes: int) -> None:
+        return None
+
+    def share(self: Store, name: str, size_bytes: int) -> Writable:
+        return self.create(name, size_bytes)
 
 
 def checked_name(name: str, may_be: Callable[[str], bool] = is_inside) -> str:

@@ -116,6 +116,16 @@ class StoreContract:
         writing.finish()
         assert store.read("a") == bytes([1]) * 10 + bytes([2]) * 10
 
+    def test_an_object_that_one_process_writes_where_several_may(self, store: Store) -> None:
+        data = os.urandom(1000)
+        store.allocate("folder/a", len(data))
+        writing = store.share("folder/a", len(data))
+        writing.write(500, memoryview(data)[500:])
+        writing.write(0, memoryview(data)[:500])
+        writing.finish()
+        assert names(store) == ["folder/a"]
+        assert store.read("folder/a") == data
+
     def test_abandoned_writes_leave_nothing(self, store: Store) -> None:
         store.write("kept", b"before")
         for name in ("kept", "new/one"):
