@@ -34,7 +34,7 @@ FOREIGN_ERRORS = {
     "cli/options.py": {"ArgumentTypeError"},  # argparse's error for the type of an argument
     "runs/saves/run_saves.py": {"SystemExit"},  # after the save that a signal asked for
     # it ends the iterator of an upload, whose client aborts it then
-    "extensions/buckets/object_store.py": {"InterruptedError"},
+    "extensions/buckets/uploads.py": {"InterruptedError"},
     # it stands for system calls and fails as they do
     "storage/local_disk.py": {"OSError", "FileNotFoundError"},
     # likewise; `explained` makes it one of ours before it leaves the module

@@ -14,7 +14,7 @@ from wrappers import truth
 
 import ft_ckpt
 from ft_ckpt.errors import CheckpointError
-from ft_ckpt.extensions.buckets import object_store
+from ft_ckpt.extensions.buckets import uploads
 from ft_ckpt.ranks.moving import broadcast
 from ft_ckpt.storage.places import open_place
 
@@ -98,10 +98,8 @@ def test_background_saves():
     """
     live = live_model("fsdp2", "llama")
     written = []
-    real = object_store.RemoteWriting.finish
-    object_store.RemoteWriting.finish = lambda writing: (
-        written.append(writing.name) or real(writing)
-    )
+    real = uploads.RemoteWriting.finish
+    uploads.RemoteWriting.finish = lambda writing: written.append(writing.name) or real(writing)
     settings = {"max_shard_size": 200_000, "each_rank_writes": "on"}
     with saver_of(live, RUN, **settings) as saver:
         train(live, saver, 0, 2)
@@ -114,7 +112,7 @@ def test_background_saves():
         train(live, saver, 4, 1)
         now = truth(live)
         saver.save_state()
-    object_store.RemoteWriting.finish = real
+    uploads.RemoteWriting.finish = real
     assert written, "each rank has files of its own"
     everybody = [None] * WORLD
     dist.all_gather_object(everybody, sorted(set(written)))

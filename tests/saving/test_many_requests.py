@@ -10,7 +10,7 @@ import torch
 from held import planned
 from training import begin, go_on
 
-from ft_ckpt.extensions.buckets.object_store import size_of_parts
+from ft_ckpt.extensions.buckets.uploads import size_of_parts
 from ft_ckpt.saving.planning.write_plan import assign_writers
 from ft_ckpt.storage.io import ByteRun, prefetch
 

@@ -159,7 +159,7 @@ def test_pages_of_a_listing_and_deletions_of_more_than_a_thousand(s3, store):
 
 
 def test_settings_of_the_client_come_from_the_caller_from_variables_and_from_us(monkeypatch):
-    from ft_ckpt.extensions.buckets.object_store import client_options
+    from ft_ckpt.extensions.buckets.client_options import client_options
 
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)

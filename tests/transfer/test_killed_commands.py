@@ -32,7 +32,7 @@ from ft_ckpt import Keep
 from ft_ckpt.checkpoint.commit import delete_state, open_staging
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.errors import TargetError
-from ft_ckpt.extensions.buckets import object_store
+from ft_ckpt.extensions.buckets import uploads
 from ft_ckpt.extensions.rl.deltas import append_checkpoint, drop_rebuilt, mark_staged
 from ft_ckpt.extensions.transfer.copies import store_copies as copies
 from ft_ckpt.runs.folder import prune_run
@@ -270,7 +270,7 @@ def act(root, command, step, there, environment):
     Path(tempfile.tempdir).mkdir(exist_ok=True)
     local_disk.fsync = lambda _: None  # no power is cut: spare the disk
     copies.SMALL_COPY_BYTES = copying.SMALL_COPY_BYTES = copies._MIN_REUSED_BYTES = LARGE_BYTES // 2
-    object_store._PART_BYTES = 5 << 20
+    uploads._PART_BYTES = 5 << 20
     COMMANDS[command][step](root, there)
 
 

@@ -4,31 +4,35 @@ An object appears as a whole: by one request, or when its multipart upload is co
 request the version that they opened, so an object that is overwritten meanwhile becomes an error.
 """
 
-import os
-import re
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import obstore
 from obstore import exceptions
 from obstore.store import MemoryStore, from_url
 
 from ft_ckpt.errors import (
-    CheckpointError,
     ConfigError,
     CorruptError,
-    IncompleteError,
     MissingError,
     NameTakenError,
     TargetError,
     UnreadableError,
 )
-from ft_ckpt.messages import clean_causes, without_secrets
+from ft_ckpt.extensions.buckets.client_errors import (
+    ABSENT,
+    TAKEN,
+    client_reason,
+    reading_object,
+    refuse_missing_bucket,
+    until_whole,
+    writing_object,
+)
+from ft_ckpt.extensions.buckets.client_options import client_options
+from ft_ckpt.extensions.buckets.uploads import RemoteWriting
+from ft_ckpt.messages import clean_causes
 from ft_ckpt.storage import (
     Folder,
     FolderListing,
@@ -42,277 +46,6 @@ from ft_ckpt.storage import (
     refuse_beyond,
     refuse_other_length,
 )
-
-ABSENT = (FileNotFoundError, exceptions.NotFoundError)
-TAKEN = (FileExistsError, exceptions.AlreadyExistsError)
-_REFUSED = ("401", "403")  # status codes of refused credentials
-_CLIENT = (exceptions.BaseError, OSError, ValueError)
-_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")  # error codes of the services
-# messages of the client
-_CUT_OFF = ("response body error", "invalid list response", "invalid DeleteObjects response")
-_T = TypeVar("_T")
-
-
-@contextmanager
-def reading_object(where: str) -> Iterator[None]:
-    """Convert errors of the client in the block into those of this package.
-
-    They become MissingError, ConfigError or UnreadableError, which also stands for another version
-    of the object.
-    """
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except _CLIENT as error:
-        clean_causes(error)
-        refuse_missing_bucket(where, error)
-        if isinstance(error, ABSENT):
-            raise missing_object(where) from error
-        if isinstance(error, exceptions.PreconditionError):
-            raise changed_object(where) from error
-        _refuse_bad_name(where, error)
-        reason = client_reason(error)
-        advice = (
-            "use credentials that may read there" if reason.startswith(_REFUSED) else "try again"
-        )
-        raise UnreadableError(f"{where}: cannot be read ({reason}); {advice}") from error
-
-
-@contextmanager
-def writing_object(where: str) -> Iterator[None]:
-    """Convert errors of the block into ConfigError or TargetError."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except _CLIENT as error:
-        clean_causes(error)
-        refuse_missing_bucket(where, error)
-        _refuse_bad_name(where, error)
-        reason = client_reason(error)
-        raise TargetError(
-            f"{where}: cannot be written ({reason}); check credentials and network, or choose "
-            "another place"
-        ) from error
-
-
-def client_reason(error: BaseException) -> str:
-    """Status, code and message of the service, or the first line of the client's error.
-
-    The rest is internal.
-    """
-    text = str(error)
-    status = re.search(r"status code: (\d+ [A-Za-z ]+)", text)
-    if status is None:
-        first_line = text.split("\n", 1)[0]
-        first_line = re.sub(r".* - (?=HTTP error|Received)", "", first_line)
-        return f"{type(error).__name__}: {without_secrets(first_line)[:300]}"
-    reason = status[1].strip()
-    code = re.search(r"<Code>(.*?)</Code>", text)
-    if code is not None:
-        reason += f", {code[1].strip()}"
-    message = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
-    if message is not None:
-        reason += f": {without_secrets(message[1])[:300]}"
-    return reason
-
-
-def until_whole(request: Callable[[], _T], tries: int = 3) -> _T:
-    """Repeat `request` until its response is complete: the client does not retry cut-off bodies."""
-    try:
-        return request()
-    except exceptions.BaseError as error:
-        if tries == 1 or not any(message in str(error) for message in _CUT_OFF):
-            raise
-    return until_whole(request, tries - 1)
-
-
-def refuse_missing_bucket(where: str, error: BaseException) -> None:
-    """Raise ConfigError if the bucket does not exist.
-
-    The client raises the same error for a missing object.
-    """
-    if any(code in str(error) for code in _NO_BUCKET):
-        raise ConfigError(f"{where}: no such bucket; create it, or correct its name") from error
-
-
-def _refuse_bad_name(where: str, error: BaseException) -> None:
-    if isinstance(error, exceptions.InvalidPathError) or "Could not parse path" in str(error):
-        raise ConfigError(
-            f"{where}: no name that an object can have ({client_reason(error)})"
-        ) from error
-
-
-_VARIABLES = {
-    "s3": "AWS",
-    "s3a": "AWS",
-    "gs": "GOOGLE",
-}  # prefix of the environment variables; Azure's for all other schemes
-_CLIENT_SETTINGS = (
-    "allow_http",
-    "allow_invalid_certificates",
-    "connect_timeout",
-    "proxy_url",
-    "timeout",
-    "user_agent",
-)
-_ENDPOINT_OPTIONS = ("aws_endpoint_url", "aws_endpoint", "endpoint_url", "endpoint")
-_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-# of one request, by the client's own clock: a part of an upload may take minutes on a slow line
-_TIMEOUT = "3m"
-_RETRIES = {"retry_timeout": timedelta(minutes=30)}  # ten tries, some of which may time out
-
-
-def client_options(url: str, **options: Any) -> dict[str, Any]:
-    """Combine defaults, environment variables and `options`; later ones override earlier ones.
-
-    The client itself merges none of them.
-    """
-    prefix = _VARIABLES.get(url.partition("://")[0].lower(), "AZURE")
-    client_settings = {"timeout": _TIMEOUT}
-    for name in _CLIENT_SETTINGS:
-        value = os.environ.get(f"{prefix}_{name.upper()}")
-        if value is not None:
-            client_settings[name] = value
-    merged: dict[str, Any] = {}
-    if prefix == "AWS" and _uses_tls(options):
-        merged["unsigned_payload"] = True
-    merged.update(options)
-    merged["client_options"] = {**client_settings, **options.get("client_options", {})}
-    merged["retry_config"] = {**_RETRIES, **options.get("retry_config", {})}
-    return merged
-
-
-def _uses_tls(options: dict[str, Any]) -> bool:
-    """Whether the transport protects what is sent, so that bodies need no signature."""
-    config = {**options, **options.get("config", {})}
-    endpoints = [config[name] for name in _ENDPOINT_OPTIONS if name in config]
-    endpoints += [os.environ[name] for name in _ENDPOINT_VARIABLES if name in os.environ]
-    return not any(str(endpoint).startswith("http:") for endpoint in endpoints)
-
-
-_PART_BYTES, _MAX_PARTS = 16 << 20, 10_000  # of an upload; the limit is S3's
-_STREAMS = 4  # parts of one upload that are sent in parallel
-
-
-def size_of_parts(size_bytes: int) -> int:
-    """The bytes of each part of the upload of an object, which is one request."""
-    return max(_PART_BYTES, -(-size_bytes // _MAX_PARTS))
-
-
-@dataclass
-class RemoteWriting:
-    """An upload in progress: a thread takes the bytes in order and sends them."""
-
-    store: "ObjectStore"
-    name: str
-    size_bytes: int
-    _ahead: dict[int, bytes] = field(default_factory=dict)  # beyond a gap
-    _ready: deque[bytes] = field(default_factory=deque)
-    _arrived: int = 0  # bytes without a gap
-    _waiting: int = 0  # bytes in `_ready`, not yet taken by the client
-    _over: bool = False
-    _dropped: bool = False
-    _error: BaseException | None = None
-    _etag: str | None = None  # of the upload, from the response
-    _change: threading.Condition = field(default_factory=threading.Condition)
-    _thread: threading.Thread | None = None
-
-    def __post_init__(self) -> None:
-        self.part_bytes = size_of_parts(self.size_bytes)
-        self._thread = threading.Thread(target=self._upload, name="ft_ckpt-upload", daemon=True)
-        self._thread.start()
-
-    def write(self, offset: int, memory: memoryview) -> None:
-        """Blocks until less than a part is waiting to be sent."""
-        if offset + len(memory) > self.size_bytes:
-            raise IncompleteError(
-                f"{self.name}: bytes up to {offset + len(memory)}, expected {self.size_bytes}"
-            )
-        with self._change:
-            if not len(memory):
-                return
-            self._ahead[offset] = bytes(memory)
-            while self._arrived in self._ahead:
-                piece = self._ahead.pop(self._arrived)
-                self._ready.append(piece)
-                self._arrived += len(piece)
-                self._waiting += len(piece)
-            self._change.notify_all()
-            self._change.wait_for(
-                lambda: self._waiting < self.part_bytes or self._error is not None
-            )
-            self._raise_failure()
-
-    def finish(self) -> Stored:
-        arrived = self._arrived
-        if arrived != self.size_bytes:
-            self.abandon()
-            raise IncompleteError(
-                f"{self.name}: {arrived} of {self.size_bytes} bytes arrived; nothing is kept"
-            )
-        self._end()
-        self._raise_failure()
-        stored = self.store.stat(self.name)
-        if stored is None or not self._is_upload(stored):
-            raise CorruptError(
-                f"{self.store.where(self.name)}: differs from what was uploaded: incomplete, or "
-                "overwritten by another process; save again"
-            )
-        return stored
-
-    def abandon(self) -> None:
-        self._dropped = True
-        self._end()
-
-    def _is_upload(self, stored: Stored) -> bool:
-        return stored.size_bytes == self.size_bytes and self._etag in (None, stored.etag)
-
-    def _end(self) -> None:
-        with self._change:
-            self._over = True
-            self._change.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _raise_failure(self) -> None:
-        if self._error is not None:
-            with writing_object(self.store.where(self.name)):
-                raise self._error
-
-    def _upload(self) -> None:
-        try:
-            # an empty stream is not possible
-            if not self.size_bytes and self._next_piece() is None:
-                obstore.put(self.store.client, self.store.key(self.name), b"", use_multipart=False)
-                return
-            result = obstore.put(
-                self.store.client,
-                self.store.key(self.name),
-                iter(self._next_piece, None),
-                use_multipart=True,
-                chunk_size=self.part_bytes,
-                max_concurrency=_STREAMS,
-            )
-            self._etag = result["e_tag"] or None  # Ceph's gateway returns none
-        except BaseException as error:  # noqa: BLE001 - raised by the next write, or by finish
-            with self._change:
-                self._error = None if self._dropped else error
-                self._change.notify_all()
-
-    def _next_piece(self) -> bytes | None:
-        with self._change:
-            self._change.wait_for(lambda: self._ready or self._over)
-            if self._dropped:  # an error in the iterator makes the client abort the upload
-                raise InterruptedError("the upload is dropped")
-            if not self._ready:
-                return None
-            piece = self._ready.popleft()
-            self._waiting -= len(piece)
-            self._change.notify_all()
-            return piece
-
 
 _FIRST_BYTES = 256 << 10  # read when an object is opened: latency equals the transfer of about 1 MB
 _MADE_UP = "~"  # prefix of the version of an object without an etag

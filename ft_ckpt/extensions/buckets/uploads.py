@@ -1,0 +1,137 @@
+"""Multipart uploads in the background."""
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import obstore
+
+from ft_ckpt.errors import CorruptError, IncompleteError
+from ft_ckpt.extensions.buckets.client_errors import writing_object
+from ft_ckpt.storage import Stored
+
+if TYPE_CHECKING:
+    from ft_ckpt.extensions.buckets.object_store import ObjectStore
+
+
+_PART_BYTES, _MAX_PARTS = 16 << 20, 10_000  # of an upload; the limit is S3's
+_STREAMS = 4  # parts of one upload that are sent in parallel
+
+
+def size_of_parts(size_bytes: int) -> int:
+    """The bytes of each part of the upload of an object, which is one request."""
+    return max(_PART_BYTES, -(-size_bytes // _MAX_PARTS))
+
+
+@dataclass
+class RemoteWriting:
+    """An upload in progress: a thread takes the bytes in order and sends them."""
+
+    store: "ObjectStore"
+    name: str
+    size_bytes: int
+    _ahead: dict[int, bytes] = field(default_factory=dict)  # beyond a gap
+    _ready: deque[bytes] = field(default_factory=deque)
+    _arrived: int = 0  # bytes without a gap
+    _waiting: int = 0  # bytes in `_ready`, not yet taken by the client
+    _over: bool = False
+    _dropped: bool = False
+    _error: BaseException | None = None
+    _etag: str | None = None  # of the upload, from the response
+    _change: threading.Condition = field(default_factory=threading.Condition)
+    _thread: threading.Thread | None = None
+
+    def __post_init__(self) -> None:
+        self.part_bytes = size_of_parts(self.size_bytes)
+        self._thread = threading.Thread(target=self._upload, name="ft_ckpt-upload", daemon=True)
+        self._thread.start()
+
+    def write(self, offset: int, memory: memoryview) -> None:
+        """Blocks until less than a part is waiting to be sent."""
+        if offset + len(memory) > self.size_bytes:
+            raise IncompleteError(
+                f"{self.name}: bytes up to {offset + len(memory)}, expected {self.size_bytes}"
+            )
+        with self._change:
+            if not len(memory):
+                return
+            self._ahead[offset] = bytes(memory)
+            while self._arrived in self._ahead:
+                piece = self._ahead.pop(self._arrived)
+                self._ready.append(piece)
+                self._arrived += len(piece)
+                self._waiting += len(piece)
+            self._change.notify_all()
+            self._change.wait_for(
+                lambda: self._waiting < self.part_bytes or self._error is not None
+            )
+            self._raise_failure()
+
+    def finish(self) -> Stored:
+        arrived = self._arrived
+        if arrived != self.size_bytes:
+            self.abandon()
+            raise IncompleteError(
+                f"{self.name}: {arrived} of {self.size_bytes} bytes arrived; nothing is kept"
+            )
+        self._end()
+        self._raise_failure()
+        stored = self.store.stat(self.name)
+        if stored is None or not self._is_upload(stored):
+            raise CorruptError(
+                f"{self.store.where(self.name)}: differs from what was uploaded: incomplete, or "
+                "overwritten by another process; save again"
+            )
+        return stored
+
+    def abandon(self) -> None:
+        self._dropped = True
+        self._end()
+
+    def _is_upload(self, stored: Stored) -> bool:
+        return stored.size_bytes == self.size_bytes and self._etag in (None, stored.etag)
+
+    def _end(self) -> None:
+        with self._change:
+            self._over = True
+            self._change.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _raise_failure(self) -> None:
+        if self._error is not None:
+            with writing_object(self.store.where(self.name)):
+                raise self._error
+
+    def _upload(self) -> None:
+        try:
+            # an empty stream is not possible
+            if not self.size_bytes and self._next_piece() is None:
+                obstore.put(self.store.client, self.store.key(self.name), b"", use_multipart=False)
+                return
+            result = obstore.put(
+                self.store.client,
+                self.store.key(self.name),
+                iter(self._next_piece, None),
+                use_multipart=True,
+                chunk_size=self.part_bytes,
+                max_concurrency=_STREAMS,
+            )
+            self._etag = result["e_tag"] or None  # Ceph's gateway returns none
+        except BaseException as error:  # noqa: BLE001 - raised by the next write, or by finish
+            with self._change:
+                self._error = None if self._dropped else error
+                self._change.notify_all()
+
+    def _next_piece(self) -> bytes | None:
+        with self._change:
+            self._change.wait_for(lambda: self._ready or self._over)
+            if self._dropped:  # an error in the iterator makes the client abort the upload
+                raise InterruptedError("the upload is dropped")
+            if not self._ready:
+                return None
+            piece = self._ready.popleft()
+            self._waiting -= len(piece)
+            self._change.notify_all()
+            return piece
