@@ -1,5 +1,5 @@
 """Object stores: a bucket of S3, Google Cloud or Azure as a store of checkpoints.
 
 Nothing here depends on tensors, and nothing here imports torch. Begin at `object_store`, the
-store.
+store; `uploads` sends the bytes of a new object while they are written.
 """

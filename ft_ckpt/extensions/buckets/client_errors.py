@@ -16,7 +16,7 @@ TAKEN = (FileExistsError, exceptions.AlreadyExistsError)
 _REFUSED = ("401", "403")  # status codes of refused credentials
 _CLIENT = (exceptions.BaseError, OSError, ValueError)
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")  # error codes of the services
-# messages of the client
+# messages of the client about a response that ended early
 _CUT_OFF = ("response body error", "invalid list response", "invalid DeleteObjects response")
 _T = TypeVar("_T")
 
@@ -41,9 +41,9 @@ def reading_object(where: str) -> Iterator[None]:
             raise changed_object(where) from error
         _refuse_bad_name(where, error)
         reason = client_reason(error)
-        advice = (
-            "use credentials that may read there" if reason.startswith(_REFUSED) else "try again"
-        )
+        advice = "try again"
+        if reason.startswith(_REFUSED):
+            advice = "use credentials that may read there"
         raise UnreadableError(f"{where}: cannot be read ({reason}); {advice}") from error
 
 
@@ -86,14 +86,17 @@ def client_reason(error: BaseException) -> str:
     return reason
 
 
-def until_whole(request: Callable[[], _T], tries: int = 3) -> _T:
+def until_whole(request: Callable[[], _T], max_attempts: int = 3) -> _T:
     """Repeat `request` until its response is complete: the client does not retry cut-off bodies."""
-    try:
-        return request()
-    except exceptions.BaseError as error:
-        if tries == 1 or not any(message in str(error) for message in _CUT_OFF):
-            raise
-    return until_whole(request, tries - 1)
+    attempt = 1
+    while True:
+        try:
+            return request()
+        except exceptions.BaseError as error:
+            is_cut_off = any(message in str(error) for message in _CUT_OFF)
+            if attempt == max_attempts or not is_cut_off:
+                raise
+        attempt += 1
 
 
 def refuse_missing_bucket(where: str, error: BaseException) -> None:

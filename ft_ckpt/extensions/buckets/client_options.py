@@ -4,11 +4,8 @@ import os
 from datetime import timedelta
 from typing import Any
 
-_VARIABLES = {
-    "s3": "AWS",
-    "s3a": "AWS",
-    "gs": "GOOGLE",
-}  # prefix of the environment variables; Azure's for all other schemes
+# prefix of the environment variables of each scheme; Azure's for all others
+_VARIABLES = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE"}
 _CLIENT_SETTINGS = (
     "allow_http",
     "allow_invalid_certificates",

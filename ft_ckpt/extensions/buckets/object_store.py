@@ -48,7 +48,7 @@ from ft_ckpt.storage import (
 )
 
 _FIRST_BYTES = 256 << 10  # read when an object is opened: latency equals the transfer of about 1 MB
-_MADE_UP = "~"  # prefix of the version of an object without an etag
+_WITHOUT_ETAG = "~"  # prefix of the version of an object that has none
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ class ObjectStore(RemoteStore):
 
         memory://NAME is a store in the memory of this process.
         """
-        url = url.rstrip("/") if url.partition("://")[2].strip("/") else url
+        has_bucket = bool(url.partition("://")[2].strip("/"))
+        if has_bucket:
+            url = url.rstrip("/")
         try:
             if url.startswith("memory://"):
                 return cls(MemoryStore(**options), url.rstrip("/"))
@@ -112,7 +114,9 @@ class ObjectStore(RemoteStore):
             with reading_object(self.where(name)):
                 facts, first_bytes = until_whole(lambda: self._first_bytes(name))
         except UnreadableError as error:
-            stored = self.stat(name) if "range" in str(error).lower() else None
+            if "range" not in str(error).lower():
+                raise
+            stored = self.stat(name)
             if stored is None or stored.size_bytes:
                 raise
             return RemoteObject(self, name, 0, stored.version)  # an empty object has no range
@@ -156,10 +160,10 @@ class ObjectStore(RemoteStore):
             answer = until_whole(
                 lambda: obstore.list_with_delimiter(self.client, self._folder_key(prefix))
             )
-        start = f"{prefix}/" if prefix else ""
+        parent = f"{prefix}/" if prefix else ""
         folder_keys = [str(key).rstrip("/") for key in answer["common_prefixes"]]
         names = sorted(key.rpartition("/")[2] for key in folder_keys)
-        folders = tuple(Folder(name, self.where(start + name)) for name in names)
+        folders = tuple(Folder(name, self.where(parent + name)) for name in names)
         objects = [self._stored(facts) for facts in answer["objects"]]
         objects.sort(key=lambda stored: stored.name)
         return FolderListing(bool(folders or objects), folders, tuple(objects))
@@ -173,29 +177,29 @@ class ObjectStore(RemoteStore):
 
     def copy(self, name: str, other: str, source: Store | None = None) -> bool:
         """A copy on the server; False between two clients."""
-        store: Store = self if source is None else source
-        goal = self.key(other)
-        if not isinstance(store, ObjectStore) or store.client is not self.client:
+        source_store: Store = self if source is None else source
+        other_key = self.key(other)
+        if not isinstance(source_store, ObjectStore) or source_store.client is not self.client:
             return False
-        if store.stat(name) is None:
-            raise missing_object(store.where(name))
+        if source_store.stat(name) is None:
+            raise missing_object(source_store.where(name))
         with writing_object(self.where(other)):
             try:
-                obstore.copy(self.client, store.key(name), goal)
+                obstore.copy(self.client, source_store.key(name), other_key)
             except exceptions.NotSupportedError:
                 return False
         return True
 
     def delete(self, names: Iterable[str]) -> None:
-        doomed = [self.key(name) for name in names]
+        keys = [self.key(name) for name in names]
         with writing_object(self.url):
             try:
-                until_whole(lambda: obstore.delete(self.client, doomed))
+                until_whole(lambda: obstore.delete(self.client, keys))
             except ABSENT as error:  # some services stop at the first missing object
                 refuse_missing_bucket(self.url, error)
-                for name in doomed:
+                for key in keys:
                     with suppress(*ABSENT):
-                        obstore.delete(self.client, name)
+                        obstore.delete(self.client, key)
 
     def free_bytes(self) -> int | None:
         return None
@@ -208,7 +212,7 @@ class ObjectStore(RemoteStore):
         answer = obstore.get(self.client, self.key(name), options=options)
         return answer.meta, bytes(answer.bytes())
 
-    def _create(self, name: str, data: bytes, tries: int = 3) -> None:
+    def _create(self, name: str, data: bytes, max_attempts: int = 3) -> None:
         try:
             with writing_object(self.where(name)):
                 obstore.put(self.client, self.key(name), data, mode="create", use_multipart=False)
@@ -219,9 +223,9 @@ class ObjectStore(RemoteStore):
                 raise NameTakenError(
                     f"{self.where(name)}: exists already; nothing was written"
                 ) from error
-            if tries == 1:
+            if max_attempts == 1:
                 raise
-            self._create(name, data, tries - 1)  # lost against a writer that then failed
+            self._create(name, data, max_attempts - 1)  # lost against a writer that then failed
 
     def _folder_key(self, folder: str) -> str | None:
         return self.key(folder) if folder else self.prefix or None
@@ -230,11 +234,12 @@ class ObjectStore(RemoteStore):
         # whole seconds, as a HEAD response gives it
         modified = float(int(facts["last_modified"].timestamp()))
         etag = facts.get("e_tag")
-        # from Azure's listings; its other responses quote it
+        # Azure's listings do not quote it, its other responses do
         if etag is not None and etag.startswith("0x"):
             etag = f'"{etag}"'
-        name, size_bytes = facts["path"].removeprefix(self.prefix), facts["size"]
-        version = etag or f"{_MADE_UP}{modified}-{size_bytes}"
+        name = facts["path"].removeprefix(self.prefix)
+        size_bytes = facts["size"]
+        version = etag or f"{_WITHOUT_ETAG}{modified}-{size_bytes}"
         return Stored(name, size_bytes, modified, version, etag)
 
 
@@ -256,19 +261,21 @@ class RemoteObject:
     def read_into(self, memory: memoryview, start: int = 0) -> None:
         stop = start + len(memory)
         refuse_beyond(self, self.where, stop)
-        known_bytes = self.first_bytes[start:stop]
-        memory[: len(known_bytes)] = known_bytes
-        memory, start = memory[len(known_bytes) :], start + len(known_bytes)
-        if not len(memory):
-            return
-        options: Any = {"range": (start, stop)}
-        has_version = not self.version.startswith(_MADE_UP)
+        first_bytes = self.first_bytes[start:stop]
+        memory[: len(first_bytes)] = first_bytes
+        if len(first_bytes) < len(memory):
+            self._request_into(memory[len(first_bytes) :], start + len(first_bytes))
+
+    def _request_into(self, memory: memoryview, start: int) -> None:
+        options: Any = {"range": (start, start + len(memory))}
+        has_version = not self.version.startswith(_WITHOUT_ETAG)
         if has_version:
             options["if_match"] = self.version
         with reading_object(self.where):
             answer = obstore.get(self.store.client, self.store.key(self.name), options=options)
             content = answer.bytes()
-        if has_version and answer.meta["e_tag"] != self.version:  # some services ignore conditions
+        # some services ignore conditions
+        if has_version and answer.meta["e_tag"] != self.version:
             raise changed_object(self.where)
         refuse_other_length(self.where, start, len(content), len(memory))
         memory[:] = memoryview(content).cast("B")

@@ -1,4 +1,4 @@
-"""Multipart uploads in the background."""
+"""Multipart uploads in the background: bytes are written in any order and sent in theirs."""
 
 import threading
 from collections import deque
@@ -35,8 +35,8 @@ class RemoteWriting:
     _ready: deque[bytes] = field(default_factory=deque)
     _arrived: int = 0  # bytes without a gap
     _waiting: int = 0  # bytes in `_ready`, not yet taken by the client
-    _over: bool = False
-    _dropped: bool = False
+    _has_ended: bool = False
+    _is_abandoned: bool = False
     _error: BaseException | None = None
     _etag: str | None = None  # of the upload, from the response
     _change: threading.Condition = field(default_factory=threading.Condition)
@@ -53,15 +53,11 @@ class RemoteWriting:
             raise IncompleteError(
                 f"{self.name}: bytes up to {offset + len(memory)}, expected {self.size_bytes}"
             )
+        if not len(memory):
+            return
         with self._change:
-            if not len(memory):
-                return
             self._ahead[offset] = bytes(memory)
-            while self._arrived in self._ahead:
-                piece = self._ahead.pop(self._arrived)
-                self._ready.append(piece)
-                self._arrived += len(piece)
-                self._waiting += len(piece)
+            self._queue_arrived()
             self._change.notify_all()
             self._change.wait_for(
                 lambda: self._waiting < self.part_bytes or self._error is not None
@@ -69,11 +65,10 @@ class RemoteWriting:
             self._raise_failure()
 
     def finish(self) -> Stored:
-        arrived = self._arrived
-        if arrived != self.size_bytes:
+        if self._arrived != self.size_bytes:
             self.abandon()
             raise IncompleteError(
-                f"{self.name}: {arrived} of {self.size_bytes} bytes arrived; nothing is kept"
+                f"{self.name}: {self._arrived} of {self.size_bytes} bytes arrived; nothing is kept"
             )
         self._end()
         self._raise_failure()
@@ -86,15 +81,23 @@ class RemoteWriting:
         return stored
 
     def abandon(self) -> None:
-        self._dropped = True
+        self._is_abandoned = True
         self._end()
+
+    def _queue_arrived(self) -> None:
+        """Queue the pieces that continue the bytes without a gap."""
+        while self._arrived in self._ahead:
+            piece = self._ahead.pop(self._arrived)
+            self._ready.append(piece)
+            self._arrived += len(piece)
+            self._waiting += len(piece)
 
     def _is_upload(self, stored: Stored) -> bool:
         return stored.size_bytes == self.size_bytes and self._etag in (None, stored.etag)
 
     def _end(self) -> None:
         with self._change:
-            self._over = True
+            self._has_ended = True
             self._change.notify_all()
         if self._thread is not None:
             self._thread.join()
@@ -105,14 +108,15 @@ class RemoteWriting:
                 raise self._error
 
     def _upload(self) -> None:
+        client, key = self.store.client, self.store.key(self.name)
         try:
             # an empty stream is not possible
             if not self.size_bytes and self._next_piece() is None:
-                obstore.put(self.store.client, self.store.key(self.name), b"", use_multipart=False)
+                obstore.put(client, key, b"", use_multipart=False)
                 return
             result = obstore.put(
-                self.store.client,
-                self.store.key(self.name),
+                client,
+                key,
                 iter(self._next_piece, None),
                 use_multipart=True,
                 chunk_size=self.part_bytes,
@@ -121,13 +125,13 @@ class RemoteWriting:
             self._etag = result["e_tag"] or None  # Ceph's gateway returns none
         except BaseException as error:  # noqa: BLE001 - raised by the next write, or by finish
             with self._change:
-                self._error = None if self._dropped else error
+                self._error = None if self._is_abandoned else error
                 self._change.notify_all()
 
     def _next_piece(self) -> bytes | None:
         with self._change:
-            self._change.wait_for(lambda: self._ready or self._over)
-            if self._dropped:  # an error in the iterator makes the client abort the upload
+            self._change.wait_for(lambda: self._ready or self._has_ended)
+            if self._is_abandoned:  # an error in the iterator makes the client abort the upload
                 raise InterruptedError("the upload is dropped")
             if not self._ready:
                 return None
