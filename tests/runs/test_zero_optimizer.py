@@ -22,7 +22,8 @@ from zero_engines import adam, build, engine
 
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import CorruptError, LoadError, NotACheckpointError, RankError, SelectionError
-from ft_ckpt.extensions.deepspeed.zero_optimizer import EngineCounters, ZeroOptimizers
+from ft_ckpt.extensions.deepspeed.engine_numbers import EngineCounters
+from ft_ckpt.extensions.deepspeed.zero_optimizer import ZeroOptimizers
 from ft_ckpt.integrations.open_instruct_state import (
     ClientState,
     load_checkpoint_state,

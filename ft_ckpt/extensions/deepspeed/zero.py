@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO: parameters that stage 3 partitions, and flat partitions of its optimizers.
 
 Every rank computes the layouts of all ranks from sizes and orders, without communication.
-`extensions.deepspeed.zero_optimizer` also reads DeepSpeed's fields of optimizers.
+`zero_optimizer` and `engine_numbers` also read DeepSpeed's fields of optimizers.
 """
 
 import math

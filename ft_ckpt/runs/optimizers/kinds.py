@@ -19,7 +19,7 @@ _KINDS = (
     "ft_ckpt.extensions.deepspeed.zero_optimizer:ZeroOptimizers",
     "ft_ckpt.runs.optimizers.torch_optimizers:TorchOptimizers",
 )
-_ENGINE_COUNTERS = "ft_ckpt.extensions.deepspeed.zero_optimizer:EngineCounters"
+_ENGINE_COUNTERS = "ft_ckpt.extensions.deepspeed.engine_numbers:EngineCounters"
 
 
 class OptimizerKind(ABC):

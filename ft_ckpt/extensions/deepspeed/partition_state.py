@@ -1,0 +1,195 @@
+"""The inner optimizer's state of ZeRO's flat partitions: its description, sources and restoration.
+
+Each parameter has a run in a partition. Its part of a buffer that is laid out like the partition is
+described with the shape of the parameter; a number, such as the step, is one for all parameters.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ft_ckpt.errors import LoadError, SelectionError, listing
+from ft_ckpt.extensions.deepspeed.zero import Partition, Slot
+from ft_ckpt.formats import dtype_name, dtype_of
+from ft_ckpt.formats.trees import decode_value
+from ft_ckpt.ranks.sharding import ReplicatedSharding, Source, held_source
+from ft_ckpt.runs.optimizers import encode_if_plain, parameter_of
+
+MASTER = "master"  # key of the float32 weights that ZeRO trains beside half-precision ones
+
+
+@dataclass(frozen=True, eq=False)
+class Fills:
+    """How the elements of a source are read: `now`, or `later` together with others."""
+
+    now: Callable[[Source], Any]
+    later: Callable[[Source], Any]
+
+
+def describe_state(inner: Any, partitions: list[Partition]) -> dict[str, dict[str, Any]]:
+    """The entries of each parameter's state."""
+    state: dict[str, dict[str, Any]] = {}
+    problems = []
+    for partition in partitions:
+        for key, value in inner.state.get(partition.master, {}).items():
+            for slot in partition.slots:
+                entry = _state_entry(value, partition.master, slot.owner)
+                if entry is None:
+                    kind = type(value).__name__
+                    if isinstance(value, Tensor):
+                        kind = f"shape {list(value.shape)}, not cut like the parameters"
+                    problems.append(f"{slot.owner.name}: {key}: {kind}")
+                state.setdefault(slot.owner.name, {})[key] = entry
+    if problems:
+        raise SelectionError(
+            f"{type(inner).__name__}: {listing(problems)}: cannot be saved, so a run could not be "
+            "resumed exactly; use an optimizer whose state is numbers and tensors like the "
+            "parameters, or save without its state"
+        )
+    return state
+
+
+def _state_entry(value: Any, master: Tensor, owner: Source) -> Any:
+    """Shape, dtype and device of a tensor as for the parameter, or {"value": plain value}.
+
+    None for other values.
+    """
+    if not isinstance(value, Tensor):
+        return encode_if_plain(value)
+    if is_like_partition(value, master):
+        return {"shape": list(owner.shape), "dtype": dtype_name(value.dtype), "host": False}
+    if value.numel() != 1:
+        return None
+    host = value.device.type == "cpu" and parameter_of(owner).device.type != "cpu"
+    return {"shape": list(value.shape), "dtype": dtype_name(value.dtype), "host": host}
+
+
+def is_like_partition(value: Any, master: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == master.shape
+
+
+def run_source(slot: Slot, key: str, buffer: Tensor) -> Source:
+    """The source of a parameter's run in a buffer laid out like the partition."""
+    owner = slot.owner
+    name = f"{owner.name}/{key}"
+    source = held_source(
+        name, owner.raw_name, owner.shape, "zero", slot.sharding, buffer.dtype, buffer
+    )
+    return source.holding(slot.local_run(buffer))
+
+
+def whole_source(slot: Slot, key: str, tensor: Tensor) -> Source:
+    """The source of a tensor that every rank has whole, such as a step count."""
+    owner = slot.owner
+    name = f"{owner.name}/{key}"
+    shape = tuple(tensor.shape)
+    sharding = ReplicatedSharding(shape)
+    source = held_source(name, owner.raw_name, shape, "plain", sharding, tensor.dtype, tensor)
+    return source.holding(tensor.detach())
+
+
+def restore_state(
+    inner: Any, partition: Partition, stored: Mapping[str, dict[str, Any]], fills: Fills
+) -> None:
+    entries_of_slots: dict[Slot, dict[str, Any]] = {}
+    for slot in partition.slots:
+        entries = stored.get(slot.owner.name)
+        if entries:
+            entries_of_slots[slot] = entries
+    if not entries_of_slots:
+        inner.state.pop(partition.master, None)
+        return
+    if not inner.state.get(partition.master):
+        _init_inner_state(inner, partition)
+    state = inner.state[partition.master]
+    flat_keys = [key for key, value in state.items() if is_like_partition(value, partition.master)]
+    _refuse_other_state(state, flat_keys, entries_of_slots)
+    for key, value in list(state.items()):
+        if key not in flat_keys:
+            state[key] = _restored_number(key, value, entries_of_slots, fills.now)
+            continue
+        value.zero_()  # for parameters that had no state
+        for slot, entries in entries_of_slots.items():
+            read_run(slot, key, dtype_of(entries[key]["dtype"]), value, fills)
+
+
+def _refuse_other_state(
+    state: Mapping[str, Any],
+    flat_keys: list[str],
+    entries_of_slots: Mapping[Slot, Mapping[str, Any]],
+) -> None:
+    """Raise LoadError for entries with other keys or shapes than the live state."""
+    problems = []
+    for slot, entries in entries_of_slots.items():
+        shape = list(slot.owner.shape)
+        has_same_keys = set(entries) == set(state)
+        if has_same_keys and all(entries[key].get("shape") == shape for key in flat_keys):
+            continue
+        problems.append(
+            f"{slot.owner.name}: {', '.join(sorted(entries))} in the checkpoint, "
+            f"{', '.join(sorted(state))} in this run"
+        )
+    if problems:
+        raise LoadError(
+            f"{listing(problems)}; resume with the optimizer class and options of the saved run"
+        )
+
+
+def _init_inner_state(inner: Any, partition: Partition) -> None:
+    """Create the inner optimizer's state by a step with zero gradients and no learning rate."""
+    master, groups = partition.master, inner.param_groups
+    before, gradient = master.detach().clone(), master.grad
+    group = {**groups[partition.group], "params": [master]}
+    if "lr" in group:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    master.grad, inner.param_groups = torch.zeros_like(master), [group]
+    try:
+        inner.step()
+    finally:
+        master.grad, inner.param_groups = gradient, groups
+    master.data.copy_(before)
+
+
+def _restored_number(
+    key: str,
+    live: Any,
+    entries_of_slots: Mapping[Slot, dict[str, Any]],
+    fill: Callable[[Source], Any],
+) -> Any:
+    """The number, such as the step, that all parameters of a partition share, typed as `live`."""
+    numbers: dict[str, Any] = {}
+    for slot, entries in entries_of_slots.items():
+        numbers[slot.owner.name] = _stored_number(slot, key, entries[key], fill)
+    first, value = next(iter(numbers.items()))
+    for name, number in numbers.items():
+        if number != value:
+            raise LoadError(
+                f"{key} is {value} for {first} and {number} for {name}: ZeRO has one for all "
+                "parameters of a group; resume without ZeRO, or without the optimizer's state"
+            )
+    if isinstance(live, Tensor):
+        return live.fill_(value)
+    return int(value) if type(live) is int else value
+
+
+def _stored_number(slot: Slot, key: str, entry: Any, fill: Callable[[Source], Any]) -> Any:
+    if "dtype" not in entry:
+        return decode_value(entry["value"])
+    tensor = torch.zeros(entry["shape"], dtype=dtype_of(entry["dtype"]), device="cpu")
+    source = whole_source(slot, key, tensor)
+    fill(source)
+    return source.live.item()
+
+
+def read_run(slot: Slot, key: str, dtype: torch.dtype, into: Tensor, fills: Fills) -> None:
+    """Read this rank's run of a tensor stored as `dtype` into the flat buffer `into`."""
+    source = run_source(slot, key, into)
+    if source.local is None or dtype == into.dtype:
+        fills.later(replace(source, dtype=dtype))
+        return
+    stored = torch.empty(source.local.shape, dtype=dtype, device="cpu")
+    fills.now(replace(source, dtype=dtype).holding(stored))
+    source.local.copy_(stored)
