@@ -16,7 +16,7 @@ from ft_ckpt.extensions.deepspeed.zero import Partition, Slot
 from ft_ckpt.formats import dtype_name, dtype_of
 from ft_ckpt.formats.trees import decode_value
 from ft_ckpt.ranks.sharding import ReplicatedSharding, Source, held_source
-from ft_ckpt.runs.optimizers import encode_if_plain, parameter_of
+from ft_ckpt.runs.optimizers import Description, encode_if_plain, parameter_of
 
 MASTER = "master"  # key of the float32 weights that ZeRO trains beside half-precision ones
 
@@ -38,10 +38,7 @@ def describe_state(inner: Any, partitions: list[Partition]) -> dict[str, dict[st
             for slot in partition.slots:
                 entry = _state_entry(value, partition.master, slot.owner)
                 if entry is None:
-                    kind = type(value).__name__
-                    if isinstance(value, Tensor):
-                        kind = f"shape {list(value.shape)}, not cut like the parameters"
-                    problems.append(f"{slot.owner.name}: {key}: {kind}")
+                    problems.append(f"{slot.owner.name}: {key}: {_kind_of(value)}")
                 state.setdefault(slot.owner.name, {})[key] = entry
     if problems:
         raise SelectionError(
@@ -52,6 +49,16 @@ def describe_state(inner: Any, partitions: list[Partition]) -> dict[str, dict[st
     return state
 
 
+def describe_masters(partitions: list[Partition]) -> dict[str, str]:
+    """The dtype of each parameter's master, if it is not that of the parameter."""
+    masters: dict[str, str] = {}
+    for partition in partitions:
+        for slot in partition.slots:
+            if partition.master.dtype != slot.owner.dtype:
+                masters[slot.owner.name] = dtype_name(partition.master.dtype)
+    return masters
+
+
 def _state_entry(value: Any, master: Tensor, owner: Source) -> Any:
     """Shape, dtype and device of a tensor as for the parameter, or {"value": plain value}.
 
@@ -59,7 +66,7 @@ def _state_entry(value: Any, master: Tensor, owner: Source) -> Any:
     """
     if not isinstance(value, Tensor):
         return encode_if_plain(value)
-    if is_like_partition(value, master):
+    if _is_like_partition(value, master):
         return {"shape": list(owner.shape), "dtype": dtype_name(value.dtype), "host": False}
     if value.numel() != 1:
         return None
@@ -67,11 +74,44 @@ def _state_entry(value: Any, master: Tensor, owner: Source) -> Any:
     return {"shape": list(value.shape), "dtype": dtype_name(value.dtype), "host": host}
 
 
-def is_like_partition(value: Any, master: Tensor) -> bool:
+def _kind_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"shape {list(value.shape)}, not cut like the parameters"
+    return type(value).__name__
+
+
+def _is_like_partition(value: Any, master: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == master.shape
 
 
-def run_source(slot: Slot, key: str, buffer: Tensor) -> Source:
+def state_sources(
+    inner: Any, partition: Partition, description: Description
+) -> tuple[dict[str, Source], list[str]]:
+    """The sources of the described state of a partition, as "parameter/key".
+
+    With them come those that are described and that the inner optimizer lacks.
+    """
+    buffers = {**inner.state.get(partition.master, {}), MASTER: partition.master}
+    sources: dict[str, Source] = {}
+    missing: list[str] = []
+    for slot in partition.slots:
+        name = slot.owner.name
+        entries = description["state"].get(name, {})
+        keys = [key for key, entry in entries.items() if "dtype" in entry]
+        if name in description["masters"]:
+            keys.append(MASTER)
+        for key in keys:
+            buffer = buffers.get(key)
+            if buffer is None:
+                missing.append(f"{name}: {key}")
+            elif _is_like_partition(buffer, partition.master):
+                sources[f"{name}/{key}"] = _run_source(slot, key, buffer)
+            else:
+                sources[f"{name}/{key}"] = _whole_source(slot, key, buffer)
+    return sources, missing
+
+
+def _run_source(slot: Slot, key: str, buffer: Tensor) -> Source:
     """The source of a parameter's run in a buffer laid out like the partition."""
     owner = slot.owner
     name = f"{owner.name}/{key}"
@@ -81,7 +121,7 @@ def run_source(slot: Slot, key: str, buffer: Tensor) -> Source:
     return source.holding(slot.local_run(buffer))
 
 
-def whole_source(slot: Slot, key: str, tensor: Tensor) -> Source:
+def _whole_source(slot: Slot, key: str, tensor: Tensor) -> Source:
     """The source of a tensor that every rank has whole, such as a step count."""
     owner = slot.owner
     name = f"{owner.name}/{key}"
@@ -89,6 +129,14 @@ def whole_source(slot: Slot, key: str, tensor: Tensor) -> Source:
     sharding = ReplicatedSharding(shape)
     source = held_source(name, owner.raw_name, shape, "plain", sharding, tensor.dtype, tensor)
     return source.holding(tensor.detach())
+
+
+def restore_masters(partition: Partition, masters: Mapping[str, str], fills: Fills) -> None:
+    """Read the masters of a partition; `masters` has their stored dtypes."""
+    for slot in partition.slots:
+        if slot.owner.name in masters:
+            dtype = dtype_of(masters[slot.owner.name])
+            _read_run(slot, MASTER, dtype, partition.master, fills)
 
 
 def restore_state(
@@ -105,7 +153,7 @@ def restore_state(
     if not inner.state.get(partition.master):
         _init_inner_state(inner, partition)
     state = inner.state[partition.master]
-    flat_keys = [key for key, value in state.items() if is_like_partition(value, partition.master)]
+    flat_keys = [key for key, value in state.items() if _is_like_partition(value, partition.master)]
     _refuse_other_state(state, flat_keys, entries_of_slots)
     for key, value in list(state.items()):
         if key not in flat_keys:
@@ -113,7 +161,7 @@ def restore_state(
             continue
         value.zero_()  # for parameters that had no state
         for slot, entries in entries_of_slots.items():
-            read_run(slot, key, dtype_of(entries[key]["dtype"]), value, fills)
+            _read_run(slot, key, dtype_of(entries[key]["dtype"]), value, fills)
 
 
 def _refuse_other_state(
@@ -140,17 +188,21 @@ def _refuse_other_state(
 
 def _init_inner_state(inner: Any, partition: Partition) -> None:
     """Create the inner optimizer's state by a step with zero gradients and no learning rate."""
-    master, groups = partition.master, inner.param_groups
-    before, gradient = master.detach().clone(), master.grad
+    master = partition.master
+    weights = master.detach().clone()
+    gradient = master.grad
+    groups = inner.param_groups
     group = {**groups[partition.group], "params": [master]}
     if "lr" in group:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    master.grad, inner.param_groups = torch.zeros_like(master), [group]
     try:
+        master.grad = torch.zeros_like(master)
+        inner.param_groups = [group]
         inner.step()
     finally:
-        master.grad, inner.param_groups = gradient, groups
-    master.data.copy_(before)
+        master.grad = gradient
+        inner.param_groups = groups
+    master.data.copy_(weights)
 
 
 def _restored_number(
@@ -179,14 +231,14 @@ def _stored_number(slot: Slot, key: str, entry: Any, fill: Callable[[Source], An
     if "dtype" not in entry:
         return decode_value(entry["value"])
     tensor = torch.zeros(entry["shape"], dtype=dtype_of(entry["dtype"]), device="cpu")
-    source = whole_source(slot, key, tensor)
+    source = _whole_source(slot, key, tensor)
     fill(source)
     return source.live.item()
 
 
-def read_run(slot: Slot, key: str, dtype: torch.dtype, into: Tensor, fills: Fills) -> None:
+def _read_run(slot: Slot, key: str, dtype: torch.dtype, into: Tensor, fills: Fills) -> None:
     """Read this rank's run of a tensor stored as `dtype` into the flat buffer `into`."""
-    source = run_source(slot, key, into)
+    source = _run_source(slot, key, into)
     if source.local is None or dtype == into.dtype:
         fills.later(replace(source, dtype=dtype))
         return

@@ -14,17 +14,14 @@ from torch import Tensor
 
 from ft_ckpt.extensions.deepspeed.engine_numbers import restore_scaler, scaler_numbers
 from ft_ckpt.extensions.deepspeed.partition_state import (
-    MASTER,
     Fills,
+    describe_masters,
     describe_state,
-    is_like_partition,
-    read_run,
+    restore_masters,
     restore_state,
-    run_source,
-    whole_source,
+    state_sources,
 )
 from ft_ckpt.extensions.deepspeed.zero import Partition, changed_with_steps, zero_partitions
-from ft_ckpt.formats import dtype_name, dtype_of
 from ft_ckpt.ranks.sharding import Source
 from ft_ckpt.runs.optimizers import (
     Description,
@@ -78,16 +75,11 @@ class ZeroOptimizers(TorchOptimizers):
         """
         partitions = _partitions_of(optimizer, sources)
         groups = super().describe(_unflatten_groups(optimizer, partitions), sources)
-        masters: dict[str, str] = {}
-        for partition in partitions:
-            for slot in partition.slots:
-                if partition.master.dtype != slot.owner.dtype:
-                    masters[slot.owner.name] = dtype_name(partition.master.dtype)
         return {
             **groups,
             "class": type(optimizer.optimizer).__name__,
             "state": describe_state(optimizer.optimizer, partitions),
-            "masters": masters,
+            "masters": describe_masters(partitions),
             "scaler": scaler_numbers(optimizer),
         }
 
@@ -98,21 +90,9 @@ class ZeroOptimizers(TorchOptimizers):
         tensors: dict[str, Source] = {}
         missing: list[str] = []
         for partition in _partitions_of(optimizer, sources):
-            inner_state = optimizer.optimizer.state.get(partition.master, {})
-            buffers = {**inner_state, MASTER: partition.master}
-            for slot in partition.slots:
-                name = slot.owner.name
-                entries = description["state"].get(name, {})
-                keys = [key for key, entry in entries.items() if "dtype" in entry]
-                missing += [f"{name}: {key}" for key in keys if key not in buffers]
-                if name in description["masters"]:
-                    keys.append(MASTER)
-                for key in keys:
-                    if key in buffers:
-                        buffer = buffers[key]
-                        is_flat = is_like_partition(buffer, partition.master)
-                        source = run_source if is_flat else whole_source
-                        tensors[f"{name}/{key}"] = source(slot, key, buffer)
+            state, absent = state_sources(optimizer.optimizer, partition, description)
+            tensors.update(state)
+            missing += absent
         refuse_missing_state(optimizer, missing)
         return tensors
 
@@ -151,10 +131,7 @@ class ZeroOptimizers(TorchOptimizers):
         _restore_groups(optimizer, partitions, description, sources)
         masters = description.get("masters", {})
         for partition in partitions:
-            for slot in partition.slots:
-                if slot.owner.name in masters:
-                    dtype = dtype_of(masters[slot.owner.name])
-                    read_run(slot, MASTER, dtype, partition.master, fills)
+            restore_masters(partition, masters, fills)
         for partition in partitions:
             restore_state(optimizer.optimizer, partition, description["state"], fills)
         _link_states(optimizer, partitions)
