@@ -52,7 +52,7 @@ GROUPS = {
             "diff", "A B [OPTIONS]", "Compare the tensors of two checkpoints or models."
         ),
         "report": Command(
-            "report", "RUN [OPTIONS]", "Write a page about a run: metrics, times, sizes."
+            "report.command", "RUN [OPTIONS]", "Write a page about a run: metrics, times, sizes."
         ),
     },
     "check": {

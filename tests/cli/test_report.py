@@ -22,11 +22,11 @@ from training import QUIET, prepared
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Every, Keep, cli
 from ft_ckpt.checkpoint.manifest import read_manifest
-from ft_ckpt.cli.chart_axes import value_axis
-from ft_ckpt.cli.charts import Mark, thinned
-from ft_ckpt.cli.report_page import page_text
-from ft_ckpt.cli.report_style import PAGE_STYLE
-from ft_ckpt.cli.run_facts import gather_facts
+from ft_ckpt.cli.report.chart_axes import value_axis
+from ft_ckpt.cli.report.charts import Mark, thinned
+from ft_ckpt.cli.report.gathering import gather_facts
+from ft_ckpt.cli.report.page import page_text
+from ft_ckpt.cli.report.style import PAGE_STYLE
 from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError, TargetError
 from ft_ckpt.runs.state import read_document
 from ft_ckpt.storage.local import LocalStore
@@ -525,7 +525,7 @@ def test_a_state_that_says_what_it_cannot_is_an_error_of_ours(run, wrong, monkey
     known = read_document(
         LocalStore(run / "checkpoint-18"), read_manifest(open_place(run / "checkpoint-18"))
     )
-    monkeypatch.setattr("ft_ckpt.cli.run_facts.read_document", lambda *_: known | wrong)
+    monkeypatch.setattr("ft_ckpt.cli.report.gathering.read_document", lambda *_: known | wrong)
     with pytest.raises(CheckpointError):
         gather_facts(open_place(run), (), comparisons=0)
 

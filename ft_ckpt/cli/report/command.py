@@ -1,6 +1,6 @@
 """`ft-ckpt report RUN`: a page about a run.
 
-`run_facts` reads the run, `report_page` writes the page.
+`gathering` reads the run, `page` writes the page.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -10,8 +10,8 @@ from operator import and_
 from ft_ckpt.checkpoint.manifest import why_no_checkpoint
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json, bounded, print_lines
-from ft_ckpt.cli.report_page import page_text
-from ft_ckpt.cli.run_facts import gather_facts
+from ft_ckpt.cli.report.gathering import gather_facts
+from ft_ckpt.cli.report.page import page_text
 from ft_ckpt.cli.show import run_checkpoints_in, run_folder
 from ft_ckpt.errors import ConfigError, NotACheckpointError
 from ft_ckpt.storage.local import LocalStore

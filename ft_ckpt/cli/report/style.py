@@ -1,6 +1,6 @@
 """The style sheet of the page of `ft-ckpt report`."""
 
-from ft_ckpt.cli.charts import CHART_STYLE
+from ft_ckpt.cli.report.charts import CHART_STYLE
 
 _LIGHT = """
 --page: #f6f8fa; --card: #ffffff; --text: #1f2328; --muted: #59636e; --line: #d8dee4;

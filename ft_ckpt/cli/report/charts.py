@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from ft_ckpt.cli.chart_axes import Axis, is_drawable, time_axis, value_axis
+from ft_ckpt.cli.report.chart_axes import Axis, is_drawable, time_axis, value_axis
 from ft_ckpt.messages import printable
 
 CHART_STYLE = """

@@ -1,0 +1,48 @@
+"""The section of changes: how much each layer changed between checkpoints."""
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from ft_ckpt.cli.report.charts import shade_chart
+from ft_ckpt.cli.report.facts import Drift, RunFacts
+
+_MAX_LAYERS = 60
+
+
+def drift_section(facts: RunFacts) -> Iterable[str]:
+    if not facts.drift:
+        return
+    names = _changed_layers(facts.drift)
+    steps = {checkpoint.name: checkpoint.step for checkpoint in facts.checkpoints}
+    columns = [str(steps.get(drift.after) or drift.after) for drift in facts.drift]
+    values = [_layer_changes(facts.drift, name) for name in names]
+    note = "by step, since the checkpoint before"
+    if not all(map(math.isfinite, chain.from_iterable(values))):
+        note += "; orange: the layer was zero before, or is not a number"
+    yield '<h2 id="drift">Change of each layer</h2><div class="charts">'
+    title = "Norm of the change, relative to the norm of the layer"
+    yield shade_chart(title, names, columns, values, note=note)
+    yield "</div>"
+
+
+def _layer_changes(drifts: Sequence[Drift], layer: str) -> list[float]:
+    return [drift.layers.get(layer, 0.0) for drift in drifts]
+
+
+def _changed_layers(drifts: Sequence[Drift]) -> list[str]:
+    """The layers that changed most, in the order of their names: "layers.2" before "layers.10"."""
+    largest: dict[str, float] = {}
+    for drift in drifts:
+        for layer, change in drift.layers.items():
+            finite = change if math.isfinite(change) else math.inf
+            largest[layer] = max(largest.get(layer, 0.0), finite)
+    by_change = sorted(largest, key=lambda layer: -largest[layer])
+    return sorted(by_change[:_MAX_LAYERS], key=_layer_key)
+
+
+def _layer_key(name: str) -> list[tuple[int, int, str]]:
+    key = []
+    for word in name.split("."):
+        key.append((0, int(word), "") if word.isdecimal() else (1, 0, word))
+    return key
