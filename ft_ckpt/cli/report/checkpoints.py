@@ -1,6 +1,6 @@
 """The sections of checkpoints: a table of all, and a chart of their sizes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ft_ckpt.cli.report.charts import Column, column_chart, escaped
 from ft_ckpt.cli.report.facts import KeptCheckpoint, RunFacts
@@ -12,27 +12,34 @@ _MAX_METRIC_COLUMNS = 3
 
 
 def checkpoints_section(facts: RunFacts) -> Iterable[str]:
+    yield '<h2 id="checkpoints">Checkpoints</h2>'
+    yield table_text(_checkpoint_table(facts), "Checkpoints, newest first")
+
+
+def _checkpoint_table(facts: RunFacts) -> Table:
     metrics = facts.metrics[:_MAX_METRIC_COLUMNS]
     scale, unit = size_unit(checkpoint.size_bytes for checkpoint in facts.checkpoints)
-    sizes = [f"size, {unit}", f"not shared, {unit}"][: 1 + _is_sharing(facts)]
+    is_sharing = _is_sharing(facts)
     rows = []
     for checkpoint in reversed(facts.checkpoints):
-        size_cells = [checkpoint.size_bytes, checkpoint.own_bytes][: len(sizes)]
         cells = [
             _name_cell(facts, checkpoint),
             "" if checkpoint.step is None else str(checkpoint.step),
             escaped(moment_text(checkpoint.created)),
+            f"{checkpoint.size_bytes / scale:.1f}",
         ]
-        cells += [f"{size / scale:.1f}" for size in size_cells]
+        if is_sharing:
+            cells.append(f"{checkpoint.own_bytes / scale:.1f}")
         cells += [_metric_cell(checkpoint, metric) for metric in metrics]
         cells.append(_fate_cell(checkpoint))
         rows.append(tuple(cells))
     columns = [("checkpoint", ""), ("step", "number"), ("saved, UTC", "date")]
-    columns += [(head, "number") for head in (*sizes, *metrics)]
+    columns.append((f"size, {unit}", "number"))
+    if is_sharing:
+        columns.append((f"not shared, {unit}", "number"))
+    columns += [(metric, "number") for metric in metrics]
     columns.append(("why it is here", "long"))
-    yield '<h2 id="checkpoints">Checkpoints</h2>'
-    table = Table(tuple(columns), tuple(rows))
-    yield table_text(table, "Checkpoints, newest first")
+    return Table(tuple(columns), tuple(rows))
 
 
 def _is_sharing(facts: RunFacts) -> bool:
@@ -58,18 +65,31 @@ def _fate_cell(checkpoint: KeptCheckpoint) -> str:
 
 def sizes_section(facts: RunFacts) -> Iterable[str]:
     scale, unit = size_unit(checkpoint.size_bytes for checkpoint in facts.checkpoints)
-    labels = ["weights", "training state", "shared with older ones"][: 2 + _is_sharing(facts)]
+    labels = ["weights", "training state"]
+    if _is_sharing(facts):
+        labels.append("shared with older ones")
     columns = []
     for checkpoint in facts.checkpoints:
-        state = min(checkpoint.state_bytes, checkpoint.own_bytes)
-        shared = checkpoint.size_bytes - checkpoint.own_bytes
-        sizes = (checkpoint.own_bytes - state, state, shared)[: len(labels)]
-        named_sizes = zip(labels, sizes, strict=True)
-        parts = [f"{label} {human_size(size)}" for label, size in named_sizes if size]
-        title = f"{checkpoint.name}: {', '.join(parts)}"
+        sizes = _sizes_by_use(checkpoint)[: len(labels)]
+        title = f"{checkpoint.name}: {_sizes_text(labels, sizes)}"
         has_own_step = checkpoint.step is not None and not checkpoint.is_export
         label = str(checkpoint.step) if has_own_step else checkpoint.name
         columns.append(Column(label, title, tuple(size / scale for size in sizes)))
     yield '<h2 id="sizes">Size on the disk</h2><div class="charts">'
     yield column_chart("By checkpoint", labels, columns, unit=f" {unit}")
     yield "</div>"
+
+
+def _sizes_by_use(checkpoint: KeptCheckpoint) -> tuple[int, int, int]:
+    """The bytes of weights and of training state, and those that older checkpoints have too."""
+    state_bytes = min(checkpoint.state_bytes, checkpoint.own_bytes)
+    shared_bytes = checkpoint.size_bytes - checkpoint.own_bytes
+    return checkpoint.own_bytes - state_bytes, state_bytes, shared_bytes
+
+
+def _sizes_text(labels: Sequence[str], sizes: Sequence[int]) -> str:
+    texts = []
+    for label, size in zip(labels, sizes, strict=True):
+        if size:
+            texts.append(f"{label} {human_size(size)}")
+    return ", ".join(texts)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import chain
 
 from ft_ckpt.cli.report.charts import shade_chart
 from ft_ckpt.cli.report.facts import Drift, RunFacts
@@ -16,14 +15,18 @@ def drift_section(facts: RunFacts) -> Iterable[str]:
     names = _changed_layers(facts.drift)
     steps = {checkpoint.name: checkpoint.step for checkpoint in facts.checkpoints}
     columns = [str(steps.get(drift.after) or drift.after) for drift in facts.drift]
-    values = [_layer_changes(facts.drift, name) for name in names]
+    rows = [_layer_changes(facts.drift, name) for name in names]
     note = "by step, since the checkpoint before"
-    if not all(map(math.isfinite, chain.from_iterable(values))):
+    if not all(_are_finite(row) for row in rows):
         note += "; orange: the layer was zero before, or is not a number"
     yield '<h2 id="drift">Change of each layer</h2><div class="charts">'
     title = "Norm of the change, relative to the norm of the layer"
-    yield shade_chart(title, names, columns, values, note=note)
+    yield shade_chart(title, names, columns, rows, note=note)
     yield "</div>"
+
+
+def _are_finite(values: Sequence[float]) -> bool:
+    return all(math.isfinite(value) for value in values)
 
 
 def _layer_changes(drifts: Sequence[Drift], layer: str) -> list[float]:
@@ -42,7 +45,11 @@ def _changed_layers(drifts: Sequence[Drift]) -> list[str]:
 
 
 def _layer_key(name: str) -> list[tuple[int, int, str]]:
+    """A key that sorts numbers by value, before words."""
     key = []
     for word in name.split("."):
-        key.append((0, int(word), "") if word.isdecimal() else (1, 0, word))
+        if word.isdecimal():
+            key.append((0, int(word), ""))
+        else:
+            key.append((1, 0, word))
     return key

@@ -14,12 +14,13 @@ def metrics_section(facts: RunFacts) -> Iterable[str]:
     if not names:
         return
     yield '<h2 id="metrics">Metrics</h2>'
-    left_out = len(names) - _MAX_METRIC_CHARTS
-    if left_out > 0:
-        more = count_text(left_out, "more metric")
+    if len(names) > _MAX_METRIC_CHARTS:
+        more = count_text(len(names) - _MAX_METRIC_CHARTS, "more metric")
         yield f'<p class="muted">{more}: <code>ft-ckpt ls --metrics</code></p>'
-    looks = [("mark", "checkpoint exists"), ("mark hollow", "checkpoint deleted")]
-    yield mark_legend([*looks, ("ring", "best checkpoint")] if facts.rankings else looks)
+    marks = [("mark", "checkpoint exists"), ("mark hollow", "checkpoint deleted")]
+    if facts.rankings:
+        marks.append(("ring", "best checkpoint"))
+    yield mark_legend(marks)
     yield '<div class="charts">'
     for name in names[:_MAX_METRIC_CHARTS]:
         yield _metric_chart(facts, name)
@@ -27,17 +28,18 @@ def metrics_section(facts: RunFacts) -> Iterable[str]:
 
 
 def _metric_chart(facts: RunFacts, name: str) -> str:
-    existing, best = facts.saved_checkpoints, facts.best_checkpoint(name)
+    existing = facts.saved_checkpoints
+    best = facts.best_checkpoint(name)
     marks = []
     for step, value in facts.metric_points(name):
         checkpoint = existing.get(step)
-        is_deleted = checkpoint is None
-        is_best = best is not None and checkpoint is best
-        fate = "deleted" if checkpoint is None else checkpoint.name
-        if is_best:
-            fate += ", the best"
-        title = f"{name} {value_text(value)}, step {step}, {fate}"
-        marks.append(Mark(step, value, title, is_hollow=is_deleted, is_ringed=is_best))
+        title = f"{name} {value_text(value)}, step {step}"
+        if checkpoint is None:
+            marks.append(Mark(step, value, f"{title}, deleted", is_hollow=True))
+        elif checkpoint is best:
+            marks.append(Mark(step, value, f"{title}, {checkpoint.name}, the best", is_ringed=True))
+        else:
+            marks.append(Mark(step, value, f"{title}, {checkpoint.name}"))
     notes = {"min": "lower is better", "max": "higher is better"}
     note = notes.get(facts.rankings.get(name, ""), "")
     return line_chart(name, [Series(name, tuple(marks))], note=note)

@@ -1,4 +1,4 @@
-"""The page of `ft-ckpt report`: the facts about a run as one HTML file, complete in itself."""
+"""The page of `ft-ckpt report`: the facts about a run as one HTML file."""
 
 from datetime import datetime, timezone
 
@@ -18,6 +18,9 @@ from ft_ckpt.cli.report.texts import count_text
 def page_text(facts: RunFacts) -> str:
     """The page, which is complete in itself: it needs neither scripts nor a network."""
     name = facts.run.rstrip("/").rpartition("/")[2] or facts.run
+    heading = [f"<h1>{escaped(name)}</h1>"]
+    if name != facts.run:
+        heading.append(f'<p class="muted">{escaped(facts.run)}</p>')
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     sections = (
         *problem_cards(facts),
@@ -29,6 +32,7 @@ def page_text(facts: RunFacts) -> str:
         *sizes_section(facts),
         *drift_section(facts),
     )
+    now = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"
     lines = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -36,15 +40,10 @@ def page_text(facts: RunFacts) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
         f"<title>{escaped(name)}: {count_text(len(facts.checkpoints), 'checkpoint')}</title>",
         f'<link rel="icon" href="data:,"><style>{PAGE_STYLE}</style></head><body><main>',
-        f"<h1>{escaped(name)}</h1>",
-        f'<p class="muted">{escaped(facts.run)}</p>' if name != facts.run else "",
+        *heading,
         f'<p class="lead">{escaped(lead_text(facts))}</p>',
         *sections,
-        f"<footer>Written by ft-ckpt report {escaped(__version__)}, {_now_text()}.</footer>",
+        f"<footer>Written by ft-ckpt report {escaped(__version__)}, {now}.</footer>",
         "</main></body></html>",
     ]
-    return "\n".join(line for line in lines if line) + "\n"
-
-
-def _now_text() -> str:
-    return f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"
+    return "\n".join(lines) + "\n"

@@ -2,39 +2,54 @@
 
 from collections.abc import Iterable
 from datetime import datetime, timezone
-from itertools import chain
 
 from ft_ckpt.cli.report.charts import Mark, Series, escaped, row_chart
 from ft_ckpt.cli.report.facts import KeptCheckpoint, RunFacts
-from ft_ckpt.cli.report.texts import MAX_MOMENT, count_text, moment_text
+from ft_ckpt.cli.report.texts import count_text, moment_text
 from ft_ckpt.retention import Keep
+
+_MAX_MOMENT = 253_000_000_000  # unix seconds, near the year 9999
 
 
 def retention_section(facts: RunFacts) -> Iterable[str]:
-    rows: dict[str, list[Mark]] = {}
-    for checkpoint in facts.checkpoints:
-        when = checkpoint.created_at
-        if when is None or not 0 <= when <= MAX_MOMENT:
-            continue
-        title = f"{checkpoint.name}, {moment_text(checkpoint.created)} UTC: {checkpoint.fate}"
-        for row in _rows_of(facts, checkpoint):
-            rows.setdefault(row, []).append(Mark(when, 0.0, title))
-    deleted = []
-    for save in facts.dropped_saves:
-        if 0 <= save.saved_at <= MAX_MOMENT:
-            moment = datetime.fromtimestamp(save.saved_at, timezone.utc)
-            title = f"step {save.step}, {moment:%Y-%m-%d %H:%M:%S} UTC: deleted"
-            deleted.append(Mark(save.saved_at, 0.0, title, is_hollow=True))
-    series = [Series(row, tuple(marks)) for row, marks in rows.items()]
-    if deleted:
-        series.append(Series("deleted", tuple(deleted)))
     yield '<h2 id="retention">What is kept</h2>'
     yield f"<p>{escaped(_rules_text(facts.rules))}</p>"
-    marks = chain.from_iterable(row.marks for row in series)
-    moments = [mark.x for mark in marks]
+    series = _marks_by_rule(facts)
+    deleted = _deleted_marks(facts)
+    if deleted:
+        series.append(Series("deleted", deleted))
+    moments: list[float] = []
+    for row in series:
+        moments += [mark.x for mark in row.marks]
     if moments:
         chart = row_chart("Checkpoints by the rule that keeps them", series, moments, "time in UTC")
         yield f'<div class="charts">{chart}</div>'
+
+
+def _marks_by_rule(facts: RunFacts) -> list[Series]:
+    rows: dict[str, list[Mark]] = {}
+    for checkpoint in facts.checkpoints:
+        created_at = checkpoint.created_at
+        if created_at is None or not _is_drawable(created_at):
+            continue
+        title = f"{checkpoint.name}, {moment_text(checkpoint.created)} UTC: {checkpoint.fate}"
+        for row in _rows_of(facts, checkpoint):
+            rows.setdefault(row, []).append(Mark(created_at, 0.0, title))
+    return [Series(row, tuple(marks)) for row, marks in rows.items()]
+
+
+def _deleted_marks(facts: RunFacts) -> tuple[Mark, ...]:
+    marks = []
+    for save in facts.dropped_saves:
+        if _is_drawable(save.saved_at):
+            moment = datetime.fromtimestamp(save.saved_at, timezone.utc)
+            title = f"step {save.step}, {moment:%Y-%m-%d %H:%M:%S} UTC: deleted"
+            marks.append(Mark(save.saved_at, 0.0, title, is_hollow=True))
+    return tuple(marks)
+
+
+def _is_drawable(moment: float) -> bool:
+    return 0 <= moment <= _MAX_MOMENT
 
 
 def _rows_of(facts: RunFacts, checkpoint: KeptCheckpoint) -> list[str]:

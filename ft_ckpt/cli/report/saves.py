@@ -20,35 +20,49 @@ def saves_section(facts: RunFacts) -> Iterable[str]:
         return
     yield '<h2 id="saves">Saves</h2>'
     waits = [(save.step, save.stall_seconds) for save in facts.saves]
-    waited = _time_series(waits, "training waited")
-    written = _time_series([(save.step, save.seconds) for save in facts.saves], "until on the disk")
-    series = [line for line in (waited, written) if line.marks]
-    if series:
-        chart = line_chart("Time of each save", series, unit=" s")
+    commits = [(save.step, save.seconds) for save in facts.saves]
+    series = [
+        _time_series(waits, "training waited"),
+        _time_series(commits, "until on the disk"),
+    ]
+    drawn = [line for line in series if line.marks]
+    if drawn:
+        chart = line_chart("Time of each save", drawn, unit=" s")
         yield f'<div class="charts">{chart}</div>'
+    table = _saves_table(facts)
+    is_open = " open" if len(table.rows) <= MAX_ROWS else ""
+    yield f"<details{is_open}><summary>All saves</summary>"
+    yield table_text(table, "Saves, newest first")
+    yield f'<p class="muted">{_SAVES_NOTE}</p></details>'
+
+
+def _saves_table(facts: RunFacts) -> Table:
     scale, unit = size_unit(save.size_bytes or 0 for save in facts.saves)
     existing = facts.saved_checkpoints
     rows = []
     for save in reversed(facts.saves):
         checkpoint = existing.get(save.step)
-        saved_bytes = save.size_bytes if checkpoint is None else checkpoint.size_bytes
-        name = "deleted" if checkpoint is None else checkpoint.name
-        rows.append(
-            (
-                f"step {save.step}",
-                escaped(save.reason or "script"),
-                _seconds_cell(save.stall_seconds),
-                _written_cell(save, checkpoint),
-                "" if saved_bytes is None else f"{saved_bytes / scale:.1f}",
-                escaped(name),
-            )
+        name, size_bytes = "deleted", save.size_bytes
+        if checkpoint is not None:
+            name, size_bytes = checkpoint.name, checkpoint.size_bytes
+        cells = (
+            f"step {save.step}",
+            escaped(save.reason or "script"),
+            _seconds_cell(save.stall_seconds),
+            _written_cell(save, checkpoint),
+            "" if size_bytes is None else f"{size_bytes / scale:.1f}",
+            escaped(name),
         )
-    numbers = [(head, "number") for head in ("waited, s", "on disk, s", f"size, {unit}")]
-    columns = [("save", ""), ("reason", ""), *numbers, ("checkpoint", "name")]
-    table = Table(tuple(columns), tuple(rows))
-    yield f"<details{' open' if len(rows) <= MAX_ROWS else ''}><summary>All saves</summary>"
-    yield table_text(table, "Saves, newest first")
-    yield f'<p class="muted">{_SAVES_NOTE}</p></details>'
+        rows.append(cells)
+    columns = (
+        ("save", ""),
+        ("reason", ""),
+        ("waited, s", "number"),
+        ("on disk, s", "number"),
+        (f"size, {unit}", "number"),
+        ("checkpoint", "name"),
+    )
+    return Table(columns, tuple(rows))
 
 
 def _time_series(seconds: Iterable[tuple[int, float | None]], label: str) -> Series:

@@ -4,8 +4,6 @@ from collections.abc import Iterable
 
 from ft_ckpt.checkpoint.manifest import parse_time
 
-MAX_MOMENT = 253_000_000_000  # unix seconds, near the year 9999
-
 
 def count_text(number: int, thing: str) -> str:
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
