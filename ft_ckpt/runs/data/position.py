@@ -22,11 +22,7 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
-import numpy as np
-import torch
-
 from ft_ckpt.errors import LoadError
-from ft_ckpt.messages import warn
 from ft_ckpt.runs.data.cuts import (
     DataCut,
     batches_per_call,
@@ -43,20 +39,18 @@ from ft_ckpt.runs.data.loaders import (
     count_empty_pass,
     forget_premade,
     forget_start,
-    has_own_state,
     is_map,
     is_warm,
     loader_counters,
     looks_ahead,
     reads_here,
-    refills_a_buffer,
     samples_in,
     set_loader_counters,
 )
+from ft_ckpt.runs.data.own_states import BATCHES_AHEAD, OwnStates, copy_state
 from ft_ckpt.runs.data.random_state import RandomState, generator_states, set_generator_states
+from ft_ckpt.runs.data.recuts import continue_after, report_difference, sharing_problems
 from ft_ckpt.runs.data.skipping import SampleOrder
-
-_AHEAD = 2  # batches to read again so that a loader that prefetches one holds the right one
 
 
 class DataPosition:
@@ -85,7 +79,7 @@ class DataPosition:
         self.on_difference = on_difference
         self._order = SampleOrder()
         # digest of the consumed items of a pass that is to be resumed
-        self._order_left: str | None = None
+        self._saved_order: str | None = None
         # of the data; ranks with the same data count once
         self.shares = data_shares(loader, size)
         self.epoch = 0  # passes done
@@ -97,11 +91,13 @@ class DataPosition:
         self._start: RandomState | None = None
         self._last: RandomState | None = None
         self._numbers: dict[str, int] = {}
-        self._warm = False
+        self._is_warm = False
         # the loader's own state at the start of a pass that another library began
         self._origin: Any = None
-        self._states: list[Any] = []  # the loader's own state after each of the last three batches
-        self._pending = False  # whether a position is loaded and the loader not yet advanced to it
+        self._own_states = OwnStates(loader, replay)
+        self._is_pending = (
+            False  # whether a position is loaded and the loader not yet advanced to it
+        )
         self._loaded_at_end: bool | None = None
         self._is_over = False  # whether the pass to be resumed has no batch left for any rank
         # lower bound of its items, if its last batch may have been short
@@ -110,7 +106,7 @@ class DataPosition:
     @property
     def at_end(self) -> bool | None:
         """Whether the pass has yielded its last batch; None if unknown before the next request."""
-        if self._pending:
+        if self._is_pending:
             return self._loaded_at_end
         if not self.batch:
             return False
@@ -128,7 +124,7 @@ class DataPosition:
         After a `break` the pass is unfinished: a save stores the position in it, another call
         starts a new pass. Raises LoadError if the data is now shorter than the consumed part.
         """
-        iterator = self._resume_pass() if self._pending else self._begin_pass()
+        iterator = self._resume_pass() if self._is_pending else self._begin_pass()
         prefetches = looks_ahead(self.loader) and reads_here(self.loader)
         while True:
             # The first batch is requested in the state that the pass began with; workers draw
@@ -142,7 +138,7 @@ class DataPosition:
             self.batch += 1
             self.samples += samples_in(batch) * self.shares
             self._order.take(batches_per_call(self.loader))
-            self._remember_own_state()
+            self._own_states.remember()
             yield batch
         count_empty_pass(self.loader, self._numbers)
         self.end_pass()
@@ -152,12 +148,12 @@ class DataPosition:
 
         Does nothing if no pass has begun, or one is yet to be resumed.
         """
-        if self._start is None or self._pending:
+        if self._start is None or self._is_pending:
             return
         self.epoch += 1
         self.batch = self._offset = 0
         self._start = self._last = self._origin = None
-        self._states = []
+        self._own_states.clear()
         forget_start(self.loader)
 
     def state_dict(self) -> dict[str, Any]:
@@ -168,7 +164,6 @@ class DataPosition:
         if not self._start:
             self._numbers = loader_counters(self.loader)
         cut = cut_of(self.loader, self.shares)
-        has_last = self._last is not None and self._last is not self._start
         return {
             "size": self.size,
             "shares": self.shares,
@@ -179,23 +174,28 @@ class DataPosition:
             "per_step": cut.per_step,
             "sharing": cut.sharing,
             "offset": self._offset,
-            "warm": self._warm,
+            "warm": self._is_warm,
             "at_end": self.at_end,
-            "over": self._pending and self._is_over,
-            "least": self._min_items if self._pending else None,
+            "over": self._is_pending and self._is_over,
+            "least": self._min_items if self._is_pending else None,
             "numbers": self._numbers,
             "start": self._start and self._start.state,
-            "last": self._last.state if has_last and self._last is not None else None,
+            "last": None if self._state_of_prefetch is None else self._state_of_prefetch.state,
             "own": generator_states(self.loader),
             "loader": self._own_state(),
             "origin": self._origin,
             "order": self._consumed_order(),
         }
 
+    @property
+    def _state_of_prefetch(self) -> RandomState | None:
+        """The random state that the prefetched batch was made with, if not that of the start."""
+        return None if self._last is self._start else self._last
+
     def _consumed_order(self) -> str | None:
         """The digest of the items consumed in the current pass."""
-        if self._pending:
-            return self._order_left
+        if self._is_pending:
+            return self._saved_order
         return self._order.digest if self.batch else None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -210,41 +210,46 @@ class DataPosition:
         """
         check_position(state)
         self._check_loader(state)
-        state = _deep_copy(state)
+        state = copy_state(state)
+        self._take_over(state)
+        set_loader_counters(self.loader, self._numbers)
+        # absent in older states, like the fields of the cut
+        shares = state.get("shares", state["size"])
+        saved_fields = {name: state[name] for name in ("per_step", "sharing") if name in state}
+        cut = cut_of(self.loader, shares)
+        was = replace(cut, **saved_fields)
+        is_same = (state["size"], shares) == (self.size, self.shares)
+        self._restore_generators(state["own"], is_same=is_same)
+        if not self._is_pending or (is_same and was.per_step == cut.per_step):
+            return []
+        return self._cut_again(state["size"], shares, was)
+
+    def _take_over(self, state: Mapping[str, Any]) -> None:
+        """Set the fields of this object to those of `state`."""
         self.epoch = state["epoch"]
         self.batch = state["batch"]
         self.samples = state["samples"]
         self._offset = state["offset"]
-        self._warm = state["warm"]
+        self._is_warm = state["warm"]
         self._numbers = state["numbers"]
         self._loaded_at_end = state["at_end"]
         # absent in older states
         self._origin = state.get("origin")
-        self._order_left = state.get("order")
+        self._saved_order = state.get("order")
         self._is_over = state.get("over", False)
         self._min_items = state.get("least")
         self._start = RandomState(self.loader, state["start"]) if state["start"] else None
         self._last = RandomState(self.loader, state["last"]) if state["last"] else self._start
-        self._states = []
-        if state["loader"] is not None and self._jumps_by_state:
-            self._states.append(state["loader"])
-        self._pending = self._start is not None
-        set_loader_counters(self.loader, self._numbers)
-        shares = state.get("shares", state["size"])  # absent in older states, like the next two
-        was = cut_of(self.loader, shares)
-        saved_cut = {name: state[name] for name in ("per_step", "sharing") if name in state}
-        was = replace(was, **saved_cut)
-        is_same = (state["size"], shares) == (self.size, self.shares)
+        self._own_states.restore(state["loader"])
+        self._is_pending = self._start is not None
+
+    def _restore_generators(self, generators: Mapping[str, Any], *, is_same: bool) -> None:
+        """Restore the loader's own generators; `is_same`: saved on as many ranks."""
         # Accelerate gives samplers a generator when there are several ranks, and none when there is
         # one.
-        generators = state["own"]
         if not is_same:
-            generators = {key: value for key, value in generators.items() if value is not None}
+            generators = {name: state for name, state in generators.items() if state is not None}
         set_generator_states(self.loader, generators)
-        per_step = cut_of(self.loader, shares).per_step
-        if not self._pending or (is_same and was.per_step == per_step):
-            return []
-        return self._cut_again(state["size"], shares, was)
 
     def _check_loader(self, state: Mapping[str, Any]) -> None:
         """Raise LoadError for a position that a loader of this kind cannot have."""
@@ -264,9 +269,9 @@ class DataPosition:
         self.end_pass()  # the last loop was left in the middle
         forget_premade(self.loader)
         if self._origin is not None:
-            self.loader.load_state_dict(_deep_copy(self._origin))
+            self.loader.load_state_dict(copy_state(self._origin))
         self._numbers = loader_counters(self.loader)
-        self._warm = is_warm(self.loader)
+        self._is_warm = is_warm(self.loader)
         self._start = self._last = RandomState(self.loader)
         if not is_map(self.loader):
             return iter(self.loader)
@@ -275,31 +280,11 @@ class DataPosition:
             # some loaders create their sampler's iterator then
             return chain(list(islice(iterator, 1)), iterator)
 
-    def _remember_own_state(self) -> None:
-        if self._jumps_by_state and looks_ahead(self.loader):
-            self._states = [*self._states[-2:], _deep_copy(self.loader.state_dict())]
-
-    @property
-    def _jumps_by_state(self) -> bool:
-        """Whether a resume loads the loader's own state instead of reading batches again."""
-        if self.replay or is_map(self.loader):
-            return False
-        if not has_own_state(self.loader):
-            return False
-        return self.replay is False or not refills_a_buffer(self.loader)
-
     def _own_state(self) -> Any:
-        """The loader's own state before the batches that a resume reads again.
-
-        None to read from the first batch.
-        """
-        if self._pending:
-            return self._states[0] if self._states else None
-        if not self.batch or not self._jumps_by_state:
-            return None
-        if not looks_ahead(self.loader):
-            return _deep_copy(self.loader.state_dict())
-        return self._states[0] if len(self._states) > _AHEAD else None
+        """The loader's own state with which a resume begins; None to read from the first batch."""
+        if self._is_pending:
+            return self._own_states.oldest
+        return self._own_states.to_store() if self.batch else None
 
     def _resume_pass(self) -> Iterator[Any]:
         """The loader's iterator after the consumed batches.
@@ -307,7 +292,7 @@ class DataPosition:
         Random state and generators are unchanged.
         """
         now = RandomState(self.loader)
-        self._pending = False
+        self._is_pending = False
         forget_premade(self.loader)
         # again: the script may have set an epoch since
         set_loader_counters(self.loader, self._numbers)
@@ -322,26 +307,20 @@ class DataPosition:
         is_over, self._is_over = self._is_over, False
         if is_over and pass_length(self.loader) is None:
             return iter(deque(self.loader, 0))
-        again, jumps = self._plan_rewind()
+        again, skips = self._plan_rewind()
         with ExitStack() as stack:
-            for jump in jumps:
-                stack.enter_context(jump)
+            for skip in skips:
+                stack.enter_context(skip)
             iterator: Iterator[Any] = iter(self.loader)
             # The sampler draws its order at the first request.
-            first = self._read_one(iterator) if again or (self._offset and jumps) else []
+            needs_first = again or (self._offset and skips)
+            first = self._read_one(iterator) if needs_first else []
         if not again:
             return chain(first, iterator)
-        read = len(first)
-        for remaining in range(again - 1, 0, -1):
-            if remaining == 1 and self._last is not None and self._last is not self._start:
-                self._last.put_back()  # the batch that was prefetched in this call was made with it
-            first = first and self._read_one(iterator)
-            read += len(first)
-        if not first and self._min_items is not None:
-            per_step = cut_of(self.loader, self.shares).per_step
-            if read * per_step >= self._min_items:
+        read = self._read_again(iterator, again) if first else 0
+        if read < again:
+            if self._ends_after(read):
                 return iter(())
-        if not first:
             raise LoadError(
                 f"the data: {self.batch} batches of the pass were consumed when it was saved, now "
                 "it has fewer; resume with the same data"
@@ -349,10 +328,30 @@ class DataPosition:
         self._prove_order()
         return iterator
 
+    def _read_again(self, iterator: Iterator[Any], again: int) -> int:
+        """Read on after the first batch until `again` are read; fewer if the data ends before."""
+        read = 1
+        while read < again:
+            if read == again - 1 and self._state_of_prefetch is not None:
+                self._state_of_prefetch.put_back()  # the prefetched batch was made with it
+            if not self._read_one(iterator):
+                break
+            read += 1
+        return read
+
+    def _ends_after(self, batches: int) -> bool:
+        """Whether the pass may be over after `batches`, as its last batch may have been short."""
+        if self._min_items is None:
+            return False
+        return batches * cut_of(self.loader, self.shares).per_step >= self._min_items
+
     def _prove_order(self) -> None:
         """Warn or raise LoadError if the sampler yields other samples, as `on_difference` says."""
         self._order.take(self.batch * batches_per_call(self.loader))
-        if None in (self._order_left, self._order.digest) or self._order_left == self._order.digest:
+        if (
+            None in (self._saved_order, self._order.digest)
+            or self._saved_order == self._order.digest
+        ):
             return
         problem = (
             f"the data: the sampler yields other samples than in the {self.batch} batch(es) of "
@@ -363,35 +362,35 @@ class DataPosition:
         report_difference(problem, self.on_difference, stacklevel=6)
 
     def _read_one(self, iterator: Iterator[Any]) -> list[Any]:
-        read = list(islice(iterator, 1))
-        self._remember_own_state()
-        return read
+        batches = list(islice(iterator, 1))
+        self._own_states.remember()
+        return batches
 
     def _plan_rewind(self) -> tuple[int, list[AbstractContextManager[None]]]:
         """The number of batches to read again, and the skips before them."""
-        ahead = _AHEAD if looks_ahead(self.loader) else 0
-        unit = batches_per_call(self.loader)
+        ahead = BATCHES_AHEAD if looks_ahead(self.loader) else 0
         if self._origin is not None:
-            self.loader.load_state_dict(_deep_copy(self._origin))
+            self.loader.load_state_dict(copy_state(self._origin))
             return self.batch, []
-        if self._states:
-            self.loader.load_state_dict(self._states[0])
+        if self._own_states.oldest is not None:
+            self.loader.load_state_dict(self._own_states.oldest)
             return ahead, []
         if not is_map(self.loader):
             return self.batch, []
         again = self.batch if self.replay else min(self.batch, ahead or 1)
-        jumps: list[AbstractContextManager[None]] = []
+        skips: list[AbstractContextManager[None]] = []
         if self._offset:
             unseen = self._offset // cut_of(self.loader, self.shares).divisor
-            jumps.append(skipping_items(self.loader, 0, unseen, inside=True))
+            skips.append(skipping_items(self.loader, 0, unseen, inside=True))
+        unit = batches_per_call(self.loader)
         # The first batch is kept: some loaders fill up the last batch with samples of the first.
         keep = max(again - 1, 0) * unit
         drop = (self.batch - again) * unit
-        moment = self._start if self._warm else None
-        jumps.append(skipping_items(self.loader, keep, drop, moment, order=self._order))
-        return again, jumps
+        moment = self._start if self._is_warm else None
+        skips.append(skipping_items(self.loader, keep, drop, moment, order=self._order))
+        return again, skips
 
-    def _cut_again(self, saved: int, shares: int, was: DataCut) -> list[str]:
+    def _cut_again(self, saved_ranks: int, shares: int, was: DataCut) -> list[str]:
         """Continue after the items that the ranks of the saved run had consumed together.
 
         The pass of the saved run was cut into `shares` as `was` describes.
@@ -401,7 +400,7 @@ class DataPosition:
         # In positions of ft_ckpt 0.2.0 the offset also counts items that were yielded again.
         repeated = self._offset % was.divisor if by_index else 0
         consumed = self._offset - repeated + self.batch * was.per_step
-        done = f"{saved} ranks had seen {consumed} {cut.unit} of this pass, {self.size} go on"
+        done = f"{saved_ranks} ranks had seen {consumed} {cut.unit} of this pass, {self.size} go on"
         if shares == self.shares:
             done = f"batches of {was.per_step} before, of {cut.per_step} now: {done}"
             if self.on_difference == "raise":
@@ -409,40 +408,36 @@ class DataPosition:
         if self._origin is not None:
             raise LoadError(
                 "the data: in a pass that another library's loader had begun on "
-                f"{saved} rank(s), {self.size} here; resume on as many, with the "
+                f"{saved_ranks} rank(s), {self.size} here; resume on as many, with the "
                 "same batch size, until the pass is done"
             )
-        if self._states and shares == self.shares and not looks_ahead(self.loader):
+        has_own_state = self._own_states.oldest is not None
+        if has_own_state and shares == self.shares and not looks_ahead(self.loader):
             # the position itself is in the loader's own state
             self._offset = consumed - self.batch * cut.per_step
             return [f"{done} with the next one"]
         self._last = self._start
-        self._states = []
-        self._order_left = None
-        notes = _sharing_problems(was, cut) if shares != self.shares else []
+        self._own_states.clear()
+        self._saved_order = None
+        notes = sharing_problems(was, cut) if shares != self.shares else []
         if self._is_over or self._has_ended(consumed, by_index=by_index):
-            self._loaded_at_end = self._is_over = True
-            length = pass_length(self.loader)
-            self.batch = consumed // cut.per_step if length is None else length
-            self._offset = 0
+            self._move_to_end(consumed, cut)
             return [f"{done} after its end", *notes]
-        if by_index and consumed % cut.per_step:
-            self.batch = 0
-            self._offset = consumed - consumed % cut.divisor
-            how = "in the middle of a batch of theirs: new batches are cut from there"
-        else:
-            self.batch = consumed // cut.per_step
-            self._offset = 0
-            how = f"with batch {self.batch + 1} of theirs"
+        continuation = continue_after(consumed, cut, by_index=by_index)
+        self.batch = continuation.batch
+        self._offset = continuation.offset
         self._min_items = None if by_index else consumed - was.per_step + 1
-        again = consumed - self._offset - self.batch * cut.per_step
         if cut.unit == "samples":
             # batches without a first dimension count for less
-            self.samples = max(0, self.samples - again)
-        note = f"{done} {how}"
-        if again:
-            note += f"; {again} of them are given again, so that all ranks begin alike"
-        return [note, *notes]
+            self.samples = max(0, self.samples - continuation.repeated)
+        return [f"{done} {continuation.text}", *notes]
+
+    def _move_to_end(self, consumed: int, cut: DataCut) -> None:
+        """Let the pass be over for all ranks."""
+        self._loaded_at_end = self._is_over = True
+        length = pass_length(self.loader)
+        self.batch = consumed // cut.per_step if length is None else length
+        self._offset = 0
 
     def _has_ended(self, consumed: int, *, by_index: bool) -> bool:
         """Whether the pass is over after `consumed` items of the source."""
@@ -450,37 +445,3 @@ class DataPosition:
         if has_no_batch is None or ends_together(self.loader):
             return bool(has_no_batch or self._loaded_at_end)
         return has_no_batch
-
-
-def report_difference(problem: str, on_difference: str, stacklevel: int) -> None:
-    """Raise LoadError for "raise", warn for "warn", do nothing for "ignore"."""
-    if on_difference == "raise":
-        raise LoadError(problem)
-    if on_difference == "warn":
-        warn(problem, stacklevel=stacklevel + 1)
-
-
-def _sharing_problems(was: DataCut, now: DataCut) -> list[str]:
-    """Why samples may be skipped or repeated on another number of ranks: at most one sentence."""
-    if None in (was.sharing, now.sharing):
-        problem = (
-            "how ranks share the data is not known: where they do not take it in turn, some "
-            "samples are left out now and others given again; use a DistributedSampler or "
-            "Accelerate's loaders"
-        )
-        return [problem]
-    if was.sharing == now.sharing:
-        return []
-    change = f"its order is {now.sharing} now, was {was.sharing}"
-    return [f"{change}: some samples are left out and others given again"]
-
-
-def _deep_copy(value: Any) -> Any:
-    """A copy that shares no memory with a file or the loader."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, np.ndarray):
-        return np.array(value)
-    if isinstance(value, Mapping):
-        return {key: _deep_copy(item) for key, item in value.items()}
-    return type(value)(map(_deep_copy, value)) if type(value) in (list, tuple) else value

@@ -6,7 +6,8 @@ from typing import Any
 
 from ft_ckpt.messages import warn
 from ft_ckpt.ranks import Ranks
-from ft_ckpt.runs.data.position import DataPosition, report_difference
+from ft_ckpt.runs.data.position import DataPosition
+from ft_ckpt.runs.data.recuts import report_difference
 
 _ABOUT = "about"  # key of the description by which loaders are recognized
 _PLACE = ("epoch", "batch", "samples")
