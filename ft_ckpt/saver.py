@@ -43,7 +43,7 @@ from ft_ckpt.runs.resume import ResumeRequest, parse_mode, resume_run
 from ft_ckpt.runs.saves import RunSaves, SaveHook, make_follow_up
 from ft_ckpt.saving import SaveRunner, as_in_training, library_versions
 from ft_ckpt.saving.planning import PendingSave, SaveReport, SaveRequest, request_of
-from ft_ckpt.storage.places import Place, location_name, shown_location
+from ft_ckpt.storage.places import Place, location_name, open_place, shown_location
 from ft_ckpt.values import names_of, numbers_of, step_of
 
 if TYPE_CHECKING:
@@ -160,9 +160,10 @@ class CheckpointSaver(Generic[SaveResult]):
         check_schedule(self.config, directory)
         self.accelerator = accelerator
         self.tokenizer = tokenizer
-        self._places = open_run_places(
-            directory, self.config, lambda: self._current_ranks().is_main
-        )
+        place = None
+        if directory is not None:
+            place = open_place(directory, **self.config.client_options)
+        self._places = open_run_places(place, self.config, lambda: self._current_ranks().is_main)
         for model in getattr(accelerator, "_models", None) or ():
             # A template takes its tokens from the tokenizer, which may be given to save() only.
             check_companions(
@@ -283,6 +284,7 @@ class CheckpointSaver(Generic[SaveResult]):
             background=background,
             overwrite=overwrite,
         )
+        target = None if path is None else open_place(path, **config.client_options)
         push_to = None if push_to_hub is None else push_goal(push_to_hub, **config.client_options)
         check_tokenizer(tokenizer)
         check_mappings(state_dict=state_dict, extra_files=extra_files)
@@ -290,7 +292,7 @@ class CheckpointSaver(Generic[SaveResult]):
         facts = self._run.facts_of_save(step, numbers_of(metrics))
         model = model_inside(model)
         self._saves.wait_for_pending()
-        if path is None and step is not None:  # into the directory of the run
+        if target is None and step is not None:  # into the directory of the run
             self._saves.take_lease()
         excluded = {"adapter_only": adapter_only, "attribute": attribute, "state_dict": state_dict}
         attribute = self.config.attribute if attribute is None else attribute
@@ -301,7 +303,7 @@ class CheckpointSaver(Generic[SaveResult]):
             return request_of(
                 config,
                 model,
-                self._saves.target_folder(path, step, has_state=False),
+                self._saves.target_folder(target, step, has_state=False),
                 merge=_merge_step(merged, excluded, config.dtype),
                 check=_logits_check(model, check),
                 adapter_only=not merged and self._is_of_adapters(model, adapter_only, attribute),
@@ -563,7 +565,10 @@ class CheckpointSaver(Generic[SaveResult]):
         counted = self._run.agree_on_metrics(numbers_of(metrics), self._current_ranks())
         config = self._config_with(background=background, overwrite=overwrite)
         self._run.register({**objects, **({} if model is None else {"model": model})})
-        return self._saves.save(None, config, path, counted, adapter_only, dict(extra_files or {}))
+        target = None if path is None else open_place(path, **config.client_options)
+        return self._saves.save(
+            None, config, target, counted, adapter_only, dict(extra_files or {})
+        )
 
     def wait(self) -> SaveReport | None:
         """Wait for the save in the background and return its report. Call on every rank.

@@ -15,8 +15,8 @@ from ft_ckpt.cli import views
 from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.errors import CheckpointError, ConfigError, LoadError, listing
 from ft_ckpt.runs.loop import END, VARIABLE, Rehearsal, Step, read_steps
-from ft_ckpt.storage.local import temporary_store
-from ft_ckpt.storage.places import open_place, spool_file
+from ft_ckpt.storage.local import LocalStore, temporary_store
+from ft_ckpt.storage.places import Place, open_place, spool_file
 
 if TYPE_CHECKING:
     from ft_ckpt.formats.files import JoinedFile
@@ -144,9 +144,9 @@ def rehearse_script(command: Sequence[str], folder: Path, steps: int, stop: int)
             f"there was a checkpoint of step {stopped}: call saver.resume() before the loop, with "
             "no path and no step of your own"
         )
-    tensors, different = _compare_ends(
-        Path(whole.directory) / END, Path(second_part.directory) / END
-    )
+    through_end = Place(LocalStore(Path(whole.directory)), END)
+    resumed_end = Place(LocalStore(Path(second_part.directory)), END)
+    tensors, different = _compare_ends(through_end, resumed_end)
     rows = tuple(_compare_steps(through, [*before, *after]))
     return Finding(stopped, rows, tensors, tuple(different))
 
@@ -234,7 +234,7 @@ def _compare_steps(through: Sequence[Step], resumed: Sequence[Step]) -> Iterator
             yield MetricRow(number, name, through_value, resumed_value, are_alike)
 
 
-def _compare_ends(through: Path, resumed: Path) -> tuple[int, list[str]]:
+def _compare_ends(through: Place, resumed: Place) -> tuple[int, list[str]]:
     """The number of tensors at the end, and the names of those that differ.
 
     State of single ranks is not compared.
@@ -252,13 +252,13 @@ def _is_of_rank(name: str) -> bool:
 
 
 @contextmanager
-def _open_joined(path: Path) -> "Iterator[JoinedFile]":
+def _open_joined(place: Place) -> "Iterator[JoinedFile]":
     """The tensors of all parts of a checkpoint."""
     from ft_ckpt.checkpoint import open_checkpoint
     from ft_ckpt.formats import open_tensor_file
     from ft_ckpt.formats.files import JoinedFile
 
-    with open_checkpoint(open_place(path)) as checkpoint:
+    with open_checkpoint(place) as checkpoint:
         checkpoint.refuse_damaged()
         folders = {}
         for part in checkpoint.manifest.parts:
@@ -267,7 +267,7 @@ def _open_joined(path: Path) -> "Iterator[JoinedFile]":
         files = []
         for file, folder in folders.items():
             files.append((folder, open_tensor_file(checkpoint.store.open(file))))
-        with closing(JoinedFile(files, path.name)) as joined:
+        with closing(JoinedFile(files, place.basename)) as joined:
             yield joined
 
 

@@ -14,7 +14,7 @@ from ft_ckpt.errors import TargetError
 from ft_ckpt.ranks import Ranks, launch_of_process, launched_ranks
 from ft_ckpt.storage import MountedFrom, mount_of
 from ft_ckpt.storage.local import BUCKET_NEEDS, FOLDER_NEEDS, Ability, try_place
-from ft_ckpt.storage.places import open_place
+from ft_ckpt.storage.places import Place, open_place
 from ft_ckpt.values import human_size
 
 _INSTEAD = {  # the fallback where an ability is missing
@@ -64,22 +64,23 @@ def _doctor(options: Namespace) -> int:
     they share PLACE, what their caches show, and how saves will write there. The exit code is 1 if
     saves are not safe there. The test files have hidden names and are deleted.
     """
+    place = open_place(options.place)
     if launch_of_process() is None:
-        report = examine_place(options.place)
+        report = examine_place(place)
         _print_report(report, None, as_json=options.as_json)
         return 1 if report.dangers else 0
     with launched_ranks() as ranks:
-        return _examine_on_ranks(options, ranks)
+        return _examine_on_ranks(place, options, ranks)
 
 
-def _examine_on_ranks(options: Namespace, ranks: Ranks) -> int:
+def _examine_on_ranks(place: Place, options: Namespace, ranks: Ranks) -> int:
     """Examine the place on rank 0, then how all ranks share it; rank 0 prints. Collective."""
     report: PlaceReport | None = None
     with ranks.attempting() as examining:
         if ranks.is_main:
-            report = examine_place(options.place)
+            report = examine_place(place)
     ranks.agree("ft-ckpt doctor", {"place": options.place}, examining.error, same=("place",))
-    sharing = examine_sharing(open_place(options.place).folder, ranks)
+    sharing = examine_sharing(place.folder, ranks)
     if report is not None:
         _print_report(report, sharing, as_json=options.as_json)
     is_safe = report is None or not report.dangers
@@ -99,12 +100,11 @@ def _print_report(report: PlaceReport, sharing: SharingReport | None, *, as_json
     print_lines(*(verdicts or ["saves are safe here"]))
 
 
-def examine_place(location: str) -> PlaceReport:
+def examine_place(place: Place) -> PlaceReport:
     """Test a folder or bucket.
 
     Raises TargetError if there is no such folder, or nothing can be written there.
     """
-    place = open_place(location)
     store = place.folder
     if place.is_local and not place.is_folder:
         problem = (

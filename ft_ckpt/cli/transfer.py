@@ -49,7 +49,7 @@ def _push(options: Namespace) -> None:
         base_id=options.base_id,
         message=options.message,
     )
-    report = push_now(checkpoint, _checked_url(options.url), push_options)
+    report = push_now(open_place(checkpoint), _checked_url(options.url), push_options)
     if options.as_json:
         views.print_json(report)
         return

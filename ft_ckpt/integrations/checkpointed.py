@@ -37,7 +37,7 @@ from ft_ckpt.retention import Keep
 from ft_ckpt.runs.data import GeneratorStates, capture_generators, restore_generators
 from ft_ckpt.runs.saves import SaveHook
 from ft_ckpt.storage.local import temporary_store
-from ft_ckpt.storage.places import local_path, open_place
+from ft_ckpt.storage.places import Place, local_path, open_place
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train; a checkpoint to resume from is verified first."""
         request = requested_checkpoint(resume_from_checkpoint)
-        directory, deep = Path(self.args.output_dir), self.ft_ckpt.config.verify_resume
+        directory = open_place(self.args.output_dir)
+        deep = self.ft_ckpt.config.verify_resume
         # Its files are verified again when they are opened, because they may have been replaced by
         # then.
         self.__chosen = ChosenCheckpoint()
@@ -262,11 +263,11 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
-        path, ranks = Path(self.state.best_model_checkpoint), self.__current_ranks()
-        ours, error = try_action(lambda: ranks.is_main and has_our_state(path))
+        best, ranks = open_place(self.state.best_model_checkpoint), self.__current_ranks()
+        ours, error = try_action(lambda: ranks.is_main and has_our_state(best))
         if not ranks.agree("the best model", {"ours": ours}, error).result["ours"]:
             return super()._load_best_model()  # type: ignore[no-any-return]  # transformers is not typed
-        load_best_weights(self.model_wrapped, path, self.ft_ckpt.config.verify_resume, ranks)
+        load_best_weights(self.model_wrapped, best, self.ft_ckpt.config.verify_resume, ranks)
         return None
 
     def __agree_on_best(self) -> None:
@@ -301,8 +302,11 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         if self.args.push_to_hub:
             push_checkpoint(self, target)
         if self.is_world_process_zero():
-            best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
-            prune_older(folder, target, best, limit, self.ft_ckpt.keep)
+            best_path, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+            run = open_place(folder)
+            newest = Place(run.folder, target.name)
+            best = None if best_path is None else open_place(best_path)
+            prune_older(run, newest, best, limit, self.ft_ckpt.keep)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the weights without training state."""

@@ -39,7 +39,7 @@ from ft_ckpt.runs.items import run_sources, walk_models
 from ft_ckpt.runs.resume import ResumePoint, open_for_all, open_resume_point, restore_weights
 from ft_ckpt.runs.state import read_document
 from ft_ckpt.storage.local import LocalStore
-from ft_ckpt.storage.places import files_made_by, open_place
+from ft_ckpt.storage.places import Place, files_made_by
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _MODES = {
@@ -69,7 +69,9 @@ class ChosenCheckpoint:
 
         It is the checkpoint, or `folder` if this rank does not see it.
         """
-        if self.path is None or self.state is None or _trainer_state(Path(self.path)) == self.state:
+        if self.path is None or self.state is None:
+            return self.path
+        if _trainer_state(Place(LocalStore(Path(self.path)))) == self.state:
             return self.path
         LocalStore(Path(folder)).write(TRAINER_STATE_NAME, self.state.encode())
         return folder
@@ -85,7 +87,7 @@ def requested_checkpoint(resume_from_checkpoint: Any) -> Any:
     return _MODES.get(mode, resume_from_checkpoint)
 
 
-def chosen_by(ranks: Ranks, request: str, folder: Path, deep: bool) -> ChosenCheckpoint:
+def chosen_by(ranks: Ranks, request: str, folder: Place, deep: bool) -> ChosenCheckpoint:
     """The checkpoint that rank 0 finds for `request`. Collective.
 
     `request` is a path, or "auto" or "must" for the newest whole checkpoint. Raises CorruptError,
@@ -93,18 +95,18 @@ def chosen_by(ranks: Ranks, request: str, folder: Path, deep: bool) -> ChosenChe
     """
 
     def find_on_leader() -> dict[str, Any]:
-        path = _requested_path(request, folder, deep) if ranks.is_main else None
-        if path is None:
+        place = _requested_checkpoint(request, folder, deep) if ranks.is_main else None
+        if place is None:
             return {}
-        manifest = read_manifest(open_place(path)) if _has_file(path, MANIFEST_NAME) else None
+        manifest = read_manifest(place) if _has_file(place, MANIFEST_NAME) else None
         if manifest is None or not has_training_state(manifest):
-            return {"path": str(path)}
-        document = read_document(LocalStore(path), manifest)
+            return {"path": str(place)}
+        document = read_document(place.folder, manifest)
         progress = document["progress"]
         return {
-            "path": str(path),
+            "path": str(place),
             "is_ours": True,
-            "state": _trainer_state(path),
+            "state": _trainer_state(place),
             "items": sorted(document["items"]),
             "epoch": progress["epoch"],
             "batch": progress["batch"],
@@ -115,19 +117,19 @@ def chosen_by(ranks: Ranks, request: str, folder: Path, deep: bool) -> ChosenChe
     return ChosenCheckpoint(**{**chosen, "items": tuple(chosen.get("items", ()))})
 
 
-def _requested_path(request: str, folder: Path, deep: bool) -> Path | None:
-    """The path `request`, or for a mode that of the newest whole checkpoint in `folder`.
+def _requested_checkpoint(request: str, folder: Place, deep: bool) -> Place | None:
+    """The checkpoint at the path `request`, or for a mode the newest whole one in `folder`.
 
     None for a fresh start.
     """
     if request not in ("auto", "must"):
-        path = Path(request)
+        place = Place(LocalStore(Path(request)))  # also for a URL, which the Trainer refuses
         # The Trainer checks a checkpoint without a manifest of ft_ckpt itself.
-        problems = _problems_of(path, deep) if _has_file(path, MANIFEST_NAME) else ()
+        problems = _problems_of(place, deep) if _has_file(place, MANIFEST_NAME) else ()
         if problems:
             advice = "resume_from_checkpoint=True takes the newest whole one"
-            raise CorruptError(f"{path}: {listing(problems)}; {advice}")
-        return path
+            raise CorruptError(f"{place}: {listing(problems)}; {advice}")
+        return place
     recover_all(folder)  # leftovers of killed saves
     newest = _newest_whole(folder, deep)
     if newest is None and request == "must":
@@ -139,24 +141,25 @@ def _requested_path(request: str, folder: Path, deep: bool) -> Path | None:
     return newest
 
 
-def _newest_whole(folder: Path, deep: bool) -> Path | None:
+def _newest_whole(folder: Place, deep: bool) -> Place | None:
     """The whole checkpoint in `folder` with the highest step, of ft_ckpt or the Trainer.
 
     None without one. Raises CorruptError if there are checkpoints of ft_ckpt, but none is whole.
     """
-    paths_by_step = []
-    for entry in LocalStore(folder).list_folder().folders:
+    names_by_step = []
+    for entry in folder.folder.list_folder().folders:
         match = _NAME.fullmatch(entry.name)
         if match is not None:
-            paths_by_step.append((int(match[1]), folder / entry.name))
+            names_by_step.append((int(match[1]), entry.name))
     committed: list[str] = []
-    for _, path in sorted(paths_by_step, reverse=True):
-        problems = _problems_of(path, deep)  # raises UnreadableError, so that no older one is taken
+    for _, name in sorted(names_by_step, reverse=True):
+        place = Place(folder.folder, name)
+        problems = _problems_of(place, deep)  # UnreadableError passes: no older one is taken then
         if not problems:
-            return path
-        warn(f"{path}: not whole, trying an older one: {listing(problems)}", stacklevel=2)
-        if _has_file(path, MANIFEST_NAME):
-            committed.append(path.name)
+            return place
+        warn(f"{place}: not whole, trying an older one: {listing(problems)}", stacklevel=2)
+        if _has_file(place, MANIFEST_NAME):
+            committed.append(name)
     if committed:
         raise CorruptError(
             f"{folder}: {listing(committed, ', ')}: damaged (see the warnings), and there is no "
@@ -165,14 +168,14 @@ def _newest_whole(folder: Path, deep: bool) -> Path | None:
     return None
 
 
-def _problems_of(path: Path, deep: bool) -> tuple[str, ...]:
+def _problems_of(place: Place, deep: bool) -> tuple[str, ...]:
     try:
-        if _has_file(path, MANIFEST_NAME):
-            return damage_of(open_place(path), deep=deep)
-        if _has_file(path, TOMBSTONE):
+        if _has_file(place, MANIFEST_NAME):
+            return damage_of(place, deep=deep)
+        if _has_file(place, TOMBSTONE):
             return ("it is being deleted",)
         # the Trainer writes this file last
-        TrainerState.load_from_json(str(path / TRAINER_STATE_NAME))
+        TrainerState.load_from_json(place.folder.where(TRAINER_STATE_NAME))
     except UnreadableError:
         raise
     except (ManifestError, OSError, ValueError, TypeError) as error:
@@ -180,71 +183,71 @@ def _problems_of(path: Path, deep: bool) -> tuple[str, ...]:
     return ()
 
 
-def has_our_state(path: Path) -> bool:
-    return _has_file(path, MANIFEST_NAME) and has_training_state(read_manifest(open_place(path)))
+def has_our_state(place: Place) -> bool:
+    return _has_file(place, MANIFEST_NAME) and has_training_state(read_manifest(place))
 
 
-def load_best_weights(model: nn.Module, path: Path, deep: bool, ranks: Ranks) -> None:
-    """Load the weights of rank 0's checkpoint at `path` into `model`.
+def load_best_weights(model: nn.Module, best: Place, deep: bool, ranks: Ranks) -> None:
+    """Load the weights of rank 0's checkpoint `best` into `model`.
 
     Ranks that do not see it get a copy. Collective. `deep` compares the digests of all its files.
     Raises CorruptError naming damaged files, LoadError when the weights do not fit.
     """
     with ExitStack() as stack:
         # all ranks have loaded before the stack deletes the copies on other nodes
-        ranks.run("load_best_model_at_end", partial(_load_best, model, path, deep, ranks, stack))
+        ranks.run("load_best_model_at_end", partial(_load_best, model, best, deep, ranks, stack))
 
 
-def _load_best(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: ExitStack) -> None:
+def _load_best(model: nn.Module, best: Place, deep: bool, ranks: Ranks, stack: ExitStack) -> None:
     def open_best() -> ResumePoint:
-        checkpoint = stack.enter_context(open_checkpoint(open_place(path)))
-        _refuse_damaged_best(path, checkpoint.find_problems(deep=False))
+        checkpoint = stack.enter_context(open_checkpoint(best))
+        _refuse_damaged_best(best, checkpoint.find_problems(deep=False))
         return open_resume_point(checkpoint, stack)
 
     point, problems = open_for_all(open_best, "opening the best model", deep, ranks, stack)
-    _refuse_damaged_best(path, problems)
+    _refuse_damaged_best(best, problems)
     assert point is not None, "it is open if it has no problems"
     outcome = restore_weights(run_sources(walk_models(model, []), []), point)
     if outcome.status != "restored":
-        raise LoadError(f"{path}: the best model was not loaded: {outcome.detail}")
+        raise LoadError(f"{best}: the best model was not loaded: {outcome.detail}")
 
 
-def _refuse_damaged_best(path: Path, problems: Sequence[Problem]) -> None:
+def _refuse_damaged_best(best: Place, problems: Sequence[Problem]) -> None:
     if problems:
-        raise CorruptError(f"{path}: {listing(problems)}; the best model was not loaded")
+        raise CorruptError(f"{best}: {listing(problems)}; the best model was not loaded")
 
 
-def _has_file(path: Path, name: str) -> bool:
-    return LocalStore(path).stat(name) is not None
+def _has_file(place: Place, name: str) -> bool:
+    return place.folder.stat(name) is not None
 
 
-def _trainer_state(path: Path) -> str | None:
+def _trainer_state(place: Place) -> str | None:
     """The text of the Trainer's own state file in a checkpoint; None if it cannot be read."""
     with suppress(OSError, ValueError):
-        return LocalStore(path).read(TRAINER_STATE_NAME).decode()
+        return place.folder.read(TRAINER_STATE_NAME).decode()
     return None
 
 
 def prune_older(
-    folder: Path, newest: Path, best: str | None, limit: int | None, keep: Keep | None
+    folder: Place, newest: Place, best: Place | None, limit: int | None, keep: Keep | None
 ) -> None:
     """Delete checkpoints of the run of `newest` that `keep` does not select.
 
     Without `keep`, all above `limit`. `best` is the Trainer's best checkpoint, which stays. Warns
     of checkpoints that could not be deleted.
     """
-    run_id = read_manifest(open_place(newest)).run_id
+    run_id = read_manifest(newest).run_id
     if keep is None and limit is not None and limit > 0:
-        infos = run_checkpoints(open_place(folder))
+        infos = run_checkpoints(folder)
         of_run = [info.path for info in infos if run_id in (None, info.manifest.run_id)]
-        is_best_older = best is not None and Path(best) not in of_run[-limit:]
+        is_best_older = best is not None and best.location not in of_run[-limit:]
         if is_best_older:  # it counts among the limit
             limit -= 1
         keep = Keep(last=max(limit, 1))
     if keep is not None:
         protect = [newest]
         if best is not None:
-            protect.append(Path(best))
+            protect.append(best)
         report = prune_run(folder, keep, run_id=run_id, protect=protect)
         for problem in report.problems:
             warn(f"{folder}: an old checkpoint was not deleted: {problem}", stacklevel=3)

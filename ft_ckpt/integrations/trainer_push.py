@@ -15,7 +15,7 @@ from ft_ckpt.extensions.transfer.endpoints import PushOptions
 from ft_ckpt.extensions.transfer.hub import HubPlace
 from ft_ckpt.extensions.transfer.sending import PendingPush, begin_push
 from ft_ckpt.storage.local import LocalStore
-from ft_ckpt.storage.places import files_made_by
+from ft_ckpt.storage.places import files_made_by, open_place
 
 _FOLDER_OF_LAST = "last-checkpoint"  # as the Trainer names it
 
@@ -109,7 +109,7 @@ def _start_hub_push(
     options = PushOptions(
         token=token or args.hub_token, base_id=config.base_id, message=message, **more
     )
-    return begin_push(checkpoint, place.url, options)
+    return begin_push(open_place(checkpoint), place.url, options)
 
 
 def _note_pushes(trainer: Trainer, pushes: list[PendingPush]) -> None:

@@ -19,7 +19,7 @@ def ensure_space(
     needed_bytes: int,
     config: SaverConfig,
     tries: int,
-    make_room: Callable[[Path], object] | None,
+    make_room: Callable[[Place], object] | None,
 ) -> None:
     """Return when `target` can be written and its disk has `needed_bytes`; at once in a bucket.
 
@@ -42,7 +42,7 @@ def ensure_space(
         else:
             return
     if make_room is not None and tries < _MAX_TRIES:
-        make_room(folder.parent)
+        make_room(Place(target.beside))
     elif tries:
         raise NoSpaceError(f"{target}: the disk was full {tries} times; make room and save again")
     check_target(folder, needed_bytes)

@@ -129,7 +129,7 @@ class Bucket(RuleBasedStateMachine):
         run = Place(self.clients[self.idle()].store(self.bucket))
         self.begin(
             Action("sweep", "", left=self.left_by(keep)),
-            lambda: prune_run(run, KEEPS[keep]),
+            lambda: prune_run(open_place(run), KEEPS[keep]),
             requests,
         )
 

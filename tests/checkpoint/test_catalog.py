@@ -389,7 +389,7 @@ def test_an_odd_manifest_is_refused_and_stops_nothing_else(checkpoint, words):
         read_manifest(open_place(checkpoint))
     with pytest.warns(UserWarning, match="checkpoint-1: left out"):
         assert latest(checkpoint.parent) == checkpoint.parent / "checkpoint-0"
-    assert prune_run(checkpoint.parent, Keep(last=1)).problems == ()
+    assert prune_run(open_place(checkpoint.parent), Keep(last=1)).problems == ()
     save(checkpoint, step=2)
     assert steps(checkpoint.parent) == [0, 2]
 
@@ -456,7 +456,7 @@ def test_a_manifest_that_cannot_be_read_just_now_is_not_taken_for_absent(
             UnreadableError, match=r"checkpoint-1.*that can be read is .*checkpoint-0"
         ):
             latest(checkpoint.parent)
-        report = prune_run(checkpoint.parent, Keep(last=1))
+        report = prune_run(open_place(checkpoint.parent), Keep(last=1))
         assert "checkpoint-1" in report.problems[0]
         assert "no further checkpoint was deleted" in report.problems[0]
     assert contents(checkpoint.parent) == before
@@ -489,7 +489,7 @@ def test_those_without_a_step_come_as_they_were_saved(tmp_path):
         tmp_path.name,
     ]
     assert latest(tmp_path) == tmp_path
-    prune_run(tmp_path, Keep(last=1))
+    prune_run(open_place(tmp_path), Keep(last=1))
     assert [info.path.name for info in discover(open_place(tmp_path))] == ["mid", tmp_path.name]
 
 

@@ -97,9 +97,9 @@ def prune_beside_a_reader(folder, own_seconds, other_seconds):
     save_steps(folder, STEPS)
     with other_node(read_oldest, folder, other_seconds):
         time.sleep(0.2)  # so that it has renewed its lease
-        prune_run(folder, Keep(last=1))
+        prune_run(open_place(folder), Keep(last=1))
         assert names_in(folder) == ["checkpoint-1", "checkpoint-3"]
-    prune_run(folder, Keep(last=1))
+    prune_run(open_place(folder), Keep(last=1))
     assert names_in(folder) == ["checkpoint-3"]
 
 

@@ -76,12 +76,14 @@ def test_each_comes_once_oldest_first_and_rules_follow_its_metric(run: Path) -> 
     assert {path: read_manifest(open_place(path)) for path in run.iterdir()} == before
     assert all(ft_ckpt.verify(path).ok for path in run.iterdir())
     assert ft_ckpt.best(run, ("score", "min")) == run / "checkpoint-1"
-    report = prune_run(run, Keep(best=("score", "min")))
+    report = prune_run(open_place(run), Keep(best=("score", "min")))
     assert report.dropped == (run / "checkpoint-2",)
     assert report.kept[run / "checkpoint-1"] == ("best score",)
     shutil.rmtree(run / "checkpoint-3")
     save_of(run / "checkpoint-4", step=4, run_id="a")
-    assert prune_run(run, Keep(last=1)).dropped == (run / "checkpoint-1",)  # its marks go with it
+    assert prune_run(open_place(run), Keep(last=1)).dropped == (
+        run / "checkpoint-1",
+    )  # its marks go with it
     assert not (run / "checkpoint-1").exists()
 
 
@@ -138,7 +140,7 @@ def test_it_is_leased_in_the_body_alone(run: Path) -> None:
         leased = [path.name for path in run.iterdir() if leases_in(path)]
         assert leased == [checkpoint.name]
         if checkpoint.name == "checkpoint-1":
-            kept = prune_run(run, Keep(last=1)).kept
+            kept = prune_run(open_place(run), Keep(last=1)).kept
             assert any("in use by" in why for why in kept[run / "checkpoint-1"])
     assert come == ["checkpoint-1", "checkpoint-3"]  # the second was deleted before its turn
     assert not [path for path in run.iterdir() if leases_in(path)]

@@ -347,7 +347,7 @@ def test_retention_deletes_it_with_what_it_signs(tmp_path: Path, keys: tuple[Pat
     for step in (1, 2, 3):
         save_with_state(tmp_path / f"checkpoint-{step}", step, run_id="a")
         sign(tmp_path / f"checkpoint-{step}", keys[0])
-    report = prune_run(tmp_path, Keep(last=2, state=Keep(last=1)))
+    report = prune_run(open_place(tmp_path), Keep(last=2, state=Keep(last=1)))
     assert (report.dropped, report.left, report.problems) == ((tmp_path / "checkpoint-1",), (), ())
     assert not (tmp_path / "checkpoint-1").exists()
     assert report.stripped == (tmp_path / "checkpoint-2",)

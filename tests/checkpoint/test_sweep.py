@@ -68,7 +68,7 @@ def steps(root):
 
 
 def stateful(root):
-    return [held.step for held in survey_run(root) if held.has_state]
+    return [held.step for held in survey_run(open_place(root)) if held.has_state]
 
 
 def names(folder):
@@ -102,7 +102,7 @@ def test_nothing_behind_a_link_is_opened(run, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "open", watch)
         for dry_run in (True, False):
-            assert prune_run(run, Keep(last=1), dry_run=dry_run).problems == ()
+            assert prune_run(open_place(run), Keep(last=1), dry_run=dry_run).problems == ()
     assert steps(run) == [12]
     assert not [
         path
@@ -121,7 +121,9 @@ def test_pins_and_links_stay(run):
     pin(open_place(run / "checkpoint-8"))
     (run / "best").symlink_to("checkpoint-9")
     report = prune_run(
-        run, Keep(last=1, state=Keep(last=1)), protect=[os.path.relpath(run / "checkpoint-10")]
+        open_place(run),
+        Keep(last=1, state=Keep(last=1)),
+        protect=[open_place(os.path.relpath(run / "checkpoint-10"))],
     )
     assert (steps(run), stateful(run)) == ([8, 9, 10, 12], [8, 9, 10, 12])
     assert [why[0].partition(" by ")[0] for why in report.kept.values()] == [
@@ -129,7 +131,7 @@ def test_pins_and_links_stay(run):
     ]
     unpin(open_place(run / "checkpoint-8"))
     (run / "best").unlink()
-    prune_run(run, Keep(last=1))
+    prune_run(open_place(run), Keep(last=1))
     assert steps(run) == [12]
 
 
@@ -138,7 +140,7 @@ def test_links_are_not_followed(run, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "checkpoint-99"
     save(elsewhere, step=99)
     (run / "checkpoint-99").symlink_to(elsewhere)
-    assert list(prune_run(run, Keep(last=1)).kept) == [run / "checkpoint-12"]
+    assert list(prune_run(open_place(run), Keep(last=1)).kept) == [run / "checkpoint-12"]
     assert verify(run / "checkpoint-99").ok
 
 
@@ -152,7 +154,7 @@ def test_what_a_tombstone_names_behind_a_link_stays(run, tmp_path_factory):
     (run / "bad" / "sub" / "own.txt").write_text("listed")
     named = [{"path": path} for path in ("d/victim.txt", "d/empty/x", "sub/own.txt")]
     (run / "bad" / TOMBSTONE).write_text(json.dumps({"files": named}))
-    report = prune_run(run, Keep(last=5))
+    report = prune_run(open_place(run), Keep(last=5))
     assert (elsewhere / "victim.txt").read_text() == "mine"
     assert (elsewhere / "empty").is_dir()
     assert (report.left, report.problems) == ((run / "bad" / "d",), ())
@@ -165,7 +167,7 @@ def test_a_part_that_was_moved_away_and_linked_keeps_its_files(run, tmp_path_fac
     (run / "checkpoint-9" / "state").symlink_to(elsewhere)
     before = contents(elsewhere)
     assert verify(run / "checkpoint-9").ok
-    report = prune_run(run, Keep(last=1))
+    report = prune_run(open_place(run), Keep(last=1))
     assert contents(elsewhere) == before
     assert run / "checkpoint-9" / "state" in report.left
     assert steps(run) == [12]
@@ -174,7 +176,7 @@ def test_a_part_that_was_moved_away_and_linked_keeps_its_files(run, tmp_path_fac
 def test_the_run_itself_is_no_checkpoint_of_it(run):
     """The final model beside its checkpoints."""
     save_of(run, step=None)
-    prune_run(run, Keep(last=1))
+    prune_run(open_place(run), Keep(last=1))
     assert verify(run).ok
     assert steps(run) == [None, 12]
 
@@ -183,7 +185,7 @@ def test_another_runs_stay(run):
     """Two runs that share a folder."""
     for step in (20, 21, 22):
         save_of(run / f"theirs-{step}", step=step, run_id="theirs")
-    prune_run(run, Keep(last=1), run_id="theirs")
+    prune_run(open_place(run), Keep(last=1), run_id="theirs")
     assert sorted(steps(run)) == [8, 9, 10, 11, 12, 22]
 
 
@@ -193,7 +195,7 @@ def test_a_file_by_two_names_is_freed_once(run):
     os.link(staging.stage / "model.safetensors", staging.stage / "model.h5")
     staging.commit(make_manifest(staging.stage))
     size = sum((run / "checkpoint-1" / name).stat().st_size for name in ("model.h5", "config.json"))
-    assert prune_run(run, Keep(last=5)).freed_bytes == size
+    assert prune_run(open_place(run), Keep(last=5)).freed_bytes == size
 
 
 def make_manifest(stage):
@@ -201,8 +203,11 @@ def make_manifest(stage):
 
 
 def test_an_empty_or_absent_run(tmp_path):
-    assert prune_run(tmp_path, Keep(last=1)) == PruneReport()
-    assert "absent: cannot be listed" in prune_run(tmp_path / "absent", Keep(last=1)).problems[0]
+    assert prune_run(open_place(tmp_path), Keep(last=1)) == PruneReport()
+    assert (
+        "absent: cannot be listed"
+        in prune_run(open_place(tmp_path / "absent"), Keep(last=1)).problems[0]
+    )
 
 
 # Stopped anywhere
@@ -220,7 +225,7 @@ def template(tmp_path_factory):
     (root / "checkpoint-keep-me").mkdir()
     after = root.parent / "after"
     shutil.copytree(root, after)
-    prune_run(after, KEEP)
+    prune_run(open_place(after), KEEP)
     return root, contents(after)
 
 
@@ -236,9 +241,9 @@ def test_killed_at_every_call(tmp_path, template):
 
     def killed(world):
         root = shutil.copytree(template[0], tmp_path / world.name)
-        world.run(prune_run, root, KEEP)
+        world.run(prune_run, open_place(root), KEEP)
         check_meanwhile(root)
-        assert prune_run(root, KEEP).problems == ()
+        assert prune_run(open_place(root), KEEP).problems == ()
         assert contents(root) == template[1]
         shutil.rmtree(root)
 
@@ -254,12 +259,12 @@ def test_refused_at_every_call(tmp_path, template, fault):
 
     def refused(world):
         root = shutil.copytree(template[0], tmp_path / world.name)
-        report = world.run(prune_run, root, KEEP)
+        report = world.run(prune_run, open_place(root), KEEP)
         check_meanwhile(root)
         if world.is_met and fault == "EIO":
             assert len(report.dropped) + len(report.stripped) == 2
             assert "I/O error" in report.problems[0]
-        assert prune_run(root, KEEP).problems == ()
+        assert prune_run(open_place(root), KEEP).problems == ()
         assert contents(root) == template[1]
         shutil.rmtree(root)
 
@@ -274,7 +279,7 @@ def test_a_reader_is_waited_for(run):
     goes.
     """
     readers = [start_reader(run / f"checkpoint-{step}") for step in (8, 9)]
-    assert prune_run(run, Keep(last=1)).dropped == tuple(
+    assert prune_run(open_place(run), Keep(last=1)).dropped == tuple(
         run / f"checkpoint-{step}" for step in (10, 11)
     )
     for reader in readers:
@@ -285,7 +290,7 @@ def test_a_reader_is_waited_for(run):
     readers[0].wait()
     readers[1].kill()
     readers[1].wait()
-    assert prune_run(run, Keep(last=1)).dropped == tuple(
+    assert prune_run(open_place(run), Keep(last=1)).dropped == tuple(
         run / f"checkpoint-{step}" for step in (8, 9)
     )
     for reader in readers:
@@ -312,7 +317,7 @@ def test_readers_and_sweeps_side_by_side(tmp_path):
     if sweeper == 0:
         for step in range(200):
             save(tmp_path / f"checkpoint-{step}", step=step)
-            prune_run(tmp_path, Keep(last=1))
+            prune_run(open_place(tmp_path), Keep(last=1))
         os._exit(0)
     reads = 0
     while os.waitpid(sweeper, os.WNOHANG)[0] == 0:
@@ -323,7 +328,7 @@ def test_readers_and_sweeps_side_by_side(tmp_path):
                 assert [file.digest for file in found] == [file.digest for file in listed]
                 reads += 1
     assert reads > 10
-    prune_run(tmp_path, Keep(last=1))
+    prune_run(open_place(tmp_path), Keep(last=1))
     assert names(tmp_path) == ["checkpoint-199"]
 
 
@@ -344,9 +349,9 @@ def test_a_lease_that_another_process_checks_as_it_is_taken(run, monkeypatch):
             patch.setattr(fcntl, "flock", checked_first)
             stack.enter_context(hold_lease(open_place(run / "checkpoint-9")))
         assert lease_reasons(run / "checkpoint-9")
-        prune_run(run, Keep(last=1))
+        prune_run(open_place(run), Keep(last=1))
         assert verify(run / "checkpoint-9").ok
-    prune_run(run, Keep(last=1))
+    prune_run(open_place(run), Keep(last=1))
     assert not (run / "checkpoint-9").exists()
 
 
@@ -363,7 +368,7 @@ def test_marked_between_the_plan_and_the_deed(run, monkeypatch, keep, mark):
     monkeypatch.setattr(
         local_disk, "move", lambda one, other: (other == tombstone and put(), move(one, other))
     )
-    report = prune_run(run, keep)
+    report = prune_run(open_place(run), keep)
     monkeypatch.undo()
     assert report.kept[run / "checkpoint-9"][0].startswith("pinned" if mark == "pin" else "in use")
     assert {
@@ -372,14 +377,14 @@ def test_marked_between_the_plan_and_the_deed(run, monkeypatch, keep, mark):
     assert steps(run) == ([9, 12] if keep.last else [8, 9, 10, 11, 12])
     if mark == "lease":
         held.__exit__(None, None, None)
-        prune_run(run, keep)
+        prune_run(open_place(run), keep)
         assert stateful(run) == [12]
 
 
 def test_what_is_about_to_be_replaced_stays(run):
     """A save to it is under way: neither the old nor the new is the sweep's."""
     staging = open_staging(run / "checkpoint-9")
-    report = prune_run(run, Keep(last=1))
+    report = prune_run(open_place(run), Keep(last=1))
     assert report.kept[run / "checkpoint-9"] == ("a save to it is not finished",)
     staging.commit(make_checkpoint(staging.stage, step=9))
     assert verify(run / "checkpoint-9").ok
@@ -389,10 +394,10 @@ def test_two_sweeps_do_not_meet(run):
     handle = os.open(run, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     before = contents(run)
-    assert "another sweep is at work" in prune_run(run, Keep(last=1)).problems[0]
+    assert "another sweep is at work" in prune_run(open_place(run), Keep(last=1)).problems[0]
     assert contents(run) == before
     os.close(handle)
-    assert prune_run(run, Keep(last=1)).problems == ()
+    assert prune_run(open_place(run), Keep(last=1)).problems == ()
 
 
 def test_one_that_disappears_is_no_error(run, monkeypatch):
@@ -401,7 +406,7 @@ def test_one_that_disappears_is_no_error(run, monkeypatch):
         "ft_ckpt.checkpoint.commit.run_folder.deletion_guards",
         lambda path: shutil.rmtree(path.with_name("checkpoint-9"), True) or (),
     )
-    assert prune_run(run, Keep(last=1)).problems == ()
+    assert prune_run(open_place(run), Keep(last=1)).problems == ()
     assert steps(run) == [12]
 
 
@@ -417,7 +422,7 @@ def test_what_dead_saves_left_is_cleared(run):
     for step in (99, 9):
         World(Disk("killed"), "killed", 5).run(partial(save, step=step), run / f"checkpoint-{step}")
         assert contents(run) != before | {staging.stage.name: b""}
-        assert len(recover_all(run)) == 1
+        assert len(recover_all(open_place(run))) == 1
         assert contents(run) == before | {staging.stage.name: b""}
 
 
@@ -427,7 +432,7 @@ def test_an_unfinished_file_goes_after_a_day(run):
     for draft in drafts:
         draft.write_text("half")
     os.utime(drafts[0], (0, 0))
-    recover_all(run)
+    recover_all(open_place(run))
     assert [draft.exists() for draft in drafts] == [False, True]
 
 
@@ -440,7 +445,7 @@ def test_a_spoilt_tombstone_is_named_and_left(run):
     ):
         (run / "checkpoint-1" / TOMBSTONE).write_text(text)
         before = contents(run)
-        assert said in prune_run(run, Keep()).problems[0]
+        assert said in prune_run(open_place(run), Keep()).problems[0]
         assert contents(run) == before
 
 
@@ -454,7 +459,7 @@ def test_a_model_saved_into_the_folder_of_its_run_loses_no_checkpoint(tmp_path):
         save_with_state(root / "checkpoint-8", 8)
         save_of(root)
         world.run(save_of, root)
-        recover_all(root)
+        recover_all(open_place(root))
         assert verify(root).ok
         assert verify(root / "checkpoint-8").ok
         assert not list(root.parent.glob(".*"))

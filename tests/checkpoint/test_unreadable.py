@@ -127,7 +127,7 @@ def test_pruning_waits(run, refuse, name):
     """It is not invalid, and not to be deleted in place of an older one that is valid."""
     before = contents(run)
     refuse(run / "checkpoint-3" / name)
-    assert "checkpoint-3" in prune_run(run, Keep(last=1)).problems[0]
+    assert "checkpoint-3" in prune_run(open_place(run), Keep(last=1)).problems[0]
     assert contents(run) == before
 
 

@@ -32,7 +32,7 @@ FILES = {"safetensors": "x.safetensors", "dual": "x.safetensors", "h5": "x.h5", 
 
 def contents(path) -> dict[str, tuple[tuple[int, ...], str, bytes]]:
     """Every name in a file or folder, ties included: shape, dtype and bytes."""
-    file = open_source(Path(path))
+    file = open_source(open_place(Path(path)))
     found = {
         name: (spec.shape, spec.dtype, bytes_of(file.read(name)))
         for name, spec in file.specs.items()

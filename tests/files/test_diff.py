@@ -22,12 +22,16 @@ from ft_ckpt.extensions.tools import by_layer, compare_files, diff as room
 from ft_ckpt.extensions.tools.converting import open_source
 from ft_ckpt.extensions.tools.diff import layer_of
 from ft_ckpt.formats.safetensors import NAMES
+from ft_ckpt.storage.places import open_place
 
 RUN = "import sys; from ft_ckpt.cli import main; main()"
 
 
 def compared(one, other):
-    with closing(open_source(one)) as first, closing(open_source(other)) as second:
+    with (
+        closing(open_source(open_place(one))) as first,
+        closing(open_source(open_place(other))) as second,
+    ):
         return compare_files(first, second)
 
 
@@ -241,11 +245,11 @@ def test_memory_is_that_of_slices(tmp_path):
     code = """
 import sys
 from contextlib import closing
-from pathlib import Path
 from ft_ckpt.extensions.tools.converting import open_source
 from ft_ckpt.extensions.tools.diff import compare_files
+from ft_ckpt.storage.places import open_place
 from peak_memory import peak_memory
-one, other = map(Path, sys.argv[1:])
+one, other = map(open_place, sys.argv[1:])
 with closing(open_source(one)) as one, closing(open_source(other)) as other:
     with peak_memory() as peak:
         (found,) = compare_files(one, other)

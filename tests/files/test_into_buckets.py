@@ -133,8 +133,8 @@ def test_commands_write_to_buckets(bucket, saved, capsys):
     said = capsys.readouterr().out
     assert f"{source} -> {bucket}/x.safetensors (safetensors): " in said
     with (
-        closing(open_source(f"{bucket}/x.safetensors")) as one,
-        closing(open_source(f"{bucket}/mean")) as other,
+        closing(open_source(open_place(f"{bucket}/x.safetensors"))) as one,
+        closing(open_source(open_place(f"{bucket}/mean"))) as other,
     ):
         assert one.specs.keys() == other.specs.keys()
 

@@ -28,6 +28,7 @@ from ft_ckpt import CheckpointSaver, average, merge
 from ft_ckpt.errors import CheckpointError, LoadError
 from ft_ckpt.extensions.tools import compare_files
 from ft_ckpt.extensions.tools.converting import open_source
+from ft_ckpt.storage.places import open_place
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SMALL = {
@@ -250,7 +251,10 @@ def judge_average(one: Made, other: Made, names: tuple[str, str], target: Path) 
 
 
 def judge_diff(one: Made, other: Made) -> None:
-    with closing(open_source(one.path)) as first, closing(open_source(other.path)) as second:
+    with (
+        closing(open_source(open_place(one.path))) as first,
+        closing(open_source(open_place(other.path))) as second,
+    ):
         found = {each.name: each for each in compare_files(first, second)}
     seen = [(id(one.state.get(name)), id(other.state.get(name))) for name in found]
     assert len(set(seen)) == len(seen), "a tensor is compared once"

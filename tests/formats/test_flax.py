@@ -14,6 +14,7 @@ from seeds import examples
 import ft_ckpt
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.extensions.tools.converting import open_source
+from ft_ckpt.storage.places import open_place
 
 GOLDEN = library_files.FOLDER
 NONE = torch.empty(0, 2, dtype=torch.float16)
@@ -28,7 +29,7 @@ PIECES = {"w": numbered(0, 5, 7, dtype=torch.float64), "b": numbered(1, 2, dtype
 
 
 def check_file(path, wanted):
-    file = open_source(path)
+    file = open_source(open_place(path))
     assert set(file.specs) == set(wanted)
     for name, tensor in wanted.items():
         found = file.read(name).view(file.specs[name].shape)
@@ -50,7 +51,7 @@ def test_a_file_can_be_one_array_in_pieces(tmp_path):
     content = b"\x83\xb9__msgpack_chunked_array__\xc3\xa5shape\x81\xa10\x04\xa6chunks\x82"
     content += b"\xa10" + pieces[0] + b"\xa11" + pieces[1]
     (tmp_path / "x.msgpack").write_bytes(content)
-    file = open_source(tmp_path / "x.msgpack")
+    file = open_source(open_place(tmp_path / "x.msgpack"))
     assert bytes(file.read("array").tolist()) == b"abcd"
 
 
@@ -88,7 +89,7 @@ def test_a_folder_of_shards_is_converted(tmp_path):
     assert report.tensors == len(ARRAYS) + len(PIECES)
     (tmp_path / second).unlink()
     with pytest.raises(CorruptError, match=f"{second}: missing"):
-        open_source(tmp_path)
+        open_source(open_place(tmp_path))
 
 
 def packed(value):
@@ -176,7 +177,7 @@ def test_any_tree_comes_back(tmp_path_factory, tree):
 def test_what_is_no_tree_of_arrays_is_refused(tmp_path, data, message):
     (tmp_path / "x.msgpack").write_bytes(data)
     with pytest.raises(CorruptError, match=message):
-        open_source(tmp_path / "x.msgpack")
+        open_source(open_place(tmp_path / "x.msgpack"))
 
 
 @pytest.mark.slow

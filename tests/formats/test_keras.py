@@ -16,6 +16,7 @@ from library_files import numbered
 import ft_ckpt
 from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.extensions.tools.converting import open_source
+from ft_ckpt.storage.places import open_place
 
 GOLDEN = library_files.FOLDER
 NAMED = {
@@ -56,7 +57,7 @@ FILES = {
 
 
 def tensors(path):
-    file = open_source(path)
+    file = open_source(open_place(path))
     found = {name: file.read(name).view(spec.shape) for name, spec in file.specs.items()}
     file.close()
     return found
@@ -144,7 +145,7 @@ def test_a_type_that_the_file_does_not_name_is_said(tmp_path):
     with h5py.File(tmp_path / "x.weights.h5", "w") as file:
         file["dense/vars/0"] = np.zeros(3, "V1")
         file["dense/vars/1"] = np.ones(3, "f4")
-    file = open_source(tmp_path / "x.weights.h5")
+    file = open_source(open_place(tmp_path / "x.weights.h5"))
     assert set(file.specs) == {"dense/1"}
     assert list(file.skipped) == ["dense/0: values of a type that the file does not name (void8)"]
 
@@ -202,7 +203,7 @@ def test_a_list_of_weights_that_are_not_there_is_refused(tmp_path):
 
 def test_files_in_an_archive_beside_the_weights_are_named(tmp_path):
     path = changed(tmp_path / "x.keras", lambda records: records.update({"assets/words.txt": b"a"}))
-    assert "assets/words.txt: a file of the archive" in open_source(path).skipped
+    assert "assets/words.txt: a file of the archive" in open_source(open_place(path)).skipped
 
 
 @pytest.mark.slow
@@ -223,4 +224,4 @@ def test_a_flipped_bit_in_an_archive_is_noticed(tmp_path):
         content[content.index(pattern) + 2] ^= 1
         (tmp_path / "x.keras").write_bytes(content)
         with pytest.raises(CorruptError, match="is damaged"):
-            open_source(tmp_path / "x.keras")
+            open_source(open_place(tmp_path / "x.keras"))

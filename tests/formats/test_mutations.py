@@ -43,6 +43,7 @@ from ft_ckpt.runs.state import FOLDER, read_document
 from ft_ckpt.saving.planning import STATE_DOCUMENT
 from ft_ckpt.schedule import History
 from ft_ckpt.storage.local import LocalStore
+from ft_ckpt.storage.places import open_place
 
 LIBRARIES = TESTS / "golden/libraries"
 STEP_SECONDS = 10
@@ -144,7 +145,7 @@ def both(path):
 
 
 def tensors(path):
-    file = open_source(path)
+    file = open_source(open_place(path))
     try:
         for name in file.specs:
             file.read(name)

@@ -122,7 +122,7 @@ class CommandTrials:
             if name.startswith(IN_BUCKET) and "/.ft_ckpt-lease-" in name
         }:
             # as the next save or sweep there does
-            recover_all(str(self._location(unit, root)).rpartition("/")[0])
+            recover_all(open_place(str(self._location(unit, root)).rpartition("/")[0]))
         wrong += [
             f"left or lost: {name}" for name in sorted(self._files(root).keys() ^ self.after.keys())
         ]

@@ -19,6 +19,7 @@ from ft_ckpt.errors import CorruptError, SelectionError, TargetError
 from ft_ckpt.extensions.tools import load, save
 from ft_ckpt.extensions.tools.converting import open_source
 from ft_ckpt.formats import ITEM_BYTES
+from ft_ckpt.storage.places import open_place
 
 SAVE_FOREVER = """
 import sys, torch
@@ -102,7 +103,7 @@ class FormatContract:
                 load(place, **options)["model.layers.0.weight"][7:9],
                 state()["model.layers.0.weight"][7:9],
             )
-        with closing(open_source(place)) as file:
+        with closing(open_source(open_place(place))) as file:
             for name, value in state().items():
                 assert equal(file.read(name), value.reshape(-1))
                 low, high = min(1, value.numel()), min(4, value.numel())

@@ -16,7 +16,7 @@ from ft_ckpt.checkpoint.leases import pin, pin_reason, unpin
 from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.runs.folder import PruneReport, prune_run, survey_run
 from ft_ckpt.runs.folder.prune import make_room
-from ft_ckpt.storage.places import Place
+from ft_ckpt.storage.places import Place, open_place
 
 KEEP = Keep(last=2, state=Keep(last=1))  # of four drops two and strips one
 LAST_ONE = Keep(last=1, state=Keep(last=1))
@@ -37,7 +37,7 @@ def steps(run: Place) -> list[int | None]:
 
 
 def stateful(run: Place) -> list[int | None]:
-    return [info.step for info in survey_run(run) if info.has_state]
+    return [info.step for info in survey_run(open_place(run)) if info.has_state]
 
 
 def files_of(run: Place) -> dict[str, bytes]:
@@ -57,7 +57,7 @@ def names_of(places: Iterable[Path | str]) -> list[str]:
 class SweepContract:
     def test_the_last_stay_whole(self, run: Place) -> None:
         before = files_of(run)
-        report = prune_run(run, KEEP)
+        report = prune_run(open_place(run), KEEP)
         assert (steps(run), stateful(run), report.problems) == ([3, 4], [4], ())
         assert names_of(report.dropped) == ["checkpoint-1", "checkpoint-2"]
         assert names_of(report.stripped) == ["checkpoint-3"]
@@ -70,12 +70,12 @@ class SweepContract:
         assert [*below(after, "checkpoint-1", "checkpoint-2")] == ["checkpoint-2/notes.txt"]
         deleted = [name for name in before if name not in after and "ft_ckpt.json" not in name]
         assert report.freed_bytes == sum(len(before[name]) for name in deleted)
-        assert prune_run(run, KEEP) == PruneReport(report.kept)
+        assert prune_run(open_place(run), KEEP) == PruneReport(report.kept)
         assert len(files_of(run)) == len([*run.folder.list()]), "no marks are left"
 
     def test_a_state_goes_and_the_weights_stay(self, run: Place) -> None:
         before = files_of(run)
-        prune_run(run, Keep(last=4, state=Keep(last=1)))
+        prune_run(open_place(run), Keep(last=4, state=Keep(last=1)))
         assert (steps(run), stateful(run)) == ([1, 2, 3, 4], [4])
         after = files_of(run)
         for step in (1, 2, 3):
@@ -92,12 +92,12 @@ class SweepContract:
 
     def test_a_dry_run_foretells_and_does_nothing(self, run: Place) -> None:
         before = files_of(run)
-        foretold = prune_run(run, KEEP, dry_run=True)
+        foretold = prune_run(open_place(run), KEEP, dry_run=True)
         assert files_of(run) == before
-        assert replace(prune_run(run, KEEP), left=()) == foretold
+        assert replace(prune_run(open_place(run), KEEP), left=()) == foretold
 
     def test_the_best_and_the_newest_stay(self, run: Place) -> None:
-        prune_run(run, Keep(best=("loss", "min")))
+        prune_run(open_place(run), Keep(best=("loss", "min")))
         assert steps(run) == [3, 4]
 
     def test_guarded_ones_stay(self, run: Place) -> None:
@@ -106,14 +106,14 @@ class SweepContract:
         for step in (1, 2):
             pin(places[step], "the paper's")
         with open_checkpoint(places[2]):
-            report = prune_run(run, LAST_ONE, protect=[places[3]])
+            report = prune_run(open_place(run), LAST_ONE, protect=[open_place(places[3])])
             unpin(places[2])
-            again = prune_run(run, Keep(last=1), protect=[places[3]])
+            again = prune_run(open_place(run), Keep(last=1), protect=[open_place(places[3])])
         assert (steps(run), files_of(run)) == ([1, 2, 3, 4], before)
         reasons = [why[0].partition(" by ")[0] for why in report.kept.values()]
         assert reasons == ["pinned", "pinned", "protected", "newest valid"]
         assert [why[0].partition(" by ")[0] for why in again.kept.values()][1] == "in use"
-        prune_run(run, Keep(last=1))
+        prune_run(open_place(run), Keep(last=1))
         assert steps(run) == [1, 4]
         reason = pin_reason(places[1])
         assert reason is not None
@@ -122,22 +122,22 @@ class SweepContract:
     def test_damaged_ones_take_no_place(self, run: Place) -> None:
         """The newest cannot be loaded, and the one before it is not deleted for its sake."""
         run.folder.delete(["checkpoint-4/config.json"])
-        prune_run(run, Keep(last=1))
+        prune_run(open_place(run), Keep(last=1))
         assert steps(run) == [3, 4]
         run.folder.delete(["checkpoint-3/state/position.json"])
-        prune_run(run, Keep(last=1))
+        prune_run(open_place(run), Keep(last=1))
         assert steps(run) == [3, 4]  # none is valid: nothing is certain
 
     def test_room_is_made_for_the_one_to_come(self, run: Place) -> None:
         """The disk is full, so what the next checkpoint will push out goes now; never the last that
         is valid.
         """
-        report = make_room(run, Keep(last=4), 5, run_id="mine")
+        report = make_room(open_place(run), Keep(last=4), 5, run_id="mine")
         assert names_of(report.dropped) == ["checkpoint-1"]
-        report = make_room(run, LAST_ONE, 5, run_id="mine")
+        report = make_room(open_place(run), LAST_ONE, 5, run_id="mine")
         assert names_of(report.dropped) == ["checkpoint-2", "checkpoint-3"]
-        report = make_room(run, LAST_ONE, 5, run_id="mine")
+        report = make_room(open_place(run), LAST_ONE, 5, run_id="mine")
         assert list(report.kept.values()) == [("newest valid",)]
         assert report.dropped == report.stripped == ()
         run.folder.delete(["checkpoint-4/config.json"])
-        assert make_room(run, Keep(every_steps=100), 5, run_id="mine").dropped == ()
+        assert make_room(open_place(run), Keep(every_steps=100), 5, run_id="mine").dropped == ()

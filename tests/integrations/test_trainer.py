@@ -31,7 +31,7 @@ from ft_ckpt.errors import (
     CorruptError,
     SelectionError,
 )
-from ft_ckpt.integrations import trainer_files
+from ft_ckpt.integrations import checkpointed as joined_class, trainer_files
 from ft_ckpt.integrations.trainer import FtCkptCallback, checkpointed
 from ft_ckpt.saver import open_savers
 from ft_ckpt.storage.places import open_place
@@ -211,17 +211,16 @@ def test_what_is_verified_is_what_is_read(tmp_path, monkeypatch):
     """
     run(ours(tmp_path / "run", stop_after=2))
     monkeypatch.setattr(problems, "SMALL_BYTES", 0)  # as if the weights were large
-    sought = trainer_files._requested_path
 
-    def damaged_after(*asked):
-        found = sought(*asked)
-        rot(found / "model.safetensors")
-        return found
+    def damaged_after(*arguments):
+        chosen = trainer_files.chosen_by(*arguments)
+        rot(Path(chosen.path) / "model.safetensors")
+        return chosen
 
-    monkeypatch.setattr(trainer_files, "_requested_path", damaged_after)
-    with pytest.raises(CorruptError, match=r"model\.safetensors"):
-        run(ours(tmp_path / "run", stop_after=3), True)
-    monkeypatch.setattr(trainer_files, "_requested_path", sought)
+    with monkeypatch.context() as patch:
+        patch.setattr(joined_class, "chosen_by", damaged_after)
+        with pytest.raises(CorruptError, match=r"model\.safetensors"):
+            run(ours(tmp_path / "run", stop_after=3), True)
     best = ours(tmp_path / "best", stop_after=1)
     run(best)
     rot(tmp_path / "best" / "checkpoint-1" / "model.safetensors")

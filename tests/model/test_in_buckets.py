@@ -193,7 +193,7 @@ def test_folders_of_others(base, tmp_path):
     place = in_bucket(tmp_path / "theirs")
     report = ft_ckpt.convert(place, tmp_path / "new", verify=True, progress=False)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "new")), logits(base))
-    assert report.tensors == len(list(open_source(place).specs))
+    assert report.tensors == len(list(open_source(open_place(place)).specs))
     with pytest.raises(LoadError, match=r"memory://\w+/team/runs/absent: no such folder"):
         open_source(Place(place.store, "absent"))
 
@@ -225,7 +225,7 @@ def test_the_table_of_a_torch_file_is_few_requests(tmp_path, read_bytes):
     torch.save(
         {f"layer.{number}": torch.full((100,), number) for number in range(500)}, tmp_path / "x.pt"
     )
-    with closing(open_source(in_bucket(tmp_path / "x.pt"))) as file:
+    with closing(open_source(open_place(in_bucket(tmp_path / "x.pt")))) as file:
         assert file.read("layer.7").tolist() == [7] * 100
         assert len(file.specs) == 500
     assert len(read_bytes) < 10

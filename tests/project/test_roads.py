@@ -25,7 +25,8 @@ ITEM = re.compile(r"^ *\d+\. `(\w+)`", re.MULTILINE)
 def steps_of(function):
     """The names of the public functions that the body of `function` calls, in order.
 
-    Methods, classes, builtins and private functions are no steps.
+    Methods, classes, builtins and private functions are no steps, nor is opening the place of an
+    argument.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -35,6 +36,7 @@ def steps_of(function):
         if isinstance(node.func, ast.Name) and node.func.id[0].islower()
     ]
     public = [name for _, name in sorted(names) if not hasattr(builtins, name)]
+    public = [name for name in public if name != "open_place"]
     return list(dict.fromkeys(public))
 
 

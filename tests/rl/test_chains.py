@@ -75,7 +75,7 @@ def test_a_server_follows_a_chain_while_a_run_appends_to_it(
         trainer.start()
         options = ServerOptions(url=engine.url, stage=stage, timeout_seconds=20)
         follow_run(
-            chain,
+            open_place(chain),
             options,
             idle_seconds=3,
             poll_seconds=0.05,
@@ -215,7 +215,7 @@ def test_a_broken_entry_is_skipped_until_the_next_anchor(
     with serving(files.base) as engine:
         options = ServerOptions(url=engine.url, stage=tmp_path / "stage")
         follow_run(
-            chain,
+            open_place(chain),
             options,
             idle_seconds=0.5,
             poll_seconds=0.05,

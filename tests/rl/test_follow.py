@@ -52,7 +52,7 @@ class Following:
                 self.actions.pop(0)()
 
         self.go = lambda: follow_run(
-            run,
+            open_place(run),
             ServerOptions(url=urls, **options.pop("how", QUICK)),
             idle_seconds=idle_seconds,
             poll_seconds=0.02,

@@ -20,6 +20,7 @@ from ft_ckpt.errors import EngineError
 from ft_ckpt.extensions.rl.engines import connect, probe
 from ft_ckpt.extensions.rl.engines.client import Client
 from ft_ckpt.runs.folder import prune_run
+from ft_ckpt.storage.places import open_place
 
 # Adapters
 
@@ -191,7 +192,7 @@ def test_a_checkpoint_is_not_deleted_while_a_server_reads_it(
         there = []
 
         def prune() -> None:
-            prune_run(run, Keep(last=1))
+            prune_run(open_place(run), Keep(last=1))
             there.append((run / "checkpoint-1/ft_ckpt.json").exists())
 
         engine.fail("/collective_rpc", cuts="before", then=prune)
@@ -201,5 +202,5 @@ def test_a_checkpoint_is_not_deleted_while_a_server_reads_it(
         engine.fail("/resume", cuts="after", then=prune)
         send(run / "checkpoint-1", engine)
         assert there == [True, True]
-        prune_run(run, Keep(last=1))
+        prune_run(open_place(run), Keep(last=1))
         assert not (run / "checkpoint-1").exists()

@@ -179,7 +179,7 @@ def prune(folder, value):
                 saver.save(Two(step), folder / f"checkpoint-{step}", step=step)
         (folder / "checkpoint-3" / "notes.txt").write_text("mine")
     else:
-        for problem in prune_run(folder, Keep(last=1)).problems:
+        for problem in prune_run(open_place(folder), Keep(last=1)).problems:
             raise TargetError(problem)
 
 

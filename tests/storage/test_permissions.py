@@ -217,7 +217,7 @@ def test_a_tombstone_is_as_private_as_the_manifest(tmp_path, originals):
         never_read_by_others_than(set(), tmp_path / "run"),
         open_checkpoint(open_place(tmp_path / "run" / "checkpoint-2")),
     ):
-        prune_run(tmp_path / "run", Keep(last=3, state=Keep(last=1)))
+        prune_run(open_place(tmp_path / "run"), Keep(last=3, state=Keep(last=1)))
     assert mode(tmp_path / "run" / "checkpoint-1" / "ft_ckpt.json") == 0o600
 
 
@@ -272,7 +272,7 @@ def test_a_mount_without_permissions_takes_everything(without_modes, originals, 
             name: ft_ckpt.verify(room / "run" / name).ok
             for name in ("saved", "copied", "converted")
         } == {"saved": True, "copied": True, "converted": True}
-        assert not prune_run(room / "run", Keep(last=1)).problems
+        assert not prune_run(open_place(room / "run"), Keep(last=1)).problems
     finally:
         os.umask(before)
 

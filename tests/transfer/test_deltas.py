@@ -403,7 +403,7 @@ def test_a_base_elsewhere_is_refused(tmp_path: Path, base: str) -> None:
     )
     with pytest.raises(ManifestError, match="expected the name of its base"):
         ft_ckpt.pull(path, tmp_path / "out")
-    assert prune_run(tmp_path / "chain", Keep(last=1)).dropped == ()
+    assert prune_run(open_place(tmp_path / "chain"), Keep(last=1)).dropped == ()
 
 
 def hostile(change: Callable[[Tensors], Any]) -> Callable[[Path], None]:
@@ -459,7 +459,7 @@ def test_a_damaged_copy_in_the_stage_is_not_used(tmp_path: Path) -> None:
 def test_pruning_keeps_the_bases_of_what_is_kept(tmp_path: Path) -> None:
     chain = tmp_path / "chain"
     paths = grow(tmp_path / "run", chain, 8, anchor_every=4)
-    report = prune_run(chain, Keep(last=2))
+    report = prune_run(open_place(chain), Keep(last=2))
     assert sorted(path.name for path in chain.iterdir()) == [
         f"checkpoint-{step}" for step in (5, 6, 7, 8)
     ]

@@ -157,7 +157,7 @@ def sync(root, there, **more):
 
 
 def prune(root, there):
-    raise_first(prune_run(there, Keep(last=2, state=Keep(last=1))).problems)
+    raise_first(prune_run(open_place(there), Keep(last=2, state=Keep(last=1))).problems)
 
 
 def copy(root, there, **more):

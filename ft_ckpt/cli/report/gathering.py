@@ -134,7 +134,7 @@ _IN_WORDS = {
 class _Fates:
     """Why each checkpoint of a run stays, or goes; `rules` are None if they are unknown."""
 
-    def __init__(self, run: Path | Place, rules: Keep | None, run_id: str | None) -> None:
+    def __init__(self, run: Place, rules: Keep | None, run_id: str | None) -> None:
         survey = survey_run(run)
         self.rules = rules
         self.plan = plan_pruning(survey, rules or Keep(), run_id)

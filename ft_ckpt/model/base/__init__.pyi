@@ -5,6 +5,7 @@ from .embeddings import (
 from .files import (
     absent_parameters as absent_parameters,
     base_folder as base_folder,
+    cached_base as cached_base,
 )
 from .mapped_model import (
     base_on_files as base_on_files,

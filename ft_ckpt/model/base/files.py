@@ -1,10 +1,10 @@
 """The files of an adapter's base on this machine: folder, config, and the tensors' places."""
 
 import copy
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,21 +20,24 @@ from ft_ckpt.model.files import join_weight_files, weight_files
 from ft_ckpt.model.tensors import is_pretrained, made_by_class, with_whole_parameters
 from ft_ckpt.ranks.sharding import Source
 from ft_ckpt.ranks.wrappers import unwrap
+from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place, open_place
 
 
-def base_folder(identity: str | os.PathLike[str] | Place, revision: str | None) -> Place | None:
+def base_folder(identity: str, revision: str | None) -> Place | None:
     """The folder of `identity`, which is a folder or a repository, or None.
 
     A repository is looked up in the Hub's cache on this machine.
     """
     place = open_place(identity)
-    if place.is_folder:
-        return place
+    return place if place.is_folder else cached_base(identity, revision)
+
+
+def cached_base(repo_id: str, revision: str | None) -> Place | None:
+    """The folder of a repository in the Hub's cache on this machine, or None."""
     with suppress(LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, ValueError):
-        return open_place(
-            snapshot_download(str(identity), revision=revision, local_files_only=True)
-        )
+        folder = snapshot_download(repo_id, revision=revision, local_files_only=True)
+        return Place(LocalStore(Path(folder)))
     return None
 
 

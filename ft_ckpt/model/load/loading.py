@@ -19,7 +19,7 @@ from ft_ckpt.model.load.request import (
     refuse_unsigned,
     show_progress,
 )
-from ft_ckpt.storage.places import Place
+from ft_ckpt.storage.places import Place, open_place
 
 # The type of `into`; with adapters that it lacks, a PeftModel is returned.
 ModelType = TypeVar("ModelType", bound=nn.Module)
@@ -161,6 +161,7 @@ def load_model(
     LoadError naming every missing, unexpected or reshaped tensor unless `strict` is False, or the
     reason why no model can be built; BaseMismatchError for another base.
     """
+    place = open_place(path)
     options = check_options(
         base=base,
         classes=classes,
@@ -171,7 +172,7 @@ def load_model(
         mapped=mapped,
         device=device,
     )
-    with open_to_load(path, part) as (checkpoint, part_name):
+    with open_to_load(place, part) as (checkpoint, part_name):
         refuse_unsigned(checkpoint, require_signature)
         requests = choose_models(checkpoint, part_name, into)
         with show_progress(checkpoint, requests, options):

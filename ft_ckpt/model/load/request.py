@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from ft_ckpt.messages import did_you_mean, printable, short
 from ft_ckpt.model.files import refuse_delta, weight_names
 from ft_ckpt.progress_bars import track_reads
 from ft_ckpt.ranks.moving import is_first_process
-from ft_ckpt.storage.places import Place, open_place
+from ft_ckpt.storage.places import Place
 
 
 @dataclass(frozen=True)
@@ -101,15 +100,12 @@ class ModelRequest:
 
 
 @contextmanager
-def open_to_load(
-    path: str | Path | Place, part: str | None
-) -> Iterator[tuple[OpenCheckpoint, str | None]]:
-    """The checkpoint at or around `path`, open, and the name of the part to load; None: all parts.
+def open_to_load(place: Place, part: str | None) -> Iterator[tuple[OpenCheckpoint, str | None]]:
+    """The checkpoint at or around `place`, open, and the name of the part to load; None: all parts.
 
     Errors of libraries in the block, which invalid files cause, become LoadError; out-of-memory
     errors pass unchanged.
     """
-    place = open_place(path)
     around = checkpoint_around(place)
     if around is None:
         raise NotACheckpointError(why_no_checkpoint(place))

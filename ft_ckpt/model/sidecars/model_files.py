@@ -21,7 +21,7 @@ from ft_ckpt.model.sidecars.generation import misplaced_settings
 from ft_ckpt.model.sidecars.quantisation import is_quantised
 from ft_ckpt.ranks.wrappers import user_class
 from ft_ckpt.storage.local import LocalStore
-from ft_ckpt.storage.places import copy_object, open_place
+from ft_ckpt.storage.places import copy_object
 
 
 def write_model(folder: Path, model: Any, *, dtype: str, generation: Any = None) -> None:
@@ -107,9 +107,9 @@ def _localised_entry(entry: Any, folder: Path, source: Path) -> Any:
         return entry
     local = entry.rpartition("--")[2]
     file = source / (local.split(".")[0] + ".py")
-    if not open_place(file).is_object:
+    if LocalStore(file.parent).stat(file.name) is None:
         return entry
     for needed in (file, *map(Path, get_relative_import_files(file))):
-        with closing(open_place(needed).open()) as code:
+        with closing(LocalStore(needed.parent).open(needed.name)) as code:
             copy_object(code, LocalStore(folder), needed.name)
     return local

@@ -1,6 +1,5 @@
 """The directory of a run and its local staging directory, each tested before the first save."""
 
-import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -110,7 +109,7 @@ class RunPlaces:
 
 
 def open_run_places(
-    directory: str | os.PathLike[str] | Place | None,
+    directory: Place | None,
     config: SaverConfig,
     is_main: Callable[[], bool],
 ) -> RunPlaces:
@@ -126,7 +125,7 @@ def open_run_places(
                 "the saver its directory"
             )
         return RunPlaces()
-    place = open_place(directory, **config.client_options).absolute
+    place = directory.absolute
     if config.staging is not None and place.is_local:
         raise ConfigError(
             f"staging={str(config.staging)!r}: {place} is on a disk itself; leave staging out"

@@ -1,7 +1,6 @@
 """Prune a run: delete the checkpoints that its rules do not keep, and make room on a full disk."""
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -28,7 +27,7 @@ from ft_ckpt.retention import (
     plan_pruning,
 )
 from ft_ckpt.runs.folder.survey import survey
-from ft_ckpt.storage.places import Place, location_name, open_place
+from ft_ckpt.storage.places import Place, location_name
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,11 @@ class PruneReport:
 
 
 def prune_run(
-    root: str | os.PathLike[str] | Place,
+    root: Place,
     keep: Keep,
     *,
     run_id: str | None = None,
-    protect: Iterable[str | os.PathLike[str] | Place] = (),
+    protect: Iterable[Place] = (),
     dry_run: bool = False,
     strict: bool = False,
 ) -> PruneReport:
@@ -67,21 +66,21 @@ def prune_run(
             check_metrics(checkpoints, keep, run_id)
         return plan_pruning(checkpoints, keep, run_id)
 
-    return _run_plan(open_place(root), make_plan, dry_run=dry_run)
+    return _run_plan(root, make_plan, dry_run=dry_run)
 
 
 def prune_after_save(
-    root: Path | Place | None,
+    root: Place | None,
     keep: Keep | None,
     run_id: str,
-    protect: tuple[Path | Place, ...],
-    newest_path: Path | Place | None = None,
+    protect: tuple[Place, ...],
+    newest: Place | None = None,
 ) -> None:
     """Prune a run after a save; failures are warnings and never end the run."""
     if root is None or keep is None:
         return
     try:
-        saved = () if newest_path is None else (newest_path,)
+        saved = () if newest is None else (newest,)
         problems = prune_run(root, keep, run_id=run_id, protect=(*saved, *protect)).problems
     except Exception as error:  # noqa: BLE001 - the checkpoint is safe, and the next sweep tries again
         problems = (str(error),)
@@ -91,7 +90,7 @@ def prune_after_save(
 
 def room_maker(
     keep: Keep | None, step: int | None, run_id: str | None, protect: Iterable[Place] = ()
-) -> Callable[[Path], PruneReport] | None:
+) -> Callable[[Place], PruneReport] | None:
     """Deletes from a run's folder what a save of `step` may delete; None if that is nothing."""
     if keep is None:
         return None
@@ -99,12 +98,12 @@ def room_maker(
 
 
 def make_room(
-    root: str | os.PathLike[str] | Place,
+    root: Place,
     keep: Keep,
     step: int | None,
     *,
     run_id: str | None = None,
-    protect: Iterable[str | os.PathLike[str] | Place] = (),
+    protect: Iterable[Place] = (),
 ) -> PruneReport:
     """Delete the checkpoints that `keep` will not ask for once `step` is saved.
 
@@ -137,7 +136,7 @@ def make_room(
         kept = {path: reasons for path, reasons in planned.keep.items() if path != coming.path}
         return dataclasses.replace(planned, keep=kept)
 
-    return _run_plan(open_place(root), as_if_saved)
+    return _run_plan(root, as_if_saved)
 
 
 def remove_checkpoints(
@@ -151,13 +150,13 @@ def remove_checkpoints(
     return _run_plan(root, lambda _: PrunePlan({}, tuple(drop), tuple(strip)))
 
 
-def recover_all(root: str | os.PathLike[str] | Place) -> tuple[str, ...]:
+def recover_all(root: Place) -> tuple[str, ...]:
     """Undo or finish the saves into `root` whose process died (see `commit`, `bucket_delete`).
 
     A line for each. For the process that is about to save there: no other process may be saving
     into `root`. Raises TargetError.
     """
-    return open_run_folder(open_place(root)).recover()
+    return open_run_folder(root).recover()
 
 
 def _run_plan(

@@ -1,6 +1,5 @@
 """The checkpoints of a run with what the rules of retention ask of them."""
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -12,12 +11,10 @@ from ft_ckpt.retention import (
     HeldCheckpoint,
 )
 from ft_ckpt.storage import Store
-from ft_ckpt.storage.places import Place, open_place
+from ft_ckpt.storage.places import Place
 
 
-def survey_run(
-    root: str | os.PathLike[str] | Place, protect: Iterable[str | os.PathLike[str] | Place] = ()
-) -> list[HeldCheckpoint]:
+def survey_run(root: Place, protect: Iterable[Place] = ()) -> list[HeldCheckpoint]:
     """The checkpoints in the folder `root` of a run, oldest first.
 
     Links and `root` itself are left out. Guarded: checkpoints in `protect`, pinned or leased ones,
@@ -25,19 +22,17 @@ def survey_run(
     when a manifest, or `root`, cannot be read now: rules applied to some of the checkpoints could
     delete the wrong ones.
     """
-    return survey(open_run_folder(open_place(root)), protect)
+    return survey(open_run_folder(root), protect)
 
 
-def survey(
-    run: RunFolder, protect: Iterable[str | os.PathLike[str] | Place]
-) -> list[HeldCheckpoint]:
+def survey(run: RunFolder, protect: Iterable[Place]) -> list[HeldCheckpoint]:
     root = run.snapshot()
     links = {
         folder.identity: folder.name
         for folder in root.folder.list_folder().folders
         if folder.is_link
     }
-    protected = {open_place(path).folder.identity for path in protect}
+    protected = {place.folder.identity for place in protect}
     listed = list_checkpoints(root, links=False)
     listed.require_readable()
     checkpoints = []

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from ft_ckpt.checkpoint.manifest import CARD_NAME, load_manifest
@@ -38,7 +37,7 @@ from ft_ckpt.saving.planning import (
     request_of,
 )
 from ft_ckpt.schedule import History, LoggedSave, after_commit, append_save
-from ft_ckpt.storage.places import Place, open_place
+from ft_ckpt.storage.places import Place
 
 Result = TypeVar("Result")
 MAX_EXIT_SECONDS = 600.0  # a process that exits on a signal waits this long for uploads
@@ -130,7 +129,7 @@ class RunSaves:
         self,
         reason: str | None,
         config: SaverConfig,
-        path: str | Path | Place | None,
+        target: Place | None,
         metrics: dict[str, float],
         adapter_only: bool | None = None,
         extra_files: Mapping[str, str | bytes] | None = None,
@@ -173,7 +172,7 @@ class RunSaves:
                 return request_of(
                     config,
                     run.model,
-                    self.target_folder(path, run.step, has_state=True),
+                    self.target_folder(target, run.step, has_state=True),
                     adapter_only=adapters,
                     attribute=attribute,
                     tokenizer=self.tokenizer,
@@ -217,32 +216,29 @@ class RunSaves:
         else:
             run.history = after_commit(run.history, report.seconds, report.bytes, waited_seconds)
 
-    def target_folder(
-        self, path: str | Path | Place | None, step: int | None, *, has_state: bool
-    ) -> Place:
-        """The folder to save to.
+    def target_folder(self, target: Place | None, step: int | None, *, has_state: bool) -> Place:
+        """The folder to save to: `target`, or that of the step in the run's directory.
 
         Raises ConfigError when none is known, TargetError if it must not be replaced.
         """
         if self.is_closed:
             raise CheckpointError("this saver is closed; make a new one to save again")
-        if path is not None:
-            target = open_place(path, **self.run.config.client_options)
-        elif self.places.target is None or step is None:
-            raise ConfigError(
-                "save() without a path needs the saver's directory and a step; "
-                "give it a path, or both"
-            )
-        else:
+        is_of_run = target is None
+        if target is None:
+            if self.places.target is None or step is None:
+                raise ConfigError(
+                    "save() without a path needs the saver's directory and a step; "
+                    "give it a path, or both"
+                )
             name = self.run.config.name_template.format(
                 step=step, epoch=self.run.feeds.epochs_ended
             )
             target = Place(self.places.target.folder, name)
         if self._current_ranks().is_main:
             # A rehearsal runs one script several times in one folder, on purpose.
-            is_run = path is None and has_state and not self.is_rehearsal
+            is_run = is_of_run and has_state and not self.is_rehearsal
             refuse_replacing(target, has_state, self.run.own_ids if is_run else None)
-            if path is None:
+            if is_of_run:
                 self.lease.check()
         return target.absolute
 

@@ -64,7 +64,7 @@ class SaveRequest:
     # merges adapters into the base: the one part that is saved in place of the model's parts
     merge: Callable[[View], Part] | None = None
     # if the disk is full: deletes from the run's folder what the run may lose; None: nothing
-    make_room: Callable[[Path], object] | None = None
+    make_room: Callable[[Place], object] | None = None
     # adds files of other processes: their records, and notes on those that are missing
     collect: Callable[[Store], tuple[list[FileRecord], list[str]]] | None = None
     # compares the written folder with the live model before the commit; returns a note

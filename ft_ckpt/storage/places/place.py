@@ -48,6 +48,11 @@ class Place:
         return replace(self, store=self.store.absolute)
 
     @property
+    def resolved(self) -> "Place":
+        """The same place, with symbolic links resolved."""
+        return _local_place(Path(self.folder.identity)) if self.is_local else self
+
+    @property
     def beside(self) -> Store:
         """The folder that contains it; itself at the top of a bucket."""
         return self.folder.parent or self.folder

@@ -61,9 +61,9 @@ def export(
     an exact conversion and the remedy; for files as `convert` does.
     """
     check_engine(engine)
-    source = open_place(adapter)
+    source, goal = open_place(adapter), open_place(out)
     options = convert_options(
-        out,
+        goal,
         format="safetensors",
         dtype=None,
         max_shard_size=None,
@@ -102,7 +102,7 @@ def export(
 def _only_adapter(opened: TensorFile, source: Place) -> tuple[WeightsFolder, FolderPart]:
     parts = opened.parts if isinstance(opened, WeightsFolder) else ()
     if not isinstance(opened, WeightsFolder) or "adapter" not in [part.kind for part in parts]:
-        text = describe_contents(open_place(source)).text
+        text = describe_contents(source).text
         raise LoadError(f"{source}: {text}; expected a folder with an adapter ({_CONFIG})")
     if len(opened.parts) > 1:
         paths = listing([part.path or "." for part in opened.parts], ", ")

@@ -16,6 +16,7 @@ from ft_ckpt.messages import expected_one_of
 from ft_ckpt.model.base import differing_elements
 from ft_ckpt.model.files import open_folder
 from ft_ckpt.storage import Store
+from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place, open_place
 
 ENGINES = ("vllm", "sglang")
@@ -71,10 +72,11 @@ def compare_base(record: PartRecord, base_path: str) -> tuple[list[str], str]:
     """
     if record.base is None or not record.base.fingerprint:
         return [], "the checkpoint has no record of it"
-    if not Path(base_path).is_absolute() or not open_place(base_path).exists:
+    path = Path(base_path)
+    place = Place(LocalStore(path.parent), path.name)
+    if not path.is_absolute() or not place.exists:
         return [], f"{base_path or 'the path of the server'} is not a folder here; see visible_at="
     try:
-        place = open_place(base_path)
         with hold_open(place, compares=False) as opened, closing(open_folder(opened)) as file:
             compared, names = differing_elements(file, record)
     except (CheckpointError, OSError) as error:

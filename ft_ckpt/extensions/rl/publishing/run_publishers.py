@@ -24,7 +24,7 @@ from ft_ckpt.runs.folder import (
     poll_checkpoints,
     stop_on_signal,
 )
-from ft_ckpt.storage.places import Place, location_name, open_place
+from ft_ckpt.storage.places import Place, location_name
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -215,7 +215,7 @@ class _Following:
 
 
 def follow_run(
-    run: str | Path | Place,
+    run: Place,
     options: ServerOptions,
     *,
     idle_seconds: float | None = None,
@@ -235,9 +235,10 @@ def follow_run(
     one.
     """
     following = _Following(options, on_published, on_trouble)
-    place = open_place(run).absolute
     with stop_on_signal() as stop:
-        for infos in poll_checkpoints(place, idle_seconds, poll_seconds, stop, following.note):
+        for infos in poll_checkpoints(
+            run.absolute, idle_seconds, poll_seconds, stop, following.note
+        ):
             following.visit(infos)
         if following.error is not None and not stop.is_set():
             raise following.error

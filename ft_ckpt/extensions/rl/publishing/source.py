@@ -157,10 +157,9 @@ def open_part(
     With `compares`, digests are compared.
     """
     if not place.is_local or is_delta(place):
-        if options.stage is None:
-            place = open_place(pull(place).path)
-        else:
-            place = open_place(_pull_to_stage(place, options.stage))
+        stage = options.stage
+        folder = pull(place).path if stage is None else _pull_to_stage(place, stage)
+        place = Place(LocalStore(folder))
     with open_checkpoint(place) as checkpoint:
         problems = checkpoint.find_problems(deep=True) if compares else ()
         if problems:
@@ -240,7 +239,7 @@ def _exported(part: PublishedPart, engine: str, stage: Path) -> Iterator[Publish
     if LocalStore(folder).stat(MANIFEST_NAME) is None:
         export(part.path, folder, engine)
     options = replace(part.options, part=None, name=name, version=version)
-    with open_part(open_place(folder), options) as exported:
+    with open_part(Place(LocalStore(folder)), options) as exported:
         yield replace(exported, has_given_version=part.has_given_version)
 
 

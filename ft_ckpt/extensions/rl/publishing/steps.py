@@ -71,7 +71,7 @@ def publish(
     options = server_options(url, settings)
     place = checkpoint_place(checkpoint)
     if options.delta:
-        return append_to_chain(place, options)
+        return append_to_chain(place, open_place(options.url[0]), options)
     servers = [connect(client) for client in options.clients()]
     with open_published(place, servers, options) as part, part.opened_file() as file:
         uncompared = refuse_misread(servers, part, file)
@@ -81,10 +81,10 @@ def publish(
     return dataclasses.replace(report, path=place.location, seconds=seconds)
 
 
-def append_to_chain(place: Place, options: ServerOptions) -> PublishReport:
+def append_to_chain(place: Place, chain: Place, options: ServerOptions) -> PublishReport:
     """Append the checkpoint to a chain of deltas."""
-    chain = open_place(options.url[0])
     appended = append_checkpoint(place, chain, options.anchor_every)
+    version = location_name(appended.path)
     share = appended.bytes / max(1, appended.full_bytes)
     entry = ServerReport(
         url=str(appended.path),
@@ -96,8 +96,8 @@ def append_to_chain(place: Place, options: ServerOptions) -> PublishReport:
     return PublishReport(
         path=place.location,
         kind=appended.kind,
-        name=run_of(Place(open_place(appended.path).folder)),
-        version=location_name(appended.path),
+        name=run_of(Place(chain.folder, version)),
+        version=version,
         servers=(entry,),
         seconds=appended.seconds,
     )

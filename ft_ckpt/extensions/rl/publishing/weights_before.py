@@ -20,7 +20,7 @@ from ft_ckpt.extensions.rl.publishing.weights_update import (
 )
 from ft_ckpt.model.files import open_folder
 from ft_ckpt.storage.local import LocalStore
-from ft_ckpt.storage.places import open_place
+from ft_ckpt.storage.places import Place
 
 # of weights: run, checkpoint, head of its digest
 _VERSION = re.compile(r"([^/]+)/([^/]+)#([0-9a-f]{16})", re.DOTALL)
@@ -49,7 +49,7 @@ def open_weights_before(
     for path in _possible_places(run, name, folder):
         if LocalStore(path).stat(MANIFEST_NAME) is None:
             continue
-        with open_part(open_place(path), weights.options, compares=compares) as part:
+        with open_part(Place(LocalStore(path)), weights.options, compares=compares) as part:
             if not part.checkpoint.identity.startswith(identity):
                 continue  # from another run, or saved again since
             served_folder = part.served_folder()
@@ -74,7 +74,7 @@ def _initial_weights(update: Update, weights: Weights) -> Iterator[WeightsBefore
     if base is None:
         yield update.base_path
         return
-    with closing(open_folder(open_place(base))) as file:
+    with closing(open_folder(Place(LocalStore(base)))) as file:
         yield Weights(
             version=FIRST_VERSION,
             folder=ServedFolder(base, str(update.base_path)),

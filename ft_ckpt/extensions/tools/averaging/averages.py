@@ -68,6 +68,7 @@ def average(
     name, shape, type or ties, or have no mean, LoadError naming settings and bases that differ; for
     files as `convert` does.
     """
+    goal = open_place(dst)
     places = _choose_sources([open_place(source) for source in sources], last)
     shares = normalized_weights(weights, len(places))
     names = tuple(place.basename for place in places)
@@ -75,7 +76,7 @@ def average(
     if weights is not None:
         terms = [f"{name} ({share:.4g})" for name, share in zip(names, shares, strict=True)]
     options = convert_options(
-        dst,
+        goal,
         format=format,
         dtype=dtype,
         max_shard_size=max_shard_size,
@@ -83,6 +84,7 @@ def average(
         progress=progress,
         note=f"the average of {', '.join(terms)}",
         made_from=names,
+        to_folder=str(dst).endswith("/"),
         overwrite=overwrite,
     )
     check_apart(places, options)

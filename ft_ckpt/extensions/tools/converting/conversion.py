@@ -40,6 +40,7 @@ from ft_ckpt.formats.files import TensorFile, TensorView
 from ft_ckpt.formats.safetensors import link_second_names
 from ft_ckpt.model.files import FolderPart, WeightsFolder, join_weight_files, open_folder
 from ft_ckpt.storage import Store, Stored
+from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place, open_place, replaced_object, scratch_folder
 
 _SIDECAR_BYTES = 16 << 20  # reserved for sidecar files in the check of free space
@@ -93,12 +94,12 @@ def convert(
     Raises ConfigError, SelectionError for invalid names and types, LoadError or CorruptError for
     the source, TargetError or NoSpaceError for the target.
     """
-    source = open_place(src)
+    source, goal = open_place(src), open_place(dst)
     # the name may not be UTF-8
     note = f"converted from {os.fsencode(source.basename).decode(errors='replace')}"
     names = read_map(map)
     options = convert_options(
-        dst,
+        goal,
         format=format,
         dtype=dtype,
         names=names,
@@ -107,6 +108,7 @@ def convert(
         progress=progress,
         note=note,
         shards=shards,
+        to_folder=str(dst).endswith("/"),
         overwrite=overwrite,
     )
     check_apart([source], options)
@@ -140,12 +142,11 @@ def write_converted(
     return replace(report, path=options.path, seconds=time.monotonic() - begun)
 
 
-def open_source(path: str | Path | Place) -> TensorFile:
-    """The tensors at `path` in any format.
+def open_source(place: Place) -> TensorFile:
+    """The tensors at `place` in any format.
 
     Bytes are copied, so a truncated file raises an error.
     """
-    place = open_place(path)
     with damaged_input(place):
         if place.is_object:
             return open_tensor_file(place.open())
@@ -211,11 +212,11 @@ def _convert_by_library(
             else:
                 library.write(stage, specs, untied.read)
             if options.verify:
-                copied = options.format.open_folder(open_place(stage))
+                copied = options.format.open_folder(Place(LocalStore(stage)))
                 assert copied is not None, "a format that is written is read"
                 with closing(copied):
                     check_copy(untied, copied, options.target.basename)
-            files = staged_records(open_place(stage).folder, ())
+            files = staged_records(LocalStore(stage), ())
         part = PartRecord("", "", "model", options.format.name, "", (), casts=file.casts)
         staging.commit(converted_manifest(tensor_file, source, [part], files, options))
     finally:

@@ -16,7 +16,7 @@ from ft_ckpt.formats import (
     written_formats,
 )
 from ft_ckpt.messages import expected_one_of
-from ft_ckpt.storage.places import Place, open_place
+from ft_ckpt.storage.places import Place
 from ft_ckpt.values import canonical_dtype, is_size, parse_size
 
 _DEFAULT_SHARD_SIZE = "50GB"
@@ -46,7 +46,7 @@ class ConvertOptions:
 
 
 def convert_options(
-    dst: str | Path | Place,
+    place: Place,
     *,
     format: str | None,  # noqa: A002
     dtype: str | None,
@@ -61,10 +61,9 @@ def convert_options(
     overwrite: bool = False,
 ) -> ConvertOptions:
     """Check the arguments of `convert`. Raises ConfigError or TargetError."""
-    place = open_place(dst)
-    target = open_place(place.folder.identity) if place.is_local else place
+    target = place.resolved
     named_format = _writable_format(format)
-    names_folder = place.is_folder or str(dst).endswith("/") or not PurePath(target.basename).suffix
+    names_folder = place.is_folder or not PurePath(target.basename).suffix
     if named_format is not None and named_format.folder_writer is not None:
         names_folder = True
     to_folder = to_folder or names_folder

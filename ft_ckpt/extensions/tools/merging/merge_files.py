@@ -88,8 +88,10 @@ def merge(
     is another one; IncompleteError for NaN; for files as `convert` does.
     """
     begun = time.monotonic()
+    source, goal = open_place(adapter), open_place(dst)
+    named_base = None if base is None else open_place(base)
     options = convert_options(
-        dst,
+        goal,
         format=format,
         dtype=dtype,
         max_shard_size=max_shard_size,
@@ -100,10 +102,9 @@ def merge(
         overwrite=overwrite,
     )
     with ExitStack() as stack:
-        source = open_place(adapter)
         stored = find_adapters(source, adapters, stack)
         choice = choose_merge(stored, weights)
-        base_place = find_base(stored, base)
+        base_place = find_base(stored, named_base)
         check_apart([source, base_place], options)
         folder = stack.enter_context(hold_open(base_place))
         base_file = stack.enter_context(closing(open_source(folder)))

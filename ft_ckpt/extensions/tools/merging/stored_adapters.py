@@ -11,11 +11,11 @@ from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord, descri
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, listing
 from ft_ckpt.extensions.tools.converting import base_of_config
 from ft_ckpt.formats import TensorRecord, checkpoint_format_of
-from ft_ckpt.model.base import base_folder
+from ft_ckpt.model.base import base_folder, cached_base
 from ft_ckpt.model.files import join_weight_files, weight_files
 from ft_ckpt.model.tensors import MergeChoice, finite_numbers, merge_choice
 from ft_ckpt.storage import Store, read_text
-from ft_ckpt.storage.places import Place, open_place
+from ft_ckpt.storage.places import Place
 
 _CONFIG = "adapter_config.json"
 
@@ -113,14 +113,14 @@ def choose_merge(stored: StoredAdapters, weights: Sequence[float] | None) -> Mer
     return merge_choice(dict(zip(names, numbers, strict=True)))
 
 
-def find_base(stored: StoredAdapters, base: Any) -> Place:
+def find_base(stored: StoredAdapters, base: Place | None) -> Place:
     """Find the folder of the base to merge into.
 
     It is that of `base`, of the one in the same checkpoint, or of the one that the adapters name.
     Raises LoadError if there is none, or if the adapters name several.
     """
     if base is not None:
-        return base_folder(base, None) or open_place(base)
+        return base if base.is_folder else cached_base(str(base), None) or base
     if stored.has_base:
         return stored.base_place
     bases = {}

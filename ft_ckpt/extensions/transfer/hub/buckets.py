@@ -65,7 +65,7 @@ from ft_ckpt.progress_bars import is_worth_showing
 from ft_ckpt.schema import as_record
 from ft_ckpt.storage import PREFIX
 from ft_ckpt.storage.local import LocalStore
-from ft_ckpt.storage.places import Place, open_place
+from ft_ckpt.storage.places import Place
 
 _SENDING = f"{PREFIX}sending"  # JSON list of the files of a send that has not ended
 _BATCH_FAILED = (200, 422)  # statuses of a batch with operations that failed
@@ -124,8 +124,8 @@ class HubBucketEndpoint(CopyEndpoint):
     ) -> CopyReport:
         if checkpoint.is_local:
             return _send(checkpoint, self.folder, manifest, options, overwrite=overwrite)
-        cached = pull_cached(checkpoint, manifest).path
-        with open_checkpoint(open_place(cached)) as local:
+        cached = Path(pull_cached(checkpoint, manifest).path)
+        with open_checkpoint(Place(LocalStore(cached))) as local:
             report = _send(local, self.folder, local.manifest, options, overwrite=overwrite)
         return replace(report, source=checkpoint.location)
 

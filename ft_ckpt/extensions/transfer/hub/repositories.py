@@ -57,7 +57,7 @@ from ft_ckpt.extensions.transfer.hub.place import MAIN, HubPlace, parse_place
 from ft_ckpt.messages import LOG
 from ft_ckpt.storage.digests import read_record
 from ft_ckpt.storage.local import LocalStore
-from ft_ckpt.storage.places import Place, files_made_by, open_place, refuse_secrets
+from ft_ckpt.storage.places import Place, files_made_by, refuse_secrets
 
 # in the staging folder: download folder of huggingface_hub, with its cache files
 _ARRIVING = ".arriving"
@@ -137,7 +137,7 @@ class HubEndpoint(Endpoint):
 
 
 def _refuse_taken(folder: Path, overwrite: bool) -> None:
-    place = open_place(folder)
+    place = Place(LocalStore(folder.parent), folder.name)
     is_taken = place.is_object
     if not is_taken and not overwrite:
         listed = place.folder.list_folder()

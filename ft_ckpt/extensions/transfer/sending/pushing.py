@@ -23,6 +23,7 @@ from ft_ckpt.extensions.transfer.endpoints import (
 )
 from ft_ckpt.jobs import BackgroundJob, JobQueue
 from ft_ckpt.messages import LOG, short, warn
+from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place, is_url, local_path, location_name, open_place
 
 
@@ -171,32 +172,32 @@ def push(
     refuses or cannot be reached, or when a .gitignore in the repository has dropped files from the
     commit.
     """
+    place = open_place(checkpoint)
     options = PushOptions(revision, private, token, state, base_id, message)
     if background:
-        return begin_push(checkpoint, destination, options)
-    return push_now(checkpoint, destination, options)
+        return begin_push(place, destination, options)
+    return push_now(place, destination, options)
 
 
-def push_now(checkpoint: PlaceLike, destination: str | Place, options: PushOptions) -> PushReport:
+def push_now(checkpoint: Place, destination: str | Place, options: PushOptions) -> PushReport:
     """Like `push`, with the options in one object."""
     endpoint = endpoint_of(destination).destination(destination, options)
-    with _open_for(endpoint, open_place(checkpoint)) as opened:
+    with _open_for(endpoint, checkpoint) as opened:
         return endpoint.push(opened, options)
 
 
-def begin_push(
-    checkpoint: PlaceLike, destination: str | Place, options: PushOptions
-) -> PendingPush:
+def begin_push(checkpoint: Place, destination: str | Place, options: PushOptions) -> PendingPush:
     """Like `push` in the background, with the options in one object."""
     endpoint = endpoint_of(destination).destination(destination, options)
-    place = open_place(checkpoint)
     quiet = replace(options, quiet=True)
 
     def send(_leased: OpenCheckpoint) -> PushReport:
-        with _open_for(endpoint, place) as opened:  # in the thread, because it may be pulled first
+        with _open_for(
+            endpoint, checkpoint
+        ) as opened:  # in the thread, because it may be pulled first
             return endpoint.push(opened, quiet)
 
-    return start_push(place, endpoint.url, send)
+    return start_push(checkpoint, endpoint.url, send)
 
 
 def push_goal(destination: str, **options: Any) -> str | Place:
@@ -266,6 +267,6 @@ def _open_for(endpoint: Endpoint, place: Place) -> Iterator[OpenCheckpoint]:
     delta, because the Hub gets all weights.
     """
     if endpoint.reads_local_files and (not place.is_local or is_delta(place)):
-        place = open_place(pull(place).path)
+        place = Place(LocalStore(pull(place).path))
     with open_checkpoint(place) as opened:
         yield opened
