@@ -273,7 +273,8 @@ def test_memory_of_a_snapshot(tmp_path):
         room = max(rooms, key=lambda one: one._memory.numel())
         size = room._memory.numel()
         assert room._memory.is_pinned()
-        assert size == snapshot.copies_size(room._places) < 1.01 * 4 * LARGE
+        assert size == snapshot.copies_size(room._places)
+        assert 4 * LARGE <= size < 1.01 * 4 * LARGE
         del rooms, room
         saver.close()
         offers = hasattr(torch.get_device_module(device()), "cudart")

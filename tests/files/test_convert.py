@@ -618,7 +618,8 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     del tensors
     result = run_python(MEMORY, tmp_path / "small.safetensors", f"{tmp_path}/", timeout=240)
     assert result.returncode == 0, result.stderr
-    assert 0 < float(result.stdout.splitlines()[-1]) < 256
+    peak = float(result.stdout.splitlines()[-1])
+    assert 8 < peak < 256, f"{peak} MiB; a slice has 8"
 
 
 @pytest.mark.parametrize("made", ["dual", "safetensors", "h5"])

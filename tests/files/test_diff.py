@@ -263,7 +263,9 @@ with closing(open_source(one)) as one, closing(open_source(other)) as other:
         big[-1] += 1.0
     result = run_python(code, *paths)
     assert result.returncode == 0, result.stderr
-    assert float(result.stdout.splitlines()[-1]) < 100, "in MiB; each file has 240 MB"
+    peak = float(result.stdout.splitlines()[-1])
+    # it compares two slices of 8 MiB, and each file has 240 MB
+    assert 8 < peak < 100, f"{peak} MiB"
 
 
 # The command

@@ -1,10 +1,6 @@
-"""Cost of a save: bytes moved between ranks, and peak memory above that before."""
+"""Cost of a save: bytes moved between ranks."""
 
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,27 +37,3 @@ def _size(argument: Any) -> int:
         for leaf in tree_leaves(argument)
         if isinstance(leaf, torch.Tensor)
     )
-
-
-def peak_memory(action: Callable[[], Any]) -> int:
-    """Peak growth of the process in bytes while `action` ran, sampled every millisecond."""
-    before, peak, done = _resident(), 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.is_set():
-            peak = max(peak, _resident())
-            time.sleep(0.001)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        action()
-    finally:
-        done.set()
-        watcher.join()
-    return peak - before
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

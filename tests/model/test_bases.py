@@ -93,7 +93,9 @@ def test_an_adapter_that_was_merged_and_taken_out_again_leaves_the_base(tmp_path
         with saver_of(model, tmp_path / str(seed)) as saver:
             model.merge_adapter()
             model.unmerge_adapter()
-            saver.save(model, tmp_path / str(seed) / "out", adapter_only=True)
+            saved = saver.save(model, tmp_path / str(seed) / "out", adapter_only=True)
+        loaded = ft_ckpt.load_model(saved.path, base=models.build("qwen3"))
+        assert_agree(logits(loaded), logits(model))
 
 
 @pytest.mark.parametrize("init", [True, "gaussian", "pissa", "olora", "pissa_niter_2", "kasa"])
@@ -276,6 +278,10 @@ def test_a_base_that_torchao_quantised(tmp_path, kind):
     base = Qwen3ForCausalLM.from_pretrained(tmp_path / "base", quantization_config=settings)
     assert_agree(logits(ft_ckpt.load_model(tmp_path / "adapter", base=base)), expected)
     ft_ckpt.merge(tmp_path / "adapter", tmp_path / "merged", progress=False)
+    stored_base = Qwen3ForCausalLM.from_pretrained(tmp_path / "base")
+    adapted_base = peft.PeftModel.from_pretrained(stored_base, tmp_path / "adapter")
+    merged = Qwen3ForCausalLM.from_pretrained(tmp_path / "merged")
+    assert_agree(logits(merged), logits(adapted_base.merge_and_unload()))
     again = quantised()
     with saver_of(again, tmp_path / "run") as saver:
         saver.resume()

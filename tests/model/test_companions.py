@@ -183,9 +183,11 @@ def test_tensors_are_not_read(tmp_path: Path) -> None:
     model.get_input_embeddings().weight.ds_shape = torch.Size([models.VOCABULARY, 24])
     for parameter in model.parameters():
         parameter.data = torch.empty(0)
-    check_tokenizer(model, models.tokenizer())
-    written(tmp_path / "empty", model, tokenizer=models.tokenizer(), chat_template_name="olmo")
-    written(tmp_path / "meta", models.llama().to("meta"))
+    options = {"tokenizer": models.tokenizer(), "chat_template_name": "olmo"}
+    expected = files(written(tmp_path / "whole", models.llama(), **options))
+    assert check_tokenizer(model, models.tokenizer()) == ()
+    assert files(written(tmp_path / "empty", model, **options)) == expected
+    assert files(written(tmp_path / "meta", models.llama().to("meta"), **options)) == expected
 
 
 def test_settings_on_the_model_config_move_to_the_generation_config(tmp_path: Path) -> None:
@@ -512,8 +514,8 @@ def test_a_processor_of_transformers_is_stored_without_a_note(tmp_path: Path) ->
 
 
 def test_modules_without_embeddings_take_any_tokenizer() -> None:
-    check_tokenizer(nn.Linear(2, 2), models.tokenizer())
-    check_tokenizer(models.llama(), None)
+    assert check_tokenizer(nn.Linear(2, 2), models.tokenizer()) == ()
+    assert check_tokenizer(models.llama(), None) == ()
 
 
 # Custom code

@@ -92,7 +92,9 @@ def test_memory_is_the_models_and_a_few_blocks(large):
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
         assert result.returncode == 0, result.stderr
         grown[kind] = float(result.stdout)
+    assert grown["new"] > LAYERS * MEGABYTES, grown
     grown["new"] -= LAYERS * MEGABYTES
+    assert min(grown.values()) > 0, grown
     assert max(grown.values()) < 300, grown
 
 

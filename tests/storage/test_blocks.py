@@ -6,13 +6,12 @@ import ctypes
 import errno
 import itertools
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from launch import run_python
 from seeds import examples
 
 import ft_ckpt
@@ -241,22 +240,21 @@ def test_memory_stays_bounded(tmp_path):
     path = tmp_path / "x.bin"
     with path.open("wb") as file:
         os.truncate(file.fileno(), 512 << 20)
-    code = f"""
-import resource
+    code = """
+import sys
 from pathlib import Path
-from ft_ckpt.storage.io.prefetch import ByteRun, read_ahead
-from ft_ckpt.storage.io.local_file import open_local_file
-file = open_local_file(Path({str(path)!r}))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(sum(part.size_bytes for part in read_ahead([ByteRun("a", file, 0, 512 << 20)], threads=2)))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+from ft_ckpt.storage.io import ByteRun, open_local_file, read_ahead
+from peak_memory import peak_memory
+run = ByteRun("a", open_local_file(Path(sys.argv[1])), 0, 512 << 20)
+with peak_memory() as peak:
+    print(sum(part.size_bytes for part in read_ahead([run], threads=2)))
+print(peak.mib)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    size, grown = map(int, done.stdout.split())
-    assert size == 512 << 20
-    assert grown < 64 << 10, "KiB above what the process had"
+    result = run_python(code, path)
+    assert result.returncode == 0, result.stderr
+    size_bytes, peak = result.stdout.split()
+    assert int(size_bytes) == 512 << 20
+    assert 8 < float(peak) < 64, f"{peak} MiB; a block has 8"
 
 
 def test_large_tensors_in_the_page_cache_are_resumed_in_place(tmp_path, monkeypatch):

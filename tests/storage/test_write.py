@@ -4,8 +4,6 @@ import ctypes
 import errno
 import os
 import re
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -381,21 +379,21 @@ def test_a_file_system_that_cannot_sync_is_taken_at_its_word(tmp_path, monkeypat
 
 def test_memory_stays_bounded(tmp_path):
     """Half a gigabyte goes through a few blocks."""
-    code = f"""
-import ctypes, resource
+    code = """
+import ctypes, sys
 from pathlib import Path
-from ft_ckpt.storage.local.local_store import LocalStore
-from ft_ckpt.storage.io.writer import Region, Writer
+from ft_ckpt.storage.io import Region, Writer
+from ft_ckpt.storage.local import LocalStore
+from peak_memory import peak_memory
 block = ctypes.create_string_buffer(1 << 20)
-store = LocalStore(Path({str(tmp_path)!r}))
+store = LocalStore(Path(sys.argv[1]))
 with Writer() as writer, writer.fill(store.create("f", 512 << 20)) as file:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for number in range(512):
-        file.put_region(Region(number << 20, ctypes.addressof(block), 1 << 20))
-    file.finish()
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    with peak_memory() as peak:
+        for number in range(512):
+            file.put_region(Region(number << 20, ctypes.addressof(block), 1 << 20))
+        file.finish()
+print(peak.mib)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert int(done.stdout) < 96 << 10, "KiB above what the process had"
+    result = run_python(code, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert 8 < float(result.stdout) < 96, f"{result.stdout} MiB; a block has 8"
