@@ -1,0 +1,170 @@
+"""The past of a run, from which the schedule decides: its steps, saves and measurements."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from ft_ckpt.errors import LoadError
+from ft_ckpt.schedule.every import Every
+from ft_ckpt.schedule.save_log import LoggedSave, finish_last, log_from_json, log_to_json
+from ft_ckpt.schema import Count, FieldError, Seconds, as_record
+
+ROUTINE = ("steps", "epochs", "best", "minutes", "optimum")  # reasons after which a run continues
+
+_STEP_WEIGHT, _SAVE_WEIGHT = 0.1, 0.3  # of the newest measurement in the running mean
+
+
+@dataclass(frozen=True)
+class History:
+    """The past of a run, from which the schedule decides.
+
+    Times are in seconds of a monotonic clock.
+    """
+
+    step: int = 0
+    seen_at: float = 0.0  # when that step, or the save after it, ended
+    saved_step: int = 0
+    saved_epochs: int = 0
+    saved_at: float = 0.0
+    step_seconds: float | None = None  # running means; None before the first measurement
+    save_seconds: float | None = None
+    best: Mapping[str, float] = field(default_factory=dict)
+    run_seconds: float = 0.0  # over all restarts
+    failures: int = 0
+    reason: str | None = None  # of the last save
+    saves: tuple[LoggedSave, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The values with which a resumed run continues.
+
+        They are best metrics, measurements, failures, and the log of its saves.
+        """
+        values = {name: getattr(self, name) for name in _KEPT_FIELDS}
+        return values | {"best": dict(self.best), "saves": log_to_json(self.saves)}
+
+
+@dataclass(frozen=True)
+class _KeptHistory:
+    """What `History.to_json` keeps."""
+
+    saved_epochs: Count
+    best: Mapping[str, float]
+    step_seconds: Seconds | None
+    save_seconds: Seconds | None
+    run_seconds: Seconds
+    failures: Count
+    reason: str | None
+
+
+_KEPT_FIELDS = tuple(declared.name for declared in fields(_KeptHistory))
+
+
+def begin_history(
+    step: int, epochs_done: int, now: float, kept: Mapping[str, Any] | None = None
+) -> History:
+    """The history of a run that begins at `step`, or resumes there.
+
+    `kept` is the `History.to_json` of the resumed run. Its epochs were counted for that save and
+    take precedence over `epochs_done`. A resume from a routine save counts as a failure after that
+    save. Raises LoadError when `kept` is not from `to_json`.
+    """
+    history = History(
+        step=step, seen_at=now, saved_step=step, saved_epochs=epochs_done, saved_at=now
+    )
+    if kept is None:
+        return history
+    try:
+        record = as_record(kept, _KeptHistory)
+    except FieldError as error:
+        raise LoadError(
+            f"history: {error}; the file was not written by ft_ckpt or was changed since"
+        ) from error
+    saves = log_from_json(kept.get("saves", []))
+    was_routine = record.reason in ROUTINE
+    history = replace(history, **vars(record), saves=saves)
+    return replace(history, failures=record.failures + was_routine)
+
+
+def after_step(history: History, step: int, now: float) -> History:
+    """The history after `step` ended at `now`; unchanged when that step is already in it."""
+    if step <= history.step:
+        return history
+    passed = now - history.seen_at
+    seconds = _running_mean(history.step_seconds, passed / (step - history.step), _STEP_WEIGHT)
+    return replace(
+        history,
+        step=step,
+        seen_at=now,
+        step_seconds=seconds,
+        run_seconds=history.run_seconds + passed,
+    )
+
+
+def after_save(
+    every: Every,
+    history: History,
+    step: int,
+    epochs_done: int,
+    now: float,
+    *,
+    cost_seconds: float | None = None,
+    metrics: Mapping[str, float] | None = None,
+    reason: str | None = None,
+) -> History:
+    """The history after a save at `step` that ended at `now`.
+
+    The save stopped the training for `cost_seconds`. Without a cost the mean stays: in the history
+    that the checkpoint itself stores, and after a failed save (without metrics too), so that the
+    next try comes an interval later.
+    """
+    best = dict(history.best)
+    if metrics and every.best and is_improvement(every, history, metrics):
+        name, _ = every.best
+        best[name] = float(metrics[name])
+    return replace(
+        history,
+        step=max(step, history.step),
+        seen_at=now,
+        saved_step=step,
+        saved_epochs=epochs_done,
+        saved_at=now,
+        save_seconds=_running_mean(history.save_seconds, cost_seconds, _SAVE_WEIGHT),
+        best=best,
+        run_seconds=history.run_seconds + now - history.seen_at,
+        reason=reason,
+    )
+
+
+def after_commit(
+    history: History, seconds: float, size_bytes: int, waited_seconds: float
+) -> History:
+    """The history once a background save of `size_bytes` is committed.
+
+    `seconds`: of the whole save. `waited_seconds`: that optimizers waited for its copies after the
+    call.
+    """
+    mean = _running_mean(history.save_seconds, seconds, _SAVE_WEIGHT)
+    return replace(
+        history,
+        save_seconds=mean,
+        saves=finish_last(history.saves, seconds, size_bytes, waited_seconds),
+    )
+
+
+def is_improvement(every: Every, history: History, metrics: Mapping[str, float]) -> bool:
+    """Whether the metric of `every.best` is finite and better than at all earlier saves."""
+    if every.best is None or every.best[0] not in metrics:
+        return False
+    name, mode = every.best
+    value = float(metrics[name])
+    before = history.best.get(name)
+    if before is None or not math.isfinite(value):
+        return math.isfinite(value)
+    return value < before if mode == "min" else value > before
+
+
+def _running_mean(before: float | None, value: float | None, weight: float) -> float | None:
+    if before is None or value is None:
+        return value if before is None else before
+    return before + weight * (value - before)

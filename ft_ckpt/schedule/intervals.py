@@ -1,0 +1,86 @@
+"""The time between two saves: the optimal one, its cost, and durations as text."""
+
+import math
+import re
+from datetime import timedelta
+
+from ft_ckpt.errors import ConfigError
+
+_UNITS = {
+    **dict.fromkeys(("", "s", "sec", "second", "seconds"), 1),
+    **dict.fromkeys(("m", "min", "minute", "minutes"), 60),
+    **dict.fromkeys(("h", "hour", "hours"), 3600),
+    **dict.fromkeys(("d", "day", "days"), 86400),
+}
+
+
+def optimal_interval(save_seconds: float, mtbf_seconds: float, order: str = "daly") -> float:
+    """The work between two saves, in seconds, that minimises the expected loss.
+
+    It lies between the end of a save and the start of the next. `order` "young" is the first-order
+    result sqrt(2 C M), with C the save time and M the time between failures. "daly" adds higher
+    orders, which matter when C is not far below M; for C >= 2 M it is M. Raises ConfigError when a
+    time is not above 0 or for another `order`.
+    """
+    if not (save_seconds > 0 and mtbf_seconds > 0):
+        raise ConfigError(
+            f"save time {save_seconds} s, time between failures {mtbf_seconds} "
+            "s: both must be above 0"
+        )
+    if order not in ("daly", "young"):
+        raise ConfigError(f"order={order!r}: expected daly or young")
+    young = math.sqrt(2 * save_seconds * mtbf_seconds)
+    if order == "young" or math.isinf(young):
+        return young
+    if save_seconds >= 2 * mtbf_seconds:
+        return mtbf_seconds
+    ratio = save_seconds / (2 * mtbf_seconds)
+    return young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
+
+
+def bounded_interval(save_seconds: float, max_overhead: float) -> float:
+    """The shortest interval in seconds at which saves take at most `max_overhead` of the time.
+
+    `max_overhead` is a fraction in (0, 1].
+    """
+    return save_seconds * (1 - max_overhead) / max_overhead
+
+
+def expected_overhead(
+    interval_seconds: float, save_seconds: float, mtbf_seconds: float, restart_seconds: float = 0.0
+) -> float:
+    """Time spent on saving, repeated work and restarts, as a multiple of the time of useful work.
+
+    Exact for failures at a constant rate, also during saves and restarts; infinite when the run
+    would in practice never reach the next checkpoint. `mtbf_seconds` may be infinite.
+    """
+    if math.isinf(mtbf_seconds):
+        return save_seconds / interval_seconds
+    try:
+        tries = math.expm1((interval_seconds + save_seconds) / mtbf_seconds)
+        return (
+            mtbf_seconds * math.exp(restart_seconds / mtbf_seconds) * tries / interval_seconds - 1
+        )
+    except OverflowError:
+        return math.inf
+
+
+def parse_seconds(duration: float | timedelta | str) -> float:
+    """Seconds in a number of seconds, a timedelta, or text such as "90s", "45min", "24h", "7d".
+
+    Raises ConfigError for any other value, and for one that is not above 0.
+    """
+    seconds = math.nan
+    if isinstance(duration, timedelta):
+        seconds = duration.total_seconds()
+    elif isinstance(duration, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", duration.lower())
+        seconds = float(match[1]) * _UNITS[match[2]] if match and match[2] in _UNITS else math.nan
+    elif isinstance(duration, (int, float)) and not isinstance(duration, bool):
+        seconds = float(duration)
+    if seconds > 0:
+        return seconds
+    raise ConfigError(
+        f"{duration!r} is not a duration; write seconds as a number, or text "
+        "such as '90s', '24h', '7d'"
+    )
