@@ -68,13 +68,13 @@ class Every:
 
     @classmethod
     def optimal(
-        cls, mtbf: float | timedelta | str, max_overhead: float = 0.05, **others: Any
+        cls, mtbf: float | timedelta | str, max_overhead: float = 0.05, **settings: Any
     ) -> "Every":
         """Save at the interval with the smallest loss for failures every `mtbf` on average.
 
         The run measures its saves and corrects the interval.
         """
-        return cls(mtbf=mtbf, max_overhead=max_overhead, **others)
+        return cls(mtbf=mtbf, max_overhead=max_overhead, **settings)
 
     def deadline_unix(self) -> float | None:
         """The deadline in unix seconds; None when there is none."""
@@ -101,6 +101,10 @@ def _is_best(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2 and value[1] in ("min", "max")
 
 
+def _are_signals(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and all(name in SIGNALS for name in value)
+
+
 def _is_deadline(value: Any) -> bool:
     return value in (None, "auto") or is_number(_unix_seconds(value), 0, sys.float_info.max)
 
@@ -108,17 +112,18 @@ def _is_deadline(value: Any) -> bool:
 def _number_rule(
     field: str,
     words: str,
-    least: float,
-    most: float = math.inf,
+    minimum: float,
+    maximum: float = math.inf,
     *,
     whole: bool = False,
     optional: bool = True,
 ) -> Rule:
-    return (
-        field,
-        lambda value: (optional and value is None) or is_number(value, least, most, whole=whole),
-        words,
-    )
+    def is_valid(value: Any) -> bool:
+        if value is None:
+            return optional
+        return is_number(value, minimum, maximum, whole=whole)
+
+    return field, is_valid, words
 
 
 _ABOVE_ZERO = math.ulp(0.0)
@@ -130,11 +135,7 @@ _RULES: tuple[Rule, ...] = (
     _number_rule("deadline_margin_minutes", "0 or more", 0),
     _number_rule("max_overhead", "a number above 0, at most 1", _ABOVE_ZERO, 1, optional=False),
     ("best", _is_best, 'the name of a metric and "min" or "max"'),
-    (
-        "signals",
-        lambda names: isinstance(names, (tuple, list)) and all(name in SIGNALS for name in names),
-        f"a tuple of {', '.join(SIGNALS)}",
-    ),
+    ("signals", _are_signals, f"a tuple of {', '.join(SIGNALS)}"),
     ("deadline", _is_deadline, '"auto", unix seconds, a datetime or ISO 8601 text'),
     ("mtbf", _is_duration, "a duration: seconds, or text such as '90s', '24h', '7d'"),
 )

@@ -154,17 +154,21 @@ def after_commit(
 
 def is_improvement(every: Every, history: History, metrics: Mapping[str, float]) -> bool:
     """Whether the metric of `every.best` is finite and better than at all earlier saves."""
-    if every.best is None or every.best[0] not in metrics:
+    if every.best is None:
         return False
     name, mode = every.best
+    if name not in metrics:
+        return False
     value = float(metrics[name])
-    before = history.best.get(name)
-    if before is None or not math.isfinite(value):
+    best = history.best.get(name)
+    if best is None or not math.isfinite(value):
         return math.isfinite(value)
-    return value < before if mode == "min" else value > before
+    return value < best if mode == "min" else value > best
 
 
 def _running_mean(before: float | None, value: float | None, weight: float) -> float | None:
-    if before is None or value is None:
-        return value if before is None else before
+    if before is None:
+        return value
+    if value is None:
+        return before
     return before + weight * (value - before)

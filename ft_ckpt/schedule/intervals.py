@@ -12,6 +12,7 @@ _UNITS = {
     **dict.fromkeys(("h", "hour", "hours"), 3600),
     **dict.fromkeys(("d", "day", "days"), 86400),
 }
+_DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*")  # number, unit
 
 
 def optimal_interval(save_seconds: float, mtbf_seconds: float, order: str = "daly") -> float:
@@ -24,8 +25,8 @@ def optimal_interval(save_seconds: float, mtbf_seconds: float, order: str = "dal
     """
     if not (save_seconds > 0 and mtbf_seconds > 0):
         raise ConfigError(
-            f"save time {save_seconds} s, time between failures {mtbf_seconds} "
-            "s: both must be above 0"
+            f"save time {save_seconds} s, time between failures {mtbf_seconds} s: both must be "
+            "above 0"
         )
     if order not in ("daly", "young"):
         raise ConfigError(f"order={order!r}: expected daly or young")
@@ -57,12 +58,11 @@ def expected_overhead(
     if math.isinf(mtbf_seconds):
         return save_seconds / interval_seconds
     try:
-        tries = math.expm1((interval_seconds + save_seconds) / mtbf_seconds)
-        return (
-            mtbf_seconds * math.exp(restart_seconds / mtbf_seconds) * tries / interval_seconds - 1
-        )
+        expected_failures = math.expm1((interval_seconds + save_seconds) / mtbf_seconds)
+        seconds_per_failure = mtbf_seconds * math.exp(restart_seconds / mtbf_seconds)
     except OverflowError:
         return math.inf
+    return seconds_per_failure * expected_failures / interval_seconds - 1
 
 
 def parse_seconds(duration: float | timedelta | str) -> float:
@@ -74,13 +74,14 @@ def parse_seconds(duration: float | timedelta | str) -> float:
     if isinstance(duration, timedelta):
         seconds = duration.total_seconds()
     elif isinstance(duration, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", duration.lower())
-        seconds = float(match[1]) * _UNITS[match[2]] if match and match[2] in _UNITS else math.nan
+        match = _DURATION.fullmatch(duration.lower())
+        if match is not None and match[2] in _UNITS:
+            seconds = float(match[1]) * _UNITS[match[2]]
     elif isinstance(duration, (int, float)) and not isinstance(duration, bool):
         seconds = float(duration)
     if seconds > 0:
         return seconds
     raise ConfigError(
-        f"{duration!r} is not a duration; write seconds as a number, or text "
-        "such as '90s', '24h', '7d'"
+        f"{duration!r} is not a duration; write seconds as a number, or text such as '90s', "
+        "'24h', '7d'"
     )

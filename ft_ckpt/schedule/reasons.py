@@ -60,7 +60,9 @@ def shared_reason(
     if every.minutes and waited >= every.minutes * 60:
         return "minutes"
     interval = interval_seconds(every, history)
-    return "optimum" if interval is not None and waited >= interval else None
+    if interval is not None and waited >= interval:
+        return "optimum"
+    return None
 
 
 def interval_seconds(every: Every, history: History) -> float | None:
