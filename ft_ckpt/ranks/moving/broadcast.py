@@ -15,7 +15,8 @@ from ft_ckpt.formats.files import bytes_at, whole_run
 from ft_ckpt.ranks.moving import gather
 from ft_ckpt.ranks.moving.fill import WantedTensor, check_all, fill_all, put_rows, readers_here
 from ft_ckpt.ranks.moving.gather import bytes_as, padded_size, wire_device
-from ft_ckpt.ranks.ranks import Outcome, Ranks, try_action
+from ft_ckpt.ranks.outcomes import Outcome, try_action
+from ft_ckpt.ranks.ranks import Ranks
 from ft_ckpt.ranks.sharding import part_count
 from ft_ckpt.storage.io import read_ahead
 

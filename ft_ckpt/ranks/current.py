@@ -1,0 +1,79 @@
+"""The ranks of this process: those of its process group, or itself alone."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from ft_ckpt.errors import RanksDisagreeError
+from ft_ckpt.ranks.key_value import AnsweringStore
+from ft_ckpt.ranks.ranks import Ranks
+
+_by_itself: ContextVar[bool] = ContextVar("_by_itself", default=False)
+# by process group, kept alive so that its id is not reused, and channel
+_shared: dict[tuple[Any, str], Ranks] = {}
+
+
+def current_ranks(
+    timeout_seconds: float = 600.0, channel: str = "", *, needs_group: bool = False
+) -> Ranks:
+    """The ranks of the default process group, or one rank when there is none.
+
+    One object per process group and `channel`: its count of rounds must be the same on every rank
+    and for every saver. A channel is for one thread, and separates its agreements from those of
+    other threads. Raises RanksDisagreeError in a process that was launched as one of several and
+    has no process group; with `needs_group` also if only the number of processes shows it.
+    """
+    import torch.distributed as dist
+
+    alone = Ranks(0, 1, channel=channel)
+    if _by_itself.get():
+        return alone
+    if not (dist.is_available() and dist.is_initialized()):
+        _refuse_split_brain(needs_group)
+        return alone
+    if dist.get_world_size() == 1:
+        return alone
+    from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
+
+    group = _get_default_group()
+    if (group, "") not in _shared:
+        _shared.clear()  # a destroyed group's store is gone with it
+        _shared[group, ""] = Ranks(
+            dist.get_rank(), dist.get_world_size(), AnsweringStore(_get_default_store())
+        )
+        _shared[group, ""].announce_node()
+    if (group, channel) not in _shared:  # a thread that waits in a store blocks the others
+        store = _shared[group, ""].store.clone()
+        _shared[group, channel] = Ranks(
+            dist.get_rank(), dist.get_world_size(), store, channel=channel
+        )
+    ranks = _shared[group, channel]
+    ranks.timeout_seconds = ranks.store.silent_seconds = timeout_seconds
+    return ranks
+
+
+@contextmanager
+def by_itself() -> Iterator[None]:
+    """Let this process act as the only rank in the block, for objects that it holds whole."""
+    token = _by_itself.set(True)
+    try:
+        yield
+    finally:
+        _by_itself.reset(token)
+
+
+def _refuse_split_brain(needs_group: bool) -> None:
+    """Raise if this is one of several launched processes without a process group.
+
+    All would write the same folder.
+    """
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if launched.isdigit() and int(launched) > 1 and (needs_group or "RANK" in os.environ):
+        raise RanksDisagreeError(
+            f"WORLD_SIZE={launched} in the environment, but this process has no process group: "
+            "every rank would take itself for the only one. Use Accelerator(cpu=True) or "
+            "ACCELERATE_USE_CPU=true on a machine without accelerators, or "
+            "torch.distributed.init_process_group; unset WORLD_SIZE if the process really is alone"
+        )
