@@ -7,7 +7,8 @@
 | `sharding` | which rank holds which elements of a tensor |
 
 Nothing here uses paths or depends on the purpose of a tensor. Begin at `ranks`, through which ranks
-agree; then `wrappers.tensors`, which lists the tensors of a model.
+agree, and `current`, which has those of this process; then `wrappers.tensors`, which lists the
+tensors of a model.
 """
 
 import lazy_loader

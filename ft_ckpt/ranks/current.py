@@ -8,6 +8,7 @@ from typing import Any
 
 from ft_ckpt.errors import RanksDisagreeError
 from ft_ckpt.ranks.key_value import AnsweringStore
+from ft_ckpt.ranks.nodes import announce_node
 from ft_ckpt.ranks.ranks import Ranks
 
 _by_itself: ContextVar[bool] = ContextVar("_by_itself", default=False)
@@ -38,17 +39,15 @@ def current_ranks(
     from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
     group = _get_default_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
     if (group, "") not in _shared:
         _shared.clear()  # a destroyed group's store is gone with it
-        _shared[group, ""] = Ranks(
-            dist.get_rank(), dist.get_world_size(), AnsweringStore(_get_default_store())
-        )
-        _shared[group, ""].announce_node()
+        store = AnsweringStore(_get_default_store())
+        _shared[group, ""] = Ranks(rank, size, store)
+        announce_node(store, size)
     if (group, channel) not in _shared:  # a thread that waits in a store blocks the others
         store = _shared[group, ""].store.clone()
-        _shared[group, channel] = Ranks(
-            dist.get_rank(), dist.get_world_size(), store, channel=channel
-        )
+        _shared[group, channel] = Ranks(rank, size, store, channel=channel)
     ranks = _shared[group, channel]
     ranks.timeout_seconds = ranks.store.silent_seconds = timeout_seconds
     return ranks

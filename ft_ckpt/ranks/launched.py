@@ -13,6 +13,7 @@ from typing import Any
 
 from ft_ckpt.errors import RankError
 from ft_ckpt.ranks.key_value import AnsweringStore
+from ft_ckpt.ranks.nodes import announce_node
 from ft_ckpt.ranks.ranks import Ranks
 
 _START_SECONDS = 120.0  # between the starts of two ranks
@@ -73,7 +74,7 @@ def launched_ranks() -> Iterator[Ranks]:
         return
     store = _connect(launch)
     ranks = Ranks(launch.rank, launch.size, AnsweringStore(store))
-    ranks.announce_node()
+    announce_node(ranks.store, ranks.size)
     try:
         yield ranks
     finally:

@@ -8,8 +8,6 @@ process and no process group.
 """
 
 import json
-import os
-import socket
 import threading
 import time
 from collections import deque
@@ -24,6 +22,7 @@ from ft_ckpt.errors import CheckpointError, RankError, RanksDisagreeError
 from ft_ckpt.ranks import agreement
 from ft_ckpt.ranks.agreement import ADVICE, Agreed, Values, rank_numbers
 from ft_ckpt.ranks.key_value import delete_value, get_values, put_value
+from ft_ckpt.ranks.nodes import launch_prefix, node_name
 from ft_ckpt.ranks.outcomes import Outcome
 
 T = TypeVar("T")
@@ -31,7 +30,6 @@ T = TypeVar("T")
 _BEAT_SECONDS = 1.0  # between signs of life of a rank at work; well below any sensible time-out
 _POLL_SECONDS = 0.1  # between polls of a working rank for failure reports
 _POLLS_PER_SECOND = 1000  # at most, of all ranks together: one process answers them
-_ANNOUNCE_SECONDS = 1.0  # that an error waits for ranks that have not called anything yet
 _MAX_POLLED = 32  # ranks whose signs of life are polled at a time
 
 
@@ -85,12 +83,12 @@ class Ranks:
 
         It waits up to a second for ranks that have not announced theirs yet.
         """
-        if self.size > 1:
-            with suppress(RankError):  # the store is gone
-                self._await_announcements()
-                if self.store.check([self._several_nodes_key]):
-                    return socket.gethostname()
-        return None
+        if self.size == 1:
+            return None
+        try:
+            return node_name(self.store, self.size)
+        except RankError:  # the store is gone
+            return None
 
     @property
     def shows(self) -> bool:
@@ -258,8 +256,9 @@ class Ranks:
         Each rank deletes its own keys, because one rank would need a call for each of the others.
         """
         names = [f"{self.rounds}/{rank}" for rank in range(self.size)]
-        all_came = self._await_names(names[1:], range(1, self.size), limit)
-        present = [rank for rank, name in enumerate(names) if all_came or self._are_set([name])]
+        present = list(range(self.size))
+        if not self._await_names(names[1:], present[1:], limit):
+            present = [rank for rank in present if self._are_set([names[rank]])]
         keys = [self._store_key(names[rank]) for rank in present]
         entries = dict(zip(present, get_values(self.store, keys), strict=True))
         problem = agreement.judge_entries(what, entries, self.size, same, limit)
@@ -270,22 +269,17 @@ class Ranks:
         # so all have read the previous verdict and used its receive slots
         if len(present) == self.size:
             self._delete_keys()
-        deletable = [f"{self.rounds}/verdict", names[0]]
+        used_names = [f"{self.rounds}/verdict", names[0]]
         if verdict["problem"]:  # then the other ranks leave their entries
-            deletable += [*names[1:], f"{self.rounds}/failed"]
-        self.deletable_keys += map(self._store_key, deletable)
+            used_names += [*names[1:], f"{self.rounds}/failed"]
+        self.deletable_keys += map(self._store_key, used_names)
         return verdict, values
 
     def _await_verdict(self, what: str, limit: float) -> dict[str, Any]:
         """Wait for rank 0 while it is alive, and then at most `limit` for its verdict."""
-        arrived = self._await_names([f"{self.rounds}/0"], [0], limit)
-        if arrived and self._await_names([f"{self.rounds}/verdict"], [0], limit + 60.0):
-            verdict: agreement.Verdict
-            (verdict,) = get_values(self.store, [self._store_key(f"{self.rounds}/verdict")])
-            if not verdict["problem"]:  # else a late rank must see which ranks went on
-                self._delete_key(self._store_key(f"{self.rounds}/{self.rank}"))
-                self._delete_keys()  # all have arrived, so this rank's receive slots are used
-            return verdict
+        has_arrived = self._await_names([f"{self.rounds}/0"], [0], limit)
+        if has_arrived and self._await_names([f"{self.rounds}/verdict"], [0], limit + 60.0):
+            return self._read_verdict()
         # Rank 0 may still arrive: it must not count this entry as the presence of this rank.
         entry = {
             "what": what,
@@ -294,24 +288,32 @@ class Ranks:
             "raises": RankError.__name__,
         }
         self._put_value(f"{self.rounds}/{self.rank}", entry)
-        why = "rank 0 came and then fell silent" if arrived else f"rank(s) 0 did not enter {what}"
-        return agreement.disagreement(f"{what}: {why} within {limit:g} s; {ADVICE}")
+        reason = f"rank(s) 0 did not enter {what}"
+        if has_arrived:
+            reason = "rank 0 came and then fell silent"
+        return agreement.disagreement(f"{what}: {reason} within {limit:g} s; {ADVICE}")
+
+    def _read_verdict(self) -> dict[str, Any]:
+        verdict: agreement.Verdict
+        (verdict,) = get_values(self.store, [self._store_key(f"{self.rounds}/verdict")])
+        if not verdict["problem"]:  # else a late rank must see which ranks went on
+            self._delete_key(self._store_key(f"{self.rounds}/{self.rank}"))
+            self._delete_keys()  # all have arrived, so this rank's receive slots are used
+        return verdict
 
     def _await_names(self, names: Sequence[str], awaited: Iterable[int], limit: float) -> bool:
         """Wait for `names`, each set by one of the ranks `awaited`.
 
-        False after `limit` seconds without a sign of life.
-
-        If many are missing, only the first ones are polled. Raises as `_check_failures` does.
+        False after `limit` seconds without a sign of life. If many are missing, only the first ones
+        are polled. Raises as `_check_failures` does.
         """
         deadline = time.monotonic() + limit
-        last_beats = b""
+        last_beats: list[bytes] = []
         missing = deque(zip(names, awaited, strict=True))
         while not self._have_arrived(missing, deadline - time.monotonic()):
-            polled = [*islice(missing, _MAX_POLLED)]
+            polled = list(islice(missing, _MAX_POLLED))
             self._check_failures(polled)
-            keys = [self._beat_key(rank) for _, rank in polled]
-            beats = b" ".join(self.store.get(key) for key in keys if self.store.check([key]))
+            beats = self._beats_of(rank for _, rank in polled)
             if beats != last_beats:
                 # The first beat seen may be an old one: only a change counts as a sign of life.
                 if last_beats:
@@ -321,19 +323,30 @@ class Ranks:
                 return False
         return True
 
+    def _beats_of(self, ranks: Iterable[int]) -> list[bytes]:
+        """The last signs of life of those of `ranks` that have sent any."""
+        beats = []
+        for rank in ranks:
+            key = self._beat_key(rank)
+            if self.store.check([key]):
+                beats.append(self.store.get(key))
+        return beats
+
     def _check_failures(self, missing: Sequence[tuple[str, int]] = ()) -> None:
         """Raise if keys in `missing` will never be set: their rank has failed or gone on."""
         for later in (*self.later_agreements, self._store_key(f"{self.rounds + 1}")):
-            failed = self.store.check([f"{later}/failed"])
+            has_failure = self.store.check([f"{later}/failed"])
             gone = [rank for _, rank in missing if self.store.check([f"{later}/{rank}"])]
-            if not (failed or gone) or (missing and self._are_set([name for name, _ in missing])):
-                # a rank that has set the last of them may have entered the next agreement already
+            if not (has_failure or gone):
                 continue
-            if not failed:
-                raise RanksDisagreeError(
-                    f"rank(s) {rank_numbers(gone)} went on without this one; {ADVICE}"
-                )
-            agreement.raise_problem(json.loads(self.store.get(f"{later}/failed")))
+            # a rank that has set the last of them may have entered the next agreement already
+            if missing and self._are_set([name for name, _ in missing]):
+                continue
+            if has_failure:
+                agreement.raise_problem(json.loads(self.store.get(f"{later}/failed")))
+            raise RanksDisagreeError(
+                f"rank(s) {rank_numbers(gone)} went on without this one; {ADVICE}"
+            )
 
     def _facts_of(self, error: BaseException | None) -> dict[str, Any]:
         """The error of this rank for the others, with its node from now on if there are several."""
@@ -350,11 +363,9 @@ class Ranks:
                 self.store.compare_set(self._store_key(f"{self.rounds + 1}/failed"), "", report)
 
     def _have_arrived(self, missing: "deque[tuple[str, int]]", seconds: float) -> bool:
-        """Wait at most `seconds`, or a second, until all names are set.
+        """Wait at most `seconds`, or a second, until all names are set; return whether they are.
 
-        Else remove the leading set ones.
-
-        Returns whether none is missing.
+        The leading names that are set are removed from `missing`.
         """
         wait = timedelta(seconds=min(_BEAT_SECONDS, max(seconds, 0.001)))
         try:
@@ -378,42 +389,10 @@ class Ranks:
             delete_value(self.store, key, self.parts_by_key.pop(key, 1))
 
     def _store_key(self, name: str) -> str:
-        return f"ft_ckpt/{self._launch}/{self.channel}/{self.scope}{name}"
+        return f"{launch_prefix(self.size)}/{self.channel}/{self.scope}{name}"
 
     def _beat_key(self, rank: int) -> str:
-        return f"ft_ckpt/{self._launch}/{self.channel}/beat/{rank}"
-
-    def announce_node(self) -> None:
-        """Compare the host names of two ranks: errors name the node if there are several."""
-        name = socket.gethostname()
-        first = self.store.compare_set(f"ft_ckpt/{self._launch}/node", "", name)
-        if first.decode() != name:
-            self.store.set(self._several_nodes_key, "")
-        self.store.add(self._announced_key, 1)
-
-    def _await_announcements(self) -> None:
-        """Wait until all ranks have announced their nodes, or two have named different ones.
-
-        A rank can fail at its first call, before the others have made theirs.
-        """
-        end = time.monotonic() + _ANNOUNCE_SECONDS
-        while self.store.add(self._announced_key, 0) < self.size:
-            if self.store.check([self._several_nodes_key]) or time.monotonic() > end:
-                return
-            time.sleep(_POLL_SECONDS)
-
-    @property
-    def _announced_key(self) -> str:
-        return f"ft_ckpt/{self._launch}/announced"
-
-    @property
-    def _several_nodes_key(self) -> str:
-        return f"ft_ckpt/{self._launch}/several-nodes"
-
-    @property
-    def _launch(self) -> str:
-        """Separates the ranks from those before a restart by torchrun, whose store stays."""
-        return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{self.size}"
+        return f"{launch_prefix(self.size)}/{self.channel}/beat/{rank}"
 
     def _put_value(self, name: str, value: dict[str, Any]) -> None:
         key = self._store_key(name)
