@@ -8,7 +8,7 @@
 | `intervals` | the time between two saves, from their cost and the rate of failures |
 | `save_log` | the log of a run's saves |
 
-All are pure functions of frozen records; nothing here reads a clock, communicates or imports torch.
+All are pure functions of frozen records. Nothing here reads a clock, communicates or imports torch.
 Begin at `reasons`.
 """
 
