@@ -457,13 +457,14 @@ def no_collection():
     gc.enable()
 
 
-def test_a_closed_saver_holds_no_copies(tmp_path, no_collection):
+@pytest.mark.parametrize("is_remote", [False, True], ids=["disk", "bucket"])
+def test_a_closed_saver_holds_no_copies(tmp_path, no_collection, is_remote):
     """A cycle of references that a save leaves would keep them until the next collection: gigabytes
     of pinned memory.
     """
     model = nn.Linear(SIZE, 1, bias=False)
     with CheckpointSaver(background=True) as saver:
-        saver.save(model, tmp_path / "saved").result()
+        saver.save(model, f"memory:/{tmp_path}" if is_remote else tmp_path / "saved").result()
         assert len(tensors_of_size()) > 1, "no copy was made"
     deadline = time.monotonic() + 10  # the thread returns after its result is there
     while len(tensors_of_size()) > 1 and time.monotonic() < deadline:

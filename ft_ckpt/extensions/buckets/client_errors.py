@@ -1,8 +1,9 @@
 """Errors of the client, obstore: converted into those of this package, or retried."""
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import TracebackType
 from typing import TypeVar
 
 from obstore import exceptions
@@ -21,48 +22,70 @@ _CUT_OFF = ("response body error", "invalid list response", "invalid DeleteObjec
 _T = TypeVar("_T")
 
 
-@contextmanager
-def reading_object(where: str) -> Iterator[None]:
+class _ConvertingErrors(ABC):
+    """Converts errors of the client in its block.
+
+    It is a class because an error that leaves a generator stays in a cycle of references, from
+    Python 3.12 on. Its traceback then keeps the tensors of a save until the next collection.
+    """
+
+    __slots__ = ("where",)
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __enter__(self) -> "_ConvertingErrors":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        if not isinstance(error, _CLIENT) or isinstance(error, CheckpointError):
+            return
+        clean_causes(error)
+        refuse_missing_bucket(self.where, error)
+        raise self._converted(error) from error
+
+    @abstractmethod
+    def _converted(self, error: Exception) -> CheckpointError: ...
+
+
+class reading_object(_ConvertingErrors):  # noqa: N801 - reads as a statement where it is used
     """Convert errors of the client in the block into those of this package.
 
     They become MissingError, ConfigError or UnreadableError, which also stands for another version
     of the object.
     """
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except _CLIENT as error:
-        clean_causes(error)
-        refuse_missing_bucket(where, error)
+
+    __slots__ = ()
+
+    def _converted(self, error: Exception) -> CheckpointError:
         if isinstance(error, ABSENT):
-            raise missing_object(where) from error
+            return missing_object(self.where)
         if isinstance(error, exceptions.PreconditionError):
-            raise changed_object(where) from error
-        _refuse_bad_name(where, error)
+            return changed_object(self.where)
+        _refuse_bad_name(self.where, error)
         reason = client_reason(error)
         advice = "try again"
         if reason.startswith(_REFUSED):
             advice = "use credentials that may read there"
-        raise UnreadableError(f"{where}: cannot be read ({reason}); {advice}") from error
+        return UnreadableError(f"{self.where}: cannot be read ({reason}); {advice}")
 
 
-@contextmanager
-def writing_object(where: str) -> Iterator[None]:
-    """Convert errors of the block into ConfigError or TargetError."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except _CLIENT as error:
-        clean_causes(error)
-        refuse_missing_bucket(where, error)
-        _refuse_bad_name(where, error)
-        reason = client_reason(error)
-        raise TargetError(
-            f"{where}: cannot be written ({reason}); check credentials and network, or choose "
-            "another place"
-        ) from error
+class writing_object(_ConvertingErrors):  # noqa: N801 - reads as a statement where it is used
+    """Convert errors of the client in the block into ConfigError or TargetError."""
+
+    __slots__ = ()
+
+    def _converted(self, error: Exception) -> CheckpointError:
+        _refuse_bad_name(self.where, error)
+        return TargetError(
+            f"{self.where}: cannot be written ({client_reason(error)}); check credentials and "
+            "network, or choose another place"
+        )
 
 
 def client_reason(error: BaseException) -> str:
