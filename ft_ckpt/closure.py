@@ -244,7 +244,7 @@ class _ClosureSchedule:
         if self._saver is None:
             return
         run = self._saver._run
-        for model in (*getattr(run.accelerator, "_models", ()), *run.registered.values()):
+        for model in (*getattr(run.accelerator, "_models", ()), *run.objects.registered.values()):
             if isinstance(model, nn.Module):
                 ModelTensors(model).sources(allow_meta=True)
 

@@ -173,7 +173,7 @@ class CheckpointSaver(Generic[SaveResult]):
             )
         self._run = TrainingRun(accelerator, self.config)
         self._epochs: int | None = None  # argument of `remaining`
-        self._pending = SaveRunner(self._run.steppers, background=self.config.background)
+        self._pending = SaveRunner(self._run.objects.steppers, background=self.config.background)
         follow_up = make_follow_up(on_saved, self._places, self.config)
         is_rehearsal = self._rehearsal is not None
         self._saves = RunSaves(
@@ -300,6 +300,9 @@ class CheckpointSaver(Generic[SaveResult]):
 
         def make_request() -> SaveRequest:
             check_model(model)
+            notes: list[str] = []
+            if state_dict is None:
+                notes = self._run.objects.notes_on_weights(model)
             return request_of(
                 config,
                 model,
@@ -311,7 +314,7 @@ class CheckpointSaver(Generic[SaveResult]):
                 tokenizer=self.tokenizer if tokenizer is None else tokenizer,
                 state_dict=state_dict,
                 extra_files=dict(extra_files or {}),
-                notes=() if state_dict is not None else self._run.notes_on_weights(model),
+                notes=tuple(notes),
                 make_room=room_maker(config.keep, facts["step"], facts.get("run_id")),
                 follow_up=follow_up,
                 **facts,

@@ -220,7 +220,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             if name in stored:
                 saver.register(**{name: model})
             else:
-                saver._run.watch(name, model)
+                saver._run.objects.watch(name, model)
         return absent
 
     def __name_unsaved(self, saver: CheckpointSaver[Any]) -> None:
@@ -229,7 +229,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         A resume reports it too.
         """
         run = saver._run
-        names = unsaved_state(self, self.__held, {*run.watched, *run.registered})
+        names = unsaved_state(self, self.__held, {*run.objects.watched, *run.objects.registered})
         new = [name for name in names if name not in run.unsaved]
         run.unsaved += new
         if new and self.is_world_process_zero():

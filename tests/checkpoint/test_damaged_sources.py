@@ -51,7 +51,7 @@ def run_of(folder: Path, seed: int = 0) -> CheckpointSaver:
 
 def save_run(folder: Path) -> None:
     saver = run_of(folder.parent)
-    model, optimizer = saver._run.model, saver._run.registered["optimizer"]
+    model, optimizer = saver._run.model, saver._run.objects.registered["optimizer"]
     model(**models.batch(1)).loss.backward()
     optimizer.step()
     saver.step(step=3)
@@ -207,7 +207,10 @@ def resumed(path: Path) -> Any:
     saver = run_of(path.parent, seed=9)
     report = saver.resume(str(path))
     values = in_memory(
-        {"model": saver._run.model, "optimizer": saver._run.registered["optimizer"].state_dict()}
+        {
+            "model": saver._run.model,
+            "optimizer": saver._run.objects.registered["optimizer"].state_dict(),
+        }
     )
     return report.step, values
 

@@ -129,7 +129,7 @@ def test_what_is_resumed_is_what_was_compared(tmp_path, monkeypatch):
     fresh = saver(3)
     fresh.resume("must")
     assert {p.flatten()[0].item() for p in fresh._run.model.parameters()} == {1.0}
-    assert fresh._run.registered["optimizer"].param_groups[0]["lr"] == 1.0
+    assert fresh._run.objects.registered["optimizer"].param_groups[0]["lr"] == 1.0
 
 
 def test_no_name_tells_of_the_descriptor(tmp_path):

@@ -14,7 +14,7 @@ from wrappers import WRAPPERS, Live, truth
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.ranks import current_ranks
 from ft_ckpt.ranks.moving import gather_tensors
-from ft_ckpt.runs.items import run_items, run_sources, walk_models
+from ft_ckpt.runs.items import RunObjects, run_sources, walk_models
 from ft_ckpt.runs.state import local_state
 from ft_ckpt.runs.state.capture import assemble_state
 from ft_ckpt.runs.state.exchange import exchange_facts
@@ -98,8 +98,9 @@ def take(wrapper: str, model: str, left: Path) -> None:
 
 def optimizer_state(live: Live) -> dict[str, torch.Tensor]:
     """The optimizer's tensors, whole, on rank 0."""
-    items = run_items(None, {"model": live.model, "optimizer": live.optimizer})
-    items = [item for item in items if item.kind == "optimizer"]
+    objects = RunObjects()
+    objects.register({"model": live.model, "optimizer": live.optimizer})
+    items = [item for item in objects.items() if item.kind == "optimizer"]
     found = run_sources(walk_models(live.model, items), items)
     ranks = current_ranks()
     local = local_state(items, found, {})

@@ -105,7 +105,7 @@ def test_an_older_one_takes_the_place_of_a_damaged_one(tmp_path, file, place, co
         progress = saver.resume()
     assert (progress.resumed_from.name, progress.report.problems) == ("checkpoint-1", ())
     assert is_same(expected, tensors_of(model, optimizer))
-    assert len(saver._run.registered["listener"].heard) == 1, (
+    assert len(saver._run.objects.registered["listener"].heard) == 1, (
         "an object was given something of a damaged checkpoint"
     )
     train(model, optimizer, saver, 1)
@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_overwrites_nothing(tmp_path, allow):
     ):
         saver.resume("must", allow=allow)
     assert is_same(before, tensors_of(model, optimizer))
-    assert len(saver._run.registered["listener"].heard) == int(allow)
+    assert len(saver._run.objects.registered["listener"].heard) == int(allow)
     saver.resume("checkpoint-1")
     train(model, optimizer, saver, 1)
 

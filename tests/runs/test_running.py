@@ -361,7 +361,7 @@ def batches(saver, loader, epochs=2):
 
 
 def one(saver, inputs):
-    optimizer = saver._run.registered["optimizer"]
+    optimizer = saver._run.objects.registered["optimizer"]
     saver._run.model(inputs).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -31,7 +31,7 @@ from ft_ckpt.runs.data import (
     position_in_state,
     restore_generators,
 )
-from ft_ckpt.runs.items import bare_identity, run_items
+from ft_ckpt.runs.items import bare_identity
 from ft_ckpt.runs.loop import TrainingRun
 from ft_ckpt.runs.optimizers import unwrap_optimizer
 from ft_ckpt.runs.state import Restored, RestoreReport, restore_gradients
@@ -87,13 +87,13 @@ class AccelerateFolder:
         """Let Accelerate load the folder, and continue as the run `run_id`. Raises LoadError."""
         accelerator = run.accelerator
         prepared = _prepared_identities(accelerator)
-        items = run_items(accelerator, run.registered)
+        items = run.objects.items()
         names = [item.name for item in items if bare_identity(item.value) in prepared]
         try:
             accelerator.load_state(str(self.path))
         except Exception as error:
             raise LoadError(f"{self.path}: accelerator.load_state failed: {error}") from error
-        for model in run.models_by_item().values():
+        for model in run.objects.models().values():
             restore_gradients(model, {})
         run.feeds = self.positions
         step, note = _steps_done(accelerator)
@@ -208,7 +208,7 @@ def _absent_objects(run: TrainingRun) -> list[Restored]:
     """The items of the run that Accelerate does not load."""
     prepared = _prepared_identities(run.accelerator)
     items = [("weights", run.model)]
-    items += [(item.name, item.value) for item in run_items(run.accelerator, run.registered)]
+    items += [(item.name, item.value) for item in run.objects.items()]
     names = [name for name, value in items if bare_identity(value) not in prepared]
     return [
         Restored(name, "absent", "not prepared by the Accelerator, which loads the folder")

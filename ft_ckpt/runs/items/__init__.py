@@ -1,7 +1,7 @@
 """The items of a run: its named objects, and the tensors of its models.
 
-Nothing here reads or writes a checkpoint. Begin at `objects`. `tensors` walks the models,
-`signatures` recognises objects that have no name of their own.
+Nothing here reads or writes a checkpoint. Begin at `run_objects`. `objects` lists the items,
+`tensors` walks the models, `signatures` recognises objects that have no name of their own.
 """
 
 import lazy_loader

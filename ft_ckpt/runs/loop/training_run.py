@@ -6,38 +6,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
+from torch import nn
 
 from ft_ckpt import schedule
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.errors import ConfigError, listing
+from ft_ckpt.errors import listing
 from ft_ckpt.model.base import BaseWatch
-from ft_ckpt.model.parts import check_model
 from ft_ckpt.ranks import Ranks, current_ranks
 from ft_ckpt.ranks.sharding import Source
-from ft_ckpt.ranks.wrappers import unwrap
 from ft_ckpt.runs.data import DataPositions
-from ft_ckpt.runs.items import (
-    Item,
-    Key,
-    WatchedModel,
-    changed_models,
-    main_model,
-    object_signatures,
-    optimizers_among,
-    plain_optimizers,
-    refuse_unsaveable,
-    run_items,
-    walk_run,
-    watch_model,
-    watched_digests,
-)
+from ft_ckpt.runs.items import Item, Key, RunObjects
 from ft_ckpt.runs.loop.progress import Progress
 from ft_ckpt.runs.loop.reminders import MetricWatch, StepReminder
 from ft_ckpt.runs.loop.triggers import ClockPoll
-from ft_ckpt.runs.optimizers import is_schedule_free_in_training
 from ft_ckpt.runs.state import (
     Captured,
     Document,
@@ -64,8 +45,7 @@ class TrainingRun:
     def __init__(self, accelerator: Any, config: SaverConfig) -> None:
         self.accelerator = accelerator
         self.config = config
-        self.registered: dict[str, Any] = {}
-        self.watched: dict[str, WatchedModel] = {}
+        self.objects = RunObjects(accelerator)
         # names of moving state that no checkpoint of the run has, for the reports
         self.unsaved: list[str] = []
         self.step = 0
@@ -90,48 +70,26 @@ class TrainingRun:
         self.metrics = MetricWatch(config.rankings)
 
     def register(self, objects: Mapping[str, Any]) -> None:
-        """Add objects to the run by name; "model" is the one whose weights are saved.
-
-        Raises SelectionError for an object whose state cannot be saved, ConfigError for a name that
-        is taken.
-        """
-        if "model" in objects:
-            check_model(objects["model"])
-        items = run_items(self.accelerator, {**self.registered, **objects})
-        refuse_unsaveable(item for item in items if item.name in objects)
-        self.registered.update(objects)
-        self.steps.watch_optimizers(plain_optimizers(items))
+        """Add objects to the run by name. Raises as `RunObjects.register`."""
+        self.objects.register(objects)
+        self._watch_steps()
         self.note_base()
-
-    def watch(self, name: str, model: nn.Module) -> None:
-        """Watch a model that the script makes at each start.
-
-        It is registered once its values have changed. Raises as `ModelTensors.sources` for tensors
-        that cannot be stored.
-        """
-        self.watched[name] = watch_model(model)
 
     def register_changed(self, ranks: Ranks) -> None:
         """Register the watched models whose values have changed. Collective."""
-        names = changed_models(self.watched, ranks)
-        if names:
-            self.register({name: self.watched.pop(name).model for name in names})
+        changed = self.objects.take_changed(ranks)
+        if changed:
+            self.register(changed)
 
     def note_base(self) -> None:
         """Record the base of the model's adapters as the script has made it."""
-        if "model" in self.registered or getattr(self.accelerator, "_models", None):
+        if self.objects.has_model:
             self.base.note_base(self.model, current_ranks().rank)
 
     @property
     def model(self) -> nn.Module:
         """The model whose weights are saved. Raises ConfigError when there is none."""
-        model = main_model(self.accelerator, self.registered)
-        if model is None:
-            raise ConfigError(
-                "no model: prepare one with Accelerate before this, or pass it: "
-                "saver.register(model=model, ...)"
-            )
-        return model
+        return self.objects.model
 
     @property
     def progress(self) -> Progress:
@@ -146,13 +104,13 @@ class TrainingRun:
 
     def check_objects(self) -> None:
         """Raise SelectionError early if the state of an object of the run cannot be saved."""
-        refuse_unsaveable(self._watch_steps())
-        if self.config.every is None:
+        self._watch_steps()
+        self.objects.refuse_unsaveable()
+        # a model passed later is checked then
+        if self.config.every is None or not self.objects.has_model:
             return
-        if not getattr(self.accelerator, "_models", None) and "model" not in self.registered:
-            return  # a model passed later is checked then
-        items, _, sources = walk_run(self.model, run_items(self.accelerator, self.registered))
-        object_signatures(self.accelerator, self.registered, lambda: sources)
+        items, sources = self.objects.walk()
+        self.objects.signatures(sources)
         local_state(items, sources, {})
 
     def check_first_step(self, ranks: Ranks) -> None:
@@ -165,18 +123,6 @@ class TrainingRun:
             return
         ranks.run("the first step", self.check_objects)
 
-    def steppers(self) -> dict[Optimizer, list[Tensor]]:
-        """The optimizers that call a hook before they step.
-
-        Each comes with the further tensors that its steps change.
-        """
-        hooked: dict[Optimizer, list[Tensor]] = {}
-        for item in optimizers_among(run_items(self.accelerator, self.registered)):
-            inner, further = item.kind.hooked_optimizer(item.optimizer)
-            if isinstance(inner, Optimizer) and getattr(type(inner).step, "hooked", False):
-                hooked[inner] = further
-        return hooked
-
     def capture_state(self, ranks: Ranks, versions: Mapping[str, str]) -> Captured:
         """Capture the state of the whole run, and the sources of its models.
 
@@ -184,14 +130,13 @@ class TrainingRun:
         """
 
         def current_objects() -> tuple[nn.Module, list[Item], dict[str, Any]]:
-            items = self._watch_steps()
-            models = self.models_by_item()
+            self._watch_steps()
+            items, models = self.objects.items(), self.objects.models()
             trees = capture_rank_state(self.accelerator, models, items, self.feeds, self.steps)
             return self.model, items, trees
 
         self.register_changed(ranks)
         captured = capture_run(current_objects, ranks)
-        signatures = object_signatures(self.accelerator, self.registered, lambda: captured.sources)
         captured.document.update(
             {
                 "progress": {"step": self.step, **self.feeds.counts},
@@ -200,11 +145,11 @@ class TrainingRun:
                 "run_id": self.run_id,
                 "ancestors": sorted(self._ancestors),
                 "let_go": sorted(self._left_out),
-                "watched": watched_digests(self.watched),
+                "watched": self.objects.watched_digests(),
                 "unsaved": self.unsaved,
                 "published": self.published,
                 "fingerprint": self.current_fingerprint(captured.sources, ranks, versions),
-                "signatures": signatures,
+                "signatures": self.objects.signatures(captured.sources),
             }
         )
         return captured
@@ -264,7 +209,7 @@ class TrainingRun:
         """Whether the batch just done completed a step."""
         self.reminder.note_call()
         self._watch_steps()
-        self._is_unfinished = self.steps.is_unfinished(lambda: self.models_by_item().values())
+        self._is_unfinished = self.steps.is_unfinished(lambda: self.objects.models().values())
         return self.is_between_steps
 
     def note_step(
@@ -329,33 +274,6 @@ class TrainingRun:
         last_metrics = self.last_metrics if step == self.step else {}
         return {"step": step, "metrics": dict(metrics or last_metrics), "run_id": self.run_id}
 
-    def notes_on_weights(self, model: nn.Module) -> tuple[str, ...]:
-        """What a reader of the weights of `model` should know of the optimizers that train them."""
-        trained = {id(parameter) for parameter in unwrap(model).parameters()}
-        notes: list[str] = []
-        for optimizer in plain_optimizers(run_items(self.accelerator, self.registered)):
-            members: set[int] = set()
-            for group in optimizer.param_groups:
-                members.update(id(parameter) for parameter in group["params"])
-            if trained & members and is_schedule_free_in_training(optimizer):
-                notes.append(
-                    f"{type(optimizer).__name__} is in train mode: the weights are the point of "
-                    "training, not the average that it is evaluated by; call optimizer.eval() "
-                    "before a save of weights to use"
-                )
-        return tuple(notes)
-
-    def notes_on_averages(self) -> tuple[str, ...]:
-        """Which weights the folder of a checkpoint has, if the run keeps an average of them too."""
-        notes = []
-        for name, model in self.models_by_item().items():
-            if isinstance(model, AveragedModel) and name:
-                notes.append(
-                    f"{name}: an average of the weights, kept with the training state; the folder "
-                    "has the weights of training"
-                )
-        return tuple(notes)
-
     def watch_loop(self, batches: Iterator[Any], ranks: Ranks) -> Iterator[Any]:
         """Yield the batches of a training loop, and remind it of `step` if it does not call it."""
         self._watch_steps()
@@ -367,28 +285,25 @@ class TrainingRun:
 
     def _current_models(self) -> list[nn.Module]:
         """The models of the run; none before one is prepared or registered."""
-        model = main_model(self.accelerator, self.registered)
-        return [] if model is None else [*self.models_by_item().values()]
+        if self.objects.main_model is None:
+            return []
+        return list(self.objects.models().values())
 
     def close(self) -> None:
         """Restore signal handlers and remove the optimizers' hooks."""
         self.steps.close()
         self.poll.close()
 
-    def _watch_steps(self) -> list[Item]:
-        """Hook all optimizers of the run so far; returns the items of the run."""
-        items = run_items(self.accelerator, self.registered)
-        self.steps.watch_optimizers(plain_optimizers(items))
-        return items
-
-    def models_by_item(self) -> dict[str, nn.Module]:
-        """The models of the run by item, "" for the one whose weights are saved."""
-        items = run_items(self.accelerator, self.registered)
-        return {"": self.model, **{item.name: item.value for item in items if item.kind == "model"}}
+    def _watch_steps(self) -> None:
+        """Hook all optimizers of the run so far."""
+        self.steps.watch_optimizers(self.objects.plain_optimizers())
 
     def _epochs_done(self) -> int:
         """Completed passes over the data, rounded down to multiples of `every.epochs`."""
-        epochs = (self.config.every.epochs if self.config.every is not None else None) or 1
+        every = self.config.every
+        epochs = 1
+        if every is not None and every.epochs is not None:
+            epochs = every.epochs
         return epochs * self.feeds.passes_done(epochs)
 
     def current_fingerprint(
@@ -402,7 +317,7 @@ class TrainingRun:
             self.accelerator,
             self.model,
             sources.values(),
-            run_items(self.accelerator, self.registered),
+            self.objects.items(),
             [feed.loader for feed in self.feeds.known_positions],
             ranks.size,
             versions,

@@ -18,7 +18,6 @@ from ft_ckpt.runs.items import (
     ExtraState,
     Item,
     Key,
-    items_in_saved_order,
     labelled_sources,
     optimizer_of,
     walk_run,
@@ -64,7 +63,7 @@ def match_items(run: TrainingRun, resume_point: ResumePoint, ranks: Ranks) -> Ma
     """
     with ranks.attempting() as matching:
         signatures = resume_point.document.get("signatures", {})
-        items = items_in_saved_order(run.accelerator, run.registered, signatures)
+        items = run.objects.items_in_saved_order(signatures)
         items, _, sources = walk_run(run.model, items)
     ranks.agree("matching the items of resume()", error=matching.error)
     return MatchedRun(run.model, items, sources, ranks)

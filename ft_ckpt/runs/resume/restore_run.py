@@ -7,7 +7,7 @@ from ft_ckpt.errors import damaged_input, listing
 from ft_ckpt.progress_bars import track_reads
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.ranks.moving import Filler, choose_filler
-from ft_ckpt.runs.items import changed_flags, differing_models, optimizers_among, run_items
+from ft_ckpt.runs.items import changed_flags, optimizers_among
 from ft_ckpt.runs.loop import TrainingRun
 from ft_ckpt.runs.resume.allowed import HALF_RESTORED, AllowedItems
 from ft_ckpt.runs.resume.match_run import Comparison, MatchedRun
@@ -47,7 +47,7 @@ def restore_state(
             ranks, "resume()", report.items, report.requests, restoring.error
         )
         allowed.refuse_unrestored(resume_point.checkpoint.location, items, HALF_RESTORED)
-        for item in optimizers_among(run_items(run.accelerator, run.registered)):
+        for item in run.objects.optimizers():
             item.kind.after_restore(item.optimizer)
     return replace(report, items=items, requests=requests)
 
@@ -82,7 +82,7 @@ def _restore_on_rank(
     with damaged_input(f"{checkpoint.location}: its training state"):
         rank_state = restore_rank_state(
             run.accelerator,
-            run.models_by_item(),
+            run.objects.models(),
             document,
             resume_point.tensors,
             matched.ranks,
@@ -130,7 +130,7 @@ def _differences(
     return [
         *fingerprint_differences(document["fingerprint"], fingerprint),
         *changed_flags(document, matched.sources),
-        *differing_models(run.watched, document.get("watched", {})),
+        *run.objects.differing_models(document.get("watched", {})),
         *note_on_replicas(document),
     ]
 

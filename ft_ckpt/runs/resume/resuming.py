@@ -7,7 +7,6 @@ from dataclasses import replace
 from ft_ckpt.errors import LoadError, Problem, listing
 from ft_ckpt.messages import warn
 from ft_ckpt.ranks import Outcome, Ranks
-from ft_ckpt.runs.items import run_items
 from ft_ckpt.runs.loop import TrainingRun
 from ft_ckpt.runs.resume.allowed import HALF_RESTORED, AllowedItems
 from ft_ckpt.runs.resume.choose import Choice, Damage, choose_checkpoint, read_foreign_folder
@@ -97,7 +96,7 @@ def _resume_without_checkpoint(
     absent, _ = agree_on_outcomes(
         ranks, "reading the folder of resume()", absent, error=reading.error
     )
-    names = {item.name for item in run_items(run.accelerator, run.registered)}
+    names = {item.name for item in run.objects.items()}
     allowed.refuse_unknown(names, absent)
     allowed.refuse_unrestored(path, absent, "nothing was overwritten")
     report = RestoreReport()

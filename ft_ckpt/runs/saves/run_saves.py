@@ -165,7 +165,7 @@ class RunSaves:
 
             def make_request() -> SaveRequest:
                 self._warn_of_lost_files()
-                notes = [*run.notes_on_weights(run.model), *run.notes_on_averages()]
+                notes = run.objects.notes_on_weights(run.model) + run.objects.notes_on_averages()
                 if differing:
                     notes.append(difference_note(differing))
                 protect = self._protected_paths()
