@@ -10,10 +10,11 @@ from typing import Any
 
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.messages import LOG
+from ft_ckpt.processes import machine_id
 from ft_ckpt.ranks import Ranks, Values, rank_numbers, try_action
 from ft_ckpt.saving.range_trial import try_ranges
 from ft_ckpt.storage import MountedFrom, Store, mount_of
-from ft_ckpt.storage.local import LocalStore, folder_of, machine_id
+from ft_ckpt.storage.local import LocalStore, folder_of
 
 _PROBE = ".ft_ckpt-probe"
 

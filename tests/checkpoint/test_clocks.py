@@ -13,7 +13,7 @@ import torch
 from preloaded import Preloaded, set_clock
 from torch import nn
 
-from ft_ckpt import CheckpointSaver, Keep, latest
+from ft_ckpt import CheckpointSaver, Keep, latest, processes
 from ft_ckpt.checkpoint.leases import leases, reader_leases
 from ft_ckpt.errors import LeaseTakenError
 from ft_ckpt.runs.folder import lease as run_lease, prune_run
@@ -58,7 +58,7 @@ def other_node(act, folder, seconds):
     def live():
         set_clock(seconds)
         socket.gethostname = lambda: "node-1"
-        locks.machine_id = lambda: "another"
+        processes.machine_id = locks.machine_id = lambda: "another"
         reader_leases.lock_descriptor = lambda descriptor: False  # not seen from another node
         with act(folder):
             there.send("ready")

@@ -21,6 +21,7 @@ import pytest
 from faults import Disk, World, in_child, try_worlds
 from small_checkpoints import contents, make_checkpoint, save
 
+from ft_ckpt import processes
 from ft_ckpt.checkpoint.catalog import latest
 from ft_ckpt.checkpoint.checks import verify
 from ft_ckpt.checkpoint.commit import (
@@ -35,7 +36,6 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from ft_ckpt.errors import CorruptError, ManifestError, NoSpaceError, TargetError
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.digests import FileRecord
-from ft_ckpt.storage.local import locks
 from ft_ckpt.storage.places import open_place, scratch_file
 
 INDEX = "model.safetensors.index.json"
@@ -844,8 +844,8 @@ def dead_owner(machine=None):
     """An owner of this machine whose process is gone."""
     return re.sub(
         r"-[0-9a-f]{8}-\d+-",
-        f"-{machine or locks.new_owner().split('-')[-3]}-999999999-",
-        locks.new_owner(),
+        f"-{machine or processes.new_owner().split('-')[-3]}-999999999-",
+        processes.new_owner(),
     )
 
 

@@ -79,6 +79,8 @@ SIGNATURES = {
 HUB = {"extensions/transfer/hub/repositories", "extensions/transfer/hub/buckets"}
 # What the clients of a network file system cache, tried on the disk itself.
 CACHES = {"cli/cache_trials"}
+# What the system says of processes, as files.
+PROCESSES = {"processes"}
 # Standard output.
 STREAMS = {"cli/options"}
 # Accelerate reads its folders itself, and nodes that see no checkpoint get one in their temporary
@@ -131,6 +133,7 @@ def test_who_knows_the_file_system():
         | SIGNATURES
         | TRAINERS
         | CACHES
+        | PROCESSES
     )
     assert {
         name: why

@@ -29,13 +29,12 @@ from places import TESTS
 from training import QUIET, learn, prepared
 
 import ft_ckpt
-from ft_ckpt import CheckpointSaver
+from ft_ckpt import CheckpointSaver, processes
 from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.leases import put_mark, read_mark
 from ft_ckpt.errors import ConfigError, LeaseTakenError, RanksDisagreeError
 from ft_ckpt.runs.folder import lease as run_lease
 from ft_ckpt.runs.folder.lease import RUN_LEASE
-from ft_ckpt.storage.local import locks
 from ft_ckpt.storage.places import open_place
 
 FORK = multiprocessing.get_context("fork")
@@ -77,7 +76,6 @@ import torch
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.runs.folder import lease as run_lease
 from ft_ckpt.errors import LeaseTakenError
-from ft_ckpt.storage.local import locks
 
 run, room, host, ahead, lease, renew = sys.argv[1:]
 run_lease.LEASE_SECONDS, run_lease.RENEW_SECONDS = float(lease), float(renew)
@@ -277,7 +275,7 @@ def test_marks_of_processes_that_are_gone(tmp_path, short, changes, waits):
     with trainer(tmp_path) as saver:
         saver.resume()
         assert (time.monotonic() - begun > run_lease.LEASE_SECONDS) == waits
-        assert mark(tmp_path)["started"] == locks.process_facts()["started"]
+        assert mark(tmp_path)["started"] == processes.process_facts()["started"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "\0" * 300])
@@ -312,7 +310,7 @@ def test_a_process_that_wakes_up_looks_at_the_lease_before_it_commits(tmp_path, 
     saver = trainer(tmp_path)
     stepped(saver)
     put_mark(open_place(tmp_path).folder, RUN_LEASE, token="another")
-    later = locks.steady_seconds() + 100
+    later = processes.steady_seconds() + 100
     monkeypatch.setattr(run_lease, "steady_seconds", lambda: later)
     with pytest.raises(LeaseTakenError, match="taken over by process"):
         stepped(saver)

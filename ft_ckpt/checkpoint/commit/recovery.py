@@ -28,8 +28,9 @@ from ft_ckpt.errors import (
     explained,
 )
 from ft_ckpt.messages import warn
+from ft_ckpt.processes import OWNER
 from ft_ckpt.storage import ABANDONED_SECONDS, is_inside, local_disk, read_text
-from ft_ckpt.storage.local import OWNER, LocalStore, claim_leftover
+from ft_ckpt.storage.local import LocalStore, claim_leftover
 from ft_ckpt.storage.places import Place
 
 _LEFTOVER = re.compile(
@@ -43,7 +44,7 @@ class LeftoverName:
 
     target: str | None  # the name of the target next to the stage; None inside the target
     is_sideline: bool
-    owner: str  # see `locks.new_owner`
+    owner: str  # see `processes.new_owner`
 
 
 def parse_leftover(name: str) -> LeftoverName | None:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ft_ckpt.errors import CheckpointError, MissingError, UnreadableError
+from ft_ckpt.processes import is_gone, new_owner, process_facts
 from ft_ckpt.storage import PREFIX, Store, Stored, read_text
-from ft_ckpt.storage.local import is_gone, new_owner, process_facts
 
 
 @dataclass(eq=False)

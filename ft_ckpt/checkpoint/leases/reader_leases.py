@@ -19,15 +19,9 @@ from ft_ckpt.checkpoint.leases.leases import (
 )
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import CheckpointError
+from ft_ckpt.processes import machine_id, process_facts
 from ft_ckpt.storage import Store, list_names
-from ft_ckpt.storage.local import (
-    LocalStore,
-    folder_of,
-    has_ended,
-    lock_descriptor,
-    machine_id,
-    process_facts,
-)
+from ft_ckpt.storage.local import LocalStore, folder_of, has_ended, lock_descriptor
 from ft_ckpt.storage.places import Place
 
 

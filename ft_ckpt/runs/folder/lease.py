@@ -26,8 +26,8 @@ from weakref import WeakSet
 from ft_ckpt.checkpoint.leases import ExclusiveLease, holder_of, parse_mark
 from ft_ckpt.errors import CheckpointError, LeaseTakenError, MissingError, NameTakenError, explained
 from ft_ckpt.messages import LOG
+from ft_ckpt.processes import is_gone, is_of_this_machine, process_facts, steady_seconds
 from ft_ckpt.storage import PREFIX, Store, make_folder
-from ft_ckpt.storage.local import is_gone, is_of_this_machine, process_facts, steady_seconds
 from ft_ckpt.storage.places import Place
 
 RUN_LEASE = f"{PREFIX}run"

@@ -14,21 +14,14 @@ from .local_store import (
 )
 from .locks import (
     DRAFTS as DRAFTS,
-    OWNER as OWNER,
     claim_leftover as claim_leftover,
     clear_drafts as clear_drafts,
     has_ended as has_ended,
     holding_lock as holding_lock,
-    is_gone as is_gone,
-    is_of_this_machine as is_of_this_machine,
     lock_descriptor as lock_descriptor,
     locked_folder as locked_folder,
-    machine_id as machine_id,
     make_locked_folder as make_locked_folder,
-    new_owner as new_owner,
-    process_facts as process_facts,
     release_lock as release_lock,
-    steady_seconds as steady_seconds,
 )
 from .trials import (
     BUCKET_NEEDS as BUCKET_NEEDS,

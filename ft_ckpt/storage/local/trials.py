@@ -22,10 +22,10 @@ from ft_ckpt.errors import (
     reason_of,
 )
 from ft_ckpt.messages import warn
+from ft_ckpt.processes import new_owner
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.io import ALIGNMENT, BLOCK_BYTES, new_block
 from ft_ckpt.storage.local.local_store import LocalStore, temporary_store
-from ft_ckpt.storage.local.locks import new_owner
 from ft_ckpt.storage.local_disk import PREFIX
 from ft_ckpt.storage.mounts import MountedFrom, mount_of
 from ft_ckpt.storage.store import Store

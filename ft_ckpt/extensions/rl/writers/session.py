@@ -31,10 +31,11 @@ from ft_ckpt.extensions.rl.writers.session_files import (
     sessions_of,
 )
 from ft_ckpt.messages import LOG
+from ft_ckpt.processes import is_gone, process_facts
 from ft_ckpt.schema import FieldError, as_record
 from ft_ckpt.storage import Store, is_inside, read_text
 from ft_ckpt.storage.digests import FileRecord, read_record
-from ft_ckpt.storage.local import LocalStore, is_gone, process_facts
+from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place, copy_object
 
 _PROCESS_KEYS = ("host", "machine", "namespace", "pid", "started")  # that identify a process

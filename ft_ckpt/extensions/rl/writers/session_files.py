@@ -25,10 +25,10 @@ from dataclasses import asdict, dataclass, replace
 from ft_ckpt.checkpoint.leases import may_live, read_mark, store_time
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.errors import CheckpointError, ConfigError, listing
+from ft_ckpt.processes import is_gone
 from ft_ckpt.schema import FieldError, as_record
 from ft_ckpt.storage import PREFIX, Store, read_text
 from ft_ckpt.storage.digests import FileRecord
-from ft_ckpt.storage.local import is_gone
 from ft_ckpt.storage.places import Place, open_place
 
 SESSIONS = f"{PREFIX}writers"  # folder in that of the run

@@ -49,9 +49,10 @@ from ft_ckpt.extensions.rl.writers.session_files import (
 )
 from ft_ckpt.extensions.tools import save
 from ft_ckpt.messages import warn
+from ft_ckpt.processes import is_gone
 from ft_ckpt.storage import is_inside
 from ft_ckpt.storage.digests import FileRecord, read_record
-from ft_ckpt.storage.local import is_gone, make_like
+from ft_ckpt.storage.local import make_like
 from ft_ckpt.storage.places import Place, open_place
 from ft_ckpt.values import whole_step
 
