@@ -8,8 +8,8 @@
 | `io` | reads and writes of large files at the rate of the disk or network |
 
 Nothing here depends on tensors, models, collectives or manifests, and nothing here imports torch.
-Begin at `store`, the interfaces of a store; then `local_disk`, the operations on a file system that
-survive a power cut.
+Begin at `store`, the interfaces of a store; then `look_ups`, which says what is at a path, and
+`local_disk`, the changes of a file system that survive a power cut.
 """
 
 import lazy_loader

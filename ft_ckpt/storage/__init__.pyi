@@ -1,9 +1,17 @@
 from .local_disk import (
     ABANDONED_SECONDS as ABANDONED_SECONDS,
     PREFIX as PREFIX,
-    list_names as list_names,
     make_folder as make_folder,
+)
+from .look_ups import (
+    folder_mode as folder_mode,
+    holds_cwd as holds_cwd,
+    holds_mount as holds_mount,
+    is_folder as is_folder,
+    list_entries as list_entries,
+    list_names as list_names,
     permission_bits as permission_bits,
+    real_path as real_path,
     regular_descriptor as regular_descriptor,
     walk_tree as walk_tree,
 )

@@ -34,7 +34,7 @@ from ft_ckpt.checkpoint.commit import (
 )
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from ft_ckpt.errors import CorruptError, ManifestError, NoSpaceError, TargetError
-from ft_ckpt.storage import local_disk
+from ft_ckpt.storage import local_disk, permission_bits
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.places import open_place, scratch_file
 
@@ -428,21 +428,17 @@ def test_modes_follow_the_umask(tmp_path, umask, case):
         staging.commit(manifest)
     finally:
         os.umask(before)
-    assert (
-        local_disk.permission_bits(target)
-        == local_disk.permission_bits(target / "policy")
-        == 0o777 & ~umask
-    )
-    assert {
-        local_disk.permission_bits(target / name) for name in (MANIFEST_NAME, "policy/config.json")
-    } == {0o666 & ~umask}
+    assert permission_bits(target) == permission_bits(target / "policy") == 0o777 & ~umask
+    assert {permission_bits(target / name) for name in (MANIFEST_NAME, "policy/config.json")} == {
+        0o666 & ~umask
+    }
 
 
 def test_an_overwritten_folder_keeps_its_mode(tmp_path):
     save(tmp_path / "checkpoint", step=1)
     (tmp_path / "checkpoint").chmod(0o2770)
     save(tmp_path / "checkpoint", step=2)
-    assert local_disk.permission_bits(tmp_path / "checkpoint") == 0o2770
+    assert permission_bits(tmp_path / "checkpoint") == 0o2770
 
 
 def test_nobody_else_enters_an_unfinished_save(tmp_path):
@@ -461,7 +457,7 @@ def test_what_was_for_the_owner_alone_stays_so(tmp_path):
     for path in target.rglob("*"):
         path.chmod(0o700 if path.is_dir() else 0o600)
     save(target, step=2, shards=2, parts=("", "policy", "value"))
-    modes = {local_disk.permission_bits(path) for path in target.rglob("*")}
+    modes = {permission_bits(path) for path in target.rglob("*")}
     assert modes == {0o600, 0o700}
 
 
@@ -478,7 +474,7 @@ def test_each_file_keeps_its_mode(tmp_path, act):
     for name, mode in wanted.items():
         (target / name).chmod(mode)
     act(target)
-    assert {name: local_disk.permission_bits(target / name) for name in wanted} == wanted
+    assert {name: permission_bits(target / name) for name in wanted} == wanted
 
 
 def test_foreign_folders_are_moved_not_copied(tmp_path):

@@ -9,13 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2] / "ft_ckpt"
-IMPORTS = {"fcntl", "glob", "mmap", "shutil", "tempfile", "ft_ckpt.storage.local_disk"}
+IMPORTS = {
+    *("fcntl", "glob", "mmap", "shutil", "tempfile"),
+    *("ft_ckpt.storage.local_disk", "ft_ckpt.storage.look_ups"),
+}
 # The operations on files that other packages import by the fronts of `storage`.
 OPERATIONS = {
     *(
         f"ft_ckpt.storage.{name}"
         for name in ("list_names", "make_folder", "permission_bits", "regular_descriptor")
     ),
+    *(f"ft_ckpt.storage.{name}" for name in ("holds_cwd", "holds_mount", "is_folder", "real_path")),
     "ft_ckpt.storage.walk_tree",
     "ft_ckpt.storage.local.clear_drafts",
     "ft_ckpt.storage.local.make_locked_folder",
@@ -53,6 +57,7 @@ STORAGE = {
     "local/local_store",
     "local/locks",
     "local_disk",
+    "look_ups",
     "mounts",
 }
 # Paths as places; checks of links; files for libraries that want paths; trials of a file system.

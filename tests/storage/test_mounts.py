@@ -9,7 +9,7 @@ from launch import run_python
 from network_disks import GlusterFS
 
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.storage import local_disk
+from ft_ckpt.storage import list_entries, list_names
 from ft_ckpt.storage.io import open_local_file
 from ft_ckpt.storage.local import LocalStore, locked_folder
 from ft_ckpt.storage.mounts import keeps_exact_times
@@ -115,9 +115,9 @@ def test_a_stale_handle_is_looked_up_again(tmp_path, monkeypatch, call):
     with monkeypatch.context() as patch:
         patch.setattr(os, call, stale)
         if call == "listdir":
-            names = local_disk.list_names(tmp_path / "folder")
+            names = list_names(tmp_path / "folder")
         elif call == "scandir":
-            names = [entry.name for entry in local_disk.list_entries(tmp_path / "folder")]
+            names = [entry.name for entry in list_entries(tmp_path / "folder")]
         elif call == "stat":
             names = ["file"] if store.stat("folder/file") else []
         else:

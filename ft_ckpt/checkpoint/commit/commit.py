@@ -41,7 +41,16 @@ from ft_ckpt.checkpoint.manifest import (
     next_number,
 )
 from ft_ckpt.errors import CorruptError, NoSpaceError, TargetError, explained, listing
-from ft_ckpt.storage import local_disk
+from ft_ckpt.storage import (
+    folder_mode,
+    holds_cwd,
+    holds_mount,
+    is_folder,
+    local_disk,
+    permission_bits,
+    real_path,
+    walk_tree,
+)
 from ft_ckpt.storage.local import (
     LocalStore,
     clear_drafts,
@@ -72,7 +81,7 @@ def check_target(target: Path, needed_bytes: int) -> None:
     needs space for both checkpoints, so the old one does not count as free.
     """
     with explained(target):
-        target = local_disk.real_path(target)
+        target = real_path(target)
         present = next(path for path in (target, *target.parents) if path.exists())
         if not present.is_dir():
             raise TargetError(
@@ -105,7 +114,7 @@ def open_stage(target: Path) -> Path:
     """
     check_target(target, 0)
     with explained(target):
-        target = local_disk.real_path(target)
+        target = real_path(target)
         recover_target(target)
         local_disk.make_folder(target.parent)
         stage = _new_stage(target)
@@ -128,7 +137,7 @@ def commit_stage(stage: Path, target: Path, manifest: Manifest, max_mode: int = 
     is in place but might not survive a power cut.
     """
     with explained(target):
-        target = local_disk.real_path(target)
+        target = real_path(target)
         # after an exchange this is the old one, at the stage's place
         with holding_lock(target):
             try:
@@ -144,8 +153,8 @@ def place_files(stage: Path, target: Path) -> None:
     point, the working directory).
     """
     with explained(target):
-        target = local_disk.real_path(target)
-        everything = list(local_disk.walk_tree(stage))
+        target = real_path(target)
+        everything = list(walk_tree(stage))
         local_disk.make_folder(target)
         local_disk.take_mode(stage, target.stat())
         local_disk.sync_all([*everything, stage])
@@ -219,7 +228,7 @@ def _durability_error(stage: Path, target: Path, error: OSError) -> TargetError:
 
 
 def _new_stage(target: Path) -> Path:
-    if not local_disk.holds_mount(target):
+    if not holds_mount(target):
         try:
             return make_locked_folder(
                 lambda owner: target.parent / f".{target.name}.ft_ckpt-stage-{owner}", 0o700
@@ -240,7 +249,7 @@ def _seal_stage(stage: Path, manifest: Manifest, target: Path, max_mode: int) ->
     LocalStore(stage, syncs=False, max_mode=max_mode).write(
         MANIFEST_NAME, manifest_to_json(manifest).encode()
     )
-    everything = [*local_disk.walk_tree(stage), stage]
+    everything = [*walk_tree(stage), stage]
     _set_modes(stage, everything, target, max_mode)
     local_disk.sync_all(everything)
 
@@ -251,7 +260,7 @@ def _set_modes(stage: Path, everything: list[Path], target: Path, max_mode: int)
     Libraries may create files for the owner only, so each file gets its mode here. A file that is
     linked to an earlier checkpoint keeps its mode.
     """
-    manifest_mode = local_disk.permission_bits(stage / MANIFEST_NAME)
+    manifest_mode = permission_bits(stage / MANIFEST_NAME)
     replaced_manifest = _replaced(target / MANIFEST_NAME)
     if replaced_manifest is not None:
         manifest_mode = replaced_manifest.st_mode & max_mode | stat.S_IRUSR
@@ -266,7 +275,7 @@ def _set_modes(stage: Path, everything: list[Path], target: Path, max_mode: int)
             local_disk.take_mode(path, replaced, max_mode)
         elif is_folder:
             special_bits = facts.st_mode & 0o7000  # inherited from the folder around it
-            local_disk.set_mode(path, local_disk.folder_mode(manifest_mode) | special_bits)
+            local_disk.set_mode(path, folder_mode(manifest_mode) | special_bits)
         else:
             local_disk.set_mode(path, manifest_mode)
 
@@ -286,7 +295,7 @@ def _replaced(path: Path) -> os.stat_result | None:
 def _check_contents(stage: Path, manifest: Manifest) -> None:
     problems = []
     sizes: dict[str, int] = {}
-    for path in local_disk.walk_tree(stage):
+    for path in walk_tree(stage):
         if path.is_symlink():
             problems.append(f"{path.name}: a symbolic link in the stage")
         if path.is_symlink() or not path.is_dir():
@@ -327,7 +336,7 @@ def _place_stage(stage: Path, target: Path, manifest: Manifest) -> None:
 def _is_movable(stage: Path, target: Path) -> bool:
     # A stage next to the target: the target contains no mount.
     # In a mounted bucket a folder is moved file by file.
-    return stage.parent != target and not local_disk.holds_cwd(target) and not is_on_bucket(target)
+    return stage.parent != target and not holds_cwd(target) and not is_on_bucket(target)
 
 
 def _check_obstacles(target: Path, new: list[str], old: frozenset[str]) -> None:
@@ -338,9 +347,9 @@ def _check_obstacles(target: Path, new: list[str], old: frozenset[str]) -> None:
     folders: set[str] = set()
     for path in new:
         folders.update(parent.as_posix() for parent in Path(path).parents)
-    obstacles = [path for path in new if local_disk.is_folder(target / path)]
+    obstacles = [path for path in new if is_folder(target / path)]
     present = [path for path in folders - old - {"."} if os.path.lexists(target / path)]
-    obstacles += [path for path in present if not local_disk.is_folder(target / path)]
+    obstacles += [path for path in present if not is_folder(target / path)]
     if obstacles:
         raise TargetError(
             f"{listing(sorted(obstacles), ', ')}: a folder in {target} where the checkpoint has a "
@@ -367,7 +376,7 @@ def _swap_folders(stage: Path, target: Path, *, committed: bool) -> bool:
 
 def _pour_files(stage: Path, target: Path, aside: set[str], new: list[str]) -> None:
     sideline = sideline_of(stage, target)
-    local_disk.make_folder(target, local_disk.permission_bits(stage))
+    local_disk.make_folder(target, permission_bits(stage))
     local_disk.mkdir(sideline)
     # first: no reader may trust files that are about to move
     local_disk.move_files([MANIFEST_NAME], target, sideline)

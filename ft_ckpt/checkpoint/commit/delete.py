@@ -31,7 +31,16 @@ from ft_ckpt.checkpoint.manifest import (
     read_manifest,
 )
 from ft_ckpt.errors import CheckpointError, CorruptError, damaged_input, listing, shown
-from ft_ckpt.storage import PREFIX, Store, is_inside, local_disk, read_text
+from ft_ckpt.storage import (
+    PREFIX,
+    Store,
+    is_inside,
+    list_names,
+    local_disk,
+    permission_bits,
+    read_text,
+    walk_tree,
+)
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place
 
@@ -75,7 +84,7 @@ def delete_state(path: Path) -> Removal:
     why = _deletion_obstacles(path)
     if why:
         return Removal(path, why=why)
-    store = LocalStore(path, max_mode=local_disk.permission_bits(path / MANIFEST_NAME))
+    store = LocalStore(path, max_mode=permission_bits(path / MANIFEST_NAME))
     manifest = read_manifest(Place(store))
     store.write(TOMBSTONE, store.read(MANIFEST_NAME))
     store.write(MANIFEST_NAME, manifest_to_json(without_state(manifest)).encode())
@@ -206,7 +215,7 @@ def folder_entries(folder: Path) -> list[Path]:
     Raises UnreadableError.
     """
     with damaged_input(folder):
-        return [folder / name for name in local_disk.list_names(folder)]
+        return [folder / name for name in list_names(folder)]
 
 
 def _deletion_obstacles(path: Path) -> tuple[str, ...]:
@@ -254,7 +263,7 @@ def _close_folder(path: Path) -> Removal:
         return _remove_folder(gone)
     _unlink_if_there(path / TOMBSTONE)
     local_disk.sync_path(path)
-    entries = sorted(local_disk.walk_tree(path))
+    entries = sorted(walk_tree(path))
     unlisted = [entry for entry in entries if entry.is_symlink() or not entry.is_dir()]
     return Removal(path, dropped=True, left=tuple(unlisted))
 

@@ -29,7 +29,15 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.messages import warn
 from ft_ckpt.processes import OWNER
-from ft_ckpt.storage import ABANDONED_SECONDS, is_inside, local_disk, read_text
+from ft_ckpt.storage import (
+    ABANDONED_SECONDS,
+    is_folder,
+    is_inside,
+    list_names,
+    local_disk,
+    read_text,
+    real_path,
+)
 from ft_ckpt.storage.local import LocalStore, claim_leftover
 from ft_ckpt.storage.places import Place
 
@@ -75,7 +83,7 @@ def recover_target(target: Path, *, by_reader: bool = False) -> tuple[str, ...]:
     warning, or a TargetError or UnreadableError if the previous checkpoint could not be restored.
     """
     with explained(target):
-        target = local_disk.real_path(target)
+        target = real_path(target)
         lines = []
         leftovers = [*_find_leftovers(target, target), *_find_leftovers(target.parent, None)]
         for leftover in leftovers:
@@ -106,7 +114,7 @@ def settle_stage(stage: Path, target: Path, manifest: Manifest | None = None) ->
     """
     sideline = sideline_of(stage, target)
     line = f"{stage.name}: removed what was left of a save"
-    if local_disk.is_folder(sideline):
+    if is_folder(sideline):
         line = f"{target}: removed what a finished overwrite had put aside"
         if not (target / MANIFEST_NAME).exists():
             _undo_pour(stage, target, sideline)
@@ -115,7 +123,7 @@ def settle_stage(stage: Path, target: Path, manifest: Manifest | None = None) ->
         only_old = local_disk.movable_pieces(sideline, target, set())
         local_disk.remove_empty_folders(only_old, target)
         _delete_committed(sideline)
-    if local_disk.is_folder(stage):
+    if is_folder(stage):
         local_disk.sync_path(stage.parent)
         _carry_foreign_files(stage, target, manifest)
         if lease_reasons(stage):
@@ -198,9 +206,9 @@ def _find_leftovers(folder: Path, target: Path | None) -> list[_Leftover]:
     Only those of `target`, when it is given.
     """
     leftovers: dict[str, _Leftover] = {}
-    for entry_name in local_disk.list_names(folder):
+    for entry_name in list_names(folder):
         name, entry = parse_leftover(entry_name), folder / entry_name
-        if name is None or not local_disk.is_folder(entry):
+        if name is None or not is_folder(entry):
             continue
         own_target = folder / name.target if name.target else folder
         if target is not None and own_target != target:

@@ -15,6 +15,7 @@ from threading import Lock
 from ft_ckpt.errors import IncompleteError, NameTakenError, explained
 from ft_ckpt.storage import libc, local_disk
 from ft_ckpt.storage.io.blocks import ALIGNMENT, address_of
+from ft_ckpt.storage.look_ups import stored_file
 from ft_ckpt.storage.store import Stored
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -82,7 +83,7 @@ class LocalWriting:
         except BaseException:
             self.abandon()
             raise
-        return local_disk.stored_file(self.name, facts)
+        return stored_file(self.name, facts)
 
     def abandon(self) -> None:
         """A shared file is not deleted."""

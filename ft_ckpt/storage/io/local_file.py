@@ -18,7 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ft_ckpt.errors import CorruptError, UnreadableError
-from ft_ckpt.storage import libc, local_disk
+from ft_ckpt.storage import libc
+from ft_ckpt.storage.look_ups import file_version, regular_descriptor
 from ft_ckpt.storage.mounts import keeps_exact_times
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
@@ -38,7 +39,7 @@ class LocalFile:
         self._closer = weakref.finalize(self, os.close, descriptor)
         self._closed = False
         facts = os.fstat(descriptor)
-        self.size_bytes, self.version = facts.st_size, local_disk.file_version(facts)
+        self.size_bytes, self.version = facts.st_size, file_version(facts)
         self.mode = stat.S_IMODE(facts.st_mode) | stat.S_IRUSR
         self._opened_mtime_ns = facts.st_mtime_ns
 
@@ -110,7 +111,7 @@ class LocalFile:
 
 def open_local_file(path: Path, name: str = "") -> LocalFile:
     """Open a regular file. Raises OSError, or CorruptError for anything else."""
-    return LocalFile(name or path.name, path, local_disk.regular_descriptor(path))
+    return LocalFile(name or path.name, path, regular_descriptor(path))
 
 
 class MappedBytes:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from ft_ckpt.errors import CorruptError, damaged_input, listing
-from ft_ckpt.storage.local_disk import list_entries, walk_tree
+from ft_ckpt.storage.look_ups import list_entries, walk_tree
 from ft_ckpt.storage.store import Store
 
 

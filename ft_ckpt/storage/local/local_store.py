@@ -17,6 +17,17 @@ from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.io import BLOCK_BYTES, LocalFile, LocalWriting, allocate_file, create_file
 from ft_ckpt.storage.local.locks import locked_folder
 from ft_ckpt.storage.local_disk import PREFIX
+from ft_ckpt.storage.look_ups import (
+    ABSENT,
+    folder_mode,
+    list_entries,
+    list_names,
+    permission_bits,
+    raise_unless_absent,
+    regular_descriptor,
+    retrying_stale,
+    stored_file,
+)
 from ft_ckpt.storage.store import (
     Folder,
     FolderListing,
@@ -92,7 +103,7 @@ class LocalStore:
         """
         return self.folder / checked_name(name, is_name)
 
-    @local_disk.retrying_stale
+    @retrying_stale
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         return read_object(self, name, start, stop)
 
@@ -100,7 +111,7 @@ class LocalStore:
         """Raises CorruptError for anything but a regular file."""
         path = self.path(name)
         with _reading(self.where(name)):
-            return LocalFile(name, Path(self.where(name)), local_disk.regular_descriptor(path))
+            return LocalFile(name, Path(self.where(name)), regular_descriptor(path))
 
     def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:
         """A file that replaces another keeps its permissions."""
@@ -149,7 +160,7 @@ class LocalStore:
                 facts = None if _is_draft(path.name) else _regular(path)
                 if facts is not None:
                     name = path.relative_to(self.folder).as_posix()
-                    objects.append(local_disk.stored_file(name, facts))
+                    objects.append(stored_file(name, facts))
         return sorted(objects, key=lambda stored: stored.name)
 
     def list_folder(self, prefix: str = "") -> FolderListing:
@@ -157,14 +168,14 @@ class LocalStore:
         start = f"{prefix}/" if prefix else ""
         folders, objects = [], []
         with _reading(self.where(prefix)):
-            for entry in local_disk.list_entries(top):
+            for entry in list_entries(top):
                 if _may_be_folder(entry):
                     identity = os.path.realpath(entry.path)
                     folders.append(Folder(entry.name, identity, entry.is_symlink()))
                     continue
                 facts = None if _is_draft(entry.name) else _regular(entry.path)
                 if facts is not None:
-                    objects.append(local_disk.stored_file(start + entry.name, facts))
+                    objects.append(stored_file(start + entry.name, facts))
         folders.sort(key=lambda folder: folder.is_link)
         return FolderListing(os.path.lexists(top), tuple(folders), tuple(objects))
 
@@ -173,7 +184,7 @@ class LocalStore:
         path = self.path(name)
         with _reading(self.where(name)):
             facts = _regular(path)
-        return None if facts is None else local_disk.stored_file(name, facts)
+        return None if facts is None else stored_file(name, facts)
 
     def copy(self, name: str, other: str, source: Store | None = None) -> bool:
         """Link the file under another name.
@@ -187,7 +198,7 @@ class LocalStore:
         goal = self.path(other)
         if store.stat(name) is None:
             raise _missing(store.where(name))
-        if local_disk.permission_bits(origin) & ~self.max_mode & 0o077:
+        if permission_bits(origin) & ~self.max_mode & 0o077:
             return False
         draft = _draft_name(goal)
         with explained(goal):
@@ -259,7 +270,7 @@ class LocalStore:
         for name in reversed(path.relative_to(self.folder).parents[:-1]):
             folder = self.folder / name
             if not folder.is_dir():
-                mode = local_disk.folder_mode(self.max_mode)
+                mode = folder_mode(self.max_mode)
                 if self.syncs:
                     local_disk.make_folder(folder, mode)
                 else:
@@ -315,9 +326,9 @@ def _files_at(path: Path) -> Iterator[Path]:
 def _mode_of(path: Path) -> int:
     """The permission bits of a file or folder; all for a link that leads nowhere."""
     try:
-        return local_disk.permission_bits(path) & 0o777
+        return permission_bits(path) & 0o777
     except OSError as error:
-        if error.errno not in (*local_disk.ABSENT, errno.ELOOP):
+        if error.errno not in (*ABSENT, errno.ELOOP):
             raise UnreadableError(f"{path}: cannot be read ({error}); try again") from error
         return 0o777
 
@@ -327,7 +338,7 @@ def make_like(store: Store, other: Store) -> None:
     folder, pattern = store.local_folder, other.local_folder
     if folder is not None and pattern is not None:
         with explained(folder):
-            mode = local_disk.permission_bits(pattern) | stat.S_IRWXU
+            mode = permission_bits(pattern) | stat.S_IRWXU
             local_disk.make_folder(folder.parent)
             local_disk.make_folder(folder, mode)
 
@@ -363,7 +374,7 @@ class _reading(damaged_input):  # noqa: N801 - reads as a statement where it is 
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        if isinstance(error, OSError) and error.errno in local_disk.ABSENT:
+        if isinstance(error, OSError) and error.errno in ABSENT:
             clean_causes(error)
             raise _missing(str(self.source)) from error
         super().__exit__(kind, error, at)
@@ -397,29 +408,29 @@ def clear_old_drafts(folder: Path) -> None:
     Their processes were killed.
     """
     abandoned_at = time.time() - local_disk.ABANDONED_SECONDS
-    drafts = [folder / name for name in local_disk.list_names(folder) if _is_draft(name)]
+    drafts = [folder / name for name in list_names(folder) if _is_draft(name)]
     for draft in drafts:
         with contextlib.suppress(OSError):
             if draft.lstat().st_mtime < abandoned_at:
                 local_disk.unlink(draft)
 
 
-@local_disk.retrying_stale
+@retrying_stale
 def _files_below(top: Path) -> list[Path]:
     """All files below a folder; folders that are links are not entered."""
     paths: list[Path] = []
-    for folder, _, names in os.walk(top, onerror=local_disk.raise_unless_absent):
+    for folder, _, names in os.walk(top, onerror=raise_unless_absent):
         paths += [Path(folder, name) for name in names]
     return paths
 
 
-@local_disk.retrying_stale
+@retrying_stale
 def _regular(path: str | Path) -> os.stat_result | None:
     """The stat result of a regular file, through links; None for anything else, or nothing."""
     try:
         facts = os.stat(path)  # noqa: PTH116 - of each file of each listing: a Path would cost more than the call
     except OSError as error:
-        if error.errno in (*local_disk.ABSENT, errno.ELOOP):
+        if error.errno in (*ABSENT, errno.ELOOP):
             return None
         raise
     return facts if stat.S_ISREG(facts.st_mode) else None

@@ -25,6 +25,7 @@ from ft_ckpt.processes import (
     new_owner,
 )
 from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.look_ups import is_folder, list_names, walk_tree
 from ft_ckpt.storage.mounts import is_on_local_disk
 
 DRAFTS = ".ft_ckpt-file-"  # in the names of folders for unfinished files
@@ -189,8 +190,8 @@ def clear_drafts(folder: Path) -> None:
 
     Raises TargetError.
     """
-    for path in list(local_disk.walk_tree(folder)):
-        if DRAFTS in path.name and local_disk.is_folder(path):
+    for path in list(walk_tree(folder)):
+        if DRAFTS in path.name and is_folder(path):
             local_disk.delete_folder(path)
 
 
@@ -200,7 +201,7 @@ def locked_folder(parent: Path, start: str) -> Iterator[Path]:
 
     Deleted afterwards. Folders of the same kind whose processes were killed are deleted first.
     """
-    for name in local_disk.list_names(parent):
+    for name in list_names(parent):
         if name.startswith(start) and re.fullmatch(OWNER, name[len(start) :]):
             with claim_leftover(parent / name, name, local_disk.ABANDONED_SECONDS) as is_abandoned:
                 if is_abandoned:

@@ -1,0 +1,182 @@
+"""What is at a path of a local file system: files, folders, permission bits, mounts.
+
+Nothing here changes the disk. Look-ups by path go on when a network file system answers ESTALE.
+"""
+
+import contextlib
+import errno
+import functools
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from ft_ckpt.errors import CorruptError, TargetError
+from ft_ckpt.storage.store import Stored
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+_MAX_STALE_ANSWERS = 3
+
+
+_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+ABSENT = (errno.ENOENT, errno.ENOTDIR)
+
+
+def retrying_stale(look_up: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let `look_up`, which finds a file or folder by its path, look again after ESTALE.
+
+    The client of a network file system gives it when the name leads to another file by now than the
+    one in its cache, as a save of another node has replaced it.
+    """
+
+    @functools.wraps(look_up)
+    def look_again(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        answers = 0
+        while True:
+            answers += 1
+            try:
+                return look_up(*args, **kwargs)
+            except OSError as error:
+                if error.errno != errno.ESTALE or answers == _MAX_STALE_ANSWERS:
+                    raise
+                _ask_server(error.filename)
+
+    return look_again
+
+
+def _ask_server(path: str | Path | None) -> None:
+    """Send a request that no cache answers.
+
+    A client that caches names for long then forgets what it knew of this one.
+    """
+    if path is not None:
+        with contextlib.suppress(OSError):
+            os.statvfs(path)
+
+
+@retrying_stale
+def regular_descriptor(path: Path) -> int:
+    """A descriptor of a regular file, for reading; opening never blocks.
+
+    Raises OSError, or CorruptError for anything but a regular file.
+    """
+    try:
+        descriptor = os.open(path, _READ)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # a socket
+            raise
+        raise CorruptError(f"{path}: not a regular file; move it away") from error
+    try:
+        is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+    except OSError:
+        os.close(descriptor)
+        raise
+    if not is_regular:
+        os.close(descriptor)
+        raise CorruptError(f"{path}: not a regular file; move it away")
+    return descriptor
+
+
+@retrying_stale
+def list_names(folder: Path) -> list[str]:
+    """The names in `folder`, sorted; none when there is no such folder. Raises OSError."""
+    try:
+        return sorted(os.listdir(folder))  # noqa: PTH208 - a path for each name takes twice as long
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+@retrying_stale
+def list_entries(folder: Path) -> list[os.DirEntry[str]]:
+    """The entries of `folder`, sorted by name; none when there is no such folder.
+
+    Raises OSError.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def stored_file(name: str, facts: os.stat_result) -> Stored:
+    """A file with this stat result as an object of a store."""
+    return Stored(name, facts.st_size, facts.st_mtime, file_version(facts))
+
+
+def file_version(facts: os.stat_result) -> str:
+    """A text that differs whenever the bytes of a file are replaced."""
+    return f"{facts.st_dev:x}-{facts.st_ino:x}-{facts.st_mtime_ns:x}-{facts.st_size:x}"
+
+
+def walk_tree(folder: Path) -> Iterator[Path]:
+    """Every file and folder below `folder`, contents before their folder; nothing if it is absent.
+
+    Links are not followed. Raises OSError for a folder that cannot be listed.
+    """
+    for parent, folders, files in os.walk(folder, topdown=False, onerror=raise_unless_absent):
+        for name in (*files, *folders):
+            yield Path(parent) / name
+
+
+def permission_bits(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def folder_mode(file_mode: int) -> int:
+    """The permission bits of a folder of files with `file_mode`.
+
+    Who may read them may enter; the owner may do all.
+    """
+    return file_mode | (file_mode & 0o444) >> 2 | stat.S_IRWXU
+
+
+def real_path(target: Path) -> Path:
+    """`target` with links resolved, so that a link stays and its target is replaced.
+
+    TargetError for a loop.
+    """
+    try:
+        return Path(target).resolve()
+    except RuntimeError as error:  # before Python 3.13
+        raise TargetError(
+            f"{target}: a loop of symbolic links ({error}); choose another path"
+        ) from error
+
+
+def raise_unless_absent(error: OSError) -> None:
+    """For `os.walk`, which leaves out what it cannot list."""
+    if error.errno not in ABSENT:
+        raise error
+
+
+def is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def holds_cwd(folder: Path) -> bool:
+    """Whether the working directory is in `folder`, which then must not be moved or deleted."""
+    try:
+        return Path.cwd().resolve().is_relative_to(folder)
+    except FileNotFoundError:
+        return False
+
+
+def holds_mount(folder: Path) -> bool:
+    """True when `folder` is a mount point or has one in it: such folders cannot be moved."""
+    if os.path.ismount(folder):
+        return True
+    try:
+        table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return False
+    escaped = re.sub(r"[\\ \t\n]", lambda match: f"\\{ord(match[0]):03o}", str(folder))
+    points = (line.split(" ")[4] for line in table.splitlines())
+    return any(point == escaped or point.startswith(f"{escaped}/") for point in points)
