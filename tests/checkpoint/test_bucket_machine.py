@@ -34,12 +34,18 @@ from seeds import chosen_seed, examples, machine_settings
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep
 from ft_ckpt.checkpoint.leases import leases, pin, unpin
-from ft_ckpt.errors import CheckpointError, NotACheckpointError, TargetError, UnreadableError
+from ft_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    NotACheckpointError,
+    TargetError,
+    UnreadableError,
+)
 from ft_ckpt.runs.folder import prune_run
 from ft_ckpt.storage import Store
 from ft_ckpt.storage.places import Place, open_place
 
-MANIFEST, PIN = "ft_ckpt.json", ".ft_ckpt-pin"
+MANIFEST, PIN, SAVING = "ft_ckpt.json", ".ft_ckpt-pin", ".ft_ckpt-saving"
 STEPS, VARIANTS = (1, 2, 3), ("first", "second")
 NAMES = [f"checkpoint-{step}" for step in STEPS]
 FOREIGN = {"notes.txt": b"mine", "checkpoint-old/pytorch_model.bin": b"of another tool"}
@@ -68,6 +74,7 @@ class Action:
     leased: int | None = None
     # no other save to the same checkpoint, no pin or lease on it, and no marks of a dead client
     is_alone: bool = True
+    is_guarded: bool = False  # another save is pinned there, and nobody unpins it meanwhile
 
 
 def named(choose: Callable[["Bucket"], Collection[str]]) -> Any:
@@ -113,6 +120,36 @@ class Bucket(RuleBasedStateMachine):
         act = partial(ft_ckpt.copy, self.versions[version], goal, overwrite=overwrite)
         self.begin(Action("overwrite" if overwrite else "write", name, version), act, requests)
 
+    @precondition(lambda self: not self.actions)
+    @rule(step=st.sampled_from(STEPS), has_checked=st.booleans(), requests=A_PART)
+    def take_over(self, step: int, has_checked: bool, requests: int) -> None:
+        """The process of a client is stopped before its commit, for longer than its mark lives;
+        the other client takes the folder over, and then the first one wakes up.
+
+        If it has looked at its mark already, the other one has ended when it wakes up.
+        """
+        self.write(step, "first", True, 0)
+        (late,) = self.actions
+        commit = "write", f"/{MANIFEST}"
+        look = "read", f"/{SAVING}"
+        request = commit if has_checked else look
+        while late in self.actions and not self.is_before_commit(late, *request):
+            self.go_on(late, 1)
+        if late in self.actions:
+            for stored in self.bucket.within(f"checkpoint-{step}").list():
+                self.owners.pop(f"checkpoint-{step}/{stored.name}", None)
+            self.pass_time(TEN_MINUTES)
+            self.write(step, "second", True, ENOUGH if has_checked else requests)
+            self.go_on(late, ENOUGH)
+
+    def is_before_commit(self, client: str, call: str, ending: str) -> bool:
+        """Whether a client has written all files, and that request is its next."""
+        action = self.actions[client]
+        stored = {stored.name for stored in self.bucket.within(action.name).list()}
+        next_call, where = self.clients[client].next_request
+        is_next = next_call == call and where.endswith(ending)
+        return is_next and self.expected[action.version].keys() <= stored
+
     @precondition(lambda self: len(self.actions) < 2 and bool(self.filled()))
     @rule(name=named(lambda self: self.filled()), requests=st.integers(0, 12))
     def read(self, name: str, requests: int) -> None:
@@ -129,7 +166,7 @@ class Bucket(RuleBasedStateMachine):
         run = Place(self.clients[self.idle()].store(self.bucket))
         self.begin(
             Action("sweep", "", left=self.left_by(keep)),
-            lambda: prune_run(open_place(run), KEEPS[keep]),
+            lambda: prune_run(run, KEEPS[keep]),
             requests,
         )
 
@@ -225,10 +262,14 @@ class Bucket(RuleBasedStateMachine):
         if action.name:
             action.seen = {self.committed(action.name)}
             action.is_alone = not self.marks_in(action.name)
+            is_another = action.seen != {action.version}
+            action.is_guarded = is_another and PIN in self.marks_in(action.name)
         for other in self.actions.values():
             other.left = action.left = None
             if other.name == action.name and not {other.kind, action.kind} & {"sweep"}:
                 other.is_alone = action.is_alone = False
+            if other.name == action.name and "pin" in {other.kind, action.kind}:
+                other.is_guarded = action.is_guarded = False
         self.actions[client] = action
         self.clients[client].begin(act)
         self.go_on(client, requests)
@@ -304,8 +345,10 @@ class Bucket(RuleBasedStateMachine):
         if action.kind == "read":
             self.check_read(action, error)
         elif action.kind in ("write", "overwrite"):
-            assert error is None or isinstance(error, (TargetError, UnreadableError)), repr(error)
+            refusals = TargetError, UnreadableError, CorruptError
+            assert error is None or isinstance(error, refusals), repr(error)
             assert error is not None or action.version in action.seen
+            assert error is not None or not action.is_guarded
             may_write = action.kind == "overwrite" or action.seen <= {None, action.version}
             assert error is None or not (action.is_alone and may_write), repr(error)
         elif error is not None and not isinstance(error, (NotACheckpointError, UnreadableError)):

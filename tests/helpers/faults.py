@@ -163,7 +163,7 @@ def _tried(trial: Callable[[World], object], worlds: Sequence[World], report: Re
 
 
 class Disk(Calls):
-    """The calls of ft_ckpt that change the disk, in this process.
+    """The calls of ft_ckpt that change the disk, or some of them, in this process.
 
     Nothing is really synced: no power is cut.
 
@@ -171,12 +171,12 @@ class Disk(Calls):
     removal of a folder. "Ctrl-C" and "EIO" are raised at the call.
     """
 
-    def __init__(self, fault: str) -> None:
-        self.faults = (fault,)
+    def __init__(self, fault: str, calls: Sequence[str] = _DISK_CALLS) -> None:
+        self.faults, self.calls = (fault,), calls
 
     def run(self, world: World, action: Callable[..., Any], *arguments: Any) -> Any:
         with closing(mmap.mmap(-1, mmap.PAGESIZE)) as memory:  # shared with a fork
-            counted = partial(_counting, memory, world, action, *arguments)
+            counted = partial(_counting, memory, world, self.calls, action, *arguments)
             result = None
             if self.faults[0] in _RAISED:
                 result = _in_this_process(world, counted)
@@ -187,8 +187,14 @@ class Disk(Calls):
         return result
 
 
-def _counting(memory: mmap.mmap, world: World, action: Callable[..., Any], *arguments: Any) -> Any:
-    """Do `action`; `memory` has the number of its calls to the disk."""
+def _counting(
+    memory: mmap.mmap,
+    world: World,
+    calls: Sequence[str],
+    action: Callable[..., Any],
+    *arguments: Any,
+) -> Any:
+    """Do `action`; `memory` has the number of its `calls` to the disk."""
 
     def wrapped(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **more: Any) -> Any:
@@ -203,7 +209,7 @@ def _counting(memory: mmap.mmap, world: World, action: Callable[..., Any], *argu
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in _DISK_CALLS:
+        for name in calls:
             patch.setattr(local_disk, name, wrapped(name, getattr(local_disk, name)))
         return action(*arguments)
 

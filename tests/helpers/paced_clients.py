@@ -21,6 +21,7 @@ class PacedClient(Watch):
         self.told = told  # called after each request, with the name of the call and the URL
         self.change = threading.Condition()
         self.allowed = self.running = self.waiting = 0
+        self.next_request = "", ""  # the call and the URL of one that waits
         self.is_stopped, self.is_done = False, True
         self.error: BaseException | None = None
         self.thread = threading.Thread()
@@ -57,6 +58,7 @@ class PacedClient(Watch):
         """Make a request as soon as it may be made."""
         with self.change:
             self.waiting += 1
+            self.next_request = call, where
             self.change.notify_all()
             self.change.wait_for(lambda: self.allowed > 0 or self.is_stopped)
             self.waiting -= 1

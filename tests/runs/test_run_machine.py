@@ -6,6 +6,7 @@ What each of them must contain is the state of a run without ft_ckpt after that 
 (tests/helpers/reference_run.py). A failure prints the steps that led there as a program.
 """
 
+import errno
 import json
 import math
 import multiprocessing
@@ -13,7 +14,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import redirect_stdout
+from contextlib import closing, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -44,11 +45,20 @@ from small_checkpoints import contents
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep
 from ft_ckpt.cli import run_command
-from ft_ckpt.errors import CheckpointError, CorruptError, LeaseTakenError, TargetError
+from ft_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    LeaseTakenError,
+    NotACheckpointError,
+    TargetError,
+)
+from ft_ckpt.runs.folder import lease as run_lease
 from ft_ckpt.storage import local_disk
 
 FORK = multiprocessing.get_context("fork")
 MAX_LAUNCHES = 2  # of several ranks, in each example
+MOVES = ("move", "exchange_folders")  # the calls that put a save in place
+APPENDED = -1  # the place of a byte that a file did not have
 FINAL = "final"  # weights that are saved beside the checkpoints of the run
 KEEPS = {
     "all": None,
@@ -291,6 +301,11 @@ def join_ranks(store: Path, rank: int, ranks: int) -> None:
     )
 
 
+def refuse_exchange(*_: Path) -> None:
+    """As many network disks do."""
+    raise OSError(errno.EINVAL, "Invalid argument")
+
+
 # The machine
 
 
@@ -311,6 +326,8 @@ class Run(RuleBasedStateMachine):
         self.readers: dict[str, tuple[Any, dict[str, torch.Tensor], Saved]] = {}
         self.slow_readers: dict[str, Child] = {}
         self.checked: dict[str, tuple[Saved, str]] = {}
+        # the state of the folder and of the dictionary that were compared last
+        self.compared: tuple[dict[str, tuple[int, ...]], Saves] | None = None
         self.notes: set[str] = set()  # checkpoints in whose folder somebody else has put a file
         self.number = self.runs = self.launches = 0
         self.life: Life | None = None
@@ -343,7 +360,9 @@ class Run(RuleBasedStateMachine):
 
     @precondition(lambda self: self.life is None)
     @rule(
-        mode=st.one_of(st.just("auto"), st.just("auto"), st.sampled_from(["never", "oldest"])),
+        mode=st.one_of(
+            st.just("auto"), st.just("auto"), st.sampled_from(["never", "must", "oldest"])
+        ),
         count=st.integers(0, 3),
     )
     def start(self, mode: str, count: int) -> None:
@@ -436,12 +455,52 @@ class Run(RuleBasedStateMachine):
 
         Child(begin).end()
 
+    @precondition(lambda self: self.life is not None and not self.is_refused())
+    @rule()
+    def wake_up_too_late(self) -> None:
+        """The process was stopped for longer than its lease lives, and another one has trained here
+        since: it commits nothing.
+        """
+        assert self.life is not None
+        lease = self.folder / run_lease.RUN_LEASE
+        lease.write_text(json.dumps({"token": "another", "host": "another", "pid": 1}))
+        later = run_lease.steady_seconds() + 100
+        saved = self.marked(1.0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run_lease, "steady_seconds", lambda: later)
+            with pytest.raises(LeaseTakenError, match="taken over"):
+                self.life.saver.save_state(metrics=saved.metrics)
+        self.life.saver.close()
+        self.life = None
+        lease.unlink()
+
     # Crashes and ranks
 
     @precondition(lambda self: self.life is None and not isinstance(self.chosen_by("auto"), type))
-    @rule(count=st.integers(1, 4), call=st.integers(1, 60))
+    @rule(count=st.integers(1, 4), call=st.integers(1, 30))
     def crash(self, count: int, call: int) -> None:
         """A process resumes, trains and saves, and is killed at a call to the disk."""
+        self.save_killed(count, World(Disk("killed"), "killed", call))
+
+    @precondition(lambda self: isinstance(self.chosen_by("auto"), str))
+    @rule(
+        moves=st.lists(st.integers(2, 14), min_size=3, max_size=3), recovery_move=st.integers(1, 4)
+    )
+    def crash_in_overwrites(self, moves: list[int], recovery_move: int) -> None:
+        """Processes are killed while they put a save in place of the one that they were resumed
+        from, file by file, and so is the next one while it clears up.
+        """
+        if self.life is not None:
+            self.end()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(local_disk, "exchange_folders", refuse_exchange)
+            for move in moves:
+                name = self.chosen_by("auto")
+                assert isinstance(name, str)
+                self.put_notes(name)
+                self.save_killed(0, World(Disk("killed", MOVES), "killed", move), recovery_move)
+
+    def save_killed(self, count: int, world: World, recovery_move: int = 0) -> None:
         chosen = self.resumed(count)
         if self.is_refused():
             return
@@ -455,10 +514,13 @@ class Run(RuleBasedStateMachine):
             life.program.mark(saved.number)
             life.saver.save_state(metrics=saved.metrics)
 
-        world = World(Disk("killed"), "killed", call)
         world.run(live)
-        died = world.is_met
-        self.adopt(self.outcomes_of(saved)[0 if died else -1 :])
+        if world.is_met and recovery_move:
+            self.committed_are_whole()
+            World(Disk("killed", MOVES), "killed", recovery_move).run(self.clear_up)
+            self.committed_are_whole()
+            self.clear_up()
+        self.adopt(self.outcomes_of(saved)[0 if world.is_met else -1 :])
 
     @precondition(lambda self: self.life is None and not isinstance(self.chosen_by("auto"), type))
     @precondition(lambda self: self.launches < MAX_LAUNCHES)
@@ -506,6 +568,12 @@ class Run(RuleBasedStateMachine):
                 child.end()
         self.adopt(self.outcomes_of(saved)[0 if died else -1 :])
 
+    def clear_up(self) -> None:
+        """What a process does at its begin for the killed one before it."""
+        life = Life(self.folder, self.keep)
+        with suppress(CorruptError), closing(life.saver):
+            life.resume("auto", 0)
+
     def resumed(self, count: int) -> str | None:
         """Another process resumes and makes some steps; the name of the checkpoint that it begins
         from.
@@ -519,8 +587,10 @@ class Run(RuleBasedStateMachine):
     # Retention
 
     @precondition(lambda self: bool(self.saves))
-    @rule(rules=st.sampled_from(sorted(RULES_OF_PRUNE)))
-    def prune(self, rules: str) -> None:
+    @rule(rules=st.sampled_from(sorted(RULES_OF_PRUNE)), is_newest_damaged=st.booleans())
+    def prune(self, rules: str, is_newest_damaged: bool = False) -> None:
+        if is_newest_damaged and in_order(self.saves)[-1] in self.unread():
+            self.damage_the_newest(0, 0)
         if self.lacks_metric(rules):
             return
         left = self.left_by(rules)
@@ -601,37 +671,56 @@ class Run(RuleBasedStateMachine):
 
     @precondition(lambda self: bool(self.unread()))
     @rule(
-        name=named(lambda self: self.unread()), file=st.integers(0, 2), place=st.integers(0, 10_000)
+        name=named(lambda self: self.unread()),
+        file=st.integers(0, 2),
+        place=st.one_of(st.just(APPENDED), st.integers(0, 10_000)),
     )
     def damage(self, name: str, file: int, place: int) -> None:
-        """A byte of a file that the manifest lists is another one."""
+        """A byte of a file that the manifest lists is another one, or there is one more."""
         files = self.saves[name].files
         damaged = files[file % len(files)]
         path = self.folder / name / damaged
         content = bytearray(path.read_bytes())
-        content[place % len(content)] ^= 1
+        if place == APPENDED:
+            content.append(0)
+        else:
+            content[place % len(content)] ^= 1
         path.write_bytes(content)
         self.saves[name] = replace(self.saves[name], damage=damaged)
 
     @precondition(lambda self: bool({*in_order(self.saves)[-1:]} & self.unread()))
-    @rule(file=st.integers(0, 2), place=st.integers(0, 10_000))
+    @rule(file=st.integers(0, 2), place=st.one_of(st.just(APPENDED), st.integers(0, 10_000)))
     def damage_the_newest(self, file: int, place: int) -> None:
         """The one that a resume takes and that no sweep drops, were it not for that byte."""
         self.damage(in_order(self.saves)[-1], file, place)
+        if self.life is None:
+            self.start("must", 0)
 
     # What must be true after each rule
 
     @invariant()
     def compare(self) -> None:
-        """The folder with the dictionary."""
+        """The folder with the dictionary, if one of them has changed."""
         if not self.folder.exists():
             return
         with untouched_draws():
+            self.readers_see_what_they_opened()
+            state = self.state_of_folder(), dict(self.saves)
+            if state == self.compared:
+                return
             self.listed()
             self.newest_and_best()
             self.whole_and_equal()
-            self.readers_see_what_they_opened()
             self.nothing_else_touched()
+            self.compared = self.state_of_folder(), dict(self.saves)
+
+    def state_of_folder(self) -> dict[str, tuple[int, ...]]:
+        """What changes with every change of a file in the folder."""
+        facts = {}
+        for path in self.folder.rglob("*"):
+            stat = path.lstat()
+            facts[str(path)] = stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+        return facts
 
     def listed(self) -> None:
         rows = [
@@ -682,6 +771,13 @@ class Run(RuleBasedStateMachine):
                     life.saver.resume(path)
                     life.check(self.reference_of(saved.salt), saved.step, saved.number)
                     life.saver.close()
+
+    def committed_are_whole(self) -> None:
+        """At each moment what a manifest lists is there, even if nothing has cleared up yet."""
+        for manifest in self.folder.glob("[!.]*/ft_ckpt.json"):
+            name = manifest.parent.name
+            is_damaged = name in self.saves and self.saves[name].is_damaged
+            assert is_damaged or ft_ckpt.verify(manifest.parent).ok, name
 
     def readers_see_what_they_opened(self) -> None:
         for mapped, expected, saved in self.readers.values():
@@ -768,9 +864,14 @@ class Run(RuleBasedStateMachine):
     def chosen_by(self, mode: str) -> str | type[CheckpointError] | None:
         """The checkpoint that a resume takes: None for a fresh start, or the error."""
         names = [name for name in in_order(self.saves) if self.saves[name].has_state]
+        if mode == "must" and not names:
+            return NotACheckpointError
         if mode == "never" or not names:
             return None
-        names = names[:1] if mode == "oldest" else names
+        if mode == "oldest":
+            names = names[:1]
+        elif mode == "must":
+            names = names[-1:]
         whole = [name for name in names if not self.saves[name].is_damaged]
         return whole[-1] if whole else CorruptError
 
@@ -799,7 +900,9 @@ class Run(RuleBasedStateMachine):
         later = [
             other for other in self.saves.values() if other.has_state and other.run == saved.run
         ]
-        if mode not in ("auto", "never") and any(other.step > saved.step for other in later):
+        if mode not in ("auto", "must", "never") and any(
+            other.step > saved.step for other in later
+        ):
             self.runs += 1
             self.run, self.ancestors = self.runs, saved.ancestors | {saved.run}
 
