@@ -18,6 +18,7 @@ from .execute import (
 from .folder_sharing import (
     FolderSharing as FolderSharing,
     Mode as Mode,
+    SharedFolders as SharedFolders,
     try_sharing as try_sharing,
 )
 from .range_trial import (

@@ -12,8 +12,8 @@ from ft_ckpt import Keep
 from ft_ckpt.checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.checks import verify
+from ft_ckpt.checkpoint.commit import open_object_staging
 from ft_ckpt.checkpoint.commit.bucket_delete import drop_from_bucket, strip_in_bucket
-from ft_ckpt.checkpoint.commit.object_staging import open_object_staging
 from ft_ckpt.checkpoint.leases import (
     LEASE,
     SAVING,

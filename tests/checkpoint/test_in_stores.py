@@ -14,8 +14,7 @@ from ft_ckpt.checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.catalog import best, discover, latest, list_checkpoints, run_checkpoints
 from ft_ckpt.checkpoint.checks import checkpoint_problems, verify
 from ft_ckpt.checkpoint.checks.problems import file_problems
-from ft_ckpt.checkpoint.commit import open_staging
-from ft_ckpt.checkpoint.commit.object_staging import open_object_staging, put_manifest
+from ft_ckpt.checkpoint.commit import open_object_staging, open_staging, put_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, load_manifest, read_manifest
 from ft_ckpt.errors import (
     CorruptError,

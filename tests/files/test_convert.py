@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import models
 import pytest
@@ -23,7 +24,6 @@ from ft_ckpt.cli import run_command
 from ft_ckpt.cli.show_file import show_file
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, TargetError
 from ft_ckpt.extensions.tools.converting import conversion as convert_room, convert, open_source
-from ft_ckpt.extensions.tools.converting.rename_rules import read_map, rename_tensors
 from ft_ckpt.formats.safetensors import NAMES
 from ft_ckpt.storage.places import open_place
 
@@ -239,26 +239,35 @@ def test_a_name_that_the_format_cannot_store_is_refused_until_it_is_renamed(tmp_
     ["a b c\n", "a*  b\n", "a b\na c\n", '{"a": "b", "a": "c"}', '{"a": ', '{"a": {"b": "c"}}'],
 )
 def test_a_map_that_makes_no_sense_is_refused(tmp_path, text):
+    save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
     (tmp_path / "map").write_text(text)
     with pytest.raises(ConfigError):
-        read_map(tmp_path / "map")
+        convert(tmp_path / "x.safetensors", tmp_path / "y.safetensors", map=tmp_path / "map")
 
 
-def test_a_map_of_other_things_than_names_is_refused():
+def test_a_map_of_other_things_than_names_is_refused(tmp_path):
+    save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
     with pytest.raises(ConfigError, match="'a': expected an old name and a new one, both text"):
-        read_map({"a": None})  # type: ignore[dict-item]
+        convert(tmp_path / "x.safetensors", tmp_path / "y", map={"a": None})  # type: ignore[dict-item]
 
 
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.dictionaries(st.text("ab.", min_size=1), st.text("ab.", min_size=1)),
-    st.sets(st.text("ab.", min_size=1)),
+    st.sets(st.text("ab.", min_size=1), min_size=1),
 )
 def test_renaming_is_one_to_one_or_refused(table, names):
-    try:
-        new = rename_tensors(sorted(names), table)
-    except SelectionError:
-        return
-    assert len(set(new.values())) == len(names)
+    tensors = {name: torch.tensor(number) for number, name in enumerate(sorted(names))}
+    with TemporaryDirectory() as folder:
+        source, target = Path(folder, "x.safetensors"), Path(folder, "y.safetensors")
+        save_file(tensors, source)
+        try:
+            convert(source, target, map=table, progress=False)
+        except SelectionError:
+            assert not target.exists()
+            return
+        renamed = load_file(target)
+    assert sorted(int(tensor) for tensor in renamed.values()) == [*range(len(names))]
 
 
 # Folders

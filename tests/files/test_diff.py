@@ -20,7 +20,6 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.extensions.tools import by_layer, compare_files, diff as room
 from ft_ckpt.extensions.tools.converting import open_source
-from ft_ckpt.extensions.tools.diff import layer_of
 from ft_ckpt.formats.safetensors import NAMES
 from ft_ckpt.storage.places import open_place
 
@@ -156,15 +155,18 @@ def test_order_and_layers(tmp_path):
     assert math.isclose(layers[0].relative, math.sqrt(16 / 8))
 
 
-def test_layers_of_names():
+def test_layers_of_names(tmp_path):
     names = {
         "model.layers.3.mlp.experts.7.w": "model.layers.3",
         "lm_head.weight": "lm_head",
         "x": "x",
         "0": "0",
+        "conv1.weight": "conv1",
     }
-    assert {name: layer_of(name) for name in names} == names
-    assert layer_of("conv1.weight") == "conv1"
+    save_file({name: torch.zeros(2) for name in names}, tmp_path / "a.safetensors")
+    save_file({name: torch.ones(2) for name in names}, tmp_path / "b.safetensors")
+    found = compared(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert {each.name: by_layer([each])[0].name for each in found} == names
 
 
 # Anything
@@ -246,7 +248,7 @@ def test_memory_is_that_of_slices(tmp_path):
 import sys
 from contextlib import closing
 from ft_ckpt.extensions.tools.converting import open_source
-from ft_ckpt.extensions.tools.diff import compare_files
+from ft_ckpt.extensions.tools import compare_files
 from ft_ckpt.storage.places import open_place
 from peak_memory import peak_memory
 one, other = map(open_place, sys.argv[1:])

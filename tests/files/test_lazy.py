@@ -14,8 +14,7 @@ import torch
 from contract_format import equal
 
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.extensions.tools import load, save
-from ft_ckpt.extensions.tools.lazy_tensor import LazyTensor
+from ft_ckpt.extensions.tools import LazyTensor, load, save
 
 
 @pytest.fixture

@@ -18,8 +18,7 @@ from test_hdf5 import FUZZ
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError
 from ft_ckpt.extensions.hdf5 import cerebras_types
-from ft_ckpt.extensions.tools import load, save
-from ft_ckpt.extensions.tools.lazy_tensor import LazyTensor
+from ft_ckpt.extensions.tools import LazyTensor, load, save
 from ft_ckpt.formats import ITEM_BYTES
 
 hdf5plugin = pytest.importorskip("hdf5plugin")

@@ -14,8 +14,7 @@ from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.checks import verify
 from ft_ckpt.checkpoint.leases import pin, pin_reason, unpin
 from ft_ckpt.checkpoint.manifest import read_manifest
-from ft_ckpt.runs.folder import PruneReport, prune_run, survey_run
-from ft_ckpt.runs.folder.prune import make_room
+from ft_ckpt.runs.folder import PruneReport, make_room, prune_run, survey_run
 from ft_ckpt.storage.places import Place, open_place
 
 KEEP = Keep(last=2, state=Keep(last=1))  # of four drops two and strips one

@@ -15,9 +15,7 @@ from ft_ckpt import CheckpointSaver
 from ft_ckpt.ranks import current_ranks
 from ft_ckpt.ranks.moving import gather_tensors
 from ft_ckpt.runs.items import RunObjects, run_sources, walk_models
-from ft_ckpt.runs.state import local_state
-from ft_ckpt.runs.state.capture import assemble_state
-from ft_ckpt.runs.state.exchange import exchange_facts
+from ft_ckpt.runs.state import assemble_state, exchange_facts, local_state
 
 TOLD: dict[str, Any] = {"enter_timeout_seconds": 60, "on_difference": "ignore"}
 

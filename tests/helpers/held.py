@@ -16,8 +16,7 @@ from ft_ckpt.ranks.sharding import (
     Sharding,
     Source,
 )
-from ft_ckpt.saving.planning import PartPlan
-from ft_ckpt.saving.planning.files import plan_part
+from ft_ckpt.saving.planning import PartPlan, plan_part
 
 Held = tuple[Sharding, Tensor | None]
 WAYS = ("ddp", "fsdp1", "fsdp2", "zero3")

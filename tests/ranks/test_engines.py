@@ -20,8 +20,7 @@ from tuning import buckets_of
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import IncompleteError, RankError, RanksDisagreeError
 from ft_ckpt.ranks import Ranks, current_ranks
-from ft_ckpt.ranks.moving import are_equal, gather_tensors, sample_elements
-from ft_ckpt.ranks.moving.gather import stream_chunks
+from ft_ckpt.ranks.moving import are_equal, gather_tensors, sample_elements, stream_chunks
 from ft_ckpt.ranks.wrappers import ModelTensors, from_state_dict, unwrap
 
 CPU = torch.device("cpu")

@@ -26,7 +26,7 @@ from ft_ckpt.ranks.wrappers import ModelTensors, source_of_tensor, tensor_kinds
 from ft_ckpt.saving import regions
 from ft_ckpt.saving.planning import write_plan
 from ft_ckpt.saving.regions import live
-from ft_ckpt.storage.digests.records import rank_parts
+from ft_ckpt.storage.digests import rank_parts
 from ft_ckpt.storage.io import ByteRun
 
 shapes = st.lists(

@@ -23,8 +23,7 @@ from ft_ckpt.ranks.sharding import (
     ReplicatedSharding,
 )
 from ft_ckpt.ranks.sharding.runs import MAX_RUNS
-from ft_ckpt.storage.digests import Cut, chunk_of_rank
-from ft_ckpt.storage.digests.records import cut_chunks
+from ft_ckpt.storage.digests import Cut, chunk_of_rank, cut_chunks
 
 shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
 

@@ -11,8 +11,13 @@ from torch.distributed import HashStore
 
 from ft_ckpt.errors import RankError
 from ft_ckpt.ranks import Ranks
-from ft_ckpt.saving import folder_sharing as shared_folders
-from ft_ckpt.saving.folder_sharing import FolderSharing, Mode, SharedFolders, try_sharing
+from ft_ckpt.saving import (
+    FolderSharing,
+    Mode,
+    SharedFolders,
+    folder_sharing as shared_folders,
+    try_sharing,
+)
 from ft_ckpt.storage.io import LocalWriting
 from ft_ckpt.storage.local import LocalStore
 

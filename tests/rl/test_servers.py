@@ -18,8 +18,7 @@ from http_server import Answer, FakeHandler, FakeServer, Fault, Request
 
 from ft_ckpt import publish
 from ft_ckpt.errors import ConfigError, EngineError
-from ft_ckpt.extensions.rl.engines import client as client_module, connect
-from ft_ckpt.extensions.rl.engines.client import TOKEN_VARIABLE, Client
+from ft_ckpt.extensions.rl.engines import Client, client as client_module, connect
 
 TOKEN = "sk-VERYSECRET0123"
 
@@ -42,7 +41,7 @@ def answered(
 
 @pytest.fixture
 def token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TOKEN_VARIABLE, f"{TOKEN}\n")
+    monkeypatch.setenv("FT_CKPT_ENGINE_TOKEN", f"{TOKEN}\n")
 
 
 @pytest.mark.usefixtures("token")

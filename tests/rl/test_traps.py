@@ -17,8 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ft_ckpt import Keep, publish
 from ft_ckpt.errors import EngineError
-from ft_ckpt.extensions.rl.engines import connect, probe
-from ft_ckpt.extensions.rl.engines.client import Client
+from ft_ckpt.extensions.rl.engines import Client, connect, probe
 from ft_ckpt.runs.folder import prune_run
 from ft_ckpt.storage.places import open_place
 

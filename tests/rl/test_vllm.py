@@ -24,8 +24,7 @@ from vllm_server import VARIABLE, RealServer, running_vllm
 
 from ft_ckpt import CheckpointSaver, load_model, publish
 from ft_ckpt.errors import CorruptError, EngineError
-from ft_ckpt.extensions.rl.engines import PROBE_PROMPTS, connect, is_unreported
-from ft_ckpt.extensions.rl.engines.client import Client
+from ft_ckpt.extensions.rl.engines import PROBE_PROMPTS, Client, connect, is_unreported
 
 pytestmark = [
     pytest.mark.timeout(2400),

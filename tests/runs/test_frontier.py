@@ -29,7 +29,7 @@ from training import QUIET, Stream, network
 
 from ft_ckpt import CheckpointSaver, Every, Frontier
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, TicketError
-from ft_ckpt.extensions.rl.samples.frontier import Ticket
+from ft_ckpt.extensions.rl.samples import Ticket
 
 # seed 1; a change makes runs unresumable
 SHUFFLED = [[1, 9, 7, 5, 2, 8, 6, 3, 4, 0], [1, 2, 5, 9, 6, 4, 8, 7, 3, 0]]

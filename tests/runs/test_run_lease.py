@@ -34,12 +34,12 @@ from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.leases import put_mark, read_mark
 from ft_ckpt.errors import ConfigError, LeaseTakenError, RanksDisagreeError
 from ft_ckpt.runs.folder import lease as run_lease
-from ft_ckpt.runs.folder.lease import RUN_LEASE
 from ft_ckpt.storage.places import open_place
 
 FORK = multiprocessing.get_context("fork")
 needs_namespaces = pytest.mark.skipif(not can_mount(), reason="needs namespaces, which root has")
 ELSEWHERE = "node-7"
+RUN_LEASE = ".ft_ckpt-run"
 
 
 def trainer(run, **settings):

@@ -26,8 +26,14 @@ from ft_ckpt.errors import CorruptError, NoSpaceError, RankError
 from ft_ckpt.ranks.moving import gather
 from ft_ckpt.saving import folder_sharing as shared_folders
 from ft_ckpt.saving.planning import write_plan
-from ft_ckpt.storage.digests import Cut, FileRecord, digest_problems, joined_digest, read_record
-from ft_ckpt.storage.digests.records import rank_parts
+from ft_ckpt.storage.digests import (
+    Cut,
+    FileRecord,
+    digest_problems,
+    joined_digest,
+    rank_parts,
+    read_record,
+)
 from ft_ckpt.storage.io import MappedBytes, writer
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import open_place

@@ -42,7 +42,7 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.ranks import current_ranks
-from ft_ckpt.ranks.moving.gather import stream_chunks
+from ft_ckpt.ranks.moving import stream_chunks
 from ft_ckpt.ranks.wrappers import ModelTensors
 from ft_ckpt.storage.places import open_place
 

@@ -13,9 +13,10 @@ from ft_ckpt.storage.digests import (
     compare_digests,
     digest_problems,
     digest_shares,
+    owned_parts,
+    rank_parts,
     share_files,
 )
-from ft_ckpt.storage.digests.records import owned_parts, rank_parts
 from ft_ckpt.storage.local import LocalStore
 
 

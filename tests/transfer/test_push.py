@@ -43,9 +43,9 @@ from ft_ckpt.extensions.transfer.hub import (
     HubPlace,
     client as hub_client,
     model_card,
+    parse_place,
     repositories as hub_module,
 )
-from ft_ckpt.extensions.transfer.hub.place import parse_place
 from ft_ckpt.storage.places import Place, open_place
 
 METRICS = {"eval_loss": 2.0, "eval_accuracy": 0.5, "eval_runtime": 3.0, "learning_rate": 0.1}

@@ -32,12 +32,16 @@ from ft_ckpt import CheckpointSaver, SaverConfig
 from ft_ckpt.ranks import Ranks, current_ranks
 from ft_ckpt.runs.data import rng
 from ft_ckpt.runs.resume.opening import merge_views
-from ft_ckpt.runs.state import Restored, agree_on_outcomes, local_state
-from ft_ckpt.runs.state.exchange import LocalState, exchange_facts
-from ft_ckpt.runs.state.trees import flatten_tree
-from ft_ckpt.saving import SaveContext
+from ft_ckpt.runs.state import (
+    LocalState,
+    Restored,
+    agree_on_outcomes,
+    exchange_facts,
+    flatten_tree,
+    local_state,
+)
+from ft_ckpt.saving import Mode, SaveContext, try_sharing
 from ft_ckpt.saving.agree import agree_on_plan
-from ft_ckpt.saving.folder_sharing import Mode, try_sharing
 from ft_ckpt.saving.planning import SavePlan, plan_save, request_of
 from ft_ckpt.saving.stage import OpenStage
 from ft_ckpt.storage.local import LocalStore

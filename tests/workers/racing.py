@@ -10,7 +10,7 @@ import json
 import sys
 from dataclasses import replace
 
-from ft_ckpt.checkpoint.commit.object_staging import open_object_staging, put_manifest
+from ft_ckpt.checkpoint.commit import open_object_staging, put_manifest
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.errors import CheckpointError
 from ft_ckpt.storage.digests import record_of

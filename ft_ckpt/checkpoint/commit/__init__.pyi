@@ -11,6 +11,10 @@ from .delete import (
     set_aside as set_aside,
     without_state as without_state,
 )
+from .object_staging import (
+    open_object_staging as open_object_staging,
+    put_manifest as put_manifest,
+)
 from .recovery import (
     recover_target as recover_target,
     uncommit as uncommit,

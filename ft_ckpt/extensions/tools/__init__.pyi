@@ -4,6 +4,9 @@ from .diff import (
     compare_files as compare_files,
     compare_settings as compare_settings,
 )
+from .lazy_tensor import (
+    LazyTensor as LazyTensor,
+)
 from .objects import (
     compress_file as compress_file,
     load as load,

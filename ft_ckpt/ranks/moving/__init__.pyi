@@ -17,6 +17,7 @@ from .gather import (
     gather_tensors as gather_tensors,
     moves_to as moves_to,
     stream_buckets as stream_buckets,
+    stream_chunks as stream_chunks,
     wire_device as wire_device,
 )
 from .replicas import (

@@ -18,6 +18,7 @@ from .places import (
 )
 from .prune import (
     PruneReport as PruneReport,
+    make_room as make_room,
     prune_after_save as prune_after_save,
     prune_run as prune_run,
     recover_all as recover_all,

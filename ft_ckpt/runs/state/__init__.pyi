@@ -1,5 +1,6 @@
 from .capture import (
     Captured as Captured,
+    assemble_state as assemble_state,
     capture_run as capture_run,
 )
 from .document import (
@@ -9,6 +10,8 @@ from .document import (
     read_document as read_document,
 )
 from .exchange import (
+    LocalState as LocalState,
+    exchange_facts as exchange_facts,
     local_state as local_state,
 )
 from .fingerprint import (
@@ -34,4 +37,7 @@ from .rank_state import (
 from .stored_tensors import (
     StoredTensors as StoredTensors,
     tree_of as tree_of,
+)
+from .trees import (
+    flatten_tree as flatten_tree,
 )

@@ -1,6 +1,7 @@
 from .files import (
     PartPlan as PartPlan,
     check_written_files as check_written_files,
+    plan_part as plan_part,
 )
 from .plan import (
     BaseSamples as BaseSamples,

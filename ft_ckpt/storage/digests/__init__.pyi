@@ -12,6 +12,9 @@ from .records import (
     Cut as Cut,
     FileRecord as FileRecord,
     chunk_of_rank as chunk_of_rank,
+    cut_chunks as cut_chunks,
+    owned_parts as owned_parts,
+    rank_parts as rank_parts,
     size_problem as size_problem,
     unread_problem as unread_problem,
 )

@@ -6,6 +6,9 @@ from .answers import (
     distance as distance,
     probe as probe,
 )
+from .client import (
+    Client as Client,
+)
 from .connecting import (
     connect as connect,
 )

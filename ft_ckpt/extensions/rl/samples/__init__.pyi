@@ -1,3 +1,4 @@
 from .frontier import (
     Frontier as Frontier,
+    Ticket as Ticket,
 )

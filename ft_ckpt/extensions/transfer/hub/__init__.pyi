@@ -1,3 +1,4 @@
 from .place import (
     HubPlace as HubPlace,
+    parse_place as parse_place,
 )
