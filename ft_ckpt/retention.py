@@ -164,17 +164,27 @@ def plan_pruning(
         reasons = (*firm[checkpoint.path], *by_rules.get(checkpoint.path, ()))
         if reasons and checkpoint.path not in emptied:
             kept[checkpoint.path] = reasons
-    bases = {checkpoint.path: checkpoint.base for checkpoint in checkpoints}
-    for checkpoint in reversed(oldest_first):  # a base is older
-        base = bases[checkpoint.path]
-        if checkpoint.path in kept and base in bases and base is not None:
-            kept.setdefault(base, (f"the base of {str(checkpoint.path).rpartition('/')[2]}",))
+    _keep_bases(kept, checkpoints)
     paths = [checkpoint.path for checkpoint in oldest_first]
     return PrunePlan(
         keep={path: kept[path] for path in paths if path in kept},
         drop=tuple(path for path in paths if path not in kept),
         strip=tuple(checkpoint.path for checkpoint in stripped if checkpoint.path in kept),
     )
+
+
+def _keep_bases(
+    kept: dict[Path | str, tuple[str, ...]], checkpoints: Sequence[HeldCheckpoint]
+) -> None:
+    """Add the checkpoints to `kept` that those in it need to be read, also those of other runs."""
+    bases = {checkpoint.path: checkpoint.base for checkpoint in checkpoints}
+    unfollowed = list(kept)
+    while unfollowed:
+        path = unfollowed.pop()
+        base = bases[path]
+        if base is not None and base in bases and base not in kept:
+            kept[base] = (f"the base of {str(path).rpartition('/')[2]}",)
+            unfollowed.append(base)
 
 
 def check_metrics(

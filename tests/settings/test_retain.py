@@ -185,6 +185,22 @@ def test_guards():
     assert (found.keep[Path("checkpoint-1")], steps(found.drop)) == (("pinned",), [0, 2])
 
 
+def test_all_that_a_kept_checkpoint_is_read_from_stays():
+    """A base may be of a run whose steps are higher, and have a base itself."""
+    base_of = {9: 8, 10: 9, 5: 10}
+    run = [
+        held(
+            step,
+            run_id="second" if step == 5 else "first",
+            base=Path(f"checkpoint-{base_of[step]}") if step in base_of else None,
+        )
+        for step in (5, 7, 8, 9, 10, 20)
+    ]
+    found = plan_pruning(run, Keep(last=1))
+    assert steps(found.drop) == [7]
+    assert found.keep[Path("checkpoint-8")] == ("the base of checkpoint-9",)
+
+
 def test_state_has_rules_of_its_own():
     run = [
         held(step, has_state=step != 6, guards=("pinned",) if step == 1 else ())
