@@ -76,7 +76,7 @@ def _doctor(options: Namespace) -> int:
 def _examine_on_ranks(place: Place, options: Namespace, ranks: Ranks) -> int:
     """Examine the place on rank 0, then how all ranks share it; rank 0 prints. Collective."""
     report: PlaceReport | None = None
-    with ranks.attempting() as examining:
+    with ranks.deferring_error() as examining:
         if ranks.is_main:
             report = examine_place(place)
     ranks.agree("ft-ckpt doctor", {"place": options.place}, examining.error, same=("place",))

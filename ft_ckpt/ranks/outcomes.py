@@ -17,7 +17,8 @@ class Outcome:
             raise self.error
 
     @contextmanager
-    def catching(self) -> Iterator[None]:
+    def deferring_error(self) -> Iterator[None]:
+        """Keep the error of the block, which `agree` raises on all ranks."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - passed to `agree`, which reports and raises it

@@ -141,8 +141,8 @@ class Ranks:
         return Agreed(verdict["result"], values)
 
     @contextmanager
-    def attempting(self) -> "Iterator[Outcome]":
-        """Catch the error of the block in the outcome; then all ranks agree on it.
+    def deferring_error(self) -> "Iterator[Outcome]":
+        """Keep the error of the block until `agree`, which gets it and raises it on all ranks.
 
         All ranks call it. Meanwhile this rank reports that it is alive. Its error is raised on the
         other ranks as well, as soon as they wait or poll (`check_peers`) inside their block, so
@@ -150,23 +150,23 @@ class Ranks:
         """
         outcome = Outcome()
         if self.size == 1:
-            with outcome.catching():
+            with outcome.deferring_error():
                 yield outcome
             return
         outside = self.scope, self.rounds, self.later_agreements
         self.later_agreements = (*self.later_agreements, self._store_key(f"{self.rounds + 1}"))
         self.scope = f"{self.scope}{self.rounds}/"
         try:
-            with self.working(), outcome.catching():
+            with self.working(), outcome.deferring_error():
                 yield outcome
         finally:
             self.scope, self.rounds, self.later_agreements = outside
         self._report_failure(self._facts_of(outcome.error))
 
     def attempt(self, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        """The result of `action` and None, or None and its error; see `attempting`."""
+        """The result of `action` and None, or None and its error; see `deferring_error`."""
         result = None
-        with self.attempting() as outcome:
+        with self.deferring_error() as outcome:
             result = action()
         return result, outcome.error
 
@@ -175,7 +175,7 @@ class Ranks:
 
         `what` names it in errors. Raises as `agree` does.
         """
-        with self.attempting() as outcome:
+        with self.deferring_error() as outcome:
             result = action()
         self.agree(what, error=outcome.error)
         return result

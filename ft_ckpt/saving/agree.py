@@ -65,7 +65,7 @@ def agree_on_plan(
         is_compared = request.differing is not None or request.state_dict is not None
         compares_replicas = ranks.size > 1 and not is_compared
     if plan is not None and compares_replicas:
-        with ranks.attempting() as digesting:
+        with ranks.deferring_error() as digesting:
             replicated = replicated_tensors(plan.plans)
             digests = digest_replicas(replicated, ranks.rank)
         error = digesting.error

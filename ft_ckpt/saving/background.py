@@ -132,7 +132,7 @@ class SaveRunner:
             self.future.set_result(report)
             return PendingSave(path=report.path, future=self.future)
         beginning = Outcome()  # raised in the thread, where the ranks agree on it
-        with beginning.catching():
+        with beginning.deferring_error():
             self.snapshot.begin_copies(snapshot.now, snapshot.late)
         try:
             copies = gather_for_writers(snapshot, ranks)
@@ -182,7 +182,7 @@ class SaveRunner:
         """
         attempt = Attempt(make_request)
         snapshot: SnapshotPlan | None = None
-        with context.ranks.attempting() as planning:
+        with context.ranks.deferring_error() as planning:
             attempt, snapshot = self._plan_snapshot(make_request(), context)
         limit = context.config.snapshot_bytes
         max_bytes = math.inf if limit is None else parse_size(limit)

@@ -26,22 +26,22 @@ from ft_ckpt.saving.write import WrittenFiles, write_files
 
 @dataclass(frozen=True, eq=False)
 class Attempt:
-    """What one try of a save begins with."""
+    """What one attempt of a save begins with."""
 
     make_request: Callable[[], SaveRequest]  # its error is raised on all ranks
     plan: SavePlan | None = None  # None: not planned yet
-    writes: WritePlan | None = None  # of a snapshot
+    writes: WritePlan | None = None  # of a snapshot, whose replicas were compared before
     sources: SourceView = live
-    tries: int = 0  # that ended with a full disk
-    # frozen files that no earlier checkpoint has, as these tries found
+    tries: int = 0  # attempts that ended with a full disk
+    # paths of files of frozen tensors whose contents were in no earlier checkpoint
     changed: frozenset[str] = frozenset()
 
     def planned_again(self, agreed: AgreedSave) -> "Attempt":
-        """The next try, of a new plan, which stores the first rank's values of replicas."""
+        """Return the next attempt, with a new plan that stores the first rank's replicas."""
         return replace(self, make_request=lambda: agreed.plan.request, plan=None)
 
     def tried_again(self, agreed: AgreedSave, reused: ReusedFiles) -> "Attempt":
-        """The next try, after a full disk, of the same plan."""
+        """Return the next attempt of the same plan, after a full disk."""
         return replace(
             self,
             make_request=lambda: agreed.plan.request,
@@ -63,14 +63,18 @@ def run_save(attempt: Attempt, context: SaveContext) -> SaveReport:
 
 
 def try_save(attempt: Attempt, context: SaveContext) -> SaveReport | Attempt:
-    """One try of a save in its steps: its report, or the try that has to follow. Collective."""
+    """Go through the steps of a save once. Collective.
+
+    Return its report, or the attempt that has to follow.
+    """
     ranks, config, sources = context.ranks, context.config, attempt.sources
     plan: SavePlan | None = None
     stage: OpenStage | None = None
     reused = ReusedFiles()
     written: WrittenFiles | None = None
     try:
-        with ranks.attempting() as preparing:
+        # An error of a block is kept; the agreement after it raises it on all ranks.
+        with ranks.deferring_error() as preparing:
             request = attempt.make_request()
             plan = attempt.plan or plan_save(request, ranks, config)
             gathers = attempt.writes is None  # a snapshot is written without gathering
@@ -81,7 +85,7 @@ def try_save(attempt: Attempt, context: SaveContext) -> SaveReport | Attempt:
         plan = agreed.plan
         if agreed.replicas_differ:
             return attempt.planned_again(agreed)
-        with ranks.attempting() as writing:
+        with ranks.deferring_error() as writing:
             writes = attempt.writes or plan_writes(plan, config, ranks.size, agreed.state_dict)
             reused = reuse_files(plan, agreed.offers, stage.store, sources, ranks)
             written = write_files(writes, reused, sources, stage, agreed, context)

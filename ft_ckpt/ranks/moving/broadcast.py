@@ -146,7 +146,7 @@ def broadcast_tensors(plan: _BroadcastPlan, ranks: Ranks) -> None:
     for bucket in plan.buckets:
         size_bytes, reading = bucket[-1].stop, Outcome()
         if feed is not None:
-            with reading.catching():
+            with reading.deferring_error():
                 feed.fill_all(buffer[rows.start : rows.stop] for rows in bucket)
             buffer[size_bytes] = int(reading.error is not None)
         dist.broadcast(buffer[: size_bytes + 1], src=0)
@@ -154,7 +154,7 @@ def broadcast_tensors(plan: _BroadcastPlan, ranks: Ranks) -> None:
         if buffer[size_bytes].item():
             raise RankError("rank 0 could not read the checkpoint; its own error says why")
         if copying.error is None:
-            with copying.catching():
+            with copying.deferring_error():
                 _take_from(bucket, buffer)
     copying.raise_error()  # last, because the broadcasts needed this rank
 

@@ -74,7 +74,7 @@ def choose_checkpoint(
     """
     choice = Choice()
     value: dict[str, object] = {"mode": str(request.mode)}
-    with ranks.attempting() as choosing:
+    with ranks.deferring_error() as choosing:
         if ranks.is_main:
             with track_reads(None if ranks.shows else 0, "comparing checkpoints"):
                 choice = _choose(request, damage, stack)

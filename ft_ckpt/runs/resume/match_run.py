@@ -61,7 +61,7 @@ def match_items(run: TrainingRun, resume_point: ResumePoint, ranks: Ranks) -> Ma
 
     Raises LoadError if objects were prepared in another order that names do not tell apart.
     """
-    with ranks.attempting() as matching:
+    with ranks.deferring_error() as matching:
         signatures = resume_point.document.get("signatures", {})
         items = run.objects.items_in_saved_order(signatures)
         items, _, sources = walk_run(run.model, items)
@@ -82,7 +82,7 @@ def compare_state(
     ranks = matched.ranks
     rank_trees: dict[str, Any] = {}
     outcomes: list[Restored] = []
-    with ranks.attempting() as comparing:
+    with ranks.deferring_error() as comparing:
         rank_trees, outcomes = read_rank_state(document, resume_point.tensors, ranks)
         outcomes += _find_misfits(matched, resume_point)
         outcomes += _compare_adapters(matched, attribute, resume_point)

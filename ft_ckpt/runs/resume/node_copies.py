@@ -40,7 +40,7 @@ def copy_to_nodes(view: RankView, ranks: Ranks, stack: ExitStack) -> ResumePoint
         return view.resume_point
     folder = _send_checkpoint(view, ranks, stack)
     resume_point = view.resume_point
-    with ranks.attempting() as opening:
+    with ranks.deferring_error() as opening:
         if folder is not None:
             resume_point = _open_received(folder, view, stack)
     ranks.agree("opening the copies of the checkpoint of resume()", error=opening.error)
@@ -56,27 +56,27 @@ def _send_checkpoint(view: RankView, ranks: Ranks, stack: ExitStack) -> LocalSto
         checkpoint = view.resume_point.checkpoint
     facts: dict[str, object] = {}
     measuring = Outcome()
-    with measuring.catching():
+    with measuring.deferring_error():
         if checkpoint is not None:
             facts = _facts_of(checkpoint)
     agreed = ranks.agree("sending the checkpoint of resume()", facts, measuring.error).result
     mark, sizes = agreed["mark"], agreed["sizes"]
     new_folder: LocalStore | None = None
     making_folders = Outcome()
-    with making_folders.catching():
+    with making_folders.deferring_error():
         if needs_copy:
             new_folder = _make_folder(mark, stack)
     ranks.agree("making folders for the checkpoint of resume()", error=making_folders.error)
     folder = None if new_folder is None else _first_marked(new_folder, mark)
     writings: dict[str, LocalWriting] = {}
     making_room = Outcome()
-    with making_room.catching():
+    with making_room.deferring_error():
         if folder is not None and folder == new_folder:
             writings = _allocate(folder, sizes)
     ranks.agree("making room for the checkpoint of resume()", error=making_room.error)
     buffer = torch.empty(_BUFFER_BYTES + 1, dtype=torch.uint8, device=wire_device())
     copying = Outcome()
-    with copying.catching():
+    with copying.deferring_error():
         _broadcast_files(checkpoint, sizes, writings, buffer)
     ranks.agree("copying the checkpoint of resume()", error=copying.error)
     return None if folder is None else folder.within(_CHECKPOINT)
@@ -148,7 +148,7 @@ def _broadcast_files(
             count = min(_BUFFER_BYTES, size_bytes - start)
             reading = Outcome()
             if checkpoint is not None:
-                with reading.catching():
+                with reading.deferring_error():
                     _read_into(buffer, checkpoint.store, name, start, count)
                 buffer[count] = int(reading.error is not None)
             dist.broadcast(buffer[: count + 1], src=0)
@@ -156,7 +156,7 @@ def _broadcast_files(
             if buffer[count].item():
                 raise RankError("rank 0 could not read the checkpoint; its own error says why")
             if name in writings and writing.error is None:
-                with writing.catching():
+                with writing.deferring_error():
                     writings[name].write(start, buffer[:count].cpu().numpy().data)
     writing.raise_error()  # last, because the broadcasts needed this rank
     for file in writings.values():

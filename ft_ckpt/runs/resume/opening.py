@@ -172,7 +172,7 @@ def verify_files(view: RankView, ranks: Ranks) -> Sequence[Problem]:
             files = large_files(checkpoint.store, checkpoint.manifest)
             if ranks.size == 1:  # several ranks would each download everything
                 checkpoint.fetch_files([file.path for file in files])
-        with digesting.catching():
+        with digesting.deferring_error():
             if checkpoint is not None and ranks.rank in view.sharers:
                 number = view.sharers.index(ranks.rank)
                 shares = share_files(files, number, len(view.sharers))

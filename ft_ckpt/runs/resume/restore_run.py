@@ -41,7 +41,7 @@ def restore_state(
     label = f"resuming {resume_point.checkpoint.place.basename}"
     with track_reads(_bytes_to_show(resume_point, ranks), label):
         report = RestoreReport()
-        with ranks.attempting() as restoring:
+        with ranks.deferring_error() as restoring:
             report = _restore_on_rank(run, matched, comparison, resume_point, versions)
         items, requests = agree_on_outcomes(
             ranks, "resume()", report.items, report.requests, restoring.error

@@ -90,7 +90,7 @@ def _resume_without_checkpoint(
     if path is None:
         return
     absent: Sequence[Restored] = ()
-    with ranks.attempting() as reading:
+    with ranks.deferring_error() as reading:
         folder = read_foreign_folder(path, run, ranks)
         absent = folder.outcomes
     absent, _ = agree_on_outcomes(
@@ -100,7 +100,7 @@ def _resume_without_checkpoint(
     allowed.refuse_unknown(names, absent)
     allowed.refuse_unrestored(path, absent, "nothing was overwritten")
     report = RestoreReport()
-    with ranks.attempting() as loading:
+    with ranks.deferring_error() as loading:
         report = folder.load(run, str(choice.branch))
     items, _ = agree_on_outcomes(
         ranks, "accelerator.load_state in resume()", report.items, error=loading.error
@@ -124,7 +124,7 @@ def open_for_all(
     resume_point: ResumePoint | None = None
     facts: dict[str, object] = {}
     opening = Outcome()
-    with opening.catching():
+    with opening.deferring_error():
         if ranks.is_main:
             resume_point = open_on_leader()
             facts = facts_of(resume_point.checkpoint)._asdict()
