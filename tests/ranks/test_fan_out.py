@@ -13,7 +13,8 @@ from wrappers import truth
 
 from ft_ckpt.errors import LoadError, RankError
 from ft_ckpt.ranks.moving import broadcast
-from ft_ckpt.runs.resume import match_run, restore_run
+from ft_ckpt.runs.items import RunObjects
+from ft_ckpt.runs.resume import restore_run
 from ft_ckpt.runs.state import Restored
 from ft_ckpt.storage.io import prefetch as reading
 
@@ -120,7 +121,7 @@ def nothing_fits(*_):
 # what fails on rank 1 -> the function that it is in, its replacement, the errors of both ranks
 ONE_FAILS = {
     "it reads nothing": (
-        *(match_run, "items_in_saved_order", divide_by_zero),
+        *(RunObjects, "items_in_saved_order", divide_by_zero),
         *((RankError, "rank 1.*division by zero"), (ZeroDivisionError, "division by zero")),
     ),
     "a tensor is not there": (
