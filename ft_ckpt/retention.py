@@ -54,27 +54,19 @@ class Keep:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        counts: list[Rule] = [(name, _is_count, "a whole number from 1") for name in _COUNTS]
-        best = "(metric, 'min' or 'max') and perhaps how many"
-        check_settings(
-            self,
-            [
-                *counts,
-                ("best", lambda _: all(map(_is_best_rule, self._best_rules)), best),
-                (
-                    "state",
-                    lambda rules: rules is None or rules.state is None,
-                    "rules without a state of their own",
-                ),
-            ],
-        )
+        rules: list[Rule] = [(name, _is_count, "a whole number from 1") for name in _COUNTS]
+        rules.append(("best", _are_best_rules, "(metric, 'min' or 'max') and perhaps how many"))
+        rules.append(("state", _is_without_state, "rules without a state of their own"))
+        check_settings(self, rules)
 
     @property
     def rankings(self) -> tuple[tuple[str, str, int], ...]:
         """Every `best` as (metric, mode, how many)."""
-        return tuple(
-            (best[0], best[1], best[2] if len(best) == 3 else 1) for best in self._best_rules
-        )
+        rankings = []
+        for metric, mode, *counts in _best_rules(self.best):
+            count = int(counts[0]) if counts else 1
+            rankings.append((metric, mode, count))
+        return tuple(rankings)
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -84,14 +76,17 @@ class Keep:
     @property
     def has_rules(self) -> bool:
         """Whether there is a rule for weights; otherwise all are kept."""
-        return bool(self._best_rules) or any(getattr(self, name) is not None for name in _COUNTS)
+        if self.best:
+            return True
+        return any(getattr(self, name) is not None for name in _COUNTS)
 
-    @property
-    def _best_rules(self) -> list[Best]:
-        if not self.best:
-            return []
-        is_one = not isinstance(self.best, Sequence) or isinstance(self.best[0], str)
-        return [self.best] if is_one else list(self.best)  # type: ignore[list-item, arg-type]
+
+def _best_rules(best: Any) -> list[Any]:
+    """The rules in the setting `best`: several, or one alone."""
+    if not best:
+        return []
+    is_single = not isinstance(best, Sequence) or isinstance(best[0], str)
+    return [best] if is_single else list(best)
 
 
 def keep_from_record(record: Mapping[str, Any] | None) -> Keep:
@@ -101,8 +96,10 @@ def keep_from_record(record: Mapping[str, Any] | None) -> Keep:
     """
     if record is None:
         return Keep()
-    state = record["state"]
-    return Keep(**{**record, "state": None if state is None else keep_from_record(state)})
+    rules = dict(record)
+    if rules["state"] is not None:
+        rules["state"] = keep_from_record(rules["state"])
+    return Keep(**rules)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,12 +206,13 @@ def check_metrics(
 
 def metrics_of(checkpoints: Iterable[HeldCheckpoint]) -> set[str]:
     """The metrics that a valid one of the checkpoints has, as a number."""
-    names = set[str]()
+    names: set[str] = set()
     for checkpoint in checkpoints:
-        if checkpoint.valid:
-            names.update(
-                name for name, value in checkpoint.metrics.items() if not math.isnan(value)
-            )
+        if not checkpoint.valid:
+            continue
+        for name, value in checkpoint.metrics.items():
+            if not math.isnan(value):
+                names.add(name)
     return names
 
 
@@ -223,8 +221,10 @@ def name_metrics(unmeasured: Sequence[str], measured: Iterable[str]) -> str:
     choices = sorted(measured)
     names = listing([repr(metric) for metric in unmeasured], ", ")
     question = did_you_mean(unmeasured, choices)
-    choices_text = f"metrics: {listing(choices, ', ')}" if choices else "they have no metrics"
-    return f"{names} ({question} {choices_text})" if question else f"{names} ({choices_text})"
+    explanation = f"metrics: {listing(choices, ', ')}" if choices else "they have no metrics"
+    if question:
+        explanation = f"{question} {explanation}"
+    return f"{names} ({explanation})"
 
 
 def _judged_runs(
@@ -232,15 +232,15 @@ def _judged_runs(
 ) -> list[list[HeldCheckpoint]]:
     """The checkpoints that the rules apply to, grouped by run."""
     saved = [checkpoint for checkpoint in checkpoints if not checkpoint.is_export]
-    run_ids: list[str | None] = [run_id]
-    if run_id is None:
-        named = sorted({checkpoint.run_id for checkpoint in saved if checkpoint.run_id is not None})
-        run_ids = [*named] or [None]
-    by_run: dict[str | None, list[HeldCheckpoint]] = {number: [] for number in run_ids}
+    by_run: dict[str | None, list[HeldCheckpoint]] = {}
     for checkpoint in saved:
-        if checkpoint.run_id in by_run:
-            by_run[checkpoint.run_id].append(checkpoint)
-    return list(by_run.values())
+        by_run.setdefault(checkpoint.run_id, []).append(checkpoint)
+    if run_id is not None:
+        return [by_run.get(run_id, [])]
+    without_run = by_run.pop(None, [])
+    if not by_run:
+        return [without_run]
+    return [by_run[name] for name in sorted(by_run, key=str)]
 
 
 def newest_valid(checkpoints: Iterable[HeldCheckpoint]) -> dict[Path | str, str]:
@@ -260,12 +260,8 @@ def _age_key(checkpoint: HeldCheckpoint) -> tuple[int, int, float, str]:
 
     It is the step, the number and the time of creation; then the path.
     """
-    return (
-        -1 if checkpoint.step is None else checkpoint.step,
-        checkpoint.number,
-        checkpoint.created,
-        str(checkpoint.path),
-    )
+    step = -1 if checkpoint.step is None else checkpoint.step
+    return step, checkpoint.number, checkpoint.created, str(checkpoint.path)
 
 
 def _firm_reasons(
@@ -299,11 +295,11 @@ def _losing_state(
         return []
     stateful = [checkpoint for checkpoint in run if checkpoint.has_state]
     chosen = _chosen_by_rules(stateful, keep.state)
-    return [
-        checkpoint
-        for checkpoint in stateful
-        if not firm[checkpoint.path] and checkpoint.path not in chosen
-    ]
+    losing = []
+    for checkpoint in stateful:
+        if not firm[checkpoint.path] and checkpoint.path not in chosen:
+            losing.append(checkpoint)
+    return losing
 
 
 def _chosen_by_rules(
@@ -316,13 +312,14 @@ def _chosen_by_rules(
     if unmeasured:
         reason = f"no checkpoint has {listing(unmeasured, ', ')}"
         return {checkpoint.path: (reason,) for checkpoint in checkpoints}
-    reasons: dict[Path | str, list[str]] = {}
-    for group in (checkpoints, [checkpoint for checkpoint in checkpoints if checkpoint.valid]):
+    valid = [checkpoint for checkpoint in checkpoints if checkpoint.valid]
+    chosen: dict[Path | str, tuple[str, ...]] = {}
+    for group in (checkpoints, valid):
         for checkpoint, reason in _selections(group, keep):
-            of_path = reasons.setdefault(checkpoint.path, [])
-            if reason not in of_path:
-                of_path.append(reason)
-    return {path: tuple(of_path) for path, of_path in reasons.items()}
+            reasons = chosen.get(checkpoint.path, ())
+            if reason not in reasons:
+                chosen[checkpoint.path] = (*reasons, reason)
+    return chosen
 
 
 def _selections(
@@ -332,11 +329,7 @@ def _selections(
     for checkpoint in _last_of(checkpoints, keep.last):
         yield checkpoint, f"last {keep.last}"
     for checkpoint in checkpoints:
-        if (
-            keep.every_steps
-            and checkpoint.step is not None
-            and checkpoint.step % keep.every_steps == 0
-        ):
+        if _is_multiple(checkpoint.step, keep.every_steps):
             yield checkpoint, f"every {keep.every_steps} steps"
     for metric, mode, count in keep.rankings:
         # of equal ones the oldest first
@@ -348,13 +341,17 @@ def _selections(
             yield newest[period], f"{name}: {period}"
 
 
+def _is_multiple(step: int | None, every_steps: int | None) -> bool:
+    return step is not None and every_steps is not None and step % every_steps == 0
+
+
+def _has_metric(checkpoint: HeldCheckpoint, metric: str) -> bool:
+    return not math.isnan(checkpoint.metrics.get(metric, math.nan))
+
+
 def _ranked(checkpoints: Iterable[HeldCheckpoint], metric: str, mode: str) -> list[HeldCheckpoint]:
     """The checkpoints that have the metric, the best first."""
-    measured = [
-        checkpoint
-        for checkpoint in checkpoints
-        if not math.isnan(checkpoint.metrics.get(metric, math.nan))
-    ]
+    measured = [checkpoint for checkpoint in checkpoints if _has_metric(checkpoint, metric)]
     sign = 1 if mode == "min" else -1
     return sorted(measured, key=lambda checkpoint: sign * checkpoint.metrics[metric])
 
@@ -377,14 +374,18 @@ def missed_rules(checkpoint: HeldCheckpoint, keep: Keep) -> tuple[str, ...]:
     """Why no rule of `keep` selects `checkpoint`, which `plan_pruning` drops: a phrase a rule."""
     if keep.state is not None and not checkpoint.has_weights:
         keep = keep.state
-    reasons = [] if keep.last is None else [f"not one of the last {keep.last}"]
+    reasons = []
+    if keep.last is not None:
+        reasons.append(f"not one of the last {keep.last}")
     if keep.every_steps is not None:
         step = "no step" if checkpoint.step is None else f"step {checkpoint.step}"
         reasons.append(f"{step} is not a multiple of {keep.every_steps}")
     for metric, mode, count in keep.rankings:
         rank = "the best" if count == 1 else f"among the best {count}"
-        has_metric = not math.isnan(checkpoint.metrics.get(metric, math.nan))
-        reasons.append(f"not {rank} by {metric} ({mode})" if has_metric else f"no {metric}")
+        if _has_metric(checkpoint, metric):
+            reasons.append(f"not {rank} by {metric} ({mode})")
+        else:
+            reasons.append(f"no {metric}")
     for period, periods in (("hour", keep.hourly), ("day", keep.daily), ("week", keep.weekly)):
         if periods is not None:
             reasons.append(f"not the newest of one of the last {periods} {period}s")
@@ -398,6 +399,14 @@ def _last_of(items: Sequence[_T], count: int | None) -> Sequence[_T]:
 def _is_count(value: object) -> bool:
     # JSON takes no number of NumPy
     return value is None or (isinstance(value, int) and is_number(value, 1))
+
+
+def _is_without_state(rules: Any) -> bool:
+    return rules is None or rules.state is None
+
+
+def _are_best_rules(best: object) -> bool:
+    return all(_is_best_rule(rule) for rule in _best_rules(best))
 
 
 def _is_best_rule(best: object) -> bool:
