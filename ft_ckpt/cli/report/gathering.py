@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from ft_ckpt.checkpoint.catalog import CheckpointInfo, run_checkpoints
 from ft_ckpt.checkpoint.checks import file_key, verify
 from ft_ckpt.checkpoint.commit import STATE
 from ft_ckpt.checkpoint.leases import pin_reason
-from ft_ckpt.checkpoint.manifest import PartRecord
+from ft_ckpt.checkpoint.manifest import BaseRecord, PartRecord
 from ft_ckpt.cli.report.facts import Drift, KeptCheckpoint, RunFacts, StoredModel, Training
 from ft_ckpt.errors import CheckpointError, damaged_input
 from ft_ckpt.extensions.tools import by_layer, compare_files
@@ -37,7 +38,9 @@ def gather_facts(run: Place, metrics: Sequence[str], *, comparisons: int) -> Run
         saves = log_from_json(history.get("saves", ()))
         rules = keep_from_record(document.get("keep")) if document else None
         training = _training_of(document)
-    run_ids = {document["run_id"], *document.get("ancestors", ())} if document else None
+    run_ids: set[str] | None = None
+    if document:
+        run_ids = {document["run_id"], *document.get("ancestors", ())}
     fates = _Fates(run, rules, document.get("run_id"))
     checkpoints = tuple(_kept_checkpoints(infos, fates, run_ids))
     rankings: dict[str, str] = {}
@@ -59,11 +62,12 @@ def gather_facts(run: Place, metrics: Sequence[str], *, comparisons: int) -> Run
 
 def _newest_document(infos: Sequence[CheckpointInfo], notes: list[str]) -> Mapping[str, Any]:
     for info in reversed(infos):
-        if any(part.kind == STATE for part in info.manifest.parts):
-            try:
-                return read_document(info.store, info.manifest)
-            except CheckpointError as error:
-                notes.append(str(error))
+        if not _has_state(info):
+            continue
+        try:
+            return read_document(info.store, info.manifest)
+        except CheckpointError as error:
+            notes.append(str(error))
     notes.append(
         "no checkpoint has a training state, so times of saves, deleted checkpoints and the rules "
         "that keep checkpoints are unknown"
@@ -71,17 +75,22 @@ def _newest_document(infos: Sequence[CheckpointInfo], notes: list[str]) -> Mappi
     return {}
 
 
+def _has_state(info: CheckpointInfo) -> bool:
+    return any(part.kind == STATE for part in info.manifest.parts)
+
+
+_VERSION = "version of "  # prefix of the libraries in a fingerprint
 _SHOWN_APART = ("world size", "engine", "model")
 
 
 def _training_of(document: Mapping[str, Any]) -> Training:
     if not document:
         return Training()
-    settings, versions = {}, {}
+    settings: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for name, value in document["fingerprint"].items():
-        library = name.removeprefix("version of ")
-        if library != name:
-            versions[library] = str(value)
+        if name.startswith(_VERSION):
+            versions[name.removeprefix(_VERSION)] = str(value)
         elif name not in _SHOWN_APART:
             settings[name] = str(value)
     history = document.get("history") or {}
@@ -108,17 +117,23 @@ def _models_of(infos: Sequence[CheckpointInfo]) -> tuple[StoredModel, ...]:
 
 
 def _stored_model(part: PartRecord) -> StoredModel:
-    base = part.base
     counts = {tensor.name: math.prod(tensor.shape) for tensor in part.tensors}
+    dtypes = {tensor.dtype for tensor in part.tensors}
     return StoredModel(
         name=part.name,
         kind=part.kind,
         class_name=part.class_name,
         values=sum(counts.values()),
         trainable=sum(counts.get(name, 0) for name in part.trainable),
-        dtypes=tuple(sorted({tensor.dtype for tensor in part.tensors})),
-        base=None if base is None else base.id or f"{base.class_name} built in memory",
+        dtypes=tuple(sorted(dtypes)),
+        base=_base_text(part.base),
     )
+
+
+def _base_text(base: BaseRecord | None) -> str | None:
+    if base is None:
+        return None
+    return base.id or f"{base.class_name} built in memory"
 
 
 _IN_WORDS = {
@@ -164,21 +179,26 @@ def _kept_checkpoints(
     infos: Iterable[CheckpointInfo], fates: _Fates, run_ids: set[str] | None
 ) -> Iterable[KeptCheckpoint]:
     """`run_ids` are the run's and those it was resumed from; None: each checkpoint is its own."""
-    seen: set[object] = set()
+    seen: set[object] = set()  # files of this or an older checkpoint
     for info in infos:
         report = verify(info.place, deep=False)
-        sizes = _file_sizes(info)
-        new = {key: size for key, (size, _) in sizes.items() if key not in seen}
-        seen.update(new)
+        size_bytes = own_bytes = state_bytes = 0
+        for key, file in _stored_files(info).items():
+            size_bytes += file.size_bytes
+            if file.is_state:
+                state_bytes += file.size_bytes
+            if key not in seen:
+                own_bytes += file.size_bytes
+                seen.add(key)
         yield KeptCheckpoint(
             name=info.name,
             step=info.manifest.step,
             created=info.manifest.created,
             kind=info.manifest.kind,
             metrics=dict(info.metrics),
-            size_bytes=sum(size for size, _ in sizes.values()),
-            own_bytes=sum(new.values()),
-            state_bytes=sum(size for size, is_state in sizes.values() if is_state),
+            size_bytes=size_bytes,
+            own_bytes=own_bytes,
+            state_bytes=state_bytes,
             kept=fates.kept_by(info.path),
             fate=fates.in_words(info.path),
             pinned=pin_reason(info.place),
@@ -188,27 +208,40 @@ def _kept_checkpoints(
         )
 
 
-def _file_sizes(info: CheckpointInfo) -> dict[object, tuple[int, bool]]:
-    """(bytes, whether it is of the training state) of each file, by a key equal for hard links."""
-    state = tuple(f"{part.path}/" for part in info.manifest.parts if part.kind == STATE)
+@dataclass(frozen=True)
+class _StoredFile:
+    size_bytes: int
+    is_state: bool  # whether it is of the training state
+
+
+def _stored_files(info: CheckpointInfo) -> dict[object, _StoredFile]:
+    """The files of a checkpoint, by a key that is equal for hard links."""
+    state_folders = tuple(f"{part.path}/" for part in info.manifest.parts if part.kind == STATE)
     store = hold_listed(info.store)
-    sizes: dict[object, tuple[int, bool]] = {}
-    for file in info.manifest.files:
-        stored = store.stat(file.path)
+    files: dict[object, _StoredFile] = {}
+    for record in info.manifest.files:
+        stored = store.stat(record.path)
         if stored is not None:
-            is_state = file.path.startswith(state)
-            sizes[file_key(info.store, file.path)] = (stored.size_bytes, is_state)
-    return sizes
+            is_state = record.path.startswith(state_folders)
+            key = file_key(info.store, record.path)
+            files[key] = _StoredFile(stored.size_bytes, is_state)
+    return files
 
 
 def _drifts(infos: Sequence[CheckpointInfo], count: int, notes: list[str]) -> tuple[Drift, ...]:
     """The changes between the newest `count` pairs of neighbours that training saved."""
     saved = [info for info in infos if not info.manifest.made_from]
-    resumable = [info for info in saved if not info.manifest.export]
-    pairs = list(itertools.pairwise(resumable if len(resumable) > 1 else saved))
-    newest_pairs = pairs[len(pairs) - min(count, len(pairs)) :]
-    drifts = [_drift(before, after, notes) for before, after in newest_pairs]
-    return tuple(drift for drift in drifts if drift is not None)
+    compared = [info for info in saved if not info.manifest.export]
+    if len(compared) < 2:
+        compared = saved
+    pairs = list(itertools.pairwise(compared))
+    newest_pairs = pairs[-count:] if count else []
+    drifts = []
+    for before, after in newest_pairs:
+        drift = _drift(before, after, notes)
+        if drift is not None:
+            drifts.append(drift)
+    return tuple(drifts)
 
 
 def _drift(before: CheckpointInfo, after: CheckpointInfo, notes: list[str]) -> Drift | None:

@@ -56,25 +56,30 @@ def run_items(accelerator: Any, registered: Mapping[str, Any]) -> list[Item]:
     registered object that is neither a module, an optimizer nor has a state dict, ConfigError for
     names that are taken or cannot be used.
     """
-    further = {name: value for name, value in registered.items() if name != "model"}
-    registered_names = {bare_identity(value): name for name, value in further.items()}
-    named: list[tuple[str, Any]] = []
-    series: dict[str, str] = {}
+    registered_names: dict[int, str] = {}
+    for name, value in registered.items():
+        if name != "model":
+            registered_names[bare_identity(value)] = name
+    objects: list[tuple[str, Any, str]] = []  # name, object, series
     prepared: set[int] = set()
     for name, value in _prepared_objects(accelerator, registered):
         identity = bare_identity(value)
         prepared.add(identity)
-        named.append((registered_names.get(identity, name), value))
-        kind = name.split("_")[0]
-        if identity not in registered_names and kind in _SERIES:
-            series[name] = kind
-    for name, value in further.items():
-        if bare_identity(value) not in prepared:
-            named.append((name, value))
-    _refuse_item_names([name for name, _ in named], registered)
-    return [
-        Item(name, _item_kind(name, value), value, series.get(name, "")) for name, value in named
-    ]
+        if identity in registered_names:
+            objects.append((registered_names[identity], value, ""))
+        else:
+            objects.append((name, value, _series_of(name)))
+    for name, value in registered.items():
+        if name != "model" and bare_identity(value) not in prepared:
+            objects.append((name, value, ""))
+    _refuse_item_names([name for name, _, _ in objects], registered)
+    return [Item(name, _item_kind(name, value), value, series) for name, value, series in objects]
+
+
+def _series_of(name: str) -> str:
+    """The series of a name that comes from Accelerate's order alone; "" for another name."""
+    series = name.split("_")[0]
+    return series if series in _SERIES else ""
 
 
 def main_model(accelerator: Any, registered: Mapping[str, Any]) -> nn.Module | None:
@@ -86,13 +91,17 @@ def main_model(accelerator: Any, registered: Mapping[str, Any]) -> nn.Module | N
         return registered["model"]  # type: ignore[no-any-return]
     models: Sequence[nn.Module] = getattr(accelerator, "_models", ())
     identities = {bare_identity(value) for value in registered.values()}
-    unnamed = [model for model in models if bare_identity(model) not in identities]
-    return next(iter([*unnamed, *models]), None)
+    for model in models:
+        if bare_identity(model) not in identities:
+            return model
+    return models[0] if models else None
 
 
 def bare_identity(value: Any) -> int:
     """The identity of an object without the wrappers of Accelerate and engines."""
-    return id(unwrap(value) if isinstance(value, nn.Module) else unwrap_object(value))
+    if isinstance(value, nn.Module):
+        return id(unwrap(value))
+    return id(unwrap_object(value))
 
 
 def unwrap_object(value: Any) -> Any:
@@ -136,10 +145,12 @@ def refuse_unsaveable(items: Iterable[Item]) -> None:
 def _prepared_objects(accelerator: Any, registered: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The objects that Accelerate prepared, by kind and number, without the model that is saved."""
     main = main_model(accelerator, registered)
-    models = list(getattr(accelerator, "_models", ()))
-    if main is not None:
-        models = [model for model in models if bare_identity(model) != bare_identity(main)]
-    objects = [(f"model_{number}", model) for number, model in enumerate(models, 1)]
+    objects: list[tuple[str, Any]] = []
+    number = 1
+    for model in getattr(accelerator, "_models", ()):
+        if main is None or bare_identity(model) != bare_identity(main):
+            objects.append((f"model_{number}", model))
+            number += 1
     objects += _numbered("optimizer", getattr(accelerator, "_optimizers", ()))
     objects += _numbered("scheduler", getattr(accelerator, "_schedulers", ()))
     engine_wrapper = getattr(accelerator, "deepspeed_engine_wrapped", None)
@@ -156,19 +167,25 @@ def _prepared_objects(accelerator: Any, registered: Mapping[str, Any]) -> list[t
 
 def _numbered(name: str, objects: Iterable[Any]) -> list[tuple[str, Any]]:
     """The objects under `name`, `name`_1, `name`_2, ..."""
-    return [(f"{name}_{number}" if number else name, value) for number, value in enumerate(objects)]
+    named = []
+    for number, value in enumerate(objects):
+        named.append((f"{name}_{number}" if number else name, value))
+    return named
 
 
 def _refuse_item_names(names: Sequence[str], registered: Mapping[str, Any]) -> None:
     """Raise ConfigError for names of two objects, and for reserved names."""
-    twice = [name for name in registered if names.count(name) > 1]
-    reserved = [
-        name for name in registered if name in _RESERVED or name.startswith(_RESERVED_PREFIXES)
-    ]
-    unusable = [name for name in registered if not name or "/" in name or ":" in name]
-    problems = [f"{name}: the name of what Accelerate has prepared" for name in twice]
-    problems += [f"{name}: a name that checkpoints use themselves" for name in reserved]
-    problems += [f"{name!r}: names are not empty, without '/' and ':'" for name in unusable]
+    twice: list[str] = []
+    reserved: list[str] = []
+    unusable: list[str] = []
+    for name in registered:
+        if names.count(name) > 1:
+            twice.append(f"{name}: the name of what Accelerate has prepared")
+        if name in _RESERVED or name.startswith(_RESERVED_PREFIXES):
+            reserved.append(f"{name}: a name that checkpoints use themselves")
+        if not name or "/" in name or ":" in name:
+            unusable.append(f"{name!r}: names are not empty, without '/' and ':'")
+    problems = twice + reserved + unusable
     if problems:
         raise ConfigError(f"{listing(problems)}; register it under another name")
 

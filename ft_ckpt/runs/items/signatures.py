@@ -53,11 +53,10 @@ def object_signatures(
         signature = f"{item.series} {_object_signature(item, sources)}"
         signatures[item.name] = signature
         names_by_signature.setdefault(signature, []).append(item.name or "model")
-    problems = [
-        f"{', '.join(names)}: differ in their order alone"
-        for names in names_by_signature.values()
-        if len(names) > 1
-    ]
+    problems = []
+    for names in names_by_signature.values():
+        if len(names) > 1:
+            problems.append(f"{', '.join(names)}: differ in their order alone")
     if problems:
         raise ConfigError(
             f"{listing(problems)}; name them, so that they are not confused when the order "
@@ -80,19 +79,18 @@ def items_in_saved_order(
     live = object_signatures(
         accelerator, registered, lambda: run_sources(walk_models(model, items), items)
     )
-    # by signature, of objects that now have another name
-    saved_names = {
-        signature: name for name, signature in saved.items() if live.get(name) != signature
-    }
+    saved_names: dict[str, str] = {}  # by signature, of objects that now have another name
+    for name, signature in saved.items():
+        if live.get(name) != signature:
+            saved_names[signature] = name
     renamed: dict[str, str] = {}
     for name, signature in live.items():
         if saved.get(name) != signature and signature in saved_names:
             renamed[name] = saved_names[signature]
     if "" in renamed or "" in renamed.values():
-        changes = [
-            f"{saved_name or 'model'} of the checkpoint is {name or 'model'} here"
-            for name, saved_name in renamed.items()
-        ]
+        changes = []
+        for name, saved_name in renamed.items():
+            changes.append(f"{saved_name or 'model'} of the checkpoint is {name or 'model'} here")
         raise LoadError(
             f"{listing(changes)}: prepared in another order; prepare them as before, or say which "
             "one is saved: saver.register(model=...)"
@@ -102,19 +100,18 @@ def items_in_saved_order(
 
 def _object_signature(item: Item, sources: Mapping[Key, Source]) -> str:
     """The class of an object, and a digest of its tensors, parameters or state keys."""
+    facts: list[Any] = []
     if item.kind == "model":
-        kind = user_class(type(unwrap(item.value))).__name__
-        facts: Any = [
-            (name, source.shape, str(source.dtype), source.trainable)
-            for name, source in model_sources(sources, item.name).items()
-        ]
+        kind = user_class(type(unwrap(item.value)))
+        for name, source in model_sources(sources, item.name).items():
+            facts.append((name, source.shape, str(source.dtype), source.trainable))
+    elif item.series == "scheduler":
+        kind = type(unwrap_object(item.value))
+        facts += _scheduled_parameters(item.value, sources)
     else:
-        kind = type(unwrap_object(item.value)).__name__
-        if item.series == "scheduler":
-            facts = _scheduled_parameters(item.value, sources)
-        else:
-            facts = sorted(map(str, item.value.state_dict()))
-    return f"{kind} {xxhash.xxh3_64_hexdigest(repr(facts).encode())}"
+        kind = type(unwrap_object(item.value))
+        facts += sorted(str(key) for key in item.value.state_dict())
+    return f"{kind.__name__} {xxhash.xxh3_64_hexdigest(repr(facts).encode())}"
 
 
 def _scheduled_parameters(scheduler: Any, sources: Mapping[Key, Source]) -> list[str]:

@@ -62,7 +62,10 @@ def match_groups(
     shared_live = [live_names & stored_names & set(names) for names in names_of_groups]
     shared_stored = [names & live_names for names in stored]
     has_same_order = shared_live == shared_stored
-    positions = {frozenset(names): at for at, names in enumerate(shared_stored) if names}
+    positions: dict[frozenset[str], int] = {}
+    for index, names in enumerate(shared_stored):
+        if names:
+            positions[frozenset(names)] = index
     pairs: list[GroupValues] = []
     notes: list[str] = []
     for number, (group, names) in enumerate(zip(groups, shared_live, strict=True)):
@@ -132,7 +135,9 @@ def _kind_of_setting(value: Any) -> str:
         return "bool" if value.dtype == torch.bool else "number"
     if isinstance(value, (bool, np.bool_)):
         return "bool"
-    return "number" if isinstance(value, (int, float, np.number)) else type(value).__name__
+    if isinstance(value, (int, float, np.number)):
+        return "number"
+    return type(value).__name__
 
 
 def _group_differences(
@@ -143,13 +148,12 @@ def _group_differences(
     def is_trained(name: str) -> bool:
         return sources[name].trainable or name in with_state
 
-    only_live = [name for name in live - stored if is_trained(name)]
-    only_stored = [name for name in (stored | with_state) - live if name not in sources]
-    only_stored += [name for name in stored - live if name in sources and is_trained(name)]
-    return [
-        *(f"{name}: trained here, not in the checkpoint's optimizer" for name in sorted(only_live)),
-        *(
-            f"{name}: in the checkpoint's optimizer, not trained here"
-            for name in sorted(only_stored)
-        ),
-    ]
+    only_stored = {name for name in (stored | with_state) - live if name not in sources}
+    only_stored |= {name for name in stored - live if name in sources and is_trained(name)}
+    differences = []
+    for name in sorted(live - stored):
+        if is_trained(name):
+            differences.append(f"{name}: trained here, not in the checkpoint's optimizer")
+    for name in sorted(only_stored):
+        differences.append(f"{name}: in the checkpoint's optimizer, not trained here")
+    return differences
