@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ft_ckpt.cli import views
+from ft_ckpt.cli import output
 from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.errors import CheckpointError, ConfigError, LoadError, listing
 from ft_ckpt.runs.loop import END, VARIABLE, Rehearsal, Step, read_steps
@@ -273,10 +273,10 @@ def _open_joined(place: Place) -> "Iterator[JoinedFile]":
 
 def _show_finding(finding: Finding, *, as_json: bool) -> None:
     if as_json:
-        views.print_json(_finding_json(finding))
+        output.print_json(_finding_json(finding))
         return
     heads = ("step", "metric", "without a stop", "stopped and resumed", "batches", "")
-    views.print_table(heads, (_finding_cells(row, finding) for row in finding.rows))
+    output.print_table(heads, (_finding_cells(row, finding) for row in finding.rows))
     print_lines(_verdict_text(finding))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
-from ft_ckpt.cli import views
+from ft_ckpt.cli import output
 from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.storage.places import open_place
 
@@ -58,7 +58,7 @@ def _diff(options: Namespace) -> int:
             "layers": [_difference_json(layer) for layer in layers[:max_rows]],
             "settings": [{"name": name, "a": old, "b": new} for name, old, new in settings],
         }
-        views.print_json(document)
+        output.print_json(document)
     else:
         totals = ", ".join(f"{count} {status}" for status, count in counts.items())
         print_lines(f"{options.one} -> {options.other}: {totals or 'no tensors'}")
@@ -82,7 +82,7 @@ def _print_differences(
     for difference in shown:
         words = " ".join(_change_words(difference))
         rows.append((difference.name, words, *_change_figures(difference)))
-    views.print_table(heads, rows)
+    output.print_table(heads, rows)
     if len(unequal) > len(shown):
         print_lines(f"and {len(unequal) - len(shown)} more; see --top")
 
@@ -95,7 +95,7 @@ def _change_words(difference: "Difference") -> Iterator[str]:
         return
     if difference.status != "changed":
         yield difference.status
-    yield " -> ".join(dict.fromkeys(views.human_shape(spec.shape) for spec in sides))
+    yield " -> ".join(dict.fromkeys(output.human_shape(spec.shape) for spec in sides))
     yield " -> ".join(dict.fromkeys(spec.dtype for spec in sides))
 
 

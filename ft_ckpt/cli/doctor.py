@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ft_ckpt.cli import views
+from ft_ckpt.cli import output
 from ft_ckpt.cli.doctor_ranks import SharingReport, examine_sharing, show_sharing
 from ft_ckpt.cli.options import add_json, print_lines
 from ft_ckpt.errors import TargetError
@@ -91,7 +91,7 @@ def _examine_on_ranks(place: Place, options: Namespace, ranks: Ranks) -> int:
 def _print_report(report: PlaceReport, sharing: SharingReport | None, *, as_json: bool) -> None:
     if as_json:
         facts = {**vars(report), "dangers": report.dangers, "safe": not report.dangers}
-        views.print_json({**facts, "sharing": sharing})
+        output.print_json({**facts, "sharing": sharing})
         return
     _show_place(report)
     if sharing is not None:
@@ -124,7 +124,7 @@ def _show_place(report: PlaceReport) -> None:
         else:
             fallback = f"{ability.detail}; {_INSTEAD.get(ability.name, '')}".rstrip("; ")
             rows.append((ability.name, "no", fallback))
-    views.print_table(("", "works", "else"), rows)
+    output.print_table(("", "works", "else"), rows)
 
 
 def _place_facts(report: PlaceReport) -> Iterator[str]:

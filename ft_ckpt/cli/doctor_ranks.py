@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ft_ckpt.cli import views
+from ft_ckpt.cli import output
 from ft_ckpt.cli.cache_trials import MAX_SECONDS, CacheAge, measure_caches
 from ft_ckpt.cli.options import print_lines
 from ft_ckpt.ranks import Ranks, rank_numbers
@@ -69,7 +69,7 @@ def show_sharing(report: SharingReport) -> None:
     if report.caches:
         print_lines("")
         rows = [(age.change, _age_text(age.seconds)) for age in report.caches]
-        views.print_table(("changed by rank 0", "seen by the others"), rows)
+        output.print_table(("changed by rank 0", "seen by the others"), rows)
     print_lines("")
     if report.caches:
         verdict = "not tried, not used"
@@ -89,11 +89,11 @@ def _show_ranks(report: SharingReport) -> None:
         rows.append((f"{rank}", view["host"], client, file_system))
         if not view["sees"]:
             blind.append(rank)
-    views.print_table(("rank", "node", "client", "file system"), rows)
+    output.print_table(("rank", "node", "client", "file system"), rows)
     if blind:
         print_lines(f"not one file system: rank(s) {rank_numbers(blind)} do not see it")
     elif report.clients:
-        print_lines(f"{views.count_of(report.clients, 'client')} of one file system")
+        print_lines(f"{output.count_of(report.clients, 'client')} of one file system")
 
 
 def _age_text(seconds: float | None) -> str:

@@ -5,7 +5,7 @@ import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
-from ft_ckpt.cli import views
+from ft_ckpt.cli import output
 from ft_ckpt.cli.files import print_conversion, refuse_existing
 from ft_ckpt.cli.options import add_force, add_json, bounded, one_of, print_lines
 from ft_ckpt.cli.show import followed_run
@@ -172,7 +172,7 @@ def _print_trouble(text: str) -> None:
 
 def _print_report(report: "PublishReport", *, as_json: bool) -> None:
     if as_json:
-        views.print_json({**dataclasses.asdict(report), "path": str(report.path)})
+        output.print_json({**dataclasses.asdict(report), "path": str(report.path)})
     elif report.kind in ("anchor", "delta"):
         entry = report.servers[0]
         kind = report.kind if entry.before is None else f"{report.kind} on {entry.before}"
@@ -190,7 +190,7 @@ def _print_report(report: "PublishReport", *, as_json: bool) -> None:
             checked = server.checked if server.is_new else f"there already; {server.checked}"
             paused = f"{server.paused_seconds:.1f} s"
             rows.append((server.url, server.engine, server.before or "-", checked, paused))
-        views.print_table(("server", "engine", "before", "checked", "paused"), rows)
+        output.print_table(("server", "engine", "before", "checked", "paused"), rows)
     sys.stdout.flush()  # at once, with --follow
 
 
@@ -250,7 +250,7 @@ def _check_for(options: Namespace) -> int:
             "engine": options.engine,
             "findings": findings,
         }
-        views.print_json(result)
+        output.print_json(result)
     elif findings:
         print_lines(*findings)
     else:

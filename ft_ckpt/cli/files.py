@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
-from ft_ckpt.cli import views
+from ft_ckpt.cli import output
 from ft_ckpt.cli.options import add_force, add_json, bounded, print_lines
 from ft_ckpt.errors import TargetError
 from ft_ckpt.formats import written_formats
@@ -92,7 +92,7 @@ def print_conversion(
 ) -> None:
     """Print what was written from `source`, in a line or as JSON."""
     if as_json:
-        views.print_json({**vars(report), "verified": verified})
+        output.print_json({**vars(report), "verified": verified})
         return
     casts = ", ".join(f"{count} x {cast}" for cast, count in report.casts.items())
     facts = [f"{report.tensors} tensors", human_size(report.bytes), f"{report.seconds:.1f} s"]

@@ -11,7 +11,7 @@ from typing import Any
 from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.checks import stored_bytes
 from ft_ckpt.checkpoint.manifest import describe_contents, why_no_checkpoint
-from ft_ckpt.cli import views
+from ft_ckpt.cli import output
 from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.errors import ConfigError, NotACheckpointError
 from ft_ckpt.schedule import bounded_interval, expected_overhead, optimal_interval, parse_seconds
@@ -213,7 +213,7 @@ def _show_plan(
     if as_json:
         best = next(row.steps for row in intervals if row.optimum)
         table = [_row_json(row) for row in intervals]
-        views.print_json(
+        output.print_json(
             {**asdict(job), "measured": measured, "optimum_steps": best, "rows": table}
         )
         return
@@ -236,7 +236,7 @@ def _show_plan(
         rows.append(
             (f"{row.steps}", human_time(row.interval_seconds), f"{row.saves}", disk, *shares, mark)
         )
-    views.print_table(heads, rows)
+    output.print_table(heads, rows)
 
 
 def _row_json(row: IntervalRow) -> dict[str, Any]:

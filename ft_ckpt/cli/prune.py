@@ -6,7 +6,7 @@ from collections import Counter
 
 from ft_ckpt.checkpoint.leases import pin, pin_reason, unpin
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, why_no_checkpoint
-from ft_ckpt.cli import views
+from ft_ckpt.cli import output
 from ft_ckpt.cli.options import add_dry_run, add_json, bounded, print_lines
 from ft_ckpt.cli.show import run_checkpoints_in, run_folder
 from ft_ckpt.errors import ConfigError, NotACheckpointError, TargetError, listing
@@ -133,13 +133,13 @@ def _run_id(root: Place, run_id: str | None) -> str | None:
 
 def _show_report(root: Place, report: PruneReport, *, dry_run: bool, as_json: bool) -> None:
     if as_json:
-        views.print_json({"path": str(root), "dry_run": dry_run, **vars(report)})
+        output.print_json({"path": str(root), "dry_run": dry_run, **vars(report)})
         return
     rows = [(location_name(path), "drop", "") for path in report.dropped]
     for path, reasons in report.kept.items():
         verdict = "keep without state" if path in report.stripped else "keep"
         rows.append((location_name(path), verdict, ", ".join(reasons)))
-    views.print_table(("checkpoint", "verdict", "why"), rows)
+    output.print_table(("checkpoint", "verdict", "why"), rows)
     print_lines(
         f"{root}: {human_size(report.freed_bytes)} {'would be freed' if dry_run else 'freed'}"
     )

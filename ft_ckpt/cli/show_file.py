@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from ft_ckpt.cli import views
+from ft_ckpt.cli import output
 from ft_ckpt.cli.describe import facts_of_folder
 from ft_ckpt.cli.options import print_lines
 from ft_ckpt.storage.places import Place
@@ -37,11 +37,11 @@ def show_file(source: Place, *, as_json: bool) -> None:
             "others": skipped,
             "model": model,
         }
-        views.print_json(document)
+        output.print_json(document)
         return
     print_lines(f"{source}: {model.headline()}", *(f"  {line}" for line in model.details()))
-    print_lines(f"  {views.count_of(len(specs), 'tensor')}, {human_size(size)}", "")
-    views.print_table(("tensor", "shape", "dtype", "size"), _tensor_rows(specs, ties))
+    print_lines(f"  {output.count_of(len(specs), 'tensor')}, {human_size(size)}", "")
+    output.print_table(("tensor", "shape", "dtype", "size"), _tensor_rows(specs, ties))
     for line in skipped:
         print_lines(f"  {line}")
 
@@ -72,7 +72,7 @@ def _node_rows(
     label = "  " * depth + label
     if name in specs:
         spec = specs[name]
-        yield label, views.human_shape(spec.shape), spec.dtype, human_size(spec.size_bytes)
+        yield label, output.human_shape(spec.shape), spec.dtype, human_size(spec.size_bytes)
     elif name is None:
         yield label, "", "", ""
     else:

@@ -3,7 +3,7 @@
 import os
 from argparse import ArgumentParser, Namespace
 
-from ft_ckpt.cli import views
+from ft_ckpt.cli import output
 from ft_ckpt.cli.options import add_json, print_lines
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.extensions.transfer.copies import sign
@@ -43,6 +43,6 @@ def _sign(options: Namespace) -> None:
         options.checkpoint, options.key, password=password, provider=options.identity_provider
     )
     if options.as_json:
-        views.print_json({"path": options.checkpoint, "signature": str(signature)})
+        output.print_json({"path": options.checkpoint, "signature": str(signature)})
     else:
         print_lines(f"{options.checkpoint} -> {signature}")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.cli import views
+from ft_ckpt.cli import output
 from ft_ckpt.cli.options import add_dry_run, add_force, add_json, print_lines, print_path
 from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.storage.places import location_name, open_place
@@ -51,7 +51,7 @@ def _push(options: Namespace) -> None:
     )
     report = push_now(open_place(checkpoint), _checked_url(options.url), push_options)
     if options.as_json:
-        views.print_json(report)
+        output.print_json(report)
         return
     outcome = f"{len(report.files)} files, {human_size(report.bytes)}, {report.seconds:.1f} s"
     if not report.is_new:
@@ -93,7 +93,7 @@ def _pull(options: Namespace) -> None:
     else:
         report = pull(place, folder, overwrite=options.force)
     if options.as_json:
-        views.print_json(report)
+        output.print_json(report)
         return
     if folder is None:
         print_path(report.path)
@@ -124,7 +124,7 @@ def _cp(options: Namespace) -> None:
 
     report = copy(options.source, options.destination, overwrite=options.force)
     if options.as_json:
-        views.print_json(report)
+        output.print_json(report)
         return
     print_lines(f"{report.source} -> {report.path}: {_copy_facts(report)}")
 
@@ -162,7 +162,7 @@ def _sync(options: Namespace) -> int:
         options.source, options.destination, delete=options.delete, dry_run=options.dry_run
     )
     if options.as_json:
-        views.print_json(report)
+        output.print_json(report)
     else:
         print_lines(*_sync_lines(report, dry_run=options.dry_run))
     return 1 if report.problems else 0

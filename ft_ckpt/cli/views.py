@@ -1,12 +1,5 @@
-"""Prints the results of `ft-ckpt`: tables for people, JSON for programs.
+"""Views of runs, checkpoints and reports, as several commands of `ft-ckpt` print them."""
 
-Rich is imported when a table is printed.
-"""
-
-import dataclasses
-import json
-import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -16,24 +9,28 @@ from ft_ckpt.checkpoint.catalog import CheckpointInfo
 from ft_ckpt.checkpoint.checks import VerifyReport, stored_bytes
 from ft_ckpt.checkpoint.commit import STATE
 from ft_ckpt.checkpoint.leases import pin_reason
-from ft_ckpt.checkpoint.manifest import RUNS, Contents, Manifest, PartRecord, age_of, parse_time
+from ft_ckpt.checkpoint.manifest import RUNS, Contents, Manifest, PartRecord, age_of
 from ft_ckpt.cli.describe import ModelFacts, adapter_name, facts_of_part
 from ft_ckpt.cli.options import print_lines, print_path
+from ft_ckpt.cli.output import (
+    COLUMN_GAP,
+    count_of,
+    human_moment,
+    human_shape,
+    or_dash,
+    print_json,
+    print_table,
+    terminal_width,
+)
 from ft_ckpt.extensions.rl.writers import parts_of
 from ft_ckpt.messages import printable
 from ft_ckpt.schema import values_of
 from ft_ckpt.storage.places import Place, location_name
 from ft_ckpt.values import human_size
 
-_NUMBERS = {"step", "size", "checkpoints"}  # right-aligned columns
-_ORDINARY = {
-    "step": "-",
-    "parts": "model",
-    "kept": "",
-    "valid": "yes",
-}  # a column is left out if all its cells have this value
+# a column is left out if all its cells have this value
+_ORDINARY = {"step": "-", "parts": "model", "kept": "", "valid": "yes"}
 _MIN_REASONS = 14  # characters of the column with the reasons, which is wrapped
-_GAP = 2  # between columns
 
 
 def checkpoint_row(
@@ -95,7 +92,7 @@ def show_contents(
         cells = []
         for row in rows:
             age = "-" if row["created"] is None else _age_text(row["created"])
-            step, size = _or_dash(row["step"]), human_size(row["bytes"])
+            step, size = or_dash(row["step"]), human_size(row["bytes"])
             cells.append((location_name(row["path"]), str(row["checkpoints"]), step, age, size))
         print_table(heads, cells)
     if rows and contents.kind != "other":
@@ -241,7 +238,7 @@ def _run_columns(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> dict
             del columns[head]
     heads = [_metric_head(name) for name in metrics]
     for head in ("parts", "age", "kept", "kind", *reversed(heads)):
-        if _table_width(columns) <= _terminal_width():
+        if _table_width(columns) <= terminal_width():
             break
         columns.pop(head, None)
     return columns
@@ -275,102 +272,21 @@ def _column_cell(row: Mapping[str, Any], head: str) -> str:
         return human_size(row["bytes"])
     if isinstance(row[head], bool):
         return "yes" if row[head] else "no"
-    return _or_dash(row[head])
+    return or_dash(row[head])
 
 
 def _table_width(columns: Mapping[str, Sequence[str]]) -> int:
-    total = -_GAP
+    total = -COLUMN_GAP
     for head, cells in columns.items():
         width = max(len(printable(cell)) for cell in (head, *cells))
-        total += _GAP + (min(width, _MIN_REASONS) if head == "kept" else width)
+        total += COLUMN_GAP + (min(width, _MIN_REASONS) if head == "kept" else width)
     return total
-
-
-def _terminal_width() -> int:
-    """The width of the terminal in characters; a large number where nothing wraps.
-
-    Nothing wraps in a file or pipe.
-    """
-    if sys.stdout is None or not sys.stdout.isatty():
-        return 100_000
-    from rich.console import Console
-
-    return Console().width
-
-
-def print_table(
-    heads: Sequence[str], rows: Iterable[tuple[str, ...]], *, red: Sequence[int] = ()
-) -> None:
-    """Print a table as wide as its contents; the first column is not wrapped.
-
-    `red`: numbers of the rows in red.
-    """
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    cells = [tuple(map(printable, line)) for line in rows]
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
-    for number, head in enumerate(heads):
-        is_number = head in _NUMBERS
-        name = Text(printable(head))  # not str: a name may look like markup
-        table.add_column(
-            name,
-            justify="right" if is_number else "left",
-            overflow="fold",
-            no_wrap=number == 0 or is_number,
-        )
-    for number, line in enumerate(cells):
-        table.add_row(*map(Text, line), style="red" if number in red else None)
-    first = max((len(line[0]) for line in cells), default=0)
-    min_width = first + (len(heads) - 1) * (_GAP + 4)  # the terminal breaks longer names
-    Console(width=max(_terminal_width(), min_width)).print(table)
 
 
 def _print_problems(path: str, problems: Iterable[str]) -> None:
     prefix = f"{path}: " if path else ""
     for problem in problems:
         print_lines(f"  {prefix}{problem}")
-
-
-def print_json(value: Any) -> None:
-    """Print `value` as indented JSON.
-
-    Dataclasses become objects, paths and non-finite numbers text.
-    """
-    print_lines(*json.dumps(_json_value(value), indent=2).split("\n"))
-
-
-def _json_value(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        value = values_of(value)
-    if isinstance(value, Mapping):
-        return {str(key): _json_value(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_value(entry) for entry in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    return str(value) if isinstance(value, Path) else value
-
-
-def count_of(number: int, thing: str) -> str:
-    """A number of things, as in "1 file" or "2 files"."""
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
-
-
-def _or_dash(value: object) -> str:
-    return "-" if value is None else str(value)
-
-
-def human_shape(shape: tuple[int, ...]) -> str:
-    """A shape as "2x3"."""
-    return "x".join(map(str, shape)) or "scalar"
-
-
-def human_moment(created: str) -> str:
-    """An ISO 8601 time to the second, in UTC; the unchanged text if it is not a time."""
-    then = parse_time(created)
-    return created if then is None else f"{then:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _age_text(created: str) -> str:

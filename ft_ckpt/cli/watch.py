@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ft_ckpt.cli import views
+from ft_ckpt.cli import output
 from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.cli.show import followed_run
 from ft_ckpt.errors import CheckpointError, ConfigError, UnreadableError
@@ -105,7 +105,7 @@ def _evaluate(checkpoint: "CheckpointInfo", options: Namespace) -> None:
             "metrics": metrics,
             "seconds": seconds,
         }
-        views.print_json(result)
+        output.print_json(result)
     else:
         numbers = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
         print_lines(f"{shown_location(checkpoint.path)}: {numbers}, {seconds:.1f} s")

@@ -8,7 +8,7 @@ from functools import reduce
 from operator import and_
 
 from ft_ckpt.checkpoint.manifest import why_no_checkpoint
-from ft_ckpt.cli import views
+from ft_ckpt.cli import output, views
 from ft_ckpt.cli.options import add_json, bounded, print_lines
 from ft_ckpt.cli.report.gathering import gather_facts
 from ft_ckpt.cli.report.page import page_text
@@ -50,7 +50,7 @@ def _report(options: Namespace) -> None:
         raise NotACheckpointError(why_no_checkpoint(run))
     facts = gather_facts(run, views.ranked_metrics(infos), comparisons=options.drift)
     if options.as_json:
-        views.print_json({**vars(facts), "disk_bytes": facts.disk_bytes})
+        output.print_json({**vars(facts), "disk_bytes": facts.disk_bytes})
         return
     goal = Place(LocalStore(target.parent), target.name)
     modes = [info.place.mode_at(goal) for info in infos]
