@@ -11,7 +11,8 @@ from ft_ckpt.cli import output
 from ft_ckpt.cli.cache_trials import MAX_SECONDS, CacheAge, measure_caches
 from ft_ckpt.cli.options import print_lines
 from ft_ckpt.ranks import Ranks, rank_numbers
-from ft_ckpt.saving import FolderSharing, Mode, try_ranges, try_sharing
+from ft_ckpt.saving import FolderSharing, try_ranges, try_sharing
+from ft_ckpt.saving.planning import Mode
 from ft_ckpt.storage import Store
 
 _AT_ONCE_SECONDS = 0.1

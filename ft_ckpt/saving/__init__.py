@@ -1,8 +1,13 @@
-"""One save, from the request to the commit, in the background too.
+"""One save, from the request to the commit, in the foreground or in the background.
 
-The room `planning` holds what a save is asked for and what it will write; the modules here do it:
-snapshot, files, writing by every rank, commit. Nothing here decides when to save or what to keep.
-Begin at `execute`, the steps of every save.
+| subpackage | holds |
+|---|---|
+| `planning` | the request, and the plan of a save: parts, files, the bytes that each rank writes |
+
+The modules here carry out the plan: `stage`, `agree`, `reuse_frozen`, `write` with `regions`, and
+`commit_files` are the steps of `execute`; `background` and `snapshot` run them in a thread;
+`folder_sharing` and `range_trial` find out how ranks may share files. Nothing here decides when to
+save or which checkpoints to keep. Begin at `execute`, the steps of every save.
 """
 
 import lazy_loader

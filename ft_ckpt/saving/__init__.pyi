@@ -17,7 +17,6 @@ from .execute import (
 )
 from .folder_sharing import (
     FolderSharing as FolderSharing,
-    Mode as Mode,
     SharedFolders as SharedFolders,
     try_sharing as try_sharing,
 )

@@ -24,7 +24,7 @@ from ft_ckpt.saving.planning import (
     replicated_tensors,
 )
 from ft_ckpt.saving.reuse_frozen import Offer
-from ft_ckpt.saving.stage import OpenStage
+from ft_ckpt.saving.stage import StagedSave
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +37,8 @@ class AgreedSave:
     plan: SavePlan  # its request has the replicas that differ, if they were compared
     replicas_differ: bool  # the save must be planned again, to store the first rank's values
     fits: bool  # whether every rank can take a snapshot
-    state_dict: bool  # whether rank 0 was given one
-    stage: str | None  # rank 0's staging folder, if it is on a disk
+    has_state_dict: bool  # whether the caller has passed a state dict on rank 0
+    staging_folder: str | None  # rank 0's, if it is on a disk
     offers: Mapping[str, Offer]  # frozen files that may exist already, by path
     samples: tuple[BaseSamples, ...]  # of each rank; on rank 0 alone
 
@@ -46,7 +46,7 @@ class AgreedSave:
 def agree_on_plan(
     what: str,
     plan: SavePlan | None,
-    stage: OpenStage | None,
+    staged: StagedSave | None,
     error: BaseException | None,
     context: SaveContext,
     *,
@@ -54,24 +54,18 @@ def agree_on_plan(
 ) -> AgreedSave:
     """Compare the plans and the replicas of all ranks in the exchange `what`.
 
-    The result `fits` if all ranks do. `plan` and `stage` are None after an `error`. Raises the
-    error of any rank, RanksDisagreeError naming tensors, or replicas if the settings refuse these.
+    `plan` and `staged` are None after an `error` of this rank. `fits` says whether this rank can
+    take a snapshot; in the result it says whether all ranks can. Collective: call it on every rank.
+    Raises the error of any rank, RanksDisagreeError naming tensors that differ, and
+    RanksDisagreeError naming replicas that differ if `on_difference="raise"`.
     """
     ranks = context.ranks
-    digests: dict[str, ReplicaDigest] = {}
-    compares_replicas = False
-    if plan is not None and error is None:
-        request = plan.request
-        is_compared = request.differing is not None or request.state_dict is not None
-        compares_replicas = ranks.size > 1 and not is_compared
-    if plan is not None and compares_replicas:
-        with ranks.deferring_error() as digesting:
-            replicated = replicated_tensors(plan.plans)
-            digests = digest_replicas(replicated, ranks.rank)
-        error = digesting.error
+    digests: dict[str, ReplicaDigest] | None = None
+    if error is None and plan is not None and _compares_replicas(plan, ranks):
+        digests, error = ranks.attempt(partial(_digest_of_replicas, plan, ranks))
     facts: dict[str, Any] = {}
-    if plan is not None and stage is not None and error is None:
-        facts = _describe_save(plan, stage, digests)
+    if error is None and plan is not None and staged is not None:
+        facts = _describe_save(plan, staged, digests or {})
     agreed = ranks.agree(
         what, {**facts, "fits": fits}, error, same=("path", "kind", "step"), decide=_terms_of
     )
@@ -80,7 +74,8 @@ def agree_on_plan(
     if not terms["alike"]:
         digest = facts["tensors"]
         name_differing_tensors(ranks, "the tensors of save()", digest, partial(_stored_names, plan))
-    if compares_replicas and not terms["state_dict"]:  # a state dict is given on rank 0 alone
+    # If rank 0 has a state dict, no rank compares: other ranks may not have been passed one.
+    if digests is not None and not terms["state_dict"]:
         differing = differing_replicas(digests, terms["differing_places"], ranks)
         if differing:
             text = describe_differences(differing)
@@ -91,19 +86,20 @@ def agree_on_plan(
         offers[path] = Offer(count, tuple(offered))
     return AgreedSave(
         plan,
-        replicas_differ=compares_replicas and bool(plan.request.differing),
+        replicas_differ=digests is not None and bool(plan.request.differing),
         fits=terms["fits"],
-        state_dict=terms["state_dict"],
-        stage=terms["stage"],
+        has_state_dict=terms["state_dict"],
+        staging_folder=terms["stage"],
         offers=offers,
         samples=tuple(value["samples"] for value in agreed.values),
     )
 
 
 def report_differences(differences: str, saved: str, ranks: Ranks, config: SaverConfig) -> None:
-    """Raise RanksDisagreeError for differences between ranks, or warn of them, as configured.
+    """Raise RanksDisagreeError for differences between ranks, or warn of them.
 
-    `differences` describes them; `saved` names the checkpoint.
+    `config.on_difference` decides which. `differences` describes the differences; `saved` names the
+    checkpoint.
     """
     if config.on_difference == "raise":
         raise RanksDisagreeError(
@@ -115,14 +111,27 @@ def report_differences(differences: str, saved: str, ranks: Ranks, config: Saver
         warn(f"{saved}: {differences}, which is stored", stacklevel=5)
 
 
+def _compares_replicas(plan: SavePlan, ranks: Ranks) -> bool:
+    if ranks.size == 1:
+        return False
+    if plan.request.differing is not None:  # compared before this save was planned again
+        return False
+    # a state dict is complete on rank 0, which has no replicas of it to compare
+    return plan.request.state_dict is None
+
+
+def _digest_of_replicas(plan: SavePlan, ranks: Ranks) -> dict[str, ReplicaDigest]:
+    return digest_replicas(replicated_tensors(plan.plans), ranks.rank)
+
+
 def _describe_save(
-    plan: SavePlan, stage: OpenStage, digests: Mapping[str, ReplicaDigest]
+    plan: SavePlan, staged: StagedSave, digests: Mapping[str, ReplicaDigest]
 ) -> dict[str, Any]:
-    """The facts of a save that ranks compare or that rank 0 needs from each, as JSON."""
+    """Return the facts, as JSON, that ranks compare or that rank 0 needs from every rank."""
     request = plan.request
     is_merged = request.merge is not None
-    store = stage.store
-    offers = {path: [offer.ranks, offer.digests] for path, offer in stage.offers.items()}
+    store = staged.store
+    offers = {path: [offer.ranks, offer.digests] for path, offer in staged.offers.items()}
     return {
         "path": str(request.target),
         "kind": "merged" if is_merged else request.kind,
@@ -130,7 +139,7 @@ def _describe_save(
         "tensors": _digest_of_specs(plan),
         "state_dict": request.state_dict is not None,
         "samples": plan.samples,
-        # in which ranks may write files together
+        # the staging folder, in which ranks may write files together
         "stage": store.url if store is not None and store.local_folder is not None else None,
         "offers": offers,
         "replicas": digests_by_place(digests),
@@ -138,7 +147,7 @@ def _describe_save(
 
 
 def _digest_of_specs(plan: SavePlan) -> str:
-    """A digest of the names, shapes and dtypes in all files."""
+    """Return a digest of the names, shapes and dtypes in all files."""
     described: list[tuple[str, list[tuple[Any, ...]]]] = []
     for part_plan in plan.plans:
         described += [(file.path, [*map(tuple, file.layout.specs)]) for file in part_plan.files]
@@ -155,13 +164,13 @@ def _stored_names(plan: SavePlan) -> list[str]:
 
 
 def _terms_of(values: Values) -> dict[str, Any]:
-    """On rank 0: what all ranks go on with.
+    """Return, on rank 0, the terms on which all ranks continue.
 
-    Raises RanksDisagreeError for a state dict that other ranks have and rank 0 has not.
+    Raises RanksDisagreeError if other ranks have a state dict and rank 0 does not.
     """
     first = values[0]
     with_state_dict = [str(rank) for rank, value in enumerate(values) if value["state_dict"]]
-    # the others would leave rank 0 waiting for their tensors
+    # else rank 0 would wait for tensors that the other ranks do not send
     if with_state_dict and not first["state_dict"]:
         raise RanksDisagreeError(
             f"state_dict= was given on rank(s) {', '.join(with_state_dict)} and not on rank 0, "

@@ -1,9 +1,9 @@
 """Background saves: the thread that writes a snapshot, and its errors.
 
-The call plans the save, agrees on it with all ranks and begins to copy the tensors. A thread
-carries out `run_save` from the copies, with a channel of its own for agreements. The thread moves
-no tensors between ranks: each rank writes the elements it holds. Where each file has one writer, as
-in a bucket, the call gathers the elements that the writer lacks.
+The call plans the save, agrees on it with all ranks and begins to copy the tensors. Then a thread
+runs `run_save` from the copies; its agreements use a channel that no other save uses. The thread
+moves no tensors between ranks: each rank writes the elements that it holds. Where each file has one
+writer, as in a bucket, the call gathers the elements that the writer lacks.
 """
 
 import atexit
@@ -28,8 +28,9 @@ from ft_ckpt.ranks import Outcome, Ranks, current_ranks
 from ft_ckpt.saving.agree import agree_on_plan
 from ft_ckpt.saving.context import SaveContext
 from ft_ckpt.saving.execute import Attempt, run_save
-from ft_ckpt.saving.folder_sharing import Mode, SharedFolders
+from ft_ckpt.saving.folder_sharing import SharedFolders
 from ft_ckpt.saving.planning import (
+    Mode,
     PendingSave,
     SavePlan,
     SaveReport,
@@ -45,7 +46,7 @@ from ft_ckpt.saving.snapshot import (
     ids_changed_by_steps,
     plan_snapshot,
 )
-from ft_ckpt.saving.stage import OpenStage
+from ft_ckpt.saving.stage import StagedSave
 from ft_ckpt.values import parse_size
 
 P = ParamSpec("P")
@@ -56,14 +57,14 @@ Steppers = Mapping[torch.optim.Optimizer, Sequence[Tensor]]
 OnEnd = Callable[[SaveReport | None, float], object]
 
 _LAG_SECONDS = 0.001  # lets the caller go on before the thread takes the GIL
-_MAX_STEPS_BETWEEN_LOOKS = 64  # whether a save has ended on all ranks
+_MAX_STEPS_BETWEEN_CHECKS = 64  # training steps between exchanges of whether a save has ended
 _channels = count(1)  # channel ids; incremented in lockstep on all ranks
 
 
 def as_in_training(method: Callable[P, T]) -> Callable[P, T]:
     """Run the method outside of `torch.inference_mode`.
 
-    Training can modify the tensors that it creates.
+    Training can modify the tensors that the method creates.
     """
 
     @wraps(method)
@@ -77,9 +78,9 @@ def as_in_training(method: Callable[P, T]) -> Callable[P, T]:
 
 
 class SaveRunner:
-    """Runs the saves of one saver: in the foreground, or one at a time in the background.
+    """Run the saves of one saver: in the foreground, or one at a time in the background.
 
-    `steppers` returns the optimizers that wait for the copies of a background save.
+    `steppers` returns the optimizers whose steps wait for the copies of a background save.
     """
 
     def __init__(self, steppers: Callable[[], Steppers], *, background: bool = False) -> None:
@@ -98,10 +99,11 @@ class SaveRunner:
     def save(
         self, make_request: Callable[[], SaveRequest], config: SaverConfig
     ) -> SaveReport | PendingSave:
-        """Carry out a request, in the background if `config` says so.
+        """Carry out a request, in the background if `config.background`.
 
-        Returns the report, or a handle that resolves to it. An error of `make_request` is raised on
-        all ranks. Collective; raises what `run_save` raises.
+        Returns the report, or in the background a handle that resolves to it. An error of
+        `make_request` is raised on all ranks. Collective: call it on every rank. Raises what
+        `run_save` raises.
         """
         ranks = current_ranks(config.enter_timeout_seconds)
         context = SaveContext(ranks, config, shared=self._shared)
@@ -112,10 +114,10 @@ class SaveRunner:
     def _start_in_background(
         self, make_request: Callable[[], SaveRequest], context: SaveContext
     ) -> PendingSave:
-        """Start a save in the background, or carry it out now if no snapshot of it can be taken.
+        """Start a save in the background, or run it in the foreground if it needs that.
 
-        That is the case if the copies exceed their limit, if tensors must move between ranks while
-        files are written, or if not all ranks see the target folder.
+        A save runs in the foreground if its copies exceed `snapshot_bytes`, if tensors must move
+        between ranks while files are written, or if some ranks do not see the target folder.
         """
         attempt, snapshot = self._plan_and_agree(make_request, context)
         request, ranks = attempt.make_request(), context.ranks
@@ -131,15 +133,17 @@ class SaveRunner:
             self.future = Future()
             self.future.set_result(report)
             return PendingSave(path=report.path, future=self.future)
-        beginning = Outcome()  # raised in the thread, where the ranks agree on it
-        with beginning.deferring_error():
+        # An error of the first copies is kept for the thread, in which all ranks agree on errors:
+        # raised here, it would leave the other ranks waiting.
+        copy_outcome = Outcome()
+        with copy_outcome.deferring_error():
             self.snapshot.begin_copies(snapshot.now, snapshot.late)
         try:
             copies = gather_for_writers(snapshot, ranks)
-            # the thread takes the copies, as its first step, before it reads from them
+            # the first step of the thread completes `copies`; it reads from them afterwards
             from_copies = replace(
                 attempt,
-                make_request=partial(self._take_copies, request, copies, beginning),
+                make_request=partial(self._complete_copies, request, copies, copy_outcome),
                 sources=SnapshotSources(copies, snapshot.gathered_keys),
             )
             in_thread = self._context_of_thread(context, snapshot)
@@ -151,7 +155,7 @@ class SaveRunner:
             raise
 
     def _context_of_thread(self, context: SaveContext, snapshot: SnapshotPlan) -> SaveContext:
-        """The context with a channel for the agreements of the thread."""
+        """Return the context of the thread, with the channel for its agreements."""
         config = context.config
         self._channel = self._channel or f"background-{next(_channels)}"
         ranks = current_ranks(config.enter_timeout_seconds, self._channel)
@@ -159,26 +163,26 @@ class SaveRunner:
             config = replace(config, reuse_frozen="off")
         return replace(context, ranks=ranks, config=config)
 
-    def _take_copies(
-        self, request: SaveRequest, copies: dict[int, Tensor], beginning: Outcome
+    def _complete_copies(
+        self, request: SaveRequest, copies: dict[int, Tensor], copy_outcome: Outcome
     ) -> SaveRequest:
-        """In the thread: finish the copies of the snapshot; the request, which can be saved now.
+        """Finish the copies of the snapshot in the thread, then return the request.
 
-        Raises the error of `beginning`, or of the copies.
+        Raises the error of `copy_outcome`, or of the copies.
         """
         try:
             copies.update(self.snapshot.finish_copies())
         finally:
-            yield_to_training()  # after the copies: the optimizer waits for them
-        beginning.raise_error()
+            yield_to_training()  # after the copies, because the optimizer waits for them
+        copy_outcome.raise_error()
         return request
 
     def _plan_and_agree(
         self, make_request: Callable[[], SaveRequest], context: SaveContext
     ) -> tuple[Attempt, SnapshotPlan | None]:
-        """The planned save, with the replicas that differ, and its snapshot.
+        """Plan the save and its snapshot, and agree on both with all ranks.
 
-        None if the save must run now.
+        The snapshot is None if the save must run in the foreground.
         """
         attempt = Attempt(make_request)
         snapshot: SnapshotPlan | None = None
@@ -189,7 +193,7 @@ class SaveRunner:
         agreed = agree_on_plan(
             "save() in the background",
             attempt.plan,
-            OpenStage(),
+            StagedSave(),
             planning.error,
             context,
             fits=snapshot is not None and snapshot.size_bytes <= max_bytes,
@@ -203,34 +207,38 @@ class SaveRunner:
     def _plan_snapshot(
         self, request: SaveRequest, context: SaveContext
     ) -> tuple[Attempt, SnapshotPlan | None]:
-        """The plan and its snapshot; None if tensors move between ranks while files are written.
+        """Plan the save and its snapshot on this rank.
 
-        The next step of the run's optimizers waits for the copies from here on.
+        From here on the next step of the run's optimizers waits for the copies. The snapshot is
+        None if tensors must move between ranks while files are written.
         """
         ranks, config = context.ranks, context.config
         steppers = {} if request.adapter_only else self._steppers()
         self.snapshot.watch_optimizers(steppers)
         plan: SavePlan = plan_save(request, ranks, config)
-        if config.each_rank_writes == "auto":  # the thread cannot gather what other ranks hold
+        if config.each_rank_writes == "auto":  # the thread cannot gather from other ranks
             config = replace(config, each_rank_writes="on")
         has_state_dict = request.state_dict is not None
         mode = self._shared.last_mode(request.target.beside)
         writes = plan_writes(plan, config, ranks.size, has_state_dict).limited_to(mode)
         attempt = Attempt(lambda: request, plan, writes)
         gathers = ranks.size > 1 and mode is Mode.SPREAD
-        must_run_now = has_state_dict if gathers else writes.moves_tensors
-        if must_run_now:
+        if gathers:
+            # the call gathers the live tensors of all ranks, but rank 0 alone has a state dict
+            if has_state_dict:
+                return attempt, None
+        elif writes.moves_tensors:  # while files are written, when the thread moves no tensors
             return attempt, None
         changed = frozenset[int]() if has_state_dict else ids_changed_by_steps(steppers)
         return attempt, plan_snapshot(writes, ranks, changed, gathers=gathers)
 
     def wait_for_save(self) -> SaveReport | None:
-        """Wait for the save in flight and return its report or raise its error.
+        """Wait for the save in flight and return its report, or raise its error.
 
-        None when there is none.
+        Return None if no save is in flight.
         """
         if self.future is not None:
-            wait([self.future])  # an interrupt of it leaves the save in flight
+            wait([self.future])  # if this is interrupted, the save stays in flight
         future, self.future = self.future, None
         on_end, self.on_end = self.on_end, None
         report: SaveReport | None = None
@@ -243,9 +251,10 @@ class SaveRunner:
                 on_end(report, self.snapshot.waited_seconds)
 
     def has_ended(self, ranks: Ranks) -> bool:
-        """Whether the save in flight has ended on all ranks; called at every step, on all ranks.
+        """Check whether the save in flight has ended on all ranks.
 
-        Ranks exchange it at steps 1, 2, 4, ... after the start of the save, then at every 64th.
+        Collective: call it on every rank, at every training step. The ranks exchange their answers
+        at steps 1, 2, 4, ... after the start of the save, then at every 64th step.
         """
         if self.future is None:
             return False
@@ -254,7 +263,7 @@ class SaveRunner:
             return has_ended
         self._steps_in_flight += 1
         is_power_of_two = self._steps_in_flight.bit_count() == 1
-        if not is_power_of_two and self._steps_in_flight % _MAX_STEPS_BETWEEN_LOOKS:
+        if not is_power_of_two and self._steps_in_flight % _MAX_STEPS_BETWEEN_CHECKS:
             return False
         agreed = ranks.agree(
             "saver.step()",

@@ -1,4 +1,4 @@
-"""The commit of a save on rank 0, after a comparison of the files with the model."""
+"""Compares the written files with the model on rank 0, and commits them."""
 
 import time
 from collections import Counter
@@ -28,7 +28,7 @@ from ft_ckpt.saving.planning import (
     SaveRequest,
     check_written_files,
 )
-from ft_ckpt.saving.stage import OpenStage
+from ft_ckpt.saving.stage import StagedSave
 from ft_ckpt.saving.write import WrittenFiles, written_records
 from ft_ckpt.storage import Store
 from ft_ckpt.storage.digests import FileRecord, read_record
@@ -37,16 +37,17 @@ from ft_ckpt.values import human_size
 
 
 def commit_files(
-    stage: OpenStage,
+    staged: StagedSave,
     agreed: AgreedSave,
     written: WrittenFiles | None,
     error: BaseException | None,
     context: SaveContext,
 ) -> SaveReport | None:
-    """Compare the written files with the model and commit them. Collective.
+    """Compare the written files with the model and commit them.
 
-    `written` is None after an `error` of this rank. Returns the report; None if the disk is full
-    and the settings say to make room and try again.
+    `written` is None after an `error` of this rank. Returns the report, or None if the disk is full
+    and `when_full` allows another try. Collective: call it on every rank. Raises the error of any
+    rank.
     """
     plan, ranks = agreed.plan, context.ranks
     target = plan.request.target
@@ -60,7 +61,7 @@ def commit_files(
         files = [*written.reused.records, *written_records(written.writes, values)]
         try:
             with explained(target):
-                return _commit(stage, agreed, files, context)
+                return _commit(staged, agreed, files, context)
         except NoSpaceError:
             if retries:
                 return None
@@ -85,24 +86,24 @@ def commit_files(
 
 
 def follow_up(request: SaveRequest, report: SaveReport) -> SaveReport:
-    """What the caller does after the commit, such as pruning; the report with its handles."""
+    """Run what the request wants after the commit, such as pruning; return the final report."""
     return report if request.follow_up is None else request.follow_up(report)
 
 
 def _commit(
-    stage: OpenStage,
+    staged: StagedSave,
     agreed: AgreedSave,
     files: Sequence[FileRecord],
     context: SaveContext,
 ) -> dict[str, Any]:
-    """Commit on rank 0; return fields of the report, as JSON."""
-    staging, plan, request = stage.staging, agreed.plan, agreed.plan.request
+    """Commit on rank 0; return the fields of the report, as JSON."""
+    staging, plan, request = staged.staging, agreed.plan, agreed.plan.request
     assert staging is not None, "rank 0 has the staging"
     store, compression = staging.store, context.config.compression
     files = [*files, *_link_second_names(plan, files, store)]
     for part_plan in plan.plans:
         check_written_files(part_plan, store)
-    notes = [*stage.notes, *request.notes]
+    notes = [*staged.notes, *request.notes]
     if request.check is not None:
         with local_folder(Place(store)) as folder:
             notes.append(request.check(folder))
@@ -112,7 +113,7 @@ def _commit(
         notes += notes_on_missing
     if compression is not None:
         files = _compress_files(files, store, compression)
-    manifest = _manifest_of(agreed, [*files, *stage.files, *collected], notes, context)
+    manifest = _manifest_of(agreed, [*files, *staged.files, *collected], notes, context)
     size_bytes = stored_bytes(store, manifest)
     if request.check_lease is not None:
         request.check_lease()
@@ -133,10 +134,7 @@ def _commit(
 def _link_second_names(
     plan: SavePlan, files: Sequence[FileRecord], store: Store
 ) -> list[FileRecord]:
-    """Give files the second name of their format, if it has one.
-
-    Returns the records of the links.
-    """
+    """Link files under the second name of their format, if it has one; return the new records."""
     links = []
     for part_plan in plan.plans:
         paths = {file.path for file in part_plan.files}
@@ -148,9 +146,9 @@ def _link_second_names(
 def _compress_files(
     files: Sequence[FileRecord], store: Store, compression: str
 ) -> list[FileRecord]:
-    """Compress the files in a second pass, because their sizes are unknown before.
+    """Compress the files in place and return their new records.
 
-    Returns their new records.
+    This is a second pass, because compressed sizes are unknown before.
     """
     for file in files:
         format_by_suffix(file.path).compress_file(Place(store, file.path), compression)
@@ -179,7 +177,7 @@ def _manifest_of(
         world={"size": context.ranks.size, "engine": plan.engine},
         run_id=request.run_id,
         rankings=config.rankings,
-        export=bool(request.made_from) or (is_of_run and request.extra_state is None),
+        export=bool(request.made_from) or (is_of_run and request.run_state is None),
         made_from=request.made_from,
     )
 
@@ -198,11 +196,11 @@ def manifest_of(
     notes: Sequence[str],
     **facts: Any,
 ) -> Manifest:
-    """The manifest of these plans and `files`.
+    """Make the manifest of a checkpoint from its plans and `files`.
 
-    `samples`: sampled elements of the adapters' bases, from each rank. `bases` and `classes`: base
-    records and class names by the name of the part. `notes` are added to those of the parts;
-    `facts` are further fields of the manifest.
+    `samples` are the sampled elements of the adapters' bases, from each rank. `bases` and `classes`
+    are base records and class names by the name of the part. `notes` are added to the notes of the
+    parts, and `facts` are further fields of the manifest.
     """
     parts = [plan.part for plan in plans]
     records = []
@@ -230,7 +228,7 @@ def _part_record(
     tensors: list[TensorRecord] = []
     for file in plan.files:
         tensors += file.records()
-    if compressed:  # they have no places known beforehand
+    if compressed:  # the plan does not know the places of compressed tensors
         tensors = [replace(record, start=0, end=0) for record in tensors]
     trainable = []
     for entry in part.entries:
@@ -255,9 +253,9 @@ def _part_record(
 def _base_with_fingerprint(
     name: str, bases: Mapping[str, BaseRecord], samples: Sequence[BaseSamples]
 ) -> BaseRecord | None:
-    """The base of an adapter with its fingerprint, merged from the samples of all ranks.
+    """Return the base of an adapter with its fingerprint, or None for other parts.
 
-    None for other parts.
+    The fingerprint is merged from the samples of all ranks.
     """
     if name not in bases:
         return None
@@ -270,14 +268,15 @@ def _base_with_fingerprint(
 
 @cache  # reading a package's metadata takes milliseconds
 def library_versions() -> dict[str, str]:
-    """The versions of ft_ckpt and of the libraries that affect the saved files."""
+    """Return the versions of ft_ckpt and of the libraries that affect the saved files."""
     return {"ft_ckpt": __version__, **{name: metadata.version(name) for name in _LIBRARIES}}
 
 
 def _shared_between(parts: Iterable[Part]) -> tuple[tuple[str, ...], ...]:
-    """Groups of "part:name" that are one tensor in several parts.
+    """Return the groups of "part:name" that are one tensor in several parts.
 
-    `name` is relative to the part's module. Adapters are left out, because PEFT stores other names.
+    The name is relative to the part's module. Adapters are left out, because PEFT stores their
+    tensors under other names.
     """
     members_by_key: dict[int, dict[str, None]] = {}
     for part in parts:

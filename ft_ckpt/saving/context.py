@@ -1,4 +1,4 @@
-"""What all steps of a save have in common."""
+"""The context that all steps of a save share: ranks, settings, start time."""
 
 import time
 from dataclasses import dataclass, field
@@ -10,9 +10,9 @@ from ft_ckpt.saving.folder_sharing import SharedFolders
 
 @dataclass(frozen=True, eq=False)
 class SaveContext:
-    """Who carries out a save, and by which settings."""
+    """The ranks and settings of a save, and when it was called."""
 
     ranks: Ranks
     config: SaverConfig
-    begun: float = field(default_factory=time.monotonic)  # the moment of the call
-    shared: SharedFolders = field(default_factory=SharedFolders)  # of all saves of one saver
+    begun: float = field(default_factory=time.monotonic)  # time.monotonic() of the call
+    shared: SharedFolders = field(default_factory=SharedFolders)  # cache of one saver

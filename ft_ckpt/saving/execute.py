@@ -20,7 +20,7 @@ from ft_ckpt.saving.planning import (
 )
 from ft_ckpt.saving.regions import SourceView, live
 from ft_ckpt.saving.reuse_frozen import ReusedFiles, reuse_files
-from ft_ckpt.saving.stage import OpenStage, open_stage
+from ft_ckpt.saving.stage import StagedSave, open_stage
 from ft_ckpt.saving.write import WrittenFiles, write_files
 
 
@@ -69,7 +69,7 @@ def try_save(attempt: Attempt, context: SaveContext) -> SaveReport | Attempt:
     """
     ranks, config, sources = context.ranks, context.config, attempt.sources
     plan: SavePlan | None = None
-    stage: OpenStage | None = None
+    stage: StagedSave | None = None
     reused = ReusedFiles()
     written: WrittenFiles | None = None
     try:
@@ -86,7 +86,7 @@ def try_save(attempt: Attempt, context: SaveContext) -> SaveReport | Attempt:
         if agreed.replicas_differ:
             return attempt.planned_again(agreed)
         with ranks.deferring_error() as writing:
-            writes = attempt.writes or plan_writes(plan, config, ranks.size, agreed.state_dict)
+            writes = attempt.writes or plan_writes(plan, config, ranks.size, agreed.has_state_dict)
             reused = reuse_files(plan, agreed.offers, stage.store, sources, ranks)
             written = write_files(writes, reused, sources, stage, agreed, context)
         report = commit_files(stage, agreed, written, writing.error, context)

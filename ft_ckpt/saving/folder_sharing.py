@@ -1,9 +1,8 @@
-"""How ranks share the files of a folder: by the kind of its file system, or by a trial there."""
+"""Decides how ranks share the files of a folder: by its file system, or by a trial there."""
 
 import socket
 import uuid
 from dataclasses import asdict, dataclass
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from ft_ckpt.errors import CorruptError
 from ft_ckpt.messages import LOG
 from ft_ckpt.processes import machine_id
 from ft_ckpt.ranks import Ranks, Values, rank_numbers, try_action
+from ft_ckpt.saving.planning import Mode
 from ft_ckpt.saving.range_trial import try_ranges
 from ft_ckpt.storage import MountedFrom, Store, mount_of
 from ft_ckpt.storage.local import LocalStore, folder_of
@@ -19,24 +19,17 @@ from ft_ckpt.storage.local import LocalStore, folder_of
 _PROBE = ".ft_ckpt-probe"
 
 
-class Mode(Enum):
-    """How the ranks share the writing of a save."""
-
-    SHARED = "each rank writes the bytes it holds into every file"
-    SPREAD = "each file has one writer, which gathers its tensors"
-    MAIN = "rank 0 gathers all tensors and writes all files"
-
-
 @dataclass(frozen=True)
 class FolderSharing:
-    """How the ranks may share files in one folder; equal on all ranks, but for `views`."""
+    """How the ranks may share files in one folder; equal on all ranks except `views`."""
 
-    mode: Mode  # of saves in which every rank has enough to write
-    reason: str  # that it is this one
-    clients: int = 1  # of the file system; 0: a bucket
+    mode: Mode  # of saves that are large enough for all ranks to write
+    reason: str  # why this mode was chosen
+    clients: int = 1  # number of clients of the file system; 0 for a bucket
     blind: tuple[int, ...] = ()  # ranks that do not see what rank 0 writes
-    range_problem: str | None = None  # of the trial of byte ranges, "" for none; None: not tried
-    views: Values = ()  # on rank 0: how each rank sees the folder, see `_view_of`
+    # what the trial of byte ranges found wrong; "" if nothing, None if there was no trial
+    range_problem: str | None = None
+    views: Values = ()  # on rank 0, how each rank sees the folder (see `_view_of`)
 
 
 class SharedFolders:
@@ -46,9 +39,10 @@ class SharedFolders:
         self._sharing: dict[str, FolderSharing] = {}  # by URL
 
     def sharing_of(self, folder: Store, ranks: Ranks, probed: Store | None = None) -> FolderSharing:
-        """How the ranks share files in `folder`. Collective.
+        """Return how the ranks share files in `folder`.
 
-        What is tried is tried there, or in `probed` below it.
+        A trial, if one is needed, writes its files into `probed`, a folder inside `folder`, or into
+        `folder` itself. Collective: call it on every rank.
         """
         if ranks.size == 1:
             return FolderSharing(_first_mode(folder), "one rank")
@@ -60,7 +54,7 @@ class SharedFolders:
         return self._sharing[folder.url]
 
     def last_mode(self, folder: Store) -> Mode:
-        """The mode that `sharing_of` found for `folder`; the usual one before its first call."""
+        """Return the mode that `sharing_of` last found for `folder`, by default the usual one."""
         sharing = self._sharing.get(folder.url)
         return _first_mode(folder) if sharing is None else sharing.mode
 
@@ -73,9 +67,10 @@ def _first_mode(folder: Store) -> Mode:
 
 
 def try_sharing(store: Store, ranks: Ranks) -> FolderSharing:
-    """How several ranks may share files in the folder or bucket `store`. Collective.
+    """Find out how several ranks may share files in the folder or bucket `store`.
 
-    Raises the error of rank 0 on all ranks if it cannot write there.
+    Collective: call it on every rank. Raises the error of rank 0 on all ranks if rank 0 cannot
+    write there.
     """
     token = uuid.uuid4().hex
     name = f"{_PROBE}-{token}"
@@ -95,7 +90,7 @@ def try_sharing(store: Store, ranks: Ranks) -> FolderSharing:
     if verdict["mode"] is not None:
         mode = Mode[verdict["mode"]]
         return FolderSharing(mode, verdict["reason"], clients, blind, views=agreed.values)
-    problem = try_ranges(folder_of(probed), ranks)  # a bucket has its mode by now
+    problem = try_ranges(folder_of(probed), ranks)  # a folder: buckets were decided above
     mode, reason = Mode.SHARED, "what ranks wrote into one file at the same time was all there"
     if problem:
         mode, reason = Mode.SPREAD, problem
@@ -103,7 +98,7 @@ def try_sharing(store: Store, ranks: Ranks) -> FolderSharing:
 
 
 def _view_of(store: Store, name: str, token: str) -> dict[str, Any]:
-    """How this rank sees the folder, as JSON."""
+    """Describe, as JSON, how this rank sees the folder."""
     try:
         sees = store.read(name) == token.encode()
     except CorruptError:  # absent, or another file
@@ -119,7 +114,7 @@ def _view_of(store: Store, name: str, token: str) -> dict[str, Any]:
 
 
 def _decide(views: Values) -> dict[str, Any]:
-    """On rank 0: the mode that all ranks take, None where a trial must tell, and its reason."""
+    """Choose, on rank 0, the mode and its reason; the mode is None if a trial has to decide."""
     blind = [rank for rank, view in enumerate(views) if not view["sees"]]
     clients = {view["client"] for view in views if "client" in view}
     mounts = []
@@ -145,7 +140,7 @@ def _decide(views: Values) -> dict[str, Any]:
 
 
 def _decide_by_kind(mounts: list[MountedFrom]) -> tuple[Mode | None, str]:
-    """The mode for several clients of one file system; None where its kind does not tell."""
+    """Choose the mode for several clients of one file system; None if its kind leaves it open."""
     for mount in mounts:
         if mount.is_bucket:
             return Mode.MAIN, f"{mount.kind} uploads whole files, at a time of its own"

@@ -1,6 +1,6 @@
-"""A trial on a file system: do byte ranges arrive that all ranks write into one file at once?
+"""Tries whether a file system keeps all byte ranges that ranks write into one file at once.
 
-The trial writes by the code of saves.
+The trial writes with the code of saves.
 """
 
 import hashlib
@@ -15,18 +15,20 @@ from ft_ckpt.ranks import Ranks, Values, try_action
 from ft_ckpt.storage.io import ALIGNMENT, Region, Writer, WriteTuning, region_of
 from ft_ckpt.storage.local import TRIAL, LocalStore, temporary_store
 
-_FILES = 4  # written one after the other; every second one past the page cache
-# whole disk blocks, between two blocks that neighbours write into as well
+# written one after the other, every second one with direct I/O (bypassing the page cache)
+_FILES = 4
+# whole disk blocks, with a shared block on either side, into which a neighbour writes too
 _PIECE_BYTES = 3 * ALIGNMENT + 1500
 _PIECES, _MIN_PIECES_OF_RANK = 128, 4
 _TUNING = WriteTuning(block_bytes=1 << 20)
 
 
 def try_ranges(folder: Path, ranks: Ranks) -> str:
-    """Return "" if pieces that all ranks write arrive on all ranks, or what differs. Collective.
+    """Check that all ranks read what all ranks wrote into the same files at the same time.
 
-    The pieces of the ranks follow each other in turn, in files in a hidden folder of `folder`.
-    Raises the error of rank 0 on all ranks if it cannot make the files.
+    The pieces of the ranks alternate in files in a hidden folder inside `folder`. Returns what
+    differs, "" if nothing does. Collective: call it on every rank. Raises the error of rank 0 on
+    all ranks if rank 0 cannot make the files.
     """
     with ExitStack() as stack:
 
@@ -39,10 +41,11 @@ def try_ranges(folder: Path, ranks: Ranks) -> str:
                 store.allocate(_name(number), _size_of(ranks.size))
             return str(store.folder)
 
-        made, error = try_action(make_files)
-        trial_folder = ranks.agree("the trial of byte ranges", {"folder": made}, error).result
+        folder_name, error = try_action(make_files)
+        facts = {"folder": folder_name}
+        trial_folder = ranks.agree("the trial of byte ranges", facts, error).result
         store = LocalStore(Path(trial_folder["folder"]), syncs=False)
-        for number in range(_FILES):  # of which all ranks begin each at the same time
+        for number in range(_FILES):  # all ranks begin each file at the same time
             failure = _try_on_all(partial(_write_pieces, store, number, ranks), ranks)
             if failure:
                 return failure
@@ -50,7 +53,7 @@ def try_ranges(folder: Path, ranks: Ranks) -> str:
 
 
 def _try_on_all(action: Callable[[], str], ranks: Ranks) -> str:
-    """The problem that `action` returns on the first rank that has one, "" for none."""
+    """Run `action` on all ranks; return the problem of the first rank that has one, else ""."""
     problem, error = ranks.attempt(action)
     value = {"problem": problem}
     agreed = ranks.agree("a trial of byte ranges", value, error, decide=_describe_problems)
@@ -62,7 +65,7 @@ def _name(number: int) -> str:
 
 
 def _pieces_of(ranks: int) -> int:
-    """The number of pieces that each of `ranks` ranks writes into a file."""
+    """Return how many pieces each of `ranks` ranks writes into a file."""
     return max(_MIN_PIECES_OF_RANK, _PIECES // ranks)
 
 
@@ -71,18 +74,18 @@ def _size_of(ranks: int) -> int:
 
 
 def _content(number: int, ranks: int) -> bytes:
-    """The whole file, equal on all ranks."""
+    """Return the content of the whole file, which is equal on all ranks."""
     return hashlib.shake_128(f"{number}".encode()).digest(_size_of(ranks))
 
 
 def _write_pieces(store: LocalStore, number: int, ranks: Ranks) -> str:
-    """Write the pieces of this rank, as a save does; the error of the system, if there is one."""
+    """Write the pieces of this rank as a save does; return the system's error, if any."""
     content = _content(number, ranks.size)
     tuned = replace(store, direct_bytes=None if number % 2 else 0)
     try:
         writing = tuned.share(_name(number), len(content))
         with Writer(_TUNING) as writer, writer.fill(writing) as file:
-            for region in _own_regions(content, ranks):
+            for region in _regions_of_rank(content, ranks):
                 file.put_region(region)
             file.finish()
     except OSError as error:
@@ -90,11 +93,11 @@ def _write_pieces(store: LocalStore, number: int, ranks: Ranks) -> str:
     return ""
 
 
-def _own_regions(content: bytes, ranks: Ranks) -> Iterator[Region]:
-    """The pieces of this rank.
+def _regions_of_rank(content: bytes, ranks: Ranks) -> Iterator[Region]:
+    """Yield the pieces of this rank.
 
-    Odd ranks begin in the middle of the file: of two neighbours each is the first to write into one
-    half.
+    Odd ranks begin in the middle of the file, so that each of two neighbours is the first to write
+    into one half of it.
     """
     pieces = _pieces_of(ranks.size)
     first = pieces // 2 if ranks.rank % 2 else 0
@@ -104,7 +107,7 @@ def _own_regions(content: bytes, ranks: Ranks) -> Iterator[Region]:
 
 
 def _compare_files(store: LocalStore, ranks: Ranks) -> str:
-    """The first difference of a file from what all ranks have written, "" for none."""
+    """Return the first difference between a file and what the ranks have written, else ""."""
     for number in range(_FILES):
         expected = _content(number, ranks.size)
         try:
@@ -120,7 +123,7 @@ def _compare_files(store: LocalStore, ranks: Ranks) -> str:
 
 
 def _describe_problems(values: Values) -> str:
-    """On rank 0: the problem of the first rank that has one."""
+    """Return, on rank 0, the problem of the first rank that has one, else ""."""
     for rank, value in enumerate(values):
         if value["problem"]:
             return f"rank {rank}: {value['problem']}"

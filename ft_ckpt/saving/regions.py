@@ -1,6 +1,6 @@
-"""The bytes of a file in file order, from the tensors of the ranks.
+"""Yields the bytes of a file in file order, from the tensors of the ranks.
 
-Ranks that gather tensors take the same turns in the same order.
+Gathers are collective: all ranks run them in the same order.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ from ft_ckpt.model.tensors import Entry, Group
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.ranks.moving import Chunk, gather_tensors, stream_buckets
 from ft_ckpt.ranks.sharding import Source
-from ft_ckpt.saving.planning import FileWrites
+from ft_ckpt.saving.planning import GATHERED, FileWrites
 from ft_ckpt.storage import Store
 from ft_ckpt.storage.digests import Cut, chunk_of_rank
 from ft_ckpt.storage.io import BLOCK_BYTES, Region, Writer, digest_regions, region_of
@@ -26,7 +26,7 @@ SourceView = Callable[[Source], Source]  # a planned tensor -> the same with the
 
 
 def live(source: Source) -> Source:
-    """The elements of the live tensor."""
+    """Return the source itself: the save reads the live tensor."""
     return source
 
 
@@ -37,12 +37,12 @@ class Gathering:
     ranks: Ranks
     sources: SourceView
     to: int = 0
-    # collects the names of tensors with NaN or infinity there; None: no check
+    # on `to`, collects the names of tensors with NaN or infinity; None disables the check
     nonfinite: set[str] | None = None
 
 
 def file_turns(writes: FileWrites, gathering: Gathering) -> Iterator[Iterator[Region]]:
-    """The bytes of all tensors of one file in file order, see `gathered_turns`."""
+    """Yield the bytes of all tensors of one file in file order, as `gathered_turns` does."""
     layout = writes.file.layout
     places = []
     for entry, spec, start in zip(writes.entries, layout.specs, layout.starts, strict=True):
@@ -54,10 +54,11 @@ def file_turns(writes: FileWrites, gathering: Gathering) -> Iterator[Iterator[Re
 def gathered_turns(
     places: Sequence[tuple[Entry, int]], gathering: Gathering
 ) -> Iterator[Iterator[Region]]:
-    """The bytes of tensors at their places in a file, in order, on the rank that gathers them.
+    """Gather tensors in turns, and yield for each turn an iterator over the regions it fills.
 
-    Nothing elsewhere. Each turn is an iterator over what moves in one bucket. Collective: all ranks
-    take the same turns in the same order.
+    `places` are entries with their offsets in the file. A turn moves one bucket. The iterators are
+    empty on ranks other than `gathering.to`. Collective: all ranks take the same turns in the same
+    order.
     """
     starts = {entry.name: start for entry, start in places}
 
@@ -73,10 +74,11 @@ def gathered_turns(
 def cast_regions(
     start: int, entry: Entry, data: Tensor, nonfinite: set[str] | None = None
 ) -> Iterator[Region]:
-    """Flat elements of a tensor in the entry's dtype, on the host.
+    """Yield flat elements of a tensor as regions of host memory, in the entry's dtype.
 
-    Converted ones in pieces, to save memory. `start` is their offset in the file; `nonfinite`, if
-    given, gets the entry's name if NaN or infinity is stored.
+    Elements that must be converted come in pieces, to save memory. `start` is the offset of the
+    first element in the file, in bytes. If NaN or infinity is stored, the name of the entry is
+    added to `nonfinite`, unless that is None.
     """
     if is_accelerator(data.device):
         pieces = host_pieces(data)
@@ -95,12 +97,10 @@ def cast_regions(
 def write_own_bytes(
     writes: FileWrites, store: Store, writer: Writer, ranks: Ranks, sources: SourceView
 ) -> str:
-    """Write this rank's bytes of one file; returns their digest.
+    """Write this rank's bytes of one file, and return their digest.
 
-    Collective where tensors are gathered.
-
-    Stops when another rank has failed: with NoSpaceError if that rank's disk is full, else with
-    RankError.
+    Collective where tensors are gathered. Raises NoSpaceError as soon as the disk of another rank
+    is full, and RankError as soon as another rank has failed otherwise.
     """
     regions = _while_all_write(
         _own_regions(writes, ranks, sources), ranks, writer.tuning.block_bytes
@@ -112,9 +112,9 @@ def write_own_bytes(
 
 
 def digest_own_bytes(writes: FileWrites, ranks: Ranks, sources: SourceView) -> str:
-    """The digest that `write_own_bytes` would return, without writing.
+    """Return the digest that `write_own_bytes` would return, without writing.
 
-    Collective in the same way.
+    Collective where tensors are gathered.
     """
     return digest_regions(
         _while_all_write(_own_regions(writes, ranks, sources), ranks, BLOCK_BYTES)
@@ -124,7 +124,7 @@ def digest_own_bytes(writes: FileWrites, ranks: Ranks, sources: SourceView) -> s
 def _entry_turns(
     ordered: Sequence[Entry], gathering: Gathering
 ) -> Iterator[Iterator[tuple[Entry, Tensor]]]:
-    """(entry, its next flat elements) in order, in the turns of `gathered_turns`.
+    """Yield for each turn the entries it moves, in order, each with its next flat elements.
 
     Consecutive entries without a conversion share buckets.
     """
@@ -160,9 +160,10 @@ def _stream_entries(
 def _convert_group(
     entry: Entry, group: Group, converted: dict[Group, dict[str, Tensor]], gathering: Gathering
 ) -> Iterator[tuple[Entry, Tensor]]:
-    """The entry's tensor.
+    """Yield the entry with its converted tensor, on the rank that gathers.
 
-    Its group is gathered and converted for its first entry and freed with its last.
+    The group of the entry is gathered and converted for its first entry; `converted` keeps the
+    tensors until each has been yielded.
     """
     is_receiver = gathering.ranks.rank == gathering.to
     if group not in converted:
@@ -179,13 +180,13 @@ def _convert_group(
 
 
 def _own_regions(writes: FileWrites, ranks: Ranks, sources: SourceView) -> Iterator[Region]:
-    """The bytes of the file that this rank writes, in file order."""
+    """Yield the bytes of the file that this rank writes, in file order."""
     file, is_writer = writes.file, ranks.rank == writes.writer
     gathering = Gathering(ranks, sources, writes.writer)
     layout = file.layout
     places = zip(writes.entries, writes.cuts, layout.specs, layout.starts, strict=True)
     end = 0  # header and gaps are written up to here
-    for is_gathered, group in groupby(places, key=lambda place: place[1] is None):
+    for is_gathered, group in groupby(places, key=lambda place: place[1] is GATHERED):
         if is_gathered:
             moving = [(entry, start) for entry, _, spec, start in group if spec.size_bytes]
             for region in chain.from_iterable(gathered_turns(moving, gathering)):
@@ -203,9 +204,9 @@ def _own_regions(writes: FileWrites, ranks: Ranks, sources: SourceView) -> Itera
 
 
 def _while_all_write(regions: Iterable[Region], ranks: Ranks, max_bytes: int) -> Iterator[Region]:
-    """The regions, in pieces of at most `max_bytes`.
+    """Yield the regions in pieces of at most `max_bytes`, as long as no rank has failed.
 
-    Raises the failure of another rank before a piece.
+    Raises the failure of another rank before the next piece.
     """
     for region in regions:
         for low in range(0, region.size_bytes, max_bytes):
@@ -215,7 +216,7 @@ def _while_all_write(regions: Iterable[Region], ranks: Ranks, max_bytes: int) ->
 
 
 def _header_regions(file: FilePlan, start: int, stop: int) -> Iterator[Region]:
-    """Header and gaps between tensors."""
+    """Yield the bytes [start, stop) that belong to no tensor: the header, and gaps as zeros."""
     if start < stop:
         yield region_of(start, file.layout.header[start:stop].ljust(stop - start, b"\0"))
 
@@ -223,7 +224,7 @@ def _header_regions(file: FilePlan, start: int, stop: int) -> Iterator[Region]:
 def _tensor_regions(
     entry: Entry, cuts: Sequence[Cut], rank: int, sources: SourceView
 ) -> Iterator[Region]:
-    """This rank's chunks of one tensor, which are contiguous in its memory."""
+    """Yield this rank's chunks of one tensor, which follow each other in its memory."""
     if entry.source is None:
         return
     source = sources(entry.source)
@@ -236,7 +237,7 @@ def _tensor_regions(
         chunk = chunk_of_rank(cut, rank)
         if chunk is not None:
             chunks.append(chunk)
-    first = 0  # element of `flat` that the first chunk begins with
+    first = 0  # index in `flat` of the first element of the first chunk
     if chunks and not source.sharding.is_sharded:  # this rank has the whole tensor
         first = (chunks[0][0] - cuts[0].start) // item_bytes
     for start, stop in chunks:

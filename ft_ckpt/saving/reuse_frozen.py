@@ -18,20 +18,20 @@ from ft_ckpt.saving.regions import SourceView, digest_own_bytes
 from ft_ckpt.storage import Store, etag_of
 from ft_ckpt.storage.digests import FileRecord, joined_digest, whole_digest
 
-_MAX_EARLIER = 3  # newest checkpoints to look in: several models may be saved in turns
-_LINK = ".ft_ckpt-frozen-"  # prefix of the names of files in a stage that may be reused
+_MAX_EARLIER = 3  # checkpoints to search, newest first: several models may be saved in turns
+_LINK = ".ft_ckpt-frozen-"  # prefix of the names of candidates in the staging
 
 
 @dataclass(frozen=True)
 class Offer:
     """Files of earlier checkpoints that a planned file may equal."""
 
-    ranks: int  # whose digests are joined in each digest
+    ranks: int  # that wrote each of these files; a digest joins the digests of their parts
     digests: tuple[str, ...]
 
 
 def frozen_files(plans: Iterable[PartPlan], ranks: int) -> list[FileWrites]:
-    """The planned files that hold frozen tensors only, divided between all ranks."""
+    """Return the planned files that hold frozen tensors only, divided among all ranks."""
     chosen = []
     for plan in plans:
         frozen = []
@@ -46,10 +46,10 @@ def frozen_files(plans: Iterable[PartPlan], ranks: int) -> list[FileWrites]:
 
 @dataclass(frozen=True, eq=False)
 class ReusedFiles:
-    """The frozen files that an earlier checkpoint has."""
+    """The frozen files of a save that an earlier checkpoint already has."""
 
     digests: Mapping[str, str] = field(default_factory=dict)  # by path
-    records: Sequence[FileRecord] = ()  # on rank 0, which has linked them
+    records: Sequence[FileRecord] = ()  # on rank 0, which has linked the files
 
 
 def reuse_files(
@@ -59,9 +59,10 @@ def reuse_files(
     sources: SourceView,
     ranks: Ranks,
 ) -> ReusedFiles:
-    """Link the planned frozen files that equal one of rank 0's `offers` in its `store`.
+    """Link the planned frozen files that equal one of the `offers`, instead of writing them.
 
-    Collective, if there are offers. Raises TargetError if a file cannot be linked.
+    `store` is the staging on rank 0, None on other ranks. Collective if there are offers. Raises
+    TargetError if a file cannot be linked.
     """
     if not offers:
         return ReusedFiles()
@@ -75,11 +76,11 @@ def reuse_files(
 def link_candidates(
     frozen: Sequence[FileWrites], staging: Staging, ranks: Ranks, gathers: bool
 ) -> dict[str, Offer]:
-    """On rank 0: link files of earlier checkpoints with the headers of these into the staging.
+    """Link earlier files that the planned `frozen` files may equal into the staging, on rank 0.
 
-    Returns offers by path.
-
-    `gathers`: whether tensors may be gathered on rank 0 for their digests.
+    An earlier file is a candidate if its size and header equal the planned ones and its digest can
+    be computed for the new tensors. `gathers` says whether tensors may be gathered on rank 0 for
+    that digest. Returns for the path of each planned file the digests of its candidates.
     """
     earlier = list(earlier_checkpoints(staging.beside, _MAX_EARLIER)) if frozen else []
     offers = {}
@@ -100,10 +101,10 @@ def link_candidates(
 def equal_files(
     frozen: Sequence[FileWrites], offers: Mapping[str, Offer], ranks: Ranks, sources: SourceView
 ) -> dict[str, str]:
-    """The digests of the files that equal one of rank 0's `offers`, by path. Collective.
+    """Return by path the digests of the planned files that equal one of the `offers`.
 
-    Each rank digests the bytes that it would write. Tensors are gathered on rank 0 if it alone
-    wrote the earlier file.
+    Each rank digests the bytes that it would write. Tensors are gathered on rank 0 if one rank
+    wrote the earlier file. Collective: call it on every rank.
     """
     if not offers:
         return {}
@@ -129,9 +130,10 @@ def equal_files(
 def place_equal_files(
     frozen: Sequence[FileWrites], equal: Mapping[str, str], store: Store
 ) -> list[FileRecord]:
-    """On rank 0: link the files `equal` (path -> digest) to their paths; return their records.
+    """Link the files in `equal` to their paths, on rank 0, and return their records.
 
-    Raises TargetError.
+    `equal` has the digest of each such file by path. The other candidates are deleted. Raises
+    TargetError if a file cannot be linked.
     """
     records = []
     for planned in frozen:
@@ -143,7 +145,7 @@ def place_equal_files(
             raise TargetError(
                 f"{store.where(path)}: cannot be linked; set reuse_frozen='off' and save again"
             )
-        if digest.startswith(whole_digest("")):
+        if _is_of_one_writer(digest):
             planned = planned.by_one(0)
         size_bytes, etag = planned.file.layout.size_bytes, etag_of(store, path)
         records.append(
@@ -157,7 +159,7 @@ def place_equal_files(
 
 
 def _is_comparable(record: FileRecord, planned: FileWrites, ranks: Ranks, gathers: bool) -> bool:
-    """Whether the file can equal the planned one, and its digest can be computed here."""
+    """Check whether the file may equal the planned one and its digest can be computed."""
     if record.size_bytes != planned.file.layout.size_bytes:
         return False
     if record.ranks > 1:
@@ -168,7 +170,7 @@ def _is_comparable(record: FileRecord, planned: FileWrites, ranks: Ranks, gather
 def _link_candidate(
     checkpoint: EarlierCheckpoint, record: FileRecord, planned: FileWrites, store: Store
 ) -> bool:
-    """Link the earlier file into the stage, unless its header differs from the planned one."""
+    """Link the earlier file into the staging; return False if its header is another one."""
     name, header = _candidate_name(record.digest), planned.file.layout.header
     with suppress(OSError, CorruptError):  # deleted meanwhile, or the store cannot link it
         if store.stat(name) is not None:
@@ -178,6 +180,10 @@ def _link_candidate(
                 return True
             store.delete([name])
     return False
+
+
+def _is_of_one_writer(digest: str) -> bool:
+    return digest.startswith(whole_digest(""))
 
 
 def _candidate_name(digest: str) -> str:

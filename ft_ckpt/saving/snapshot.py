@@ -1,4 +1,4 @@
-"""The snapshot of a background save: host copies of this rank's tensors at one moment."""
+"""Takes the snapshot of a background save: host copies of this rank's tensors at one moment."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -17,24 +17,24 @@ from ft_ckpt.ranks.wrappers import optimizer_parameter
 from ft_ckpt.saving.planning import WritePlan
 
 _ALIGNMENT = 64
-# engines whose tensors only the optimizer step changes
+# engines whose parameters only an optimizer step changes
 _IN_PLACE = ("plain", "fsdp1", "fsdp2", "zero3", "zero")
 Copies = Mapping[int, Tensor]  # by the keys of the live tensors
 
 
 class Snapshot:
-    """The host copies of the tensors at one moment; one snapshot at a time."""
+    """Host copies of the tensors at one moment; there is one snapshot at a time."""
 
     def __init__(self) -> None:
-        self.waited_seconds = 0.0  # of optimizers, for the copies of the current save
+        self.waited_seconds = 0.0  # that optimizers waited for the copies of the current save
         self._now, self._late = _CopyMemory(), _CopyMemory()
         self._copied: Copies = {}
-        self._left: Copies = {}
-        # after which the tensors of an accelerator may be read
+        self._remaining: Copies = {}  # live tensors that are not copied yet
+        # the moments after which the tensors of an accelerator may be read
         self._ready: dict[torch.device, Moment] = {}
         self._done = Event()
         self._done.set()
-        # by id: (optimizer, which keeps the id unique; handle)
+        # by id of the optimizer: the optimizer, which keeps the id valid, and the hook's handle
         self._hooks: dict[int, tuple[Any, Any]] = {}
 
     def watch_optimizers(self, optimizers: Iterable[Any]) -> None:
@@ -45,12 +45,12 @@ class Snapshot:
                 self._hooks[id(optimizer)] = optimizer, handle
 
     def begin_copies(self, now: Copies, late: Copies) -> None:
-        """Copy `now`.
+        """Copy the tensors `now`, and leave the tensors `late` to `finish_copies`.
 
-        `finish_copies` copies `late`, and the next step of watched optimizers waits for it.
+        The next step of each watched optimizer waits for `finish_copies`.
         """
         self._copied = _copy_by_device(self._now, now, {})
-        self._left = late
+        self._remaining = late
         self._ready = {}
         for device in {tensor.device for tensor in late.values()}:
             if is_accelerator(device):
@@ -58,18 +58,18 @@ class Snapshot:
         self._done.clear()
 
     def finish_copies(self) -> Copies:
-        """Copy the rest, in any thread, and return all copies by key.
+        """Copy the remaining tensors, in any thread, and return all copies by key.
 
-        Then optimizers may step, even on an error.
+        Afterwards optimizers may step, even if a copy has failed.
         """
         try:
-            return {**self._copied, **_copy_by_device(self._late, self._left, self._ready)}
+            return {**self._copied, **_copy_by_device(self._late, self._remaining, self._ready)}
         finally:
             self.drop_copies()
 
     def drop_copies(self) -> None:
         """Let optimizers step without `finish_copies`."""
-        self._copied, self._left = {}, {}
+        self._copied, self._remaining = {}, {}
         self._done.set()
 
     def close(self) -> None:
@@ -87,9 +87,11 @@ class Snapshot:
 
 
 def ids_changed_by_steps(optimizers: Mapping[Any, Iterable[Tensor]]) -> frozenset[int]:
-    """The ids of all tensors that steps change.
+    """Return the ids of the tensors that the steps of `optimizers` change.
 
-    Each optimizer's parameters, state and values in `optimizers`.
+    These are the parameters and the state of each optimizer, and the further tensors that
+    `optimizers` maps it to. Nothing else changes them during training, if their engine is one of
+    `_IN_PLACE`; a forward pass may change buffers, which are not among them.
     """
     changed: set[int] = set()
     for optimizer, further in optimizers.items():
@@ -103,31 +105,32 @@ def ids_changed_by_steps(optimizers: Mapping[Any, Iterable[Tensor]]) -> frozense
 
 
 def copies_size(tensors: Iterable[Tensor]) -> int:
-    """Bytes of host memory that copies of `tensors` take."""
+    """Return the bytes of host memory that copies of `tensors` take."""
     return sum(_aligned_size(tensor.nbytes) for tensor in tensors)
 
 
 class _CopyMemory:
-    """Reused memory of the size of the largest snapshot.
+    """Memory of the size of the largest snapshot, which all snapshots use.
 
-    Pinned where an accelerator copies into it.
+    The memory is pinned if an accelerator copies into it.
     """
 
     def __init__(self) -> None:
-        # whatever the script's default device
+        # on the CPU even if the script has another default device
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._shapes: list[Any] = []
         self._places: list[Tensor] = []
 
     def places_for(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Memory for a copy of each tensor."""
+        """Return memory for a copy of each tensor, in its dtype and shape."""
         tensors = list(tensors)
         shapes: list[Any] = [(tensor.dtype, tensor.shape) for tensor in tensors]
         if shapes == self._shapes:  # as in most saves of a run
             return self._places
         needed = copies_size(tensors)
         if self._memory.numel() < needed:
-            self._memory, self._places = self._memory.new_empty(0), []  # freed first
+            # free the old memory before the new is allocated
+            self._memory, self._places = self._memory.new_empty(0), []
             accelerators = [tensor.device for tensor in tensors if is_accelerator(tensor.device)]
             if accelerators:
                 self._memory = pinned_memory(needed, accelerators[0])
@@ -166,9 +169,9 @@ def _aligned_size(size: int) -> int:
 class SnapshotPlan:
     """The tensors that a background save copies or gathers on this rank, by key."""
 
-    now: Copies
-    late: Copies  # changed only by the next optimizer step
-    # by writing rank: tensors that the call gathers there
+    now: Copies  # copied in the call, because training may change them at any time
+    late: Copies  # copied in the thread, because nothing but an optimizer step changes them
+    # by the rank that writes them: tensors that the call gathers
     gathers: Mapping[int, tuple[Source, ...]]
     size_bytes: int  # of host memory
 
@@ -182,10 +185,10 @@ class SnapshotPlan:
 
 @dataclass(frozen=True, eq=False)
 class SnapshotSources:
-    """The planned tensors with the elements of a snapshot in place of the live ones."""
+    """Gives the planned tensors the elements of a snapshot in place of the live ones."""
 
     copies: Copies
-    gathered: frozenset[int] = frozenset()  # keys of the tensors that their writer has whole
+    gathered: frozenset[int] = frozenset()  # keys of the tensors that were gathered
 
     def __call__(self, source: Source) -> Source:
         if source.key in self.gathered:
@@ -196,10 +199,11 @@ class SnapshotSources:
 def plan_snapshot(
     writes: WritePlan, ranks: Ranks, changed: frozenset[int], *, gathers: bool
 ) -> SnapshotPlan:
-    """The copies that this rank needs to write its part of `writes`.
+    """Plan the copies that this rank needs to write its part of `writes`.
 
-    `changed`: ids of the tensors that only the steps of watched optimizers change. `gathers`:
-    whether the call gathers what the writer of a file lacks.
+    `changed` has the ids of `ids_changed_by_steps`: tensors among these may be copied late, because
+    watched optimizers wait before they step. `gathers` says whether the call gathers the elements
+    that the writer of a file lacks.
     """
     moving = _gathers_by_writer(writes) if gathers else {}
     incoming = moving.get(ranks.rank, ())
@@ -221,7 +225,7 @@ def plan_snapshot(
 
 
 def _gathers_by_writer(writes: WritePlan) -> dict[int, tuple[Source, ...]]:
-    """The tensors that each writing rank writes and lacks elements of."""
+    """Return for each writing rank the tensors that it writes and lacks elements of."""
     gathers = {}
     for writer in sorted({file.writer for file in writes.files} | {0}):
         lacking = []
@@ -234,14 +238,17 @@ def _gathers_by_writer(writes: WritePlan) -> dict[int, tuple[Source, ...]]:
 
 
 def gather_for_writers(plan: SnapshotPlan, ranks: Ranks) -> dict[int, Tensor]:
-    """The tensors that this rank writes and lacks a part of: whole, by key. Collective."""
+    """Gather the tensors in `plan.gathers`, and return by key those that this rank writes.
+
+    Collective: call it on every rank. Raises the error of any rank.
+    """
     gathered: dict[int, Tensor] = {}
     if not plan.gathers:
         return gathered
 
     def gather_all() -> None:
         for writer, sources in plan.gathers.items():
-            # names may be equal
+            # by key, because tensors of several models may have one name
             by_key = [replace(source, name=str(source.key)) for source in sources]
             for key, tensor in gather_tensors(by_key, ranks, writer).items():
                 gathered[int(key)] = tensor

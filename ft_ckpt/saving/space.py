@@ -11,7 +11,7 @@ from ft_ckpt.storage.local import folder_of
 from ft_ckpt.storage.places import Place
 
 POLL_SECONDS = 10.0
-_MAX_TRIES = 2  # that fill the disk although there was room
+_MAX_TRIES = 2  # tries of a save that may fill the disk although there was enough space
 
 
 def ensure_space(
@@ -21,11 +21,12 @@ def ensure_space(
     tries: int,
     make_room: Callable[[Place], object] | None,
 ) -> None:
-    """Return when `target` can be written and its disk has `needed_bytes`; at once in a bucket.
+    """Make sure that `target` can be written and that its disk has `needed_bytes` free.
 
-    `tries`: how often this save has filled the disk already. `make_room` deletes what may be
-    deleted from the folder of the run. Raises NoSpaceError when there is no room and
-    `config.when_full` allows no further step, TargetError when `target` cannot be written.
+    Waits for space or makes room, as `config.when_full` says; does nothing for a bucket. `tries` is
+    how often this save has filled the disk already. `make_room` deletes checkpoints that the run in
+    a folder may lose. Raises NoSpaceError if the disk stays full, TargetError if `target` cannot be
+    written.
     """
     if target.folder.free_bytes() is None:
         return

@@ -1,4 +1,4 @@
-"""Opens the stage of a save on rank 0, with everything in it but the weights."""
+"""Opens the staging of a save on rank 0, and writes everything except the weights into it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,22 +18,22 @@ _MANIFEST_BYTES = 16 << 20  # reserved in the check of free space
 
 
 @dataclass(frozen=True, eq=False)
-class OpenStage:
-    """The stage of a save; on rank 0 with everything in it but the weights."""
+class StagedSave:
+    """A save whose sidecar files are staged; empty on ranks other than 0."""
 
-    staging: Staging | None = None  # on rank 0
-    files: tuple[FileRecord, ...] = ()  # already written
-    # earlier files that frozen ones may equal, by path
+    staging: Staging | None = None
+    files: tuple[FileRecord, ...] = ()  # sidecar files, written into the staging
+    # files of earlier checkpoints that frozen files may equal, by path
     offers: Mapping[str, Offer] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()  # on what transformers would not load
+    notes: tuple[str, ...] = ()  # on parts that transformers would not load
 
     @property
     def store(self) -> Store | None:
-        """The store of the stage, on rank 0."""
+        """The store of the staging, None on ranks other than 0."""
         return None if self.staging is None else self.staging.store
 
     def discard(self) -> None:
-        """Delete the stage, unless it is committed."""
+        """Delete the staging, unless it is committed."""
         if self.staging is not None:
             self.staging.discard()
 
@@ -44,20 +44,21 @@ def open_stage(
     tries: int = 0,
     changed: frozenset[str] = frozenset(),
     may_gather: bool = True,
-) -> OpenStage:
-    """On rank 0 open a stage and write everything except weights into it.
+) -> StagedSave:
+    """Open a staging on rank 0, and write everything except the weights into it.
 
-    It also gets the frozen files of earlier checkpoints, except those known to have `changed`.
-    `tries`: how often this save has filled the disk. `may_gather`: whether tensors may move between
-    ranks to compare frozen files. Raises CompanionError for a model that its config does not
-    describe, TargetError or NoSpaceError when it cannot be written.
+    The staging also gets links to frozen files of earlier checkpoints, except for the paths in
+    `changed`, which no earlier checkpoint has. `tries` is how often this save has filled the disk.
+    `may_gather` says whether tensors may move between ranks to compare frozen files. Raises
+    CompanionError for a model that its config does not describe, TargetError or NoSpaceError if the
+    target cannot be written.
     """
     request, config = plan.request, context.config
     if not context.ranks.is_main:
-        return OpenStage()
+        return StagedSave()
     with explained(request.target):
         notes = check_configs(plan.plans, plan.companions, request)
-        stage = open_staging_at(
+        staging = open_staging_at(
             request.target,
             saver_tuning(config).direct_bytes,
             run_id=request.run_id,
@@ -65,48 +66,51 @@ def open_stage(
             max_mode=request.max_mode,
         )
         try:
-            offers = _offered_files(plan, stage, context, changed, may_gather)
-            records = _write_sidecars(plan, stage, offers, config, tries)
+            offers = _offer_frozen_files(plan, staging, context, changed, may_gather)
+            records = _write_sidecars(plan, staging, offers, config, tries)
         except BaseException:
-            stage.discard()
+            staging.discard()
             raise
-        return OpenStage(stage, records, offers, notes)
+        return StagedSave(staging, records, offers, notes)
 
 
 def _write_sidecars(
-    plan: SavePlan, stage: Staging, offers: Mapping[str, Offer], config: SaverConfig, tries: int
+    plan: SavePlan, staging: Staging, offers: Mapping[str, Offer], config: SaverConfig, tries: int
 ) -> tuple[FileRecord, ...]:
-    """Write all files but the weights, once there is room for everything."""
+    """Write the sidecar files, as soon as the disk has space for the whole checkpoint."""
     request = plan.request
     contents = sorted(plan.companions.contents().items())
     needed_bytes = _needed_bytes(plan, offers)
     needed_bytes += sum(len(content) for _, content in contents)
     space.ensure_space(request.target, needed_bytes, config, tries, request.make_room)
     for path, content in contents:
-        stage.store.write(path, content)
+        staging.store.write(path, content)
     return tuple(record_of(path, content) for path, content in contents)
 
 
-def _offered_files(
+def _offer_frozen_files(
     plan: SavePlan,
-    stage: Staging,
+    staging: Staging,
     context: SaveContext,
     changed: frozenset[str],
     may_gather: bool,
 ) -> dict[str, Offer]:
-    """Link frozen files of earlier checkpoints into the stage, which the planned ones may equal."""
+    """Link earlier files that the planned frozen files may equal into the staging."""
     ranks, config = context.ranks, context.config
-    reads_all_values = config.nonfinite == "raise" or plan.request.state_dict is not None
-    if config.reuse_frozen == "off" or reads_all_values:
+    if config.reuse_frozen == "off":
+        return {}
+    if config.nonfinite == "raise":  # looks at every value, and a linked file is not read
+        return {}
+    if plan.request.state_dict is not None:  # other ranks lack its values, and cannot digest them
         return {}
     frozen = reuse_frozen.frozen_files(plan.plans, ranks.size)
     frozen = [planned for planned in frozen if planned.file.path not in changed]
     gathers = may_gather and config.each_rank_writes != "on"
-    return reuse_frozen.link_candidates(frozen, stage, ranks, gathers)
+    return reuse_frozen.link_candidates(frozen, staging, ranks, gathers)
 
 
 def _needed_bytes(plan: SavePlan, offers: Mapping[str, Offer]) -> int:
-    """The room for the manifest and the weight files that may have to be written."""
+    """Return the size of the manifest and of all weight files without an offer."""
     needed = _MANIFEST_BYTES
     for part_plan in plan.plans:
         for file in part_plan.files:

@@ -17,11 +17,10 @@ from ft_ckpt.ranks import Ranks, Values
 from ft_ckpt.ranks.moving import are_equal
 from ft_ckpt.saving.agree import AgreedSave
 from ft_ckpt.saving.context import SaveContext
-from ft_ckpt.saving.folder_sharing import Mode
-from ft_ckpt.saving.planning import FileWrites, WritePlan
+from ft_ckpt.saving.planning import FileWrites, Mode, WritePlan
 from ft_ckpt.saving.regions import Gathering, SourceView, file_turns, write_own_bytes
 from ft_ckpt.saving.reuse_frozen import ReusedFiles
-from ft_ckpt.saving.stage import OpenStage, saver_tuning
+from ft_ckpt.saving.stage import StagedSave, saver_tuning
 from ft_ckpt.schema import as_record
 from ft_ckpt.storage import Store, Writable
 from ft_ckpt.storage.digests import FileRecord
@@ -32,9 +31,9 @@ from ft_ckpt.storage.places import Place
 
 @dataclass(frozen=True, eq=False)
 class WrittenFiles:
-    """The files of a save on one rank."""
+    """The files of a save that one rank has written."""
 
-    writes: WritePlan  # of those that were written
+    writes: WritePlan  # of the files that were not reused
     facts: Mapping[str, Any]  # for `written_records` on rank 0
     reused: ReusedFiles
 
@@ -43,43 +42,45 @@ def write_files(
     writes: WritePlan,
     reused: ReusedFiles,
     sources: SourceView,
-    stage: OpenStage,
+    staged: StagedSave,
     agreed: AgreedSave,
     context: SaveContext,
 ) -> WrittenFiles:
-    """Write all files that are not reused. Collective.
+    """Write all files that are not reused.
 
-    Raises what `write_tensors` raises.
+    Collective: call it on every rank. Raises what `write_tensors` raises.
     """
-    # a gather that made the dict leaves other ranks with {} or None
-    if agreed.state_dict and not context.ranks.is_main:
+    # The caller has gathered a state dict on rank 0, which writes it alone: the other ranks may
+    # have been passed {} or None.
+    if agreed.has_state_dict and not context.ranks.is_main:
         return WrittenFiles(writes, {}, reused)
     target = agreed.plan.request.target
-    store = stage.store
+    store = staged.store
     if store is None:
-        store = store_of_rank(agreed.stage, target, context.config)
+        store = store_of_rank(agreed.staging_folder, target, context.config)
     writes = writes.without(frozenset(reused.digests))
     with explained(target):
-        writes = _fit_to_folder(writes, agreed.stage, target, context)
+        writes = _fit_to_folder(writes, agreed.staging_folder, target, context)
         facts = write_tensors(writes, sources, store, target, context.ranks, context.config)
     return WrittenFiles(writes, facts, reused)
 
 
 def _fit_to_folder(
-    writes: WritePlan, stage: str | None, target: Place, context: SaveContext
+    writes: WritePlan, staging_folder: str | None, target: Place, context: SaveContext
 ) -> WritePlan:
-    """The plan, limited to how the ranks may share files there. Collective.
+    """Limit the plan to how the ranks may share files in the folder of the target.
 
-    `stage` is rank 0's staging folder, if it is on a disk.
+    `staging_folder` is rank 0's, None in a bucket. Collective: call it on every rank.
     """
     if writes.mode is Mode.MAIN:
         return writes
     folder: Store = target.beside
     probed: LocalStore | None = None
-    if stage is not None:
-        probed = LocalStore(Path(stage))
+    if staging_folder is not None:
+        probed = LocalStore(Path(staging_folder))
         folder = LocalStore(probed.folder.parent)
-    return writes.in_folder(context.shared.sharing_of(folder, context.ranks, probed))
+    sharing = context.shared.sharing_of(folder, context.ranks, probed)
+    return writes.in_folder(sharing.mode, sharing.clients)
 
 
 def write_tensors(
@@ -90,20 +91,19 @@ def write_tensors(
     ranks: Ranks,
     config: SaverConfig,
 ) -> dict[str, Any]:
-    """Move and write the tensors into `store`.
+    """Move the tensors to their writers, and write them into `store`.
 
-    Collective. Returns what `written_records` needs of each rank, as JSON.
-
-    Raises IncompleteError for tensors that the model's config ties and that differ, and on NaN or
-    infinity if `nonfinite="raise"`.
+    Returns the facts, as JSON, that `written_records` needs from each rank. Collective: call it on
+    every rank. Raises IncompleteError for tensors that the model's config ties and that differ, and
+    for NaN or infinity if `nonfinite="raise"`.
     """
     _refuse_differing_ties(writes, sources, ranks)
     if writes.mode is not Mode.MAIN:
         _allocate_files(writes, store, ranks)
     total = writes.bytes_of(ranks.rank)
     tuning = saver_tuning(config)
-    # A bar on rank 0's terminal, of the bytes that rank 0 writes; none for a save in the
-    # background.
+    # The bar on rank 0's terminal counts the bytes that rank 0 writes. A save in the background
+    # shows none.
     with track_bytes(total if ranks.shows else 0, f"saving {target.basename}") as advance:
         if writes.mode is Mode.SHARED:
             with Writer(tuning, advance=advance) as writer:
@@ -116,7 +116,7 @@ def write_tensors(
 
 
 def written_records(writes: WritePlan, written: Values) -> list[FileRecord]:
-    """On rank 0: the records of all files, from what `write_tensors` has returned on each rank."""
+    """Make the records of all files, on rank 0, from the facts of `write_tensors` on each rank."""
     if writes.mode is Mode.SHARED:
         digests_by_file = zip(*(value["digests"] for value in written), strict=True)
         pairs = zip(writes.files, digests_by_file, strict=True)
@@ -128,15 +128,18 @@ def written_records(writes: WritePlan, written: Values) -> list[FileRecord]:
     return [by_path[file.file.path] for file in writes.files]
 
 
-def store_of_rank(stage: str | None, target: Place, config: SaverConfig) -> Store:
-    """Where a rank other than 0 writes: rank 0's `stage` if that is on a disk, else the bucket."""
-    if stage is not None:
-        return stage_store(Path(stage), saver_tuning(config).direct_bytes)
+def store_of_rank(staging_folder: str | None, target: Place, config: SaverConfig) -> Store:
+    """Return the store into which a rank other than 0 writes.
+
+    This is rank 0's `staging_folder`, or the bucket of `target` if that is None.
+    """
+    if staging_folder is not None:
+        return stage_store(Path(staging_folder), saver_tuning(config).direct_bytes)
     return target.folder
 
 
 def _allocate_files(writes: WritePlan, store: Store, ranks: Ranks) -> None:
-    """Reserve the space of all files on rank 0; the others wait for it where the plan says so."""
+    """Reserve the space of all files on rank 0; other ranks wait if `writes.opens_created`."""
 
     def allocate() -> None:
         if ranks.is_main:
@@ -152,24 +155,23 @@ def _allocate_files(writes: WritePlan, store: Store, ranks: Ranks) -> None:
 def _write_shares(
     writes: WritePlan, sources: SourceView, store: Store, writer: Writer, ranks: Ranks
 ) -> list[str]:
-    """Write the bytes that this rank holds; return their digests, one for each file."""
+    """Write the bytes that this rank holds, and return one digest for each file."""
     return [write_own_bytes(file, store, writer, ranks, sources) for file in writes.files]
 
 
 def _write_whole_files(
     writes: WritePlan, sources: SourceView, store: Store, writer: Writer, ranks: Ranks, finite: bool
 ) -> list[FileRecord]:
-    """Write each file on one rank, which gathers its tensors.
+    """Write each file on one rank, which gathers its tensors; return this rank's records.
 
-    Return the records of this rank's files. Raises IncompleteError on NaN or infinity if they must
-    be `finite`.
+    If `finite`, raises IncompleteError for NaN or infinity.
     """
-    goals = partial(_goal_of, store, writes.mode)
+    open_file = partial(_open_for_writing, store, writes.mode)
     nonfinite: set[str] | None = set() if finite else None
     gathering = Gathering(ranks, sources, nonfinite=nonfinite)
     regions = _gathered_regions(writes.files, gathering)
     of_rank = [file for file in writes.files if file.writer == ranks.rank]
-    records = _write_in_order(of_rank, regions, writer, goals)
+    records = _write_in_order(of_rank, regions, writer, open_file)
     if nonfinite:
         raise IncompleteError(
             f"{listing(sorted(nonfinite), ', ')}: NaN or infinity in {len(nonfinite)} tensor(s), "
@@ -181,10 +183,10 @@ def _write_whole_files(
 def _gathered_regions(
     files: Sequence[FileWrites], gathering: Gathering
 ) -> Iterator[tuple[str, Region]]:
-    """The regions of the files that this rank writes, with their paths.
+    """Yield the regions of the files that this rank writes, each with the path of its file.
 
-    In between it sends tensors to other writers. Writers take turns, one bucket each, so that all
-    of them are busy.
+    Between two regions this rank sends tensors to other writers. The writers take turns, one bucket
+    each, so that all of them are busy.
     """
 
     def turns_to(rank: int) -> Iterator[tuple[str, Iterator[Region]]]:
@@ -205,11 +207,12 @@ def _gathered_regions(
                 yield path, region
 
 
-def _goal_of(store: Store, mode: Mode, file: FilePlan) -> Writable:
-    """The new file.
+def _open_for_writing(store: Store, mode: Mode, file: FilePlan) -> Writable:
+    """Open a planned file for its one writer.
 
-    On a disk on which several ranks write, rank 0 has created it: its client of the file system
-    then knows the names and sizes of what it commits.
+    In `Mode.SPREAD` on a disk, rank 0 has already created the file with its size, so that the file
+    system client of rank 0 knows the names and sizes of what rank 0 commits. In `Mode.MAIN` the
+    writer is rank 0, which creates the file here.
     """
     size_bytes = file.layout.size_bytes
     if mode is Mode.SPREAD:
@@ -221,18 +224,18 @@ def _write_in_order(
     files: Sequence[FileWrites],
     regions: Iterator[tuple[str, Region]],
     writer: Writer,
-    goal_of: Callable[[FilePlan], Writable],
+    open_file: Callable[[FilePlan], Writable],
 ) -> list[FileRecord]:
-    """Write files from their regions, which arrive file by file; all regions are consumed."""
+    """Write files from their regions, which come file by file; all regions are consumed."""
     records = []
     groups = groupby(regions, key=itemgetter(0))
     path, group = next(groups, ("", None))
     for file in files:
-        if group is None or path != file.file.path:  # it holds no tensor bytes
-            records.append(write_file(file.file, iter(()), goal_of(file.file), writer))
+        writable = open_file(file.file)
+        if group is None or path != file.file.path:  # the file has no bytes of tensors
+            records.append(write_file(file.file, iter(()), writable, writer))
             continue
-        goal = goal_of(file.file)
-        records.append(write_file(file.file, (region for _, region in group), goal, writer))
+        records.append(write_file(file.file, (region for _, region in group), writable, writer))
         path, group = next(groups, ("", None))
     return records
 
@@ -240,7 +243,7 @@ def _write_in_order(
 def _refuse_differing_ties(writes: WritePlan, sources: SourceView, ranks: Ranks) -> None:
     """Raise IncompleteError on rank 0 for tensors that the config ties and whose bits differ.
 
-    Collective.
+    Collective: call it on every rank.
     """
     differing = []
     for first, second in writes.ties:

@@ -23,7 +23,7 @@ from ft_ckpt import SaverConfig
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.saving.agree import _describe_save
 from ft_ckpt.saving.planning import FileWrites, divide_files, plan_save, request_of
-from ft_ckpt.saving.stage import OpenStage
+from ft_ckpt.saving.stage import StagedSave
 from ft_ckpt.storage.digests import chunk_of_rank
 from scripts.bench.common import Row, Setting, as_child, in_child, medians, seconds
 from scripts.bench.models import config_of
@@ -91,7 +91,7 @@ def _plan(model: nn.Module, ranks: Ranks) -> Row:
     request = request_of(config, model, Path("target"), **arguments)
     gc.collect()
     plan, choose_seconds = _result_and_seconds(lambda: plan_save(request, ranks, config))
-    _, say_seconds = _result_and_seconds(lambda: _describe_save(plan, OpenStage(), {}))
+    _, say_seconds = _result_and_seconds(lambda: _describe_save(plan, StagedSave(), {}))
     shares, shares_seconds = _result_and_seconds(lambda: divide_files(plan.plans, ranks.size))
     pieces, own_seconds = _result_and_seconds(lambda: _count_pieces(shares, ranks.rank))
     return {

@@ -13,11 +13,11 @@ from ft_ckpt.errors import RankError
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.saving import (
     FolderSharing,
-    Mode,
     SharedFolders,
     folder_sharing as shared_folders,
     try_sharing,
 )
+from ft_ckpt.saving.planning import Mode
 from ft_ckpt.storage.io import LocalWriting
 from ft_ckpt.storage.local import LocalStore
 

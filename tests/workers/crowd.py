@@ -40,10 +40,10 @@ from ft_ckpt.runs.state import (
     flatten_tree,
     local_state,
 )
-from ft_ckpt.saving import Mode, SaveContext, try_sharing
+from ft_ckpt.saving import SaveContext, try_sharing
 from ft_ckpt.saving.agree import agree_on_plan
-from ft_ckpt.saving.planning import SavePlan, plan_save, request_of
-from ft_ckpt.saving.stage import OpenStage
+from ft_ckpt.saving.planning import Mode, SavePlan, plan_save, request_of
+from ft_ckpt.saving.stage import StagedSave
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place
 
@@ -165,7 +165,7 @@ def live_meetings(folder: Path, own: tuple[LocalState, SavePlan], phase: str) ->
     assert len(exchange_facts(local, [], ranks, {})[1]) == ranks.size
     if phase == "first save":
         assert try_sharing(LocalStore(folder), ranks).mode is Mode.SHARED
-    agree_on_plan("save()", plan, OpenStage(), None, SaveContext(ranks, SaverConfig()))
+    agree_on_plan("save()", plan, StagedSave(), None, SaveContext(ranks, SaverConfig()))
     written = {"full": False, "digests": ["0" * 32] * 20}
     assert (
         len(ranks.agree("commit", written, decide=lambda _: None).values)
@@ -184,7 +184,7 @@ def looked_up(folder: Path) -> tuple[LocalState, SavePlan]:
         saver.config,
         saver._run.model,
         Place(LocalStore(folder)),
-        extra_state=captured.as_extra_state(),
+        run_state=captured.state_to_save(),
         adapter_only=False,
         tokenizer=None,
         step=1,

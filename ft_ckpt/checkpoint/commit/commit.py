@@ -103,7 +103,7 @@ def check_target(target: Path, needed_bytes: int) -> None:
         )
 
 
-def open_stage(target: Path) -> Path:
+def make_stage(target: Path) -> Path:
     """A new hidden folder to fill for `target`, next to it.
 
     It is inside of it if a mount or permissions require that.

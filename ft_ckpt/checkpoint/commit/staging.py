@@ -86,11 +86,11 @@ def open_staging_at(
 def open_staging(
     target: Path, direct_bytes: int | None = BLOCK_BYTES, max_mode: int = 0o777
 ) -> LocalStaging:
-    """A new staging for the folder `target`; raises as `commit.open_stage` does.
+    """A new staging for the folder `target`; raises as `commit.make_stage` does.
 
     Other arguments: see LocalStore.
     """
-    return LocalStaging(commit.open_stage(target), target, direct_bytes, max_mode)
+    return LocalStaging(commit.make_stage(target), target, direct_bytes, max_mode)
 
 
 def stage_store(stage: Path, direct_bytes: int | None = BLOCK_BYTES) -> LocalStore:

@@ -46,11 +46,14 @@ def unchanged_entry(name: str, source: Source) -> Entry:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One loadable part in a folder: the whole model, a submodel, a plain module or an adapter."""
+    """One part of a checkpoint.
+
+    That is the whole model, a submodel, a plain module, an adapter or the state of a run.
+    """
 
     name: str
     path: str  # folder relative to the checkpoint, "" for the checkpoint itself
-    kind: str  # "model" | "module" | "adapter"
+    kind: str  # "model" | "module" | "adapter" | "state"
     module: Any  # the nn.Module, unwrapped
     entries: tuple[Entry, ...]
     file: str = MODEL_FILE

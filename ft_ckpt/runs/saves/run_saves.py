@@ -178,7 +178,7 @@ class RunSaves:
                     tokenizer=self.tokenizer,
                     step=run.step,
                     metrics=metrics,
-                    extra_state=captured.as_extra_state(),
+                    run_state=captured.state_to_save(),
                     run_id=run.run_id,
                     extra_files=extra_files or {},
                     notes=tuple(notes),

@@ -30,7 +30,7 @@ from ft_ckpt.runs.items import (
 from ft_ckpt.runs.state.document import DOCUMENT_VERSION, FILE, FOLDER, Document
 from ft_ckpt.runs.state.exchange import LocalState, exchange_facts, local_state
 from ft_ckpt.runs.state.trees import source_of_leaf
-from ft_ckpt.saving.planning import ExtraState
+from ft_ckpt.saving.planning import StateToSave
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +58,12 @@ class Captured:
     def document(self) -> Document:
         return {} if self.state is None else self.state.document
 
-    def as_extra_state(self) -> ExtraState:
-        """The state as a save stores it. Raises the error that prevented it."""
+    def state_to_save(self) -> StateToSave:
+        """Return the state for a save. Raises the error that prevented the capture."""
         if self.error is not None:
             raise self.error
         assert self.state is not None, "without an error there is a state"
-        return ExtraState(
+        return StateToSave(
             tensors=self.tensors,
             sources=model_sources(self.sources) or self.tensors.sources(),
             all_sources=tuple(self.sources.values()),

@@ -3,6 +3,9 @@ from .files import (
     check_written_files as check_written_files,
     plan_part as plan_part,
 )
+from .modes import (
+    Mode as Mode,
+)
 from .plan import (
     BaseSamples as BaseSamples,
     SavePlan as SavePlan,
@@ -25,14 +28,15 @@ from .report import (
 )
 from .request import (
     STATE_DOCUMENT as STATE_DOCUMENT,
-    ExtraState as ExtraState,
     SaveRequest as SaveRequest,
+    StateToSave as StateToSave,
     request_of as request_of,
 )
 from .sidecars import (
     check_configs as check_configs,
 )
 from .write_plan import (
+    GATHERED as GATHERED,
     FileWrites as FileWrites,
     WritePlan as WritePlan,
     divide_files as divide_files,

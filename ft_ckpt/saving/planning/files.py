@@ -1,4 +1,4 @@
-"""Which tensor goes into which file of a part. The plan is the same on every rank."""
+"""Decides which tensor goes into which file of a part; the plan is the same on every rank."""
 
 from collections import Counter
 from contextlib import closing
@@ -21,14 +21,14 @@ from ft_ckpt.formats import (
 from ft_ckpt.model.tensors import Part
 from ft_ckpt.storage import Store, is_utf8
 
-MIN_FROZEN_BYTES = 64 << 20  # of frozen tensors that are worth a second file
-MIN_FROZEN_SHARE = 0.25  # of a part that is worth a second file
+MIN_FROZEN_BYTES = 64 << 20  # frozen bytes of a part that justify a separate file
+MIN_FROZEN_SHARE = 0.25  # share of frozen bytes in a part that justifies a separate file
 _METADATA = {"format": "pt"}  # transformers refuses files without it
 
 
 @dataclass(frozen=True, eq=False)
 class PartPlan:
-    """One part and its files; `index` is the text of its shard index, None with one file."""
+    """One part and its files; `index` is the text of its shard index, None for a single file."""
 
     part: Part
     format: str
@@ -48,14 +48,11 @@ def plan_part(
     format_name: str = DEFAULT_FORMAT,
     separate: frozenset[str] = frozenset(),
 ) -> PartPlan:
-    """Files for `part`, split as transformers splits them.
+    """Divide the tensors of `part` into files, as transformers does.
 
-    In the model's order, up to `max_shard_bytes` or one tensor.
-
-    The tensors named in `separate` come first and share no file with the others. An adapter has one
-    file.
-
-    Raises SelectionError naming tensors of a dtype or a name that the format cannot store,
+    Tensors keep the order of the model. A file has at most `max_shard_bytes`, or one tensor. The
+    tensors named in `separate` come first and share no file with other tensors. An adapter has one
+    file. Raises SelectionError naming tensors whose dtype or name the format cannot store, and
     IncompleteError naming tensors that would share a name in the files.
     """
     tensor_format = format_named(format_name)
@@ -73,7 +70,7 @@ def plan_part(
             layout = _lay_out_file([specs[name] for name in names], tensor_format, part)
             files.append(FilePlan(folder + file_name, layout))
     except (SelectionError, KeyError):
-        # its error names all tensors that cannot be stored
+        # laid out as one file, for an error that names all tensors that cannot be stored
         _lay_out_file(list(specs.values()), tensor_format, part)
         raise
     if len(files) == 1:
@@ -87,9 +84,10 @@ def plan_part(
 
 
 def frozen_names(part: Part, frozen: frozenset[int], mode: str) -> frozenset[str]:
-    """Stored names of `part` that go into files of their own, if that pays.
+    """Return the stored names of `part` that consist of `frozen` tensors only.
 
-    They are made of `frozen` tensors only.
+    These go into separate files, which later checkpoints can link. Return no names if `mode` is
+    "off", or if it is "auto" and the frozen tensors are too small for separate files to pay.
     """
     if mode == "off" or not frozen or part.kind not in ("model", "module"):
         return frozenset()
@@ -107,7 +105,7 @@ def frozen_names(part: Part, frozen: frozenset[int], mode: str) -> frozenset[str
 def _refuse_stored_names(part: Part) -> None:
     """Refuse names that a file cannot have.
 
-    Raises IncompleteError for duplicates, SelectionError for others.
+    Raises IncompleteError for duplicates, SelectionError for all other names.
     """
     names = [entry.name for entry in part.entries]
     if len(set(names)) < len(names):

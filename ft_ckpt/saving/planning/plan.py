@@ -1,4 +1,4 @@
-"""The plan of a save: tensors of the live model, their files, sidecar files."""
+"""Plans a save: the tensors of the live model, their files, and the sidecar files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,27 +33,27 @@ class SavePlan:
     plans: tuple[PartPlan, ...]
     engine: str
     ties_to_check: tuple[tuple[Source, Source], ...]
-    is_spread: bool = True  # whether every rank can gather a file; else rank 0 alone can
+    can_spread: bool = True  # whether every rank can gather a file; else rank 0 alone can
     samples: BaseSamples = field(default_factory=dict)
     companions: Companions = field(default_factory=Companions)
 
 
 def plan_save(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePlan:
-    """The plan for the live model as it is now. Nothing is moved or written.
+    """Plan the save of the live model as it is now, without moving or writing anything.
 
-    Raises SelectionError or a subclass when the model lacks what was requested, IncompleteError for
-    tensors that the files would lack, CompanionError when tokenizer, config and model do not fit,
-    TargetError when sidecar files cannot be made.
+    Raises SelectionError or a subclass if the model lacks what was requested, IncompleteError for
+    tensors that the files would lack, CompanionError if tokenizer, config and model do not fit,
+    TargetError if sidecar files cannot be made.
     """
     with explained(request.target):
         return _plan(request, ranks, config)
 
 
 def _plan(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePlan:
-    state = request.extra_state
+    state = request.run_state
     tensors = ModelTensors(request.model) if state is None else state.tensors
     sources = tensors.sources() if state is None else state.sources
-    # Before a state dict replaces the tensors, so that all ranks plan the same files.
+    # Taken before a state dict replaces the tensors, so that all ranks plan the same files.
     frozen = set()
     for source in sources.values():
         if source.is_parameter and not source.trainable:
@@ -61,18 +61,18 @@ def _plan(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePlan:
     if request.state_dict is not None:
         sources = from_state_dict(request.state_dict, sources, ranks)
     parts = _parts_to_save(request, tensors, sources)
-    # an export shares no files
+    # an export shares no files with other checkpoints
     can_link = format_named(request.format).is_plain and request.merge is None
     reuse = config.reuse_frozen if can_link else "off"
     described = [*sources.values(), *(() if state is None else state.all_sources)]
     plans = []
     stored: list[Source] = []
-    doubtful: list[tuple[Source, Source]] = []
+    ties_to_check: list[tuple[Source, Source]] = []
     samples = {}
     for part in parts:
         separate = frozen_names(part, frozenset(frozen), reuse)
         plans.append(plan_part(part, request.max_shard_bytes, request.format, separate))
-        doubtful += part.doubtful
+        ties_to_check += part.doubtful
         for entry in part.entries:
             stored += entry.sources
         if part.base:
@@ -81,8 +81,8 @@ def _plan(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePlan:
         request,
         tuple(plans),
         engine=engine_names(described),
-        ties_to_check=tuple(doubtful),
-        is_spread=all(is_known_to_all(source.sharding, ranks.size) for source in stored),
+        ties_to_check=tuple(ties_to_check),
+        can_spread=all(is_known_to_all(source.sharding, ranks.size) for source in stored),
         samples=samples,
         companions=companions_of(request, plans, ranks),
     )
@@ -91,10 +91,10 @@ def _plan(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePlan:
 def _parts_to_save(
     request: SaveRequest, tensors: ModelTensors, sources: Mapping[str, Source]
 ) -> list[Part]:
-    """The parts of the checkpoint, the state of a run among them."""
-    state = request.extra_state
+    """Return the parts of the checkpoint, including the state of a run."""
+    state = request.run_state
     not_tensors: dict[str, Any] = {}  # entries of the model's state dict
-    # a run of an adapter has them in its state
+    # the checkpoint of an adapter's run has these in the state of the run
     if not request.adapter_only or state is None:
         for name, added in tensors.added().items():
             if not isinstance(added.value, Tensor):

@@ -18,8 +18,8 @@ from ft_ckpt.ranks.sharding import Source
 from ft_ckpt.ranks.wrappers import of_rank_0
 from ft_ckpt.saving.planning.files import PartPlan
 
-# Tensor, as a run names it -> rank whose value differs from the first rank's -> its place (see
-# `place_of`), None if the rank holds no elements.
+# Name of a tensor in a run -> rank whose value differs from the first rank's -> the place of its
+# elements (see `place_of`), None if the rank holds no elements.
 Differences = Mapping[str, Mapping[int, str | None]]
 
 
@@ -27,13 +27,13 @@ Differences = Mapping[str, Mapping[int, str | None]]
 class ReplicaDigest:
     """The digest of the replica of one tensor on one rank."""
 
-    place: str  # as `place_of` says
+    place: str  # of the elements in the tensor, see `place_of`
     bits: str  # hexadecimal; "" if this rank holds no elements
-    is_stored: bool  # whether this rank writes it
+    is_stored: bool  # whether this rank writes the replica
 
 
 def replicated_tensors(plans: Iterable[PartPlan]) -> dict[str, Source]:
-    """The tensors in the files of `plans` that several ranks hold, by their names in a run."""
+    """Return the tensors in the files of `plans` that several ranks hold, by name in a run."""
     by_key: dict[int, tuple[str, Source]] = {}
     for plan in plans:
         written: set[str] = set()
@@ -49,7 +49,7 @@ def replicated_tensors(plans: Iterable[PartPlan]) -> dict[str, Source]:
 
 
 def digest_replicas(sources: Mapping[str, Source], rank: int) -> dict[str, ReplicaDigest]:
-    """The digest of this `rank`'s part of each tensor that it should hold a part of."""
+    """Digest the part of each tensor that `rank`, the rank of this process, should hold."""
     shardings = {}
     local_parts = {}
     for name, source in sources.items():
@@ -68,9 +68,9 @@ def digest_replicas(sources: Mapping[str, Source], rank: int) -> dict[str, Repli
 
 
 def digests_by_place(digests: Mapping[str, ReplicaDigest]) -> dict[str, str]:
-    """One digest of all replicas that a rank holds at a place, by place.
+    """Join the digests of all replicas that a rank holds at one place, by place.
 
-    They are small enough to exchange at every save.
+    The joined digests are small enough to exchange at every save.
     """
     places: dict[str, list[tuple[str, str]]] = {}
     for name, digest in digests.items():
@@ -82,7 +82,7 @@ def digests_by_place(digests: Mapping[str, ReplicaDigest]) -> dict[str, str]:
 
 
 def differing_places(digests: Iterable[Mapping[str, str]]) -> list[str]:
-    """The places at which digests differ between ranks, from the `digests_by_place` of each."""
+    """Return the places at which ranks differ, from the `digests_by_place` of each rank."""
     by_place: dict[str, set[str]] = {}
     for rank_digests in digests:
         for place, digest in rank_digests.items():
@@ -93,11 +93,9 @@ def differing_places(digests: Iterable[Mapping[str, str]]) -> list[str]:
 def differing_replicas(
     digests: Mapping[str, ReplicaDigest], places: Sequence[str], ranks: Ranks
 ) -> Differences:
-    """The tensors at `places` that differ from the first rank that stores them.
+    """Find the tensors at `places` that differ from the replica of the first rank that stores them.
 
-    `digests` are those of this rank.
-
-    Collective unless `places` is empty.
+    `digests` are the digests of this rank. Collective unless `places` is empty.
     """
     if not places:
         return {}
@@ -115,11 +113,12 @@ def differing_replicas(
 
 
 def difference_note(differing: Differences) -> str:
+    """Return the note of a checkpoint that stores the first rank's replicas."""
     return f"{describe_differences(differing)}, which is stored"
 
 
 def describe_differences(differing: Differences) -> str:
-    """The names of the tensors that differ, with the ranks."""
+    """Return as text which tensors differ, and on which ranks."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for name, owners in differing.items():
         by_ranks.setdefault(tuple(owners), []).append(name.removeprefix(f"{WEIGHTS}/"))
@@ -132,7 +131,7 @@ def describe_differences(differing: Differences) -> str:
 
 
 def take_first_values(parts: Sequence[Part], differing: Differences) -> list[Part]:
-    """The parts with the first rank's value of differing tensors, and a note on them."""
+    """Return the parts with the first rank's values of differing tensors, and a note on these."""
     keys = set()
     for part in parts:
         for entry in part.entries:
@@ -153,7 +152,7 @@ def take_first_values(parts: Sequence[Part], differing: Differences) -> list[Par
 
 
 def _named_sources(part: Part, entry: Entry) -> Iterator[tuple[str, Source]]:
-    """The sources of an entry with the names they have in a run."""
+    """Yield the sources of an entry with their names in a run."""
     if entry.group is not None:
         for source in entry.group.sources:
             yield f"{WEIGHTS}/{source.name}", source
@@ -163,7 +162,7 @@ def _named_sources(part: Part, entry: Entry) -> Iterator[tuple[str, Source]]:
 
 
 def _find_differences(answers: Values) -> dict[str, dict[str, str | None]]:
-    # tensor and place -> its copies by rank
+    # (tensor, place) -> (rank, digest of its replica), in rank order
     copies: dict[tuple[str, str], list[tuple[int, ReplicaDigest]]] = {}
     for rank, answer in enumerate(answers):
         for name, fields in answer["digests"].items():

@@ -1,4 +1,4 @@
-"""The report of a finished save, and the handle of a save in the background."""
+"""The report of a finished save, and the handle of a background save."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # the types of handles that a run puts into `follow_ups`
 class SaveReport:
     """A finished save: its folder, its size and the saver's decisions.
 
-    Identical on every rank except `seconds`, and `push`, `upload` and `publish`, which only rank 0
-    has.
+    The report is identical on every rank, with two exceptions: `seconds` differs, and rank 0 alone
+    has `follow_ups` (`push`, `upload` and `publish`).
     """
 
     path: Path | str
@@ -38,7 +38,7 @@ class SaveReport:
     step: int | None
     """Training step of this checkpoint."""
     follow_ups: Mapping[str, BackgroundJob[Any]] = field(default_factory=dict)
-    """The jobs that the save has started, by kind: "push", "upload", "publish"; on rank 0 alone."""
+    """Jobs that the save has started, by kind: "push", "upload", "publish"; on rank 0 alone."""
     target: Place | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -61,7 +61,7 @@ class SaveReport:
 
     @property
     def place(self) -> Place:
-        """The committed folder with the client of its bucket."""
+        """The committed folder, with the store client of its bucket."""
         return open_place(self.path) if self.target is None else self.target
 
 
@@ -69,6 +69,7 @@ class SaveReport:
 class PendingSave(BackgroundJob[SaveReport]):
     """A background save to the folder `path`, which exists once the save is committed.
 
-    It is done from the start if no thread could carry out the save: the call then returned after
-    the commit. The saver's next call raises the error of the save, as `result` does.
+    The handle is done from the start if no thread could carry out the save, which was then
+    committed before the call returned. The saver's next call raises the error of the save, as
+    `result` does.
     """

@@ -1,4 +1,4 @@
-"""The request of one save: all that the caller decides, with defaults filled in."""
+"""The request of one save: what the caller decides, with defaults from the settings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,24 +19,24 @@ from ft_ckpt.storage import Store
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.places import Place
 
-STATE_DOCUMENT = f"{STATE}/training.json"  # its path in the checkpoint
+STATE_DOCUMENT = f"{STATE}/training.json"  # path of the state of a run in the checkpoint
 
 
 @dataclass(frozen=True, eq=False)
-class ExtraState:
-    """What a run adds to the checkpoint of its model: a part of tensors and a JSON document."""
+class StateToSave:
+    """The state that a run adds to the checkpoint of its model: a part and a JSON document."""
 
     tensors: ModelTensors  # of the saved model
-    sources: Mapping[str, Source]  # the same by name
+    sources: Mapping[str, Source]  # the tensors of the saved model by name
     all_sources: tuple[Source, ...]  # of all models of the run
-    # makes the part from the other parts and `sources`, and completes the document
+    # makes the part of the state from the other parts and `sources`, and completes the document
     make_part: Callable[[Sequence[Part], Mapping[str, Source]], Part]
     document: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class SaveRequest:
-    """The arguments of one save, and what its caller does in some of the steps."""
+    """The arguments of one save, and the functions that its caller adds to some steps."""
 
     model: nn.Module
     target: Place
@@ -51,27 +51,28 @@ class SaveRequest:
     base_id: str | None = None
     attribute: Attribute = None
     state_dict: Mapping[str, Tensor] | None = None
-    extra_state: ExtraState | None = None  # of a run
+    run_state: StateToSave | None = None
     run_id: str | None = None
-    # from the caller, by path in the checkpoint
+    # further files of the caller, by path in the checkpoint
     extra_files: Mapping[str, str | bytes] = field(default_factory=dict)
     # replicas that differ between ranks; None: not compared yet
     differing: Differences | None = None
     made_from: tuple[str, ...] = ()  # names of the checkpoints that the weights were computed from
-    max_mode: int = 0o777  # see LocalStore; less where the checkpoint is made of other files
-    notes: tuple[str, ...] = ()  # further ones for the report and the manifest
+    # limit of permissions, see LocalStore; below 0o777 if the checkpoint is made of other files
+    max_mode: int = 0o777
+    notes: tuple[str, ...] = ()  # further notes for the report and the manifest
 
-    # merges adapters into the base: the one part that is saved in place of the model's parts
+    # merges adapters into the base; returns the one part that replaces the model's parts
     merge: Callable[[View], Part] | None = None
-    # if the disk is full: deletes from the run's folder what the run may lose; None: nothing
+    # called if the disk is full: deletes checkpoints that the run in a folder may lose
     make_room: Callable[[Place], object] | None = None
-    # adds files of other processes: their records, and notes on those that are missing
+    # adds files of other processes; returns their records, and notes on missing files
     collect: Callable[[Store], tuple[list[FileRecord], list[str]]] | None = None
     # compares the written folder with the live model before the commit; returns a note
     check: Callable[[Path], str] | None = None
-    # raises if another process has taken the run's directory over; before the commit
+    # called before the commit; raises if another process has taken over the run's directory
     check_lease: Callable[[], None] | None = None
-    # the steps after the commit; returns the report with their handles
+    # runs the steps after the commit; returns the report with the handles of their jobs
     follow_up: Callable[[SaveReport], SaveReport] | None = None
 
     @property
@@ -85,7 +86,7 @@ class SaveRequest:
 def request_of(
     config: SaverConfig, model: nn.Module, target: Place, **arguments: Any
 ) -> SaveRequest:
-    """The request for `model`, with defaults from `config`."""
+    """Make the request for `model`, with defaults from `config`."""
     return SaveRequest(
         model,
         target,

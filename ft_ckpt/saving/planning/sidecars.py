@@ -1,4 +1,4 @@
-"""The sidecar files of a checkpoint: configs, tokenizer, adapter settings, the caller's."""
+"""Makes the sidecar files of a checkpoint: configs, tokenizer, adapter settings, extra files."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -29,9 +29,9 @@ from ft_ckpt.storage.places import files_made_by
 
 @dataclass(frozen=True, eq=False)
 class Companions:
-    """The sidecar files of a checkpoint, on rank 0, of one moment.
+    """The content of the sidecar files at one moment, on rank 0.
 
-    Later changes to the model do not reach them.
+    Later changes to the model do not change the content.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)  # by path in the checkpoint
@@ -42,7 +42,10 @@ class Companions:
     notes: tuple[str, ...] = ()  # on the tokenizer
 
     def contents(self) -> dict[str, bytes]:
-        """All files by path; the document is encoded here, because planning still changes it."""
+        """Return the content of all files by path.
+
+        The document is encoded in this call, because planning changes it until then.
+        """
         contents = dict(self.files)
         if self.document is not None:
             contents[STATE_DOCUMENT] = json.dumps(self.document, separators=(",", ":")).encode()
@@ -50,9 +53,9 @@ class Companions:
 
 
 def companions_of(request: SaveRequest, plans: Sequence[PartPlan], ranks: Ranks) -> Companions:
-    """The sidecar files of the live objects as they are now; empty on ranks other than 0.
+    """Make the sidecar files of the live objects as they are now; none on ranks other than 0.
 
-    Raises CompanionError when tokenizer, config and model do not fit, ConfigError for extra files
+    Raises CompanionError if tokenizer, config and model do not fit, ConfigError for extra files
     outside the folder.
     """
     if not ranks.is_main:
@@ -92,12 +95,12 @@ def companions_of(request: SaveRequest, plans: Sequence[PartPlan], ranks: Ranks)
             files[path_in(plan.part, EXTRA_FILE)] = extra.encode()
         if plan.index is not None:
             files[plan.index_path] = plan.index.encode()
-    document = None if request.extra_state is None else request.extra_state.document
+    document = None if request.run_state is None else request.run_state.document
     return Companions({**files, **extras}, bases, classes, document, tuple(notes))
 
 
 def path_in(part: Part, name: str) -> str:
-    """The path in the checkpoint of the file `name` in the folder of the part."""
+    """Return the path in the checkpoint of the file `name` in the folder of the part."""
     return PurePosixPath(part.path, name).as_posix()
 
 
@@ -106,9 +109,9 @@ def _placed_in(part: Part, contents: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def _encode_extra_files(files: Mapping[str, str | bytes], reserved: set[str]) -> dict[str, bytes]:
-    """The contents of the caller's files.
+    """Encode the contents of the caller's files.
 
-    Raises ConfigError for `reserved` names, which are the checkpoint's.
+    Raises ConfigError for `reserved` paths, which the checkpoint itself uses.
     """
     outside = [path for path in files if not is_inside(path)]
     if outside:
@@ -135,11 +138,11 @@ def _encode_extra_files(files: Mapping[str, str | bytes], reserved: set[str]) ->
 def check_configs(
     plans: Sequence[PartPlan], sidecars: Companions, request: SaveRequest
 ) -> tuple[str, ...]:
-    """Notes on the tokenizer and on models that `from_pretrained` would not load; on rank 0.
+    """Return notes, on rank 0, on the tokenizer and on models that `from_pretrained` cannot load.
 
-    Raises CompanionError for one that its config does not describe.
+    Raises CompanionError for a model that its config does not describe.
     """
-    is_run = request.extra_state is not None
+    is_run = request.run_state is not None
     notes = [*sidecars.notes]
     for plan in plans:
         if plan.part.tensors:

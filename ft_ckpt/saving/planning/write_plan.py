@@ -1,26 +1,34 @@
-"""Which rank writes which bytes of a save.
+"""Decides which rank writes which bytes of a save.
 
-Each rank makes the same plan from the same tensors, without exchanging anything. The executor
-(`saving.write`) and a snapshot (`saving.snapshot`) both follow it.
+Each rank makes the same plan from the same tensors, without exchanging anything. Writing
+(`saving.write`) and a snapshot (`saving.snapshot`) both follow the plan.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
+from typing import Final
 
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.formats import FilePlan, format_named
 from ft_ckpt.model.tensors import Entry
 from ft_ckpt.ranks.sharding import Source
-from ft_ckpt.saving.folder_sharing import FolderSharing, Mode
 from ft_ckpt.saving.planning.files import PartPlan
+from ft_ckpt.saving.planning.modes import Mode
 from ft_ckpt.saving.planning.plan import SavePlan
 from ft_ckpt.storage.digests import Cut, FileRecord, chunk_of_rank, joined_digest
 from ft_ckpt.storage.io import BLOCK_BYTES
 
-MIN_SHARED_BYTES = 32 << 20  # opening the files of a smaller checkpoint on all ranks does not pay
-MIN_RUN_BYTES = 256 << 10  # of a run, where a tensor has several: at 128 KB a gather is as fast
+# A smaller checkpoint is written by rank 0: to open its files on all ranks takes longer.
+MIN_SHARED_BYTES = 32 << 20
+# A tensor with several runs, one of them smaller, is gathered: at 128 KB that is as fast.
+MIN_RUN_BYTES = 256 << 10
+
+# How the bytes of one tensor are divided among ranks: in cuts, or as one of the constants.
+TensorCuts = tuple[Cut, ...] | None
+GATHERED: Final = None  # the tensor is gathered on the writer of its file
+NO_ELEMENTS: Final[tuple[Cut, ...]] = ()  # no rank of this replica group contributes elements
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +37,9 @@ class FileWrites:
 
     file: FilePlan
     entries: tuple[Entry, ...]  # in file order
-    # of each entry; None: gathered on `writer`; (): no rank has elements
-    cuts: tuple[tuple[Cut, ...] | None, ...]
-    ranks: int = 1  # that write
-    writer: int = 0  # of the header, of gaps between tensors, and of what is in no cut
+    cuts: tuple[TensorCuts, ...]  # of each entry
+    ranks: int = 1  # number of ranks that write
+    writer: int = 0  # rank that writes the header, gaps between tensors, and all bytes in no cut
 
     @property
     def all_cuts(self) -> tuple[Cut, ...]:
@@ -57,16 +64,16 @@ class FileWrites:
 
     @property
     def gathers(self) -> bool:
-        """Whether elements must move to the writer, although all ranks write."""
+        """Whether elements must move to the writer although all ranks write."""
         pairs = zip(self.entries, self.cuts, strict=True)
         return any(_is_gathered(entry, cuts) for entry, cuts in pairs)
 
     def by_one(self, writer: int) -> "FileWrites":
-        """The same file, written by one rank."""
-        return replace(self, cuts=(None,) * len(self.entries), ranks=1, writer=writer)
+        """Return the same file, written by one rank."""
+        return replace(self, cuts=(GATHERED,) * len(self.entries), ranks=1, writer=writer)
 
     def bytes_of(self, rank: int) -> int:
-        """The number of bytes that `rank` writes."""
+        """Return the number of bytes that `rank` writes."""
         in_cuts, of_rank = 0, 0
         for cut in self.all_cuts:
             in_cuts += cut.stop - cut.start
@@ -76,7 +83,7 @@ class FileWrites:
         return of_rank + (in_no_cut if rank == self.writer else 0)
 
     def record(self, digests: Sequence[str]) -> FileRecord:
-        """The record of the file that the ranks have written, from the digest of each."""
+        """Make the record of the written file, from the digest of each rank's part."""
         size_bytes = self.file.layout.size_bytes
         return FileRecord(
             self.file.path, size_bytes, joined_digest(digests), self.all_cuts, len(digests)
@@ -85,29 +92,35 @@ class FileWrites:
 
 @dataclass(frozen=True, eq=False)
 class WritePlan:
-    """Who writes what in one save; equal on all ranks, but for the tensors behind the entries."""
+    """Which rank writes which bytes in one save.
+
+    The plan is equal on all ranks, except that each rank has its own elements of the tensors.
+    """
 
     mode: Mode
     files: tuple[FileWrites, ...]
     ties: tuple[tuple[Source, Source], ...]  # pairs that rank 0 compares
     ranks: int
     can_spread: bool  # whether every rank can gather a file; else rank 0 alone can
-    # whether other ranks open files only when rank 0 has created all: several clients of a file
-    # system write, and one that sees a file shorter than it is may fill up its pages with zeros
+    # Whether other ranks open the files after rank 0 has created all of them. If several clients of
+    # a file system write, a client that sees a file as too short may fill up its pages with zeros.
     opens_created: bool = False
 
     def without(self, paths: frozenset[str]) -> "WritePlan":
-        """The plan without some files, which exist already."""
+        """Return the plan without the files at `paths`, which exist already."""
         files = tuple(writes for writes in self.files if writes.file.path not in paths)
         return replace(self, files=files)
 
     def by_rank_0(self) -> "WritePlan":
-        """The plan in which rank 0 writes all files."""
+        """Return the plan in which rank 0 writes all files."""
         files = tuple(writes.by_one(0) for writes in self.files)
         return replace(self, mode=Mode.MAIN, files=files)
 
     def by_writers(self) -> "WritePlan":
-        """The plan in which each file has one writer: rank 0 has all that others cannot gather."""
+        """Return the plan in which each file has one writer.
+
+        That is rank 0 for all files if other ranks cannot gather the tensors.
+        """
         writers = [0] * len(self.files)
         if self.can_spread:
             writers = assign_writers([writes.file for writes in self.files], self.ranks)
@@ -116,26 +129,29 @@ class WritePlan:
         return replace(self, mode=Mode.SPREAD if any(writers) else Mode.MAIN, files=files)
 
     def limited_to(self, mode: Mode) -> "WritePlan":
-        """The plan where ranks may share files no more closely than `mode` says."""
+        """Return the plan in which ranks share files no more closely than `mode` allows."""
         if mode is Mode.MAIN:
             return self.by_rank_0()
         if mode is Mode.SPREAD and self.mode is Mode.SHARED:
             return self.by_writers()
         return self
 
-    def in_folder(self, sharing: FolderSharing) -> "WritePlan":
-        """The plan for a folder that ranks share in this way."""
-        limited = self.limited_to(sharing.mode)
-        return replace(limited, opens_created=sharing.clients > 1)
+    def in_folder(self, mode: Mode, clients: int) -> "WritePlan":
+        """Return the plan for a folder.
+
+        `mode` says how closely ranks may share its files; `clients` is the number of clients of its
+        file system among the ranks, 0 for a bucket.
+        """
+        return replace(self.limited_to(mode), opens_created=clients > 1)
 
     def bytes_of(self, rank: int) -> int:
-        """The number of bytes that `rank` writes."""
+        """Return the number of bytes that `rank` writes."""
         return sum(writes.bytes_of(rank) for writes in self.files)
 
     def tensors_for(self, rank: int) -> dict[int, Source]:
-        """The tensors that `rank` writes a part of or compares, by key."""
+        """Return by key the tensors that `rank` compares or writes a part of."""
         tensors: dict[int, Source] = {}
-        # a comparison of sharded ties needs the elements of all ranks
+        # to compare sharded ties, rank 0 needs the elements of all ranks
         if rank == 0 or self.mode is Mode.SHARED:
             for first, second in self.ties:
                 tensors[first.key] = first
@@ -164,14 +180,14 @@ class WritePlan:
         return any(writes.gathers for writes in self.files)
 
 
-def plan_writes(plan: SavePlan, config: SaverConfig, ranks: int, state_dict: bool) -> WritePlan:
-    """The plan for `ranks` ranks which all see the files of the save.
+def plan_writes(plan: SavePlan, config: SaverConfig, ranks: int, has_state_dict: bool) -> WritePlan:
+    """Plan the writes of `ranks` ranks, all of which see the files of the save.
 
-    `state_dict`: whether rank 0 was given the tensors.
+    `has_state_dict` says whether the caller has passed the tensors on rank 0.
     """
-    mode = _choose_mode(plan, config, ranks, state_dict)
+    mode = _choose_mode(plan, config, ranks, has_state_dict)
     divided = tuple(divide_files(plan.plans, ranks if mode is Mode.SHARED else 1))
-    writes = WritePlan(mode, divided, plan.ties_to_check, ranks, plan.is_spread)
+    writes = WritePlan(mode, divided, plan.ties_to_check, ranks, plan.can_spread)
     if mode is Mode.SPREAD:
         return writes.by_writers()
     bytes_in_cuts = 0
@@ -182,14 +198,14 @@ def plan_writes(plan: SavePlan, config: SaverConfig, ranks: int, state_dict: boo
 
 
 def divide_files(plans: Sequence[PartPlan], ranks: int) -> list[FileWrites]:
-    """All files of `plans`, each divided between all ranks."""
+    """Divide each file of `plans` among all ranks."""
     divided = []
     for plan in plans:
         entries = {entry.name: entry for entry in plan.part.entries}
         for file in plan.files:
             ordered = tuple(entries[spec.name] for spec in file.layout.specs)
             step = -(-file.layout.size_bytes // ranks)
-            step += -step % BLOCK_BYTES  # so that no disk block has two writers
+            step += -step % BLOCK_BYTES  # so that each disk block has one writer
             cuts = tuple(
                 _tensor_cuts(entry, start, step)
                 for entry, start in zip(ordered, file.layout.starts, strict=True)
@@ -199,11 +215,11 @@ def divide_files(plans: Sequence[PartPlan], ranks: int) -> list[FileWrites]:
 
 
 def assign_writers(files: Sequence[FilePlan], ranks: int) -> list[int]:
-    """The rank that writes each file, if each has one writer.
+    """Choose one writer for each file, so that the writers have about equally many bytes.
 
-    The largest file comes first; bytes are balanced.
-
-    Fewer files than ranks are spread over all ranks, because neighbouring ranks are on one machine.
+    Files are assigned from the largest to the smallest, each to the writer with the fewest bytes.
+    If there are fewer files than ranks, the writers are spread evenly over the ranks, because
+    neighbouring ranks are on one machine.
     """
     sizes = [file.layout.size_bytes for file in files]
     count = min(len(files), ranks)
@@ -215,8 +231,8 @@ def assign_writers(files: Sequence[FilePlan], ranks: int) -> list[int]:
     return writers
 
 
-def _choose_mode(plan: SavePlan, config: SaverConfig, ranks: int, state_dict: bool) -> Mode:
-    if ranks == 1 or state_dict or config.each_rank_writes == "off":
+def _choose_mode(plan: SavePlan, config: SaverConfig, ranks: int, has_state_dict: bool) -> Mode:
+    if ranks == 1 or has_state_dict or config.each_rank_writes == "off":
         return Mode.MAIN
     if plan.request.target.is_local:
         is_plain = all(format_named(part.format).is_plain for part in plan.plans)
@@ -227,47 +243,64 @@ def _choose_mode(plan: SavePlan, config: SaverConfig, ranks: int, state_dict: bo
     return Mode.SPREAD if pays else Mode.MAIN
 
 
-def _has_part(rank: int, writes: FileWrites, cuts: tuple[Cut, ...] | None) -> bool:
-    """Whether `rank` writes a part of the tensor with these cuts."""
-    if cuts is None:
+def _has_part(rank: int, writes: FileWrites, cuts: TensorCuts) -> bool:
+    """Check whether `rank` writes a part of the tensor with these cuts."""
+    if cuts is GATHERED:
         return rank == writes.writer
     return any(chunk_of_rank(cut, rank) for cut in cuts)
 
 
-def _is_gathered(entry: Entry, cuts: tuple[Cut, ...] | None) -> bool:
-    """Whether elements of the stored tensor must move to the writer of its file."""
+def _is_gathered(entry: Entry, cuts: TensorCuts) -> bool:
+    """Check whether elements of the stored tensor must move to the writer of its file."""
     if not prod(entry.shape):
         return False
     if entry.group is not None:
         return True
-    return cuts is None and entry.source is not None and entry.source.sharding.is_sharded
+    return cuts is GATHERED and entry.source is not None and entry.source.sharding.is_sharded
 
 
-def _tensor_cuts(entry: Entry, start: int, step: int) -> tuple[Cut, ...] | None:
-    """The cuts of one tensor at `start`; None if it must be gathered.
+def _tensor_cuts(entry: Entry, start: int, step: int) -> TensorCuts:
+    """Cut the bytes of one tensor, which begin at `start` in its file.
 
-    `step` is each rank's share of a replicated one.
+    All ranks compute the same cuts. The result is `GATHERED` on all ranks or on none, in every
+    group of replicas.
 
-    The result is None on all ranks or on none, in every group of replicas.
+    A replicated tensor is cut where its file is: rank r writes the bytes [r * step, (r + 1) * step)
+    of the file. With step = 100, a tensor in the bytes [250, 480) gives Cut(start=250, stop=480,
+    chunk=100, lead=50, owner=2): rank 2 writes [250, 300), rank 3 [300, 400), rank 4 [400, 480).
+
+    A sharded tensor has a cut for each of its runs, so that each rank writes the elements it holds.
+    A float32 tensor of shape (6, 10) at 0, cut by rows over ranks 0 to 2, is one run of 20 elements
+    a rank: Cut(start=0, stop=240, chunk=80, lead=80, owner=0).
     """
     source, item_bytes, numel = entry.source, entry.dtype.itemsize, prod(entry.shape)
     if source is None or source.sharding.is_opaque or not numel:
-        return None
+        return GATHERED
     stop, sharding = start + numel * item_bytes, source.sharding
     if not sharding.is_sharded:
         if not sharding.is_replicated or start % item_bytes:
-            return None
-        return (Cut(start, stop, step, step - start % step, start // step),)
+            return GATHERED
+        lead = step - start % step
+        return (Cut(start=start, stop=stop, chunk=step, lead=lead, owner=start // step),)
     runs = sharding.runs
     if not runs or (source.shape != entry.shape and source.numel != numel):
-        return None
+        return GATHERED
     if len(runs) > 1 and min(run.chunk for run in runs) * item_bytes < MIN_RUN_BYTES:
-        return None
+        return GATHERED
     if not sharding.owners:
-        return ()
+        return NO_ELEMENTS
     cuts = []
-    end = start
+    low = start
     for run in runs:
-        low, end = end, end + run.numel * item_bytes
-        cuts.append(Cut(low, end, run.chunk * item_bytes, run.lead * item_bytes, run.owner))
+        high = low + run.numel * item_bytes
+        cuts.append(
+            Cut(
+                start=low,
+                stop=high,
+                chunk=run.chunk * item_bytes,
+                lead=run.lead * item_bytes,
+                owner=run.owner,
+            )
+        )
+        low = high
     return tuple(cuts)
