@@ -302,7 +302,6 @@ def _command_parser(name: str) -> _Parser:
     module = import_module(f"ft_ckpt.cli.{command.module}")
     declare_arguments = getattr(module, f"add_{name.replace('-', '_')}")
     declare_arguments(parser)
-    parser.description = parser.get_default("run").__doc__
     return parser
 
 

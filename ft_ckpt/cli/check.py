@@ -64,6 +64,13 @@ class Finding:
 
 
 def add_check_resume(parser: ArgumentParser) -> None:
+    parser.description = (
+        "Compare a run without a stop with a stopped and resumed one, bit for bit. Runs SCRIPT "
+        "twice and compares batches, metrics and final state. The exit code is 1 if they differ. "
+        "Options come before SCRIPT; those after it are the script's. The script makes a "
+        "CheckpointSaver, calls resume() before its loop and step(metrics) in it. Checkpoints go "
+        "to a scratch folder, not to the saver's directory."
+    )
     parser.add_argument("script", metavar="SCRIPT", help="Path of the training script.")
     parser.add_argument(
         "arguments", metavar="ARGS", nargs=REMAINDER, help="Arguments of the script."
@@ -106,13 +113,6 @@ def add_check_resume(parser: ArgumentParser) -> None:
 
 
 def _check_resume(options: Namespace) -> int:
-    """Compare a run without a stop with a stopped and resumed one, bit for bit.
-
-    Runs SCRIPT twice and compares batches, metrics and final state. The exit code is 1 if they
-    differ. Options come before SCRIPT; those after it are the script's. The script makes a
-    CheckpointSaver, calls resume() before its loop and step(metrics) in it. Checkpoints go to a
-    scratch folder, not to the saver's directory.
-    """
     steps, stop = options.steps, options.stop
     if stop is not None and stop >= steps:
         raise ConfigError(f"check-resume: --stop {stop}: expected less than --steps {steps}")

@@ -19,6 +19,10 @@ _HEADS = ("changed", "largest", "mean", "relative")
 
 
 def add_diff(parser: ArgumentParser) -> None:
+    parser.description = (
+        "Compare the tensors of A and B: which changed, by how much, in which layers. Settings "
+        "that affect the output are compared, too. The exit code is 1 if they differ."
+    )
     parser.add_argument("one", metavar="A", help="Checkpoint, model folder or weight file.")
     parser.add_argument("other", metavar="B", help="The one to compare it with.")
     parser.add_argument(
@@ -33,10 +37,6 @@ def add_diff(parser: ArgumentParser) -> None:
 
 
 def _diff(options: Namespace) -> int:
-    """Compare the tensors of A and B: which changed, by how much, in which layers.
-
-    Settings that affect the output are compared, too. The exit code is 1 if they differ.
-    """
     from ft_ckpt.checkpoint import hold_open
     from ft_ckpt.extensions.tools import by_layer, compare_files, compare_settings
     from ft_ckpt.extensions.tools.converting import open_source

@@ -52,18 +52,18 @@ class PlaceReport:
 
 
 def add_doctor(parser: ArgumentParser) -> None:
+    parser.description = (
+        "Test whether the folder or bucket PLACE supports the operations that saves need. Started "
+        "on several nodes at once by srun, torchrun or accelerate launch, it also tests whether "
+        "they share PLACE, what their caches show, and how saves will write there. The exit code "
+        "is 1 if saves are not safe there. The test files have hidden names and are deleted."
+    )
     parser.add_argument("place", metavar="PLACE", help="Folder, or URL of a bucket.")
     add_json(parser)
     parser.set_defaults(run=_doctor)
 
 
 def _doctor(options: Namespace) -> int:
-    """Test whether the folder or bucket PLACE supports the operations that saves need.
-
-    Started on several nodes at once by srun, torchrun or accelerate launch, it also tests whether
-    they share PLACE, what their caches show, and how saves will write there. The exit code is 1 if
-    saves are not safe there. The test files have hidden names and are deleted.
-    """
     place = open_place(options.place)
     if launch_of_process() is None:
         report = examine_place(place)

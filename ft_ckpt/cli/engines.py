@@ -19,6 +19,12 @@ _ENGINES = ("vllm", "sglang")
 
 
 def add_publish(parser: ArgumentParser) -> None:
+    parser.description = (
+        "Load CHECKPOINT into running vLLM or SGLang servers, and check that they serve it. If one "
+        "fails, all keep the previous version. With --follow, each new checkpoint of a run is "
+        "published. With --delta, the checkpoint is appended to a chain of deltas, from which "
+        "other machines rebuild it."
+    )
     parser.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="Checkpoint: a path or URL; with --follow, a run."
     )
@@ -139,12 +145,6 @@ def _pairs(option: str, texts: list[str]) -> dict[str, str]:
 
 
 def _publish(options: Namespace) -> None:
-    """Load CHECKPOINT into running vLLM or SGLang servers, and check that they serve it.
-
-    If one fails, all keep the previous version. With --follow, each new checkpoint of a run is
-    published. With --delta, the checkpoint is appended to a chain of deltas, from which other
-    machines rebuild it.
-    """
     from ft_ckpt.extensions.rl.engines import ServerOptions, ServerSettings
     from ft_ckpt.extensions.rl.publishing import follow_run, publish
 
@@ -195,6 +195,10 @@ def _print_report(report: "PublishReport", *, as_json: bool) -> None:
 
 
 def add_export(parser: ArgumentParser) -> None:
+    parser.description = (
+        "Write ADAPTER to the folder OUT in the form that every version of the engine reads. It "
+        "has one rank and one scale."
+    )
     parser.add_argument("adapter", metavar="ADAPTER", help="Adapter, or a checkpoint with one.")
     parser.add_argument("target", metavar="OUT", help="Folder to write to.")
     parser.add_argument(
@@ -211,10 +215,6 @@ def add_export(parser: ArgumentParser) -> None:
 
 
 def _export(options: Namespace) -> None:
-    """Write ADAPTER to the folder OUT in the form that every version of the engine reads.
-
-    It has one rank and one scale.
-    """
     refuse_existing(options.target, options.force)
     from ft_ckpt.extensions.rl.limits import export
 
@@ -223,6 +223,10 @@ def _export(options: Namespace) -> None:
 
 
 def add_check_for(parser: ArgumentParser) -> None:
+    parser.description = (
+        "List what ENGINE would refuse, ignore or misread in FOLDER. No server is needed. The exit "
+        "code is 1 if there is anything."
+    )
     parser.add_argument("engine", metavar="ENGINE", type=one_of(*_ENGINES), help="vllm or sglang.")
     parser.add_argument("folder", metavar="FOLDER", help="Adapter or model: a path or URL.")
     parser.add_argument(
@@ -237,10 +241,6 @@ def add_check_for(parser: ArgumentParser) -> None:
 
 
 def _check_for(options: Namespace) -> int:
-    """List what ENGINE would refuse, ignore or misread in FOLDER.
-
-    No server is needed. The exit code is 1 if there is anything.
-    """
     from ft_ckpt.extensions.rl.limits import check_for
 
     findings = check_for(options.engine, options.folder, max_lora_rank=options.max_lora_rank)

@@ -35,6 +35,10 @@ def _add_verify(parser: ArgumentParser) -> None:
 
 
 def add_convert(parser: ArgumentParser) -> None:
+    parser.description = (
+        "Write the weights of SRC to DST in another format or dtype. DST is a file with the suffix "
+        "of its format, or a folder."
+    )
     parser.add_argument("source", metavar="SRC", help="Checkpoint, model folder or weight file.")
     parser.add_argument(
         "target", metavar="DST", help="File to write, with the suffix of its format, or folder."
@@ -53,10 +57,6 @@ def add_convert(parser: ArgumentParser) -> None:
 
 
 def _convert(options: Namespace) -> None:
-    """Write the weights of SRC to DST in another format or dtype.
-
-    DST is a file with the suffix of its format, or a folder.
-    """
     refuse_existing(options.target, options.force)
     from ft_ckpt.extensions.tools.converting import convert
 
@@ -111,6 +111,10 @@ def print_conversion(
 
 
 def add_average(parser: ArgumentParser) -> None:
+    parser.description = (
+        "Write the average of the weights of the checkpoints A, B, ... to OUT. It is computed in "
+        "float32 and rounded once; adapters are averaged factor by factor."
+    )
     parser.add_argument(
         "sources", metavar="A", nargs="+", help="Checkpoints; with --last, the folder of a run."
     )
@@ -130,10 +134,6 @@ def add_average(parser: ArgumentParser) -> None:
 
 
 def _average(options: Namespace) -> None:
-    """Write the average of the weights of the checkpoints A, B, ... to OUT.
-
-    It is computed in float32 and rounded once; adapters are averaged factor by factor.
-    """
     refuse_existing(options.target, options.force)
     from ft_ckpt.extensions.tools.averaging import average, parse_weights
 

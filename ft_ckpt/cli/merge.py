@@ -11,6 +11,10 @@ _KEPT_BYTES = 1 << 30
 
 
 def add_merge(parser: ArgumentParser) -> None:
+    parser.description = (
+        "Merge ADAPTER into its base model and write the result to the folder OUT. It is computed "
+        "layer by layer in float32 and rounded once."
+    )
     parser.add_argument("source", metavar="ADAPTER", help="Adapter, or a checkpoint with adapters.")
     parser.add_argument("target", metavar="OUT", help="Folder to write the merged model to.")
     parser.add_argument(
@@ -38,10 +42,6 @@ def add_merge(parser: ArgumentParser) -> None:
 
 
 def _merge(options: Namespace) -> None:
-    """Merge ADAPTER into its base model and write the result to the folder OUT.
-
-    It is computed layer by layer in float32 and rounded once.
-    """
     refuse_existing(options.target, options.force)
     _keep_freed_memory()
     from ft_ckpt.extensions.tools.averaging import parse_weights

@@ -54,6 +54,11 @@ class IntervalRow:
 
 
 def add_plan(parser: ArgumentParser) -> None:
+    parser.description = (
+        "Find out how often a run should save. Prints a table of intervals with the time that "
+        "saving takes and the time that failures cost. FOLDER is a checkpoint, run or model of the "
+        "same size."
+    )
     parser.add_argument(
         "folder", metavar="FOLDER", nargs="?", help="Checkpoint, run or model of the same size."
     )
@@ -115,11 +120,6 @@ def add_plan(parser: ArgumentParser) -> None:
 
 
 def _plan(options: Namespace) -> None:
-    """Find out how often a run should save.
-
-    Prints a table of intervals with the time that saving takes and the time that failures cost.
-    FOLDER is a checkpoint, run or model of the same size.
-    """
     folder = None if options.folder is None else open_place(options.folder)
     if folder and not folder.is_folder:
         raise NotACheckpointError(why_no_checkpoint(folder))

@@ -17,6 +17,10 @@ from ft_ckpt.values import human_size
 
 
 def add_prune(parser: ArgumentParser) -> None:
+    parser.description = (
+        "Delete the checkpoints in the folder RUN that no rule keeps. The newest valid checkpoint, "
+        "pinned ones and those in use always stay."
+    )
     parser.add_argument("run_folder", metavar="RUN", help="Folder of the run.")
     rules = {
         ("--last", "--keep-last"): "Keep the newest N checkpoints.",
@@ -46,10 +50,6 @@ def add_prune(parser: ArgumentParser) -> None:
 
 
 def _prune(options: Namespace) -> None:
-    """Delete the checkpoints in the folder RUN that no rule keeps.
-
-    The newest valid checkpoint, pinned ones and those in use always stay.
-    """
     root = run_folder(options.run_folder)
     state = Keep(last=options.state_last, every_steps=options.state_every)
     keep = Keep(
@@ -73,25 +73,27 @@ def _prune(options: Namespace) -> None:
 
 
 def add_pin(parser: ArgumentParser) -> None:
+    parser.description = "Protect the checkpoint PATH from deletion until it is unpinned."
     parser.add_argument("path", metavar="PATH", help="Checkpoint.")
     parser.add_argument("--reason", default="", help="Text that ls, prune and report show.")
     parser.set_defaults(run=_pin)
 
 
 def _pin(options: Namespace) -> None:
-    """Protect the checkpoint PATH from deletion until it is unpinned."""
     path = open_place(options.path)
     pin(path, options.reason)
     print_lines(f"{path}: {pin_reason(path)}")
 
 
 def add_unpin(parser: ArgumentParser) -> None:
+    parser.description = (
+        "End the protection of the checkpoint PATH. The exit code is 1 if it was not pinned."
+    )
     parser.add_argument("path", metavar="PATH", help="Checkpoint.")
     parser.set_defaults(run=_unpin)
 
 
 def _unpin(options: Namespace) -> int:
-    """End the protection of the checkpoint PATH. The exit code is 1 if it was not pinned."""
     path = open_place(options.path)
     if path.folder.stat(MANIFEST_NAME) is None:
         raise NotACheckpointError(why_no_checkpoint(path))

@@ -75,6 +75,10 @@ def followed_run(location: str) -> Place:
 
 
 def add_ls(parser: ArgumentParser) -> None:
+    parser.description = (
+        "List the checkpoints of the folder RUN, oldest first. Of any other folder, say what it "
+        "contains."
+    )
     parser.add_argument("run_folder", metavar="RUN", help="Folder of the run.")
     parser.add_argument(
         "--metrics", action="store_true", help="Show all metrics (default: the two most important)."
@@ -84,10 +88,6 @@ def add_ls(parser: ArgumentParser) -> None:
 
 
 def _ls(options: Namespace) -> None:
-    """List the checkpoints of the folder RUN, oldest first.
-
-    Of any other folder, say what it contains.
-    """
     run = run_folder(options.run_folder)
     infos = discover(run)
     if not infos:
@@ -168,16 +168,16 @@ def _best_of_runs(infos: Iterable[CheckpointInfo]) -> Mapping[Path | str, list[s
 
 
 def add_latest(parser: ArgumentParser) -> None:
+    parser.description = (
+        "Print the path of the newest valid checkpoint in the folder RUN. The exit code is 1 if "
+        "there is none, or if the folder does not exist."
+    )
     parser.add_argument("run_folder", metavar="RUN", help="Folder of the run.")
     add_json(parser)
     parser.set_defaults(run=_latest)
 
 
 def _latest(options: Namespace) -> int:
-    """Print the path of the newest valid checkpoint in the folder RUN.
-
-    The exit code is 1 if there is none, or if the folder does not exist.
-    """
     run = open_place(options.run_folder)
     newest = find_latest(run)
     if newest is None:
@@ -197,6 +197,11 @@ def _say_there_is_none(run: Place) -> int:
 
 
 def add_best(parser: ArgumentParser) -> None:
+    parser.description = (
+        "Print the path of the valid checkpoint in the folder RUN with the best value of a metric. "
+        "Without --metric, the metric is that of the run's own rules (keep= and every=). The exit "
+        "code is 1 if there is no checkpoint."
+    )
     parser.add_argument("run_folder", metavar="RUN", help="Folder of the run.")
     parser.add_argument(
         "--metric", help='Metric to compare by, as in "eval_loss" or "eval_loss:min".'
@@ -206,11 +211,6 @@ def add_best(parser: ArgumentParser) -> None:
 
 
 def _best(options: Namespace) -> int:
-    """Print the path of the valid checkpoint in the folder RUN with the best value of a metric.
-
-    Without --metric, the metric is that of the run's own rules (keep= and every=). The exit code is
-    1 if there is no checkpoint.
-    """
     run = open_place(options.run_folder)
     name, _, mode = (options.metric or "").rpartition(":")
     ranking = (name, mode) if mode in ("min", "max") and name else options.metric
@@ -230,17 +230,16 @@ def _best(options: Namespace) -> int:
 
 
 def add_show(parser: ArgumentParser) -> None:
+    parser.description = (
+        "Describe the checkpoint, model folder or weight file PATH. The description has class, "
+        "parameters, adapter, metrics and tensors. Only headers are read, no tensor."
+    )
     parser.add_argument("path", metavar="PATH", help="Checkpoint, model folder or weight file.")
     add_json(parser)
     parser.set_defaults(run=_show)
 
 
 def _show(options: Namespace) -> None:
-    """Describe the checkpoint, model folder or weight file PATH.
-
-    The description has class, parameters, adapter, metrics and tensors. Only headers are read, no
-    tensor.
-    """
     place = open_place(options.path)
     store = place.folder
     if store.stat(MANIFEST_NAME) is None:

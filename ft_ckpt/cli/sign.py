@@ -12,6 +12,9 @@ _PASSWORD = "FT_CKPT_SIGN_PASSWORD"  # noqa: S105 - the name of a variable
 
 
 def add_sign(parser: ArgumentParser) -> None:
+    parser.description = (
+        "Verify CHECKPOINT, then write its signature model.sig in OpenSSF's model-signing format."
+    )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Checkpoint in a local folder.")
     parser.add_argument(
         "--key",
@@ -31,7 +34,6 @@ def add_sign(parser: ArgumentParser) -> None:
 
 
 def _sign(options: Namespace) -> None:
-    """Verify CHECKPOINT, then write its signature model.sig in OpenSSF's model-signing format."""
     has_one_way = (options.key is None) == options.keyless
     has_stray_provider = options.identity_provider and not options.keyless
     if not has_one_way or has_stray_provider:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 
 def add_push(parser: ArgumentParser) -> None:
+    parser.description = (
+        "Upload CHECKPOINT, without its training state, to a repository of the Hub or to a bucket."
+    )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Checkpoint: a path or URL.")
     parser.add_argument(
         "url",
@@ -38,7 +41,6 @@ def add_push(parser: ArgumentParser) -> None:
 
 
 def _push(options: Namespace) -> None:
-    """Upload CHECKPOINT, without its training state, to a repository of the Hub or to a bucket."""
     checkpoint = options.checkpoint
     from ft_ckpt.extensions.transfer.endpoints import PushOptions
     from ft_ckpt.extensions.transfer.sending import push_now
@@ -64,6 +66,12 @@ def _push(options: Namespace) -> None:
 
 
 def add_pull(parser: ArgumentParser) -> None:
+    parser.description = (
+        "Download a checkpoint from the Hub or a bucket to FOLDER and verify it. Pulling a delta, "
+        "from a bucket or a folder, rebuilds the full checkpoint. Without FOLDER, a checkpoint in "
+        "a bucket is downloaded to the cache (FT_CKPT_CACHE, or ft_ckpt in HF_HOME), and its path "
+        "is printed."
+    )
     parser.add_argument(
         "url",
         metavar="URL",
@@ -78,12 +86,6 @@ def add_pull(parser: ArgumentParser) -> None:
 
 
 def _pull(options: Namespace) -> None:
-    """Download a checkpoint from the Hub or a bucket to FOLDER and verify it.
-
-    Pulling a delta, from a bucket or a folder, rebuilds the full checkpoint. Without FOLDER, a
-    checkpoint in a bucket is downloaded to the cache (FT_CKPT_CACHE, or ft_ckpt in HF_HOME), and
-    its path is printed.
-    """
     url, folder = options.url, options.folder
     from ft_ckpt.extensions.transfer.sending import pull
 
@@ -104,6 +106,10 @@ def _pull(options: Namespace) -> None:
 
 
 def add_cp(parser: ArgumentParser) -> None:
+    parser.description = (
+        "Copy the checkpoint SOURCE to DESTINATION and verify all digests. An interrupted copy "
+        "leaves no checkpoint."
+    )
     parser.add_argument("source", metavar="SOURCE", help="Checkpoint: a path or URL.")
     parser.add_argument(
         "destination",
@@ -116,10 +122,6 @@ def add_cp(parser: ArgumentParser) -> None:
 
 
 def _cp(options: Namespace) -> None:
-    """Copy the checkpoint SOURCE to DESTINATION and verify all digests.
-
-    An interrupted copy leaves no checkpoint.
-    """
     from ft_ckpt.extensions.transfer.sending import copy
 
     report = copy(options.source, options.destination, overwrite=options.force)
@@ -139,6 +141,10 @@ def _copy_facts(report: "CopyReport") -> str:
 
 
 def add_sync(parser: ArgumentParser) -> None:
+    parser.description = (
+        "Copy the checkpoints of the run SOURCE that are missing in DESTINATION, newest first. The "
+        "exit code is 1 if something could not be copied or deleted."
+    )
     parser.add_argument("source", metavar="SOURCE", help="Folder of the run: a path or URL.")
     parser.add_argument(
         "destination", metavar="DESTINATION", help="Folder to copy to: a path or URL."
@@ -152,10 +158,6 @@ def add_sync(parser: ArgumentParser) -> None:
 
 
 def _sync(options: Namespace) -> int:
-    """Copy the checkpoints of the run SOURCE that are missing in DESTINATION, newest first.
-
-    The exit code is 1 if something could not be copied or deleted.
-    """
     from ft_ckpt.extensions.transfer.sending import sync
 
     report = sync(

@@ -15,6 +15,13 @@ _UNCHECKED = "; headers and indexes are consistent, values were not compared"
 
 
 def add_verify(parser: ArgumentParser) -> None:
+    parser.description = (
+        "Check that the files at PATH are as they were saved. They are those of a checkpoint, of "
+        "all checkpoints of a run, or one file. The exit code is 1 if they are not. Folders of "
+        "other programs have no recorded digests, so only headers, indexes and configs are checked "
+        "there. With --signed-by, the check also fails if the signature is missing, or if any file "
+        "was added, removed or changed since."
+    )
     parser.add_argument(
         "path", metavar="PATH", help="Checkpoint, run, model folder or weight file."
     )
@@ -39,13 +46,6 @@ def add_verify(parser: ArgumentParser) -> None:
 
 
 def _verify(options: Namespace) -> int:
-    """Check that the files at PATH are as they were saved.
-
-    They are those of a checkpoint, of all checkpoints of a run, or one file. The exit code is 1 if
-    they are not. Folders of other programs have no recorded digests, so only headers, indexes and
-    configs are checked there. With --signed-by, the check also fails if the signature is missing,
-    or if any file was added, removed or changed since.
-    """
     signed_by = _signer(options)
     place, deep = open_place(options.path), not options.fast
     if not place.exists:

@@ -27,6 +27,12 @@ class _CommandError(CheckpointError):
 
 
 def add_watch(parser: ArgumentParser) -> None:
+    parser.description = (
+        "Run COMMAND once on each new checkpoint of RUN. The last line of its output, a number or "
+        "a JSON object of numbers, is stored as metrics of the checkpoint, which ls, best and "
+        "prune use. Checkpoints that have the metric are skipped. The command runs until SIGINT or "
+        "SIGTERM."
+    )
     parser.add_argument("run_folder", metavar="RUN", help="Folder or URL of the run.")
     parser.add_argument(
         "command",
@@ -48,12 +54,6 @@ def add_watch(parser: ArgumentParser) -> None:
 
 
 def _watch(options: Namespace) -> None:
-    """Run COMMAND once on each new checkpoint of RUN.
-
-    The last line of its output, a number or a JSON object of numbers, is stored as metrics of the
-    checkpoint, which ls, best and prune use. Checkpoints that have the metric are skipped. The
-    command runs until SIGINT or SIGTERM.
-    """
     from ft_ckpt.checkpoint.catalog import check_metric
     from ft_ckpt.runs.folder import follow, stop_on_signal
 
@@ -143,7 +143,8 @@ def _measure(command: Sequence[str], metric: str) -> Mapping[str, float]:
             f"{shown}: its last line is {printable(line)[:200]!r}, expected {expected}"
         )
     value = numbers.pop(metric)
-    return {**numbers, metric: value}  # its metric is written last, and settles the checkpoint
+    # The metric comes last: once a checkpoint has it, the checkpoint counts as evaluated.
+    return {**numbers, metric: value}
 
 
 def _numbers_in(line: str, metric: str) -> dict[str, float]:

@@ -20,6 +20,9 @@ from ft_ckpt.values import human_size
 
 
 def add_report(parser: ArgumentParser) -> None:
+    parser.description = (
+        "Write a page about the folder RUN: model, metrics, checkpoints and why each stays, saves."
+    )
     parser.add_argument("run_folder", metavar="RUN", help="Folder of the run.")
     parser.add_argument(
         "-o",
@@ -40,7 +43,6 @@ def add_report(parser: ArgumentParser) -> None:
 
 
 def _report(options: Namespace) -> None:
-    """Write a page about the folder RUN: model, metrics, checkpoints and why each stays, saves."""
     run, target = run_folder(options.run_folder), local_path(options.output)
     if target.suffix != ".html":
         raise ConfigError(f"report: --output {options.output}: expected a name that ends in .html")
