@@ -40,7 +40,7 @@ from ft_ckpt.runs.loop import (
     start_recorder,
 )
 from ft_ckpt.runs.resume import ResumeRequest, parse_mode, resume_run
-from ft_ckpt.runs.saves import RunSaves, SaveHook, make_follow_up
+from ft_ckpt.runs.saves import RunSaves, SaveHook, open_follow_ups
 from ft_ckpt.saving import SaveRunner, as_in_training, library_versions
 from ft_ckpt.saving.planning import PendingSave, SaveReport, SaveRequest, request_of
 from ft_ckpt.storage.places import Place, location_name, open_place, shown_location
@@ -174,10 +174,10 @@ class CheckpointSaver(Generic[SaveResult]):
         self._run = TrainingRun(accelerator, self.config)
         self._epochs: int | None = None  # argument of `remaining`
         self._pending = SaveRunner(self._run.objects.steppers, background=self.config.background)
-        follow_up = make_follow_up(on_saved, self._places, self.config)
+        follow_ups = open_follow_ups(on_saved, self._places, self.config)
         is_rehearsal = self._rehearsal is not None
         self._saves = RunSaves(
-            self._run, self._pending, self._places, tokenizer, is_rehearsal, follow_up
+            self._run, self._pending, self._places, tokenizer, is_rehearsal, follow_ups
         )
         self._run.check_objects()
         self._run.note_base()
@@ -296,7 +296,7 @@ class CheckpointSaver(Generic[SaveResult]):
             self._saves.take_lease()
         excluded = {"adapter_only": adapter_only, "attribute": attribute, "state_dict": state_dict}
         attribute = self.config.attribute if attribute is None else attribute
-        follow_up = self._saves.plan_follow_up(push_to=push_to, base_id=config.base_id)
+        follow_up = self._saves.follow_up_of_save(push_to=push_to, base_id=config.base_id)
 
         def make_request() -> SaveRequest:
             check_model(model)
@@ -663,7 +663,7 @@ class CheckpointSaver(Generic[SaveResult]):
         """Save the last step if asked, and release everything even on an error."""
         with ExitStack() as stack:
             stack.callback(self._saves.lease.end)  # runs last: uploads are of this run, too
-            stack.callback(self._saves.end_follow_up, wait=save)  # a background save starts it
+            stack.callback(self._saves.end_follow_ups, wait=save)  # a background save starts it
             # after a save in the background, which waits for the writers
             stack.callback(self._saves.writers.end)
             stack.callback(self._pending.close)

@@ -28,7 +28,8 @@ _NAME = "ft-ckpt"
 class Command:
     """A command: the module in `ft_ckpt.cli` that declares it, its usage, and a line for the help.
 
-    The module's function `add_<name>` declares it.
+    The module's function `add_<name>` sets the description and the arguments of the command's
+    parser, and the function that runs the command.
     """
 
     module: str

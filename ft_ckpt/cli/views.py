@@ -22,7 +22,7 @@ from ft_ckpt.cli.output import (
     print_table,
     terminal_width,
 )
-from ft_ckpt.extensions.rl.writers import parts_of
+from ft_ckpt.extensions.rl.writers import files_by_writer
 from ft_ckpt.messages import printable
 from ft_ckpt.schema import values_of
 from ft_ckpt.storage.places import Place, location_name
@@ -194,7 +194,7 @@ def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:
 def _show_writers(manifest: Manifest) -> None:
     """Print the parts that writers have handed in, if there are any."""
     rows = []
-    for name, files in parts_of(manifest).items():
+    for name, files in files_by_writer(manifest).items():
         size_bytes = sum(file.size_bytes for file in files)
         rows.append((name, str(len(files)), human_size(size_bytes)))
     if rows:

@@ -92,7 +92,7 @@ TEXTS = st.one_of(
     st.sampled_from(["a", "a.b", "b", "", ".", "a/b", "0"]),
 )
 KEYS = st.one_of(TEXTS, st.integers(), st.tuples(TEXTS, st.integers()))
-DTYPES = sorted(cerebras_types.DTYPES)
+DTYPES = sorted(cerebras_types.STORABLE_DTYPES)
 ARRAYS = hnp.arrays(
     st.one_of(
         hnp.scalar_dtypes(),

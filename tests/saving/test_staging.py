@@ -269,7 +269,7 @@ def test_what_is_sent_although_the_rules_drop_it_goes_from_the_bucket(s3, tmp_pa
             for _ in range(3):
                 saver.learn()
                 saver.save_state()
-        saver._saves.follow_up.uploads.finish()
+        saver._saves.follow_ups.uploads.finish()
         assert s3.seen("PUT .*checkpoint-1/ft_ckpt.json")
         assert names(BUCKET_RUN) == names(tmp_path) == ["checkpoint-3"]
 

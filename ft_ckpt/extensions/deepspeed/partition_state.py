@@ -139,7 +139,7 @@ def restore_masters(partition: Partition, masters: Mapping[str, str], fills: Fil
             _read_run(slot, MASTER, dtype, partition.master, fills)
 
 
-def restore_state(
+def restore_partition_state(
     inner: Any, partition: Partition, stored: Mapping[str, dict[str, Any]], fills: Fills
 ) -> None:
     entries_of_slots: dict[Slot, dict[str, Any]] = {}

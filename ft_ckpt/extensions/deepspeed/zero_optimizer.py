@@ -18,7 +18,7 @@ from ft_ckpt.extensions.deepspeed.partition_state import (
     describe_masters,
     describe_state,
     restore_masters,
-    restore_state,
+    restore_partition_state,
     state_sources,
 )
 from ft_ckpt.extensions.deepspeed.zero import Partition, changed_with_steps, zero_partitions
@@ -133,7 +133,7 @@ class ZeroOptimizers(TorchOptimizers):
         for partition in partitions:
             restore_masters(partition, masters, fills)
         for partition in partitions:
-            restore_state(optimizer.optimizer, partition, description["state"], fills)
+            restore_partition_state(optimizer.optimizer, partition, description["state"], fills)
         _link_states(optimizer, partitions)
         restore_scaler(optimizer, description.get("scaler", {}))
         names: set[str] = set()

@@ -5,9 +5,9 @@ from urllib.parse import quote
 from ft_ckpt.formats.trees import safe_name
 
 INDEX = "__ft_index__"
-GROUP = "__ft__"  # of datasets whose names HDF5 would parse as paths
-# torch's dtype: (type in the file, label), if HDF5 has no such type
-STORED = {
+ESCAPED_GROUP = "__ft__"  # has the datasets whose names HDF5 would parse as paths
+# for each dtype of torch that HDF5 lacks: the HDF5 type of its bits, the dtype that Cerebras reads
+EMULATED_TYPES = {
     "bfloat16": ("i2", "bfloat16"),
     "complex32": ("u4", "uint32"),
     **dict.fromkeys(
@@ -15,8 +15,8 @@ STORED = {
     ),
     **dict.fromkeys(("float8_e5m2fnuz", "float4_e2m1fn_x2"), ("u1", "uint8")),
 }
-# types that every reader converts
-NATIVE = {"bfloat16": ("bf16", "float32"), "float8_e5m2": ("e5m2", "float32")}
+# floats that HDF5 can describe, so that every reader converts them: HDF5 type, dtype to Cerebras
+NATIVE_FLOAT_TYPES = {"bfloat16": ("bf16", "float32"), "float8_e5m2": ("e5m2", "float32")}
 PLAIN_TYPES = {
     "bool": "bool",
     "int8": "i1",
@@ -33,28 +33,29 @@ PLAIN_TYPES = {
     "complex64": "c8",
     "complex128": "c16",
 }
-DTYPES = (*PLAIN_TYPES, *STORED)  # all that can be stored
+STORABLE_DTYPES = (*PLAIN_TYPES, *EMULATED_TYPES)
 
 
 def stored_type(dtype: str, native_floats: bool = False) -> str:
-    """The HDF5 type that stores torch's `dtype`."""
+    """Return the HDF5 type that stores torch's `dtype`."""
     if dtype in PLAIN_TYPES:
         return PLAIN_TYPES[dtype]
-    if native_floats and dtype in NATIVE:
-        return NATIVE[dtype][0]
-    return STORED[dtype][0]
+    if native_floats and dtype in NATIVE_FLOAT_TYPES:
+        return NATIVE_FLOAT_TYPES[dtype][0]
+    return EMULATED_TYPES[dtype][0]
 
 
 def dataset_path(name: str) -> tuple[str, ...]:
-    """The path of a leaf's dataset, given the leaf's name in the index."""
+    """Return the path of a leaf's dataset, given the leaf's name in the index."""
     return leaf_path(safe_name(name))
 
 
 def leaf_path(name: str) -> tuple[str, ...]:
-    """The path of a leaf's dataset.
+    """Return the path of a leaf's dataset.
 
-    It is the leaf's name, or an escaped name in GROUP if HDF5 would parse the name as a path.
+    The path is the leaf's name, or an escaped name in ESCAPED_GROUP if HDF5 would parse the name
+    as a path.
     """
-    if "/" in name or name in ("", ".", "..", INDEX, GROUP):
-        return (GROUP, "=" + quote(name, safe=""))
+    if "/" in name or name in ("", ".", "..", INDEX, ESCAPED_GROUP):
+        return (ESCAPED_GROUP, "=" + quote(name, safe=""))
     return (name,)

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from ft_ckpt.extensions.hdf5.cerebras_types import (
-    NATIVE,
+    EMULATED_TYPES,
+    NATIVE_FLOAT_TYPES,
     PLAIN_TYPES,
-    STORED,
     leaf_path,
     stored_type,
 )
@@ -166,9 +166,9 @@ class _LeafDescriber:
         """The dtype that readers of Cerebras see."""
         if dtype in PLAIN_TYPES:
             return dtype
-        if self.native_floats and dtype in NATIVE:
-            return NATIVE[dtype][1]
-        return STORED[dtype][1]
+        if self.native_floats and dtype in NATIVE_FLOAT_TYPES:
+            return NATIVE_FLOAT_TYPES[dtype][1]
+        return EMULATED_TYPES[dtype][1]
 
     def _describe_value(self, name: str, value: Any) -> dict[str, Any]:
         if isinstance(value, np.generic):

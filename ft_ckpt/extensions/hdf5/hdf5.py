@@ -10,7 +10,7 @@ import torch
 
 from ft_ckpt.errors import CorruptError, damaged_input
 from ft_ckpt.extensions.hdf5.cerebras_reader import CerebrasReader, StoredLeaf
-from ft_ckpt.extensions.hdf5.cerebras_types import INDEX, STORED, dataset_path, stored_type
+from ft_ckpt.extensions.hdf5.cerebras_types import EMULATED_TYPES, INDEX, dataset_path, stored_type
 from ft_ckpt.extensions.hdf5.hdf5_datasets import (
     ForeignDataset,
     ForeignFile,
@@ -179,12 +179,12 @@ def _same_bytes(dtype: str, dataset: ForeignDataset) -> bool:
     if dataset.start is None and dataset.element_count:
         return False
     kind = dataset.torch_type
-    return kind == dtype or (dtype in STORED and kind in _bit_types(dtype))
+    return kind == dtype or (dtype in EMULATED_TYPES and kind in _bit_types(dtype))
 
 
 def _bit_types(dtype: str) -> tuple[str, ...]:
     """The integers that have as many bits as `dtype`, which HDF5 lacks."""
-    size = hdf5_type(STORED[dtype][0]).get_size()
+    size = hdf5_type(EMULATED_TYPES[dtype][0]).get_size()
     return {1: ("uint8", "int8"), 2: ("int16", "uint16"), 4: ("uint32", "int32")}[size]
 
 
@@ -194,7 +194,7 @@ def _converting_reader(dtype_name: str, dataset: ForeignDataset) -> ReadElements
         raise CorruptError(
             f"{dataset.path}: labelled {dtype_name!r}, which is not a dtype of torch"
         )
-    is_bits = dtype_name in STORED and dataset.torch_type in _bit_types(dtype_name)
+    is_bits = dtype_name in EMULATED_TYPES and dataset.torch_type in _bit_types(dtype_name)
 
     def convert_elements(start: int, stop: int) -> torch.Tensor:
         tensor = as_tensor(dataset.read_elements(start, stop))

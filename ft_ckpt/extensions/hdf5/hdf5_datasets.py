@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 
 from ft_ckpt.errors import CorruptError, LoadError
-from ft_ckpt.extensions.hdf5.cerebras_types import DTYPES, STORED
+from ft_ckpt.extensions.hdf5.cerebras_types import EMULATED_TYPES, STORABLE_DTYPES
 from ft_ckpt.formats.files import FREE_BYTES, RawFile
 from ft_ckpt.messages import install_extra, printable
 
@@ -105,7 +105,11 @@ class ForeignDataset:
                 return native
         name = self.dtype.name
         is_little_endian = self.dtype.byteorder in ("=", "|", "<")
-        return name if is_little_endian and name in DTYPES and name not in STORED else None
+        return (
+            name
+            if is_little_endian and name in STORABLE_DTYPES and name not in EMULATED_TYPES
+            else None
+        )
 
     def read_value(self) -> np.ndarray[Any, Any]:
         return self.read_elements(0, self.element_count).reshape(self.shape or ())

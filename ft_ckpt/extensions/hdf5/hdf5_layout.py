@@ -14,7 +14,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from ft_ckpt.errors import SelectionError, listing
-from ft_ckpt.extensions.hdf5.cerebras_types import DTYPES, INDEX
+from ft_ckpt.extensions.hdf5.cerebras_types import INDEX, STORABLE_DTYPES
 from ft_ckpt.extensions.hdf5.cerebras_writer import Content, describe_checkpoint
 from ft_ckpt.extensions.hdf5.hdf5_metadata import PAGE_BYTES, Dataset
 from ft_ckpt.extensions.hdf5.hdf5_skeleton import dataset_bytes, hdf5_header
@@ -46,7 +46,9 @@ def lay_out_hdf5(
     `ties` maps an alias to the stored name; with ties, `metadata` is not stored. Raises
     SelectionError for unsupported dtypes.
     """
-    unsupported = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in DTYPES]
+    unsupported = [
+        f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in STORABLE_DTYPES
+    ]
     if unsupported:
         raise SelectionError(f"{listing(unsupported, ', ')}: not a type of HDF5 files; convert it")
     if not ties:

@@ -14,7 +14,7 @@ from ft_ckpt.runs.data.loaders import (
     sampler_at,
     sampler_places,
 )
-from ft_ckpt.runs.data.skipping import Moment, SampleOrder, SkippingSampler
+from ft_ckpt.runs.data.skipping import RestorableRandomState, SampleOrder, SkippingSampler
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def skipping_items(
     loader: Any,
     keep: int,
     drop: int,
-    moment: Moment | None = None,
+    random_state: RestorableRandomState | None = None,
     inside: bool = False,
     order: SampleOrder | None = None,
 ) -> Iterator[None]:
@@ -156,7 +156,7 @@ def skipping_items(
     holder, name = sampler_places(loader)[_source_place(loader) if inside else 0]
     plain = vars(holder)[name]
     # Not setattr, which loaders forbid after construction.
-    vars(holder)[name] = SkippingSampler(plain, keep, drop, moment, order)
+    vars(holder)[name] = SkippingSampler(plain, keep, drop, random_state, order)
     try:
         yield
     finally:

@@ -8,13 +8,13 @@ from itertools import islice
 from typing import Any, Protocol
 
 
-class Moment(Protocol):
+class RestorableRandomState(Protocol):
     """The state of the random number generators that a loader may draw from."""
 
     def put_back(self) -> None:
         """Restore all generators."""
 
-    def now(self) -> "Moment":
+    def now(self) -> "RestorableRandomState":
         """The state of the same generators now."""
 
 
@@ -74,7 +74,7 @@ def _plain_item(item: Any) -> Any:
 class SkippingSampler:
     """A sampler that skips items in its first iteration and is `plain` in everything else.
 
-    `moment` is the random state from which to iterate `plain`; None is the current state.
+    `random_state` is the random state from which to iterate `plain`; None is the current state.
     """
 
     def __init__(
@@ -82,31 +82,33 @@ class SkippingSampler:
         plain: Any,
         keep: int,
         drop: int,
-        moment: Moment | None,
+        random_state: RestorableRandomState | None,
         order: SampleOrder | None,
     ) -> None:
         self.plain = plain
         self._keep = keep
         self._drop = drop
-        self._moment = moment
+        self._random_state = random_state
         self._order = order
         self._is_new = True
 
     def __iter__(self) -> Iterator[Any]:
         # At once, as the loader does: some samplers draw here, others at the first item. Loaders
         # with workers make two iterators and use the second.
-        if self._moment is None or not self._is_new:
+        if self._random_state is None or not self._is_new:
             return self._remaining_items(iter(self.plain), None)
-        self._moment.put_back()
+        self._random_state.put_back()
         items = iter(self.plain)
-        return self._remaining_items(items, self._moment.now())
+        return self._remaining_items(items, self._random_state.now())
 
-    def _remaining_items(self, items: Iterator[Any], moment: Moment | None) -> Iterator[Any]:
+    def _remaining_items(
+        self, items: Iterator[Any], random_state: RestorableRandomState | None
+    ) -> Iterator[Any]:
         items = items if self._order is None else self._order.follow(items)
         if self._is_new:
             self._is_new = False
-            if moment is not None:
-                moment.put_back()
+            if random_state is not None:
+                random_state.put_back()
             yield from islice(items, self._keep)
             for _ in islice(items, self._drop):
                 pass

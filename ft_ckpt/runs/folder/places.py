@@ -1,4 +1,4 @@
-"""The directory of a run and its local staging directory, each tested before the first save."""
+"""The directory of a run and its local upload folder, each tested before the first save."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -79,29 +79,30 @@ def _why_unwritable(store: Store) -> str:
     return "can be read, and not written; use credentials that may write there"  # or delete
 
 
-_CLAIM = f"{PREFIX}staging"  # file in a staging folder that names its bucket
+_CLAIM = f"{PREFIX}staging"  # file in an upload folder that names its bucket
 
 
 @dataclass(frozen=True)
 class RunPlaces:
-    """The directory of a run and its local staging directory."""
+    """The directory of a run, and its local upload folder (the setting `staging`)."""
 
-    directory: Place | None = None  # of its checkpoints
-    staging: Place | None = None  # they are committed here first, if given, and uploaded afterwards
+    directory: Place | None = None  # of the checkpoints
+    upload_folder: Place | None = None  # saves are committed here, and uploaded to `directory`
 
     @property
     def target(self) -> Place | None:
         """The folder that saves are committed to."""
-        return self.directory if self.staging is None else self.staging
+        return self.directory if self.upload_folder is None else self.upload_folder
 
     @property
     def folders(self) -> tuple[Place, ...]:
-        return tuple(place for place in (self.directory, self.staging) if place is not None)
+        places = (self.directory, self.upload_folder)
+        return tuple(place for place in places if place is not None)
 
     def beside(self, checkpoint: Place) -> tuple[Place, ...]:
-        """The locations of a checkpoint, one per folder of the run.
+        """Return the locations of a checkpoint, one per folder of the run.
 
-        Only its own if it is outside of them.
+        For a checkpoint outside of these folders, only its own location is returned.
         """
         if not any(checkpoint.beside.identity == place.folder.identity for place in self.folders):
             return (checkpoint,)
@@ -113,10 +114,10 @@ def open_run_places(
     config: SaverConfig,
     is_main: Callable[[], bool],
 ) -> RunPlaces:
-    """The folders of a run as absolute places, each tested; a bucket by a real write of rank 0.
+    """Open and test the folders of a run; rank 0 tests a bucket by a real write.
 
-    Raises ConfigError for settings that cannot work there, or a staging folder of another run, and
-    what `check_directory` raises.
+    The returned places are absolute. Raises ConfigError for settings that cannot work there, or a
+    staging folder of another run, and what `check_directory` raises.
     """
     if directory is None:
         if config.staging is not None:
@@ -133,31 +134,32 @@ def open_run_places(
     check_directory(place, config, is_main=is_main())
     if config.staging is None:
         return RunPlaces(place)
-    staging = open_place(config.staging)
-    check_target(folder_of(staging.folder), 0)
+    upload_folder = open_place(config.staging)
+    check_target(folder_of(upload_folder.folder), 0)
     if is_main():
-        _claim_staging(staging, place)
-    return RunPlaces(place, staging)
+        _claim_upload_folder(upload_folder, place)
+    return RunPlaces(place, upload_folder)
 
 
-def _claim_staging(staging: Place, directory: Place) -> None:
-    """Record in a staging folder which bucket it is for.
+def _claim_upload_folder(upload_folder: Place, directory: Place) -> None:
+    """Record in an upload folder which bucket it is for.
 
     Without the record its checkpoints would be uploaded to any other bucket as well.
     """
-    store, url = staging.folder, directory.folder.url
+    store, url = upload_folder.folder, directory.folder.url
     claim = store.read(_CLAIM).decode(errors="replace") if store.stat(_CLAIM) is not None else None
-    if claim is None and list_checkpoints(staging).checkpoints:
+    if claim is None and list_checkpoints(upload_folder).checkpoints:
         raise ConfigError(
-            f"{staging}: holds checkpoints that were not staged there; `ft-ckpt sync {staging} "
-            f"{url}` brings them to the bucket; use an empty folder"
+            f"{upload_folder}: holds checkpoints that were not staged there; `ft-ckpt sync "
+            f"{upload_folder} {url}` brings them to the bucket; use an empty folder"
         )
     try:
         store.write(_CLAIM, url.encode(), create_only=True)
     except NameTakenError:
         if claim != url:
             raise ConfigError(
-                f"{staging}: for {claim}, expected {url}; give each run a staging folder of its own"
+                f"{upload_folder}: for {claim}, expected {url}; give each run a staging folder of "
+                "its own"
             ) from None
 
 

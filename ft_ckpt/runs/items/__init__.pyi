@@ -1,5 +1,5 @@
 from .extra_state import (
-    ExtraState as ExtraState,
+    ModuleExtraState as ModuleExtraState,
 )
 from .flags import (
     FLAGS as FLAGS,

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from ft_ckpt.ranks.wrappers import ModelTensors, refuse_one_way_state, unwrap
 from ft_ckpt.runs.items.objects import EXTRA_STATE, Item
 
+# attributes of PEFT's RankAllocator: scores by parameter name
 _SCORES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 
 
 @dataclass(frozen=True, eq=False)
-class ExtraState:
+class ModuleExtraState:
     """What modules save besides parameters and buffers, as an object with a state dict."""
 
     model: nn.Module
@@ -67,7 +68,7 @@ def with_extra_state(
     for name, module in modules:
         if models[name].added():
             label = f"{EXTRA_STATE} of {name}" if name else EXTRA_STATE
-            extended.append(Item(label, "object", ExtraState(module)))
+            extended.append(Item(label, "object", ModuleExtraState(module)))
     return extended
 
 

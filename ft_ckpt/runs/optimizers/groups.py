@@ -89,7 +89,7 @@ def match_groups(
     return pairs, notes
 
 
-def check_settings(groups: Iterable[GroupValues]) -> None:
+def check_group_settings(groups: Iterable[GroupValues]) -> None:
     """Raise LoadError for described values whose type differs from the live group's."""
     problems: list[str] = []
     for group, values in groups:

@@ -25,7 +25,7 @@ from ft_ckpt.runs.optimizers.entries import (
     state_entry,
 )
 from ft_ckpt.runs.optimizers.groups import (
-    check_settings,
+    check_group_settings,
     match_groups,
     set_groups,
     settings_of,
@@ -115,7 +115,7 @@ class TorchOptimizers(OptimizerKind):
     ) -> None:
         names = names_of_groups(optimizer.param_groups, sources)
         groups, _ = match_groups(optimizer.param_groups, names, description, sources)
-        check_settings(groups)
+        check_group_settings(groups)
 
     def restore(
         self,

@@ -15,9 +15,9 @@ from ft_ckpt.ranks import Ranks
 from ft_ckpt.ranks.sharding import Source
 from ft_ckpt.runs.items import (
     ENGINE,
-    ExtraState,
     Item,
     Key,
+    ModuleExtraState,
     labelled_sources,
     optimizer_of,
     walk_run,
@@ -47,7 +47,7 @@ class MatchedRun:
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class RunComparison:
     """What a comparison of the run with the checkpoint has given."""
 
     rank_trees: Mapping[str, Any]  # the state that this rank has for itself, read
@@ -71,7 +71,7 @@ def match_items(run: TrainingRun, resume_point: ResumePoint, ranks: Ranks) -> Ma
 
 def compare_state(
     run: TrainingRun, matched: MatchedRun, resume_point: ResumePoint, allowed: AllowedItems
-) -> Comparison:
+) -> RunComparison:
     """Compare the run with the checkpoint before anything is restored. Collective.
 
     Compares tensors, items, the settings of adapters and their base, and reads the state of each
@@ -94,7 +94,7 @@ def compare_state(
     allowed.refuse_unknown(names, misfits)
     location = resume_point.checkpoint.location
     allowed.refuse_unrestored(location, misfits, "nothing was overwritten")
-    return Comparison(rank_trees, tuple(outcomes), misfits)
+    return RunComparison(rank_trees, tuple(outcomes), misfits)
 
 
 def _find_misfits(matched: MatchedRun, resume_point: ResumePoint) -> list[Restored]:
@@ -134,7 +134,7 @@ def _is_dispensable(item: Item, document: Document) -> bool:
     """Whether the checkpoint of a run with `item` may lack it."""
     if item.name == ENGINE:
         return True  # DeepSpeed's counters start at 0 in a run that another engine saved
-    if not isinstance(item.value, ExtraState):
+    if not isinstance(item.value, ModuleExtraState):
         return False
     # an earlier version stored the extra state with the weights
     return set(item.value.state_dict()) <= set(document["weights"])

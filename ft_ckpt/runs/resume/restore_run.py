@@ -10,7 +10,7 @@ from ft_ckpt.ranks.moving import Filler, choose_filler
 from ft_ckpt.runs.items import changed_flags, optimizers_among
 from ft_ckpt.runs.loop import TrainingRun
 from ft_ckpt.runs.resume.allowed import HALF_RESTORED, AllowedItems
-from ft_ckpt.runs.resume.match_run import Comparison, MatchedRun
+from ft_ckpt.runs.resume.match_run import MatchedRun, RunComparison
 from ft_ckpt.runs.resume.opening import ResumePoint
 from ft_ckpt.runs.resume.restore_items import note_on_replicas, restore_items, restore_weights
 from ft_ckpt.runs.state import (
@@ -27,7 +27,7 @@ from ft_ckpt.runs.state import (
 def restore_state(
     run: TrainingRun,
     matched: MatchedRun,
-    comparison: Comparison,
+    comparison: RunComparison,
     resume_point: ResumePoint,
     allowed: AllowedItems,
     versions: Mapping[str, str],
@@ -70,7 +70,7 @@ def _bytes_to_show(resume_point: ResumePoint, ranks: Ranks) -> int | None:
 def _restore_on_rank(
     run: TrainingRun,
     matched: MatchedRun,
-    comparison: Comparison,
+    comparison: RunComparison,
     resume_point: ResumePoint,
     versions: Mapping[str, str],
 ) -> RestoreReport:

@@ -4,7 +4,7 @@ from .extension_parts import (
 from .follow_up import (
     SaveHook as SaveHook,
     hooks_of as hooks_of,
-    make_follow_up as make_follow_up,
+    open_follow_ups as open_follow_ups,
 )
 from .run_saves import (
     RunSaves as RunSaves,

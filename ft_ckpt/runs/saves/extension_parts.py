@@ -1,6 +1,6 @@
 """What extensions do for a run: uploads, pushes, publishes, sessions of writers.
 
-They are named by import strings, and imported when a saver asks for them.
+Import strings name the extensions, which are imported when a saver uses them.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -36,29 +36,29 @@ class UploadTerms:
 
 
 class Uploads(Protocol):
-    """Uploads of the checkpoints in a staging folder to the directory of the run."""
+    """Uploads of the checkpoints in the upload folder of a run to its directory in a bucket."""
 
     @property
-    def sweeping(self) -> AbstractContextManager[Any]:
-        """Held while checkpoints of the staging folder are deleted."""
+    def deletion_lock(self) -> AbstractContextManager[Any]:
+        """The lock to hold while checkpoints of the upload folder are deleted."""
 
-    def takes(self, checkpoint: Place) -> bool:
-        """Whether the checkpoint is in the staging folder."""
+    def covers(self, checkpoint: Place) -> bool:
+        """Check whether the checkpoint is in the upload folder."""
 
     def begin_upload(self, checkpoint: Place, terms: UploadTerms) -> BackgroundJob[Any]:
-        """Upload the checkpoint, and those that are left, in the background."""
+        """Upload the checkpoint and all that are not uploaded yet, in the background."""
 
     def begin_round(self, terms: UploadTerms) -> None:
-        """Upload what earlier processes have left."""
+        """Start uploading all checkpoints that the bucket lacks."""
 
     def finish(self, seconds: float | None = None) -> str:
-        """Wait for the uploads, at most `seconds`; returns a text on those that are left."""
+        """Wait for the uploads, at most `seconds`, and return a text on the unfinished ones."""
 
     def warn_of_left(self) -> None:
         """Warn of the uploads that go on until the process ends."""
 
 
-class Publisher(Protocol):
+class RunPublisher(Protocol):
     """Publishes checkpoints to servers in the background."""
 
     version: str | None
@@ -76,33 +76,33 @@ class WriterSession(Protocol):
 
     @property
     def token(self) -> str:
-        """Distinguishes the session from others of the run."""
+        """A text that distinguishes the session from others of the run."""
 
     def ask(self, step: int) -> None:
         """Ask the writers for their files of this step."""
 
     def collect(self, step: int, stage: Store) -> tuple[list[FileRecord], list[str]]:
-        """Take the files of the writers into the stage of a save: their records, and notes."""
+        """Move the writers' files into the stage of a save; return their records, and notes."""
 
     def note_committed(self, checkpoint: Place) -> None:
         """Tell the writers that the checkpoint is committed."""
 
     def close(self) -> None:
-        """End the session; the writers end then."""
+        """End the session and its writers."""
 
 
-def open_uploads(staging: Place, directory: Place) -> Uploads:
-    """The uploads from `staging` to `directory`, at low priority."""
-    uploads: Uploads = resolve_name(_UPLOADS)(staging, directory, yield_to_training)
+def open_uploads(upload_folder: Place, directory: Place) -> Uploads:
+    """Return the uploads from `upload_folder` to `directory`, which run at low priority."""
+    uploads: Uploads = resolve_name(_UPLOADS)(upload_folder, directory, yield_to_training)
     return uploads
 
 
-def open_publisher(setting: Any) -> Publisher:
-    """The publisher of `SaverConfig.publish`. Raises ConfigError."""
+def open_publisher(setting: Any) -> RunPublisher:
+    """Open the publisher of `SaverConfig.publish`. Raises ConfigError for invalid options."""
     settings: dict[str, Any] = dict(setting) if isinstance(setting, Mapping) else {"url": setting}
     after_resume = settings.pop("after_resume", "resumed")
     options = resolve_name(_SERVER_OPTIONS)(**settings)
-    publisher: Publisher = resolve_name(_PUBLISHER)(options, after_resume)
+    publisher: RunPublisher = resolve_name(_PUBLISHER)(options, after_resume)
     return publisher
 
 

@@ -1,11 +1,11 @@
-"""The steps after a commit: retention, upload, push, publish, callbacks.
+"""The follow-ups of saves: retention, upload, push, publish and callbacks after a commit.
 
-They run in this order in the thread that finished the save. Their errors do not fail the save,
-which is committed.
+The steps run in this order in the thread that finished the save. Their errors do not fail the
+save, which is committed.
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from ft_ckpt.jobs import BackgroundJob
 from ft_ckpt.messages import short, warn
 from ft_ckpt.runs.folder import RunPlaces
 from ft_ckpt.runs.saves.extension_parts import (
-    Publisher,
+    RunPublisher,
     Uploads,
     UploadTerms,
     begin_push,
@@ -27,48 +27,52 @@ from ft_ckpt.saving.planning import SaveReport
 from ft_ckpt.storage.places import Place
 
 SaveHook = Callable[[SaveReport], object]  # a function of the script
-AfterSave = Callable[[SaveReport], SaveReport]
+FollowUp = Callable[[SaveReport], SaveReport]  # of one save; adds the jobs that it starts
 
 
 @dataclass(frozen=True, eq=False)
-class FollowUp:
-    """The steps of one saver after its saves.
+class FollowUps:
+    """What the follow-ups of one saver share: callbacks, uploads, the publisher, running pushes.
 
     Uploads, pushes and publishes run in their own threads.
     """
 
     hooks: tuple[SaveHook, ...] = ()
     uploads: Uploads | None = None
-    publisher: Publisher | None = None
+    publisher: RunPublisher | None = None
     pushes: list[BackgroundJob[Any]] = field(default_factory=list)
 
-    def plan(
+    def of_save(
         self,
         is_main: bool,
         *,
         prune: Callable[[Place], None] | None = None,
-        terms: UploadTerms | None = None,
+        upload_terms: UploadTerms | None = None,
         push_to: str | Place | None = None,
         base_id: str | None = None,
         publishes: bool = False,
-        committed: Callable[[SaveReport], None] | None = None,
-    ) -> AfterSave:
-        """The follow-up of one save.
+        on_committed: Callable[[SaveReport], None] | None = None,
+    ) -> FollowUp:
+        """Return the follow-up of one save, to call with the save's report.
 
         Only rank 0 (`is_main`) uploads, pushes, publishes and calls hooks.
         """
 
-        def follow(report: SaveReport) -> SaveReport:
-            if committed is not None:
-                committed(report)
+        def follow_up(report: SaveReport) -> SaveReport:
+            if on_committed is not None:
+                on_committed(report)
             if prune is not None:
-                with nullcontext() if self.uploads is None else self.uploads.sweeping:
+                deletion_lock: AbstractContextManager[Any] = nullcontext()
+                if self.uploads is not None:
+                    deletion_lock = self.uploads.deletion_lock
+                with deletion_lock:
                     prune(report.place)
             if not is_main:
                 return report
             jobs: dict[str, BackgroundJob[Any]] = {}
-            if self.uploads is not None and terms is not None and self.uploads.takes(report.place):
-                jobs["upload"] = self.uploads.begin_upload(report.place, terms)
+            uploads = self.uploads
+            if uploads is not None and upload_terms is not None and uploads.covers(report.place):
+                jobs["upload"] = uploads.begin_upload(report.place, upload_terms)
             if push_to is not None:
                 jobs["push"] = begin_push(report.place, push_to, base_id)
                 self.pushes.append(jobs["push"])
@@ -79,24 +83,24 @@ class FollowUp:
                 _call_hook(hook, report)
             return report
 
-        return follow
+        return follow_up
 
     def end(self, *, wait: bool) -> None:
-        """Wait for pushes and publishes, or only name those that go on until the process ends."""
+        """Wait for pushes and publishes, or only warn of those that have not ended."""
         end_pushes(self.pushes, wait=wait)
         if self.publisher is not None:
             self.publisher.end(wait_for=wait)
 
 
-def make_follow_up(
+def open_follow_ups(
     on_saved: SaveHook | Iterable[SaveHook] | None, places: RunPlaces, config: SaverConfig
-) -> FollowUp:
-    """The follow-up of a saver. Raises ConfigError."""
+) -> FollowUps:
+    """Start what the follow-ups of a saver share. Raises ConfigError for invalid settings."""
     uploads = None
-    if places.directory is not None and places.staging is not None:
-        uploads = open_uploads(places.staging, places.directory)
+    if places.directory is not None and places.upload_folder is not None:
+        uploads = open_uploads(places.upload_folder, places.directory)
     publisher = None if config.publish is None else open_publisher(config.publish)
-    return FollowUp(hooks_of(on_saved), uploads, publisher)
+    return FollowUps(hooks_of(on_saved), uploads, publisher)
 
 
 def _call_hook(hook: SaveHook, report: SaveReport) -> None:
@@ -109,7 +113,7 @@ def _call_hook(hook: SaveHook, report: SaveReport) -> None:
 
 
 def hooks_of(on_saved: SaveHook | Iterable[SaveHook] | None) -> tuple[SaveHook, ...]:
-    """The functions in `on_saved`: one, several or none. Raises ConfigError for anything else."""
+    """Return the functions in `on_saved`: one, several or none. Raises ConfigError otherwise."""
     if on_saved is None:
         return ()
     if not callable(on_saved) and isinstance(on_saved, Iterable):

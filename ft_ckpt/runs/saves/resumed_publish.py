@@ -11,12 +11,12 @@ from ft_ckpt.errors import listing
 from ft_ckpt.messages import LOG
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.runs.loop import TrainingRun
-from ft_ckpt.runs.saves.extension_parts import Publisher
+from ft_ckpt.runs.saves.extension_parts import RunPublisher
 from ft_ckpt.storage.places import Place
 
 
 def publish_resumed(
-    run: TrainingRun, publisher: Publisher, folders: Iterable[Place], ranks: Ranks
+    run: TrainingRun, publisher: RunPublisher, folders: Iterable[Place], ranks: Ranks
 ) -> None:
     """Publish the resumed checkpoint of `run`, or the version published before it, and wait.
 

@@ -24,7 +24,7 @@ from ft_ckpt.runs.loop import TrainingRun, exit_code
 from ft_ckpt.runs.optimizers import differing_settings
 from ft_ckpt.runs.saves.directory_lease import DirectoryLease
 from ft_ckpt.runs.saves.extension_parts import UploadTerms
-from ft_ckpt.runs.saves.follow_up import AfterSave, FollowUp
+from ft_ckpt.runs.saves.follow_up import FollowUp, FollowUps
 from ft_ckpt.runs.saves.invited_writers import InvitedWriters
 from ft_ckpt.runs.saves.resumed_publish import publish_resumed
 from ft_ckpt.saving import SaveRunner, as_in_training, library_versions, report_differences
@@ -53,7 +53,7 @@ class RunSaves:
     places: RunPlaces
     tokenizer: Any
     is_rehearsal: bool
-    follow_up: FollowUp
+    follow_ups: FollowUps
     is_closed: bool = False
     last_saved: Place | None = None  # the last checkpoint that this process saved, on rank 0
     last_files: frozenset[str] = frozenset()  # of it, if it is on a disk
@@ -145,8 +145,8 @@ class RunSaves:
         run.note_saved(reason, metrics)
         entry = LoggedSave(run.step, time.time(), reason, metrics)
         run.history = replace(run.history, saves=append_save(history.saves, entry))
-        if self.follow_up.publisher is not None:
-            run.published = self.follow_up.publisher.version or run.published
+        if self.follow_ups.publisher is not None:
+            run.published = self.follow_ups.publisher.version or run.published
         try:
             self.take_lease()
             # first: the writers prepare their files meanwhile
@@ -161,7 +161,7 @@ class RunSaves:
             adapters = run.base.is_left_out(
                 run.model, adapters, adapter_only, self._current_ranks()
             )
-            follow_up = self.plan_follow_up(prunes=True)
+            follow_up = self.follow_up_of_save(prunes=True)
 
             def make_request() -> SaveRequest:
                 self._warn_of_lost_files()
@@ -242,14 +242,14 @@ class RunSaves:
                 self.lease.check()
         return target.absolute
 
-    def plan_follow_up(
+    def follow_up_of_save(
         self,
         *,
         prunes: bool = False,
         push_to: str | Place | None = None,
         base_id: str | None = None,
-    ) -> AfterSave:
-        """The follow-up of a save that is made now."""
+    ) -> FollowUp:
+        """Return the follow-up of a save that is made now."""
         is_main = self._current_ranks().is_main
         prune = None
         if prunes:
@@ -261,15 +261,14 @@ class RunSaves:
                 self.run.run_id,
                 self._protected_paths(),
             )
-        terms = self._upload_terms()
-        return self.follow_up.plan(
+        return self.follow_ups.of_save(
             is_main,
             prune=prune,
-            terms=terms,
+            upload_terms=self._upload_terms(),
             push_to=push_to,
             base_id=base_id,
             publishes=prunes,
-            committed=self._note_committed if is_main and prunes else None,
+            on_committed=self._note_committed if is_main and prunes else None,
         )
 
     def invite(
@@ -280,7 +279,7 @@ class RunSaves:
         Raises as `CheckpointSaver.invite` does.
         """
         directory = self.places.directory
-        if directory is None or self.places.staging is not None:
+        if directory is None or self.places.upload_folder is not None:
             raise ConfigError(
                 "invite(): writers hand in their files in the directory of the run; give the saver "
                 "one, without staging"
@@ -328,19 +327,19 @@ class RunSaves:
 
     def upload_leftovers(self) -> None:
         """Upload checkpoints that earlier processes have left in the staging folder."""
-        if self.follow_up.uploads is not None and self._current_ranks().is_main:
-            self.follow_up.uploads.begin_round(self._upload_terms())
+        if self.follow_ups.uploads is not None and self._current_ranks().is_main:
+            self.follow_ups.uploads.begin_round(self._upload_terms())
 
     def publish_resumed(self) -> None:
         """Publish to servers that may lack it the resumed checkpoint, or the version before it.
 
         Waits until it is published.
         """
-        publisher = self.follow_up.publisher
+        publisher = self.follow_ups.publisher
         if publisher is not None:
             publish_resumed(self.run, publisher, self.places.folders, self._current_ranks())
 
-    def end_follow_up(self, *, wait: bool) -> None:
+    def end_follow_ups(self, *, wait: bool) -> None:
         """Wait for uploads, pushes and publishes, or only name those that go on.
 
         Those go on until the process ends. Raises TargetError on all ranks for checkpoints that
@@ -349,14 +348,14 @@ class RunSaves:
         try:
             if wait:
                 self._finish_uploads()
-            elif self.follow_up.uploads is not None:
-                self.follow_up.uploads.warn_of_left()
+            elif self.follow_ups.uploads is not None:
+                self.follow_ups.uploads.warn_of_left()
         finally:
-            self.follow_up.end(wait=wait)
+            self.follow_ups.end(wait=wait)
 
     def _finish_uploads(self, seconds: float | None = None) -> None:
         """Wait on all ranks for rank 0's uploads. After `seconds`, warn of those that are left."""
-        uploads, ranks = self.follow_up.uploads, self._current_ranks()
+        uploads, ranks = self.follow_ups.uploads, self._current_ranks()
         if uploads is None:
             return
         unfinished, error = ranks.attempt(lambda: uploads.finish(seconds) if ranks.is_main else "")

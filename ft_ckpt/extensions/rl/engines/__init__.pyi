@@ -13,7 +13,7 @@ from .connecting import (
     connect as connect,
 )
 from .expected_digests import (
-    Comparison as Comparison,
+    DigestComparison as DigestComparison,
     PackedLayer as PackedLayer,
     compare_digests as compare_digests,
     is_known as is_known,

@@ -54,7 +54,7 @@ _DTYPES = ("bfloat16", "float16", "float32")  # that an engine may compute in, a
 
 
 @dataclass(frozen=True)
-class Comparison:
+class DigestComparison:
     """The parameters of one server against a checkpoint."""
 
     equal: tuple[str, ...]
@@ -127,7 +127,7 @@ def packed_layers(
 
 def compare_digests(
     reported: Mapping[str, str], file: TensorFile, config: Mapping[str, Any]
-) -> Comparison:
+) -> DigestComparison:
     """Compare the SHA-256 digests that an engine reports with those of the tensors in `file`.
 
     `reported`: digests by parameter, with its ranks as prefix, such as
@@ -167,7 +167,7 @@ def compare_digests(
             equal.append(name)
         else:
             different[name] = digests
-    return Comparison(tuple(equal), different, tuple(without_rule), tuple(sorted(unused)))
+    return DigestComparison(tuple(equal), different, tuple(without_rule), tuple(sorted(unused)))
 
 
 def is_unreported(digest: str) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ft_ckpt.errors import EngineError, listing
 from ft_ckpt.extensions.rl.engines import EQUAL_WITHIN, ROUNDING, Answers, Server, distance, probe
-from ft_ckpt.extensions.rl.publishing.on_servers import problems_on
+from ft_ckpt.extensions.rl.publishing.on_servers import errors_on
 from ft_ckpt.extensions.rl.publishing.reports import PublishReport, ServerReport
 from ft_ckpt.extensions.rl.publishing.source import PublishedPart, ServedFolder
 from ft_ckpt.extensions.rl.publishing.weights_update import LOADING
@@ -66,18 +66,18 @@ def publish_adapter(
     folder = part.served_folder()
     adapter = _Adapter(part.adapter_name, folder, reference, part.has_given_version)
     targets = [_Target(server) for server in servers]
-    problems = problems_on(targets, _prepare, adapter)
+    problems = errors_on(targets, _prepare, adapter)
     if problems:
         raise EngineError(f"{listing(problems)}; no adapter was loaded")
     new = [target for target in targets if target.is_new]
-    problems = problems_on(new, _load, adapter)
+    problems = errors_on(new, _load, adapter)
     if not problems:
-        problems = problems_on(targets, _check, adapter)
+        problems = errors_on(targets, _check, adapter)
     if problems:
         raise _undone(new, adapter, problems)
-    still_loaded = problems_on(targets, _unload_older, adapter.name, part.options.keep)
-    problems = problems_on(targets, _expect_weights_below, adapter)
-    problems += problems_on(targets, _expect_listed, adapter)
+    still_loaded = errors_on(targets, _unload_older, adapter.name, part.options.keep)
+    problems = errors_on(targets, _expect_weights_below, adapter)
+    problems += errors_on(targets, _expect_listed, adapter)
     if problems:
         raise _undone(new, adapter, problems)
     if still_loaded:
@@ -113,7 +113,7 @@ def _report(target: _Target, uncompared: Mapping[str, str]) -> ServerReport:
 def _undone(new: Sequence[_Target], adapter: _Adapter, problems: Sequence[str]) -> EngineError:
     """Unload the adapter where it was new; the error that says so."""
     loaded = [target for target in new if target.is_new]  # others were loaded by another publisher
-    failures = problems_on(loaded, _unload, adapter.name)
+    failures = errors_on(loaded, _unload, adapter.name)
     still = f"; {listing(failures)}: it may hold {adapter.name} now" if failures else ""
     unloaded: set[str] = set()
     for target in new:

@@ -19,7 +19,7 @@ def run_on(
 ) -> list[_Result | CheckpointError]:
     """Call `step` for all targets at the same time.
 
-    Returns for each target the result, or the CheckpointError that the step raised.
+    Returns for each target, in order, the result or the CheckpointError that the step raised.
     """
 
     def outcome(target: _Target) -> _Result | CheckpointError:
@@ -32,12 +32,15 @@ def run_on(
         return list(pool.map(outcome, targets))
 
 
-def problems_on(
+def errors_on(
     targets: Sequence[_Target],
     step: Callable[Concatenate[_Target, _Arguments], Any],
     *arguments: _Arguments.args,
     **keywords: _Arguments.kwargs,
 ) -> list[str]:
-    """As `run_on`; returns the errors alone, as text."""
+    """Call `step` for all targets at the same time, and return the texts of the errors.
+
+    The results of the step are dropped. Targets without an error have no text.
+    """
     outcomes = run_on(targets, step, *arguments, **keywords)
     return [str(outcome) for outcome in outcomes if isinstance(outcome, CheckpointError)]

@@ -12,7 +12,7 @@ from contextlib import suppress
 from ft_ckpt.errors import CheckpointError, EngineError, listing
 from ft_ckpt.extensions.rl.engines import Server, is_known, is_unreported, packed_layers, probe
 from ft_ckpt.extensions.rl.limits import compare_configs
-from ft_ckpt.extensions.rl.publishing.on_servers import problems_on
+from ft_ckpt.extensions.rl.publishing.on_servers import errors_on
 from ft_ckpt.extensions.rl.publishing.reports import PublishReport, ServerReport
 from ft_ckpt.extensions.rl.publishing.source import PublishedPart, config_in
 from ft_ckpt.extensions.rl.publishing.weights_before import open_weights_before, put_all_back
@@ -50,7 +50,7 @@ def publish_weights(
         part=part.record.name,
     )
     updates = [Update(server) for server in servers]
-    problems = problems_on(updates, _prepare, weights)
+    problems = errors_on(updates, _prepare, weights)
     if problems:
         raise EngineError(
             f"{listing(problems)}; nothing was loaded, all servers hold what they held before"
@@ -71,9 +71,9 @@ def _update_all(updates: Sequence[Update], weights: Weights) -> None:
     new = [update for update in updates if update.is_new]
     restored: list[str] = []
     try:
-        problems = problems_on(new, _load_weights, weights) or unlike_servers(updates)
+        problems = errors_on(new, _load_weights, weights) or unlike_servers(updates)
         if not problems:
-            problems = problems_on(new, _set_version, weights)
+            problems = errors_on(new, _set_version, weights)
         if problems:
             restored = put_all_back(new, weights)
     except BaseException:  # such as KeyboardInterrupt
@@ -81,14 +81,14 @@ def _update_all(updates: Sequence[Update], weights: Weights) -> None:
         LOG.warning("%s: publish interrupted: %s", weights.version, listing(outcomes))
         raise
     finally:
-        still_paused = problems_on(new, resume)
+        still_paused = errors_on(new, resume)
     if not problems:
         problems = _last_look(updates, weights)
         if problems:
             try:
                 restored = put_all_back(new, weights)
             finally:
-                still_paused = problems_on(new, resume)
+                still_paused = errors_on(new, resume)
     if problems:
         outcomes = restored or ["all servers hold what they held before"]
         raise EngineError("; ".join([*problems, *outcomes, *still_paused]))
@@ -189,5 +189,5 @@ def _last_look(updates: Sequence[Update], weights: Weights) -> list[str]:
 
     Versions are read last, as a restart resets them.
     """
-    problems = problems_on(updates, expect_weights, weights)
-    return problems or problems_on(updates, expect_last_version, weights)
+    problems = errors_on(updates, expect_weights, weights)
+    return problems or errors_on(updates, expect_last_version, weights)

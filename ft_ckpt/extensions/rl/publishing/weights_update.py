@@ -16,7 +16,7 @@ from ft_ckpt.extensions.rl.engines import (
     EQUAL_WITHIN,
     ROUNDING,
     Answers,
-    Comparison,
+    DigestComparison,
     PackedLayer,
     Server,
     ServerOptions,
@@ -172,7 +172,9 @@ def _digests(update: Update, options: ServerOptions) -> Mapping[str, str] | None
     return digests
 
 
-def _unexplained(update: Update, digests: Mapping[str, str], comparison: Comparison) -> list[str]:
+def _unexplained(
+    update: Update, digests: Mapping[str, str], comparison: DigestComparison
+) -> list[str]:
     """The parameters with other digests than the files, but packed layers that changed with them.
 
     Notes in `update` whether there are packed layers, and whether they changed.
@@ -189,7 +191,7 @@ def _unexplained(update: Update, digests: Mapping[str, str], comparison: Compari
     return unexplained
 
 
-def _in_words(comparison: Comparison, update: Update, digests: Mapping[str, str]) -> str:
+def _in_words(comparison: DigestComparison, update: Update, digests: Mapping[str, str]) -> str:
     """The result of a comparison without a difference, with the layers that it left out."""
     unreported = [name for name in comparison.different if is_unreported(digests[name])]
     reported = [name for name in comparison.different if not is_unreported(digests[name])]

@@ -23,7 +23,7 @@ def count_of(samples: Any) -> int:
         return -1
 
 
-def check_settings(
+def check_frontier_settings(
     samples: object, count: int, epochs: object, shuffle: object, seed: object
 ) -> None:
     """Raise ConfigError naming all invalid settings."""

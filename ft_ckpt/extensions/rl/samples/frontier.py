@@ -20,7 +20,7 @@ from ft_ckpt.errors import CorruptError, LoadError, TicketError, listing
 from ft_ckpt.extensions.rl.samples.checks import (
     ENDLESS,
     VERSION,
-    check_settings,
+    check_frontier_settings,
     check_state,
     count_of,
     digest_of,
@@ -62,7 +62,7 @@ class Frontier:
         Raises ConfigError for invalid values.
         """
         count = count_of(samples)
-        check_settings(samples, count, epochs, shuffle, seed)
+        check_frontier_settings(samples, count, epochs, shuffle, seed)
         self.samples, self.epochs = count, epochs
         self._ids: Sequence[Any] | None = None
         if isinstance(samples, Sequence):

@@ -1,6 +1,6 @@
 from .session_files import (
     check_writer_names as check_writer_names,
-    parts_of as parts_of,
+    files_by_writer as files_by_writer,
 )
 from .writer import (
     Writer as Writer,

@@ -21,11 +21,11 @@ from ft_ckpt.extensions.rl.writers.session_files import (
     LastCheckpoint,
     Session,
     check_writer_names,
+    files_by_writer,
     handed_folder,
     is_open,
     is_same_content,
     mark_of,
-    parts_of,
     pauses,
     read_session,
     sessions_of,
@@ -298,7 +298,9 @@ def open_session(
     last: LastCheckpoint | None = None
     if start is not None:
         last, manifest = _last_checkpoint(run, start)
-        _compare_with_parts(last, tuple(writers), set(parts_of(manifest)), {*allow, *optional})
+        _compare_with_parts(
+            last, tuple(writers), set(files_by_writer(manifest)), {*allow, *optional}
+        )
     session = Session(uuid.uuid4().hex, tuple(writers), optional, last)
     opened = OpenSession(run, session, timeout_seconds)
     opened.open()

@@ -135,7 +135,7 @@ def check_writer_names(names: Iterable[str]) -> None:
         )
 
 
-def parts_of(manifest: Manifest) -> dict[str, tuple[FileRecord, ...]]:
+def files_by_writer(manifest: Manifest) -> dict[str, tuple[FileRecord, ...]]:
     """The files of each writer in a checkpoint, with paths relative to the writer's folder."""
     parts: dict[str, tuple[FileRecord, ...]] = {}
     for file in manifest.files:

@@ -38,11 +38,11 @@ from ft_ckpt.extensions.rl.writers.session_files import (
     Session,
     check_writer_names,
     default_rule,
+    files_by_writer,
     handed_folder,
     handed_to_json,
     is_open,
     mark_of,
-    parts_of,
     pauses,
     read_session,
     sessions_of,
@@ -193,7 +193,7 @@ class Writer:
                     f"{checkpoint.location}: another checkpoint than the one that the "
                     "trainer continues from"
                 )
-            parts = parts_of(checkpoint.manifest)
+            parts = files_by_writer(checkpoint.manifest)
             paths: dict[str, list[str]] = {}
             stored: set[str] = set()
             has_files = False
@@ -391,5 +391,5 @@ class Writer:
             return {}
         with suppress(CheckpointError):
             manifest = load_manifest(last.place(self.run).folder)
-            return {file.path: file for file in parts_of(manifest).get(self.name, ())}
+            return {file.path: file for file in files_by_writer(manifest).get(self.name, ())}
         return {}

@@ -27,7 +27,7 @@ from ft_ckpt.extensions.tools.converting.folder import (
     ConvertedPart,
     converted_manifest,
     copy_companions,
-    plan_part,
+    plan_converted_part,
     staged_records,
 )
 from ft_ckpt.extensions.tools.converting.output_files import Output, plan_output, write_outputs
@@ -236,7 +236,7 @@ def _convert_to_folder(
     if isinstance(tensor_file, WeightsFolder):
         parts = tensor_file.parts
         sidecars, left_out = tensor_file.companions()
-    converted = [plan_part(part, options) for part in parts]
+    converted = [plan_converted_part(part, options) for part in parts]
     outputs: list[Output] = []
     for part in converted:
         outputs += part.outputs

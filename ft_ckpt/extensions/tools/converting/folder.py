@@ -67,7 +67,7 @@ class ConvertedPart:
         )
 
 
-def plan_part(part: FolderPart, options: ConvertOptions) -> ConvertedPart:
+def plan_converted_part(part: FolderPart, options: ConvertOptions) -> ConvertedPart:
     """The new files of a part, named and divided as its readers expect."""
     names = _names_in_part(part, [*part.file.specs, *part.file.ties], options.names)
     file = translate_file(part.file, names, options.dtype)

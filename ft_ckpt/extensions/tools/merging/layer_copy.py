@@ -1,4 +1,4 @@
-"""Copies layers of a live model, with the tensors that a caller gives in place of the live ones."""
+"""Copies of layers of a live model, in which a caller may replace tensors."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -15,11 +15,12 @@ Replacements = Callable[[nn.Module], Mapping[str, Tensor]]  # for a module's own
 def copy_layer(
     module: nn.Module, replacements: Replacements, copies: dict[int, nn.Module] | None = None
 ) -> nn.Module:
-    """Copy `module` and all modules that it refers to, in eval mode, with `replacements`.
+    """Return a copy, in eval mode, of `module` and all modules that it refers to.
 
-    Those are the tensors to exchange. Other tensors are shared if they are on the host or meta,
-    else copied to the host. `copies` has copies by id of the original, so that a module that occurs
-    twice is copied once.
+    `replacements` returns the tensors that take the place of a module's own. Other tensors are
+    shared with the original if they are on the host or on the meta device, and copied to the host
+    if they are on an accelerator. `copies` maps the id of an original to its copy, so that a
+    module that occurs twice is copied once.
     """
     copies = {} if copies is None else copies
     module = unwrap(module)
@@ -48,7 +49,7 @@ def _copy_tensors(module: nn.Module, copied: nn.Module, tensors: Mapping[str, Te
             names.append(name)
     for name in names:
         tensor: Any = tensors.get(name, module._parameters.get(name))
-        # placeholders are found by identity when the layer is merged
+        # not wrapped: the merge recognizes a placeholder by its identity
         is_placeholder = isinstance(tensor, nn.Parameter) and tensor.is_meta
         if tensor is not None and not is_placeholder:
             tensor = nn.Parameter(_on_host(tensor), requires_grad=False)
@@ -61,6 +62,11 @@ def _copy_tensors(module: nn.Module, copied: nn.Module, tensors: Mapping[str, Te
 
 
 def _copy_value(value: Any, replacements: Replacements, copies: dict[int, nn.Module]) -> Any:
+    """Copy an attribute of a module.
+
+    Modules in it are copied by `copy_layer`, tensors as their module's own. Dicts, lists, tuples
+    and sets are copied with what they contain. Any other value is shared with the original.
+    """
     if isinstance(value, nn.Module):
         return copy_layer(value, replacements, copies)
     if isinstance(value, Tensor):

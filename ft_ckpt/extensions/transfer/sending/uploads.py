@@ -1,7 +1,4 @@
-"""Uploads of a staging folder in the background.
-
-After each save they sync its checkpoints to the bucket of the run.
-"""
+"""Uploads of the checkpoints in an upload folder in the background, after each save."""
 
 import threading
 import time
@@ -43,7 +40,7 @@ _SUPERSEDING = {Relation.NEWER, Relation.WITH_STATE, Relation.WITHOUT_STATE}
 
 @dataclass
 class _Round:
-    """One pass over the staging folder, newest checkpoint first.
+    """One pass over the upload folder, newest checkpoint first.
 
     Checkpoints are identified by content digest.
     """
@@ -60,10 +57,12 @@ class _Round:
 class RunUploads:
     """The uploads of one run, on rank 0."""
 
-    def __init__(self, staging: Place, bucket: Place, give_way: Callable[[], object]) -> None:
-        self.staging, self.bucket = staging, bucket
+    def __init__(self, upload_folder: Place, bucket: Place, give_way: Callable[[], object]) -> None:
+        self.upload_folder, self.bucket = upload_folder, bucket
         self.give_way = give_way  # called first in each thread
-        self.sweeping = threading.Lock()  # held while checkpoints of the staging folder are deleted
+        self.deletion_lock = (
+            threading.Lock()
+        )  # held while checkpoints of the upload folder are deleted
         self.problems: dict[str, Exception] = {}  # of the last round
         self._queue = JobQueue(self._end_with_process)
         self._change = threading.Lock()
@@ -71,20 +70,20 @@ class RunUploads:
         self._terms: UploadTerms | None = None
         self._uploaded: set[str] = set()  # by any round
         self._is_queued = False  # a round that has not begun will find new checkpoints
-        self._has_text = False  # remaining checkpoints were reported since the last request
+        self._has_text = False  # `finish` has reported the rest since the last request
         self._is_over = threading.Event()
 
-    def takes(self, checkpoint: Place) -> bool:
-        """Whether a checkpoint lies in the staging folder."""
-        return checkpoint.beside.identity == self.staging.folder.identity
+    def covers(self, checkpoint: Place) -> bool:
+        """Check whether a checkpoint lies in the upload folder."""
+        return checkpoint.beside.identity == self.upload_folder.folder.identity
 
     def begin_upload(self, checkpoint: Place, terms: UploadTerms) -> PendingPush:
-        """Queue the upload of a checkpoint of the staging folder.
+        """Queue the upload of a checkpoint of the upload folder.
 
         The handle raises NotACheckpointError if `terms.keep` deletes the checkpoint before it is
         uploaded.
         """
-        url = self._goal_of(checkpoint.basename).folder.url
+        url = self._place_in_bucket(checkpoint.basename).folder.url
         push = PendingPush(path=checkpoint.location, future=Future(), url=url)
         with self._change:
             self._waiting = [*_unfinished(self._waiting), push]
@@ -103,9 +102,8 @@ class RunUploads:
     def finish(self, seconds: float | None = None) -> str:
         """Wait for all uploads, at most `seconds`, and retry failed ones once.
 
-        Returns a description of the rest.
-
-        After `seconds` the current upload is cancelled. The description is "" if nothing is left.
+        After `seconds` the current upload is cancelled. Returns a description of the checkpoints
+        that are not uploaded, "" if there are none.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         try:
@@ -126,7 +124,7 @@ class RunUploads:
         if rest:
             warn(rest, stacklevel=3)
 
-    def _goal_of(self, name: str) -> Place:
+    def _place_in_bucket(self, name: str) -> Place:
         return Place(self.bucket.folder, name)
 
     def _describe_rest(self) -> str:
@@ -136,14 +134,12 @@ class RunUploads:
         text = _describe_problems(self.problems)
         if not text:
             text = f"{listing(waiting, ', ') or 'something'}: not uploaded yet"
-        return (
-            f"{self.bucket}: {text}; kept in {self.staging}, from where the next start uploads it"
-        )
+        return f"{self.bucket}: {text}; kept in {self.upload_folder}, from where the next start uploads it"
 
     def _wait_until(self, deadline: float | None) -> None:
         """Wait for the thread until `deadline`, then cancel its upload."""
         if not self._queue.join(0):
-            LOG.info("waiting until all of %s is uploaded to %s", self.staging, self.bucket)
+            LOG.info("waiting until all of %s is uploaded to %s", self.upload_folder, self.bucket)
         seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
         if not self._queue.join(seconds):
             self._is_over.set()
@@ -165,8 +161,8 @@ class RunUploads:
             return
         current = _Round(terms)
         try:
-            self._refuse_late()
-            for path, error in list_checkpoints(self.staging).unreadable.items():
+            self._stop_if_over()
+            for path, error in list_checkpoints(self.upload_folder).unreadable.items():
                 current.problems[location_name(path)] = error
             self._upload_all(current)
         except Exception as error:  # noqa: BLE001 - raised from the handles
@@ -177,12 +173,12 @@ class RunUploads:
             if self.problems and not self._is_over.is_set():
                 text = _describe_problems(self.problems)
                 warn(
-                    f"{self.bucket}: {text}; kept in {self.staging}, and tried "
+                    f"{self.bucket}: {text}; kept in {self.upload_folder}, and tried "
                     "again with the next save",
                     stacklevel=2,
                 )
         finally:
-            _settle_rest(waiting, current)
+            _fail_rest(waiting, current)
 
     def _upload_all(self, current: _Round) -> None:
         """Upload the newest checkpoint first; a save may add one meanwhile."""
@@ -190,30 +186,30 @@ class RunUploads:
             infos = self._listed_without(current.seen)
             if not infos:
                 return
-            self._bring_one(infos[0], current)
+            self._upload_one(infos[0], current)
 
     def _problems_after(self, current: _Round) -> dict[str, Exception]:
-        """The reasons why checkpoints are not in the bucket, by name, newest first."""
+        """Return the reasons why checkpoints are not in the bucket, by name, newest first."""
         ended_by = current.ended_by
         if ended_by is None:
             return current.problems
         with suppress(CheckpointError, OSError):
             missing = self._listed_without(self._uploaded)
             return {info.name: current.problems.get(info.name, ended_by) for info in missing}
-        return {self.staging.basename: ended_by}
+        return {self.upload_folder.basename: ended_by}
 
     def _listed_without(self, identities: Collection[str]) -> list[CheckpointInfo]:
-        """The checkpoints now in the staging folder, newest first, without some content digests."""
-        infos = reversed(list_checkpoints(self.staging).checkpoints)
+        """List the upload folder, newest first, without checkpoints of these content digests."""
+        infos = reversed(list_checkpoints(self.upload_folder).checkpoints)
         return [info for info in infos if content_identity(info.manifest) not in identities]
 
-    def _bring_one(self, info: CheckpointInfo, current: _Round) -> None:
+    def _upload_one(self, info: CheckpointInfo, current: _Round) -> None:
         """Upload a checkpoint if the bucket lacks it, and prune both sides."""
         identity = content_identity(info.manifest)
         current.seen.add(identity)
         terms = current.terms
         try:
-            report = self._upload_missing(info, self._goal_of(info.name), terms)
+            report = self._upload_missing(info, self._place_in_bucket(info.name), terms)
         except NotACheckpointError:  # deleted by retention meanwhile
             return
         except (CheckpointError, OSError) as error:
@@ -221,12 +217,12 @@ class RunUploads:
             return
         current.uploaded.add(identity)
         if report is not None:
-            self._settle(info, report)
+            self._finish_handles(info, report)
             if report.is_new:
                 prune_after_save(self.bucket, terms.keep, terms.run_id, terms.protect)
-        with self.sweeping:
+        with self.deletion_lock:
             missing = tuple(other.place for other in self._listed_without(current.uploaded))
-            prune_after_save(self.staging, Keep(last=1), terms.run_id, missing)
+            prune_after_save(self.upload_folder, Keep(last=1), terms.run_id, missing)
 
     def _note_failure(self, info: CheckpointInfo, error: Exception, current: _Round) -> None:
         if isinstance(error, CorruptError) and self._set_aside(info, error):
@@ -237,11 +233,11 @@ class RunUploads:
             current.ended_by = error
 
     def _set_aside(self, info: CheckpointInfo, error: CorruptError) -> bool:
-        """Rename a damaged checkpoint to a hidden name. Returns False if it is whole, or in use."""
+        """Rename a damaged checkpoint to a hidden name; return False if it is intact or in use."""
         with suppress(CheckpointError, OSError):
             if isinstance(error, UnreadableError) or verify(info.place).ok:
                 return False
-            with self.sweeping:
+            with self.deletion_lock:
                 aside = set_aside(folder_of(info.store), info.manifest)
             if aside is not None:
                 text = (
@@ -255,9 +251,10 @@ class RunUploads:
     def _upload_missing(
         self, info: CheckpointInfo, goal: Place, terms: UploadTerms
     ) -> PushReport | None:
-        """Upload a checkpoint.
+        """Upload a checkpoint, and return the report.
 
-        None if the bucket has a later save, or this one with or without its training state.
+        Returns None if the bucket has a later save, or this save with or without its training
+        state.
         """
         manifest, stored = info.manifest, _manifest_in(goal)
         relation = relation_of(stored, manifest)
@@ -279,15 +276,15 @@ class RunUploads:
                 checkpoint.manifest,
                 overwrite=stored is not None,
                 shown=False,
-                heed=self._refuse_late,
+                heed=self._stop_if_over,
             )
             return push_report(checkpoint, report)
 
-    def _refuse_late(self) -> None:
+    def _stop_if_over(self) -> None:
         if self._is_over.is_set():
             raise TargetError(f"{self.bucket}: broken off, as the process ends")
 
-    def _settle(self, info: CheckpointInfo, report: PushReport) -> None:
+    def _finish_handles(self, info: CheckpointInfo, report: PushReport) -> None:
         for push in _unfinished(self._waiting):
             if location_name(push.path) == info.name:
                 push.future.set_result(report)
@@ -297,7 +294,7 @@ def _unfinished(pushes: Collection[PendingPush]) -> list[PendingPush]:
     return [push for push in pushes if not push.done]
 
 
-def _settle_rest(waiting: Collection[PendingPush], current: _Round) -> None:
+def _fail_rest(waiting: Collection[PendingPush], current: _Round) -> None:
     """Fail the handles that waited when the round began and were not uploaded."""
     errors = {**current.problems, **current.damaged}
     for push in _unfinished(waiting):
