@@ -134,7 +134,10 @@ class RunUploads:
         text = _describe_problems(self.problems)
         if not text:
             text = f"{listing(waiting, ', ') or 'something'}: not uploaded yet"
-        return f"{self.bucket}: {text}; kept in {self.upload_folder}, from where the next start uploads it"
+        return (
+            f"{self.bucket}: {text}; kept in {self.upload_folder}, from where the next start "
+            "uploads it"
+        )
 
     def _wait_until(self, deadline: float | None) -> None:
         """Wait for the thread until `deadline`, then cancel its upload."""
