@@ -34,7 +34,7 @@ class DataCut:
 
 
 def cut_of(loader: Any, shares: int) -> DataCut:
-    """The cut into `shares` of the data; the number may differ from that of the `loader`."""
+    """Return the cut of the data into `shares`, which may differ from that of the `loader`."""
     size = getattr(base_loader(loader), "batch_size", None)
     if not is_map(loader):
         # Accelerate's and transformers' shards of a stream deal batches to ranks in turn.
@@ -93,9 +93,9 @@ def batches_per_call(loader: Any) -> int:
 
 
 def is_spent(loader: Any, shares: int, consumed: int) -> bool | None:
-    """Whether a pass has no batch left for any rank after `consumed` items of the source.
+    """Check whether a pass has no batch left for any rank after `consumed` items of the source.
 
-    None if unknown.
+    Returns None if this is unknown.
     """
     places = sampler_places(loader)
     cut = cut_of(loader, shares)
@@ -110,9 +110,9 @@ def is_spent(loader: Any, shares: int, consumed: int) -> bool | None:
 
 
 def ends_together(loader: Any) -> bool:
-    """Whether all ranks have their last batch at the same step.
+    """Check whether all ranks have their last batch at the same step.
 
-    They do not with Accelerate's even_batches=False.
+    With Accelerate's even_batches=False they do not.
     """
     places = sampler_places(loader)
     return not places or getattr(sampler_at(*places[0]), "even_batches", True)
@@ -127,9 +127,9 @@ def pass_length(loader: Any) -> int | None:
 
 
 def _misses_last_batch(loader: Any) -> bool:
-    """Whether this rank gets nothing of the last batch, which Accelerate's `len` counts for all.
+    """Check whether this rank gets nothing of the last batch, which Accelerate's `len` counts.
 
-    That batch is too short to be split over all ranks, and is not filled up.
+    Such a batch is too short to be split over all ranks, and is not filled up.
     """
     places = sampler_places(loader)
     shard: Any = sampler_at(*places[0]) if places else None
@@ -164,12 +164,12 @@ def skipping_items(
 
 
 def _is_shard(dataset: Any) -> bool:
-    """Whether a library deals the batches of a stream to ranks in turn."""
+    """Check whether a library deals the batches of a stream to ranks in turn."""
     return hasattr(dataset, "num_processes") and _is_of_library(dataset)
 
 
 def _source_place(loader: Any) -> int:
-    """The index in `sampler_places` of the source that has the item.
+    """Return the index in `sampler_places` of the source that has the item.
 
     Samplers before it yield all items of the next one, in order.
     """

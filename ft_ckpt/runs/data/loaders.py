@@ -23,20 +23,20 @@ _MAX_DEPTH = 16  # nesting of wrappers around a data set or a sampler
 
 
 def base_loader(loader: Any) -> Any:
-    """The innermost loader, which reads the samples."""
+    """Return the innermost loader, which reads the samples."""
     while "base_dataloader" in getattr(loader, "__dict__", {}):
         loader = loader.base_dataloader
     return loader
 
 
 def is_map(loader: Any) -> bool:
-    """Whether samples are read by index, so that skipped ones are not read."""
+    """Check whether samples are read by index, so that skipped ones are not read."""
     inner = base_loader(loader)
     return isinstance(inner, DataLoader) and not isinstance(inner.dataset, IterableDataset)
 
 
 def looks_ahead(loader: Any) -> bool:
-    """Whether this process may read batches before they are requested."""
+    """Check whether this process may read batches before they are requested."""
     inner = base_loader(loader)
     if inner is not loader or not isinstance(inner, DataLoader):
         return True
@@ -44,12 +44,12 @@ def looks_ahead(loader: Any) -> bool:
 
 
 def reads_here(loader: Any) -> bool:
-    """Whether this process reads samples, not workers."""
+    """Check whether this process reads the samples, instead of workers."""
     return not getattr(base_loader(loader), "num_workers", 0)
 
 
 def is_warm(loader: Any) -> bool:
-    """Whether workers of an earlier pass persist: then a pass draws no seed for them."""
+    """Check whether workers of an earlier pass persist: then a pass draws no seed for them."""
     inner = base_loader(loader)
     persists = bool(getattr(inner, "persistent_workers", False))
     return persists and getattr(inner, "_iterator", None) is not None
@@ -58,7 +58,7 @@ def is_warm(loader: Any) -> bool:
 def forget_premade(loader: Any) -> None:
     """Drop the iterator that a stateful loader creates for its state before the first pass.
 
-    Its random draws would be unknown; the next iterator draws again.
+    Its random draws would be unknown. The next iterator draws again.
     """
     inner = base_loader(loader)
     if getattr(inner, "_initial_iter_for_state_dict", False):
@@ -66,10 +66,10 @@ def forget_premade(loader: Any) -> None:
 
 
 def has_own_state(loader: Any) -> bool:
-    """Whether the loader has a state of its own that is exact and avoids reading again.
+    """Check whether the loader has a state of its own that is exact and avoids reading again.
 
-    A loader whose data set has no state reads everything again and counts it twice. One that reads
-    on rank 0 for all corrects its count of batches, but not the state of its data set.
+    A loader whose data set has no state reads everything again and counts it twice. A loader that
+    reads on rank 0 for all ranks corrects its count of batches, but not the state of its data set.
     """
     if hasattr(loader, "slice_fn"):
         return False
@@ -81,7 +81,7 @@ def has_own_state(loader: Any) -> bool:
 
 
 def refills_a_buffer(loader: Any) -> bool:
-    """Whether the data set (of `datasets`) has a shuffle buffer, which its state does not hold."""
+    """Check whether the data set (of `datasets`) has a shuffle buffer, which its state omits."""
     for dataset in nested_datasets(loader):
         part = getattr(dataset, "_ex_iterable", None)
         while part is not None:
@@ -103,9 +103,10 @@ def forget_start(loader: Any) -> None:
 
 
 def samples_in(batch: Any) -> int:
-    """The number of samples in `batch`.
+    """Count the samples in `batch`.
 
-    The rows of its first tensor count, else the items of its first list; else it is one sample.
+    The rows of its first tensor count, else the items of its first list. A batch with neither
+    counts as one sample.
     """
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.ndim else 1
@@ -118,7 +119,7 @@ def samples_in(batch: Any) -> int:
 
 
 def sampler_places(loader: Any) -> list[tuple[Any, str]]:
-    """The holder of each sampler as (object, attribute), outermost first."""
+    """Return the holder of each sampler as (object, attribute), outermost first."""
     places: list[tuple[Any, str]] = []
     holder = base_loader(loader)
     name = "sampler" if getattr(holder, "batch_sampler", None) is None else "batch_sampler"
@@ -156,7 +157,7 @@ def loader_parts(loader: Any) -> dict[str, Any]:
 
 
 def loader_counters(loader: Any) -> dict[str, int]:
-    """The epochs and seeds in the loader's parts."""
+    """Return the epochs and seeds in the loader's parts."""
     counters = {}
     for part_name, part in loader_parts(loader).items():
         for name in _NUMBERS.get(part_name.split(".")[0], ()):

@@ -51,9 +51,9 @@ class OwnStates:
         self._states = []
 
     def to_store(self) -> Any:
-        """The state before the batches that a resume reads again.
+        """Return the state before the batches that a resume reads again.
 
-        None to read from the first batch.
+        Returns None if a resume reads from the first batch.
         """
         if not self.are_used:
             return None
@@ -63,7 +63,7 @@ class OwnStates:
 
 
 def copy_state(value: Any) -> Any:
-    """A copy that shares no memory with a file or the loader."""
+    """Return a copy that shares no memory with a file or the loader."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray):

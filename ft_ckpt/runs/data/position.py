@@ -65,12 +65,15 @@ class DataPosition:
         replay: bool | None = None,
         on_difference: str = "warn",
     ) -> None:
-        """`replay`: on resume, read all batches of the pass again and drop them.
+        """Begin at the first batch of `loader`.
 
-        True is exact for random augmentation in workers too; None does it only for iterable data
-        without an exact state; False only for data without any state (the shuffle buffer of a
-        `datasets` stream is refilled then). `on_difference`: "warn", "raise" or "ignore" if the
-        sampler yields other samples than before.
+        `replay`: on resume, read all batches of the pass again and drop them. True is exact for
+        random augmentation in workers too. None replays only iterable data without an exact state.
+        False replays only data without any state; the shuffle buffer of a `datasets` stream is
+        refilled then.
+
+        `on_difference`: "warn", "raise" or "ignore" if the sampler yields other samples than
+        before.
         """
         self.loader = loader
         self.rank = rank
@@ -119,9 +122,9 @@ class DataPosition:
         return None if length is None else self.batch >= length
 
     def batches(self) -> Iterator[Any]:
-        """One pass: the rest of the current one after `load_state_dict`, otherwise a new one.
+        """Yield the rest of the current pass after `load_state_dict`, otherwise a new pass.
 
-        After a `break` the pass is unfinished: a save stores the position in it, another call
+        After a `break` the pass is unfinished: a save stores the position in it, and another call
         starts a new pass. Raises LoadError if the data is now shorter than the consumed part.
         """
         iterator = self._resume_pass() if self._is_pending else self._begin_pass()
@@ -157,9 +160,10 @@ class DataPosition:
         forget_start(self.loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position as plain values, numpy arrays and tensors.
+        """Return the position as plain values, numpy arrays and tensors.
 
-        It holds two or three random states of about 15 KB each, and may differ between ranks.
+        The position has two or three random states of about 15 KB each, and may differ between
+        ranks.
         """
         if not self._start:
             self._numbers = loader_counters(self.loader)
@@ -193,7 +197,7 @@ class DataPosition:
         return None if self._last is self._start else self._last
 
     def _consumed_order(self) -> str | None:
-        """The digest of the items consumed in the current pass."""
+        """Return the digest of the items consumed in the current pass."""
         if self._is_pending:
             return self._saved_order
         return self._order.digest if self.batch else None
@@ -281,15 +285,18 @@ class DataPosition:
             return chain(list(islice(iterator, 1)), iterator)
 
     def _own_state(self) -> Any:
-        """The loader's own state with which a resume begins; None to read from the first batch."""
+        """Return the loader's own state with which a resume begins.
+
+        Returns None if a resume reads from the first batch.
+        """
         if self._is_pending:
             return self._own_states.oldest
         return self._own_states.to_store() if self.batch else None
 
     def _resume_pass(self) -> Iterator[Any]:
-        """The loader's iterator after the consumed batches.
+        """Return the loader's iterator after the consumed batches.
 
-        Random state and generators are unchanged.
+        The random state and the generators are unchanged.
         """
         now = RandomState(self.loader)
         self._is_pending = False
@@ -340,7 +347,7 @@ class DataPosition:
         return read
 
     def _ends_after(self, batches: int) -> bool:
-        """Whether the pass may be over after `batches`, as its last batch may have been short."""
+        """Check whether the pass may be over after `batches`: the last one may have been short."""
         if self._min_items is None:
             return False
         return batches * cut_of(self.loader, self.shares).per_step >= self._min_items
@@ -367,7 +374,7 @@ class DataPosition:
         return batches
 
     def _plan_rewind(self) -> tuple[int, list[AbstractContextManager[None]]]:
-        """The number of batches to read again, and the skips before them."""
+        """Return the number of batches to read again, and the skips before them."""
         ahead = BATCHES_AHEAD if looks_ahead(self.loader) else 0
         if self._origin is not None:
             self.loader.load_state_dict(copy_state(self._origin))
@@ -440,7 +447,7 @@ class DataPosition:
         self._offset = 0
 
     def _has_ended(self, consumed: int, *, by_index: bool) -> bool:
-        """Whether the pass is over after `consumed` items of the source."""
+        """Check whether the pass is over after `consumed` items of the source."""
         has_no_batch = is_spent(self.loader, self.shares, consumed) if by_index else None
         if has_no_batch is None or ends_together(self.loader):
             return bool(has_no_batch or self._loaded_at_end)

@@ -30,7 +30,7 @@ class _FeedSlot:
         return {name: getattr(self.feed, name) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, with the description of its data."""
+        """Return the position, with the description of its data."""
         if self.feed is None:
             return self.state or {}
         return {**self.feed.state_dict(), _ABOUT: describe_data(self.feed.loader)}
@@ -40,16 +40,16 @@ class DataPositions:
     """The positions of loaders in the order of the first request, over all restarts."""
 
     def __init__(self, states: Sequence[dict[str, Any]] = ()) -> None:
-        """`states` are the `state_dicts` of the checkpoint."""
+        """Continue from `states`, the `state_dicts` of the checkpoint."""
         self._slots = [_FeedSlot(state) for state in states]
         self.current: DataPosition | None = None  # the one requested last
 
     def position_of(
         self, loader: Any, ranks: Ranks, replay: bool | None, on_difference: str
     ) -> DataPosition:
-        """The position of `loader`, restored from the checkpoint.
+        """Return the position of `loader`, restored from the checkpoint.
 
-        Other arguments as for `DataPosition`.
+        The other arguments are those of `DataPosition`.
         """
         for feed in self.known_positions:
             if feed.loader is loader:
@@ -94,11 +94,11 @@ class DataPositions:
         return multiples
 
     def state_dicts(self) -> list[dict[str, Any]]:
-        """The state of the position in each loader."""
+        """Return the state of the position in each loader."""
         return [slot.state_dict() for slot in self._slots]
 
     def _slot_of(self, loader: Any, on_difference: str) -> _FeedSlot:
-        """The slot of the loader: one with the same data, else the first that was not requested.
+        """Return the slot with the loader's data, else the first that no loader has requested.
 
         If the checkpoint has one loader, of other data, `on_difference` decides between an error
         and a warning.
@@ -130,7 +130,7 @@ class DataPositions:
 
 
 def describe_data(loader: Any) -> list[Any]:
-    """A description to recognize a loader in another process: class and size of its data."""
+    """Describe a loader by class and size of its data, to recognize it in another process."""
     dataset = getattr(loader, "dataset", None)
     try:
         return [type(dataset).__name__, len(dataset)]  # type: ignore[arg-type]  # its TypeError is caught
@@ -139,7 +139,7 @@ def describe_data(loader: Any) -> list[Any]:
 
 
 def position_in_state(loader: Any, origin: Any, size: int) -> dict[str, Any]:
-    """The state with which `DataPositions` continues `loader` from `origin`.
+    """Return the state with which `DataPositions` continues `loader` from `origin`.
 
     `origin` is the state of the loader itself on each of `size` ranks.
     """

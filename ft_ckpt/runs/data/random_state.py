@@ -16,7 +16,7 @@ class RandomState:
         self._objects = {} if state else loader_generators(loader)
 
     def now(self) -> "RandomState":
-        """The state of the same generators now."""
+        """Capture the state of the same generators now."""
         return RandomState(self.loader)
 
     def put_back(self) -> None:
@@ -31,7 +31,10 @@ class RandomState:
 
 
 def loader_generators(loader: Any) -> dict[str, tuple[Any, str, Any]]:
-    """The loader's own generators as (part, attribute, generator); None for an empty attribute."""
+    """Return the loader's own generators as (part, attribute, generator) by name.
+
+    The generator of an empty attribute is None.
+    """
     generators = {}
     for part_name, part in loader_parts(loader).items():
         for name, value in getattr(part, "__dict__", {}).items():
@@ -42,7 +45,7 @@ def loader_generators(loader: Any) -> dict[str, tuple[Any, str, Any]]:
 
 
 def generator_states(loader: Any) -> dict[str, Any]:
-    """The state of each of `loader_generators`, None for an empty attribute.
+    """Return the state of each of `loader_generators`, None for an empty attribute.
 
     A shared generator is read once.
     """

@@ -38,7 +38,7 @@ def continue_after(consumed: int, cut: DataCut, *, by_index: bool) -> Continuati
 
 
 def sharing_problems(was: DataCut, now: DataCut) -> list[str]:
-    """Why samples may be skipped or repeated on another number of ranks: at most one sentence."""
+    """Tell, in at most one sentence, why another number of ranks may skip or repeat samples."""
     if None in (was.sharing, now.sharing):
         problem = (
             "how ranks share the data is not known: where they do not take it in turn, some "

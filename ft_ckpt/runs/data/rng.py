@@ -41,10 +41,10 @@ _REFUSALS = (
 
 
 def capture_generators() -> GeneratorStates:
-    """The state of all generators, in about 5 KB per generator.
+    """Capture the state of all generators, in about 5 KB per generator.
 
-    "python", "numpy", "torch", and the accelerator under its type ("cuda") where there is one:
-    plain values, numpy arrays and CPU tensors.
+    The keys are "python", "numpy", "torch", and the accelerator's type ("cuda") if the process has
+    one. The states are plain values, numpy arrays and CPU tensors.
     """
     state: GeneratorStates = {
         name: _current_state(generator) for name, (_, generator) in _GLOBAL.items()
@@ -92,7 +92,7 @@ def generator_problems(state: Any) -> list[str]:
 
 
 def state_of(generator: Any) -> GeneratorStates | None:
-    """The state of one generator of torch, NumPy or Python; None for any other object."""
+    """Return the state of a generator of torch, NumPy or Python; None for any other object."""
     if isinstance(generator, torch.Generator):
         return {"kind": "torch", "device": str(generator.device), "state": generator.get_state()}
     if isinstance(generator, np.random.Generator):
@@ -111,9 +111,10 @@ def _current_state(generator: Any) -> Any:
 
 
 def generator_in(state: Mapping[str, Any], generator: Any = None) -> Any:
-    """`generator` set to `state`, made by `state_of`.
+    """Set `generator` to `state`, made by `state_of`, and return it.
 
-    A new generator if it is None or of another kind. Raises CorruptError for an invalid state.
+    If `generator` is None or of another kind, a new generator is returned. Raises CorruptError for
+    an invalid state.
     """
     try:
         kind, inner = state["kind"], state["state"]
@@ -162,7 +163,7 @@ def _try_put(name: str, put: Callable[[Any], str | None], state: Mapping[str, An
 
 
 def python_state(state: tuple[Any, ...]) -> GeneratorStates:
-    """The result of `random.getstate` as plain values and an array."""
+    """Return the result of `random.getstate` as plain values and an array."""
     version, words, gauss = state
     return {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss}
 
@@ -180,9 +181,9 @@ def plain_states(python: tuple[Any, ...], numpy: tuple[Any, ...], cpu: Any) -> G
 
 
 def _python_tuple(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The argument of `random.setstate`.
+    """Return the argument of `random.setstate`.
 
-    Raises CorruptError for values of other types, which it would convert.
+    Raises CorruptError for values of other types, which `random.setstate` would convert.
     """
     words = tuple(int(word) for word in state["words"])
     gauss = state["gauss"]
@@ -192,9 +193,9 @@ def _python_tuple(state: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _numpy_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The argument of `set_state` of NumPy's legacy generators.
+    """Return the argument of `set_state` of NumPy's legacy generators.
 
-    Raises CorruptError for values it does not check.
+    Raises CorruptError for values that `set_state` does not check.
     """
     position = state["state"]["pos"] if state["bit_generator"] == "MT19937" else 0
     kinds = type(position), type(state["has_gauss"]), type(state["gauss"])
@@ -227,9 +228,9 @@ def _byte_tensor(state: Any) -> torch.Tensor:
 
 
 def _device_indices(wake: bool = False) -> dict[str, list[tuple[int, ...]]]:
-    """The arguments that name this process's devices to their module.
+    """Return the arguments that name this process's devices to their module.
 
-    With `wake` also of an unused device.
+    With `wake`, an unused device is named as well.
     """
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:

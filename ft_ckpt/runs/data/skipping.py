@@ -15,7 +15,7 @@ class RestorableRandomState(Protocol):
         """Restore all generators."""
 
     def now(self) -> "RestorableRandomState":
-        """The state of the same generators now."""
+        """Capture the state of the same generators now."""
 
 
 class SampleOrder:
@@ -30,7 +30,7 @@ class SampleOrder:
         self._forget_items()
 
     def follow(self, items: Iterator[Any]) -> Iterator[Any]:
-        """The items of a new pass, each noted when it is requested."""
+        """Yield the items of a new pass, and note each when it is requested."""
         self._is_known = True
         self._forget_items()
         for item in items:
@@ -50,7 +50,7 @@ class SampleOrder:
     def digest(self) -> str | None:
         """Digest of all taken items.
 
-        None if items are not plain values, or no sampler was followed.
+        The digest is None if items are not plain values, or no sampler was followed.
         """
         return self._taken.hexdigest() if self._is_known else None
 
@@ -60,7 +60,7 @@ class SampleOrder:
 
 
 def _plain_item(item: Any) -> Any:
-    """The item as nested plain values.
+    """Convert the item to nested plain values.
 
     Raises TypeError for values other than numbers and strings.
     """

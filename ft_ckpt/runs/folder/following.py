@@ -33,12 +33,12 @@ def follow(
     stop: threading.Event | None = None,
     on_problem: Callable[[CheckpointError], object] = lambda error: warn(str(error), stacklevel=4),
 ) -> Iterator[CheckpointInfo]:
-    """The checkpoints of `run`, then each new one when it is committed.
+    """Yield the checkpoints of `run`, then each new one when it is committed.
 
-    `run` is a folder or URL that may not exist yet. They come oldest first, each once, and once
-    more if it was saved again; those that were made from others (merged, averaged) do not come.
-    While the body of the loop runs, the checkpoint is leased: no rule deletes it. The loop ends
-    after `idle_seconds` without a new checkpoint (None: never), and when `stop` is set.
+    `run` is a folder or URL that may not exist yet. The checkpoints come oldest first, each once,
+    and once more if it was saved again. Checkpoints that were made from others (merged, averaged)
+    are left out. While the body of the loop runs, the checkpoint is leased: no rule deletes it. The
+    loop ends after `idle_seconds` without a new checkpoint (None: never), and when `stop` is set.
 
     `on_problem` gets the error of a checkpoint that is damaged (as by `verify(deep=False)`), which
     is skipped, and an UnreadableError of what cannot be read now, which is tried again; each text
@@ -78,7 +78,7 @@ def poll_checkpoints(
     stop: threading.Event,
     on_problem: Callable[[CheckpointError], object],
 ) -> Iterator[list[CheckpointInfo]]:
-    """The checkpoints of `run`, oldest first, at each poll; ends as `follow` does."""
+    """Yield the checkpoints of `run`, oldest first, at each poll; end as `follow` does."""
     seen: set[CheckpointKey] = set()
     pause_seconds = poll_seconds if idle_seconds is None else min(poll_seconds, idle_seconds)
     quiet_since = time.monotonic()
@@ -103,9 +103,9 @@ def key_of(info: CheckpointInfo) -> CheckpointKey:
 
 @contextmanager
 def stop_on_signal() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set; a second signal acts as it did before.
+    """Yield an event that SIGINT and SIGTERM set; a second signal acts as it did before.
 
-    Only in the main thread.
+    Only the main thread can call this function.
     """
     stop = threading.Event()
     previous: dict[int, Any] = {}

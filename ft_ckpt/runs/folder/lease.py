@@ -167,7 +167,7 @@ class RunLease(ExclusiveLease):
         return True
 
     def _is_unused(self) -> bool:
-        """Whether no saver uses it any more; then a saver made from now on takes a new one."""
+        """Check whether no saver uses the lease any more: the next saver takes a new one."""
         with _table_lock:
             if self.users:
                 return False
@@ -186,10 +186,10 @@ class RunLease(ExclusiveLease):
 
 
 def lease_run(directory: Place, user: object) -> RunLease:
-    """The lease of the run in `directory`, in use by `user` until it leaves or is deleted.
+    """Return the lease of the run in `directory`, in use by `user` until it leaves or is deleted.
 
-    Savers of one process share it. Raises LeaseTakenError naming the process that trains there,
-    TargetError if the mark cannot be written, UnreadableError if it cannot be read.
+    The savers of one process share the lease. Raises LeaseTakenError naming the process that trains
+    there, TargetError if the mark cannot be written, UnreadableError if it cannot be read.
     """
     store = directory.absolute.folder
     if store.local_folder is not None:
@@ -212,7 +212,7 @@ def lease_run(directory: Place, user: object) -> RunLease:
 
 
 def _mark_text(store: Store) -> str | None:
-    """The text of the mark; None without one. Raises UnreadableError."""
+    """Read the text of the mark; return None if there is no mark. Raises UnreadableError."""
     try:
         return store.read(RUN_LEASE).decode(errors="replace")
     except MissingError:
@@ -220,9 +220,10 @@ def _mark_text(store: Store) -> str | None:
 
 
 def _has_ended(facts: dict[str, Any]) -> bool:
-    """Whether the process that put the mark has ended.
+    """Check whether the process that put the mark has ended.
 
-    Also if it is this one: before an exec, or without a record of the mark.
+    If the mark names this process, it was put before an exec, or there is no record of it: such a
+    mark counts as ended.
     """
     if is_gone(facts):
         return True
@@ -256,7 +257,7 @@ def _busy_text(store: Store, facts: dict[str, Any], age: float) -> str:
 
 
 def _forget_leases() -> None:
-    """In a forked child, which has no part in the leases of its parent."""
+    """Forget all leases in a forked child, which has no part in the leases of its parent."""
     global _table_lock, _take_lock
     _table_lock, _take_lock = threading.Lock(), threading.Lock()
     _of_process.clear()

@@ -15,12 +15,12 @@ from ft_ckpt.storage.places import Place
 
 
 def survey_run(root: Place, protect: Iterable[Place] = ()) -> list[HeldCheckpoint]:
-    """The checkpoints in the folder `root` of a run, oldest first.
+    """Return the checkpoints in the folder `root` of a run, oldest first.
 
-    Links and `root` itself are left out. Guarded: checkpoints in `protect`, pinned or leased ones,
-    targets of links in `root`, and those that a save is about to replace. Raises UnreadableError
-    when a manifest, or `root`, cannot be read now: rules applied to some of the checkpoints could
-    delete the wrong ones.
+    Links and `root` itself are left out. Guarded are the checkpoints in `protect`, pinned or leased
+    ones, targets of links in `root`, and those that a save is about to replace. Raises
+    UnreadableError when a manifest, or `root`, cannot be read now: rules applied to some of the
+    checkpoints could delete the wrong ones.
     """
     return survey(open_run_folder(root), protect)
 
@@ -47,9 +47,9 @@ def survey(run: RunFolder, protect: Iterable[Place]) -> list[HeldCheckpoint]:
 def _held_checkpoint(
     run: RunFolder, info: CheckpointInfo, links: Mapping[str, str], protected: set[str]
 ) -> HeldCheckpoint | None:
-    """The checkpoint with its guards; `links`: link name by store identity.
+    """Return the checkpoint with its guards, or None if it was deleted meanwhile.
 
-    None if it was deleted meanwhile.
+    `links` maps the identity of a store to the name of a link to it.
     """
     manifest, store, path = info.manifest, info.store, info.path
     try:
@@ -83,7 +83,7 @@ def _held_checkpoint(
 
 
 def _base_of(path: Path | str, name: str | None) -> Path | str | None:
-    """The location of the checkpoint `name` in the folder of the one at `path`, to read it."""
+    """Return the location of the checkpoint `name` in the folder of the one at `path`."""
     if not name:
         return None
     return path.with_name(name) if isinstance(path, Path) else f"{path.rpartition('/')[0]}/{name}"

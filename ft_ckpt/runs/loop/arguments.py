@@ -71,7 +71,7 @@ def check_loop(loader: Any, epochs: Any) -> None:
 
 
 def in_words(value: Any) -> str:
-    """A value of the wrong kind, for errors: a text or number as it is, else its class."""
+    """Describe a value of the wrong kind: a text or number as it is, else its class."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, (str, int, float, os.PathLike)):
@@ -80,7 +80,7 @@ def in_words(value: Any) -> str:
 
 
 def _right_argument(value: Any) -> str:
-    """The argument that an object in the accelerator's place belongs to."""
+    """Name the argument that an object in the accelerator's place belongs to."""
     if isinstance(value, type):
         return "pass an instance of the class"
     if isinstance(value, (str, os.PathLike, Place)):

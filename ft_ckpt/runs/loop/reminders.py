@@ -16,9 +16,9 @@ Models = Callable[[], list[nn.Module]]
 class StepReminder:
     """Warns once if the run has trained under a schedule and `step` was never called.
 
-    That it has trained is proved by a step of its optimizers or by weights that have changed. A
-    loop is told when the schedule's number of optimizer steps is reached, at the end of the data,
-    or when its saver is closed.
+    A step of the run's optimizers, or weights that have changed, prove that the run has trained.
+    The warning comes when the schedule's number of optimizer steps is reached, at the end of the
+    data, or when the saver is closed.
     """
 
     def __init__(self, every: Every | None, steps: StepWatch) -> None:
@@ -101,8 +101,8 @@ class MetricWatch:
     def warn_of_absent(self, min_saves: int) -> None:
         """Warn once of absent metrics, although others were reported.
 
-        Without any metric so far, warn after `min_saves` saves: the first ones may come before an
-        evaluation.
+        If no metric was reported so far, the warning comes after `min_saves` saves, because the
+        first saves may come before an evaluation.
         """
         if not self._absent or not (self._reported or self._saves >= min_saves):
             return

@@ -119,7 +119,7 @@ class SignalWatch:
 
 
 def _still_in_force(number: int, handler: Any) -> Any:
-    """`handler`, or the one before it if its watch is closed: watches close in any order."""
+    """Return `handler`, or the one before it if its watch is closed: watches close in any order."""
     watch = getattr(handler, "__self__", None)
     while isinstance(watch, SignalWatch) and watch._is_closed and number in watch._previous:
         handler = watch._previous[number]

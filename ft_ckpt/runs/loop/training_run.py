@@ -124,9 +124,9 @@ class TrainingRun:
         ranks.run("the first step", self.check_objects)
 
     def capture_state(self, ranks: Ranks, versions: Mapping[str, str]) -> Captured:
-        """Capture the state of the whole run, and the sources of its models.
+        """Capture the state of the whole run, and the sources of its models, without copies.
 
-        Collective. Moves nothing.
+        Collective: call it on every rank.
         """
 
         def current_objects() -> tuple[nn.Module, list[Item], dict[str, Any]]:
@@ -188,9 +188,10 @@ class TrainingRun:
             self.report = replace(self.report, notes=(*self.report.notes, note))
 
     def agree_on_metrics(self, metrics: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
-        """The metrics that decide on saves.
+        """Return the metrics that decide on saves.
 
-        They are rank 0's if `every.best` ranks by them, because losses differ between ranks.
+        If `every.best` ranks checkpoints by metrics, they are rank 0's, because losses differ
+        between ranks.
         """
         best = None if self.config.every is None else self.config.every.best
         if ranks.size == 1 or best is None or best[0] not in metrics:
@@ -198,7 +199,10 @@ class TrainingRun:
         return dict(ranks.agree("saver.step()", metrics).result)
 
     def reason_to_save(self, metrics: Mapping[str, float], ranks: Ranks) -> str | None:
-        """Why to save now, or None; the same on every rank if the `metrics` are."""
+        """Return why to save now, or None.
+
+        The result is the same on every rank if the `metrics` are.
+        """
         every = self.config.every
         if every is None:
             return None
@@ -206,7 +210,7 @@ class TrainingRun:
         return self.poll.reason_to_save(self.history, self.step, ranks) or reason
 
     def is_batch_done(self) -> bool:
-        """Whether the batch just done completed a step."""
+        """Note the end of a batch, and return whether it completed a step."""
         self.reminder.note_call()
         self._watch_steps()
         self._is_unfinished = self.steps.is_unfinished(lambda: self.objects.models().values())
@@ -284,7 +288,7 @@ class TrainingRun:
         self.reminder.remind(self._current_models, is_main=is_main)
 
     def _current_models(self) -> list[nn.Module]:
-        """The models of the run; none before one is prepared or registered."""
+        """Return the models of the run, [] before one is prepared or registered."""
         if self.objects.main_model is None:
             return []
         return list(self.objects.models().values())

@@ -35,7 +35,10 @@ class ClockPoll:
         self._next_step = step + 1
 
     def reason_to_save(self, history: History, step: int, ranks: Ranks) -> str | None:
-        """Why to save now, the same on every rank; None for no reason, or if no poll is due."""
+        """Return why to save now, the same on every rank.
+
+        Returns None if there is no reason, or if no poll is due.
+        """
         if self._every is None or not self._goes_on or (ranks.size > 1 and step < self._next_step):
             return None
         begun = time.monotonic()
@@ -64,7 +67,7 @@ class ClockPoll:
 
 
 def _merge_polls(polls: Values) -> dict[str, Any]:
-    """Rank 0's decision plus the first signal received by any rank."""
+    """Combine rank 0's decision with the first signal that any rank received."""
     return {**polls[0], "signal": next((poll["signal"] for poll in polls if poll["signal"]), None)}
 
 
@@ -104,7 +107,7 @@ class Step:
 class Recorder:
     """The part of a rehearsal in the script's process.
 
-    It records batches and steps, and ends the script.
+    The recorder records batches and steps, and ends the script.
     """
 
     def __init__(self, rehearsal: Rehearsal) -> None:
@@ -117,7 +120,7 @@ class Recorder:
             )
 
     def watch_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The same batches; their contents go into the digest of the step."""
+        """Yield the batches, and add their contents to the digest of the step."""
         for batch in batches:
             self._batches = self._batches or xxhash.xxh3_128()
             _digest_value(self._batches, batch)
@@ -155,7 +158,7 @@ class Recorder:
 
 
 def start_recorder() -> Recorder | None:
-    """The recorder of this process if it is part of a rehearsal.
+    """Return the recorder of this process if it is part of a rehearsal.
 
     Raises ConfigError if the variable is invalid.
     """
@@ -171,7 +174,7 @@ def start_recorder() -> Recorder | None:
 
 
 def read_steps(record: Path) -> list[Step] | None:
-    """The recorded steps of a script; None when it made no saver."""
+    """Read the recorded steps of a script; return None if the script made no saver."""
     try:
         text = _store_of(record).read(record.name).decode()
     except MissingError:
@@ -180,7 +183,7 @@ def read_steps(record: Path) -> list[Step] | None:
 
 
 def _store_of(record: Path) -> LocalStore:
-    """The folder of the record; its files need not survive a crash."""
+    """Open the folder of the record, whose files need not survive a crash."""
     return LocalStore(record.parent, syncs=False)
 
 

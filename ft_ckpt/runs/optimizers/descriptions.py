@@ -40,13 +40,13 @@ def merge_descriptions(descriptions: Sequence[Description]) -> Description:
 
 
 def settings_by_rank(description: Description) -> Mapping[str, Sequence[int]]:
-    """The settings and numbers that differ from rank 0's, by name, and the ranks that differ."""
+    """Return the settings and numbers that differ from rank 0's by name, and on which ranks."""
     by_setting: Mapping[str, Sequence[int]] = description.get("differing", {})
     return by_setting
 
 
 def differing_settings(document: Mapping[str, Any]) -> Differences:
-    """The settings and numbers of optimizers that differ between ranks in the state of a run."""
+    """Return the settings and numbers of optimizers that differ between ranks of a run."""
     differing = {}
     for item, entry in document.get("items", {}).items():
         for setting, ranks in settings_by_rank(entry.get("optimizer", {})).items():
@@ -79,7 +79,7 @@ def _refuse_differing_containers(
 
 
 def _differing_settings(description: Description, together: Description) -> list[str]:
-    """The settings and numbers of one rank that differ from the merged ones."""
+    """Return the settings and numbers of one rank that differ from the merged ones."""
     differing = []
     groups = zip(description["groups"], together["groups"], strict=False)
     for number, (group, merged_group) in enumerate(groups):

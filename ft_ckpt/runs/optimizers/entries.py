@@ -17,7 +17,7 @@ from ft_ckpt.runs.optimizers.values import Entry, encode_if_plain, flatten_conta
 
 
 def state_entry(key: Any, value: Any, parameter: Any, owner: Source) -> tuple[Entry, list[str]]:
-    """The entry of a value in the state of `parameter`, and the reasons why it cannot be saved."""
+    """Return the entry of a value in the state of `parameter`, and why it cannot be saved."""
     if type(key) is not str:
         return {}, [f"{key!r}: a key of type {type(key).__name__}, expected str"]
     if isinstance(value, Tensor):
@@ -39,7 +39,7 @@ def state_entry(key: Any, value: Any, parameter: Any, owner: Source) -> tuple[En
 
 
 def entry_source(owner: Source, key: str, entry: Any, value: Any) -> Source:
-    """The source of one state tensor; `value` is this rank's part, or None."""
+    """Return the source of one state tensor; `value` is this rank's part, or None."""
     name = f"{owner.name}/{key}"
     dtype = dtype_of(entry["dtype"])
     if is_distributed(value):
@@ -60,7 +60,7 @@ def entry_source(owner: Source, key: str, entry: Any, value: Any) -> Source:
 
 
 def empty_state_tensor(entry: Any, parameter: Any, owner: Source) -> Tensor:
-    """A tensor of zeros for this rank's part of the one that `entry` describes."""
+    """Create zeros for this rank's part of the tensor that `entry` describes."""
     dtype = dtype_of(entry["dtype"])
     device = torch.device("cpu") if entry["host"] else parameter.device
     if "stride" in entry and not is_distributed(parameter) and not shows_runs(owner.live):
@@ -73,7 +73,7 @@ def empty_state_tensor(entry: Any, parameter: Any, owner: Source) -> Tensor:
 
 
 def has_shape_of(entry: Any, owner: Source) -> bool:
-    """Whether a state tensor has the shape of its parameter, and not one number for all of it."""
+    """Check whether a state tensor has the shape of its parameter, instead of one number."""
     return bool(entry["shape"]) and tuple(entry["shape"]) == owner.shape
 
 
@@ -94,7 +94,7 @@ def _tensor_entry(value: Tensor, parameter: Any, owner: Source) -> Entry:
 
 
 def _tensor_problem(value: Tensor, source: Source, parameter: Any) -> str | None:
-    """Why a tensor in the state of `parameter` cannot be saved; None if it can."""
+    """Tell why a tensor in the state of `parameter` cannot be saved; return None if it can."""
     if is_distributed(value):
         if value.numel() == 1 or value.shape == parameter.shape:
             return None

@@ -16,15 +16,15 @@ GroupValues = tuple[dict[str, Any], Mapping[str, Any]]
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a group without its parameters, by key.
+    """Return the settings of a group without its parameters, by key.
 
-    Raises SelectionError for one that cannot be saved.
+    Raises SelectionError for a setting that cannot be saved.
     """
     return {key: encode_setting(key, value) for key, value in group.items() if key != "params"}
 
 
 def unsaveable_settings(number: int, group: Mapping[str, Any]) -> list[str]:
-    """The reasons why settings of the group with this number cannot be saved."""
+    """Return the reasons why settings of the group with this number cannot be saved."""
     problems: list[str] = []
     for key, value in group.items():
         if key == "params":
@@ -109,7 +109,7 @@ def set_groups(groups: Iterable[GroupValues]) -> None:
 
 
 def _canonical_names(sources: Mapping[str, Source]) -> dict[str, str]:
-    """For each name the first name of the same parameter."""
+    """Map each name to the first name of the same parameter."""
     first_names: dict[int, str] = {}
     for name, source in sources.items():
         first_names.setdefault(source.key, name)
@@ -117,9 +117,9 @@ def _canonical_names(sources: Mapping[str, Source]) -> dict[str, str]:
 
 
 def _can_replace(key: str, value: Any, live: Any) -> bool:
-    """Whether a stored setting may replace a live one.
+    """Check whether a stored setting may replace a live one.
 
-    Both have one type, or one is None, which "lr" may not be.
+    Values of one type may replace each other, and None and a value may, except for "lr".
     """
     if value is None or live is None:
         return value is live or key != "lr"
@@ -143,7 +143,7 @@ def _kind_of_setting(value: Any) -> str:
 def _group_differences(
     live: set[str], stored: set[str], with_state: set[str], sources: Mapping[str, Source]
 ) -> list[str]:
-    """The parameters that only one side trains."""
+    """Describe the parameters that only one side trains."""
 
     def is_trained(name: str) -> bool:
         return sources[name].trainable or name in with_state

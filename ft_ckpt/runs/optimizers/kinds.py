@@ -34,11 +34,11 @@ class OptimizerKind(ABC):
 
     @abstractmethod
     def recognizes(self, optimizer: Any) -> bool:
-        """Whether an optimizer is of this kind. Imports no engine."""
+        """Check whether an optimizer is of this kind, without importing an engine."""
 
     @abstractmethod
     def describe(self, optimizer: Any, sources: Mapping[str, Source]) -> Description:
-        """This rank's part of the state as JSON: plain values, and shape and dtype of tensors.
+        """Describe this rank's part of the state as JSON: plain values, tensors' shapes and dtypes.
 
         Raises SelectionError naming what cannot be saved.
         """
@@ -47,12 +47,10 @@ class OptimizerKind(ABC):
     def state_tensors(
         self, optimizer: Any, description: Description, sources: Mapping[str, Source]
     ) -> dict[str, Source]:
-        """The tensors of the described state as sources, by "parameter/key".
+        """Return the tensors of the described state as sources, by "parameter/key".
 
-        The same names on every rank.
-
-        Raises SelectionError naming state that this rank lacks for its parts of parameters, and
-        other ranks have.
+        The names are the same on every rank. Raises SelectionError naming state that this rank
+        lacks for its parts of parameters, and other ranks have.
         """
 
     @abstractmethod
@@ -80,10 +78,10 @@ class OptimizerKind(ABC):
         """
 
     def hooked_optimizer(self, optimizer: Any) -> tuple[Any, list[Tensor]]:
-        """The torch optimizer whose steps alone change the captured tensors.
+        """Return the torch optimizer whose steps alone change the captured tensors.
 
-        It comes with the tensors that its steps change besides its own. (None, []) if captured
-        tensors change at other moments too.
+        The second value has the tensors that its steps change besides its own. Returns (None, [])
+        if captured tensors change at other moments too.
         """
         return optimizer, []
 
@@ -94,30 +92,30 @@ class OptimizerKind(ABC):
         """Called when everything is restored on all ranks. Collective."""
 
     def is_accumulating(self, optimizer: Any) -> bool:
-        """Whether the optimizer holds gradients of an unfinished step, which are not captured."""
+        """Check whether the optimizer holds gradients of an unfinished step (never captured)."""
         return False
 
     def unsaveable_state(self, optimizer: Any) -> list[str]:
-        """The reasons why the optimizer's state can never be saved; known before its first step."""
+        """Return the reasons, known before the first step, why the state can never be saved."""
         return []
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside Accelerate's wrapper, if there is one."""
+    """Return the optimizer inside Accelerate's wrapper, or an unwrapped optimizer itself."""
     while type(optimizer).__module__.startswith("accelerate.") and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def kind_of_optimizer(optimizer: Any) -> OptimizerKind | None:
-    """The kind of an unwrapped optimizer; None for an object that is none."""
+    """Return the kind of an unwrapped optimizer, or None if the object is not an optimizer."""
     return next((kind for kind in _all_kinds() if kind.recognizes(optimizer)), None)
 
 
 def engine_counters(engine: Any) -> Any:
-    """The counters of a DeepSpeed engine, as an object with a state dict.
+    """Return the counters of a DeepSpeed engine, as an object with a state dict.
 
-    None for other objects.
+    Returns None for other objects.
     """
     if not hasattr(engine, "global_samples"):
         return None

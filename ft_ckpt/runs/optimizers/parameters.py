@@ -22,14 +22,14 @@ def sources_by_parameter(sources: Mapping[str, Source]) -> dict[int, list[Source
 
 
 def parameter_of(source: Source) -> Any:
-    """The parameter object of `source` in an optimizer, or the tensor itself."""
+    """Return the parameter object of `source` in an optimizer, or the tensor itself."""
     return optimizer_parameter(source.live)
 
 
 def names_of_groups(
     groups: Iterable[Mapping[str, Any]], sources: Mapping[str, Source]
 ) -> list[list[str]]:
-    """The names of the parameters in each group of an optimizer; of tied names the first."""
+    """Return the names of the parameters in each group of an optimizer; of tied names the first."""
     owners = sources_by_parameter(sources)
     names_by_group = []
     for group in groups:
@@ -41,7 +41,7 @@ def names_of_groups(
 
 
 def trained_identities(optimizer: Any, sources: Mapping[str, Source]) -> frozenset[int]:
-    """The identities of the sources whose parameters have state in the optimizer."""
+    """Return the identities of the sources whose parameters have state in the optimizer."""
     owners = sources_by_parameter(sources)
     identities: set[int] = set()
     for parameter in stateful_parameters(optimizer):
@@ -50,7 +50,7 @@ def trained_identities(optimizer: Any, sources: Mapping[str, Source]) -> frozens
 
 
 def stateful_parameters(optimizer: Any) -> list[Any]:
-    """The parameters that have state: in the order of the groups, then those in no group."""
+    """Return the parameters that have state: in the order of the groups, then those in no group."""
     by_id: dict[int, Any] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

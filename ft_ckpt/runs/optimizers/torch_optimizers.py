@@ -57,10 +57,11 @@ class TorchOptimizers(OptimizerKind):
         return isinstance(optimizer, Optimizer)
 
     def describe(self, optimizer: Any, sources: Mapping[str, Source]) -> Description:
-        """As `OptimizerKind.describe`; `requires_grad` of the `sources` does not matter.
+        """Describe the state as `OptimizerKind.describe` does.
 
-        Raises SelectionError naming what cannot be saved: tensor subclasses, Python objects,
-        parameters of unknown models, further entries of its state dict.
+        `requires_grad` of the `sources` does not matter. Raises SelectionError naming what cannot
+        be saved: tensor subclasses, Python objects, parameters of unknown models, further entries
+        of its state dict.
         """
         owners = sources_by_parameter(sources)
         problems = self.unsaveable_state(optimizer)
@@ -125,10 +126,10 @@ class TorchOptimizers(OptimizerKind):
         fill: Callable[[Source], Any],
         later: Callable[[Source], Any] | None = None,
     ) -> tuple[str, ...]:
-        """As `OptimizerKind.restore`; all sources can be filled `later`.
+        """Restore the state as `OptimizerKind.restore` does; all sources can be filled `later`.
 
-        State is matched by name, groups by the names in them; state that is not described is
-        dropped, so that nothing of later steps is left.
+        State is matched by name, groups by the names in them. State that is not described is
+        dropped, so that nothing of later steps remains.
         """
         fill = later or fill
         names = names_of_groups(optimizer.param_groups, sources)
@@ -181,7 +182,7 @@ def refuse_missing_state(optimizer: Any, missing: list[str]) -> None:
 
 
 def is_schedule_free_in_training(optimizer: Any) -> bool:
-    """Whether a schedule-free optimizer has put the weights where gradients are computed.
+    """Check whether a schedule-free optimizer has put the weights where gradients are computed.
 
     The other point is the average of the weights. Such optimizers switch by `train` and `eval`, and
     have the mode in their groups, or as an attribute.
@@ -196,7 +197,7 @@ def is_schedule_free_in_training(optimizer: Any) -> bool:
 def _describe_groups(
     optimizer: Any, owners: Mapping[int, list[Source]], has_problems: bool
 ) -> tuple[list[Description], list[str]]:
-    """The groups without their settings if there are problems, and the problems of the groups."""
+    """Describe the groups (without settings if `has_problems`), and return their problems."""
     groups: list[Description] = []
     problems: list[str] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -214,7 +215,7 @@ def _describe_groups(
 def _describe_state(
     optimizer: Any, owners: Mapping[int, list[Source]]
 ) -> tuple[Description, list[str]]:
-    """The entries of each parameter's state, and what cannot be saved."""
+    """Return the entries of each parameter's state, and what cannot be saved."""
     state: Description = {}
     problems: list[str] = []
     for parameter in stateful_parameters(optimizer):
@@ -235,7 +236,7 @@ def _describe_state(
 def _restored_state(
     description: Description, sources: Mapping[str, Source], fill: Callable[[Source], Any]
 ) -> dict[Any, dict[str, Any]]:
-    """The described state by parameter, its tensors new and given to `fill`."""
+    """Return the described state by parameter, with new tensors that `fill` reads."""
     by_parameter: dict[Any, dict[str, Any]] = {}
     for name, entries in description["state"].items():
         owner = sources[name]
@@ -256,7 +257,7 @@ def _restored_state(
 
 
 def _inner_optimizers(optimizer: Any) -> list[str]:
-    """The attributes that are or contain other optimizers with separate state."""
+    """Name the attributes that are or contain other optimizers with separate state."""
     names = []
     for name, value in vars(optimizer).items():
         if name in _KEYS:

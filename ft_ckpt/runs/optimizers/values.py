@@ -47,7 +47,7 @@ _MAX_PACKED_BYTES = 1 << 20  # of the tensors in one JSON text
 
 
 def encode_if_plain(value: Any) -> Entry | None:
-    """{"value": JSON} of a simple value; None for other values."""
+    """Return {"value": JSON} of a simple value, None for other values."""
     try:
         return {"value": encode_value(value)}
     except SelectionError:
@@ -55,7 +55,7 @@ def encode_if_plain(value: Any) -> Entry | None:
 
 
 def pack(value: Any, name: str) -> Entry:
-    """A value with the bytes of its tensors, as {"text", "device"}.
+    """Encode a value with the bytes of its tensors, as {"text", "device"}.
 
     Raises SelectionError, beginning with `name`, for other objects, tensors on several kinds of
     devices, and more than a MiB of tensors.
@@ -74,10 +74,10 @@ def pack(value: Any, name: str) -> Entry:
 
 
 def unpack(packed: Mapping[str, str], device: Any = None) -> Any:
-    """The inverse of `pack`.
+    """Decode what `pack` has encoded.
 
-    Tensors come to `device`, or else to the kind of device that they were on. Raises CorruptError
-    for a damaged text.
+    Tensors come to `device`, or by default to the kind of device that they were on. Raises
+    CorruptError for a damaged text.
     """
     value = load_object(packed["text"])
     target = torch.device(packed["device"] if device is None else device)
@@ -85,12 +85,12 @@ def unpack(packed: Mapping[str, str], device: Any = None) -> Any:
 
 
 def encode_setting(key: str, value: Any) -> Entry:
-    """The setting `key` of a group. Raises SelectionError as `pack` does."""
+    """Encode the setting `key` of a group. Raises SelectionError as `pack` does."""
     return encode_if_plain(value) or pack(value, key)
 
 
 def decode_setting(stored: Mapping[str, Any], device: Any = None) -> Any:
-    """The setting, with its tensors on `device`, by default as `unpack` has them.
+    """Decode a setting, with its tensors on `device`, by default as `unpack` has them.
 
     Raises CorruptError, LoadError.
     """
@@ -125,7 +125,7 @@ def set_setting(group: dict[str, Any], key: str, stored: Mapping[str, Any]) -> N
 def flatten_container(key: str, value: Any) -> tuple[Node, list[Leaf], list[str]]:
     """Flatten a container `key` in a parameter's state into its nodes and its tensors.
 
-    Also returns, by path, what in it cannot be stored.
+    The third result names, by path, what in the container cannot be stored.
     """
     node, leaves, refused = try_flatten(value, NAMES, key, LEAVES)
     arrays = [f"{key}: a numpy array of {leaf.dtype}" for leaf in leaves if leaf.is_array]
@@ -133,7 +133,7 @@ def flatten_container(key: str, value: Any) -> tuple[Node, list[Leaf], list[str]
 
 
 def tensors_of_value(value: Any) -> list[Tensor]:
-    """The tensors of a value of a parameter's state, in the order of `tensors_of_entry`."""
+    """Return the tensors of a value of a parameter's state, in the order of `tensors_of_entry`."""
     if isinstance(value, Tensor):
         return [value]
     _, leaves, _ = flatten_container("", value)
@@ -141,7 +141,7 @@ def tensors_of_value(value: Any) -> list[Tensor]:
 
 
 def tensors_of_entry(key: str, entry: Entry) -> list[tuple[str, Entry]]:
-    """The stored tensors of an entry `key`: their names below the parameter, and their entries."""
+    """Return the stored tensors of an entry `key`: names below the parameter, and entries."""
     if "dtype" in entry:
         return [(key, entry)]
     owner = {"rank": entry["rank"]} if "rank" in entry else {}
@@ -150,7 +150,7 @@ def tensors_of_entry(key: str, entry: Entry) -> list[tuple[str, Entry]]:
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int] | None) -> bool:
-    """Whether a tensor with this stride fills its memory, and no two elements share a place."""
+    """Check whether a tensor with this stride fills its memory, without overlapping elements."""
     if stride is None:
         return True
     if len(stride) != len(shape) or not all(type(step) is int and step >= 0 for step in stride):
@@ -160,7 +160,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int] | None) -> bool:
 
 
 def build_value(entry: Entry, leaves: Sequence[Tensor]) -> Any:
-    """The value of an entry that is not plain, with these tensors in it.
+    """Build the value of an entry that is not plain, with these tensors in it.
 
     Raises CorruptError for an invalid tree.
     """

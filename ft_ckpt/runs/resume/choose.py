@@ -47,7 +47,7 @@ class Damage:
         self._by_url[_absolute_url(place)] = problems
 
     def at(self, place: Place) -> Sequence[Problem] | None:
-        """The problems of the checkpoint at `place`; None if none were found so far."""
+        """Return the problems of the checkpoint at `place`, or None if none were found so far."""
         return self._by_url.get(_absolute_url(place))
 
 
@@ -55,7 +55,7 @@ class Damage:
 class Choice:
     """What to resume from: a checkpoint, or a folder of another program.
 
-    Neither to start afresh.
+    A fresh start has neither.
     """
 
     facts: CheckpointFacts | None = None
@@ -67,10 +67,10 @@ class Choice:
 def choose_checkpoint(
     request: ResumeRequest, damage: Damage, ranks: Ranks, stack: ExitStack
 ) -> Choice:
-    """Choose a checkpoint on rank 0, and open it there until `stack` closes. Collective.
+    """Choose a checkpoint on rank 0, and open it on that rank until `stack` closes.
 
-    Checkpoints with `damage` are left out. Raises what `open_newest` raises, RankError if another
-    rank failed.
+    Collective: call it on every rank. Checkpoints with `damage` are left out. Raises what
+    `open_newest` raises, RankError if another rank failed.
     """
     choice = Choice()
     value: dict[str, object] = {"mode": str(request.mode)}
@@ -96,7 +96,6 @@ def _to_json(choice: Choice) -> dict[str, object]:
 
 
 def _from_json(value: Mapping[str, Any]) -> Choice:
-    """The choice of rank 0, as another rank knows it."""
     facts, folder = value["facts"], value["foreign_folder"]
     return Choice(
         facts=None if facts is None else CheckpointFacts(**facts),
@@ -140,17 +139,15 @@ def _choose(request: ResumeRequest, damage: Damage, stack: ExitStack) -> Choice:
 def open_newest(
     request: ResumeRequest, infos: Sequence[CheckpointInfo], damage: Damage, stack: ExitStack
 ) -> ResumePoint | None:
-    """Open the checkpoint to resume from until `stack` closes; None to start afresh.
+    """Open the checkpoint to resume from until `stack` closes; return None for a fresh start.
 
-    `infos` are the run's checkpoints.
+    `infos` are the run's checkpoints. Of several copies of a checkpoint, the last intact one in
+    `infos` is opened. Large files are not compared with their digests.
 
-    Large files are not compared with their digests here. Of several copies of a checkpoint, the
-    first whole one from the end of `infos` is taken.
-
-    Modes: "never"; "auto", the newest whole resumable checkpoint, None if there is no checkpoint at
-    all; "must", the newest or an error; otherwise the named checkpoint. Raises NotACheckpointError
-    if there is none, CorruptError if none is whole, or naming the damaged files of the named
-    checkpoint and the newest whole one.
+    The modes are "never"; "auto", the newest intact resumable checkpoint, or None if there is no
+    checkpoint at all; "must", the newest or an error; otherwise the named checkpoint. Raises
+    NotACheckpointError if there is no checkpoint, CorruptError if none is intact, or naming the
+    damaged files of the named checkpoint and the newest intact one.
     """
     mode = request.mode
     if mode == "never":
@@ -182,7 +179,7 @@ def open_newest(
 
 
 def _candidates(request: ResumeRequest, infos: Sequence[CheckpointInfo]) -> list[list[Place]]:
-    """The checkpoints to try in this order, each as the places of its copies."""
+    """Return the checkpoints to try in this order, each as the places of its copies."""
     by_content: dict[str, list[Place]] = {}
     for info in resumable(reversed(infos)):
         by_content.setdefault(content_identity(info.manifest), []).append(Place(info.store))
@@ -198,7 +195,7 @@ def _candidates(request: ResumeRequest, infos: Sequence[CheckpointInfo]) -> list
 
 
 def _named_checkpoint(request: ResumeRequest, infos: Sequence[CheckpointInfo]) -> Place:
-    """The named checkpoint.
+    """Return the named checkpoint.
 
     Raises NotACheckpointError if it does not exist or has no training state.
     """
@@ -285,7 +282,7 @@ def resumable(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
 def branch_run_id(
     request: ResumeRequest, checkpoint: OpenCheckpoint, infos: Sequence[CheckpointInfo]
 ) -> str | None:
-    """A new run id if the user named `checkpoint` and its run has later checkpoints, else None.
+    """Return a new run id if the user named `checkpoint` and its run has later ones, else None.
 
     `infos` are the checkpoints in the run's directory.
     """
@@ -326,7 +323,7 @@ def warn_of_other_runs(
 def _refuse_damaged(listings: Iterable[Listing]) -> None:
     """Raise ManifestError for damaged manifests.
 
-    They may belong to this run, which must not start afresh then.
+    Their checkpoints may belong to this run, which must not start over then.
     """
     for listed in listings:
         if listed.damaged:
@@ -351,7 +348,10 @@ class ForeignFolder(Protocol):
 
 
 def find_foreign_folder(place: Place) -> Path | None:
-    """The local folder at `place`, or in it, that another program saved a run in; None without."""
+    """Return the local folder, at `place` or in it, that another program saved a run in.
+
+    Returns None if there is no such folder.
+    """
     local_folder = place.folder.local_folder
     if local_folder is None:
         return None

@@ -98,7 +98,7 @@ def compare_state(
 
 
 def _find_misfits(matched: MatchedRun, resume_point: ResumePoint) -> list[Restored]:
-    """The items that cannot be restored, found without calling a `load_state_dict`."""
+    """Find the items that cannot be restored, without calling a `load_state_dict`."""
     document = resume_point.document
     stored_items = document["items"]
     outcomes = [restore_weights(matched.sources, resume_point, check_only)]
@@ -131,7 +131,7 @@ def _check_item(item: Item, entry: Document, matched: MatchedRun, stored: Stored
 
 
 def _is_dispensable(item: Item, document: Document) -> bool:
-    """Whether the checkpoint of a run with `item` may lack it."""
+    """Check whether the checkpoint of a run with `item` may lack it."""
     if item.name == ENGINE:
         return True  # DeepSpeed's counters start at 0 in a run that another engine saved
     if not isinstance(item.value, ModuleExtraState):

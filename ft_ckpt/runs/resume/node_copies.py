@@ -49,7 +49,10 @@ def copy_to_nodes(view: RankView, ranks: Ranks, stack: ExitStack) -> ResumePoint
 
 
 def _send_checkpoint(view: RankView, ranks: Ranks, stack: ExitStack) -> LocalStore | None:
-    """The folder of the copy that this node has received, on the ranks that need it. Collective."""
+    """Send the checkpoint, and return the folder of this node's copy on the ranks that need it.
+
+    Collective: call it on every rank.
+    """
     needs_copy = view.resume_point is None
     checkpoint = None
     if ranks.is_main and view.resume_point is not None:
@@ -83,9 +86,9 @@ def _send_checkpoint(view: RankView, ranks: Ranks, stack: ExitStack) -> LocalSto
 
 
 def _open_received(folder: LocalStore, view: RankView, stack: ExitStack) -> ResumePoint:
-    """The copy of rank 0's checkpoint that this node has received.
+    """Open the copy of rank 0's checkpoint that this node has received.
 
-    Raises CorruptError for a damaged one.
+    Raises CorruptError for a damaged copy.
     """
     # The rank that made the folder may delete it before the other ranks of the node close theirs.
     received = stack.enter_context(open_checkpoint(Place(folder), is_private=True))
@@ -98,9 +101,9 @@ def _open_received(folder: LocalStore, view: RankView, stack: ExitStack) -> Resu
 
 
 def _facts_of(checkpoint: OpenCheckpoint) -> dict[str, object]:
-    """The size of each file, and a mark in the folder of this rank.
+    """Return the size of each file, and a mark in the folder of this rank.
 
-    The ranks of a node find by the mark which folder they share.
+    By the mark, the ranks of a node recognize a folder that they share.
     """
     sizes = {}
     for name in (MANIFEST_NAME, *(record.path for record in checkpoint.manifest.files)):
@@ -116,7 +119,7 @@ def _make_folder(mark: str, stack: ExitStack) -> LocalStore:
 
 
 def _first_marked(folder: LocalStore, mark: str) -> LocalStore:
-    """The folder that the ranks of this node share: the first with the mark of this rank's own."""
+    """Return the folder that the ranks of this node share: the first with the mark of this rank."""
     parent = folder.folder.parent
     marked = sorted(path.parent for path in parent.glob(f"{_PREFIX}*/{mark}"))
     return replace(folder, folder=marked[0])

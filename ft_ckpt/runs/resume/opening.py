@@ -40,11 +40,10 @@ class ResumePoint:
     far_ranks: str = ""  # that do not see the checkpoint and read a copy, as text
 
     def way_to_read(self, fan_out: str) -> str:
-        """The way for `choose_filler`, from SaverConfig.fan_out and the store of the checkpoint.
+        """Return the way for `choose_filler`, from SaverConfig.fan_out and the checkpoint's store.
 
-        The same on all ranks.
-
-        Ranks that read a copy on their disk do not ask rank 0 for small ranges of the bucket.
+        The result is the same on all ranks. Ranks that read a copy on their disk do not request
+        small ranges of the bucket from rank 0.
         """
         is_in_bucket = isinstance(self.checkpoint.store, ListedStore) and not self.far_ranks
         return "small" if fan_out == "auto" and is_in_bucket else fan_out
@@ -95,10 +94,10 @@ def open_on_all_ranks(
     stack: ExitStack,
 ) -> RankView:
     """Open rank 0's checkpoint, `resume_point` there, on all ranks until `stack` closes.
-    Collective.
 
-    A rank opens the checkpoint itself if it finds the files of rank 0's `facts` at the same path or
-    URL, or a whole copy, whose digests it compares if `deep`; `open_path` resolves path and URL.
+    Collective: call it on every rank. A rank opens the checkpoint itself if it finds the files of
+    rank 0's `facts` at the same path or URL, or an intact copy, whose digests it compares if
+    `deep`. `open_path` resolves path and URL.
     """
     place = open_path(facts.path)
     shares_files = resume_point is not None
@@ -114,9 +113,10 @@ def open_on_all_ranks(
 
 
 def merge_views(answers: Values) -> dict[str, Any]:
-    """The ranks that do not see the checkpoint, and those that share its comparison.
+    """Combine what the ranks see of the checkpoint.
 
-    The first are text, the second runs [first, last] of ranks.
+    "far" names the ranks that do not see it, as text. "sharers" has the ranks that share its
+    comparison, as runs [first, last].
     """
     far_ranks = [rank for rank, answer in enumerate(answers) if not answer["sees"]]
     sharers = []
@@ -130,9 +130,9 @@ def merge_views(answers: Values) -> dict[str, Any]:
 def _open_copy(
     facts: CheckpointFacts, place: Place, stack: ExitStack, deep: bool
 ) -> tuple[ResumePoint | None, bool]:
-    """The checkpoint as this rank sees it, and whether its files are rank 0's.
+    """Open the checkpoint as this rank sees it; also return whether its files are rank 0's.
 
-    None if it is another or damaged.
+    Returns None for another checkpoint or a damaged one.
     """
     with ExitStack() as trial:
         checkpoint = trial.enter_context(open_checkpoint(place))
@@ -155,10 +155,10 @@ def _manifest_stamp(checkpoint: OpenCheckpoint) -> list[int]:
 
 
 def verify_files(view: RankView, ranks: Ranks) -> Sequence[Problem]:
-    """The problems of the checkpoint's large files; the same on all ranks. Collective.
+    """Return the problems of the checkpoint's large files, the same on all ranks.
 
-    Small files were compared when it was opened. The ranks that see the files of rank 0 divide the
-    work. Nothing is read unless all digests are to be compared.
+    Collective: call it on every rank. Small files were compared when the checkpoint was opened. The
+    ranks that see the files of rank 0 divide the work. Without `deep` nothing is read.
     """
     if not view.deep:
         return ()
@@ -192,7 +192,7 @@ def verify_files(view: RankView, ranks: Ranks) -> Sequence[Problem]:
 
 
 def _digest_whole(store: Store, shares: Sequence[FileShare]) -> list[PartDigests]:
-    """The digests of the shares; reads that the system refuses for now are tried again."""
+    """Compute the digests of the shares; retry reads that the system refuses for now."""
     return retry_transient(partial(digest_shares, store, shares), _are_transient)
 
 

@@ -17,7 +17,7 @@ _AUTO = ("latest", "newest", "last", "True", "true")
 
 
 def parse_mode(checkpoint: Any) -> str | Place:
-    """The argument of `resume` as one of MODES, or the name, path, URL or place of a checkpoint.
+    """Parse the argument of `resume`: one of MODES, or a checkpoint's name, path, URL or place.
 
     Raises ConfigError.
     """
@@ -74,9 +74,9 @@ class ResumeRequest:
         return of_run[-1]
 
     def open_path(self, path: str) -> Place:
-        """The place at a path or URL.
+        """Open the place at a path or URL.
 
-        Reuses the client of the named checkpoint or the run's directory below these.
+        Places below the named checkpoint or the run's directory share the client of these.
         """
         for place in (self.mode, self.places.directory):
             if isinstance(place, Place) and f"{path}/".startswith(f"{place.folder.url}/"):

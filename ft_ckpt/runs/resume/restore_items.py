@@ -20,7 +20,7 @@ from ft_ckpt.runs.state import FOLDER, Document, Restored, StoredTensors, entrie
 
 
 def check_only(_what: str, collect: Callable[[], list[WantedTensor]]) -> None:
-    """A filler that compares the tensors with the stored ones and reads none."""
+    """Compare the tensors with the stored ones and read none; a `Filler`."""
     check_all(collect())
 
 
@@ -46,9 +46,9 @@ def restore_weights(
 
 
 def _required_weights(live: Mapping[str, Source], stored: StoredTensors) -> list[str]:
-    """The tensors of a model that must be in the checkpoint.
+    """Return the tensors of a model that must be in the checkpoint.
 
-    Added state is stored as an item; the checkpoint of an adapter leaves frozen parameters to the
+    Added state is stored as an item. The checkpoint of an adapter leaves frozen parameters to the
     base.
     """
     required = []
@@ -62,7 +62,7 @@ def _required_weights(live: Mapping[str, Source], stored: StoredTensors) -> list
 def _wanted_weights(
     weights: Mapping[str, Sequence[str]], live: Mapping[str, Source], stored: StoredTensors
 ) -> list[WantedTensor]:
-    """The tensors to be read: of tied names the first."""
+    """Return the tensors to be read: of tied names the first."""
     wanted = []
     seen: set[int] = set()
     for name, (part, stored_name) in weights.items():
@@ -115,7 +115,7 @@ def note_on_replicas(document: Document) -> list[str]:
 
 
 def try_restore(name: str, action: Callable[[], Any]) -> Restored:
-    """The outcome of an item, whose `action` restores it and returns a detail, or None."""
+    """Restore an item by `action`, which returns a detail or None, and return the outcome."""
     try:
         detail = action()
     except Exception as error:  # noqa: BLE001 - every item is tried, and all failures are reported together
@@ -133,7 +133,7 @@ class StoredItem:
     fill_all: Filler
 
     def wanted(self, source: Source, name: str) -> WantedTensor:
-        """The stored tensor `name` of the item, to be read into `source`."""
+        """Return the stored tensor `name` of the item, to be read into `source`."""
         stored_name = f"{self.prefix}/{name}"
         file = self.tensors.file_of(FOLDER, stored_name)
         return WantedTensor(source, source.local, file, stored_name)
@@ -177,7 +177,7 @@ def _restore_optimizer(
 
 
 def _wanted_of_model(live: Mapping[str, Source], stored: StoredItem) -> list[WantedTensor]:
-    """Every tensor of a further model, tied ones under their stored name.
+    """Return every tensor of a further model, tied ones under their stored name.
 
     Raises LoadError naming what differs.
     """

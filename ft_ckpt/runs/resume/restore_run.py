@@ -53,7 +53,7 @@ def restore_state(
 
 
 def _bytes_to_show(resume_point: ResumePoint, ranks: Ranks) -> int | None:
-    """The total for the bar of a resume.
+    """Return the total for the progress bar of a resume.
 
     A single rank reads all tensors; each of several ranks reads its share.
     """

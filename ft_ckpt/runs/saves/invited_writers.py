@@ -55,9 +55,10 @@ class InvitedWriters:
         return str(ranks.agree("saver.invite()", value, error, same=("writers",)).result["token"])
 
     def ask(self, step: int, ranks: Ranks) -> None:
-        """Ask the writers for their state at `step`.
+        """Request from the writers their state at `step`.
 
-        Collective; raises as `CheckpointSaver.save_state` does for a failed writer.
+        Collective: call it on every rank. Raises as `CheckpointSaver.save_state` does for a failed
+        writer.
         """
 
         def ask_on_leader() -> None:
@@ -68,7 +69,10 @@ class InvitedWriters:
             ranks.run("the writers of save_state()", ask_on_leader)
 
     def collector(self, step: int) -> Collect | None:
-        """What takes the files of `step` into the stage of a save; None without a session."""
+        """Return what moves the files of `step` into the stage of a save.
+
+        Returns None if no session is open.
+        """
         return None if self.session is None else partial(self.session.collect, step)
 
     def note_committed(self, checkpoint: Place, path: Path | str) -> None:

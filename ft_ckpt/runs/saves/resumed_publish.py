@@ -45,9 +45,9 @@ def publish_resumed(
 def _last_published(
     version: str | None, resumed: Place, folders: Iterable[Place]
 ) -> tuple[Place, str]:
-    """The checkpoint of the `version` that engines had when `resumed` was saved, and the reason.
+    """Return the checkpoint of the `version` that engines had when `resumed` was saved, and why.
 
-    `resumed` itself if there is none.
+    If there is no such checkpoint, `resumed` itself is returned.
     """
     if version is None:
         reason = "it was saved before any version was published"

@@ -217,9 +217,9 @@ class RunSaves:
             run.history = after_commit(run.history, report.seconds, report.bytes, waited_seconds)
 
     def target_folder(self, target: Place | None, step: int | None, *, has_state: bool) -> Place:
-        """The folder to save to: `target`, or that of the step in the run's directory.
+        """Return the folder to save to: `target`, or that of the step in the run's directory.
 
-        Raises ConfigError when none is known, TargetError if it must not be replaced.
+        Raises ConfigError when none is known, TargetError if the folder must not be replaced.
         """
         if self.is_closed:
             raise CheckpointError("this saver is closed; make a new one to save again")
@@ -340,9 +340,9 @@ class RunSaves:
             publish_resumed(self.run, publisher, self.places.folders, self._current_ranks())
 
     def end_follow_ups(self, *, wait: bool) -> None:
-        """Wait for uploads, pushes and publishes, or only name those that go on.
+        """Wait for uploads, pushes and publishes, or only warn of those that have not ended.
 
-        Those go on until the process ends. Raises TargetError on all ranks for checkpoints that
+        These go on until the process ends. Raises TargetError on all ranks for checkpoints that
         were not uploaded, unless on_failure="warn".
         """
         try:

@@ -43,10 +43,7 @@ class TrainingState:
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """The captured tensors of a save.
-
-    They are those of the saved model and, for a run, of all its models and its state.
-    """
+    """The captured tensors of a save: of the model and, for a run, of all models and the state."""
 
     tensors: ModelTensors
     sources: Mapping[Key, Source] = field(default_factory=dict)  # of the models of a run
@@ -59,7 +56,7 @@ class Captured:
         return {} if self.state is None else self.state.document
 
     def state_to_save(self) -> StateToSave:
-        """Return the state for a save. Raises the error that prevented the capture."""
+        """Return the state as a save stores it. Raises the error that prevented it."""
         if self.error is not None:
             raise self.error
         assert self.state is not None, "without an error there is a state"
@@ -112,7 +109,7 @@ def assemble_state(
 ) -> TrainingState:
     """Combine the facts that all ranks exchanged into the state of the run.
 
-    All ranks have the same entries; rank 0 alone has the document.
+    All ranks have the same entries. Only rank 0 has the document.
     """
     entries: list[Entry] = []
     stored_items: Document = {}
@@ -133,11 +130,11 @@ def assemble_state(
 
 
 def state_part(state: TrainingState, parts: Sequence[Part], sources: Mapping[str, Source]) -> Part:
-    """The part with `state`, and exact copies of tensors that other `parts` convert or leave out.
+    """Return the part with `state`, and exact copies of tensors that other `parts` convert or omit.
 
-    The frozen parameters of an adapter's base are not copied: they do not belong to its run. Frozen
-    parameters of the adapter itself are, which PEFT omits or stores in another form: another
-    process may initialize them differently.
+    The frozen parameters of an adapter's base are not copied, because they do not belong to the
+    run. Frozen parameters of the adapter itself are copied: PEFT omits them or stores them in
+    another form, and another process may initialize them differently.
     """
     exact: dict[int, list[str]] = {}  # part and name, by tensor
     frozen_bases: set[int] = set()
@@ -165,7 +162,7 @@ def state_part(state: TrainingState, parts: Sequence[Part], sources: Mapping[str
 def _item_entries(
     item: Item, local: LocalState, fact: Document, sources: Mapping[Key, Source], rank: int
 ) -> list[Entry]:
-    """The entries of an item's tensors that are stored once for all ranks."""
+    """Return the entries of an item's tensors that are stored once for all ranks."""
     if item.kind == "optimizer":
         optimizer = optimizer_of(item)
         labels = labelled_sources(sources)
@@ -191,7 +188,7 @@ def _summarize_tree(fact: Document) -> Document:
 
 
 def _leaf_source(name: str, leaf: Document, tensor: Tensor | None, owner: int) -> Source:
-    """The source of a tensor in a tree, stored by the rank `owner`.
+    """Return the source of a tensor in a tree, stored by the rank `owner`.
 
     `tensor` is this rank's, or None.
     """

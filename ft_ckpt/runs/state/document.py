@@ -75,7 +75,7 @@ class _Fields:
 
 
 def read_document(store: Store, manifest: Manifest) -> Document:
-    """The training state's document of the checkpoint in `store`: the fields of this version.
+    """Read the document of the training state in `store`: the fields of this version.
 
     Raises CorruptError when it cannot be read, naming every value that is of another type or out of
     range, and every tensor of the state that it does not refer to.
@@ -98,9 +98,9 @@ def read_document(store: Store, manifest: Manifest) -> Document:
 
 
 def entries_of_rank(document: Document, rank: int) -> Document:
-    """The document's entries of this rank alone.
+    """Return the document's entries of this rank alone.
 
-    Empty for a rank that the saved run did not have.
+    A rank that the saved run did not have gets no entries.
     """
     ranks: list[Document] = document["ranks"]
     return ranks[rank] if rank < len(ranks) else {}
@@ -111,7 +111,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _problems(record: _Fields, manifest: Manifest) -> Iterator[str]:
-    """The problems of a document whose fields have the right types."""
+    """Yield the problems of a document whose fields have the right types."""
     if record.version < 1:
         yield f"version: {record.version}"
     if not record.ranks:
@@ -241,7 +241,7 @@ def _check_tensors(record: _Fields, manifest: Manifest) -> None:
 
 
 def _references(record: _Fields) -> Iterator[tuple[str, _StoredSpec]]:
-    """The tensors that the document refers to, by name, without those of models."""
+    """Yield the tensors that the document refers to, by name, without those of models."""
     for path in record.weights.values():
         if path[:1] == (FOLDER,):
             yield path[-1], _ANY_SPEC
@@ -270,9 +270,9 @@ def _references_of_optimizer(
 
 
 def _references_of_tree(name: str, entry: Mapping[str, Any]) -> Iterator[tuple[str, _StoredSpec]]:
-    """The tensors of a stored tree.
+    """Yield the tensors of a stored tree.
 
-    Raises CorruptError if it cannot be decoded or their number is wrong.
+    Raises CorruptError if the tree cannot be decoded or the number of tensors is wrong.
     """
     numbers = sorted({*leaf_numbers(decode_node(entry["tree"]))})
     count = entry["tensors"]

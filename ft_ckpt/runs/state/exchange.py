@@ -42,11 +42,10 @@ def local_state(
     rank_trees: Mapping[str, Any],
     digest: bool = True,
 ) -> LocalState:
-    """This rank's part of the state.
+    """Return this rank's part of the state, without copying tensors.
 
-    `rank_trees` are trees that each rank stores for itself. Moves nothing. `digest`: add the
-    digests by which ranks compare their objects. Raises SelectionError naming state that cannot be
-    saved.
+    `rank_trees` are trees that each rank stores for itself. With `digest`, digests are added by
+    which ranks compare their objects. Raises SelectionError naming state that cannot be saved.
     """
     facts: Document = {}
     trees: Document = {}
@@ -162,7 +161,7 @@ def _shapes_of(trees: Document) -> Document:
 
 
 def _unlike_first(facts: Mapping[str, Any], first: Mapping[str, Any]) -> Document:
-    """The objects of a rank that differ from rank 0's."""
+    """Return the objects of a rank that differ from rank 0's."""
     return {
         name: fact
         for name, fact in facts.items()

@@ -21,9 +21,9 @@ def run_fingerprint(
     world_size: int,
     versions: Mapping[str, str],
 ) -> Document:
-    """The settings of a run as plain values by name; objects are compared by their class.
+    """Return the settings of a run as plain values by name; objects are compared by their class.
 
-    `sources` are the tensors of its models, `loaders` those that it has read so far; `versions`
+    `sources` are the tensors of its models, `loaders` those that it has read so far, and `versions`
     those of libraries, by name.
     """
     by_tensor = {source.key: source for source in sources}
@@ -48,7 +48,7 @@ def run_fingerprint(
 
 
 def fingerprint_differences(saved: Document, live: Document) -> list[str]:
-    """A sentence for each setting that both have and that differs."""
+    """Write a sentence for each setting that both have and that differs."""
     return [
         f"{name}: {saved[name]!r} when it was saved, {live[name]!r} now"
         for name in saved

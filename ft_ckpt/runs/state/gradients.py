@@ -46,14 +46,14 @@ class StepWatch:
                 self._hooks[id(optimizer)] = (optimizer, handle)
 
     def is_unfinished(self, models: Callable[[], Iterable[nn.Module]]) -> bool:
-        """Whether gradients are pending and no step was taken since the last call."""
+        """Check whether gradients are pending and no step was taken since the last call."""
         stepped, self._has_stepped = self._has_stepped, False
         return not stepped and self.is_pending(models)
 
     def is_pending(self, models: Callable[[], Iterable[nn.Module]]) -> bool:
-        """Whether a gradient exists that no step has used.
+        """Check whether a gradient exists that no step has used.
 
-        Checked are the parameters of the hooked optimizers, and those of `models` that FSDP2 keeps
+        The parameters of the hooked optimizers are checked, and those of `models` that FSDP2 keeps
         unsharded.
         """
         if not self._hooks:
@@ -82,9 +82,9 @@ class StepWatch:
 
 
 def pending_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's gradients of an incomplete step, by raw parameter name.
+    """Return this rank's gradients of an incomplete step, by raw parameter name.
 
-    Raises SelectionError under engines that hide them until the step is complete.
+    Raises SelectionError under engines that hide gradients until the step is complete.
     """
     root = unwrap(model)
     hiding = hiding_gradients(model)

@@ -47,7 +47,7 @@ def capture_rank_state(
     feeds: DataPositions,
     steps: StepWatch,
 ) -> dict[str, Any]:
-    """The state of this rank, as trees by name.
+    """Capture the state of this rank, as trees by name.
 
     `models` and `items` are those of the run. Raises SelectionError if pending gradients cannot be
     read.
@@ -71,7 +71,7 @@ def capture_rank_state(
 
 
 def is_synced(accelerator: Any) -> bool:
-    """Whether Accelerate, if it counts micro-batches, is between steps."""
+    """Check whether Accelerate, if it counts micro-batches, is between steps."""
     return bool(getattr(accelerator, "sync_gradients", True))
 
 
@@ -163,7 +163,7 @@ def _item_of_tree(name: str, is_feed: bool) -> str:
 
 
 def _tree_problems(name: str, tree: Any) -> Sequence[str]:
-    """The problems of a tree of `capture_rank_state`. Raises CorruptError for a data position."""
+    """Return the problems of a captured tree. Raises CorruptError for a data position."""
     if name == _RANDOM:
         return generator_problems(tree)
     if name == _SYNC:
@@ -202,7 +202,7 @@ def _restore_gradients(
 def _reseed_new_rank(rank: int) -> None:
     """Seed a rank that the saved run did not have.
 
-    Its seed comes from another rank's restored state and from its own number.
+    The seed comes from another rank's restored state and from the number of this rank.
     """
     drawn = int(torch.randint(2**62, (), device="cpu").item())
     seed = (drawn ^ (rank * 0x9E3779B97F4A7C15)) % 2**63

@@ -38,9 +38,9 @@ class StoredTensors:
         self._open: dict[str, TensorFile] = {}
 
     def file_of(self, part: str, name: str) -> TensorFile:
-        """The file that holds the tensor `name` of the part in folder `part`.
+        """Return the file that holds the tensor `name` of the part in folder `part`.
 
-        Raises LoadError when none does.
+        Raises LoadError when no file does.
         """
         path = self._paths.get((part, name))
         if path is None:
@@ -67,12 +67,12 @@ class StoredTensors:
         return specs
 
     def state_names(self, prefix: str) -> frozenset[str]:
-        """Names of the training state's tensors that begin with `prefix`, without it."""
+        """Return the training state's tensor names that begin with `prefix`, without it."""
         names = [name for part, name in self._paths if part == FOLDER]
         return frozenset(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
     def state_tensor(self, name: str) -> Tensor:
-        """The tensor `name` of the training state, whole, on the host."""
+        """Read the whole tensor `name` of the training state to the host."""
         file = self.file_of(FOLDER, name)
         return file.read(name).view(file.specs[name].shape)
 
@@ -82,13 +82,13 @@ class StoredTensors:
 
 
 def tree_of_rank(document: Document, stored: StoredTensors, rank: int, name: str) -> Any:
-    """The tree `name` that the rank stored for itself, or None."""
+    """Read the tree `name` that the rank stored for itself, or return None if it stored none."""
     entry = entries_of_rank(document, rank).get(name)
     return None if entry is None else tree_of(entry, f"rank-{rank}/{name}", stored)
 
 
 def tree_of(entry: Document, prefix: str, stored: StoredTensors, like: Any = None) -> Any:
-    """The tree that `entry` describes.
+    """Read the tree that `entry` describes.
 
     Tensors that are sharded in the state of the object `like` are sharded in the same way.
     """
@@ -111,7 +111,7 @@ def tree_of(entry: Document, prefix: str, stored: StoredTensors, like: Any = Non
 
 
 def _distributed_tensors(value: Any) -> Mapping[int, Tensor]:
-    """The distributed tensors in the current state of an object, by their index in its tree."""
+    """Return the distributed tensors in the state of an object, by their index in its tree."""
     if value is None:
         return {}
     with suppress(SelectionError):  # its state before loading may be of any type

@@ -17,9 +17,10 @@ from ft_ckpt.runs.state.document import Document
 
 
 def flatten_tree(value: Any, name: str, digest: bool) -> tuple[Document, list[Tensor]]:
-    """The facts of a tree, and its tensors.
+    """Return the facts of a tree, and its tensors.
 
-    `digest`: add a digest by which ranks compare their trees; it leaves out distributed tensors.
+    With `digest`, a digest is added by which ranks compare their trees. The digest leaves out
+    distributed tensors.
     """
     node, tensors = _flatten_live(value, name)
     leaves = [
@@ -42,12 +43,12 @@ def flatten_tree(value: Any, name: str, digest: bool) -> tuple[Document, list[Te
 
 
 def live_tensors(value: Any, name: str) -> list[Tensor]:
-    """The tensors of a tree, in the order of `flatten_tree`. Raises SelectionError."""
+    """Return the tensors of a tree, in the order of `flatten_tree`. Raises SelectionError."""
     return _flatten_live(value, name)[1]
 
 
 def source_of_leaf(name: str, tensor: Tensor) -> Source:
-    """The source of a tensor that is equal on all ranks, or a DTensor."""
+    """Return the source of a tensor that is equal on all ranks, or a DTensor."""
     source = replace(source_of_tensor(name, name, tensor), trainable=False)
     if is_distributed(tensor):
         return source
