@@ -67,7 +67,8 @@ def measure_caches(folder: Path, ranks: Ranks) -> tuple[CacheAge, ...]:
             error,
             decide=_slowest,
         ).result
-        return tuple(CacheAge(change.name, age) for change, age in zip(CHANGES, ages, strict=True))
+    named_ages = zip(CHANGES, ages, strict=True)
+    return tuple(CacheAge(change.name, age) for change, age in named_ages)
 
 
 def _fill_caches(folder: Path) -> None:
@@ -92,7 +93,8 @@ def _await_changes(folder: Path, ranks: Ranks) -> dict[str, float | None]:
                 seconds[change.name] = time.monotonic() - begun
                 unseen.remove(change)
         ranks.check_peers()
-        time.sleep(_SECONDS_BETWEEN_LOOKS if unseen else 0)
+        if unseen:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
     return seconds
 
 
@@ -100,9 +102,8 @@ def _slowest(values: Values) -> list[float | None]:
     """On rank 0: for each change the time of the rank that saw it last."""
     ages: list[float | None] = []
     for change in CHANGES:
-        of_ranks: list[float | None] = [value["seconds"][change.name] for value in values]
-        times = [seconds for seconds in of_ranks if seconds is not None]
-        ages.append(max(times) if len(times) == len(of_ranks) else None)
+        seconds = [value["seconds"][change.name] for value in values]
+        ages.append(None if None in seconds else max(seconds))
     return ages
 
 
@@ -125,16 +126,36 @@ def _write(path: Path, content: bytes) -> None:
         os.close(descriptor)
 
 
+def _do_nothing(folder: Path) -> None:
+    """The preparation of a change that needs none."""
+
+
 def _write_at(name: str, content: bytes, folder: Path) -> None:
     _write(folder / name, content)
 
 
-def _is_absent(path: Path) -> bool:
+def _delete_at(name: str, folder: Path) -> None:
+    (folder / name).unlink()
+
+
+def _is_absent(name: str, folder: Path) -> bool:
     try:
-        path.stat()
+        (folder / name).stat()
     except FileNotFoundError:
         return True
     return False
+
+
+def _is_listed(folder_name: str, name: str, folder: Path) -> bool:
+    return name in list_names(folder / folder_name)
+
+
+def _has_size_above(name: str, size_bytes: int, folder: Path) -> bool:
+    return (folder / name).stat().st_size > size_bytes
+
+
+def _has_content_above(name: str, size_bytes: int, folder: Path) -> bool:
+    return len((folder / name).read_bytes()) > size_bytes
 
 
 def _replace_file(folder: Path) -> None:
@@ -149,57 +170,57 @@ def _replace_folder(folder: Path) -> None:
     (folder / "stage").rename(folder / "target")
 
 
-def _is_new(path: Path) -> bool:
-    return path.read_bytes() == _NEW
+def _is_new(name: str, folder: Path) -> bool:
+    return (folder / name).read_bytes() == _NEW
 
 
 CHANGES = (
     Change(
         "a new file, by its name",
-        prepare=lambda _: None,
+        prepare=_do_nothing,
         make=partial(_write_at, "created", _NEW),
-        sees=lambda folder: (folder / "created").stat().st_size > 0,
+        sees=partial(_has_size_above, "created", 0),
     ),
     Change(
         "a new name in the list of a folder",
         prepare=partial(_write_at, "list/first", _OLD),
         make=partial(_write_at, "list/second", _NEW),
-        sees=lambda folder: "second" in list_names(folder / "list"),
+        sees=partial(_is_listed, "list", "second"),
     ),
     Change(
         "the end of a deleted file",
         prepare=partial(_write_at, "deleted", _OLD),
-        make=lambda folder: (folder / "deleted").unlink(),
-        sees=lambda folder: _is_absent(folder / "deleted"),
+        make=partial(_delete_at, "deleted"),
+        sees=partial(_is_absent, "deleted"),
     ),
     Change(
         "the size of a file that grew",
         prepare=partial(_write_at, "grown", _OLD),
         make=partial(_write_at, "grown", _NEW * 4096),
-        sees=lambda folder: (folder / "grown").stat().st_size > len(_OLD),
+        sees=partial(_has_size_above, "grown", len(_OLD)),
     ),
     Change(
         "its content, once opened",
         prepare=partial(_write_at, "opened", _OLD),
         make=partial(_write_at, "opened", _NEW * 4096),
-        sees=lambda folder: len((folder / "opened").read_bytes()) > len(_OLD),
+        sees=partial(_has_content_above, "opened", len(_OLD)),
     ),
     Change(
         "other bytes of the same size, once opened",
         prepare=partial(_write_at, "rewritten", _OLD),
         make=partial(_write_at, "rewritten", _NEW),
-        sees=lambda folder: _is_new(folder / "rewritten"),
+        sees=partial(_is_new, "rewritten"),
     ),
     Change(
         "a file that was replaced",
         prepare=partial(_write_at, "replaced", _OLD),
         make=_replace_file,
-        sees=lambda folder: _is_new(folder / "replaced"),
+        sees=partial(_is_new, "replaced"),
     ),
     Change(
         "a folder that was replaced",
         prepare=partial(_write_at, "target/file", _OLD),
         make=_replace_folder,
-        sees=lambda folder: _is_new(folder / "target" / "file"),
+        sees=partial(_is_new, "target/file"),
     ),
 )

@@ -5,6 +5,7 @@ manifest of ft_ckpt.
 """
 
 import re
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +56,21 @@ def get_last_checkpoint(folder: str, incomplete: bool = False) -> str | None:
     FileNotFoundError when there is no `folder`.
     """
     names = [entry.name for entry in _entries(folder)]
-    steps = [name for name in names if name.startswith("step_")]
-    names = steps or [name for name in names if name.startswith("epoch_")]
-    if not incomplete:
-        names = [name for name in names if _is_complete(Path(folder, name))]
-    numbered = [name for name in names if _folder_number(name) is not None]
-    if not numbered:
+    candidates = [name for name in names if name.startswith("step_")]
+    if not candidates:
+        candidates = [name for name in names if name.startswith("epoch_")]
+    last_name: str | None = None
+    last_number = 0
+    for name in candidates:
+        number = _folder_number(name)
+        if number is None or not (incomplete or _is_complete(Path(folder, name))):
+            continue
+        if last_name is None or number > last_number:
+            last_name, last_number = name, number
+    if last_name is None:
         return None
     prefix = folder if folder.endswith("/") else f"{folder}/"
-    return prefix + max(numbered, key=_folder_order)
+    return prefix + last_name
 
 
 def _is_complete(folder: Path) -> bool:
@@ -77,13 +84,16 @@ def clean_last_n_checkpoints(output_dir: str, keep_last_n_checkpoints: int) -> N
     The `keep_last_n_checkpoints` with largest N stay; a negative number keeps all. Folders without
     a number stay. Raises FileNotFoundError when there is no `output_dir`.
     """
-    folders = [entry for entry in _entries(output_dir) if isinstance(entry, Folder)]
-    folders = [folder for folder in folders if folder.name.startswith(("step_", "epoch_"))]
-    folders = [folder for folder in folders if _folder_number(folder.name) is not None]
-    folders.sort(key=lambda folder: _folder_order(folder.name))
+    numbered: list[tuple[int, Folder]] = []
+    for entry in _entries(output_dir):
+        number = _folder_number(entry.name)
+        is_checkpoint = entry.name.startswith(("step_", "epoch_"))
+        if isinstance(entry, Folder) and is_checkpoint and number is not None:
+            numbered.append((number, entry))
     if keep_last_n_checkpoints < 0:
         return
-    for folder in folders[: max(0, len(folders) - keep_last_n_checkpoints)]:
+    numbered.sort(key=itemgetter(0))
+    for _, folder in numbered[: max(0, len(numbered) - keep_last_n_checkpoints)]:
         path = Path(output_dir, folder.name)
         LOG.info("removing checkpoint %s", path)
         if not folder.is_link:  # the target of a link is kept
@@ -100,10 +110,6 @@ def _entries(folder: str) -> tuple[Folder | Stored, ...]:
 def _folder_number(name: str) -> int | None:
     tail = name.split("_")[-1]
     return int(tail) if _NUMBER.fullmatch(tail) else None
-
-
-def _folder_order(name: str) -> int:
-    return _folder_number(name) or 0
 
 
 def _delete_unmarked(path: Path) -> None:

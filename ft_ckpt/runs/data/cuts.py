@@ -40,7 +40,9 @@ def cut_of(loader: Any, shares: int) -> DataCut:
         # Accelerate's and transformers' shards of a stream deal batches to ranks in turn.
         is_dealt = any(_is_shard(dataset) for dataset in nested_datasets(loader))
         is_known = shares == 1 or hasattr(loader, "slice_fn") or is_dealt
-        per_step = (size or 1) * (1 if getattr(loader, "split_batches", False) else shares)
+        per_step = size or 1
+        if not getattr(loader, "split_batches", False):
+            per_step *= shares
         unit = "samples" if size else "batches"
         return DataCut(per_step, 1, unit, "stream" if is_known else None)
     places = sampler_places(loader)
@@ -60,8 +62,13 @@ def cut_of(loader: Any, shares: int) -> DataCut:
     if isinstance(source, SequentialSampler) or (is_dealt and not source.shuffle):
         order = "in order"
     is_known = shares == 1 or is_shared or is_dealt
-    unit = "samples" if cutters or places[at][1] == "sampler" else "batches"
-    return DataCut(per_step, 1 if is_shared else shares, unit, order if is_known else None)
+    has_samples = cutters or places[at][1] == "sampler"
+    return DataCut(
+        per_step,
+        divisor=1 if is_shared else shares,
+        unit="samples" if has_samples else "batches",
+        sharing=order if is_known else None,
+    )
 
 
 def data_shares(loader: Any, size: int) -> int:
@@ -120,8 +127,10 @@ def ends_together(loader: Any) -> bool:
 
 def pass_length(loader: Any) -> int | None:
     """Number of batches of a whole pass; None if unknown."""
+    if not is_map(loader):
+        return None
     try:
-        return len(loader) - _misses_last_batch(loader) if is_map(loader) else None
+        return len(loader) - _misses_last_batch(loader)
     except (TypeError, AttributeError):
         return None
 
@@ -153,7 +162,8 @@ def skipping_items(
     Items are those of the outermost sampler (usually batches), or with `inside` of the source
     (usually samples), see `DataCut`. `order` records all of them.
     """
-    holder, name = sampler_places(loader)[_source_place(loader) if inside else 0]
+    place = _source_place(loader) if inside else 0
+    holder, name = sampler_places(loader)[place]
     plain = vars(holder)[name]
     # Not setattr, which loaders forbid after construction.
     vars(holder)[name] = SkippingSampler(plain, keep, drop, random_state, order)
