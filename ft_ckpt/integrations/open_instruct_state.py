@@ -116,7 +116,10 @@ def load_checkpoint_state(
     if engine.lr_scheduler is not None:
         outcomes.append(Restored("scheduler", "restored"))
     for key in _EXPECTED:
-        outcomes.append(Restored(key, "restored") if key in client else Restored(key, *_ABSENT))
+        if key in client:
+            outcomes.append(Restored(key, "restored"))
+        else:
+            outcomes.append(Restored(key, *_ABSENT))
     generators, error = ranks.attempt(lambda: _restore_generators(states, ranks.rank))
     if generators is not None:
         outcomes.append(generators)
@@ -144,9 +147,8 @@ def save_checkpoint_state(
     if torch.cuda.is_available():
         devices = torch.cuda.get_rng_state_all()
         states["torch_cuda_rng_state_all"] = devices
-        states["torch_cuda_rng_states"] = {
-            f"cuda:{index}": state for index, state in enumerate(devices)
-        }
+        by_device = {f"cuda:{index}": state for index, state in enumerate(devices)}
+        states["torch_cuda_rng_states"] = by_device
     with _with_attributes(engine, mpu=None):
         client_state = {**client, "rng_states": states, "rank": current_ranks().rank}
         engine.save_checkpoint(str(checkpoint_state_dir), client_state=client_state)
@@ -158,11 +160,11 @@ def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
     Raises LoadError if it does not fit; each file is compared by one rank.
     """
     place = _step_folder(Place(LocalStore(folder)))
-    names = []
+    names: list[str] = []
     if place is not None:
         names = sorted(name for name in _file_names(place) if name.endswith(".pt"))
-    models = [name for name in names if name.endswith(_MODEL_STATES)]
-    if place is None or not models:
+    model_files = [name for name in names if name.endswith(_MODEL_STATES)]
+    if place is None or not model_files:
         raise NotACheckpointError(
             f"{folder}: no *_model_states.pt in it; expected --checkpoint_state_dir of grpo_fast"
         )
@@ -174,9 +176,9 @@ def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     for name in names[ranks.rank :: ranks.size]:
         _read_states(Path(folder, place.name, name), scaler, checked=True)
-    stored = _read_states(Path(folder, place.name, models[0]), scaler)
-    optimizers = [name for name in names if name.endswith(_OPTIMIZER_STATES)]
-    problems = _misfits(engine, stored, models[0], optimizers)
+    stored = _read_states(Path(folder, place.name, model_files[0]), scaler)
+    optimizer_files = [name for name in names if name.endswith(_OPTIMIZER_STATES)]
+    problems = _misfits(engine, stored, model_files[0], optimizer_files)
     if problems:
         raise LoadError(
             f"{folder}: {listing(problems)}; make the engine as the saved run did. Once ft_ckpt "
@@ -212,11 +214,11 @@ def _misfits(
     live = {name: source.shape for name, source in ModelTensors(engine).sources().items()}
     for name, shape in shapes.items():
         settings[name] = (shape, live.get(name))
-    return [
-        f"{name}: {saved} in the folder, {current} here"
-        for name, (saved, current) in settings.items()
-        if saved != current
-    ]
+    problems = []
+    for name, (saved, current) in settings.items():
+        if saved != current:
+            problems.append(f"{name}: {saved} in the folder, {current} here")
+    return problems
 
 
 def _step_folder(place: Place) -> Place | None:

@@ -53,8 +53,9 @@ def find_best(run: Place, metric: str | tuple[str, str] | None = None) -> Checkp
     newest_run = infos[-1].manifest.run_id
     infos = [info for info in infos if info.manifest.run_id == newest_run]
     name, mode = _chosen_ranking(infos, metric)
+    sign = 1 if mode == "min" else -1
     ranked = [info for info in infos if not math.isnan(info.metrics.get(name, math.nan))]
-    ranked.sort(key=lambda info: info.metrics[name] * (1 if mode == "min" else -1))
+    ranked.sort(key=lambda info: sign * info.metrics[name])
     return _first_valid(ranked, "the next best")
 
 
@@ -77,15 +78,17 @@ def _first_valid(infos: Iterable[CheckpointInfo], instead: str) -> CheckpointInf
             continue
         except CheckpointError as error:  # deleted or damaged since it was listed
             problems = (str(error),)
-        if problems and not unread:
-            warn(f"{info.path}: not valid, using {instead}: {'; '.join(problems)}", stacklevel=4)
-        elif not problems and unread:
+        if problems:
+            if not unread:
+                text = f"{info.path}: not valid, using {instead}: {'; '.join(problems)}"
+                warn(text, stacklevel=4)
+            continue
+        if unread:
             raise UnreadableError(
                 f"{unread}; the newest readable checkpoint is {info.path}: "
                 "try again, or name that one"
             )
-        elif not problems:
-            return info
+        return info
     if unread:
         raise UnreadableError(f"{unread}; no other checkpoint can be read: try again")
     return None

@@ -51,9 +51,10 @@ def cutting_of(
     factors = tuple(1 if dim is None else factor for dim, factor in zip(dims, factors, strict=True))
     strided = [axis for axis, factor in enumerate(factors) if factor > 1]
     packed = [axis for axis in strided if not _is_right_to_left(axis, mesh, dims, factors)]
+    if packed and len(strided) > 1:
+        return None
     if packed:
-        is_one = packed == strided and len(packed) == 1
-        return _packed_cutting(shape, mesh, dims, factors) if is_one else None
+        return _packed_cutting(shape, mesh, dims, factors)
     if not strided:
         return MeshCutting(shape, dims, ())
     strided_dims = {dims[axis] for axis in strided}
@@ -61,8 +62,9 @@ def cutting_of(
         cutting = [axis for axis, cut in enumerate(dims) if cut == dim and mesh[axis] > 1]
         if any(axis not in strided for axis in cutting[:-1]):
             return None  # from right to left in part
-        parts, split = [mesh[axis] for axis in cutting], [factors[axis] for axis in cutting]
-        if dim is None or not _orders_agree(shape[dim], parts, split):
+        parts = [mesh[axis] for axis in cutting]
+        split_factors = [factors[axis] for axis in cutting]
+        if dim is None or not _orders_agree(shape[dim], parts, split_factors):
             return None
     for dim in dims:
         if dim is not None and dim not in strided_dims and dims.count(dim) > 1:
@@ -90,10 +92,12 @@ def _packed_cutting(
     if dim is None or dims.count(dim) > 1 or shape[dim] % parts:
         return None
     view = (*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :])
-    cuts = []
+    cuts: list[int | None] = []
     for cut in dims:
-        is_behind = cut is not None and cut >= dim
-        cuts.append(cut + 1 if cut is not None and is_behind else cut)
+        if cut is not None and cut >= dim:
+            cuts.append(cut + 1)
+        else:
+            cuts.append(cut)
     return MeshCutting(view, tuple(cuts), ())
 
 
@@ -101,26 +105,38 @@ def _orders_agree(size: int, parts: list[int], factors: list[int]) -> bool:
     """Whether cutting from right to left gives each rank the same part as from left to right."""
     if size % prod(parts) == 0:
         return True
-    by_placements: dict[tuple[int, ...], list[int]] = {(): [*range(size)]}
+    return _rows_by_placements(size, parts, factors) == _rows_from_right(size, parts)
+
+
+def _rows_by_placements(
+    size: int, parts: list[int], factors: list[int]
+) -> dict[tuple[int, ...], list[int]]:
+    """The rows of each rank, by its place in the mesh, as the split factors of placements say."""
+    rows_of_ranks: dict[tuple[int, ...], list[int]] = {(): list(range(size))}
     for count, factor in zip(parts, factors, strict=True):
-        refined = {}
-        for place, rows in by_placements.items():
+        cut_further: dict[tuple[int, ...], list[int]] = {}
+        for place, rows in rows_of_ranks.items():
             for index in range(count):
                 part: list[int] = []
                 for group in _chunked(rows, factor):
                     part += _chunked(group, count)[index]
                 rank_place = (*place, index)
-                refined[rank_place] = part
-        by_placements = refined
-    as_cut: dict[tuple[int, ...], list[int]] = {(): [*range(size)]}
+                cut_further[rank_place] = part
+        rows_of_ranks = cut_further
+    return rows_of_ranks
+
+
+def _rows_from_right(size: int, parts: list[int]) -> dict[tuple[int, ...], list[int]]:
+    """The rows of each rank, by its place in the mesh, cut from right to left."""
+    rows_of_ranks: dict[tuple[int, ...], list[int]] = {(): list(range(size))}
     for count in reversed(parts):
-        refined = {}
-        for place, rows in as_cut.items():
+        cut_further: dict[tuple[int, ...], list[int]] = {}
+        for place, rows in rows_of_ranks.items():
             for index, chunk in enumerate(_chunked(rows, count)):
                 rank_place = (index, *place)
-                refined[rank_place] = chunk
-        as_cut = refined
-    return by_placements == as_cut
+                cut_further[rank_place] = chunk
+        rows_of_ranks = cut_further
+    return rows_of_ranks
 
 
 def _chunked(rows: list[int], count: int) -> list[list[int]]:

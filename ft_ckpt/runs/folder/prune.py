@@ -1,7 +1,7 @@
 """Prune a run: delete the checkpoints that its rules do not keep, and make room on a full disk."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
@@ -111,32 +111,41 @@ def make_room(
     does.
     """
 
-    def as_if_saved(run: RunFolder) -> PrunePlan:
-        checkpoints = survey(run, protect)
-        of_run = [
-            checkpoint
-            for checkpoint in checkpoints
-            if run_id is None or checkpoint.run_id == run_id
-        ]
-        vital = newest_valid(of_run)
-        if not vital:
-            return plan_pruning(checkpoints, keep, run_id)
-        guarded = []
-        for checkpoint in checkpoints:
-            guards = checkpoint.guards
-            if checkpoint.path in vital:
-                guards = (*guards, vital[checkpoint.path])
-            guarded.append(dataclasses.replace(checkpoint, guards=guards))
-        now = datetime.now(timezone.utc).timestamp()
-        number = 1 + max((checkpoint.number for checkpoint in checkpoints), default=0)
-        coming = HeldCheckpoint(
-            path="\0", step=step, created=now, has_state=True, run_id=run_id, number=number
-        )
-        planned = plan_pruning([*guarded, coming], keep, run_id)
-        kept = {path: reasons for path, reasons in planned.keep.items() if path != coming.path}
-        return dataclasses.replace(planned, keep=kept)
+    def make_plan(run: RunFolder) -> PrunePlan:
+        return _plan_as_if_saved(survey(run, protect), keep, step, run_id)
 
-    return _run_plan(root, as_if_saved)
+    return _run_plan(root, make_plan)
+
+
+def _plan_as_if_saved(
+    checkpoints: Sequence[HeldCheckpoint], keep: Keep, step: int | None, run_id: str | None
+) -> PrunePlan:
+    """The plan once `step` is saved, in which the newest valid checkpoints stay nevertheless."""
+    of_run = list(checkpoints)
+    if run_id is not None:
+        of_run = [checkpoint for checkpoint in checkpoints if checkpoint.run_id == run_id]
+    vital = newest_valid(of_run)
+    if not vital:
+        return plan_pruning(checkpoints, keep, run_id)
+    guarded = []
+    for checkpoint in checkpoints:
+        guards = checkpoint.guards
+        if checkpoint.path in vital:
+            guards = (*guards, vital[checkpoint.path])
+        guarded.append(dataclasses.replace(checkpoint, guards=guards))
+    next_number = 1 + max((checkpoint.number for checkpoint in checkpoints), default=0)
+    coming = HeldCheckpoint(
+        path="\0",  # which no checkpoint has
+        step=step,
+        created=datetime.now(timezone.utc).timestamp(),
+        has_state=True,
+        run_id=run_id,
+        number=next_number,
+    )
+    plan = plan_pruning([*guarded, coming], keep, run_id)
+    kept = dict(plan.keep)
+    kept.pop(coming.path, None)
+    return dataclasses.replace(plan, keep=kept)
 
 
 def remove_checkpoints(
