@@ -75,12 +75,12 @@ class AppendReport:
 def append_checkpoint(checkpoint: Place, chain: Place, anchor_every: int) -> AppendReport:
     """Append the committed `checkpoint`, under its name, to the folder or bucket prefix `chain`.
 
-    All or nothing. Appends a delta on the newest entry. The files of this entry are read beside the
-    checkpoint if they are still there, else rebuilt from the chain as they are read. Appends an
-    anchor instead if the chain is empty, after `anchor_every - 1` deltas in a row, if a tensor has
-    another name, shape or type, if the delta would have more than half of the bytes, and with a
-    warning if the newest entry is damaged. Digests are compared on the way; memory holds a few
-    slices.
+    The checkpoint is appended as a delta on the newest entry; a failed call appends nothing. The
+    files of the newest entry are read in the folder of the checkpoint if they still exist, else
+    rebuilt from the chain as they are read. An anchor is appended instead if the chain is empty,
+    after `anchor_every - 1` deltas in a row, if a tensor has another name, shape or type, if the
+    delta would have more than half of the bytes, and with a warning if the newest entry is damaged.
+    Digests are compared on the way; memory holds a few slices.
 
     Raises NameTakenError if the chain has another checkpoint of this name, or a newer one;
     otherwise as `copy` does.
@@ -118,7 +118,7 @@ def _size_of(manifest: Manifest) -> int:
 def _entry_with(
     manifest: Manifest, name: str, entries: Sequence[CheckpointInfo]
 ) -> Manifest | None:
-    """The manifest of the entry `name`, if it stands for the checkpoint with this manifest."""
+    """Return the manifest of the entry `name`, if it stands for the checkpoint of `manifest`."""
     for info in entries:
         if info.name == name and content_of(info.manifest) == content_digest(manifest):
             return info.manifest
@@ -126,7 +126,7 @@ def _entry_with(
 
 
 def _entries(chain: Place) -> list[CheckpointInfo]:
-    """The entries of a chain, oldest first.
+    """List the entries of a chain, oldest first.
 
     Raises UnreadableError, and ConfigError if `chain` is a checkpoint.
     """
@@ -152,7 +152,7 @@ def _refuse_older(entries: Sequence[CheckpointInfo], coming: CheckpointInfo) -> 
 
 
 def _deltas_in_a_row(entries: Sequence[CheckpointInfo]) -> int:
-    """The number of deltas after the last anchor."""
+    """Count the deltas after the last anchor."""
     for count, info in enumerate(reversed(entries)):
         if not info.manifest.delta:
             return count
@@ -162,7 +162,7 @@ def _deltas_in_a_row(entries: Sequence[CheckpointInfo]) -> int:
 def _append_delta_if_possible(
     checkpoint: OpenCheckpoint, manifest: Manifest, newest: CheckpointInfo, goal: Place
 ) -> Manifest | None:
-    """As `_append_delta`; None, with a warning, if the newest entry is damaged."""
+    """Append a delta; return None, with a warning, if the newest entry is damaged."""
     try:
         return _append_delta(checkpoint, manifest, newest, goal)
     except CorruptError as error:
@@ -176,9 +176,9 @@ def _append_delta_if_possible(
 def _append_delta(
     checkpoint: OpenCheckpoint, manifest: Manifest, newest: CheckpointInfo, goal: Place
 ) -> Manifest | None:
-    """Commit a delta.
+    """Commit a delta, and return its manifest.
 
-    None if it would be too large, or a tensor has another name, shape or type.
+    Returns None if the delta would be too large, or a tensor has another name, shape or type.
     """
     if manifest.step is None and manifest.number is None:
         manifest = replace(manifest, number=(newest.manifest.number or 0) + 1)
@@ -255,7 +255,7 @@ def _write_changes(
 ) -> tuple[FileRecord, ...] | None:
     """Write all files of a delta but its manifest.
 
-    None as soon as it has too many bytes, or cannot be a delta.
+    Returns None as soon as the delta has too many bytes, or is impossible.
     """
     base_files = {file.path: file for file in base.manifest.files}
     writer = _DeltaWriter(store, _MAX_SHARE * _size_of(manifest))

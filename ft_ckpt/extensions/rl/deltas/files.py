@@ -61,7 +61,10 @@ def _in_file_order(header: SafetensorsHeader) -> list[tuple[str, HeaderEntry]]:
 
 
 def is_alike(new: SafetensorsHeader, old: SafetensorsHeader) -> bool:
-    """Whether two files have tensors of the same names, shapes and supported types in one order."""
+    """Check whether two files have tensors of the same names, shapes and types in one order.
+
+    The types must be supported.
+    """
     new_tensors = [(name, *entry[:2]) for name, entry in _in_file_order(new)]
     old_tensors = [(name, *entry[:2]) for name, entry in _in_file_order(old)]
     are_supported = all(entry.dtype in ITEM_BYTES for entry in new.tensors.values())
@@ -112,7 +115,7 @@ class _Change:
 
 
 def _piece(path: str, changes: Mapping[str, list[_Change]], start: int, stop: int) -> bytes:
-    """A safetensors file of the changes in bytes [start, stop) of the file `path`."""
+    """Return a safetensors file of the changes in bytes [start, stop) of the file `path`."""
     arrays: dict[str, Any] = {}
     specs = []
     for name, slices in changes.items():
@@ -131,8 +134,8 @@ def _piece(path: str, changes: Mapping[str, list[_Change]], start: int, stop: in
 class Changes:
     """The changed elements of a tensor.
 
-    They are given by their offsets in the rebuilt file, ascending, and their bytes, one row per
-    element.
+    The elements are given by their offsets in the rebuilt file, ascending, and their bytes, one row
+    per element.
     """
 
     offsets: Any
@@ -157,7 +160,7 @@ class DeltaPiece:
             raise CorruptError(f"{file.where}: not a file of a delta") from None
 
     def load(self, tensors: Mapping[str, HeaderEntry]) -> list[Changes]:
-        """The changes of each tensor.
+        """Read the changes of each tensor.
 
         Raises CorruptError for unknown tensors and for positions outside of the tensor.
         """

@@ -49,7 +49,7 @@ _REPAIR = "publish an anchor (`ft-ckpt publish CHECKPOINT CHAIN --delta --anchor
 
 
 def content_digest(manifest: Manifest) -> str:
-    """A digest of the paths, sizes and digests of a checkpoint's files, without training state."""
+    """Digest the paths, sizes and digests of a checkpoint's files, without training state."""
     lines = sorted(
         f"{file.digest} {file.size_bytes} {file.path}" for file in weights_manifest(manifest).files
     )
@@ -57,13 +57,13 @@ def content_digest(manifest: Manifest) -> str:
 
 
 def content_of(manifest: Manifest) -> str:
-    """The content digest of the checkpoint that an entry with this manifest stands for."""
+    """Return the content digest of the checkpoint that an entry with this manifest stands for."""
     return manifest.delta.get("content") or content_digest(manifest)
 
 
 @contextmanager
 def open_whole(entry: OpenCheckpoint, near: Store | None = None) -> Iterator[OpenCheckpoint]:
-    """The checkpoint that an open entry of a chain stands for.
+    """Open the checkpoint that an open entry of a chain stands for.
 
     The files of a delta are rebuilt while they are read. Each base is read from the folder `near`
     if that has its content under its name, else from the chain. File digests are not compared here,
@@ -93,7 +93,7 @@ def open_whole(entry: OpenCheckpoint, near: Store | None = None) -> Iterator[Ope
 def _whole_store(
     entries: list[OpenCheckpoint], manifest: Manifest, near: Store | None, stack: ExitStack
 ) -> Store:
-    """The files of the checkpoint that the last of `entries` stands for.
+    """Return the files of the checkpoint that the last of `entries` stands for.
 
     Its bases are appended to `entries`.
     """
@@ -120,7 +120,7 @@ def _whole_store(
 def fetch_whole(
     entry: OpenCheckpoint, near: Store | None, copy: Callable[[OpenCheckpoint], CopyReport]
 ) -> CopyReport:
-    """`copy` the checkpoint that an open delta stands for, see `open_whole`.
+    """Call `copy` with the checkpoint that an open delta stands for, see `open_whole`.
 
     A damaged base in `near` is not used.
     """
@@ -132,14 +132,14 @@ def fetch_whole(
 
 
 def is_staged(folder: Path) -> bool:
-    """Whether the checkpoint in `folder` is a copy for servers, and not that of a run."""
+    """Check whether the checkpoint in `folder` is a copy for servers, and not that of a run."""
     return LocalStore(folder).stat(STAGED_NAME) is not None
 
 
 def mark_staged(folder: Path) -> None:
     """Record that the checkpoint in `folder` is a copy for servers.
 
-    It may be replaced and deleted.
+    Such a copy may be replaced and deleted.
     """
     LocalStore(folder).write(STAGED_NAME, b"")
 
@@ -164,7 +164,7 @@ def drop_rebuilt(chain: Place, folder: Path, keep: int = 2) -> None:
 
 
 def _manifest_of(entry: OpenCheckpoint, expected: str = "") -> Manifest:
-    """The manifest of the checkpoint that an entry stands for.
+    """Return the manifest of the checkpoint that an entry stands for.
 
     Raises CorruptError for another content digest.
     """
@@ -181,7 +181,7 @@ def _manifest_of(entry: OpenCheckpoint, expected: str = "") -> Manifest:
 
 
 def _place_near(near: Store | None, name: str, content: str) -> Place | None:
-    """The checkpoint `name` in the folder `near`, if it has this content."""
+    """Return the checkpoint `name` in the folder `near`, if it has this content."""
     if near is None:
         return None
     place = Place(near.within(name))
@@ -313,7 +313,7 @@ def _apply(changes: Changes, target: Any, start: int) -> None:
 
 
 def _head_of(file: Readable) -> bytes:
-    """The header of an open safetensors file, including the 8 bytes of its length."""
+    """Read the header of an open safetensors file, including the 8 bytes of its length."""
     return read_range(file, 0, 8 + int.from_bytes(read_range(file, 0, 8), "little"))
 
 

@@ -19,7 +19,7 @@ ROUNDING = 0.1
 
 
 def probe(server: Server, model: str) -> Answers:
-    """The highest log probabilities of the first token after each prompt in PROBE_PROMPTS.
+    """Request the highest log probabilities of the first token after each of PROBE_PROMPTS.
 
     The largest come first.
     """
@@ -50,7 +50,7 @@ def probe(server: Server, model: str) -> Answers:
 
 
 def distance(answers: Answers, reference: Answers) -> float:
-    """The largest difference of log probabilities, over as many as both have."""
+    """Return the largest difference of log probabilities, over as many as both have."""
     largest = 0.0
     for probabilities, expected in zip(answers, reference, strict=True):
         for probability, expectation in zip(probabilities, expected, strict=False):

@@ -92,11 +92,11 @@ class Client:
         object.__setattr__(self, "url", self.url.rstrip("/"))
 
     def get(self, path: str, **query: str) -> Answer:
-        """GET `path`; returns and raises as `post`."""
+        """Send GET `path`; return and raise as `post` does."""
         return self._send("GET", path, None, query)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, **query: str) -> Answer:
-        """POST the JSON object `body` to `path` and return the response, even with an error status.
+        """Send POST `path` with the JSON object `body`; return the response, even an error status.
 
         Raises EngineError if no complete response arrives within `timeout_seconds`, and for a
         redirect, which would send the token to another host and turn a POST into a GET.
@@ -105,7 +105,10 @@ class Client:
         return self._send("POST", path, data, query)
 
     def expect(self, answer: Answer, action: str) -> Answer:
-        """The response, if it is a success. Raises EngineError with the server's text otherwise."""
+        """Return the response if it is a success.
+
+        Raises EngineError with the server's text otherwise.
+        """
         if not answer.is_success:
             raise EngineError(f"{self.url}: {action}: refused: {answer.quoted}")
         return answer
@@ -178,7 +181,7 @@ class Client:
         return headers
 
     def _clean(self, text: str) -> str:
-        """The text without the secrets of the sent headers, which a server may echo."""
+        """Remove the secrets of the sent headers, which a server may echo, from a text."""
         for name, value in self._all_headers().items():
             if name != "Content-Type":
                 for secret in _secrets_in(value):
@@ -187,9 +190,9 @@ class Client:
 
 
 def _secrets_in(value: str) -> list[str]:
-    """The value of a header without a scheme such as "Bearer", and its words, as in a cookie.
+    """Return the value of a header without a scheme such as "Bearer", and its words.
 
-    Longest first.
+    The words are those of a cookie, for example. The longest come first.
     """
     value = re.sub(r"^[A-Za-z]+ +", "", value.strip())
     words = re.split(r"[\s;,]+|(?<=\w)=(?=[^=])", value)  # no padding of base64

@@ -39,7 +39,7 @@ _PROBES = (
 
 
 def connect(client: Client) -> Server:
-    """The server at an address, identified by its responses.
+    """Return the server at an address, identified by its responses.
 
     Raises EngineError if no server answers, or it refuses now; ConfigError for a server that cannot
     be published to.

@@ -85,18 +85,18 @@ class DigestComparison:
 class PackedLayer:
     """A linear layer that a server keeps in another layout than files.
 
-    It has the server's digests for weights that are known.
+    The layer has the server's digests for weights that are known.
     """
 
     reported: str  # by the server
     in_files: frozenset[str]  # of the tensors in the files, in each dtype
 
     def has_changed(self, in_files: frozenset[str]) -> bool:
-        """Whether the tensors in the files are others now."""
+        """Check whether the tensors in the files have changed."""
         return in_files.isdisjoint(self.in_files)
 
     def fits(self, reported: str, in_files: frozenset[str]) -> bool:
-        """Whether the digest has changed if the tensors in the files have, and only then."""
+        """Check whether the digest has changed if the tensors in the files have, and only then."""
         if self.has_changed(in_files):
             return reported != self.reported
         # else equal in some dtypes only
@@ -106,11 +106,11 @@ class PackedLayer:
 def packed_layers(
     reported: Mapping[str, str], file: TensorFile, config: Mapping[str, Any]
 ) -> dict[str, PackedLayer]:
-    """The linear layers, by name, that a server keeps in another layout than files.
+    """Return the linear layers, by name, that a server keeps in another layout than files.
 
-    `reported`: the digests of the server while it holds the weights in `file`. Nothing is learned
-    from a server with any other parameter that differs from the files: it does not hold these
-    weights.
+    `reported` are the digests of the server while it holds the weights in `file`. If any other
+    parameter of the server differs from the files, the server does not hold these weights, and no
+    layer is returned.
     """
     linear = [name for name in reported if _LINEAR.search(_bare(name))]
     first_layer = {name: reported[name] for name in linear if _bare(name) == _bare(linear[0])}
@@ -150,7 +150,7 @@ def compare_digests(
             without_rule.append(name)
 
     def digests_in_files(name: str, sources: Sequence[str]) -> frozenset[str]:
-        """The digests that the parameter may have, up to the one that it has."""
+        """Return the digests that the parameter may have, up to the one that it has."""
         digests = set()
         for digest in stored.digests(_bare(name), sources, _tensor_rank(name)):
             digests.add(digest)
@@ -171,17 +171,17 @@ def compare_digests(
 
 
 def is_unreported(digest: str) -> bool:
-    """Whether the digest is that of no bytes: the server keeps the parameter elsewhere."""
+    """Check whether the digest is that of no bytes: the server keeps the parameter elsewhere."""
     return digest == _NO_BYTES
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Whether engines follow the rules here for a config.json: a known type, unquantised."""
+    """Check whether engines follow these rules for a config.json: a known type, unquantised."""
     return config.get("model_type") in KNOWN_MODELS and not config.get("quantization_config")
 
 
 def _bare(name: str) -> str:
-    """The name of a parameter without ranks and without the wrapper of layers with adapters."""
+    """Strip ranks and the wrapper of layers with adapters from the name of a parameter."""
     return _RANK.sub("", name).replace(".base_layer.", ".")
 
 
@@ -200,7 +200,7 @@ class _StoredModel:
         self.ties = file.ties
 
     def sources(self, name: str) -> list[str]:
-        """The stored tensors that make up the parameter `name`, in order; empty without a rule."""
+        """Return the stored tensors of the parameter `name`, in order; () without a rule."""
         names = [name]
         for fused, parts in _FUSED.items():
             if f".{fused}." in name and not self._has(name):
@@ -211,7 +211,7 @@ class _StoredModel:
         return names if names and all(map(self._has, names)) else []
 
     def digests(self, name: str, sources: Sequence[str], rank: int) -> Iterator[str]:
-        """The digests that the parameter may have on a rank, by dtype.
+        """Yield the digests that the parameter may have on a rank, by dtype.
 
         The vocabulary may be padded or not.
         """
@@ -243,7 +243,10 @@ class _StoredModel:
         return self.file.read(stored).view(self.file.specs[stored].shape).to(dtype)
 
     def _rows(self, tensor: Tensor, rank: int, source: str) -> Tensor:
-        """The rows of a rank; key and value heads are repeated if there are fewer than ranks."""
+        """Return the rows of a rank.
+
+        If there are fewer key and value heads than ranks, the heads are repeated.
+        """
         if re.search(r"\.[kv]_proj\.", source) and self.key_heads < self.ranks:
             return tensor.chunk(self.key_heads)[rank * self.key_heads // self.ranks]
         return self._part(tensor, rank, 0)

@@ -132,7 +132,7 @@ class ServerOptions:
         self._check_urls()
 
     def clients(self) -> list[Client]:
-        """A client of each server.
+        """Return a client of each server.
 
         Raises ConfigError for an address, a header or a token that cannot be sent.
         """
@@ -183,7 +183,10 @@ class ServerOptions:
 def server_options(
     url: str | Sequence[str] | ServerOptions, settings: Mapping[str, Any]
 ) -> ServerOptions:
-    """The options given as an object, or as URLs and keywords, not both. Raises ConfigError."""
+    """Return the options, given as an object, or as URLs and keywords.
+
+    Raises ConfigError for an object with keywords, and for invalid options.
+    """
     if not isinstance(url, ServerOptions):
         return ServerOptions(url=url, **settings)
     if settings:
@@ -195,7 +198,7 @@ def server_options(
 
 
 def _urls_in(url: Any) -> tuple[str, ...]:
-    """The URLs in an argument: one, or several. Raises ConfigError for anything but text."""
+    """Return the URLs in an argument: one, or several. Raises ConfigError if they are not text."""
     is_group = isinstance(url, Iterable) and not isinstance(url, (str, bytes, Mapping))
     urls: tuple[Any, ...] = tuple(url) if is_group else (url,)
     for text in urls:
@@ -207,7 +210,7 @@ def _urls_in(url: Any) -> tuple[str, ...]:
 
 
 def _folder_of(stage: Any) -> Path | None:
-    """The folder in the argument `stage`.
+    """Return the folder in the argument `stage`.
 
     Raises ConfigError for anything but a local folder or None.
     """

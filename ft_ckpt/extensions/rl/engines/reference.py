@@ -12,7 +12,7 @@ _TOP = 5
 
 
 def reference_answers(checkpoint: Path, part: str, base: Any) -> tuple[Answers, Answers]:
-    """The highest log probabilities after PROBE_PROMPTS: of the base, and of the adapter on it.
+    """Compute the highest log probabilities after PROBE_PROMPTS: of the base, and with adapter.
 
     They are computed in float32 on the CPU. Raises the errors of `load_model`.
     """
@@ -23,7 +23,7 @@ def reference_answers(checkpoint: Path, part: str, base: Any) -> tuple[Answers, 
 
 
 def model_answers(checkpoint: Path, part: str) -> Answers:
-    """The highest log probabilities of full weights after each prompt in PROBE_PROMPTS.
+    """Compute the highest log probabilities of full weights after each of PROBE_PROMPTS.
 
     They are computed as by `reference_answers`.
     """

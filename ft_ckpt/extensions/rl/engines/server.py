@@ -38,12 +38,12 @@ class Server(ABC):
     digests_path: ClassVar[str]
 
     def served(self) -> Served:
-        """The models it lists."""
+        """Request the models that the server lists."""
         return served_models(self.client)
 
     @abstractmethod
     def model_name(self, base: str, adapter: str) -> str:
-        """The model name in requests to an adapter on the served `base`."""
+        """Return the model name in requests to an adapter on the served `base`."""
 
     @abstractmethod
     def load_adapter(self, name: str, path: str) -> bool:
@@ -57,7 +57,7 @@ class Server(ABC):
         """Unload the adapter; no error if it is not loaded."""
 
     def weight_version(self) -> str | None:
-        """The version of the weights that the server reports; None if it reports none."""
+        """Request the version of the weights; return None if the server reports none."""
         return weight_version_at(self.client, *self.version_paths)
 
     @abstractmethod
@@ -65,7 +65,7 @@ class Server(ABC):
         """Set the version that the server reports."""
 
     def is_paused(self) -> bool:
-        """Whether generation is paused; False if the server does not report it."""
+        """Check whether generation is paused; return False if the server does not report it."""
         return False
 
     @abstractmethod
@@ -85,10 +85,10 @@ class Server(ABC):
         """Drop the cached states of earlier prompts, if the server has an endpoint for it."""
 
     def digests(self) -> Mapping[str, str] | None:
-        """A digest of each parameter by name, with its ranks as prefix ("tp0:...").
+        """Request a digest of each parameter by name, with its ranks as prefix ("tp0:...").
 
-        vLLM computes SHA-256, SGLang others. None if the server has no such endpoint; empty if it
-        is paused and does not compute them now.
+        vLLM computes SHA-256, SGLang other digests. Returns None if the server has no such
+        endpoint, an empty mapping if it is paused and does not compute digests now.
         """
         answer = self.client.post(self.digests_path, {"action": "checksum"})
         return digests_of(self.client, answer)
@@ -101,7 +101,7 @@ class Server(ABC):
         passes: Callable[[Answer], bool] = lambda _: False,
         **query: str,
     ) -> Answer:
-        """The answer to a request that `action` names in errors.
+        """Return the answer to a request that `action` names in errors.
 
         Raises EngineError for a refusal, unless the answer `passes`.
         """

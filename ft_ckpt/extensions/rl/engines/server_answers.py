@@ -23,7 +23,7 @@ def is_object(answer: Answer) -> bool:
 
 
 def first_object(client: Client, *paths: str) -> str | None:
-    """The first of `paths` that answers with a JSON object."""
+    """Return the first of `paths` that answers with a JSON object."""
     for path in paths:
         if is_object(client.get(path)):
             return path
@@ -42,12 +42,12 @@ def _is_refusal(answer: Answer) -> bool:
 
 
 def says_loaded(answer: Answer) -> bool:
-    """Whether a refusal to load an adapter says that another publisher has loaded its name."""
+    """Check whether a refusal to load an adapter says that another publisher loaded its name."""
     return _is_refusal(answer) and "already" in answer.text and "loaded" in answer.text
 
 
 def says_not_loaded(answer: Answer) -> bool:
-    """Whether a refusal to unload an adapter says that none of its name is loaded."""
+    """Check whether a refusal to unload an adapter says that none of its name is loaded."""
     says_none = "not loaded" in answer.text or "does not exist" in answer.text
     return _is_refusal(answer) and says_none
 
@@ -64,13 +64,12 @@ def served_models(client: Client) -> Served:
 
 
 def _root_of(model: Mapping[str, Any]) -> str | None:
-    """The path that the server reports for a model."""
     root = model.get("root")
     return root if isinstance(root, str) else None
 
 
 def listed_models(answer: Answer) -> list[dict[str, Any]]:
-    """The entries of a list of models."""
+    """Return the entries of a list of models."""
     entries = answer.document.get("data") if isinstance(answer.document, dict) else None
     if not isinstance(entries, list):
         return []
@@ -78,7 +77,7 @@ def listed_models(answer: Answer) -> list[dict[str, Any]]:
 
 
 def weight_version_at(client: Client, *paths: str) -> str | None:
-    """The version at the first of `paths` that reports one; None if none does."""
+    """Return the version at the first of `paths` that reports one; None if none does."""
     for path in paths:
         answer = client.get(path)
         if answer.is_absent:
@@ -105,7 +104,7 @@ def digests_of(client: Client, answer: Answer) -> dict[str, str] | None:
 
 
 def _digests_in(value: Any, ranks: str = "") -> Iterator[tuple[str, str]]:
-    """The digests below "checksums" at any depth, by name.
+    """Yield the digests below "checksums" at any depth, by name.
 
     Each rank of SGLang answers with its own object.
     """

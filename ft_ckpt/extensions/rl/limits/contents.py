@@ -14,7 +14,7 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
 def settings_in(store: Store, name: str) -> dict[str, Any] | None:
-    """The JSON object in the file `name`; None without one."""
+    """Read the JSON object in the file `name`; return None if there is no such file."""
     try:
         document = json.loads(read_text(store, name))
     except (CheckpointError, ValueError, RecursionError):

@@ -50,12 +50,12 @@ def export(
 ) -> ConvertReport:
     """Write the LoRA `adapter` to the folder `out` as `engine` ("vllm" or "sglang") applies it.
 
-    All or nothing. The result has one rank, the largest of all layers, and one scale, that of most
-    layers. Matrices of lower ranks are padded with zeros. In layers of another scale
-    (alpha_pattern, rank_pattern, use_rslora) the outer matrix is multiplied by the ratio, in its
-    dtype if the products are exact in it, else in float32; a note counts the layers that are
-    rounded. Everything else is unchanged. `adapter`: a PEFT folder, or a checkpoint of ft_ckpt,
-    which is compared with its digests; `overwrite` as in `convert`.
+    A failed call leaves no folder. The result has one rank, the largest of all layers, and one
+    scale, that of most layers. Matrices of lower ranks are padded with zeros. In layers of another
+    scale (alpha_pattern, rank_pattern, use_rslora) the outer matrix is multiplied by the ratio, in
+    its dtype if the products are exact in it, else in float32; a note counts the layers that are
+    rounded. Everything else is unchanged. `adapter` is a PEFT folder, or a checkpoint of ft_ckpt,
+    which is compared with its digests; `overwrite` is that of `convert`.
 
     Raises ConfigError for an unknown engine, SelectionError naming each setting and tensor without
     an exact conversion and the remedy; for files as `convert` does.
@@ -113,7 +113,7 @@ def _only_adapter(opened: TensorFile, source: Place) -> tuple[WeightsFolder, Fol
 def _plain_adapter(
     file: TensorFile, settings: Mapping[str, Any]
 ) -> tuple[MemoryFile, dict[str, Any], list[str]]:
-    """The converted tensors and settings, and notes."""
+    """Convert the tensors and settings of an adapter; return them with notes."""
     layers = {}
     for layer, head in lora_layers(file).items():
         layers[head] = rank_and_scale(settings, layer)
@@ -155,9 +155,9 @@ def _plain_adapter(
 
 
 def _scaled(tensor: Tensor, factor: float) -> tuple[Tensor, bool]:
-    """The product in the dtype of the tensor if that is exact, else in float32.
+    """Return the product in the tensor's dtype if that is exact, else in float32.
 
-    And whether it is exact.
+    The second result tells whether the product is exact.
     """
     product = tensor.double() * factor
     for dtype in (tensor.dtype, torch.promote_types(tensor.dtype, torch.float32)):

@@ -105,7 +105,7 @@ def _shape_findings(config: Mapping[str, Any], file: TensorFile) -> Iterator[str
 
 
 def _layers_in(names: Iterable[str]) -> set[int]:
-    """The number of layers of each stack, such as a decoder and a vision encoder."""
+    """Return the number of layers of each stack, such as a decoder and a vision encoder."""
     counts: dict[str, int] = {}
     for name in names:
         stack, mark, rest = name.partition(".layers.")

@@ -36,7 +36,7 @@ _UNREAD = (  # fields of LoRA variants that engines ignore
 def adapter_findings(
     settings: Mapping[str, Any], file: TensorFile, max_lora_rank: int
 ) -> Iterator[str]:
-    """The findings of an adapter with these `settings` that an export does not fix.
+    """Yield the findings of an adapter that an export does not fix.
 
     `settings` are those of adapter_config.json.
     """
@@ -62,7 +62,7 @@ def adapter_findings(
 
 
 def scale_findings(engine: str, settings: Mapping[str, Any]) -> Iterator[str]:
-    """The findings that an export fixes: it folds the scales into the matrices."""
+    """Yield the findings that an export fixes: it folds the scales into the matrices."""
     export = f"convert it (`ft-ckpt export ADAPTER OUT --for {engine}`)"
     for field in _PATTERNS:
         if settings.get(field):
@@ -78,7 +78,7 @@ def scale_findings(engine: str, settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def rank_and_scale(settings: Mapping[str, Any], layer: str) -> tuple[int, float]:
-    """The rank of a layer's matrices, and the factor of their product, by PEFT's rule.
+    """Return the rank of a layer's matrices, and the factor of their product, by PEFT's rule.
 
     In a pattern, the first key applies that matches the whole layer path or its end after a dot, as
     regular expression.
@@ -90,7 +90,7 @@ def rank_and_scale(settings: Mapping[str, Any], layer: str) -> tuple[int, float]
 
 
 def lora_layers(file: TensorFile) -> dict[str, str]:
-    """The paths of the layers with LoRA matrices in the base, each with its tensors' prefix."""
+    """Return the paths of the base's layers with LoRA matrices, with their tensors' prefixes."""
     layers = {}
     for name in file.specs:
         if name.endswith((_INNER, _OUTER)):
@@ -135,7 +135,7 @@ def _rank_findings(settings: Mapping[str, Any], max_rank: int) -> Iterator[str]:
 
 
 def _expression(key: str) -> str:
-    """The regular expression that PEFT makes of a key of a pattern."""
+    """Return the regular expression that PEFT makes of a key of a pattern."""
     return rf"(.*\.)?({key})$"
 
 

@@ -48,7 +48,7 @@ def check_engine(engine: str) -> None:
 def findings(
     engine: str, store: Store, file: TensorFile, max_lora_rank: int = MAX_RANK
 ) -> Iterator[str]:
-    """As `check_for`, for an open folder."""
+    """Yield the findings of `check_for` for an open folder."""
     settings = settings_in(store, "adapter_config.json")
     if settings is None:
         yield from model_findings(store, file)
@@ -60,7 +60,7 @@ def findings(
 
 
 def needs_export(engine: str, store: Store) -> bool:
-    """Whether `engine` would scale the folder's adapter wrongly without an `export`."""
+    """Check whether `engine` would scale the folder's adapter wrongly without an `export`."""
     settings = settings_in(store, "adapter_config.json") or {}
     return any(scale_findings(engine, settings))
 

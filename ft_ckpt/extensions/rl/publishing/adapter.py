@@ -183,7 +183,7 @@ def _unload_older(target: _Target, name: str, keep: int) -> None:
 
 
 def _natural_order(text: str) -> list[tuple[int, int, str]]:
-    """A key that sorts numbers in a text by their values, before other text."""
+    """Return a key that sorts numbers in a text by their values, before other text."""
     key = []
     for piece in re.split(r"(\d+)", text):
         if piece.isdecimal():
@@ -227,7 +227,10 @@ def _check(target: _Target, adapter: _Adapter) -> None:
 
 
 def _compare_answers(server: Server, adapter: _Adapter) -> str:
-    """The result of the comparison. Raises EngineError for answers that are not the adapter's."""
+    """Compare the server's answers with the adapter's, and return the result as text.
+
+    Raises EngineError for answers that are not the adapter's.
+    """
     reference = adapter.reference
     if reference is None:
         return "listed"

@@ -8,7 +8,8 @@ from pathlib import Path
 class ServerReport:
     """One server after a publish.
 
-    For a chain its new entry, with the kind as `engine` and the base as `before`.
+    For a chain, the report is about its new entry, with the kind as `engine` and the base as
+    `before`.
     """
 
     url: str

@@ -31,7 +31,7 @@ from ft_ckpt.storage.places import Place, location_name
 class PendingPublish(BackgroundJob[PublishReport | None]):
     """A publish in the background.
 
-    Its report is None if a newer checkpoint was waiting before it began.
+    The report is None if a newer checkpoint was waiting before the publish began.
     """
 
     urls: tuple[str, ...]
@@ -41,7 +41,7 @@ class PendingPublish(BackgroundJob[PublishReport | None]):
 class Publisher:
     """Publishes in the background, one checkpoint at a time.
 
-    Of several that wait, only the newest.
+    Of several checkpoints that wait, only the newest is published.
     """
 
     def __init__(self, options: ServerOptions, after_resume: str = "resumed") -> None:

@@ -43,7 +43,7 @@ class ServedFolder:
 
     @classmethod
     def of(cls, path: Path, options: ServerOptions) -> "ServedFolder":
-        """The path on the servers.
+        """Return the folder with its path on the servers.
 
         The longest folder of `visible_at` that contains `path` is replaced.
         """
@@ -108,7 +108,7 @@ class PublishedPart:
         return ServedFolder.of(self.path, self.options)
 
     def config(self) -> dict[str, Any]:
-        """Its config.json."""
+        """Read the config.json of the part."""
         return config_in(self.place.folder)
 
     @contextmanager
@@ -118,7 +118,7 @@ class PublishedPart:
 
 
 def checkpoint_place(checkpoint: Any) -> Place:
-    """The place of a checkpoint. Raises ConfigError for what names none."""
+    """Return the place of a checkpoint. Raises ConfigError for what does not name a place."""
     is_path = isinstance(checkpoint, (str, os.PathLike, Place)) and str(checkpoint)
     if not is_path or "\0" in str(checkpoint):
         raise ConfigError(
@@ -184,9 +184,9 @@ def drop_rebuilt_entries(entry: Place, options: ServerOptions) -> None:
 
 
 def path_on_this_machine(path: str | None, visible_at: Mapping[str, str]) -> str:
-    """The path on this machine of the servers' `path`.
+    """Return the path on this machine of the servers' `path`.
 
-    It is the same if `visible_at` does not contain it; "" for None.
+    The path is the same if `visible_at` does not contain it, and "" for None.
     """
     if not path:
         return ""
@@ -198,23 +198,23 @@ def path_on_this_machine(path: str | None, visible_at: Mapping[str, str]) -> str
 
 
 def run_of(place: Place) -> str:
-    """The name of the folder of a checkpoint, in characters that other names allow."""
+    """Return the name of a checkpoint's parent folder, in characters that other names allow."""
     return as_name(Place(place.absolute.beside).basename) or "run"
 
 
 def as_name(text: str) -> str:
-    """`text` in characters that the names of adapters and versions allow."""
+    """Convert `text` to characters that the names of adapters and versions allow."""
     return re.sub(r"[^\w.-]+", "-", text)
 
 
 def config_in(store: Store) -> dict[str, Any]:
-    """The config.json of a folder. Raises CorruptError if it is none."""
+    """Read the config.json of a folder. Raises CorruptError if it is invalid."""
     with damaged_input(store.where("config.json")):
         return dict(json.loads(read_text(store, "config.json")))
 
 
 def _default_name(place: Place, part: PublishedPart) -> str:
-    """The name of the run, with that of the part if the checkpoint has several adapters."""
+    """Return the name of the run, with the part's if the checkpoint has several adapters."""
     kinds = [record.kind for record in part.checkpoint.manifest.parts]
     if kinds.count("adapter") > 1 and part.record.name:
         return f"{run_of(place)}-{as_name(part.record.name)}"
@@ -222,7 +222,7 @@ def _default_name(place: Place, part: PublishedPart) -> str:
 
 
 def _engine_that_misscales(part: PublishedPart, servers: Sequence[Server]) -> str | None:
-    """The engine of the servers, the first one by name, that needs an export of the adapter."""
+    """Return the first engine of the servers, by name, that needs an export of the adapter."""
     if not part.is_adapter:
         return None
     store = part.place.folder

@@ -139,7 +139,7 @@ def publish_part(
 
 
 def _compare_base_of(server: Server, part: PublishedPart) -> tuple[list[str], str]:
-    """As `preflight.compare_base`, while the server holds its initial weights."""
+    """Call `preflight.compare_base`, while the server holds its initial weights."""
     version = server.weight_version()
     if version not in (None, FIRST_VERSION):
         return [], f"the server holds the weights {version}"

@@ -185,7 +185,7 @@ def _set_version(update: Update, weights: Weights) -> None:
 
 
 def _last_look(updates: Sequence[Update], weights: Weights) -> list[str]:
-    """A line for each server that no longer holds the weights.
+    """Return a line for each server that no longer holds the weights.
 
     Versions are read last, as a restart resets them.
     """

@@ -31,10 +31,10 @@ WeightsBefore: TypeAlias = Weights | str | None
 def open_weights_before(
     update: Update, weights: Weights, *, compares: bool = True
 ) -> Iterator[WeightsBefore]:
-    """The previous weights: a checkpoint near this one, or the server's initial weights.
+    """Open the previous weights: a checkpoint near this one, or the server's initial weights.
 
-    A path if only the servers see them; None if they are unknown. With `compares`, the digests of
-    the checkpoint are compared.
+    Yields a path if only the servers see the weights, and None if they are unknown. With
+    `compares`, the digests of the checkpoint are compared.
     """
     if update.before == FIRST_VERSION:
         with _initial_weights(update, weights) as before:
@@ -86,10 +86,10 @@ def _initial_weights(update: Update, weights: Weights) -> Iterator[WeightsBefore
 
 
 def _possible_places(run: str, name: str, folder: Path) -> Iterator[Path]:
-    """The paths that a checkpoint of a run may have.
+    """Yield the paths that a checkpoint of a run may have.
 
-    It is in the `folder` of the new one, or in a run of this name near it. `run` is the name of the
-    run's folder in characters that names allow, see `as_name`.
+    The checkpoint is in the `folder` of the new one, or in a run of this name near it. `run` is the
+    name of the run's folder in characters that names allow, see `as_name`.
     """
     yield folder / name
     for parent in (folder, *folder.parents[:2]):

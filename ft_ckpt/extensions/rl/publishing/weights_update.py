@@ -92,7 +92,7 @@ class Update:
 
 
 def base_folder(update: Update, options: ServerOptions) -> Path | None:
-    """The folder that the server was started with, if this machine sees it."""
+    """Return the folder that the server was started with, if this machine sees it."""
     base = Path(path_on_this_machine(update.base_path, options.visible_at))
     is_seen = base.is_absolute() and LocalStore(base).stat("config.json") is not None
     return base if is_seen else None
@@ -138,9 +138,9 @@ def expect_last_version(update: Update, weights: Weights) -> None:
 
 
 def difference(update: Update, weights: Weights) -> str | None:
-    """How the digests of the server differ from those of the files.
+    """Describe how the digests of the server differ from those of the files.
 
-    None if they do not, or are not compared.
+    Returns None if they do not differ, or are not compared.
     """
     update.checked = VERSION_ONLY
     if weights.options.check == "listed":
@@ -175,9 +175,10 @@ def _digests(update: Update, options: ServerOptions) -> Mapping[str, str] | None
 def _unexplained(
     update: Update, digests: Mapping[str, str], comparison: DigestComparison
 ) -> list[str]:
-    """The parameters with other digests than the files, but packed layers that changed with them.
+    """Return the parameters with other digests than the files, without explained packed layers.
 
-    Notes in `update` whether there are packed layers, and whether they changed.
+    A packed layer is explained if it changed with its tensors in the files. `update` records
+    whether there are packed layers, and whether they changed.
     """
     unexplained = []
     update.has_changed = False
@@ -192,7 +193,7 @@ def _unexplained(
 
 
 def _in_words(comparison: DigestComparison, update: Update, digests: Mapping[str, str]) -> str:
-    """The result of a comparison without a difference, with the layers that it left out."""
+    """Describe a comparison without a difference, with the layers that it left out."""
     unreported = [name for name in comparison.different if is_unreported(digests[name])]
     reported = [name for name in comparison.different if not is_unreported(digests[name])]
     packed = [name for name in reported if name in update.packed]
@@ -267,7 +268,7 @@ def _expect_answers(update: Update, weights: Weights) -> None:
 
 
 def unlike_servers(updates: Sequence[Update]) -> list[str]:
-    """A line for each server whose parameters differ from those of its first twin.
+    """Return a line for each server whose parameters differ from those of its first twin.
 
     Twins have the same engine and names of parameters.
     """
@@ -286,7 +287,7 @@ def unlike_servers(updates: Sequence[Update]) -> list[str]:
 
 
 def _is_alike(update: Update, reference: Update) -> bool:
-    """Whether two servers have the same engine and report the same parameters."""
+    """Check whether two servers have the same engine and report the same parameters."""
     if update.server.engine != reference.server.engine:
         return False
     return (update.digests or {}).keys() == (reference.digests or {}).keys()

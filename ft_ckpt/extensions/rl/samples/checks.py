@@ -14,7 +14,7 @@ _KEYS = ("version", "samples", "ids", "seed", "epochs", "low", "runs", "dropped"
 
 
 def count_of(samples: Any) -> int:
-    """The number of samples, or -1 if they are neither a number nor anything with a length."""
+    """Count the samples; return -1 for what is neither a number nor has a length."""
     if isinstance(samples, (bool, str, bytes)):
         return -1
     try:
@@ -45,7 +45,7 @@ def check_frontier_settings(
 
 
 def digest_of(ids: Sequence[Any]) -> str:
-    """A digest of ids and their order.
+    """Compute a digest of ids and their order.
 
     Raises ConfigError for ids whose repr may differ in another process.
     """

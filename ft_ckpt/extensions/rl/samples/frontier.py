@@ -82,10 +82,11 @@ class Frontier:
     def take(self, count: int = 1, *, wait: float = 0.0) -> list[Ticket]:
         """Hand out the first `count` samples that are neither settled nor in flight.
 
-        They come in the order of the epochs. Samples that failed and, after a resume, those that
-        were in flight therefore precede new ones. An epoch begins while samples of the previous one
-        are in flight. Returns fewer tickets, or none, if there are no more at the moment. `wait`:
-        seconds to wait for one, because samples in flight may fail. Any thread may call it.
+        The samples come in the order of the epochs. Samples that failed and, after a resume, those
+        that were in flight therefore precede new ones. An epoch begins while samples of the
+        previous one are in flight. Returns fewer tickets, or none, if there are no more at the
+        moment. `wait` is the number of seconds to wait for a ticket, because samples in flight may
+        fail. Any thread may call this method.
         """
         tickets: list[Ticket] = []
         with self._changed:
@@ -104,7 +105,7 @@ class Frontier:
         return tickets
 
     def __iter__(self) -> Iterator[Ticket]:
-        """One ticket at a time, until there are no more at the moment; see `take`.
+        """Yield one ticket at a time, until there are no more at the moment; see `take`.
 
         Several threads may iterate.
         """
@@ -150,11 +151,12 @@ class Frontier:
             self._changed.notify_all()
 
     def renew(self, *tickets: Ticket) -> list[Ticket]:
-        """New tickets for `tickets` from before a resume; their samples are then in flight here.
+        """Return new tickets for `tickets` from before a resume; their samples are then in flight.
 
-        For results in a buffer that is stored with the checkpoint, and for workers that outlive the
-        trainer. Call it before `take`, which hands the same samples out again. Raises TicketError
-        naming samples that are of other data, settled, or in flight here; then none is renewed.
+        This is for results in a buffer that is stored with the checkpoint, and for workers that
+        outlive the trainer. Call it before `take`, which hands the same samples out again. Raises
+        TicketError naming samples that are of other data, settled, or already in flight; then no
+        ticket is renewed.
         """
         with self._changed:
             self._check_renewals(tickets)
@@ -174,7 +176,7 @@ class Frontier:
             return [self._in_flight[ticket.key] for ticket in tickets]
 
     def __contains__(self, ticket: object) -> bool:
-        """Whether the ticket is in flight, so that a report of it is accepted."""
+        """Check whether the ticket is in flight, so that a report of it is accepted."""
         if not isinstance(ticket, Ticket):
             return False
         current = self._in_flight.get(ticket.key)
@@ -188,9 +190,9 @@ class Frontier:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Count samples "trained" and "dropped" since the run began, and those "in flight".
+        """Samples "trained" and "dropped" since the run began, and those "in flight".
 
-        They are counted over all epochs.
+        The numbers are sums over all epochs.
         """
         return {
             "trained": self._trained,
@@ -214,10 +216,10 @@ class Frontier:
         return f"Frontier({self.samples} samples, {epochs}, {self.counts})"
 
     def state_dict(self) -> dict[str, Any]:
-        """The settled samples as JSON values: "low" and "runs".
+        """Return the settled samples as JSON values: "low" and "runs".
 
-        All numbers below "low" are settled. "runs" is text: the lengths of an open range above it,
-        a settled one, an open one, a settled one, ...; after the last, all numbers are open.
+        All numbers below "low" are settled. "runs" is text: the lengths of an open range above
+        "low", a settled one, an open one, a settled one, ...; after the last, all numbers are open.
         """
         with self._changed:
             spans, dropped = self._spans(), self._dropped
@@ -285,9 +287,9 @@ class Frontier:
             self._changed.notify_all()
 
     def _spans(self) -> list[tuple[int, int]]:
-        """The ranges of numbers that are not settled, sorted and merged.
+        """Return the ranges of numbers that are not settled, sorted and merged.
 
-        The last one may be empty, at the end.
+        The last range may be empty, at the end.
         """
         spans: list[tuple[int, int]] = []
         in_flight = [(key, key + 1) for key in self._in_flight]

@@ -9,12 +9,12 @@ _ROUNDS = 4
 
 
 def shuffled(position: int, count: int, seed: int, epoch: int) -> int:
-    """The index of the sample at a position of a shuffled epoch.
+    """Return the index of the sample at a position of a shuffled epoch.
 
-    It is a permutation of range(count), without a list of it: a Feistel network on a grid of at
-    least `count` cells. position = high * width + low, and each round adds to `high` a random
-    number chosen by `low`, then to `low` one chosen by `high`. A result beyond `count` is permuted
-    again.
+    The indices of all positions are a permutation of range(count), computed without a list: a
+    Feistel network on a grid of at least `count` cells. position = high * width + low, and each
+    round adds to `high` a random number chosen by `low`, then to `low` one chosen by `high`. A
+    result beyond `count` is permuted again.
     """
     width, height, rounds = _random_rounds(count, seed, epoch)
     while True:

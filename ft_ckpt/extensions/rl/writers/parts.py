@@ -47,7 +47,7 @@ class Part:
 
 
 def is_committed(record: FileRecord, committed: Mapping[str, FileRecord]) -> bool:
-    """Whether the last checkpoint has the file with the same bytes."""
+    """Check whether the last checkpoint has the file with the same bytes."""
     file = committed.get(record.path)
     return file is not None and is_same_content(file, record)
 
@@ -74,7 +74,7 @@ def store_file(
 
 
 def load_states(checkpoint: OpenCheckpoint, paths: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """The states in the parts of a checkpoint, whose files have these `paths`."""
+    """Load the states in the parts of a checkpoint, whose files have these `paths`."""
     states = {}
     for name in paths:
         if STATE_FILE in paths[name]:

@@ -127,7 +127,7 @@ class OpenSession:
         return records, notes
 
     def _absences(self, waiting: Sequence[str]) -> dict[str, str]:
-        """Why writers will hand in nothing, or have not in time, by name."""
+        """Tell by name why writers will hand in nothing, or have not in time."""
         is_late = time.monotonic() > self._asked_at + self.timeout_seconds
         reasons = {}
         for name in waiting:
@@ -226,9 +226,9 @@ class OpenSession:
         )
 
     def _checkpoint_with(self, file: FileRecord, last: str) -> Store:
-        """The checkpoint `last`, which has `file`.
+        """Return the checkpoint `last`, which has `file`.
 
-        The newest one if `last` is deleted and that has the file, too.
+        If `last` is deleted, the newest checkpoint is returned if it has the file, too.
         """
         checkpoint = LastCheckpoint(last, "", None).place(self.run).folder
         if checkpoint.stat(file.path) is None and self.session.last is not None:
@@ -331,7 +331,7 @@ def _compare_with_parts(
 
 
 def _without_group(names: Sequence[str], members: Collection[str], allowed: set[str]) -> list[str]:
-    """The names whose group is not among those of `members`, and that are not allowed."""
+    """Return the names whose group is not among those of `members`, and that are not allowed."""
     groups = {_group_of(name) for name in members}
     missing = [name for name in names if _group_of(name) not in groups]
     return [name for name in missing if allowed.isdisjoint({name, _group_of(name)})]

@@ -49,7 +49,7 @@ class LastCheckpoint:
     step: int | None
 
     def place(self, run: Place) -> Place:
-        """Its place, for a process that sees the run at `run`."""
+        """Return the place of the checkpoint, for a process that sees the run at `run`."""
         return Place(run.folder, self.path) if "/" not in self.path else open_place(self.path)
 
 
@@ -64,7 +64,7 @@ class Session:
     asked: int | None = None  # the step whose state is requested
 
     def group(self, name: str) -> tuple[str, ...]:
-        """The writers `name`-0, `name`-1, ..."""
+        """Return the writers `name`-0, `name`-1, ..."""
         member = re.compile(rf"{re.escape(name)}-\d+")
         return tuple(writer for writer in self.writers if member.fullmatch(writer))
 
@@ -83,31 +83,31 @@ class HandedIn:
 
 
 def sessions_of(run: Store) -> Store:
-    """The folder of the sessions of the run whose checkpoints are in `run`."""
+    """Return the folder of the sessions of the run whose checkpoints are in `run`."""
     return run.within(SESSIONS)
 
 
 def read_session(sessions: Store) -> Session | None:
-    """The session in session.json, which may have ended; None without one."""
+    """Read the session in session.json, which may have ended; return None without one."""
     with suppress(CheckpointError, FieldError, ValueError):
         return as_record(json.loads(read_text(sessions, SESSION)), Session)
     return None
 
 
 def mark_of(session: Session, name: str) -> str:
-    """The name of the mark of the writer `name`."""
+    """Return the name of the mark of the writer `name`."""
     return f"{session.token}/joined/{name}"
 
 
 def handed_folder(session: Session, step: int, name: str) -> str:
-    """The folder of the files that the writer `name` hands in for `step`."""
+    """Return the folder of the files that the writer `name` hands in for `step`."""
     return f"{session.token}/{step}/{name}"
 
 
 def is_open(sessions: Store) -> bool:
-    """Whether the process that opened the session may be alive.
+    """Check whether the process that opened the session may be alive.
 
-    Writes an object to read the clock of the store.
+    The check writes an object to read the clock of the store.
     """
     if is_gone(read_mark(sessions, SESSION)):
         return False
@@ -136,7 +136,7 @@ def check_writer_names(names: Iterable[str]) -> None:
 
 
 def files_by_writer(manifest: Manifest) -> dict[str, tuple[FileRecord, ...]]:
-    """The files of each writer in a checkpoint, with paths relative to the writer's folder."""
+    """Return the files of each writer in a checkpoint, with paths relative to its folder."""
     parts: dict[str, tuple[FileRecord, ...]] = {}
     for file in manifest.files:
         if file.path.startswith(f"{PARTS}/"):
@@ -146,10 +146,10 @@ def files_by_writer(manifest: Manifest) -> dict[str, tuple[FileRecord, ...]]:
 
 
 def default_rule(parts: Sequence[str], writers: Sequence[str]) -> dict[str, list[str]]:
-    """The parts of a checkpoint that each writer of a group gets.
+    """Divide the parts of a checkpoint among the writers of a group.
 
-    It gets those of its own name, and the others in turns. With four parts and two writers, writer
-    0 gets parts 0 and 2, writer 1 gets parts 1 and 3.
+    A writer gets the parts of its own name, and the remaining parts in turns. With four parts and
+    two writers, writer 0 gets parts 0 and 2, writer 1 gets parts 1 and 3.
     """
     assigned: dict[str, list[str]] = {}
     for name in writers:
@@ -161,10 +161,10 @@ def default_rule(parts: Sequence[str], writers: Sequence[str]) -> dict[str, list
 
 
 def is_same_content(record: FileRecord, other: FileRecord) -> bool:
-    """Whether two files have the same bytes, by their records."""
+    """Check whether two files have the same bytes, by their records."""
     return (record.size_bytes, record.digest) == (other.size_bytes, other.digest)
 
 
 def handed_to_json(handed: HandedIn) -> bytes:
-    """The text of HANDED."""
+    """Encode the text of HANDED."""
     return json.dumps(asdict(handed)).encode()

@@ -114,7 +114,8 @@ class Writer:
     def ended(self) -> bool:
         """Whether the session is over.
 
-        It is when the trainer has ended or opened another session, or `close` was called.
+        A session is over when the trainer has ended or opened another session, or `close` was
+        called.
         """
         return self._over.is_set()
 
@@ -170,14 +171,12 @@ class Writer:
     def resume(
         self, folder: str | os.PathLike[str] | None = None, *, rule: Rule = default_rule
     ) -> Part | None:
-        """This writer's part of the checkpoint that the trainer continues from, or last saved.
+        """Return this writer's part of the checkpoint that the trainer resumed from, or last saved.
 
-        None if there is none.
-
-        Files of the part are copied into `folder`/NAME. In a group, `rule` divides the parts of the
-        checkpoint among the invited writers: it is called with the names of both and returns the
-        parts by writer; by default each gets its own, and those of absent writers are distributed
-        in turn. All digests are compared.
+        Returns None if there is no such part. Files of the part are copied into `folder`/NAME. In a
+        group, `rule` divides the parts of the checkpoint among the invited writers: it is called
+        with the names of both and returns the parts by writer. By default each writer gets its own
+        part, and the parts of absent writers are distributed in turn. All digests are compared.
 
         Raises WriterError if the checkpoint is not that of the session, or the part has files and
         `folder` is None; what `ft_ckpt.load` raises for damaged files.
@@ -277,9 +276,9 @@ class Writer:
         return list(assigned.get(self.name, ()))
 
     def _current(self) -> Session | None:
-        """The session now; None if it cannot be read.
+        """Return the session now, or None if it cannot be read.
 
-        If it is over, ends this writer and raises WriterError.
+        If the session is over, this writer is ended and WriterError raised.
         """
         session = read_session(self._sessions)
         if session is not None and session.token == self._session.token:
@@ -385,7 +384,7 @@ class Writer:
         self._handed.add(step)
 
     def _in_last_checkpoint(self) -> dict[str, FileRecord]:
-        """The files of this writer in the last checkpoint, by path; none if it was deleted."""
+        """Return this writer's files in the last checkpoint, by path; {} if it was deleted."""
         last = self._session.last
         if last is None:
             return {}

@@ -11,12 +11,11 @@ from ft_ckpt.storage.places import Place
 
 
 def content_key(file: FileRecord) -> tuple[str, int]:
-    """(digest, bytes)."""
     return file.digest, file.size_bytes
 
 
 def is_same_copy(stored: Manifest | None, manifest: Manifest) -> bool:
-    """Whether two manifests are of copies of one checkpoint."""
+    """Check whether two manifests are of copies of one checkpoint."""
     return stored is not None and content_identity(stored) == content_identity(manifest)
 
 
@@ -33,7 +32,7 @@ class Relation(Enum):
 
 
 def relation_of(stored: Manifest | None, manifest: Manifest) -> Relation:
-    """What the checkpoint with the manifest `stored` is to that with `manifest`."""
+    """Tell what the checkpoint with the manifest `stored` is to that with `manifest`."""
     if stored is None:
         return Relation.ABSENT
     if is_same_copy(stored, manifest):
@@ -51,14 +50,14 @@ def relation_of(stored: Manifest | None, manifest: Manifest) -> Relation:
 
 
 def manifest_at(place: Place) -> Manifest | None:
-    """The manifest of the checkpoint at `place`; None if there is no readable one."""
+    """Read the manifest of the checkpoint at `place`; return None if none is readable."""
     with suppress(ManifestError):
         return load_manifest(place.folder)
     return None
 
 
 def is_there(goal: Place, manifest: Manifest) -> bool:
-    """Whether the checkpoint of this manifest is at `goal`, with all files at their sizes."""
+    """Check whether the checkpoint of this manifest is at `goal`, with all files at their sizes."""
     if not is_same_copy(manifest_at(goal), manifest):
         return False
     sizes = {stored.name: stored.size_bytes for stored in goal.folder.list()}

@@ -37,7 +37,7 @@ _POLL_SECONDS = 0.2
 
 
 def cache_folder() -> Path:
-    """The folder of the cache: FT_CKPT_CACHE, else ft_ckpt in HF_HOME.
+    """Return the folder of the cache: FT_CKPT_CACHE, else ft_ckpt in HF_HOME.
 
     Hugging Face libraries keep models in HF_HOME.
     """

@@ -38,7 +38,7 @@ class CopyReport(TransferReport):
 
 
 def new_copy_report(path: Path | str, source: Path | str, manifest: Manifest) -> CopyReport:
-    """The report of a copy that has sent all files, without its duration."""
+    """Make the report of a copy that has sent all files, without its duration."""
     size_bytes = sum(file.size_bytes for file in manifest.files)
     return CopyReport(
         path=path,

@@ -49,9 +49,9 @@ class Signed:
 
 
 def read_signature(store: Store) -> Signed | None:
-    """The signature of the checkpoint in `store`, not checked.
+    """Read the signature of the checkpoint in `store`, without checking it.
 
-    None without one, with a warning if it is no text.
+    Returns None if there is no signature, and with a warning if it is not text.
     """
     with suppress(MissingError):
         if store.local_folder is not None:
@@ -69,9 +69,9 @@ def read_signature(store: Store) -> Signed | None:
 
 
 def signature_of_copy(checkpoint: OpenCheckpoint, manifest: Manifest) -> Signed | None:
-    """The signature of an open checkpoint if it covers what `manifest` lists, else None.
+    """Return the signature of an open checkpoint if it covers what `manifest` lists, else None.
 
-    It may cover more files, or be of an older checkpoint.
+    The signature may cover more files, or be of an older checkpoint.
     """
     signed = read_signature(checkpoint.place.folder)
     if signed is None or not is_same_copy(signed.manifest, manifest):

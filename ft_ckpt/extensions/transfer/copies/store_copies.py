@@ -93,9 +93,9 @@ def copy_open(
 def _staging_at(
     checkpoint: OpenCheckpoint, goal: Place, manifest: Manifest, *, overwrite: bool
 ) -> Iterator[Staging]:
-    """A staging folder for `goal`, discarded on errors.
+    """Open a staging folder for `goal`, which is discarded on errors.
 
-    That of a killed copy is taken over by the next copy.
+    The next copy takes over the staging folder of a killed one.
     """
     identity = f"copy of {content_identity(manifest)}"
     source = checkpoint.store if checkpoint.is_local else checkpoint.place.folder
@@ -187,7 +187,7 @@ class _FileCopies:
         return False
 
     def _is_whole_here(self, file: FileRecord) -> bool:
-        """Whether a linked file still has its digest (a disk may have lost bits).
+        """Check whether a linked file still has its digest (a disk may have lost bits).
 
         Services compare their own copies.
         """

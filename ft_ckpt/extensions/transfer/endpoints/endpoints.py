@@ -51,12 +51,15 @@ class Endpoint(ABC):
     @classmethod
     @abstractmethod
     def destination(cls, place: str | Place, options: PushOptions) -> Self:
-        """The destination of a push. Raises ConfigError if it is invalid, or has no such option."""
+        """Return the destination of a push.
+
+        Raises ConfigError if it is invalid, or has no such option.
+        """
 
     @classmethod
     @abstractmethod
     def source(cls, place: str | Place, token: str | None) -> Self:
-        """The source of a pull. Raises ConfigError if it is invalid."""
+        """Return the source of a pull. Raises ConfigError if it is invalid."""
 
     @property
     @abstractmethod
@@ -81,7 +84,7 @@ class CopyEndpoint(Endpoint):
     @classmethod
     @abstractmethod
     def at(cls, place: PlaceLike) -> Self:
-        """The endpoint at a path or URL. Raises ConfigError if it is invalid."""
+        """Return the endpoint at a path or URL. Raises ConfigError if it is invalid."""
 
     @property
     @abstractmethod
@@ -90,7 +93,7 @@ class CopyEndpoint(Endpoint):
 
     @abstractmethod
     def within(self, name: str) -> Self:
-        """The endpoint `name` in this one."""
+        """Return the endpoint `name` in this one."""
 
     @abstractmethod
     def copy_to(self, goal: "CopyEndpoint", *, overwrite: bool) -> CopyReport:
@@ -108,7 +111,7 @@ class CopyEndpoint(Endpoint):
         """Write what `manifest` lists of an open checkpoint."""
 
     def goal_for(self, name: str) -> Self:
-        """The endpoint of a checkpoint of this name that is sent here."""
+        """Return the endpoint to which a checkpoint of this name is sent."""
         return self.within(name) if self.is_parent else self
 
     def push(self, checkpoint: OpenCheckpoint, options: PushOptions) -> PushReport:
@@ -118,7 +121,7 @@ class CopyEndpoint(Endpoint):
 
 
 def endpoint_of(place: PlaceLike) -> type[Endpoint]:
-    """The kind of a place. Raises ConfigError for a URL scheme that is not supported."""
+    """Return the kind of a place. Raises ConfigError for a URL scheme that is not supported."""
     is_local = isinstance(place, Place) and place.is_local
     if is_local or is_hub_bucket(place):
         return copy_endpoint_of(place)
@@ -133,7 +136,7 @@ def endpoint_of(place: PlaceLike) -> type[Endpoint]:
 
 
 def copy_endpoint_of(place: PlaceLike) -> type[CopyEndpoint]:
-    """The kind of a place that `copy` takes: the Hub's repositories are none."""
+    """Return the kind of a place for `copy`, which takes no repositories of the Hub."""
     kind: type[CopyEndpoint] = _imported(_HUB_BUCKET if is_hub_bucket(place) else _STORE)
     return kind
 
@@ -159,7 +162,7 @@ def refuse_options(destination: str | Place, options: PushOptions, *, allowed: s
 
 
 def push_report(checkpoint: OpenCheckpoint, report: CopyReport) -> PushReport:
-    """The report of a push, from the report of the copy of an open checkpoint to a bucket."""
+    """Make the report of a push from that of the copy of an open checkpoint to a bucket."""
     left_out = sorted({file.path for file in checkpoint.manifest.files} - set(report.files))
     if left_out and read_signature(checkpoint.place.folder) is not None:
         left_out.append(f"{SIGNATURE_NAME}, which covers them")
@@ -179,7 +182,7 @@ def push_report(checkpoint: OpenCheckpoint, report: CopyReport) -> PushReport:
 
 
 def pull_report(report: CopyReport, identity: str) -> PullReport:
-    """The report of a pull, from the report of the copy of a checkpoint to a disk."""
+    """Make the report of a pull from that of the copy of a checkpoint to a disk."""
     return PullReport(
         path=Path(report.path),
         url=str(report.source),

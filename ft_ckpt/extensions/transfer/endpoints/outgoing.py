@@ -42,7 +42,7 @@ class OutgoingFiles:
     notes: tuple[str, ...]
 
     def content(self, name: str) -> bytes:
-        """The content of a small file as it is sent; b"" if it is not sent."""
+        """Return the content of a small file as it is sent; b"" if it is not sent."""
         file = self.files.get(name, b"")
         return file if isinstance(file, bytes) else LocalStore(file.parent).read(file.name)
 
@@ -59,9 +59,9 @@ def refuse_damaged(checkpoint: OpenCheckpoint) -> None:
 def outgoing_files(
     checkpoint: OpenCheckpoint, *, state: bool, base_id: str | None
 ) -> OutgoingFiles:
-    """The files of an open checkpoint to push; with the training state if `state`.
+    """Return the files of an open checkpoint to push; with the training state if `state`.
 
-    `base_id`: Hub name of the base.
+    `base_id` is the Hub name of the base.
     """
     manifest = checkpoint.manifest if state else weights_manifest(checkpoint.manifest)
     sent = [file for file in manifest.files if not is_hidden(file.path)]
@@ -101,7 +101,7 @@ def _notes_on_left_out(checkpoint: OpenCheckpoint, sent: Sequence[FileRecord]) -
 
 
 def weights_manifest(manifest: Manifest) -> Manifest:
-    """The manifest without the training state."""
+    """Return the manifest without the training state."""
     bare = without_state(manifest)
     files = tuple(file for file in bare.files if file.path not in _OF_RUNS)
     # if pulled into its run's folder, retention keeps it
@@ -110,14 +110,14 @@ def weights_manifest(manifest: Manifest) -> Manifest:
 
 
 def is_hidden(path: str) -> bool:
-    """Whether a component of the path begins with a dot."""
+    """Check whether a component of the path begins with a dot."""
     return any(step.startswith(".") for step in path.split("/"))
 
 
 def _configs_of(
     checkpoint: OpenCheckpoint, files: Sequence[FileRecord]
 ) -> dict[str, dict[str, Any]]:
-    """The config files to send, parsed, by path."""
+    """Return the config files to send, parsed, by path."""
     configs = {}
     for file in files:
         name = PurePosixPath(file.path).name
@@ -132,7 +132,7 @@ def _configs_of(
 
 
 def _base_on_hub(manifest: Manifest, configs: Mapping[str, dict[str, Any]]) -> str | None:
-    """The Hub name of the base, from adapter configs and the manifest."""
+    """Return the Hub name of the base, from adapter configs and the manifest."""
     names = [config.get("base_model_name_or_path") for config in configs.values()]
     names += [part.base.id for part in manifest.parts if part.base is not None]
     for name in names:
@@ -164,7 +164,7 @@ class _ChangedConfig:
 def _changed_configs(
     configs: Mapping[str, dict[str, Any]], local_bases: set[str], base_id: str | None
 ) -> dict[str, _ChangedConfig]:
-    """The configs that contain local paths, by path."""
+    """Return the configs that contain local paths, by path."""
     changed = {}
     for path, config in configs.items():
         changes: list[str] = []
@@ -178,7 +178,7 @@ def _changed_configs(
 def _without_places(
     value: Any, key: str, local_bases: set[str], base_id: str | None, changes: list[str]
 ) -> Any:
-    """The JSON value without local paths; descriptions of changes are appended to `changes`."""
+    """Return the JSON value without local paths; append descriptions of changes to `changes`."""
     if isinstance(value, dict):
         cleaned = {}
         for name, entry in value.items():
@@ -198,7 +198,7 @@ def _without_places(
 
 
 def _is_place_here(text: str) -> bool:
-    """Whether a text is an existing absolute path.
+    """Check whether a text is an existing absolute path.
 
     Paths of one name, such as "/s", may be tokens and do not count.
     """

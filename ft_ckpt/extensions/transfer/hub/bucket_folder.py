@@ -30,7 +30,7 @@ class BucketFolder:
 
     @classmethod
     def at(cls, url: str, token: str | None = None) -> Self:
-        """The folder at hf://buckets/NAMESPACE/NAME[/folder].
+        """Return the folder at hf://buckets/NAMESPACE/NAME[/folder].
 
         Raises ConfigError for other URLs, and for those with a token in them.
         """
@@ -44,7 +44,7 @@ class BucketFolder:
         return cls(make_api(token), bucket_id, checked_name(path) if path else "")
 
     def within(self, name: str) -> Self:
-        """The folder `name` in this one."""
+        """Return the folder `name` in this one."""
         return replace(self, path=checked_name(self.path_of(name)))
 
     @property
@@ -70,7 +70,7 @@ class BucketFolder:
             raise TargetError(f"{self.url}: public, expected private=True; make it private first")
 
     def files(self) -> dict[str, BucketFile]:
-        """The files below this folder, by their names in it."""
+        """List the files below this folder, by their names in it."""
         start = self.path_of("")
         files: dict[str, BucketFile] = {}
         with suppress(EntryNotFoundError):
@@ -93,7 +93,7 @@ class BucketFolder:
         self.api.download_bucket_files(self.bucket_id, list[Any](files))
 
     def read_text(self, file: BucketFile) -> str:
-        """The text of a small file. Raises ManifestError if it is larger than a manifest may be."""
+        """Read a small text file. Raises ManifestError if it is larger than a manifest may be."""
         if file.size > MANIFEST_LIMIT_BYTES:
             raise ManifestError(
                 f"{HUB_BUCKETS}{self.bucket_id}/{file.path}: {file.size:,} bytes, expected at most "

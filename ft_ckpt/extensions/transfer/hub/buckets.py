@@ -164,7 +164,7 @@ def _send(
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether to try again: also after a batch that failed in part.
+    """Check whether to try again, which includes batches that failed in part.
 
     The client repeats a batch without an answer, and its deletions then find nothing to delete.
     """
@@ -212,7 +212,7 @@ def _send_once(
 def _files_to_send(
     checkpoint: OpenCheckpoint, manifest: Manifest
 ) -> tuple[dict[str, Path | bytes], str]:
-    """The files of the checkpoint with its signature, by name, and the text of its manifest."""
+    """Return the checkpoint's files with its signature, by name, and the text of its manifest."""
     files: dict[str, Path | bytes] = {}
     for file in manifest.files:
         files[file.path] = checkpoint.folder / file.path
@@ -224,13 +224,13 @@ def _files_to_send(
 
 
 def _as_sent(manifest: Manifest) -> Manifest:
-    """The manifest without what only the disk of its files knows."""
+    """Return the manifest without what only the disk of its files knows."""
     files = tuple(replace(file, linked=False, etag=None) for file in manifest.files)
     return replace(manifest, files=files, token=None)
 
 
 def _stored_manifest(folder: BucketFolder, present: Mapping[str, BucketFile]) -> Manifest | None:
-    """The manifest in the bucket; None if there is no readable one."""
+    """Read the manifest in the bucket; return None if there is no readable one."""
     if MANIFEST_NAME not in present:
         return None
     with suppress(ManifestError):
@@ -243,7 +243,7 @@ def _older_files(
     present: Mapping[str, BucketFile],
     stored: Manifest | None,
 ) -> set[str]:
-    """The files of an older checkpoint or of a killed send, which the new ones replace.
+    """Return the files of an older checkpoint or of a killed send, which the new ones replace.
 
     Raises TargetError naming the files that belong to neither.
     """
@@ -265,7 +265,7 @@ def _older_files(
 
 
 def _missing(present: Mapping[str, BucketFile], manifest: Manifest) -> list[str]:
-    """The files of the manifest that are not in the bucket, or have another size."""
+    """Return the files of the manifest that are not in the bucket, or have another size."""
     names = []
     for file in manifest.files:
         entry = present.get(file.path)
@@ -277,7 +277,7 @@ def _missing(present: Mapping[str, BucketFile], manifest: Manifest) -> list[str]
 def _fetch(folder: BucketFolder, target: Path, *, overwrite: bool) -> tuple[CopyReport, str]:
     """Fetch a checkpoint to `target`, and commit it there like a save.
 
-    Also returns the text of its manifest.
+    The second result is the text of its manifest.
     """
     start = time.monotonic()
     with hub_errors(folder.url, writing=False):

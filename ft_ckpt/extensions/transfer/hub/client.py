@@ -34,7 +34,7 @@ _XET_STATUS = re.compile(r"HTTP status \w+ error \((\d{3}) ")
 
 
 def make_api(token: str | None) -> HfApi:
-    """The client of the Hub, or of the server in HF_ENDPOINT."""
+    """Make the client of the Hub, or of the server in HF_ENDPOINT."""
     return HfApi(token=token, library_name="ft_ckpt", library_version=__version__)
 
 
@@ -42,7 +42,7 @@ def make_api(token: str | None) -> HfApi:
 def hub_errors(where: str, *, writing: bool, failed: str = "not pushed") -> Iterator[None]:
     """Convert errors of the Hub in the block to those of this package.
 
-    They become TargetError when `writing`, with `failed` in the message, else MissingError or
+    With `writing`, errors become TargetError with `failed` in the message, else MissingError or
     UnreadableError.
     """
     try:
@@ -87,7 +87,7 @@ def with_retries(
 
 
 def hub_status(error: BaseException | None) -> int | None:
-    """The HTTP status of an error or its causes, if any."""
+    """Return the HTTP status of an error or its causes, if any."""
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is not None:
@@ -100,7 +100,7 @@ def hub_status(error: BaseException | None) -> int | None:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether to retry: after a network or server error or a concurrent change.
+    """Check whether to retry: after a network or server error or a concurrent change.
 
     The request may have succeeded.
     """
@@ -118,7 +118,7 @@ def _converted(where: str, error: BaseException, failed: str | None) -> Checkpoi
 
 
 def _hub_reason(error: BaseException) -> str:
-    """The client's message and its cause, in one line of at most 400 characters."""
+    """Return the client's message and its cause, in one line of at most 400 characters."""
     words = " ".join(str(error).split()) or shown(error)
     cause = error.__cause__
     if cause is not None and hub_status(error) is not None:

@@ -44,7 +44,7 @@ class CardFacts:
 def card_facts(
     name: str, manifest: Manifest, base_id: str | None, adapter_config: Mapping[str, Any]
 ) -> CardFacts:
-    """The metadata of the checkpoint for the card of the repository `name`."""
+    """Return the checkpoint's metadata for the card of the repository `name`."""
     parts = [part for part in manifest.parts if part.kind != "state"]
     main_part = _main_part(parts)
     kind = None if main_part is None else main_part.kind
@@ -69,7 +69,7 @@ def card_facts(
 
 
 def _main_part(parts: Sequence[PartRecord]) -> PartRecord | None:
-    """The part at the root of the checkpoint, else its first one."""
+    """Return the part at the root of the checkpoint, else its first one."""
     for part in parts:
         if part.path == "":
             return part
@@ -83,7 +83,10 @@ def _relation(kind: str | None, manifest: Manifest) -> str:
 
 
 def updated_card(text: str, facts: CardFacts) -> tuple[str, list[str]]:
-    """The card with its metadata updated (byte for byte the same if nothing changes), and notes."""
+    """Update the metadata of a card, and return the card with notes.
+
+    The card stays byte for byte the same if nothing changes.
+    """
     try:
         card = RepoCard(text)
     except (ValueError, yaml.YAMLError) as error:
@@ -110,7 +113,7 @@ def updated_card(text: str, facts: CardFacts) -> tuple[str, list[str]]:
 
 
 def _updated_tags(tags: Any, facts: CardFacts) -> list[Any] | None:
-    """The tags of the card without those of another base, and with those of the checkpoint."""
+    """Return the tags of the card without those of another base, and with the checkpoint's."""
     if not isinstance(tags, list):
         tags = [tags] if tags else []
     kept_tags = [tag for tag in tags if not _is_of_other_base(str(tag), facts)]
@@ -132,16 +135,16 @@ def _add_results(data: Any, facts: CardFacts) -> list[str]:
 
 
 def _is_of_other_base(tag: str, facts: CardFacts) -> bool:
-    """Whether a tag names another base, or a local path."""
+    """Check whether a tag names another base, or a local path."""
     if not tag.startswith("base_model:") or tag in facts.tags:
         return False
     return facts.base_id is not None or not is_hub_name(tag.split(":")[-1])
 
 
 def _with_results(index: Any, facts: CardFacts) -> list[Any] | None:
-    """The model index with this checkpoint's results instead of an older one's.
+    """Return the model index with this checkpoint's results instead of an older one's.
 
-    None if it is malformed.
+    Returns None if the index is malformed.
     """
     index = copy.deepcopy(index) if index else [{"name": facts.name, "results": []}]
     try:
@@ -162,7 +165,7 @@ def _is_of_run(result: Any) -> bool:
 
 
 def _short_name(name: str) -> str:
-    """The name of a metric without the prefix of its data set, such as "eval_"."""
+    """Strip the prefix of its data set, such as "eval_", from the name of a metric."""
     for start in _EVALUATED:
         for mark in "_/":
             name = name.removeprefix(f"{start}{mark}")
@@ -170,9 +173,9 @@ def _short_name(name: str) -> str:
 
 
 def _is_result(name: str, value: float, manifest: Manifest) -> bool:
-    """Whether a metric is a finite result of an evaluation.
+    """Check whether a metric is a finite result of an evaluation.
 
-    Measures of the training or of its speed are none.
+    Measures of the training or of its speed do not count.
     """
     is_metric = name in manifest.rankings or name.startswith(_EVALUATED)
     return is_metric and math.isfinite(value) and not name.endswith(_NO_RESULTS)

@@ -31,11 +31,11 @@ class HubPlace:
         return f"hf://{self.repo_id}{revision}{folder}"
 
     def path_of(self, name: str) -> str:
-        """The path in the repository of the file `name`."""
+        """Return the path in the repository of the file `name`."""
         return f"{self.folder}/{name}" if self.folder else name
 
     def names_below(self, paths: Iterable[str]) -> list[str]:
-        """The `paths` of the repository that are in this folder, relative to it."""
+        """Return the `paths` of the repository that are in this folder, relative to it."""
         start = f"{self.folder}/" if self.folder else ""
         return [path[len(start) :] for path in paths if path.startswith(start)]
 

@@ -150,7 +150,7 @@ def _refuse_taken(folder: Path, overwrite: bool) -> None:
 
 @contextmanager
 def _staging_for(folder: Path) -> Iterator[LocalStaging]:
-    """A hidden staging folder, deleted at the end unless it was committed."""
+    """Open a hidden staging folder, which is deleted at the end unless it was committed."""
     staging = open_staging(folder)
     try:
         yield staging
@@ -240,9 +240,9 @@ def _commit_once(
 
 
 def _look_at_head(api: HfApi, place: HubPlace, options: PushOptions) -> _Head:
-    """The state of the repository; creates it, or its branch.
+    """Return the state of the repository; create it, or its branch, if it is missing.
 
-    Raises TargetError if it is public and must not be.
+    Raises TargetError if the repository is public and must not be.
     """
     try:
         info = api.model_info(place.repo_id, revision=place.revision)
@@ -283,7 +283,10 @@ def _remote_text(
 def _with_card(
     place: HubPlace, outgoing: OutgoingFiles, options: PushOptions, head: _Head
 ) -> tuple[dict[str, Path | bytes], list[str]]:
-    """The files with the repository's updated card; below its root a card is an ordinary file."""
+    """Return the files with the repository's updated card, and notes.
+
+    Below the root of the repository a card is an ordinary file.
+    """
     files = dict(outgoing.files)
     if place.folder:
         return files, []
@@ -305,7 +308,7 @@ def _stale_names(
 ) -> list[str]:
     """Name the files of older checkpoints to delete.
 
-    They are those in the old manifest, and those that loaders would confuse with new ones.
+    These are the files in the old manifest, and those that loaders would confuse with new ones.
     """
     sent = set(files)
     older: set[str] = set()

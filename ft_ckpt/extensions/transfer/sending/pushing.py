@@ -149,20 +149,20 @@ def push(
 ) -> PushReport | PendingPush:
     """Push the committed `checkpoint` to a model repository on the Hub, as one commit.
 
-    It is leased during the push. `destination` is "user/name", or
-    "hf://user/name[@revision][/folder]". A missing repository or branch is created, as a private
-    one if `private` is True. All digests are compared first. The commit has weights, configs,
-    tokenizer and a manifest of these files, and the training state if `state` is True. Local paths
-    are replaced by `base_id`, the name of the base model, or removed. An existing model card keeps
-    its text; its metadata are updated. The same commit deletes files of older checkpoints that the
-    old manifest lists or that readers would confuse with these. Existing files are not sent again;
-    if nothing changes, there is no commit.
+    `destination` is "user/name", or "hf://user/name[@revision][/folder]". A missing repository or
+    branch is created, as a private one if `private` is True. The checkpoint is leased during the
+    push, and all digests are compared first. The commit has weights, configs, tokenizer and a
+    manifest of these files, and the training state if `state` is True. Local paths are replaced by
+    `base_id`, the name of the base model, or removed. An existing model card keeps its text; its
+    metadata are updated. The same commit deletes files of older checkpoints that the old manifest
+    lists or that readers would confuse with these. Existing files are not sent again; if nothing
+    changes, there is no commit.
 
     To a bucket ("s3://...", or a `Place` there) the checkpoint is copied as by `copy`, also without
     the state; `revision`, `private`, `token`, `base_id` and `message` raise ConfigError. A
     checkpoint in a bucket is pulled into the cache before it is pushed to the Hub. A storage bucket
     of the Hub, "hf://buckets/user/name[/folder]", takes `token` and `private`; a missing one is
-    made, a private one unless `private` is False. Its manifest is sent last.
+    created, as a private one unless `private` is False. Its manifest is sent last.
 
     With `background` a handle is returned at once; pushes run one after the other, and a failure is
     a warning.
@@ -201,9 +201,9 @@ def begin_push(checkpoint: Place, destination: str | Place, options: PushOptions
 
 
 def push_goal(destination: str, **options: Any) -> str | Place:
-    """The destination of a push; in a bucket, with a client of these `options`.
+    """Return the destination of a push; in a bucket, with a client of these `options`.
 
-    Raises ConfigError if it is invalid.
+    Raises ConfigError if the destination is invalid.
     """
     if not isinstance(destination, str):
         raise ConfigError(
@@ -224,15 +224,15 @@ def pull(
 ) -> PullReport:
     """Fetch the checkpoint at `source` into `folder`, or, from a bucket, into the cache.
 
-    Its path is in the report. `source` is "hf://user/name[@revision][/folder]", read from a single
-    commit, or the URL or `Place` of a checkpoint in a bucket ("s3://...",
-    "hf://buckets/user/name/..."), or the absolute path or `Place` of a checkpoint in a folder. With
-    a manifest, every file is compared with it, and the checkpoint is committed like a save, or not
-    at all. Files on the Hub without a manifest are fetched as they are. `folder` must be new or
-    empty; with `overwrite`, a checkpoint may replace another one.
+    `source` is "hf://user/name[@revision][/folder]", read from a single commit, or the URL or
+    `Place` of a checkpoint in a bucket ("s3://...", "hf://buckets/user/name/..."), or the absolute
+    path or `Place` of a checkpoint in a folder. With a manifest, every file is compared with it,
+    and the checkpoint is committed like a save, or not at all. Files on the Hub without a manifest
+    are fetched as they are. `folder` must be new or empty; with `overwrite`, a checkpoint may
+    replace another one. The report has the path.
 
     A delta, see `publish`, is rebuilt to the checkpoint that it stands for, byte for byte. Its base
-    is read beside `folder` if it is there, else rebuilt from the chain.
+    is read in the parent of `folder` if it is there, else rebuilt from the chain.
 
     Without `folder`, a checkpoint in a bucket, but not one of the Hub, is fetched into the cache:
     FT_CKPT_CACHE, or ft_ckpt in HF_HOME. An entry of the cache is compared and not fetched again,

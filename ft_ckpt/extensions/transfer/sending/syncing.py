@@ -27,12 +27,13 @@ from ft_ckpt.storage.places import Place, location_name, open_place
 def copy(source: PlaceLike, destination: PlaceLike, *, overwrite: bool = False) -> CopyReport:
     """Copy the committed checkpoint `source` to `destination`.
 
-    Both are paths or URLs, also of different buckets. The name of the source is appended to a
-    destination that ends in a slash. All digests are compared on the way, the manifest is written
-    last. Files of 1 MiB or more that one of the newest checkpoints beside the destination has are
-    not sent again: they are hard-linked and read there, or copied by the service. A signature is
-    copied, see `sign`; pins and leases are not. A failed copy leaves no checkpoint; the next one
-    starts from the beginning. If the same checkpoint is there already, nothing changes.
+    Source and destination are paths or URLs, also of different buckets. The name of the source is
+    appended to a destination that ends in a slash. All digests are compared on the way, the
+    manifest is written last. Files of 1 MiB or more that one of the newest checkpoints in the
+    destination's folder has are not sent again: they are hard-linked and read there, or copied by
+    the service. A signature is copied, see `sign`; pins and leases are not. A failed copy leaves no
+    checkpoint; the next one starts from the beginning. If the same checkpoint is there already,
+    nothing changes.
 
     From a bucket of the Hub ("hf://buckets/user/name/folder") a checkpoint is copied to a disk
     only. Into one, the files are sent in one batch, and then the manifest; with `overwrite`, there
@@ -67,15 +68,16 @@ def sync(
 ) -> SyncReport:
     """Copy the checkpoints of the run `source` that `destination` lacks, newest first.
 
-    Both are paths or URLs. Each is copied as by `copy`: compared by digest, visible when it is
-    complete; files that another checkpoint there has are not sent again. A checkpoint that its run
-    has saved again under the same name is replaced. A checkpoint of another run is never replaced
-    and is reported as a problem. The run may go on: checkpoints are leased while they are copied.
+    Source and destination are paths or URLs. Each checkpoint is copied as by `copy`: compared by
+    digest, visible when it is complete; files that another checkpoint there has are not sent again.
+    A checkpoint that its run has saved again under the same name is replaced. A checkpoint of
+    another run is never replaced and is reported as a problem. The run may go on: checkpoints are
+    leased while they are copied.
 
     Nothing is deleted unless `delete` is True. Then checkpoints of the same runs, and training
-    states, that the source no longer has are deleted at the destination, too; weights saved beside
-    a run's checkpoints stay, and so do pinned checkpoints and those in use. Nothing is deleted if
-    there was any problem.
+    states, that the source no longer has are deleted at the destination, too. Weights that a script
+    saved into the folder of the run stay, and so do pinned checkpoints and those in use. Nothing is
+    deleted if there was any problem.
 
     Raises NotACheckpointError when `source` has no checkpoints, ConfigError when it is a
     checkpoint, UnreadableError when either cannot be listed. Failures of single checkpoints are
