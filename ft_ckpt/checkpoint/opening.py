@@ -38,6 +38,7 @@ from ft_ckpt.errors import (
     NotACheckpointError,
     Problem,
     UnreadableError,
+    damaged_input,
     listing,
 )
 from ft_ckpt.storage import Store
@@ -263,7 +264,9 @@ def _checkpoint_of_listing(store: Store, listed: ListedStore, stack: ExitStack) 
 def _open_local(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
     """Open and lease the checkpoint until the stack closes; None if it was replaced meanwhile."""
     place = Place(LocalStore(path))
-    if not path.is_dir():
+    with damaged_input(path):  # a mount may refuse to say what it is
+        is_folder = path.is_dir()
+    if not is_folder:
         raise NotACheckpointError(why_no_checkpoint(place))
     folder = open_folder(path, stack)
     manifest_file = open_manifest(folder, path, stack)

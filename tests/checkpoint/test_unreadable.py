@@ -15,7 +15,18 @@ from s3_server import FAST
 from small_checkpoints import contents
 from transformers import Trainer, TrainingArguments
 
-from ft_ckpt import CheckpointSaver, Keep, average, best, convert, latest, open_place, sync, verify
+from ft_ckpt import (
+    CheckpointSaver,
+    Keep,
+    average,
+    best,
+    convert,
+    latest,
+    load_model,
+    open_place,
+    sync,
+    verify,
+)
 from ft_ckpt.checkpoint.checks import problems
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import TargetError, UnreadableError
@@ -111,6 +122,21 @@ def test_a_fault_that_passes_is_not_noticed(run, refuse, choice, name, recwarn):
     refuse(run / "checkpoint-3" / name, times=2 if choice == "resume" else 1)
     assert CHOICES[choice](run) == run / "checkpoint-3"
     assert not [one for one in recwarn if "checkpoint" in str(one.message)]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+def test_a_folder_whose_kind_is_not_told(run, monkeypatch, code):
+    """A mount may refuse even to say that the checkpoint is a folder."""
+    folder, real = run / "checkpoint-3", os.stat
+
+    def refusing(path, *args, **more):
+        if path == folder:
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path, *args, **more)
+
+    monkeypatch.setattr(os, "stat", refusing)
+    with pytest.raises(UnreadableError, match=r"checkpoint-3: cannot be read"):
+        load_model(folder, into=models.build("llama"))
 
 
 def test_damage_is_no_passing_fault(run):

@@ -41,7 +41,9 @@ def _weights_name(path: Path, number: int) -> str:
     """The file of a model; of two, the one that Accelerate reads."""
     safe = numbered("model", number, ".safetensors")
     pickled = numbered("pytorch_model", number, ".bin")
-    return pickled if (path / pickled).exists() and not (path / safe).exists() else safe
+    store = LocalStore(path)
+    is_pickled = store.stat(safe) is None and store.stat(pickled) is not None
+    return pickled if is_pickled else safe
 
 
 def numbered(stem: str, number: int, suffix: str) -> str:

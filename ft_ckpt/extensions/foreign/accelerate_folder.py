@@ -244,7 +244,7 @@ def _positions_of(
     positions = []
     for number, loader in enumerate(loaders):
         name = numbered("dl_state_dict", number, ".bin")
-        if not (path / name).exists():
+        if LocalStore(path).stat(name) is None:
             return DataPositions(), Restored("data", "absent", _NO_POSITION)
         if not getattr(loader, "use_stateful_dataloader", False):
             detail = f"{name} is the state of a stateful loader; make this one stateful, too"

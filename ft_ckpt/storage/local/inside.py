@@ -40,7 +40,8 @@ def check_files_inside(folder: Store, names: Iterable[str] | None = None) -> Non
         path = top / name
         if not os.path.lexists(path):
             continue
-        has_kind = path.is_file() or (allows_folders and path.is_dir())
+        with damaged_input(path):
+            has_kind = path.is_file() or (allows_folders and path.is_dir())
         if leads_out(folder, name) or not has_kind:
             invalid.append(name)
     if invalid:
