@@ -6,7 +6,7 @@ From manifests and configs; no torch.
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ft_ckpt.checkpoint.catalog import CheckpointInfo
@@ -22,13 +22,7 @@ _SIZES = {  # fields of a config of transformers, and their words
     "hidden_size": "hidden size {:,}",
     "vocab_size": "{:,} tokens",
 }
-_ADAPTER_NAMES = {
-    "LORA": "LoRA",
-    "ADALORA": "AdaLoRA",
-    "LOHA": "LoHa",
-    "LOKR": "LoKr",
-    "IA3": "IA3",
-}
+_ADAPTER_NAMES = {"LORA": "LoRA", "ADALORA": "AdaLoRA", "LOHA": "LoHa", "LOKR": "LoKr"}
 _MAX_TARGETS = 8
 
 
@@ -100,11 +94,13 @@ def facts_of_part(store: Store, part: PartRecord) -> ModelFacts:
     for tensor in part.tensors:
         elements[tensor.dtype] += math.prod(tensor.shape)
     folder = f"{part.path}/" if part.path else ""
-    base = part.base.id if part.base is not None else None
+    is_adapter = part.kind == "adapter"
+    base = part.base
     class_name = part.class_name
-    if part.kind == "adapter":
-        class_name = part.base.class_name if part.base is not None else ""
-    return _facts(store, folder, elements, class_name, base, is_adapter=part.kind == "adapter")
+    if is_adapter:
+        class_name = "" if base is None else base.class_name
+    base_id = None if base is None else base.id
+    return _facts(store, folder, elements, class_name, base_id, is_adapter=is_adapter)
 
 
 def facts_of_folder(store: Store, tensors: Iterable[tuple[str, Sequence[int]]]) -> ModelFacts:
@@ -125,7 +121,9 @@ def _adapter_name(config: Mapping[str, Any]) -> str:
     kind = config.get("peft_type")
     if not isinstance(kind, str):
         return "adapter"
-    return "DoRA" if config.get("use_dora") is True else _ADAPTER_NAMES.get(kind, kind)
+    if config.get("use_dora") is True:
+        return "DoRA"
+    return _ADAPTER_NAMES.get(kind, kind)
 
 
 def _facts(
@@ -137,35 +135,45 @@ def _facts(
     *,
     is_adapter: bool,
 ) -> ModelFacts:
-    dtypes = tuple(dtype for dtype, _ in elements.most_common())
-    parameters = elements.total()
+    facts = ModelFacts(
+        class_name=class_name or None,
+        parameters=elements.total(),
+        dtypes=tuple(dtype for dtype, _ in elements.most_common()),
+    )
     if is_adapter:
         config = document_in(store, f"{folder}adapter_config.json")
-        named = config.get("base_model_name_or_path")
-        return ModelFacts(
-            class_name=class_name or None,
-            parameters=parameters,
-            dtypes=dtypes,
-            adapter=_adapter_name(config),
-            rank=_whole(config.get("r")),
-            alpha=_number(config.get("lora_alpha")),
-            targets=_targets(config),
-            base=base or (named if isinstance(named, str) and named else None),
-        )
+        return _with_adapter_config(facts, config, base)
     config = document_in(store, f"{folder}config.json")
-    text_config = config.get("text_config")
-    sized = {**text_config, **config} if isinstance(text_config, dict) else config
+    return _with_model_config(facts, config)
+
+
+def _with_adapter_config(
+    facts: ModelFacts, config: Mapping[str, Any], base: str | None
+) -> ModelFacts:
+    return replace(
+        facts,
+        adapter=_adapter_name(config),
+        rank=_whole(config.get("r")),
+        alpha=_number(config.get("lora_alpha")),
+        targets=_targets(config),
+        base=base or _text(config.get("base_model_name_or_path")) or None,
+    )
+
+
+def _with_model_config(facts: ModelFacts, config: Mapping[str, Any]) -> ModelFacts:
+    sized = config
+    if isinstance(config.get("text_config"), dict):
+        sized = {**config["text_config"], **config}
     sizes = {field: sized[field] for field in _SIZES if type(sized.get(field)) is int}
     quantisation = config.get("quantization_config")
-    method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
-    model_type = config.get("model_type")
-    return ModelFacts(
-        class_name=class_name or class_in(config, "") or None,
-        parameters=parameters,
-        dtypes=dtypes,
-        model_type=model_type if isinstance(model_type, str) else None,
+    if not isinstance(quantisation, dict):
+        quantisation = {}
+    return replace(
+        facts,
+        class_name=facts.class_name or class_in(config, "") or None,
+        model_type=_text(config.get("model_type")),
         sizes=sizes,
-        quantisation=method if isinstance(method, str) else None,
+        quantisation=_text(quantisation.get("quant_method")),
     )
 
 
@@ -176,6 +184,10 @@ def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
     if not isinstance(targets, list):
         return ()
     return tuple(sorted(name for name in targets if isinstance(name, str)))
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _whole(value: object) -> int | None:

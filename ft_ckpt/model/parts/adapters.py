@@ -22,6 +22,7 @@ from ft_ckpt.model.tensors import (
     model_below,
     unchanged_entry,
 )
+from ft_ckpt.ranks.sharding import Source
 
 
 def adapter_parts(
@@ -52,19 +53,12 @@ def adapter_parts(
     of_base, notes = _entries_left_out(view, selected)
     absent: list[Entry] = []
     if not in_folders:
-        for entry_name, _ in entries_of_base(view.module, view.extra):
-            notes.append(
-                f"{entry_name}: state of the base that is no tensor, not in an adapter's file"
-            )
-        if with_absent:
-            absent, absent_notes = _absent_entries(view)
-            notes += absent_notes
+        notes += _notes_on_extra(view)
+    if with_absent and not in_folders:
+        absent, absent_notes = _absent_entries(view)
+        notes += absent_notes
     active = view.active_adapters
-    base_ids = {id(source) for _, source in view.base_sources()}
-    omitted = []  # by PEFT
-    for source in view.sources.values():
-        if id(source) not in base_ids and not source.trainable:
-            omitted.append(source)
+    omitted = tuple(_frozen_of_adapters(view))
     parts = []
     for adapter, entries in selected.items():
         stored = list(entries)
@@ -72,11 +66,14 @@ def adapter_parts(
             stored += of_base
         stored_names = {entry.name for entry in stored}
         lacking = [entry for entry in absent if entry.name not in stored_names]
-        subfolder = "" if adapter == "default" and not in_folders else adapter
-        folders = [path, "adapters" if in_folders else "", subfolder]
+        if in_folders:
+            subfolder, folder = adapter, _joined(path, "adapters", adapter)
+        else:
+            subfolder = "" if adapter == "default" else adapter
+            folder = _joined(path, subfolder)
         part = Part(
-            "/".join(filter(None, (name, subfolder))),
-            "/".join(filter(None, folders)),
+            _joined(name, subfolder),
+            folder,
             "adapter",
             view.module,
             cast_entries([*stored, *lacking], view.module, dtype),
@@ -86,7 +83,7 @@ def adapter_parts(
             beside=in_folders,
             base=_frozen_base(view, [*of_base, *lacking]),
             notes=(*notes, *map(_note_on_lacking, lacking)),
-            omitted=tuple(omitted),
+            omitted=omitted,
         )
         if not part.entries:
             raise IncompleteError(
@@ -94,6 +91,28 @@ def adapter_parts(
             )
         parts.append(part)
     return parts
+
+
+def _joined(*steps: str) -> str:
+    """The path of these steps, without the empty ones."""
+    return "/".join(step for step in steps if step)
+
+
+def _notes_on_extra(view: View) -> list[str]:
+    notes = []
+    for name, _ in entries_of_base(view.module, view.extra):
+        notes.append(f"{name}: state of the base that is no tensor, not in an adapter's file")
+    return notes
+
+
+def _frozen_of_adapters(view: View) -> list[Source]:
+    """The frozen tensors of adapters, which PEFT leaves out of its files."""
+    base_ids = {id(source) for _, source in view.base_sources()}
+    frozen = []
+    for source in view.sources.values():
+        if id(source) not in base_ids and not source.trainable:
+            frozen.append(source)
+    return frozen
 
 
 def why_redrawn(adapter: str, config: Any) -> str:

@@ -91,9 +91,10 @@ def restore_items(
         entry, prefix = document["items"][item.name], item.name
         if item.name in of_rank:
             entry, prefix = of_rank[item.name], f"rank-{rank}/{item.name}"
-        # then each rank reads its own
-        differs = any(item.name in trees for trees in document["ranks"])
-        stored = StoredItem(prefix, resume_point.tensors, each_reads if differs else fill_all)
+        filler = fill_all
+        if any(item.name in trees for trees in document["ranks"]):
+            filler = each_reads  # because ranks have different values
+        stored = StoredItem(prefix, resume_point.tensors, filler)
         outcomes.append(try_restore(item.name, partial(restore_item, item, entry, sources, stored)))
     return outcomes
 
@@ -183,14 +184,16 @@ def _wanted_of_model(live: Mapping[str, Source], stored: StoredItem) -> list[Wan
     """
     stored_names = stored.tensors.state_names(f"{stored.prefix}/")
     names = []
+    problems = []
     for tied in tied_names(live):
         in_checkpoint = [name for name in tied if name in stored_names]
-        names.append(in_checkpoint[0] if in_checkpoint else tied[0])
-    problems = [
-        f"{name}: in the model, not in the checkpoint" for name in names if name not in stored_names
-    ]
-    unknown = sorted(name for name in stored_names if name not in live)
-    problems += [f"{name}: in the checkpoint, not in the model" for name in unknown]
+        if in_checkpoint:
+            names.append(in_checkpoint[0])
+        else:
+            problems.append(f"{tied[0]}: in the model, not in the checkpoint")
+    for name in sorted(stored_names):
+        if name not in live:
+            problems.append(f"{name}: in the checkpoint, not in the model")
     if problems:
         raise LoadError(listing(problems))
     return [stored.wanted(live[name], name) for name in names]

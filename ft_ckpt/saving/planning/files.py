@@ -91,7 +91,8 @@ def frozen_names(part: Part, frozen: frozenset[int], mode: str) -> frozenset[str
     """
     if mode == "off" or not frozen or part.kind not in ("model", "module"):
         return frozenset()
-    names, total_bytes, frozen_bytes = [], 0, 0
+    names = []
+    total_bytes = frozen_bytes = 0
     for entry in part.entries:
         size_bytes = torch.Size(entry.shape).numel() * entry.dtype.itemsize
         total_bytes += size_bytes
@@ -133,19 +134,23 @@ def check_written_files(part_plan: PartPlan, store: Store) -> None:
             written.update(opened.specs)
     if written == expected:
         return
-    problems = [
-        f"{name}: in the model, not in the file" for name in expected if name not in written
-    ]
-    problems += [
-        f"{name}: in the file, not in the model" for name in written if name not in expected
-    ]
+    missing: list[str] = []
+    differing: list[str] = []
     for name, spec in expected.items():
-        in_file = written.get(name, spec)
-        if in_file != spec:
-            problems.append(
+        in_file = written.get(name)
+        if in_file is None:
+            missing.append(f"{name}: in the model, not in the file")
+        elif in_file != spec:
+            differing.append(
                 f"{name}: {in_file.dtype} {in_file.shape} in the file, {spec.dtype} "
                 f"{spec.shape} in the model"
             )
+    unknown = [name for name in written if name not in expected]
+    problems = [
+        *missing,
+        *(f"{name}: in the file, not in the model" for name in unknown),
+        *differing,
+    ]
     if problems:
         raise IncompleteError(f"{listing(problems)}; nothing is committed")
 
@@ -162,6 +167,9 @@ def _lay_out_file(specs: list[Spec], tensor_format: TensorFormat, part: Part) ->
     if tensor_format.holds_aliases:
         stored = {spec.name for spec in specs}
         for name, *aliases in part.ties:
-            if name in stored:
-                ties.update((alias, name) for alias in aliases if alias not in stored)
+            if name not in stored:
+                continue
+            for alias in aliases:
+                if alias not in stored:
+                    ties[alias] = name
     return tensor_format.lay_out_file(specs, {**_METADATA, **part.metadata}, ties)

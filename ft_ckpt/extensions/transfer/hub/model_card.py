@@ -52,11 +52,10 @@ def card_facts(
     library = _LIBRARIES.get(str(kind))
     if main_part is not None and main_part.is_of_diffusers:
         library = "diffusers"
-    metrics = {
-        metric: value
-        for metric, value in manifest.metrics.items()
-        if _is_result(metric, value, manifest)
-    }
+    metrics: dict[str, float] = {}
+    for metric, value in manifest.metrics.items():
+        if _is_result(metric, value, manifest):
+            metrics[metric] = value
     return CardFacts(
         name=name,
         library=library,
@@ -109,7 +108,9 @@ def updated_card(text: str, facts: CardFacts) -> tuple[str, list[str]]:
     if facts.task is not None:
         data["pipeline_tag"] = data.get("pipeline_tag") or facts.task
     notes = _add_results(data, facts)
-    return (text if data.to_dict() == before else str(card)), notes
+    if data.to_dict() != before:
+        text = str(card)
+    return text, notes
 
 
 def _updated_tags(tags: Any, facts: CardFacts) -> list[Any] | None:
@@ -182,9 +183,10 @@ def _is_result(name: str, value: float, manifest: Manifest) -> bool:
 
 
 def _task_of(part: PartRecord | None, adapter_config: Mapping[str, Any]) -> str | None:
-    names = [] if part is None else [part.class_name]
-    names += [str(adapter_config.get("task_type"))]
-    names += [str((adapter_config.get("auto_mapping") or {}).get("base_model_class"))]
+    auto_mapping = adapter_config.get("auto_mapping") or {}
+    names = [str(adapter_config.get("task_type")), str(auto_mapping.get("base_model_class"))]
+    if part is not None:
+        names.append(part.class_name)
     for ending, task in _TASKS.items():
         if any(name.endswith(ending) for name in names):
             return task
