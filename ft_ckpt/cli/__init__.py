@@ -191,7 +191,7 @@ class _Parser(ArgumentParser):
 
 class _GlobalParser(_Parser):
     def format_help(self) -> str:
-        """All commands by group, one a line, as narrow as a small terminal."""
+        """List all commands by group, one a line, as narrow as a small terminal."""
         width = max(map(len, COMMANDS))
         indent = max(map(len, GROUPS))
         lines = [f"usage: {_NAME} COMMAND [ARGUMENTS] [OPTIONS]", ""]
@@ -230,10 +230,10 @@ def _print_crash(*crash: Any) -> None:
 
 
 def _warning_printer() -> Callable[..., None]:
-    """Prints warnings in one line each; those of a library once, under the library's name.
+    """Return a printer of warnings: one line each, those of a library once and with its name.
 
-    It replaces Python's own hook, `warnings.showwarning`. Deprecations in libraries say nothing to
-    who runs a command: they are shown if PYTHONWARNINGS or -W asks for warnings.
+    The printer replaces Python's own hook, `warnings.showwarning`. Deprecations in libraries do not
+    concern the user of a command: they are shown if PYTHONWARNINGS or -W asks for warnings.
     """
     shown = set[str]()
 
@@ -256,7 +256,7 @@ def _warning_printer() -> Callable[..., None]:
 
 
 def _library_of(filename: str) -> str:
-    """The name of the installed library that a source file belongs to; "Python" for other files."""
+    """Return the installed library that a source file belongs to; "Python" for other files."""
     folders = Path(filename).parts
     for number, folder in enumerate(folders[:-1]):
         if folder in ("site-packages", "dist-packages"):
@@ -285,7 +285,7 @@ def run_command(words: Sequence[str]) -> int:
 
 
 def _instead_of(word: str) -> str:
-    """What to type instead of a command that does not exist."""
+    """Suggest what to type instead of a command that does not exist."""
     if word in _FAMILIAR_NAMES:
         return f"use `{_NAME} {_FAMILIAR_NAMES[word]}`"
     if Path(word).exists():
@@ -323,7 +323,7 @@ def _global_parser() -> _GlobalParser:
 
 
 def _completions(words: Sequence[str]) -> list[str]:
-    """The commands or options that begin with the last word."""
+    """Return the commands or options that begin with the last word."""
     if len(words) < 2:
         word = words[0] if words else ""
         names = [name for name in COMMANDS if name.startswith(word)]

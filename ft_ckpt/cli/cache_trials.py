@@ -83,7 +83,7 @@ def _make_changes(folder: Path, ranks: Ranks) -> None:
 
 
 def _await_changes(folder: Path, ranks: Ranks) -> dict[str, float | None]:
-    """The seconds until this rank saw each change, in order."""
+    """Return the seconds until this rank saw each change, in order."""
     seconds: dict[str, float | None] = {change.name: None for change in CHANGES}
     begun = time.monotonic()
     unseen = list(CHANGES)
@@ -127,7 +127,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _do_nothing(folder: Path) -> None:
-    """The preparation of a change that needs none."""
+    """Prepare a change that needs no preparation."""
 
 
 def _write_at(name: str, content: bytes, folder: Path) -> None:
@@ -164,7 +164,7 @@ def _replace_file(folder: Path) -> None:
 
 
 def _replace_folder(folder: Path) -> None:
-    """As a commit does."""
+    """Replace the folder as a commit does."""
     _write(folder / "stage" / "file", _NEW)
     (folder / "target").rename(folder / "aside")
     (folder / "stage").rename(folder / "target")

@@ -197,7 +197,7 @@ def _run_script(command: Sequence[str], rehearsal: Rehearsal, what: str) -> list
 
 
 def _run_process(command: Sequence[str], rehearsal: Rehearsal) -> tuple[int, str]:
-    """The exit code of `command`, and the last lines of its output."""
+    """Run `command`; return its exit code, and the last lines of its output."""
     environment = {**os.environ, VARIABLE: rehearsal.to_json()}
     with spool_file() as log:
         try:
@@ -235,7 +235,7 @@ def _compare_steps(through: Sequence[Step], resumed: Sequence[Step]) -> Iterator
 
 
 def _compare_ends(through: Place, resumed: Place) -> tuple[int, list[str]]:
-    """The number of tensors at the end, and the names of those that differ.
+    """Return the number of tensors at the end, and the names of those that differ.
 
     State of single ranks is not compared.
     """
@@ -253,7 +253,7 @@ def _is_of_rank(name: str) -> bool:
 
 @contextmanager
 def _open_joined(place: Place) -> "Iterator[JoinedFile]":
-    """The tensors of all parts of a checkpoint."""
+    """Open the tensors of all parts of a checkpoint."""
     from ft_ckpt.checkpoint import open_checkpoint
     from ft_ckpt.formats import open_tensor_file
     from ft_ckpt.formats.files import JoinedFile

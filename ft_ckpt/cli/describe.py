@@ -50,7 +50,7 @@ class ModelFacts:
     """Name or path of the adapter's base."""
 
     def headline(self) -> str:
-        """A line such as "LoRA adapter of LlamaForCausalLM, 4,096 parameters in float32"."""
+        """Return a line such as "LoRA adapter of LlamaForCausalLM, 4,096 parameters in float32"."""
         what = self.class_name or ""
         if self.adapter is not None:
             what = f"{self.adapter} adapter of {what}" if what else f"{self.adapter} adapter"
@@ -61,7 +61,7 @@ class ModelFacts:
         return f"{what}, {size}" if what else size
 
     def details(self) -> Iterator[str]:
-        """A line for the architecture, one for the adapter, one for its base, if they are known."""
+        """Yield a line for the architecture, the adapter and its base, if they are known."""
         architecture = [self.model_type] if self.model_type else []
         for field, size in (self.sizes or {}).items():
             architecture.append(_SIZES[field].format(size))
@@ -81,7 +81,7 @@ class ModelFacts:
 
 
 def human_count(count: int) -> str:
-    """A number of elements, as in "1.24 B", "7.50 M" or "4,096"."""
+    """Format a number of elements, as in "1.24 B", "7.50 M" or "4,096"."""
     for unit, size in (("B", 10**9), ("M", 10**6)):
         if count >= size:
             return f"{count / size:.2f} {unit}"
@@ -89,7 +89,7 @@ def human_count(count: int) -> str:
 
 
 def facts_of_part(store: Store, part: PartRecord) -> ModelFacts:
-    """The facts about a model or adapter of a checkpoint in `store`."""
+    """Return the facts about a model or adapter of a checkpoint in `store`."""
     elements = Counter[str]()
     for tensor in part.tensors:
         elements[tensor.dtype] += math.prod(tensor.shape)
@@ -104,7 +104,10 @@ def facts_of_part(store: Store, part: PartRecord) -> ModelFacts:
 
 
 def facts_of_folder(store: Store, tensors: Iterable[tuple[str, Sequence[int]]]) -> ModelFacts:
-    """The facts about a folder of another program; `tensors`: dtype and shape of each."""
+    """Return the facts about a folder of another program.
+
+    `tensors` has the dtype and shape of each tensor.
+    """
     elements = Counter[str]()
     for dtype, shape in tensors:
         elements[dtype] += math.prod(shape)
@@ -113,7 +116,7 @@ def facts_of_folder(store: Store, tensors: Iterable[tuple[str, Sequence[int]]]) 
 
 
 def adapter_name(store: Store, part: PartRecord) -> str:
-    """The kind of an adapter, as in "LoRA", or "adapter" if its config does not say it."""
+    """Return the kind of an adapter, as in "LoRA", or "adapter" if its config does not name it."""
     return _adapter_name(document_in(store, f"{part.path}/adapter_config.json".removeprefix("/")))
 
 
@@ -199,9 +202,9 @@ def _number(value: object) -> float | None:
 
 
 def rules_of_run(infos: Sequence[CheckpointInfo]) -> Keep | None:
-    """The rules of the run in its newest training state.
+    """Return the rules of the run in its newest training state.
 
-    None if there is none, or it cannot be read.
+    Returns None if there is none, or it cannot be read.
     """
     for info in reversed(infos):
         for part in info.manifest.parts:

@@ -88,7 +88,7 @@ def _print_differences(
 
 
 def _change_words(difference: "Difference") -> Iterator[str]:
-    """For a layer the number of changed tensors; for a tensor its status, shapes and dtypes."""
+    """Yield a layer's number of changed tensors, or a tensor's status, shapes and dtypes."""
     sides = [spec for spec in (difference.before, difference.after) if spec is not None]
     if not sides:
         yield f"{difference.changed} of {difference.tensors}"

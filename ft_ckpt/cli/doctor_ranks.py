@@ -32,9 +32,9 @@ class SharingReport:
 
 
 def examine_sharing(store: Store, ranks: Ranks) -> SharingReport:
-    """How the ranks share `store`, by the decision that saves take. Collective.
+    """Tell how the ranks share `store`, by the decision that saves take.
 
-    Raises the error of any rank on all.
+    Collective: call it on every rank. Raises the error of any rank on all.
     """
     sharing = try_sharing(store, ranks)
     caches: tuple[CacheAge, ...] = ()

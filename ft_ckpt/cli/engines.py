@@ -56,7 +56,7 @@ def add_publish(parser: ArgumentParser) -> None:
 def _add_server_options(parser: ArgumentParser) -> None:
     """Declare the fields of `ServerOptions` by their names.
 
-    Those without a value keep their defaults.
+    Fields without a value keep their defaults.
     """
 
     def add(flag: str, **declaration: Any) -> None:
@@ -129,7 +129,7 @@ def _add_server_options(parser: ArgumentParser) -> None:
 
 
 def _choice_of(*choices: str) -> dict[str, Any]:
-    """The declaration of an argument that is one of `choices`."""
+    """Return the declaration of an argument that is one of `choices`."""
     return {"type": one_of(*choices), "metavar": "|".join(choices)}
 
 

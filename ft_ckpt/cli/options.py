@@ -35,7 +35,7 @@ def add_dry_run(parser: ArgumentParser) -> None:
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
-    """The argument type of one of `choices`."""
+    """Return the argument type of one of `choices`."""
 
     def parse(text: str) -> str:
         if text not in choices:
@@ -48,7 +48,7 @@ def one_of(*choices: str) -> Callable[[str], str]:
 def bounded(
     kind: Callable[[str], float], low: float, high: float = math.inf
 ) -> Callable[[str], float]:
-    """The argument type of a finite number from `low` to `high`."""
+    """Return the argument type of a finite number from `low` to `high`."""
     number = "a whole number" if kind is int else "a number"
 
     def parse(text: str) -> float:
@@ -101,9 +101,8 @@ def print_path(path: object) -> None:
 def checked_output() -> Iterator[None]:
     """Flush what the block prints.
 
-    Raises TargetError if it cannot be written; exits with 141 on a broken pipe.
-
-    Without this, Python prints a message of its own at exit and exits with 120.
+    Raises TargetError if it cannot be written; exits with 141 on a broken pipe. Without this
+    context, Python prints a message of its own at exit and exits with 120.
     """
     try:
         try:

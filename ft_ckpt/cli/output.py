@@ -21,7 +21,7 @@ COLUMN_GAP = 2  # between columns
 
 
 def terminal_width() -> int:
-    """The width of the terminal in characters; a large number in a file or pipe."""
+    """Return the width of the terminal in characters; a large number in a file or pipe."""
     if sys.stdout is None or not sys.stdout.isatty():
         return 100_000
     from rich.console import Console
@@ -81,7 +81,7 @@ def _json_value(value: Any) -> Any:
 
 
 def count_of(number: int, thing: str) -> str:
-    """A number of things, as in "1 file" or "2 files"."""
+    """Format a number of things, as in "1 file" or "2 files"."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
@@ -90,11 +90,14 @@ def or_dash(value: object) -> str:
 
 
 def human_shape(shape: tuple[int, ...]) -> str:
-    """A shape as "2x3"."""
+    """Format a shape as "2x3"."""
     return "x".join(map(str, shape)) or "scalar"
 
 
 def human_moment(created: str) -> str:
-    """An ISO 8601 time to the second, in UTC; the unchanged text if it is not a time."""
+    """Format an ISO 8601 time to the second, in UTC.
+
+    A text that is not a time is returned unchanged.
+    """
     then = parse_time(created)
     return created if then is None else f"{then:%Y-%m-%d %H:%M:%S} UTC"

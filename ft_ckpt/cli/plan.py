@@ -162,9 +162,9 @@ def _plan(options: Namespace) -> None:
 
 
 def best_steps(job: PlannedRun) -> int:
-    """The number of steps between saves with the least total overhead.
+    """Return the number of steps between saves with the least total overhead.
 
-    It is within the limit on the cost of saving.
+    The number is within the limit on the cost of saving.
     """
     min_steps = math.ceil(bounded_interval(job.save_seconds, job.max_overhead) / job.step_seconds)
     optimum = int(optimal_interval(job.save_seconds, job.mtbf_seconds) / job.step_seconds)
@@ -173,7 +173,7 @@ def best_steps(job: PlannedRun) -> int:
 
 
 def saving_overhead(job: PlannedRun, steps: float) -> float:
-    """The part of `total_overhead` that saving causes."""
+    """Return the part of `total_overhead` that saving causes."""
     return job.save_seconds / (steps * job.step_seconds)
 
 
@@ -185,7 +185,7 @@ def total_overhead(job: PlannedRun, steps: float) -> float:
 
 
 def interval_rows(job: PlannedRun) -> list[IntervalRow]:
-    """The optimum, and the round numbers of steps around it."""
+    """Return the optimum, and the round numbers of steps around it."""
     best = best_steps(job)
     shown = {best}
     for power in range(len(str(best * _SPREAD)) + 1):
@@ -240,7 +240,7 @@ def _show_plan(
 
 
 def _row_json(row: IntervalRow) -> dict[str, Any]:
-    """Its fields; None in place of infinity, which JSON does not have."""
+    """Return the row's fields; None in place of infinity, which JSON does not have."""
     fields = asdict(row)
     for name, value in fields.items():
         if value == math.inf:
@@ -253,7 +253,7 @@ def _percent_text(fraction: float) -> str:
 
 
 def human_time(seconds: float) -> str:
-    """A time in its largest fitting unit."""
+    """Format a time in its largest fitting unit."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"

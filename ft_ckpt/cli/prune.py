@@ -113,7 +113,7 @@ def _best_rule_of(text: str) -> Best:
 
 
 def _run_id(root: Place, run_id: str | None) -> str | None:
-    """The id of the run to prune; None for all.
+    """Return the id of the run to prune; None for all.
 
     Raises ConfigError for an unknown id, or for several runs without one. Checkpoints without a run
     id (exported weights, averages) belong to no run, unless there are no others.

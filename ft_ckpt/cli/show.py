@@ -38,7 +38,10 @@ from ft_ckpt.storage.places import Place, open_place
 
 
 def run_folder(location: str) -> Place:
-    """The folder of a run. Raises NotACheckpointError when it does not exist, or is a file."""
+    """Open the folder of a run.
+
+    Raises NotACheckpointError when it does not exist, or is a file.
+    """
     run = open_place(location)
     if not run.is_folder:
         raise NotACheckpointError(why_no_checkpoint(run))
@@ -46,7 +49,7 @@ def run_folder(location: str) -> Place:
 
 
 def run_checkpoints_in(run: Place) -> list[CheckpointInfo]:
-    """The checkpoints of a run; none of an empty folder.
+    """Return the checkpoints of a run; [] for an empty folder.
 
     Raises NotACheckpointError for other contents.
     """
@@ -63,7 +66,7 @@ def run_checkpoints_in(run: Place) -> list[CheckpointInfo]:
 
 
 def followed_run(location: str) -> Place:
-    """The folder of a run to wait for.
+    """Open the folder of a run to wait for.
 
     Raises NotACheckpointError if it is a file, or holds no run's checkpoints.
     """
@@ -110,7 +113,10 @@ def _ls(options: Namespace) -> None:
 
 
 def _rows_of_contents(place: Place, contents: Contents) -> list[dict[str, Any]]:
-    """A row for each run, checkpoint or model in a folder that is no run, or one for all of it."""
+    """Return a row for each run, checkpoint or model in a folder that is not a run.
+
+    A folder that is a checkpoint or model itself, or has none of these in it, has one row.
+    """
     if contents.kind == "empty":
         return []
     if contents.kind in (CHECKPOINT, "weights") or not contents.names:
@@ -135,9 +141,9 @@ def _row_of(place: Place, contents: Contents) -> dict[str, Any]:
 def _reasons_to_keep(
     run: Place, infos: Sequence[CheckpointInfo]
 ) -> Mapping[Path | str, tuple[str, ...]]:
-    """The reasons to keep each checkpoint of a run.
+    """Return the reasons to keep each checkpoint of a run.
 
-    They come from its rules; where it has none, only from pins.
+    The reasons come from the run's rules; for a run without rules, pins are the only reasons.
     """
     rules = rules_of_run(infos)
     if rules is not None and (rules.has_rules or rules.state is not None):
@@ -149,7 +155,10 @@ def _reasons_to_keep(
 
 
 def _best_of_runs(infos: Iterable[CheckpointInfo]) -> Mapping[Path | str, list[str]]:
-    """The metrics by which a checkpoint is the best of its run, by those that the run ranks by."""
+    """Return the metrics by which a checkpoint is the best of its run.
+
+    Only metrics that the run ranks by count.
+    """
     best: dict[tuple[str | None, str], CheckpointInfo] = {}
     for info in infos:
         for metric, mode in info.manifest.rankings.items():

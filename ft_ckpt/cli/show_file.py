@@ -49,7 +49,7 @@ def show_file(source: Place, *, as_json: bool) -> None:
 def _tensor_rows(
     specs: dict[str, "Spec"], ties: dict[str, str]
 ) -> Iterator[tuple[str, str, str, str]]:
-    """A row for each tensor, indented below the prefix that it shares with others."""
+    """Yield a row for each tensor, indented below the prefix that it shares with others."""
     root: dict[str, Any] = {}
     for name in (*specs, *ties):
         node = root

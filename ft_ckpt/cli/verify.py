@@ -79,7 +79,7 @@ def _signer(options: Namespace) -> SignedBy | None:
 
 
 def _checkpoints_at(store: Store) -> list[Store]:
-    """The folder itself and those directly below it, if they have a manifest or cannot be read."""
+    """Return the folder and those directly below it with a manifest, or that cannot be read."""
     checkpoints = [info.store for info in discover(Place(store))]  # in order of steps
     folders = store.list_folder().folders
     names = [folder.name for folder in folders if not folder.is_link]

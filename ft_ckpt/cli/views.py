@@ -36,7 +36,7 @@ _MIN_REASONS = 14  # characters of the column with the reasons, which is wrapped
 def checkpoint_row(
     info: CheckpointInfo, report: VerifyReport, kept: Sequence[str], best: Sequence[str]
 ) -> dict[str, Any]:
-    """The row of one checkpoint, as in the JSON output.
+    """Return the row of one checkpoint, as in the JSON output.
 
     `problems` are those of the fast verification, `kept` the reasons to keep it, `best` the metrics
     by which it is the best of its run.
@@ -102,9 +102,9 @@ def show_contents(
 
 
 def ranked_metrics(infos: Iterable[CheckpointInfo]) -> list[str]:
-    """The metrics of a run by importance.
+    """Return the metrics of a run by importance.
 
-    First come those that it ranks by, then the loss, then evaluations, then others.
+    First come those that the run ranks by, then the loss, then evaluations, then others.
     """
     ranked: set[str] = set()
     metrics: dict[str, None] = {}  # in the order of the checkpoints
@@ -131,7 +131,7 @@ def show_latest(info: CheckpointInfo, *, as_json: bool) -> None:
 def show_reports(reports: Sequence[VerifyReport], note: str = "", *, as_json: bool) -> None:
     """Print each verdict with `note` in one line, then its problems.
 
-    In JSON a single report is not in a list.
+    A single report is not in a list in JSON.
     """
     if as_json:
         rows = [_report_json(report) for report in reports]
@@ -160,7 +160,7 @@ def _report_json(report: VerifyReport) -> dict[str, Any]:
 def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:
     """Print the class and number of parameters, metrics, and each part's tensors.
 
-    Of tensors: name, shape, dtype, size, and file if there are several.
+    Tensors have name, shape, dtype, size, and file if there are several.
     """
     manifest = info.manifest
     models = [part for part in manifest.parts if part.kind != STATE]
@@ -222,7 +222,7 @@ def _show_part(part: PartRecord, facts: ModelFacts | None) -> None:
 
 
 def _run_columns(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> dict[str, list[str]]:
-    """The columns of a run's table by head, as many as fit.
+    """Return the columns of a run's table by head, as many as fit.
 
     Columns without information are left out.
     """
@@ -290,5 +290,5 @@ def _print_problems(path: str, problems: Iterable[str]) -> None:
 
 
 def _age_text(created: str) -> str:
-    """The age of an ISO 8601 time; the unchanged text if it is not a time."""
+    """Format the age of an ISO 8601 time; return a text that is not a time unchanged."""
     return age_of(created) or created

@@ -113,9 +113,9 @@ def _evaluate(checkpoint: "CheckpointInfo", options: Namespace) -> None:
 
 
 def _measure(command: Sequence[str], metric: str) -> Mapping[str, float]:
-    """The numbers that `command` prints, `metric` last.
+    """Run `command`, and return the numbers that it prints, `metric` last.
 
-    Raises _CommandError; ConfigError if it cannot be started.
+    Raises _CommandError; ConfigError if the command cannot be started.
     """
     try:
         # The command is the user's own. In a new session, so that Ctrl-C in a terminal ends only
@@ -148,7 +148,7 @@ def _measure(command: Sequence[str], metric: str) -> Mapping[str, float]:
 
 
 def _numbers_in(line: str, metric: str) -> dict[str, float]:
-    """The numbers in a line: `metric` alone, or those of a JSON object by name.
+    """Return the numbers in a line: `metric` alone, or those of a JSON object by name.
 
     Other values are left out.
     """

@@ -90,7 +90,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             return super().train(self.__chosen.path_for_trainer(scratch.url), *args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any) -> Any:
-        """The batches of a step, from our iterator over the data."""
+        """Return the batches of a step, from ft_ckpt's iterator over the data."""
         return super().get_batch_samples(self.ft_ckpt_batches(epoch_iterator), *args)
 
     def ft_ckpt_batches(self, epoch_iterator: Any) -> Any:
@@ -109,9 +109,8 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
     def ft_ckpt_begin(self) -> None:
         """Prepare a trainer whose `Trainer.__init__` has run.
 
-        Its output folder becomes an absolute path.
-
-        Raises ConfigError for an output folder that is a URL.
+        The output folder becomes an absolute path. Raises ConfigError for an output folder that is
+        a URL.
         """
         self.args.output_dir = str(local_path(self.args.output_dir).absolute())
         self.add_callback(_StepWatch(self))
@@ -366,9 +365,9 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         )
 
     def __selection(self, written: WrittenFiles) -> dict[str, Any]:
-        """The arguments that say which weights are saved.
+        """Return the arguments that say which weights are saved.
 
-        They are adapters without their base, if that can be made again.
+        Adapters are saved without their base, if the base can be made again.
         """
         sources = ModelTensors(self.model_wrapped).sources()
         attribute = written.attribute or self.ft_ckpt.config.attribute
@@ -378,9 +377,10 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         }
 
     def __added_files(self, target: Path) -> WrittenFiles:
-        """The files that a subclass adds to the folder `target` in its own `save_model` or `_save`.
+        """Return the files that a subclass adds to `target` in its own `save_model` or `_save`.
 
-        Call on all ranks. Raises SelectionError for weights in a layout of its own.
+        Collective: call it on every rank. Raises SelectionError for weights in a layout of the
+        subclass's own.
         """
         written, error = try_action(lambda: self.__collect_files(target))
         self.__current_ranks().agree("save_model()", {}, error)
@@ -455,5 +455,5 @@ class _StepWatch(TrainerCallback):  # type: ignore[misc]  # transformers is not 
 
 
 def overriding(kind: type, method: str) -> list[type]:
-    """The classes between `kind` and Trainer that define `method`, the first to be called first."""
+    """Return the classes between `kind` and Trainer that define `method`, in the order of calls."""
     return defining_classes(kind, method, (Checkpointed, Trainer))

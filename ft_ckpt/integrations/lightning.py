@@ -44,7 +44,7 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def _checkpoint_classes() -> tuple[type, ...]:
-    """The base classes by which a trainer recognizes checkpoint callbacks.
+    """Return the base classes by which a trainer recognizes checkpoint callbacks.
 
     They are those of the imported packages, else of all.
     """
@@ -68,9 +68,11 @@ class LightningSettings(SaveSettings, total=False):
 class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are computed at import time
     """Saves a Lightning run to `directory` and resumes it.
 
-    One per trainer, on a single device or under DDP. A checkpoint has the weights of the submodule
-    `attribute` of the LightningModule; "" is the whole module. None is its only Hugging Face or
-    PEFT model, or the whole module if it has none. Everything else is part of the training state.
+    Use one per trainer, on a single device or under DDP. A checkpoint has the weights of the
+    submodule `attribute` of the LightningModule; "" is the whole module, None its only Hugging Face
+    or PEFT model, or the whole module if it has none. Everything else is part of the training
+    state.
+
     `every` counts Lightning's `global_step`, and metrics are the trainer's `callback_metrics`.
     `resume` and `allow` are those of `CheckpointSaver.resume`, `replay` is that of `remaining`;
     `tokenizer`, `on_saved` and `settings` are the saver's.
@@ -281,7 +283,10 @@ def _refuse_callbacks(trainer: Any) -> None:
 
 
 def _saved_attribute(module: Any) -> str:
-    """The path of the only Hugging Face or PEFT model in a LightningModule; "" if there is none."""
+    """Return the path of the only Hugging Face or PEFT model in a LightningModule.
+
+    Returns "" if there is no such model.
+    """
     models: list[str] = []
     for path, inner in module.named_modules():
         is_model = library_of(inner) is not None or has_adapters(inner)

@@ -10,11 +10,14 @@ from ft_ckpt.runs.data import DataPosition
 class FedLoader:
     """Proxy of a training data loader that yields the batches of `place`.
 
-    Other attributes are those of the loader.
+    Further attributes are those of the loader.
     """
 
     def __init__(self, loader: Any, place: DataPosition, before_batch: Callable[[], None]) -> None:
-        """`before_batch` is called whenever the trainer requests a batch, before it is read."""
+        """Wrap `loader`.
+
+        `before_batch` is called whenever the trainer requests a batch, before it is read.
+        """
         self.__dict__.update(_loader=loader, _place=place, _before_batch=before_batch)
 
     def __iter__(self) -> Iterator[Any]:

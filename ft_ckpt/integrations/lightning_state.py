@@ -16,9 +16,9 @@ _EPOCH, _BATCH = "epoch_progress", "epoch_loop.batch_progress"
 
 
 class LightningState:
-    """The part of Lightning's own checkpoint beside model, optimizers and schedulers.
+    """The rest of Lightning's own checkpoint, without model, optimizers and schedulers.
 
-    It has loops, callbacks, data module, precision, and values added by hooks.
+    The rest is loops, callbacks, data module, precision, and values added by hooks.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -26,7 +26,7 @@ class LightningState:
         self.is_over = False  # training has ended
 
     def state_dict(self) -> dict[str, Any]:
-        """The current values.
+        """Return the current values.
 
         Raises SelectionError if a hook has put tensors into state_dict that are not live.
         """
@@ -71,7 +71,7 @@ class LightningState:
 
 
 def _added_tensors(module: Any, weights: Mapping[str, Any]) -> list[str]:
-    """The names in the state dict `weights` that are not the live tensors of the module."""
+    """Name the tensors in the state dict `weights` that are not the live ones of the module."""
     live = module.state_dict(keep_vars=True)
     # Only parameters and buffers are compared: get_extra_state returns a new object of any type
     # at each call.
@@ -86,7 +86,7 @@ def _added_tensors(module: Any, weights: Mapping[str, Any]) -> list[str]:
 
 
 def averaging_callbacks(trainer: Any) -> list[Any]:
-    """The callbacks that keep an average of the weights, such as Lightning's WeightAveraging."""
+    """Return the callbacks that average the weights, such as Lightning's WeightAveraging."""
     return [callback for callback in trainer.callbacks if _is_averaging(callback)]
 
 
@@ -95,7 +95,7 @@ def _is_averaging(callback: Any) -> bool:
 
 
 def _as_if_not_over(fit_loop: Mapping[str, Any], epoch_is_whole: bool) -> dict[str, Any]:
-    """The state of the loops for a run that may be continued with a higher limit.
+    """Return the state of the loops for a run that may be continued with a higher limit.
 
     Lightning counts an epoch that a limit of steps cut short as completed, and a completed one as
     unfinished.

@@ -78,11 +78,11 @@ _IN_FLIGHT = (
 class ClientState(dict[str, Any]):
     """The client state of a run, as an object that a saver can register.
 
-    It has `training_step`, `episode`, ...
+    The state has `training_step`, `episode`, ...
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the values."""
+        """Return a copy of the values."""
         return dict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -155,9 +155,9 @@ def save_checkpoint_state(
 
 
 def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
-    """The tag of the checkpoint in `folder`.
+    """Return the tag of the checkpoint in `folder`.
 
-    Raises LoadError if it does not fit; each file is compared by one rank.
+    Raises LoadError if the checkpoint does not fit; each file is compared by one rank.
     """
     place = _step_folder(Place(LocalStore(folder)))
     names: list[str] = []
@@ -190,7 +190,7 @@ def _check_folder(engine: Any, folder: Path, ranks: Ranks) -> str:
 def _misfits(
     engine: Any, stored: Mapping[str, Any], model_file: str, optimizer_files: Sequence[str]
 ) -> list[str]:
-    """The settings and shapes in which the engine differs from the stored one."""
+    """Name the settings and shapes in which the engine differs from the stored one."""
     count, is_zero = engine.seq_dp_world_size, engine.zero_optimization()
     with damaged_input(model_file):
         shapes = {}
@@ -222,9 +222,9 @@ def _misfits(
 
 
 def _step_folder(place: Place) -> Place | None:
-    """The folder with the ranks' files: `place`, or the one that its file `latest` names.
+    """Return the folder with the ranks' files: `place`, or the one that its file `latest` names.
 
-    None if there is none.
+    Returns None if there is no such folder.
     """
     store = place.folder
     candidates = [place]
@@ -264,7 +264,7 @@ def _restore_engine(engine: Any, folder: Path, tag: str) -> dict[str, Any]:
 
 
 def _read_states(path: Path, scaler: Any, *, checked: bool = False) -> Any:
-    """The states in a file of DeepSpeed; `checked` compares its checksums.
+    """Read the states in a file of DeepSpeed; `checked` compares its checksums.
 
     A loss scaler in the file becomes a copy of `scaler` with the file's numbers.
     """

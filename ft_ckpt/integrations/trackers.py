@@ -27,10 +27,10 @@ __all__ = [
 
 
 def checkpoint_values(report: SaveReport, prefix: str = "checkpoint/") -> dict[str, float]:
-    """The values of a save for a tracker: "seconds", "bytes", "tensors", and "is_best".
+    """Return the values of a save for a tracker: "seconds", "bytes", "tensors", and "is_best".
 
-    "is_best" is 1 if the checkpoint is the best of its run so far, else 0. It is absent if the run
-    does not rank its checkpoints by a metric.
+    "is_best" is 1 if the checkpoint is the best of its run so far, else 0. The value is absent if
+    the run does not rank its checkpoints by a metric.
     """
     values: dict[str, float] = {
         "seconds": report.seconds,
@@ -144,9 +144,9 @@ def log_to_mlflow(
 
 
 def _is_best(report: SaveReport) -> bool | None:
-    """Whether the checkpoint is the best of its run by the first metric of its rankings.
+    """Check whether the checkpoint is the best of its run by the first metric of its rankings.
 
-    None without rankings.
+    Returns None without rankings.
     """
     rankings = list(load_manifest(report.place.folder).rankings.items())
     if not rankings:

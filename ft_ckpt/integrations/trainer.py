@@ -66,7 +66,7 @@ def checkpointed(
 ) -> TrainerOrClass:
     """Make a trainer, or a class of trainers, save and resume through ft_ckpt.
 
-    Of a class (`Trainer` or one built on it) it returns a subclass; a trainer gets such a class,
+    For a class (`Trainer` or one built on it) a subclass is returned; a trainer gets such a class,
     and is returned. `keep` selects the checkpoints that stay (the Trainer's best one always does);
     a number means the newest n; None: the Trainer's `save_total_limit`, for this run's checkpoints.
     `allow` names items that a resume may lack. With `state=True` checkpoints have training state
@@ -163,8 +163,8 @@ class _Outermost:
 class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
     """Calls `checkpointed`, with these settings, on the trainer that another program makes with it.
 
-    For programs that take callbacks only; pass it on every rank. Raises ConfigError for invalid
-    settings.
+    Use the callback with programs that take callbacks only, and pass it on every rank. Raises
+    ConfigError for invalid settings.
     """
 
     def __init__(self, **settings: Unpack[TrainerArguments]) -> None:
@@ -183,9 +183,9 @@ class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
 
 def _calling_trainer(callback: TrainerCallback) -> Any:
-    """The trainer that is being constructed with `callback`.
+    """Return the trainer that is being constructed with `callback`.
 
-    The trainer is not passed to the callback; it is found among the callers' frames.
+    The trainer is not passed to the callback, so the callers' frames are searched for it.
     """
     frame = sys._getframe(1)
     while frame is not None:

@@ -65,9 +65,9 @@ class ChosenCheckpoint:
     batch: int = 0  # batches done in the pass after them
 
     def path_for_trainer(self, folder: str) -> str | None:
-        """The folder with the Trainer's own state file.
+        """Return the folder with the Trainer's own state file.
 
-        It is the checkpoint, or `folder` if this rank does not see it.
+        This is the checkpoint, or `folder` if this rank does not see it.
         """
         if self.path is None or self.state is None:
             return self.path
@@ -78,7 +78,7 @@ class ChosenCheckpoint:
 
 
 def requested_checkpoint(resume_from_checkpoint: Any) -> Any:
-    """The argument of `train` as "auto", "must", a path, or None for a fresh start."""
+    """Convert the argument of `train` to "auto", "must", a path, or None for a fresh start."""
     if not resume_from_checkpoint:
         return None
     mode = resume_from_checkpoint
@@ -88,10 +88,10 @@ def requested_checkpoint(resume_from_checkpoint: Any) -> Any:
 
 
 def chosen_by(ranks: Ranks, request: str, folder: Place, deep: bool) -> ChosenCheckpoint:
-    """The checkpoint that rank 0 finds for `request`. Collective.
+    """Return the checkpoint that rank 0 chooses for `request`.
 
-    `request` is a path, or "auto" or "must" for the newest whole checkpoint. Raises CorruptError,
-    and NotACheckpointError if there is none for "must".
+    Collective: call it on every rank. `request` is a path, or "auto" or "must" for the newest
+    intact checkpoint. Raises CorruptError, and NotACheckpointError if there is none for "must".
     """
 
     def find_on_leader() -> dict[str, Any]:
@@ -118,9 +118,9 @@ def chosen_by(ranks: Ranks, request: str, folder: Place, deep: bool) -> ChosenCh
 
 
 def _requested_checkpoint(request: str, folder: Place, deep: bool) -> Place | None:
-    """The checkpoint at the path `request`, or for a mode the newest whole one in `folder`.
+    """Return the checkpoint at `request`, or for a mode the newest intact one in `folder`.
 
-    None for a fresh start.
+    Returns None for a fresh start.
     """
     if request not in ("auto", "must"):
         place = Place(LocalStore(Path(request)))  # also for a URL, which the Trainer refuses
@@ -142,9 +142,10 @@ def _requested_checkpoint(request: str, folder: Place, deep: bool) -> Place | No
 
 
 def _newest_whole(folder: Place, deep: bool) -> Place | None:
-    """The whole checkpoint in `folder` with the highest step, of ft_ckpt or the Trainer.
+    """Return the intact checkpoint in `folder` with the highest step, of ft_ckpt or the Trainer.
 
-    None without one. Raises CorruptError if there are checkpoints of ft_ckpt, but none is whole.
+    Returns None if there is no checkpoint. Raises CorruptError if there are checkpoints of ft_ckpt,
+    but none is intact.
     """
     names_by_step = []
     for entry in folder.folder.list_folder().folders:
@@ -222,7 +223,7 @@ def _has_file(place: Place, name: str) -> bool:
 
 
 def _trainer_state(place: Place) -> str | None:
-    """The text of the Trainer's own state file in a checkpoint; None if it cannot be read."""
+    """Read the Trainer's own state file in a checkpoint; return None if it cannot be read."""
     with suppress(OSError, ValueError):
         return place.folder.read(TRAINER_STATE_NAME).decode()
     return None
@@ -233,8 +234,8 @@ def prune_older(
 ) -> None:
     """Delete checkpoints of the run of `newest` that `keep` does not select.
 
-    Without `keep`, all above `limit`. `best` is the Trainer's best checkpoint, which stays. Warns
-    of checkpoints that could not be deleted.
+    `limit` is the number of checkpoints that stay if there is no `keep`. `best` is the Trainer's
+    best checkpoint, which stays. Warns of checkpoints that could not be deleted.
     """
     run_id = read_manifest(newest).run_id
     if keep is None and limit is not None and limit > 0:
@@ -254,7 +255,7 @@ def prune_older(
 
 
 def state_text(trainer: Trainer) -> str:
-    """The text of the Trainer's own state file, with the current state of its callbacks."""
+    """Return the text of the Trainer's own state file, with its callbacks' current state."""
     stateful = [*trainer.callback_handler.callbacks, trainer.control]
     exported = [part for part in stateful if isinstance(part, ExportableState)]
     trainer.state.stateful_callbacks = TrainerState(stateful_callbacks=exported).stateful_callbacks
@@ -265,7 +266,7 @@ def state_text(trainer: Trainer) -> str:
 
 
 def metrics_of(state: Any) -> dict[str, float]:
-    """The finite numbers that the Trainer has logged at the current step."""
+    """Return the finite numbers that the Trainer has logged at the current step."""
     logged: dict[str, Any] = {}
     for row in state.log_history:
         if row.get("step") == state.global_step:

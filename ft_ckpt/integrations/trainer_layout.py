@@ -46,9 +46,9 @@ class WrittenFiles:
 
 
 def defining_classes(kind: type, method: str, ends: tuple[type, ...]) -> list[type]:
-    """The classes that define `method`, as super() calls them, up to the first of `ends`.
+    """Return the classes that define `method`, as super() calls them, up to the first of `ends`.
 
-    They need not be trainers: a project may have its methods in mixins without a base.
+    The classes need not be trainers: a project may have its methods in mixins without a base.
     """
     classes = []
     for base in kind.__mro__:
@@ -60,7 +60,7 @@ def defining_classes(kind: type, method: str, ends: tuple[type, ...]) -> list[ty
 
 
 def ends_chain(kind: type, method: str) -> bool:
-    """Whether the code of `method` in the class `kind` never names super()."""
+    """Check whether the code of `method` in the class `kind` never names super()."""
     code = getattr(undecorated(vars(kind)[method]), "__code__", None)
     return code is not None and "super" not in code.co_names
 
@@ -68,9 +68,9 @@ def ends_chain(kind: type, method: str) -> bool:
 def collect_files(
     model: nn.Module, target: Path, write: Callable[[str], object], writer: str
 ) -> WrittenFiles:
-    """The files that `write` puts into a folder in the place of `target`, without weights.
+    """Return the files that `write` puts into a folder in the place of `target`, without weights.
 
-    ft_ckpt writes the weights. The folder has the name of `target` and stands beside links to the
+    ft_ckpt writes the weights. The folder has the name of `target` and stands next to links to the
     entries of its parent, from which `write` may copy. `save_pretrained` of the model, or of one
     module in it, writes nothing there. `writer` is the name of the method for errors. Raises
     SelectionError for weights in a layout that ft_ckpt does not write.
@@ -114,9 +114,9 @@ def _link_neighbours(target: Path, folder: Path) -> None:
 def _without_weights(model: nn.Module, folder: Path) -> Iterator[list[str]]:
     """Replace `save_pretrained` in `model` by a function that writes nothing.
 
-    That of transformers' and PEFT's models is replaced. Yields the paths of the modules that were
-    saved into `folder`. Calls for another folder, or with arguments that change the layout, go to
-    the method itself.
+    The methods of transformers' and PEFT's models are replaced. Yields the paths of the modules
+    that were saved into `folder`. Calls for another folder, or with arguments that change the
+    layout, go to the method itself.
     """
     saved: list[str] = []
     with ExitStack() as stack:
@@ -128,7 +128,7 @@ def _without_weights(model: nn.Module, folder: Path) -> Iterator[list[str]]:
 
 
 def _has_plain_layout(module: nn.Module) -> bool:
-    """Whether `save_pretrained` of the module is that of transformers or PEFT."""
+    """Check whether `save_pretrained` of the module is that of transformers or PEFT."""
     method = getattr(type(module), "save_pretrained", None)
     library = getattr(undecorated(method), "__module__", "") if method is not None else ""
     is_of_library = library.partition(".")[0] in ("transformers", "peft")
@@ -158,7 +158,7 @@ def _recorder(module: Any, path: str, folder: Path, saved: list[str]) -> Callabl
 
 
 def _are_live(model: nn.Module, weights: Mapping[str, bytes]) -> bool:
-    """Whether the files hold the model's tensors, with their names, dtypes and values."""
+    """Check whether the files hold the model's tensors, with their names, dtypes and values."""
     stored: dict[str, torch.Tensor] = {}
     for path, content in weights.items():
         if path.endswith(".safetensors"):

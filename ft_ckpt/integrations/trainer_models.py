@@ -109,7 +109,7 @@ class BufferedGeneration:
 
 
 def held_state(trainer: Trainer) -> HeldState:
-    """The state that a prepared `trainer` holds other than that of its model and optimizer."""
+    """Return the state that a prepared `trainer` holds besides its model and optimizer."""
     trained: dict[str, nn.Module] = {}
     models: dict[str, nn.Module] = {}
     objects: dict[str, Any] = {}
@@ -135,7 +135,7 @@ def held_state(trainer: Trainer) -> HeldState:
 
 
 def unsaved_state(trainer: Trainer, before: HeldState, registered: Collection[str]) -> list[str]:
-    """The names of state that has appeared or moved since `before` and is in no checkpoint.
+    """Name state that has appeared or moved since `before` and is in no checkpoint.
 
     `registered` are the names of items that are registered or watched.
     """
@@ -156,7 +156,7 @@ def unsaved_state(trainer: Trainer, before: HeldState, registered: Collection[st
 
 
 def _attribute_of(name: str) -> str:
-    """The object and its attribute, of the name of something inside the attribute."""
+    """Return the object and its attribute, of the name of something inside the attribute."""
     return ".".join(name.split(".")[:2])
 
 
@@ -165,9 +165,9 @@ def _generates(trainer: Trainer) -> bool:
 
 
 def _leaves_of(trainer: Trainer) -> Iterator[tuple[str, Any]]:
-    """The modules outside of the trained model, tensors, and objects with a state.
+    """Yield the modules outside of the trained model, tensors, and objects with a state.
 
-    Each is there once, with a name.
+    Each comes once, with a name.
     """
     main = _MainModel(trainer)
     attributes_of_trainer = dict(vars(trainer))
@@ -222,9 +222,9 @@ def _has_state(value: Any) -> bool:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Whether it is an instance of a program's own class.
+    """Check whether the value is an instance of a program's own class.
 
-    It may hold tensors in its attributes.
+    Such an object may hold tensors in its attributes.
     """
     if isinstance(value, (Trainer, TrainingArguments, type)) or callable(value):
         return False
@@ -252,7 +252,7 @@ class _MainModel:
         self.objects = {bare_identity(value) for value in objects if value is not None}
 
     def without(self, value: Any) -> Any:
-        """The value, or what of a module is outside of the trained model; None if nothing is."""
+        """Return the value without the trained model; None if nothing remains."""
         if isinstance(value, nn.Module):
             return self._outside(value)
         if isinstance(value, Tensor):

@@ -68,9 +68,9 @@ def push_saved(
 
 
 def _trainer_card(trainer: Trainer, saved: Path, options: Mapping[str, Any]) -> str | None:
-    """The text of the Trainer's card.
+    """Return the text of the Trainer's card.
 
-    It is made in a scratch folder: the saved card is part of a checkpoint.
+    The card is made in a scratch folder, because the saved card is part of a checkpoint.
     """
     tags = options.get("tags") or ()
     tags = [tags] if isinstance(tags, str) else list(tags)

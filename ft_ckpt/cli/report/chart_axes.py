@@ -19,7 +19,7 @@ class Axis:
     is_log: bool = False
 
     def share(self, value: float) -> float:
-        """The place of `value` between both ends, from 0 to 1."""
+        """Return the place of `value` between both ends, from 0 to 1."""
         low, high = self.low, self.high
         if self.is_log:
             low, high, value = math.log(low), math.log(high), math.log(value)
@@ -27,14 +27,15 @@ class Axis:
 
 
 def is_drawable(value: float) -> bool:
-    """Whether the value has a place on a scale: sums of several such values are finite."""
+    """Check whether the value has a place on a scale: sums of several such values are finite."""
     return abs(value) <= _MAX_VALUE
 
 
 def value_axis(values: Iterable[float], *, from_zero: bool = False, whole: bool = False) -> Axis:
-    """The scale for `values`: linear, or logarithmic if they are positive and differ a hundredfold.
+    """Return a scale: linear, or logarithmic if `values` are positive and differ a hundredfold.
 
-    `from_zero`: it is linear and begins at 0. `whole`: no ticks between whole numbers.
+    With `from_zero` the scale is linear and begins at 0. With `whole` it has no ticks between whole
+    numbers.
     """
     numbers = sorted(filter(is_drawable, values)) or [0.0]
     low, high = (0.0 if from_zero else numbers[0]), numbers[-1]
@@ -62,7 +63,7 @@ def _log_axis(low: float, high: float) -> Axis:
 
 
 def _round_step(step: float) -> float:
-    """The smallest 1, 2 or 5 times a power of ten that is at least `step`."""
+    """Return the smallest 1, 2 or 5 times a power of ten that is at least `step`."""
     if step < 1e-300:  # a power of ten below it is 0
         return 1e-300
     power = 10.0 ** math.floor(math.log10(step))
@@ -78,7 +79,7 @@ _TIME_STEPS += [_DAY * count for count in (1, 2, 5)]
 
 
 def _time_step(seconds: float) -> int:
-    """The smallest step by which a span has at most four."""
+    """Return the smallest step that divides a span into at most four parts."""
     for step in _TIME_STEPS:
         if seconds / step <= 4:
             return step
@@ -92,7 +93,7 @@ def _time_pattern(step: int) -> str:
 
 
 def time_axis(moments: Sequence[float]) -> tuple[Axis, Callable[[float], str]]:
-    """The scale for unix times, and the text of a tick in UTC."""
+    """Return the scale for unix times, and the text of a tick in UTC."""
     low, high = min(moments), max(moments)
     if low == high:
         low, high = low - 1, high + 1

@@ -71,9 +71,10 @@ def escaped(text: str) -> str:
 
 
 def thinned(marks: Sequence[Mark]) -> list[Mark]:
-    """`marks` in order of x; of too many, the first, lowest, highest and last of each interval.
+    """Thin out `marks` in order of x to the first, lowest, highest and last of each interval.
 
-    Marks with a ring, of checkpoints that exist, and values that are not finite stay.
+    Few marks stay as they are. Marks with a ring, of checkpoints that exist, and values that are
+    not finite stay.
     """
     marks = sorted(marks, key=lambda mark: mark.x)
     if len(marks) <= _MAX_DRAWN:
@@ -192,7 +193,7 @@ def column_chart(title: str, labels: Sequence[str], columns: Sequence[Column], *
 
 
 def row_chart(title: str, rows: Sequence[Series], moments: Sequence[float], note: str = "") -> str:
-    """A line of marks for each of `rows`, above an axis of `moments`, in unix seconds."""
+    """Draw a line of marks for each of `rows`, above an axis of `moments`, in unix seconds."""
     axis, tick_text = time_axis(moments)
     height = _ROW * len(rows)
     body = []
@@ -215,7 +216,7 @@ def shade_chart(
     *,
     note: str = "",
 ) -> str:
-    """A table of shades: a row for each of `names`, stronger for larger `values` from 0.
+    """Draw a table of shades, a row for each of `names`, stronger for larger `values` from 0.
 
     Values that are not finite have another colour.
     """
@@ -246,13 +247,13 @@ def _shade_look(value: float, axis: Axis) -> str:
 
 
 def _column_ticks(labels: Sequence[str], max_ticks: int) -> list[tuple[float, str]]:
-    """The middle of each column and its label; of many columns, of some."""
+    """Return the middle of each column and its label; of many columns, of some."""
     named = range(0, len(labels), math.ceil(len(labels) / max_ticks))
     return [((number + 0.5) / len(labels), _shortened(labels[number], 9)) for number in named]
 
 
 def _shortened(name: str, max_length: int = 18) -> str:
-    """The end of a long name: numbers of layers and steps are there."""
+    """Return the end of a long name, which has the numbers of layers and steps."""
     return name if len(name) <= max_length else f"…{name[1 - max_length :]}"
 
 
@@ -283,7 +284,7 @@ def _legend(labels: Sequence[str]) -> str:
 
 
 def mark_legend(labels: Sequence[tuple[str, str]]) -> str:
-    """A legend of marks: (classes, label)."""
+    """Draw a legend of marks: (classes, label)."""
     items = []
     for look, label in labels:
         mark = f'<circle class="{look}" cx="6" cy="7" r="4"/>'

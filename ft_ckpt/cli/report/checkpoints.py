@@ -81,7 +81,7 @@ def sizes_section(facts: RunFacts) -> Iterable[str]:
 
 
 def _sizes_by_use(checkpoint: KeptCheckpoint) -> tuple[int, int, int]:
-    """The bytes of weights and of training state, and those that older checkpoints have too."""
+    """Return the bytes of weights, of training state, and those that older checkpoints have too."""
     state_bytes = min(checkpoint.state_bytes, checkpoint.own_bytes)
     shared_bytes = checkpoint.size_bytes - checkpoint.own_bytes
     return checkpoint.own_bytes - state_bytes, state_bytes, shared_bytes

@@ -34,7 +34,7 @@ def _layer_changes(drifts: Sequence[Drift], layer: str) -> list[float]:
 
 
 def _changed_layers(drifts: Sequence[Drift]) -> list[str]:
-    """The layers that changed most, in the order of their names: "layers.2" before "layers.10"."""
+    """Return the layers that changed most, by name: "layers.2" before "layers.10"."""
     largest: dict[str, float] = {}
     for drift in drifts:
         for layer, change in drift.layers.items():
@@ -45,7 +45,7 @@ def _changed_layers(drifts: Sequence[Drift]) -> list[str]:
 
 
 def _layer_key(name: str) -> list[tuple[int, int, str]]:
-    """A key that sorts numbers by value, before words."""
+    """Return a key that sorts numbers by value, before words."""
     key = []
     for word in name.split("."):
         if word.isdecimal():

@@ -111,9 +111,9 @@ class RunFacts:
         return sum(save.stall_seconds or 0.0 for save in self.saves)
 
     def metric_points(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of a metric at all saves that had it, also those of deleted checkpoints.
+        """Return (step, value) of a metric at all saves that had it, also of deleted checkpoints.
 
-        Of one step, the value of the checkpoint is newer than that of the log.
+        If checkpoint and log have a value of one step, the checkpoint's is newer.
         """
         of_run = [checkpoint for checkpoint in self.checkpoints if checkpoint.is_own]
         records = [(checkpoint.step, checkpoint.metrics) for checkpoint in of_run]
@@ -124,7 +124,7 @@ class RunFacts:
         return sorted((step, value) for step, value in values.items() if step is not None)
 
     def best_checkpoint(self, name: str) -> KeptCheckpoint | None:
-        """The best checkpoint by a metric that the run ranks by; of equal ones the oldest."""
+        """Return the best checkpoint by a metric of the rankings; of equal ones the oldest."""
         mode = self.rankings.get(name)
         sign = 1 if mode == "min" else -1
         measured = [

@@ -26,7 +26,7 @@ from ft_ckpt.storage.places import Place, hold_listed
 
 
 def gather_facts(run: Place, metrics: Sequence[str], *, comparisons: int) -> RunFacts:
-    """The facts about the folder `run`.
+    """Gather the facts about the folder `run`.
 
     The newest `comparisons` pairs of neighbouring checkpoints are compared.
     """
@@ -107,7 +107,7 @@ def _training_of(document: Mapping[str, Any]) -> Training:
 
 
 def _models_of(infos: Sequence[CheckpointInfo]) -> tuple[StoredModel, ...]:
-    """The parts of the newest checkpoint of training; of the newest export if there is no other."""
+    """Return the parts of the newest checkpoint of training; else of the newest export."""
     newest_last = sorted(infos, key=lambda info: not info.manifest.export)
     for info in reversed(newest_last):
         parts = [part for part in info.manifest.parts if part.kind != STATE]
@@ -178,7 +178,11 @@ class _Fates:
 def _kept_checkpoints(
     infos: Iterable[CheckpointInfo], fates: _Fates, run_ids: set[str] | None
 ) -> Iterable[KeptCheckpoint]:
-    """`run_ids` are the run's and those it was resumed from; None: each checkpoint is its own."""
+    """Yield the checkpoints with the reasons why they stay.
+
+    `run_ids` are the run's and those it was resumed from; with None, each checkpoint is its own
+    run.
+    """
     seen: set[object] = set()  # files of this or an older checkpoint
     for info in infos:
         report = verify(info.place, deep=False)
@@ -215,7 +219,7 @@ class _StoredFile:
 
 
 def _stored_files(info: CheckpointInfo) -> dict[object, _StoredFile]:
-    """The files of a checkpoint, by a key that is equal for hard links."""
+    """Return the files of a checkpoint, by a key that is equal for hard links."""
     state_folders = tuple(f"{part.path}/" for part in info.manifest.parts if part.kind == STATE)
     store = hold_listed(info.store)
     files: dict[object, _StoredFile] = {}
@@ -229,7 +233,7 @@ def _stored_files(info: CheckpointInfo) -> dict[object, _StoredFile]:
 
 
 def _drifts(infos: Sequence[CheckpointInfo], count: int, notes: list[str]) -> tuple[Drift, ...]:
-    """The changes between the newest `count` pairs of neighbours that training saved."""
+    """Return the changes between the newest `count` pairs of neighbours that training saved."""
     saved = [info for info in infos if not info.manifest.made_from]
     compared = [info for info in saved if not info.manifest.export]
     if len(compared) < 2:

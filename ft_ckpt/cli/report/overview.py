@@ -12,7 +12,7 @@ _WHOLE = "parameters"  # setting: the number of parameters of the model with its
 
 
 def lead_text(facts: RunFacts) -> str:
-    """How many checkpoints of which size there are, the newest, and the best of each metric."""
+    """Describe how many checkpoints there are, their size, the newest, and the best by metric."""
     sentences = [f"{count_text(len(facts.checkpoints), 'checkpoint')}, {_size_text(facts)}."]
     if facts.saves:
         saves = count_text(len(facts.saves), "logged save")
@@ -35,7 +35,7 @@ def _size_text(facts: RunFacts) -> str:
 
 
 def _newest_checkpoint(facts: RunFacts) -> KeptCheckpoint:
-    """The newest checkpoint of training; the newest export if there is no other."""
+    """Return the newest checkpoint of training; else the newest export."""
     for checkpoint in reversed(facts.checkpoints):
         if not checkpoint.is_export:
             return checkpoint
@@ -59,7 +59,7 @@ def run_section(facts: RunFacts) -> Iterable[str]:
 
 
 def _run_facts(facts: RunFacts) -> dict[str, str]:
-    """The facts by name, as text; those that are unknown are left out."""
+    """Return the facts by name, as text, without unknown ones."""
     training = facts.training
     texts = _model_facts(facts)
     if training.ranks is not None:

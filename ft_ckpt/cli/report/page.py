@@ -16,7 +16,7 @@ from ft_ckpt.cli.report.texts import count_text
 
 
 def page_text(facts: RunFacts) -> str:
-    """The page, which is complete in itself: it needs neither scripts nor a network."""
+    """Write the page, which is complete in itself: it needs neither scripts nor a network."""
     name = facts.run.rstrip("/").rpartition("/")[2] or facts.run
     heading = [f"<h1>{escaped(name)}</h1>"]
     if name != facts.run:

@@ -79,7 +79,7 @@ def _seconds_cell(seconds: float | None) -> str:
 
 
 def _written_cell(save: LoggedSave, checkpoint: KeptCheckpoint | None) -> str:
-    """The time until the commit; of the newest save, until its files were written."""
+    """Format the time until the commit; of the newest save, until its files were written."""
     if save.seconds is not None or checkpoint is None or checkpoint.created_at is None:
         return _seconds_cell(save.seconds)
     return f"&ge; {max(0.0, checkpoint.created_at - save.saved_at):,.3f}"

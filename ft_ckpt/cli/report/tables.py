@@ -17,7 +17,7 @@ class Table:
 
 
 def table_text(table: Table, label: str) -> str:
-    """The first rows as a table, and the others as one that is folded away."""
+    """Write the first rows as a table, and further rows as one that is folded away."""
     newest, older = table.rows[:MAX_ROWS], table.rows[MAX_ROWS:]
     text = _rows_text(table, newest, label)
     if older:

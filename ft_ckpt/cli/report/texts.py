@@ -19,7 +19,7 @@ def value_text(value: float) -> str:
 
 
 def size_unit(sizes: Iterable[int]) -> tuple[int, str]:
-    """The unit for a column of sizes: bytes in it, and its name."""
+    """Return the unit for a column of sizes: its number of bytes, and its name."""
     largest = max(sizes, default=0)
     units = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
     for scale, name in units:

@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 class _ConvertingErrors(ABC):
     """Converts errors of the client in its block.
 
-    It is a class because an error that leaves a generator stays in a cycle of references, from
+    This is a class because an error that leaves a generator stays in a cycle of references, from
     Python 3.12 on. Its traceback then keeps the tensors of a save until the next collection.
     """
 
@@ -56,8 +56,8 @@ class _ConvertingErrors(ABC):
 class reading_object(_ConvertingErrors):  # noqa: N801 - reads as a statement where it is used
     """Convert errors of the client in the block into those of this package.
 
-    They become MissingError, ConfigError or UnreadableError, which also stands for another version
-    of the object.
+    The errors become MissingError, ConfigError or UnreadableError, which also stands for another
+    version of the object.
     """
 
     __slots__ = ()

@@ -42,7 +42,7 @@ def client_options(url: str, **options: Any) -> dict[str, Any]:
 
 
 def _uses_tls(options: dict[str, Any]) -> bool:
-    """Whether the transport protects what is sent, so that bodies need no signature."""
+    """Check whether the transport protects what is sent, so that bodies need no signature."""
     config = {**options, **options.get("config", {})}
     endpoints = [config[name] for name in _ENDPOINT_OPTIONS if name in config]
     endpoints += [os.environ[name] for name in _ENDPOINT_VARIABLES if name in os.environ]

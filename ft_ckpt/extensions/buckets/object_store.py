@@ -64,11 +64,10 @@ class ObjectStore(RemoteStore):
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> "ObjectStore":
-        """The store of the bucket `url`.
+        """Open the store of the bucket `url`.
 
-        `options` are those of `obstore.store.from_url`. Raises ConfigError.
-
-        memory://NAME is a store in the memory of this process.
+        `options` are those of `obstore.store.from_url`. memory://NAME is a store in the memory of
+        this process. Raises ConfigError.
         """
         has_bucket = bool(url.partition("://")[2].strip("/"))
         if has_bucket:
@@ -99,7 +98,7 @@ class ObjectStore(RemoteStore):
         return ObjectStore(self.client, self.where(folder), f"{self.prefix}{checked_name(folder)}/")
 
     def key(self, name: str) -> str:
-        """The name of an object in the client. Raises ConfigError for an invalid one."""
+        """Return the name of an object in the client. Raises ConfigError for an invalid name."""
         return self.prefix + checked_name(name)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -140,9 +139,9 @@ class ObjectStore(RemoteStore):
             obstore.put(self.client, self.key(name), data, use_multipart=False)
 
     def create(self, name: str, size_bytes: int) -> "RemoteWriting":
-        """A multipart upload in the background.
+        """Begin a multipart upload in the background.
 
-        Bytes behind a gap are kept in memory until it is filled.
+        Bytes behind a gap are kept in memory until the gap is filled.
         """
         checked_name(name)
         return RemoteWriting(self, name, size_bytes)
@@ -176,7 +175,7 @@ class ObjectStore(RemoteStore):
             return None
 
     def copy(self, name: str, other: str, source: Store | None = None) -> bool:
-        """A copy on the server; False between two clients."""
+        """Copy an object on the server; return False between two clients."""
         source_store: Store = self if source is None else source
         other_key = self.key(other)
         if not isinstance(source_store, ObjectStore) or source_store.client is not self.client:

@@ -20,7 +20,7 @@ _STREAMS = 4  # parts of one upload that are sent in parallel
 
 
 def size_of_parts(size_bytes: int) -> int:
-    """The bytes of each part of the upload of an object, which is one request."""
+    """Return the bytes of each part of the upload of an object; each part is one request."""
     return max(_PART_BYTES, -(-size_bytes // _MAX_PARTS))
 
 

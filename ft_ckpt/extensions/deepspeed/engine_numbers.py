@@ -32,7 +32,7 @@ class EngineCounters:
 
 
 def scaler_numbers(optimizer: Any) -> dict[str, Any]:
-    """The variables of the dynamic loss scaler, DeepSpeed's or torch's; empty without one."""
+    """Return the variables of the dynamic loss scaler, DeepSpeed's or torch's; {} without one."""
     torch_scaler = optimizer.torch_autocast_gradscaler
     if torch_scaler is not None:
         return {key: encode_value(value) for key, value in torch_scaler.state_dict().items()}

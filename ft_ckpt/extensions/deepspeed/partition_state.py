@@ -30,7 +30,7 @@ class Fills:
 
 
 def describe_state(inner: Any, partitions: list[Partition]) -> dict[str, dict[str, Any]]:
-    """The entries of each parameter's state."""
+    """Return the entries of each parameter's state."""
     state: dict[str, dict[str, Any]] = {}
     problems = []
     for partition in partitions:
@@ -50,7 +50,7 @@ def describe_state(inner: Any, partitions: list[Partition]) -> dict[str, dict[st
 
 
 def describe_masters(partitions: list[Partition]) -> dict[str, str]:
-    """The dtype of each parameter's master, if it is not that of the parameter."""
+    """Return the dtype of each parameter's master, if it is not that of the parameter."""
     masters: dict[str, str] = {}
     for partition in partitions:
         for slot in partition.slots:
@@ -60,9 +60,9 @@ def describe_masters(partitions: list[Partition]) -> dict[str, str]:
 
 
 def _state_entry(value: Any, master: Tensor, owner: Source) -> Any:
-    """Shape, dtype and device of a tensor as for the parameter, or {"value": plain value}.
+    """Return shape, dtype and device of a tensor as for the parameter, or {"value": plain value}.
 
-    None for other values.
+    Returns None for other values.
     """
     if not isinstance(value, Tensor):
         return encode_if_plain(value)
@@ -87,9 +87,9 @@ def _is_like_partition(value: Any, master: Tensor) -> bool:
 def state_sources(
     inner: Any, partition: Partition, description: Description
 ) -> tuple[dict[str, Source], list[str]]:
-    """The sources of the described state of a partition, as "parameter/key".
+    """Return the sources of the described state of a partition, as "parameter/key".
 
-    With them come those that are described and that the inner optimizer lacks.
+    The second result names state that is described and that the inner optimizer lacks.
     """
     buffers = {**inner.state.get(partition.master, {}), MASTER: partition.master}
     sources: dict[str, Source] = {}
@@ -112,7 +112,7 @@ def state_sources(
 
 
 def _run_source(slot: Slot, key: str, buffer: Tensor) -> Source:
-    """The source of a parameter's run in a buffer laid out like the partition."""
+    """Return the source of a parameter's run in a buffer laid out like the partition."""
     owner = slot.owner
     name = f"{owner.name}/{key}"
     source = held_source(
@@ -122,7 +122,7 @@ def _run_source(slot: Slot, key: str, buffer: Tensor) -> Source:
 
 
 def _whole_source(slot: Slot, key: str, tensor: Tensor) -> Source:
-    """The source of a tensor that every rank has whole, such as a step count."""
+    """Return the source of a tensor that every rank has whole, such as a step count."""
     owner = slot.owner
     name = f"{owner.name}/{key}"
     shape = tuple(tensor.shape)
@@ -211,7 +211,7 @@ def _restored_number(
     entries_of_slots: Mapping[Slot, dict[str, Any]],
     fill: Callable[[Source], Any],
 ) -> Any:
-    """The number, such as the step, that all parameters of a partition share, typed as `live`."""
+    """Return the number, such as the step, that a partition's parameters share, typed as `live`."""
     numbers: dict[str, Any] = {}
     for slot, entries in entries_of_slots.items():
         numbers[slot.owner.name] = _stored_number(slot, key, entries[key], fill)

@@ -102,7 +102,7 @@ class Slot:
     start: int  # of this rank's shard in the partition
 
     def local_run(self, buffer: Tensor) -> Tensor | None:
-        """This rank's elements in `buffer`, or None."""
+        """Return this rank's elements in `buffer`, or None."""
         span = self.sharding.range_in_shard(global_rank())
         if span is None:
             return None
@@ -120,11 +120,11 @@ class Partition:
 
 
 def zero_partitions(optimizer: Any, owners: _Owners) -> list[Partition]:
-    """This rank's partitions. All ranks have the same number, with the same parameters.
+    """Return this rank's partitions.
 
-    `owners` are the sources of the models that the optimizer trains, by the ids of their
-    parameters. Raises SelectionError for parameters of unknown models, and for settings under which
-    state cannot be stored by name.
+    All ranks have the same number of partitions, with the same parameters. `owners` are the sources
+    of the models that the optimizer trains, by the ids of their parameters. Raises SelectionError
+    for parameters of unknown models, and for settings under which state cannot be stored by name.
     """
     problems = _refused_settings(optimizer)
     if problems:
@@ -138,9 +138,9 @@ def zero_partitions(optimizer: Any, owners: _Owners) -> list[Partition]:
 
 
 def changed_with_steps(optimizer: Any) -> list[Any] | None:
-    """The masters and their weights, which a step of the inner optimizer changes.
+    """Return the masters and their weights, which a step of the inner optimizer changes.
 
-    The state changes as well. None if tensors may change outside of steps.
+    The step changes the state as well. Returns None if tensors may change outside of steps.
     """
     # momentum changes before the step
     muon = any("use_muon" in group for group in optimizer.optimizer.param_groups)
@@ -154,7 +154,7 @@ def changed_with_steps(optimizer: Any) -> list[Any] | None:
 
 
 def _stage_3(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
-    """Each parameter is cut into equal shards.
+    """Yield partitions of parameters that are each cut into equal shards.
 
     A partition is this rank's shards one after the other.
     """
@@ -170,9 +170,9 @@ def _stage_3(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
 
 
 def _stages_1_2(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
-    """A group's parameters are concatenated, perhaps aligned.
+    """Yield partitions of groups whose parameters are concatenated, perhaps aligned.
 
-    A partition is an equal shard of the result.
+    A partition is an equal shard of the concatenated group.
     """
     # stage 1 in bfloat16 with float32 gradients has its own class
     if hasattr(optimizer, "bf16_groups"):
@@ -197,7 +197,7 @@ def _stages_1_2(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
 
 
 def _refused_settings(optimizer: Any) -> list[str]:
-    """The settings of this optimizer under which its state cannot be accessed by parameter name."""
+    """Name the settings under which the state cannot be accessed by parameter name."""
     kind = type(optimizer).__name__
     groups = optimizer.optimizer.param_groups
     facts = {
@@ -215,7 +215,6 @@ def _refused_settings(optimizer: Any) -> list[str]:
 
 
 def _partitioned_sources(owners: _Owners, parameters: list[Any]) -> list[tuple[Any, Source]]:
-    """(parameter, source) for each parameter."""
     unknown = [at for at, parameter in enumerate(parameters) if id(parameter) not in owners]
     if unknown:
         raise SelectionError(

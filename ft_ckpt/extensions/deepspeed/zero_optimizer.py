@@ -57,11 +57,11 @@ class ZeroOptimizers(TorchOptimizers):
         )
 
     def hooked_optimizer(self, optimizer: Any) -> tuple[Any, list[Tensor]]:
-        """The torch optimizer inside ZeRO's, and the masters and weights that its step changes.
+        """Return the torch optimizer inside ZeRO's, and the tensors that its step changes.
 
-        They change only after it has begun to step: gradients are prepared before the step; weights
-        are made from the masters and sent to other ranks after it. (None, []) if captured tensors
-        change at other moments too.
+        These are the masters and weights. They change only after the optimizer has begun to step:
+        gradients are prepared before the step; weights are made from the masters and sent to other
+        ranks after it. Returns (None, []) if captured tensors change at other moments too.
         """
         changed = changed_with_steps(optimizer)
         return (None, []) if changed is None else (optimizer.optimizer, changed)
@@ -86,7 +86,7 @@ class ZeroOptimizers(TorchOptimizers):
     def state_tensors(
         self, optimizer: Any, description: Description, sources: Mapping[str, Source]
     ) -> dict[str, Source]:
-        """As `OptimizerKind.state_tensors`, masters as "parameter/master"."""
+        """Return tensors as `OptimizerKind.state_tensors` does, masters as "parameter/master"."""
         tensors: dict[str, Source] = {}
         missing: list[str] = []
         for partition in _partitions_of(optimizer, sources):
@@ -105,8 +105,8 @@ class ZeroOptimizers(TorchOptimizers):
     def before_restore(self, optimizer: Any) -> None:
         """Make the masters from the live, rounded weights. Not collective.
 
-        Also needed for weights restored without optimizer state: the masters would overwrite them
-        at the next step, or in `after_restore`.
+        Weights restored without optimizer state need this too: the masters would overwrite them at
+        the next step, or in `after_restore`.
         """
         optimizer.refresh_fp32_params()
 
@@ -167,9 +167,9 @@ class ZeroOptimizers(TorchOptimizers):
         return bool(optimizer.micro_step_id >= 0)
 
     def unsaveable_state(self, optimizer: Any) -> list[str]:
-        """The reasons are those of the inner optimizer.
+        """Return the reasons of the inner optimizer.
 
-        Settings of ZeRO are refused by `describe`.
+        `describe` refuses settings of ZeRO.
         """
         if isinstance(optimizer, _Unflattened):
             return super().unsaveable_state(optimizer)
@@ -210,7 +210,7 @@ def _restore_groups(
 def _link_states(optimizer: Any, partitions: list[Partition]) -> None:
     """Let DeepSpeed's functions that return a parameter's full state read the restored one.
 
-    Without state in all partitions it links them after the next step.
+    If some partitions have no state, the functions are linked after the next step.
     """
     if not hasattr(optimizer, "_hp_optimizer_states_linked"):
         return

@@ -23,7 +23,7 @@ OF_OBJECTS = re.compile(
 
 
 def file_problems(path: Path, accelerator: Any) -> list[str]:
-    """The files that Accelerate would miss, and those that it would leave unread."""
+    """Name the files that Accelerate would miss, and those that it would leave unread."""
     expected = [_weights_name(path, number) for number in range(len(accelerator._models))]
     expected += _numbered_names("optimizer", accelerator._optimizers)
     expected += _numbered_names("scheduler", accelerator._schedulers)
@@ -38,7 +38,7 @@ def file_problems(path: Path, accelerator: Any) -> list[str]:
 
 
 def _weights_name(path: Path, number: int) -> str:
-    """The file of a model; of two, the one that Accelerate reads."""
+    """Return the file of a model; of two, the one that Accelerate reads."""
     safe = numbered("model", number, ".safetensors")
     pickled = numbered("pytorch_model", number, ".bin")
     store = LocalStore(path)
@@ -55,7 +55,7 @@ def _numbered_names(stem: str, objects: Sequence[Any]) -> list[str]:
 
 
 def read_values(path: Path, name: str) -> Any:
-    """The values in a file, as Accelerate reads it; tensors are mapped. Raises LoadError."""
+    """Read the values in a file as Accelerate does; tensors are mapped. Raises LoadError."""
     from accelerate.utils import load
 
     try:
@@ -69,7 +69,7 @@ def read_values(path: Path, name: str) -> Any:
 
 
 def weight_problems(path: Path, models: Sequence[nn.Module]) -> Iterator[str]:
-    """The tensors of the models that are missing, unknown or of another shape in the folder."""
+    """Yield the models' tensors that are missing, unknown or of another shape in the folder."""
     for number, model in enumerate(models):
         file_name = _weights_name(path, number)
         values = model.state_dict(keep_vars=True).items()
@@ -115,7 +115,10 @@ def optimizer_problems(path: Path, accelerator: Any) -> Iterator[str]:
 def _group_problems(
     state: Mapping[str, Any], live_groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]
 ) -> Iterator[str]:
-    """The differences of an optimizer's groups; `names`: of the live parameters by identity."""
+    """Yield the differences of an optimizer's groups.
+
+    `names` maps the identity of a live parameter to its name.
+    """
     groups = state["param_groups"]
     before = [str(len(group["params"])) for group in groups]
     now = [str(len(group["params"])) for group in live_groups]
@@ -153,7 +156,7 @@ def _group_problems(
 
 
 def _shape_problem(entries: Mapping[str, Any], parameter: Tensor) -> str | None:
-    """What shows by its shape that the state `entries` is of another parameter."""
+    """Describe the shape, if any, by which the state `entries` is of another parameter."""
     shapes: dict[str, list[int]] = {}
     for key, value in entries.items():
         if isinstance(value, Tensor) and value.ndim == parameter.ndim:
@@ -166,7 +169,7 @@ def _shape_problem(entries: Mapping[str, Any], parameter: Tensor) -> str | None:
 
 
 def _has_settings(group: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
-    """Whether a stored group has the settings of a live one.
+    """Check whether a stored group has the settings of a live one.
 
     A rate that a scheduler changes may differ.
     """
@@ -178,7 +181,7 @@ def _has_settings(group: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
 
 
 def _bare_name(name: str) -> str:
-    """The name of a tensor without the prefixes of DDP and torch.compile.
+    """Strip the prefixes of DDP and torch.compile from the name of a tensor.
 
     Accelerate may have removed them.
     """

@@ -56,7 +56,7 @@ _NO_POSITION = (
 def find_accelerate_folder(path: Path) -> Path | None:
     """Find a folder of `save_state` at `path`: itself, or the last `checkpoint_N` in it, or None.
 
-    In a project folder they are below "checkpoints".
+    In a project folder, checkpoints are below "checkpoints".
     """
     store = LocalStore(path)
     if store.stat(MANIFEST_NAME) is not None:
@@ -159,7 +159,7 @@ def read_accelerate_folder(path: Path, run: TrainingRun, ranks: Ranks) -> Accele
 
 
 def _why_refused(path: Path, accelerator: Any, ranks: Ranks) -> str | None:
-    """Why Accelerate must not load the folder; None if it may."""
+    """Tell why Accelerate must not load the folder; return None if it may."""
     names = sorted(entry.name for entry in path.iterdir())
     pickled = [name for name in names if _PICKLED.fullmatch(name)]
     if pickled:
@@ -197,7 +197,7 @@ def _why_refused(path: Path, accelerator: Any, ranks: Ranks) -> str | None:
 
 
 def _prepared_identities(accelerator: Any) -> set[int]:
-    """The identities of the objects that Accelerate loads."""
+    """Return the identities of the objects that Accelerate loads."""
     prepared = [*accelerator._models, *accelerator._optimizers, *accelerator._schedulers]
     if accelerator.scaler is not None:
         prepared.append(accelerator.scaler)
@@ -205,7 +205,7 @@ def _prepared_identities(accelerator: Any) -> set[int]:
 
 
 def _absent_objects(run: TrainingRun) -> list[Restored]:
-    """The items of the run that Accelerate does not load."""
+    """Return the outcomes of the run's items that Accelerate does not load."""
     prepared = _prepared_identities(run.accelerator)
     items = [("weights", run.model)]
     items += [(item.name, item.value) for item in run.objects.items()]
@@ -217,9 +217,9 @@ def _absent_objects(run: TrainingRun) -> list[Restored]:
 
 
 def _generators_of(states: Mapping[str, Any]) -> GeneratorStates:
-    """The random states of one rank as `restore_generators` takes them.
+    """Return the random states of one rank as `restore_generators` takes them.
 
-    Empty if they have another form.
+    States of another form give {}.
     """
     try:
         generators = plain_states(
@@ -237,9 +237,9 @@ def _generators_of(states: Mapping[str, Any]) -> GeneratorStates:
 def _positions_of(
     path: Path, loaders: Sequence[Any], ranks: Ranks
 ) -> tuple[DataPositions, Restored | None]:
-    """The positions of the loaders, which only stateful ones store.
+    """Return the positions of the loaders, which only stateful ones store.
 
-    And the outcome if one has none.
+    The second result is an outcome if a loader has no position.
     """
     positions = []
     for number, loader in enumerate(loaders):
@@ -254,7 +254,7 @@ def _positions_of(
 
 
 def _steps_done(accelerator: Any) -> tuple[int, str]:
-    """The number of steps of the run that Accelerate has loaded, and a note on its source."""
+    """Return the number of steps that Accelerate has loaded, and a note on its source."""
     counts: list[int] = []
     for optimizer in accelerator._optimizers:
         states = unwrap_optimizer(optimizer).state.values()

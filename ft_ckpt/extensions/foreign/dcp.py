@@ -68,7 +68,7 @@ class _StoredBox:
 class DcpFile(TensorFile):
     """The tensors of a distributed checkpoint.
 
-    Each is assembled from its boxes as a whole, one at a time.
+    Each tensor is assembled from its boxes as a whole, one at a time.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ def _paths_of(boxes: Mapping[str, Sequence[_StoredBox]]) -> set[str]:
 
 
 def open_dcp(place: Place) -> DcpFile:
-    """The tensors of the checkpoint folder `place`; nothing in it is run.
+    """Open the tensors of the checkpoint folder `place`, without running anything in it.
 
     Other values are listed in `skipped`. Raises LoadError naming globals in the metadata that are
     neither tensors nor plain data; CorruptError when boxes are missing or do not fill their tensor.
@@ -168,7 +168,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _state_of(value: Any, kind: str) -> Any:
-    """The fields of an object of class `kind`. Raises CorruptError for any other value."""
+    """Return the fields of an object of class `kind`. Raises CorruptError for any other value."""
     if not isinstance(value, StandIn) or _kind_of(value) != kind:
         raise CorruptError(f"a {_kind_of(value)}, expected a {kind}")
     return value.state
@@ -238,7 +238,7 @@ def _check_boxes(
 
 
 def _fill_tensor(boxes: Sequence[_StoredBox], spec: Spec) -> bool:
-    """Whether the boxes have each element of the tensor once."""
+    """Check whether the boxes have each element of the tensor once."""
     for box in boxes:
         if not len(box.sizes) == len(box.offsets) == len(spec.shape):
             return False
@@ -247,7 +247,7 @@ def _fill_tensor(boxes: Sequence[_StoredBox], spec: Spec) -> bool:
 
 
 def _boxes_overlap(boxes: Sequence[_StoredBox]) -> bool:
-    """Whether two boxes share an element.
+    """Check whether two boxes share an element.
 
     The boxes then leave a gap, although the number of elements is right.
     """

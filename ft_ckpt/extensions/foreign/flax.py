@@ -62,7 +62,7 @@ _FIXED_EXTENSIONS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 
 
 def is_flax(file: RawFile) -> bool:
-    """True when an open file begins with a MessagePack map whose first key is a string."""
+    """Check whether a file begins with a MessagePack map whose first key is a string."""
     head = bytes(file.bytes(0, min(16, file.size_bytes)))
     if not head or not (0x81 <= head[0] <= 0x8F or head[0] in (0xDE, 0xDF)):
         return False
@@ -74,7 +74,7 @@ def is_flax(file: RawFile) -> bool:
 
 
 def open_flax(raw: RawFile, verify: bool = False) -> IndexedFile:
-    """The arrays of a file, named by their keys joined with slashes, and their tree.
+    """Open the arrays of a file, named by their keys joined with slashes, and their tree.
 
     Raises CorruptError when the file is damaged, or contains anything but arrays and plain values.
     """
@@ -100,7 +100,7 @@ class _Parser:
         self._buffer, self._buffer_start = b"", 0
 
     def _take(self, count: int) -> bytes:
-        """The next `count` bytes. Raises CorruptError at the end of the file."""
+        """Return the next `count` bytes. Raises CorruptError at the end of the file."""
         buffer_end = self._buffer_start + len(self._buffer)
         if self.at < self._buffer_start or self.at + count > buffer_end:
             remaining = max(0, self.raw.size_bytes - self.at)
@@ -116,7 +116,7 @@ class _Parser:
         return data
 
     def read_node(self, name: str, depth: int) -> Node:
-        """The next value, with everything in it."""
+        """Read the next value, with everything in it."""
         self.value_count += 1
         if depth > MAX_LEVELS or self.value_count > _MAX_VALUES:
             raise CorruptError(f"over {MAX_LEVELS} levels deep, or over {_MAX_VALUES:,} values")
@@ -131,9 +131,9 @@ class _Parser:
         return Node("value", self._read_plain(kind, size))
 
     def _read_head(self) -> tuple[str, Any]:
-        """The kind of the next value and its size.
+        """Read the kind of the next value and its size.
 
-        For numbers, booleans and None its value instead.
+        For numbers, booleans and None, the second result is the value instead.
         """
         (first,) = self._take(1)
         for low, high, kind in _RANGES:
@@ -168,7 +168,7 @@ class _Parser:
         return data.decode("utf-8") if kind == "text" else data
 
     def _expect(self, *kinds: str) -> Any:
-        """The size of a value of these kinds, or the value.
+        """Read the size of a value of these kinds, or the value.
 
         Raises CorruptError for another kind.
         """
@@ -237,7 +237,7 @@ class _Parser:
         return Node("tensor", number)
 
     def _join_pieces(self, name: str, whole: Mapping[Any, Node], pieces: Sequence[str]) -> Node:
-        """The array whose pieces, rows of these names, were just read."""
+        """Return the array whose pieces, rows of these names, were just read."""
         sizes = {int(key.value): child.value for key, child in _items_of(whole["shape"])}
         shape = checked_sizes([sizes[dim] for dim in range(len(sizes))])
         order = {int(key.value): child for key, child in _items_of(whole["chunks"])}

@@ -46,17 +46,17 @@ class SkippedValue:
 
 
 def is_lightning(file: RawFile) -> bool:
-    """True when an open file is a torch zip file whose first keys include Lightning's version."""
+    """Check whether a file is a torch zip file whose first keys include Lightning's version."""
     head = file.bytes(0, min(_HEAD_BYTES, file.size_bytes))
     return head.startswith(ZIP_MAGIC) and _VERSION.encode() in head
 
 
 def open_lightning(file: RawFile) -> TorchFile:
-    """The tensors of the `state_dict` in a checkpoint of Lightning, under its names.
+    """Open the tensors of the `state_dict` in a checkpoint of Lightning, under its names.
 
-    Nothing in it is run. `skipped` summarises the other values, with a line for each object of an
-    unknown class. Raises LoadError for weights of unknown classes; CorruptError when the file is
-    damaged.
+    Nothing in the file is run. `skipped` summarises the other values, with a line for each object
+    of an unknown class. Raises LoadError for weights of unknown classes; CorruptError when the file
+    is damaged.
     """
     local = local_copy(file)
     contents = _lightning_contents(local)
@@ -65,10 +65,10 @@ def open_lightning(file: RawFile) -> TorchFile:
 
 
 def load_lightning(raw: RawFile, map_location: Any, mapped: bool, verify: bool) -> Any:
-    """The object in an open file, its tensors on `map_location`.
+    """Load the object in an open file, with its tensors on `map_location`.
 
-    If that is None and `mapped`, mapped from the file. `verify` compares checksums. Objects of
-    unknown classes are `SkippedValue`. Raises as `open_lightning` does.
+    If `map_location` is None and `mapped`, tensors are mapped from the file. `verify` compares
+    checksums. Objects of unknown classes are `SkippedValue`. Raises as `open_lightning` does.
     """
     if verify:
         check_sums(raw)
@@ -78,7 +78,7 @@ def load_lightning(raw: RawFile, map_location: Any, mapped: bool, verify: bool) 
 
 
 def _lightning_contents(file: RawFile, mapped: bool = True) -> dict[str, Any]:
-    """The value in the file, with stand-ins of any class outside of the weights."""
+    """Load the value in the file, with stand-ins of any class outside of the weights."""
     value = load_torch_value(file, lambda _full_name: True, mapped=mapped)
     weights = value.get(_WEIGHTS) if isinstance(value, dict) and _VERSION in value else None
     if not isinstance(weights, dict):
@@ -98,7 +98,7 @@ def _lightning_contents(file: RawFile, mapped: bool = True) -> dict[str, Any]:
 
 
 def _describe_rest(contents: Mapping[str, Any]) -> list[str]:
-    """A line for each object of an unknown class, then a summary of each key but the weights."""
+    """Write a line for each object of an unknown class, then a summary of each key but weights."""
     objects, summaries = [], []
     for key, content in contents.items():
         if key == _WEIGHTS:
@@ -123,8 +123,8 @@ def _describe_rest(contents: Mapping[str, Any]) -> list[str]:
 def open_lightning_folder(place: Place) -> TensorView | None:
     """Open the weights in a sharded checkpoint of Lightning; None for any other folder.
 
-    It is a folder of torch.distributed.checkpoint with `meta.pt` in it. Raises as `open_dcp` does;
-    LoadError if there are no weights.
+    Such a checkpoint is a folder of torch.distributed.checkpoint with `meta.pt` in it. Raises as
+    `open_dcp` does; LoadError if there are no weights.
     """
     store = place.folder
     if store.stat(METADATA) is None:
@@ -134,7 +134,7 @@ def open_lightning_folder(place: Place) -> TensorView | None:
 
 
 def _module_weights(folder: TensorFile) -> TensorView:
-    """The weights in a sharded checkpoint under the names of the module."""
+    """Return the weights in a sharded checkpoint under the names of the module."""
     names: dict[str, str] = {}
     skipped_counts = Counter[str]()
     for stored_name in folder.specs:
@@ -161,7 +161,7 @@ class _ValueBuilder:
         self.tensors: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def build(self, value: Any, path: str) -> Any:
-        """The value that `value` stands for, at `path`."""
+        """Build the value that `value` stands for, at `path`."""
         if isinstance(value, torch.Tensor):
             return self._tensor_on_device(value)
         if is_stand_in(value):

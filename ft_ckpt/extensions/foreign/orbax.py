@@ -30,7 +30,7 @@ _ARRAYS = ("jax.Array", "np.ndarray")  # types of values that are stored as arra
 
 
 def load_tensorstore() -> Any:
-    """The tensorstore package. Raises ConfigError where it is not installed."""
+    """Import the tensorstore package. Raises ConfigError where it is not installed."""
     try:
         import tensorstore  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
@@ -44,7 +44,7 @@ class OrbaxFile(TensorFile):
     """The arrays of a checkpoint, read by tensorstore in ranges of rows."""
 
     def __init__(self, source: str, arrays: Mapping[str, Any], skipped: Sequence[str]) -> None:
-        """`arrays`: of tensorstore."""
+        """Describe the `arrays` of tensorstore, by name; `skipped` names other values."""
         self.source = source
         self.folder = ExitStack()  # of the arrays; closed with the file
         self.arrays: dict[str, Any] = {}
@@ -93,9 +93,9 @@ class OrbaxFile(TensorFile):
 
 
 def orbax_folder(place: Place) -> Place | None:
-    """The folder with the tree: `place`, or the only one in it (a step with one item).
+    """Return the folder with the tree: `place`, or the only one in it (a step with one item).
 
-    None if there is none.
+    Returns None if there is no such folder.
     """
     if place.folder.stat(_METADATA) is not None:
         return place
@@ -105,7 +105,7 @@ def orbax_folder(place: Place) -> Place | None:
 
 
 def open_orbax(place: Place) -> OrbaxFile:
-    """The arrays of the checkpoint folder `place`; other values are listed in `skipped`.
+    """Open the arrays of the checkpoint folder `place`; other values are listed in `skipped`.
 
     Raises ConfigError where tensorstore is not installed, CorruptError when the checkpoint is
     damaged.
@@ -137,7 +137,7 @@ def open_orbax(place: Place) -> OrbaxFile:
 
 
 def _tree_values(document: Any) -> tuple[dict[str, Any], list[str]]:
-    """The names of all arrays in the tree, and all other values.
+    """Return the names of all arrays in the tree, and all other values.
 
     Each array has the shape that one process wrote, or None.
     """
@@ -157,7 +157,7 @@ def _tree_values(document: Any) -> tuple[dict[str, Any], list[str]]:
 def _check_chunks(
     arrays: Mapping[str, Any], written_shapes: Mapping[str, Any], has_all: bool
 ) -> list[str]:
-    """A line for each array with missing chunks, which are read as zeros.
+    """Write a line for each array with missing chunks, which are read as zeros.
 
     Raises CorruptError listing arrays whose chunks do not match their shape; with `has_all`, also
     for missing chunks.
@@ -195,16 +195,16 @@ def _is_description(key: bytes) -> bool:
 
 
 def _divides(part: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether an array of `shape` consists of parts of the shape `part`."""
+    """Check whether an array of `shape` consists of parts of the shape `part`."""
     if len(part) != len(shape):
         return False
     return all(size % max(1, step) == 0 for size, step in zip(shape, part, strict=True))
 
 
 def _chunk_place(key: bytes, grid: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The grid index of the chunk stored under `key` ("0.1", "0/1", "c/0/1").
+    """Return the grid index of the chunk stored under `key` ("0.1", "0/1", "c/0/1").
 
-    None for other keys.
+    Returns None for other keys.
     """
     text = key.decode("utf-8", "replace").removeprefix("c").lstrip("./")
     numbers = re.split(r"[./]", text) if text else []

@@ -53,7 +53,10 @@ Rows = tuple[int, int] | None  # of the first dimension, stop exclusive; None: t
 
 
 def load_tensorflow() -> Any:
-    """The tensorflow package, its log quiet. Raises ConfigError where it is not installed."""
+    """Import the tensorflow package with a quiet log.
+
+    Raises ConfigError where it is not installed.
+    """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
         import tensorflow  # type: ignore[import-untyped,import-not-found,unused-ignore]
@@ -64,9 +67,10 @@ def load_tensorflow() -> Any:
 
 
 def bundle_prefixes(place: Place) -> list[Place]:
-    """The prefixes of checkpoints at `place`.
+    """Return the prefixes of checkpoints at `place`.
 
-    It is one itself, or a folder: the newest by its STATE file counts, or else all in it.
+    `place` is a prefix itself, or a folder. In a folder, the newest prefix by its STATE file
+    counts, or else all of them.
     """
     if place.name and place.store.stat(f"{place.name}{_INDEX}") is not None:
         return [place]
@@ -151,7 +155,10 @@ class TensorFlowFile(TensorFile):
 
 
 def _open_sharded(store: Store, prefixes: Mapping[str, str]) -> TensorView:
-    """The tensors of several bundles in one folder; `prefixes`: that of the bundle, by tensor."""
+    """Open the tensors of several bundles in one folder.
+
+    `prefixes` maps a tensor to the prefix of its bundle.
+    """
     outside = [prefix for prefix in prefixes.values() if not is_inside(prefix)]
     if outside:
         raise CorruptError(
@@ -300,7 +307,7 @@ def _read_in_steps(read: ReadRange, spec: Spec, start: int, stop: int) -> Tensor
 
 
 def _grouped_parts(specs: Sequence[Spec], max_bytes: int) -> Iterator[list[tuple[Spec, Rows]]]:
-    """The tensors and slices of each shard, which has at most `max_bytes`, or one of them."""
+    """Yield the tensors and slices of each shard, which has at most `max_bytes`, or one of them."""
     shard: list[tuple[Spec, Rows]] = []
     size = 0
     for spec, rows, part_bytes in _sliced_parts(specs, max_bytes):
@@ -314,7 +321,7 @@ def _grouped_parts(specs: Sequence[Spec], max_bytes: int) -> Iterator[list[tuple
 
 
 def _sliced_parts(specs: Sequence[Spec], max_bytes: int) -> Iterator[tuple[Spec, Rows, int]]:
-    """Every tensor whole, or as slices of rows none larger than `max_bytes` (one row at least)."""
+    """Yield every tensor whole, or in slices of rows of at most `max_bytes` (or one row)."""
     for spec in specs:
         can_slice = bool(spec.shape) and spec.shape[0] != 1 and spec.dtype not in _UNSLICED
         if spec.size_bytes <= max_bytes or not can_slice:

@@ -43,7 +43,7 @@ class FoundDataset(Protocol):
     attributes: Mapping[str, Any]
 
     def read_value(self) -> Any:
-        """The whole dataset, as a numpy array or scalar."""
+        """Read the whole dataset, as a numpy array or scalar."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class CerebrasReader:
     nodes: dict[str, Node] = field(default_factory=dict)
 
     def read_tree(self) -> Node:
-        """The tree; its leaves are in `leaves`.
+        """Read the tree, and put its leaves into `leaves`.
 
-        Raises CorruptError if it cannot be read safely and completely.
+        Raises CorruptError if the tree cannot be read safely and completely.
         """
         try:
             version = float(self.attributes["__version__"])
@@ -119,7 +119,7 @@ class CerebrasReader:
     def _read_node(
         self, spec: Any, path: tuple[str, ...], read_leaf: Callable[[str], Node]
     ) -> Node:
-        """The node of a specification; `read_leaf` reads a leaf by its name."""
+        """Read the node of a specification; `read_leaf` reads a leaf by its name."""
         if len(path) > MAX_LEVELS:
             raise CorruptError(f"{printable('.'.join(path))[:60]}: over {MAX_LEVELS} levels deep")
         if spec["type"] is None:
@@ -247,7 +247,7 @@ class _LegacySpec(metaclass=Sealed):
     children_specs: Any = ()
 
     def __getitem__(self, name: str) -> Any:
-        """A field, as in the specifications of 0.5."""
+        """Return a field, as in the specifications of 0.5."""
         if name == "context":
             return list(self.context) if isinstance(self.context, (list, tuple)) else self.context
         if name == "children_spec":

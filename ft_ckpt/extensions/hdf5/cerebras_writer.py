@@ -56,11 +56,10 @@ class Content:
 def describe_checkpoint(
     root: Node, leaves: Sequence[Spec], arrays: Iterable[int] = (), native_floats: bool = False
 ) -> Content:
-    """The content for the object `root`.
+    """Return the content of a file for the object `root`.
 
-    `leaves`: shape and dtype by number; `arrays`: the numbers of numpy arrays.
-
-    Raises SelectionError for a name that is too long.
+    `leaves` has shape and dtype by number, and `arrays` the numbers of numpy arrays. Raises
+    SelectionError for a name that is too long.
     """
     tree, nodes = describe_tree(root)
     describer = _LeafDescriber(leaves, frozenset(arrays), native_floats)
@@ -92,7 +91,7 @@ def _leaf_kind(stored: str, metadata: dict[str, Any], shape: tuple[int, ...]) ->
 
 
 def _as_attributes(metadata: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Attribute]:
-    """The metadata as attributes of the dataset, which the format's tools read first."""
+    """Return the metadata as attributes of the dataset, which the format's tools read first."""
     attributes: dict[str, Attribute] = {}
     for name, value in metadata.items():
         if name == "shapes":
@@ -119,7 +118,7 @@ class _LeafDescriber:
         self.names = [""] * len(self.leaves)
 
     def describe_leaf(self, name: str, node: Node) -> str:
-        """The metadata of one leaf, as JSON."""
+        """Return the metadata of one leaf, as JSON."""
         if node.kind == "value":
             return json.dumps(self._describe_value(name, node.value))
         number = leaf_number(node)
@@ -135,7 +134,7 @@ class _LeafDescriber:
         return json.dumps(kind.metadata | _path_metadata(name))
 
     def _kind_of(self, spec: Spec, node: Node, is_array: bool) -> _LeafKind:
-        """What a leaf has in common with others.
+        """Return what a leaf has in common with others.
 
         Tensors of one dtype and shape share one record.
         """
@@ -163,7 +162,7 @@ class _LeafDescriber:
         return metadata
 
     def _label_of(self, dtype: str) -> str:
-        """The dtype that readers of Cerebras see."""
+        """Return the dtype that readers of Cerebras see."""
         if dtype in PLAIN_TYPES:
             return dtype
         if self.native_floats and dtype in NATIVE_FLOAT_TYPES:
@@ -211,10 +210,10 @@ def _path_metadata(name: str) -> dict[str, str]:
 
 
 def _wrap_metadata(name: str, metadata_text: str) -> str:
-    """The JSON text of a leaf's attribute of the root.
+    """Return the JSON text of a leaf's attribute of the root.
 
-    It has the leaf's metadata, and the tree of a dict with this leaf alone. Strings of JSON are put
-    together, because to encode a dict for each leaf takes five times as long.
+    The text has the leaf's metadata, and the tree of a dict with this leaf alone. Strings of JSON
+    are put together, because to encode a dict for each leaf takes five times as long.
     """
     key = json.dumps(name)
     metadata_key = json.dumps(f"{name}.__metadata__")

@@ -100,7 +100,7 @@ def _dual_layout(
 def _datasets_behind(
     datasets: Sequence[Dataset], starts: Mapping[int, int], index_bytes: int
 ) -> list[Dataset]:
-    """`datasets` behind the index, which begins and ends on a page; there are no gaps."""
+    """Return `datasets` behind the index, which begins and ends on a page, without gaps."""
     shifted = {number: index_bytes + start for number, start in starts.items()}
     placed = placed_datasets(datasets, shifted, lambda _size_bytes: 1)
     placed.append(index_dataset(index_bytes, 0, PAGE_BYTES))
@@ -124,5 +124,5 @@ def _safetensors_header(
 
 
 def is_dual(file: RawFile) -> bool:
-    """True when the file starts as safetensors and has an HDF5 superblock after a user block."""
+    """Check whether a file starts as safetensors and has an HDF5 superblock after a user block."""
     return is_safetensors(file) and has_user_block(file)

@@ -59,7 +59,7 @@ class Hdf5(TensorFormat):
         return open_hdf5(file, verify)
 
     def open(self, file: "RawFile") -> "TensorFile":
-        """The weights in an open file; those of a Keras model under their names there."""
+        """Open the weights in a file; those of a Keras model under their names in it."""
         from ft_ckpt.extensions.hdf5.keras import open_hdf5_weights
 
         return open_hdf5_weights(file)
@@ -103,7 +103,7 @@ class Dual(TensorFormat):
         return is_dual(file)
 
     def open_indexed(self, file: "RawFile", verify: bool = False) -> "IndexedFile":
-        """An open file by its HDF5 index, which is compared with the safetensors header."""
+        """Open a file by its HDF5 index, which is compared with the safetensors header."""
         from ft_ckpt.formats.safetensors import open_safetensors
 
         return open_safetensors(file, verify)

@@ -31,7 +31,7 @@ ReadElements = Callable[[int, int], Any]
 
 
 def is_hdf5(file: RawFile) -> bool:
-    """Whether the signature of HDF5 is at the start of the file, or after a user block.
+    """Check whether the signature of HDF5 is at the file's start, or after a user block.
 
     The user block of a dual file does not count.
     """
@@ -41,7 +41,7 @@ def is_hdf5(file: RawFile) -> bool:
 
 
 def has_user_block(file: RawFile) -> bool:
-    """True if the signature follows a user block of 512 * 2**n bytes."""
+    """Check whether the signature follows a user block of 512 * 2**n bytes."""
     return any(_is_signature_at(file, size) for size in _USER_BLOCK_SIZES)
 
 
@@ -65,7 +65,7 @@ def open_hdf5(raw: RawFile, verify: bool = False) -> IndexedFile:
 def open_foreign(
     raw: RawFile, verify: bool = False, part: tuple[int, int] | None = None
 ) -> IndexedFile:
-    """The file, or its `part` (first byte, size), as the HDF5 library reads it.
+    """Open the file, or its `part` (first byte, size), as the HDF5 library reads it.
 
     Raises CorruptError.
     """
@@ -100,10 +100,10 @@ def _indexed_file(
 
 
 def _open_moved(source: ForeignFile, verify: bool) -> IndexedFile | None:
-    """A file with an index: the index with offsets from the HDF5 library.
+    """Open a file with an index: the index with offsets from the HDF5 library.
 
-    None if there is no index, or if that program has changed more than offsets. Raises CorruptError
-    if it is damaged.
+    Returns None if there is no index, or if the program that moved the data has changed more than
+    offsets. Raises CorruptError if the file is damaged.
     """
     raw = source.raw
     if source.file.get(INDEX, getlink=True) is None:
@@ -155,7 +155,7 @@ def _assemble_file(source: ForeignFile, root: Node, leaves: list[StoredLeaf]) ->
 
 
 def _leaf_reader(leaf: StoredLeaf) -> ReadElements | None:
-    """The function that reads elements of a leaf that cannot be mapped; None if it can."""
+    """Return the function that reads elements of a leaf that cannot be mapped, else None."""
     dataset: Any = leaf.dataset
     if dataset is None:
         return _constant_reader(leaf)
@@ -175,7 +175,7 @@ def _constant_reader(leaf: StoredLeaf) -> ReadElements:
 
 
 def _same_bytes(dtype: str, dataset: ForeignDataset) -> bool:
-    """True if the dataset is contiguous and stores the bytes of torch's `dtype`."""
+    """Check whether the dataset is contiguous and stores the bytes of torch's `dtype`."""
     if dataset.start is None and dataset.element_count:
         return False
     kind = dataset.torch_type
@@ -183,7 +183,7 @@ def _same_bytes(dtype: str, dataset: ForeignDataset) -> bool:
 
 
 def _bit_types(dtype: str) -> tuple[str, ...]:
-    """The integers that have as many bits as `dtype`, which HDF5 lacks."""
+    """Return the integers that have as many bits as `dtype`, which HDF5 lacks."""
     size = hdf5_type(EMULATED_TYPES[dtype][0]).get_size()
     return {1: ("uint8", "int8"), 2: ("int16", "uint16"), 4: ("uint32", "int32")}[size]
 
@@ -223,9 +223,9 @@ def _group_node(
     enclosing: tuple[Any, ...],
     leaves: list[StoredLeaf],
 ) -> Node:
-    """The node of a group; its datasets are added to `leaves`.
+    """Return the node of a group; its datasets are added to `leaves`.
 
-    `enclosing`: addresses of the groups that contain it.
+    `enclosing` has the addresses of the groups that contain it.
     """
     address = h5py.h5o.get_info(group.id).addr
     if address in enclosing or len(enclosing) > MAX_LEVELS:

@@ -91,7 +91,7 @@ def _index_without_digests(root: Node, leaves: Sequence[Spec], names: Sequence[s
 
 
 def _chunk_shape(dataset: Dataset) -> tuple[int, ...]:
-    """The shape of a chunk, or an empty one for a dataset that stays uncompressed.
+    """Return the shape of a chunk, or () for a dataset that stays uncompressed.
 
     One dimension is cut, those before it into single elements; those after it are whole.
     """
@@ -109,7 +109,7 @@ def _chunk_shape(dataset: Dataset) -> tuple[int, ...]:
 
 
 def _max_bytes(datasets: Sequence[Dataset], attributes: Mapping[str, Attribute]) -> int:
-    """An upper bound of the size of the file."""
+    """Return an upper bound of the size of the file."""
     total = _DATASET_BYTES * len(datasets)
     for name, value in attributes.items():
         total += 4 * (len(name) + len(str(value)))
@@ -167,7 +167,7 @@ def _write_values(library: Any, dataset: Dataset, values: Bytes) -> None:
 
 
 def _chunks(dataset: Dataset, values: Bytes) -> Iterator[tuple[tuple[int, ...], Bytes]]:
-    """The first index of each chunk, and its elements; their bytes are the last dimension."""
+    """Yield the first index of each chunk, and its elements; their bytes are the last dimension."""
     shape = dataset.shape or ()
     elements = values.reshape(*shape, -1)
     steps = [range(0, size, step) for size, step in zip(shape, dataset.chunk, strict=True)]
@@ -177,7 +177,7 @@ def _chunks(dataset: Dataset, values: Bytes) -> Iterator[tuple[tuple[int, ...], 
 
 
 def _compress_chunk(part: Bytes, chunk: tuple[int, ...]) -> bytes:
-    """The bytes of a chunk as HDF5's filters "shuffle" and "deflate" make them.
+    """Compress a chunk as HDF5's filters "shuffle" and "deflate" do.
 
     A chunk at the edge of the tensor is filled up with zeros.
     """

@@ -53,7 +53,7 @@ class ForeignDataset:
     """One dataset. Raises CorruptError unless its values can lie inside the file."""
 
     def __init__(self, source: ForeignFile, handle: Any, path: str) -> None:
-        """`handle`: of h5py."""
+        """Describe the dataset that `handle`, of h5py, stands for."""
         self.source, self.handle, self.path = source, handle, path
         if handle.external or handle.is_virtual:
             raise CorruptError(
@@ -131,7 +131,7 @@ class ForeignDataset:
         return values[start - first * row : stop - first * row]
 
     def read_strings(self) -> Any:
-        """A string, or nested lists of strings."""
+        """Read a string, or nested lists of strings."""
         self._load_filters()
         text = self.handle.asstr(errors="surrogateescape")[()]
         return text.tolist() if self.shape else text
@@ -173,7 +173,7 @@ class ForeignDataset:
 
 
 def find_dataset(source: ForeignFile, path: str) -> ForeignDataset:
-    """The dataset at `path`, reached by hard links only. Raises CorruptError."""
+    """Find the dataset at `path`, reached by hard links only. Raises CorruptError."""
     item = source.file
     steps = [step for step in path.split("/") if step not in ("", ".")]  # as HDF5 reads paths
     for step in steps or [path]:

@@ -74,7 +74,7 @@ def lay_out_hdf5_tree(
 
 
 def named_specs(names: Sequence[str], leaves: Sequence[Spec]) -> list[Spec]:
-    """The specs of `leaves` with their names."""
+    """Return the specs of `leaves` with their names."""
     pairs = zip(names, leaves, strict=True)
     return [Spec(name, leaf.shape, leaf.dtype) for name, leaf in pairs]
 
@@ -82,7 +82,7 @@ def named_specs(names: Sequence[str], leaves: Sequence[Spec]) -> list[Spec]:
 def index_rows(
     specs: Sequence[Spec], order: Sequence[int], starts: Sequence[int], digest: str
 ) -> dict[str, Row]:
-    """The index rows of `specs`, in file order, all with the same `digest`."""
+    """Return the index rows of `specs`, in file order, all with the same `digest`."""
     rows: dict[str, Row] = {}
     for number, start in zip(order, starts, strict=True):
         spec = specs[number]
@@ -140,9 +140,9 @@ def _hdf5_layout(
 def placed_datasets(
     datasets: Sequence[Dataset], starts: Mapping[int, int], alignment_of: Callable[[int], int]
 ) -> list[Dataset]:
-    """`datasets` with the offsets of their bytes, by number, and the alignment for their size.
+    """Return `datasets` with the offsets of their bytes, by number, aligned for their size.
 
-    Those without bytes stay as they are.
+    Datasets without bytes stay as they are.
     """
     placed = []
     for number, dataset in enumerate(datasets):
@@ -154,5 +154,5 @@ def placed_datasets(
 
 
 def index_dataset(size_bytes: int, start: int, alignment: int) -> Dataset:
-    """The dataset of the index."""
+    """Return the dataset of the index."""
     return Dataset((INDEX,), "u1", (size_bytes,), {}, start, alignment)

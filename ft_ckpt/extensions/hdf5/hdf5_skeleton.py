@@ -38,7 +38,7 @@ def hdf5_header(
     attributes: Mapping[str, Attribute],
     user_block_bytes: int = 0,
 ) -> bytes:
-    """The superblock and all metadata of a file, up to the first byte of its data.
+    """Return the superblock and all metadata of a file, up to the first byte of its data.
 
     `attributes` are the root group's. `user_block_bytes` (0, or a power of two from 512) lie in
     front of the superblock and are not part of the result. Raises ConfigError if this version of
@@ -105,7 +105,7 @@ class _MetadataFile(io.RawIOBase):
 
 @contextmanager
 def created_file(file: io.RawIOBase, user_block_bytes: int = 0) -> Iterator[Any]:
-    """h5py's low-level file in the empty `file`; every library from HDF5 1.8 on can read it."""
+    """Open h5py's low-level file in the empty `file`; every library from HDF5 1.8 on reads it."""
     options = h5p.create(h5p.FILE_CREATE)
     options.set_userblock(user_block_bytes)
     options.set_obj_track_times(False)  # equal objects give equal bytes
@@ -166,7 +166,7 @@ def create_objects(
 
 
 def encoded_path(path: tuple[str, ...]) -> bytes:
-    """The path of a group or dataset as HDF5 takes it."""
+    """Return the path of a group or dataset as HDF5 takes it."""
     return "/".join(path).encode()
 
 
@@ -195,7 +195,7 @@ def _space(shape: tuple[int, ...] | None) -> Any:
 
 @cache
 def hdf5_type(name: str) -> Any:
-    """The HDF5 type of that name, see `Dataset.type`."""
+    """Return the HDF5 type of that name, see `Dataset.type`."""
     if name in _NATIVE:
         size, fields, bias = _NATIVE[name]
         kind = h5t.IEEE_F32LE.copy()
@@ -209,7 +209,7 @@ def hdf5_type(name: str) -> Any:
 
 
 def dataset_bytes(dataset: Dataset) -> int:
-    """The size of the dataset's values in bytes."""
+    """Return the size of the dataset's values in bytes."""
     if dataset.shape is None:
         return 0
     return math.prod(dataset.shape) * _item_bytes(dataset.type)
@@ -243,7 +243,7 @@ def _allocate_bytes(file: Any, dataset: Dataset) -> int:
 
 @lru_cache(_KEPT_SPACES)
 def _first_element(shape: tuple[int, ...]) -> Any:
-    """The space of a dataset of this shape, with its first element selected."""
+    """Return the space of a dataset of this shape, with its first element selected."""
     space = _space(shape).copy()
     if shape:
         space.select_elements(np.zeros((1, len(shape)), np.uint64))

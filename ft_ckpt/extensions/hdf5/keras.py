@@ -41,14 +41,14 @@ class _Naming:
 
 
 def is_keras_archive(file: RawFile) -> bool:
-    """True when the file is a zip file that begins with a record of Keras."""
+    """Check whether the file is a zip file that begins with a record of Keras."""
     head = bytes(file.bytes(0, min(64, file.size_bytes)))
     first_names = (_FACTS.encode(), _CONFIG.encode(), _INNER.encode())
     return head.startswith(ZIP_MAGIC) and head[30:].startswith(first_names)
 
 
 def open_hdf5_weights(raw: RawFile) -> TensorView:
-    """The tensors of an HDF5 file: a Keras model's under its names, others under their paths.
+    """Open the tensors of an HDF5 file: Keras' under its names, others under their paths.
 
     Raises CorruptError when the file is damaged or the tensors that it lists are not in it.
     """
@@ -61,7 +61,7 @@ def open_hdf5_weights(raw: RawFile) -> TensorView:
 
 
 def open_keras_archive(raw: RawFile, verify: bool = False) -> IndexedFile:
-    """The tensors in a `.keras` archive, whose HDF5 file is read in place.
+    """Open the tensors in a `.keras` archive, whose HDF5 file is read in place.
 
     Raises LoadError for an archive with weights of another kind, CorruptError when it is damaged.
     """
@@ -111,7 +111,7 @@ def _read_archive_document(archive: zipfile.ZipFile, name: str) -> dict[str, Any
 
 
 def _model_naming(file: IndexedFile) -> _Naming | None:
-    """The names of variables in the model; None if the file does not list them."""
+    """Return the names of variables in the model; None if the file does not list them."""
     root = file.library
     prefix = f"{_MODEL}/" if isinstance(root.get(_MODEL), h5py.Group) else ""
     layers = root[_MODEL] if prefix else root
@@ -130,16 +130,16 @@ def _model_naming(file: IndexedFile) -> _Naming | None:
 
 
 def _weight_name(layer: str, weight: str) -> str:
-    """The path of a variable without TensorFlow's `:0`.
+    """Return the path of a variable without TensorFlow's `:0`.
 
-    It is below its layer, unless it contains the layer's path.
+    The path is below the variable's layer, unless it contains the layer's path.
     """
     path = re.sub(r":\d+$", "", weight)
     return path if layer == _TOP_LEVEL or f"/{layer}/" in f"/{path}/" else f"{layer}/{path}"
 
 
 def _numbered_naming(file: IndexedFile, layer_names: Mapping[str, str]) -> _Naming | None:
-    """Names for a file that numbers the variables of each layer; None for any other file.
+    """Name the variables of a file that numbers those of each layer; None for any other file.
 
     The name of a layer is from an attribute of its group, or else from `layer_names`, or else the
     name of the group.
@@ -156,7 +156,7 @@ def _numbered_naming(file: IndexedFile, layer_names: Mapping[str, str]) -> _Nami
 
 
 def _variable_name(root: Any, variable: str, layer_names: Mapping[str, str]) -> str:
-    """`layers/dense_1/vars/0` as `name of that layer/0`.
+    """Convert `layers/dense_1/vars/0` to `name of that layer/0`.
 
     Groups in `layers` are named after classes.
     """
@@ -176,7 +176,7 @@ def _variable_name(root: Any, variable: str, layer_names: Mapping[str, str]) -> 
 
 
 def _config_names(config: Any, path: str, depth: int = 0) -> dict[str, str]:
-    """The names of layers by their groups in the file, from the config.
+    """Return the names of layers by their groups in the file, from the config.
 
     Groups are classes in snake case, counted in order.
     """
@@ -220,7 +220,7 @@ def _unique_names(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
 
 
 def _attribute_texts(group: Any, key: str) -> Iterator[str]:
-    """A list of strings in the attributes of a group.
+    """Yield a list of strings in the attributes of a group.
 
     Keras splits long lists into several attributes.
     """
@@ -242,9 +242,9 @@ def _attribute_text(value: Any) -> str:
 
 
 def _named_file(file: IndexedFile, naming: _Naming) -> IndexedFile:
-    """`file` with its tensors under the names of `naming`.
+    """Return `file` with its tensors under the names of `naming`.
 
-    Raises CorruptError naming those that are missing.
+    Raises CorruptError naming missing tensors.
     """
     missing = [path for path in naming.paths.values() if path not in file.index.rows]
     if missing:
@@ -275,7 +275,7 @@ def _named_file(file: IndexedFile, naming: _Naming) -> IndexedFile:
 
 
 def _dtype_of(file: IndexedFile, path: str) -> str | None:
-    """torch's name of a tensor's dtype.
+    """Return torch's name of a tensor's dtype.
 
     Keras stores dtypes unknown to HDF5 as bytes, with or without a label.
     """
@@ -293,7 +293,7 @@ def _dtype_of(file: IndexedFile, path: str) -> str | None:
 
 
 def _describe_others(file: IndexedFile, naming: _Naming) -> Iterator[str]:
-    """A line for each group with tensors that do not belong to the model."""
+    """Yield a line for each group with tensors that do not belong to the model."""
     used = set(naming.paths.values())
     counts = Counter(path.partition("/")[0] for path in file.index.names if path not in used)
     for group, count in counts.items():

@@ -103,9 +103,10 @@ def _names_to_compare(first: TensorView, second: TensorView) -> list[str]:
 
 
 def compare_settings(first: TensorFile, second: TensorFile) -> list[tuple[str, str, str]]:
-    """(name, in A, in B) of the settings that differ and change the output.
+    """Return (name, in A, in B) of the settings that differ and change the output.
 
-    Empty unless both are folders. Raises CorruptError for a settings file that cannot be parsed.
+    Returns [] unless both are folders. Raises CorruptError for a settings file that cannot be
+    parsed.
     """
     if not isinstance(first, WeightsFolder) or not isinstance(second, WeightsFolder):
         return []
@@ -140,7 +141,7 @@ def by_layer(differences: Iterable[Difference]) -> list[Difference]:
 
 
 def layer_of(name: str) -> str:
-    """The layer of the tensor `name`: the name up to its first number, or all but its last step."""
+    """Return the layer of a tensor: its name up to the first number, or all but the last step."""
     numbered = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name)
     return numbered[0] if numbered else name.rpartition(".")[0] or name
 
@@ -173,7 +174,7 @@ def _tensor_difference(first: TensorView, second: TensorView, name: str) -> Diff
 
 
 def _compare_slices(first: Tensor, second: Tensor) -> tuple[bool, Sums]:
-    """Whether two slices are equal, and the sums over them."""
+    """Return whether two slices are equal, and the sums over them."""
     has_same_dtype = first.dtype == second.dtype
     has_same_bytes = has_same_dtype and torch.equal(_byte_view(first), _byte_view(second))
     if _is_packed(first) or _is_packed(second):
@@ -205,7 +206,7 @@ def _is_packed(data: Tensor) -> bool:
 
 
 def _packed_sums(first: Tensor, second: Tensor) -> Sums:
-    """The elements that differ; by how much is unknown."""
+    """Count the elements that differ; by how much is unknown."""
     if first.dtype != second.dtype:
         return Sums(first.numel(), unbounded=first.numel())
     is_changed = _byte_view(first) != _byte_view(second)

@@ -86,7 +86,7 @@ _WITHOUT_VALUES: set[Any] = (  # functions of shape, dtype and the like
 class _StoredTensor:
     """One stored tensor with its values while they are loaded.
 
-    All lazy tensors made from it share them.
+    All lazy tensors made from it share the values.
     """
 
     __slots__ = ("dtype", "file", "name", "shape", "values")
@@ -98,7 +98,7 @@ class _StoredTensor:
         self.values: torch.Tensor | None = None
 
     def get(self) -> torch.Tensor:
-        """The values as a 1-D tensor. Raises CorruptError when the file has changed."""
+        """Return the values as a 1-D tensor. Raises CorruptError when the file has changed."""
         if self.values is None:
             self.values = self.file.read(self.name)
         else:
@@ -106,9 +106,9 @@ class _StoredTensor:
         return self.values
 
     def rows(self, key: int | slice) -> torch.Tensor | None:
-        """The rows `key` of a tensor that is not mapped, read alone.
+        """Read only the rows `key` of a tensor that is not mapped.
 
-        None if all values must be read.
+        Returns None if all values must be read.
         """
         shape = self.shape
         if self.values is not None or not shape or self.file.maps(self.name):
@@ -159,7 +159,7 @@ class LazyTensor(torch.Tensor):
         return _on_values(func, args, kwargs)
 
     def values(self) -> torch.Tensor:
-        """The plain tensor.
+        """Return the plain tensor.
 
         Raises CorruptError when the file was truncated or rewritten in place.
         """
@@ -210,7 +210,7 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | Non
 
 
 def _unwrap_lazy(value: Any) -> Any:
-    """`value` with lazy tensors replaced by plain ones, also inside lists, tuples and dicts."""
+    """Replace lazy tensors in `value` by plain ones, also inside lists, tuples and dicts."""
     if type(value) is LazyTensor:
         return value.values()
     if isinstance(value, (list, tuple, dict)):
@@ -272,7 +272,7 @@ def _make_lazy(stored: _StoredTensor) -> LazyTensor:
 
 
 def lazy_tensor(file: IndexedFile, name: str, shape: Sequence[int], dtype: str) -> LazyTensor:
-    """The tensor `name` of `file`; `dtype` is torch's name.
+    """Return the tensor `name` of `file`; `dtype` is torch's name.
 
     Raises CorruptError for an impossible shape or dtype.
     """

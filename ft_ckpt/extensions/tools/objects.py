@@ -153,7 +153,7 @@ def _check_listed(source: Readable, place: Place) -> None:
 
 
 def _object_format(name: str) -> TensorFormat:
-    """The format `name`. Raises ConfigError when it is unknown or cannot store objects."""
+    """Return the format `name`. Raises ConfigError when it is unknown or cannot store objects."""
     names = []
     for file_format in tensor_formats(name):
         objects = file_format.objects
@@ -183,7 +183,7 @@ def _check_compression(file_format: TensorFormat, compression: str | None) -> No
 def _plan_object(
     obj: Any, objects: LaidOutObjects, native_floats: bool
 ) -> tuple[Layout, dict[str, Leaf]]:
-    """The layout of the file and its leaves by name."""
+    """Return the layout of the file and its leaves by name."""
     root, leaves = flatten(obj, objects.dtypes)
     specs, arrays = _describe_leaves(leaves)
     layout, names = objects.lay_out(root, specs, arrays, native_floats)
@@ -191,7 +191,7 @@ def _plan_object(
 
 
 def _describe_leaves(leaves: Sequence[Leaf]) -> tuple[list[Spec], list[int]]:
-    """The specs of the leaves, without names, and the indices of those that are arrays."""
+    """Return the specs of the leaves, without names, and the indices of those that are arrays."""
     specs = [Spec("", leaf.shape, leaf.dtype) for leaf in leaves]
     arrays = [index for index, leaf in enumerate(leaves) if leaf.is_array]
     return specs, arrays
@@ -233,7 +233,7 @@ def _write_compressed(obj: Any, objects: LaidOutObjects, path: Path, native_floa
 
 
 def _leaf_bytes(leaf: Leaf) -> Any:
-    """The contiguous values of `leaf` as a flat numpy array of bytes."""
+    """Return the contiguous values of `leaf` as a flat numpy array of bytes."""
     values = _contiguous_values(leaf)
     if isinstance(values, np.ndarray):
         return values.reshape(-1).view(np.uint8)
@@ -241,7 +241,7 @@ def _leaf_bytes(leaf: Leaf) -> Any:
 
 
 def _contiguous_values(leaf: Leaf) -> Any:
-    """The values of `leaf` as a contiguous numpy array, or a contiguous tensor on the CPU."""
+    """Return the values of `leaf` as a contiguous numpy array, or contiguous tensor on the CPU."""
     if leaf.is_array:
         return np.ascontiguousarray(leaf.data)
     tensor = leaf.data
@@ -259,7 +259,7 @@ def _plain_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _restore_object(file: IndexedFile, device: torch.device | None) -> Any:
-    """The stored object; its tensors are lazy without `device`."""
+    """Return the stored object; its tensors are lazy without `device`."""
     index = file.index
     if index.root is None and device is None:
         return {name: _lazy_of(file, name) for name in index.names}

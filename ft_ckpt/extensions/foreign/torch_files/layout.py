@@ -34,10 +34,11 @@ _ENTRY_SUM, _ENTRY_LENGTHS, _ENTRY_NAME = 16, 28, 46
 
 
 def lay_out_torch(specs: Sequence[Spec], ties: Mapping[str, str]) -> Layout:
-    """A file that `torch.load` reads as a dict of tensors; `ties` are further names of a tensor.
+    """Lay out a file that `torch.load` reads as a dict of tensors.
 
-    torch itself writes all but the tensors' bytes and their checksums, to a sparse temporary file.
-    Raises SelectionError naming dtypes that torch cannot save.
+    `ties` are further names of a tensor. torch itself writes all but the tensors' bytes and their
+    checksums, to a sparse temporary file. Raises SelectionError naming dtypes that torch cannot
+    save.
     """
     foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in ITEM_BYTES]
     if foreign:
@@ -56,7 +57,7 @@ def lay_out_torch(specs: Sequence[Spec], ties: Mapping[str, str]) -> Layout:
 
 
 def _unset_tensor(spec: Spec) -> Tensor:
-    """A tensor whose memory is reserved and never touched.
+    """Return a tensor whose memory is reserved and never touched.
 
     Deterministic algorithms of torch would fill it.
     """
@@ -90,7 +91,7 @@ class _Archive:
     directory: bytes  # of the zip file; the checksums of tensors are missing
 
     def weave(self, regions: Iterable[Region]) -> Iterator[Region]:
-        """The regions of the whole file; `regions` are those of the tensors, in order."""
+        """Yield the regions of the whole file; `regions` are those of the tensors, in order."""
         feed = iter(regions)
         checksums: list[int] = []
         at = 0
@@ -110,13 +111,13 @@ class _Archive:
         yield from _regions_of_bytes(at, last + self._summed_directory(checksums))
 
     def _with_sum(self, after: bytes, checksums: Sequence[int]) -> bytes:
-        """The bytes after the last tensor so far, with its checksum."""
+        """Return the bytes after the last tensor so far, with its checksum."""
         if not checksums or not self.specs[len(checksums) - 1].size_bytes:
             return after
         return _SUM.pack(_SUM_MAGIC, checksums[-1]) + after[_SUM.size :]
 
     def _summed_directory(self, checksums: Sequence[int]) -> bytes:
-        """The directory with the checksums of the tensors."""
+        """Return the directory with the checksums of the tensors."""
         by_name = {_record_name(number).encode(): sum_ for number, sum_ in enumerate(checksums)}
         directory = bytearray(self.directory)
         at = 0
@@ -141,7 +142,7 @@ def _regions_of_bytes(start: int, data: bytes) -> Iterator[Region]:
 
 
 def _read_outline(file: RawFile, specs: tuple[Spec, ...]) -> _Archive:
-    """The bytes in a file of torch that belong to no tensor."""
+    """Read the bytes in a file of torch that belong to no tensor."""
     with zipfile.ZipFile(FileStream(file)) as archive:
         records = [archive.getinfo(_record_name(number)) for number in range(len(specs))]
         spans = [record_span(file, record) for record in records]

@@ -101,9 +101,9 @@ def check_torch_written(file: RawFile, size_bytes: int) -> None:
 def check_torch_object(obj: Any, root: str = "state", classes: Collection[type] = PLAIN) -> None:
     """Raise SelectionError naming values in `obj` that torch reads back only by running code.
 
-    They are named by their paths. `classes` are the allowed tensor classes. Limits that types do
-    not show, such as the length of integers, are tested by saving and loading the object in memory
-    without its tensors.
+    The error has the paths of the values. `classes` are the allowed tensor classes. Limits that
+    types do not show, such as the length of integers, are tested by saving and loading the object
+    in memory without its tensors.
     """
     outline = _Outline(frozenset(classes))
     bare = outline.bare_value(obj, root)
@@ -136,7 +136,7 @@ class _Outline:
     enclosing: list[int] = field(default_factory=list)  # ids of the enclosing containers
 
     def bare_value(self, value: Any, path: str) -> Any:
-        """`value` with None, or its extra attributes, for each tensor."""
+        """Return `value` with None, or its extra attributes, for each tensor."""
         if type(value) in _SAVED:
             return value
         if isinstance(value, torch.Tensor):

@@ -13,17 +13,17 @@ from ft_ckpt.formats.trees import MAX_LEVELS, PLAIN
 
 
 def kind_of_leaf(leaf: Any) -> str:
-    """The type of a value in a torch file, also for stand-ins."""
+    """Return the type of a value in a torch file, also for stand-ins."""
     return leaf.kind if is_stand_in(leaf) else type(leaf).__name__
 
 
 def is_stand_in(leaf: Any) -> bool:
-    """Whether a value takes the place of an object, a class or a function."""
+    """Check whether a value takes the place of an object, a class or a function."""
     return isinstance(leaf, StandIn) or (isinstance(leaf, type) and issubclass(leaf, StandIn))
 
 
 def holds_tensors(leaf: Any) -> bool:
-    """Whether a value has tensors or storages in it, or in arguments of unknown objects."""
+    """Check whether a value has tensors or storages in it, or in arguments of unknown objects."""
     stack = [leaf]
     seen = set[int]()
     while stack:
@@ -43,7 +43,7 @@ def holds_tensors(leaf: Any) -> bool:
 
 
 def named_leaves(value: Any) -> Iterator[tuple[str, Any]]:
-    """(dotted name, leaf) of nested dicts, lists and tuples, in order.
+    """Yield (dotted name, leaf) of nested dicts, lists and tuples, in order.
 
     Raises CorruptError for too many levels.
     """
@@ -61,14 +61,14 @@ def named_leaves(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def identity_of(tensor: Tensor) -> tuple[Any, ...]:
-    """What two tensors have in common that are one: memory, type, shape and strides."""
+    """Return what two names of one tensor have in common: memory, type, shape and strides."""
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def split_tensors(value: Any, source: str) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors of nested dicts and lists by dotted name, and descriptions of all other values.
+    """Return the tensors of nested dicts and lists by dotted name, and texts on other values.
 
-    Raises LoadError when two of them get one name, for tensors that are not plain dense data, and
+    Raises LoadError when two tensors get one name, for tensors that are not plain dense data, and
     for tensors inside objects of unknown classes.
     """
     tensors: dict[str, Tensor] = {}
@@ -100,7 +100,7 @@ def split_tensors(value: Any, source: str) -> tuple[dict[str, Tensor], list[str]
 
 
 def peculiarity_of(tensor: Tensor) -> str:
-    """Why a tensor is not plain dense elements in memory; empty if it is."""
+    """Tell why a tensor is not plain dense elements in memory; return "" if it is."""
     if type(tensor) not in PLAIN:
         return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
     if tensor.layout != torch.strided:

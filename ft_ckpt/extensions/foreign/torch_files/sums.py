@@ -16,9 +16,9 @@ _BLOCK_BYTES = 1 << 20  # of a record, read at a time
 
 
 def source_of(file: RawFile) -> Source:
-    """The path of the descriptor of a local file, which stays the same file.
+    """Return what torch reads: a local file's path, or a stream for an object in a bucket.
 
-    A stream for an object in a bucket.
+    The path is that of the open descriptor, so that it stays the same file.
     """
     if isinstance(file.file, LocalFile):
         return Path(f"/proc/self/fd/{file.file.descriptor}")
@@ -26,7 +26,7 @@ def source_of(file: RawFile) -> Source:
 
 
 def is_zip(file: RawFile) -> bool:
-    """Whether an open file begins as a zip file."""
+    """Check whether an open file begins as a zip file."""
     return bytes(file.bytes(0, min(len(ZIP_MAGIC), file.size_bytes))) == ZIP_MAGIC
 
 
@@ -96,7 +96,7 @@ def compare_sums(file: RawFile) -> bool:
 
 
 def check_sums(file: RawFile) -> None:
-    """As `compare_sums`; raises ConfigError for a file without checksums."""
+    """Call `compare_sums`, and raise ConfigError for a file without checksums."""
     if not compare_sums(file):
         raise ConfigError(
             f"verify=True: {file.name} has no checksums, as those of torch before 1.6; leave it out"

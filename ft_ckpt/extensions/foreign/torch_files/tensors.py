@@ -28,10 +28,10 @@ class TorchFile(TensorFile):
     def __init__(
         self, file: RawFile, tensors: Mapping[str, Tensor], skipped: Sequence[str] = ()
     ) -> None:
-        """`skipped`: "name: kind" of all other values. Further names of a tensor become `ties`.
+        """Describe `tensors`, and make further names of a tensor `ties`.
 
-        Raises CorruptError if elements repeat more often than is plausible for the size of the
-        file.
+        `skipped` has "name: kind" of all other values. Raises CorruptError if elements repeat more
+        often than is plausible for the size of the file.
         """
         self.file, self.skipped = file, tuple(skipped)
         self.specs: dict[str, Spec] = {}
@@ -75,20 +75,20 @@ class TorchFile(TensorFile):
 
 
 def open_torch_file(file: RawFile) -> TorchFile:
-    """The tensors of a file written by `torch.save`, nested dicts and lists as dotted names.
+    """Open the tensors of a file by `torch.save`, nested dicts and lists as dotted names.
 
-    Nothing in it is run. Other values are listed in `skipped`, further names of a tensor in `ties`.
-    Raises LoadError naming values that are neither tensors nor plain data, and names that are not
-    unique; CorruptError when the file is damaged.
+    Nothing in the file is run. Other values are listed in `skipped`, further names of a tensor in
+    `ties`. Raises LoadError naming values that are neither tensors nor plain data, and names that
+    are not unique; CorruptError when the file is damaged.
     """
     local = local_copy(file)
     return TorchFile(local, *split_tensors(load_torch_value(local), file.name))
 
 
 def local_copy(file: RawFile) -> RawFile:
-    """The file itself, or the open copy of an object in a bucket, which torch cannot map.
+    """Return the file, or an open copy of an object in a bucket, which torch cannot map.
 
-    Its name is gone already.
+    The name of the copy is deleted already.
     """
     if file.can_map:
         return file

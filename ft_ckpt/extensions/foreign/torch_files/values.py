@@ -60,7 +60,7 @@ _ACCEPTED = Lock()  # the classes that torch accepts are the same for all thread
 
 
 def is_harmless(full_name: str) -> bool:
-    """Whether a stand-in may take the place of this class or function in any torch file."""
+    """Check whether a stand-in may take the place of this class or function in any torch file."""
     return full_name.partition(".")[0] in _HARMLESS
 
 
@@ -69,8 +69,8 @@ def load_torch_value(
 ) -> Any:
     """Load the value in a torch file, with its tensors on the CPU.
 
-    They are mapped from a local zip file, or else in memory. Objects whose classes are not imported
-    are stand-ins; `admits` says for which full names. Raises LoadError naming all others;
+    Tensors are mapped from a local zip file, or else in memory. Objects whose classes are not
+    imported are stand-ins; `admits` says for which full names. Raises LoadError naming all others;
     CorruptError for a damaged file.
     """
     with damaged_input(f"{file.name}: saved by torch"):
@@ -89,7 +89,7 @@ def load_torch_value(
 
 
 def load_torch_part(file: RawFile, start: int, size_bytes: int) -> Any:
-    """The value in the torch zip file at [start, start + size_bytes) of `file`, in memory.
+    """Load the value in the torch zip file at [start, start + size_bytes) of `file`, in memory.
 
     Its checksums are compared. Raises as `load_torch_value` does.
     """
@@ -127,7 +127,7 @@ def _load_zip(source: Source, name: str, admits: Callable[[str], bool], *, mmap:
 
 
 def _load_safely(source: Source, name: str, unknown: Iterable[str], *, mmap: bool) -> Any:
-    """The value that torch reads without running code.
+    """Load the value that torch reads without running code.
 
     `unknown` are names that become values or stand-ins.
     """
@@ -147,7 +147,7 @@ def _load_safely(source: Source, name: str, unknown: Iterable[str], *, mmap: boo
 
 
 def _reason_of(error: UnpicklingError) -> str:
-    """The error of torch's reader, without its advice to trust the file."""
+    """Return the error of torch's reader, without its advice to trust the file."""
     cause = error.__context__ or error  # torch puts its own message around that of its reader
     return shown(cause).partition(" Please use")[0]
 
@@ -158,17 +158,17 @@ def _rewind(source: Source) -> None:
 
 
 def is_torch_file(file: RawFile) -> bool:
-    """True when the file begins as torch's do: with a zip record or a pickle."""
+    """Check whether the file begins as torch's do: with a zip record or a pickle."""
     head = bytes(file.bytes(0, min(16, file.size_bytes)))
     # as safetensors can begin
     return head.startswith(ZIP_MAGIC) or (head[:1] == b"\x80" and head[8:9] != b"{")
 
 
 def load_torch_object(raw: RawFile, map_location: Any, mapped: bool, verify: bool) -> Any:
-    """The object in an open file, its tensors on `map_location`.
+    """Load the object in an open file, with its tensors on `map_location`.
 
-    If that is None and `mapped`, mapped from the file. `verify` compares checksums. Raises
-    CorruptError where the file is damaged or would run code.
+    If `map_location` is None and `mapped`, tensors are mapped from the file. `verify` compares
+    checksums. Raises CorruptError where the file is damaged or would run code.
     """
     if verify:
         check_sums(raw)
@@ -191,9 +191,9 @@ def load_torch_object(raw: RawFile, map_location: Any, mapped: bool, verify: boo
 def load_torch_values(
     file: RawFile, objects: Mapping[str, Callable[[StandIn], Any]] = MappingProxyType({})
 ) -> Any:
-    """The object in an open file, its tensors mapped from it.
+    """Load the object in an open file, with its tensors mapped from it.
 
-    `objects`: functions that give the values of stand-ins, by the full names of their classes.
+    `objects` maps the full names of classes to functions that give the values of their stand-ins.
     Raises LoadError naming other values that are neither tensors nor plain data, CorruptError when
     the file is damaged.
     """
@@ -201,7 +201,7 @@ def load_torch_values(
 
 
 def _real_value(value: Any, path: str, objects: Mapping[str, Callable[[StandIn], Any]]) -> Any:
-    """`value`, at `path`, without stand-ins."""
+    """Return `value`, at `path`, without stand-ins."""
     if isinstance(value, dict):
         items = {}
         for key, item in value.items():

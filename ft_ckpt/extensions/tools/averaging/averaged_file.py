@@ -41,10 +41,9 @@ class AveragedFile(TensorFile):
         *,
         is_adapter: bool = False,
     ) -> None:
-        """`shares`: the weight of each file.
+        """Compare `files` and plan their average, in which `shares` is the weight of each.
 
-        `names`: of the files, for messages. Averages have the dtype of the sources, or `dtype`.
-
+        `names` of the files are for messages. Averages have the dtype of the sources, or `dtype`.
         Raises SelectionError unless all files store the same names, shapes and dtypes, and agree on
         ties.
         """
@@ -79,7 +78,7 @@ class AveragedFile(TensorFile):
         return total.to(dtype)
 
     def _read_last(self, name: str, first: Tensor, start: int, stop: int | None) -> Tensor:
-        """The last file's elements of a tensor that has no mean, compared with the others."""
+        """Read the last file's elements of a tensor without a mean; compare them with others."""
         last = first
         for file in self.files[1:]:
             data = file.read(name, start, stop)
@@ -98,7 +97,7 @@ class AveragedFile(TensorFile):
 
 
 def _cast_specs(file: TensorFile, dtype: str | None) -> tuple[dict[str, Spec], dict[str, int]]:
-    """The specs of the averages, and the number of tensors by "float32->bfloat16"."""
+    """Return the specs of the averages, and the number of tensors by "float32->bfloat16"."""
     specs = dict(file.specs)
     casts: Counter[str] = Counter()
     for name, spec in file.specs.items():
@@ -136,10 +135,10 @@ def _shapes_and_dtypes(file: TensorFile) -> dict[str, tuple[tuple[int, ...], str
 def _common_ties(
     files: Sequence[TensorFile], names: Sequence[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """The stored tensor of each tied name, with notes on files that do not record one.
+    """Return the stored tensor of each tied name, with notes on files that do not record one.
 
-    transformers records none. Raises SelectionError for names that are tied to other tensors in
-    other files.
+    transformers does not record ties. Raises SelectionError for names that are tied to other
+    tensors in other files.
     """
     ties: dict[str, str] = {}
     problems: list[str] = []

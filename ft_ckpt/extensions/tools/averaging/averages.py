@@ -49,10 +49,10 @@ def average(
 ) -> ConvertReport:
     """Write the average of the checkpoints `sources` to `dst`, a folder or file.
 
-    All or nothing, durably. `sources` are two or more checkpoints, folders or files of the same
-    tensors; or one run's folder with `last`, the number of its newest valid checkpoints to average.
-    `weights`: a number for each source, normalised to a sum of 1; by default all are equal. Further
-    arguments are those of `convert`.
+    A failed call leaves nothing; a result is durable. `sources` are two or more checkpoints,
+    folders or files of the same tensors; or one run's folder with `last`, the number of its newest
+    valid checkpoints to average. `weights` has a number for each source, normalised to a sum of 1;
+    by default all are equal. Further arguments are those of `convert`.
 
     Floating-point tensors are averaged in float32 (float64 ones in float64) and rounded once to
     their dtype, or to `dtype`. Other tensors should be equal in all sources; otherwise the last
@@ -101,7 +101,7 @@ def average(
 
 
 def normalized_weights(weights: Sequence[float] | None, count: int) -> list[float]:
-    """The weights, scaled to sum 1.
+    """Scale the weights to sum 1.
 
     Raises ConfigError unless they are `count` finite numbers whose sum is not 0.
     """
@@ -133,7 +133,7 @@ def parse_weights(text: str | None) -> list[float] | None:
 
 
 def _choose_sources(sources: list[Place], last: int | None) -> list[Place]:
-    """The sources themselves, or the `last` newest valid checkpoints of a run, oldest first."""
+    """Return the sources, or the `last` newest valid checkpoints of a run, oldest first."""
     if last is None:
         return sources
     if len(sources) != 1 or type(last) is not int or last < 2:
@@ -170,7 +170,7 @@ def _average_files(
 ) -> TensorFile:
     """Make the averages one source for a conversion.
 
-    It is a folder with the same parts if all sources are folders, else a file.
+    The source is a folder with the same parts if all sources are folders, else a file.
     """
     names = options.made_from
     refuse_quantised_sources(files, names)
@@ -200,7 +200,7 @@ def _average_files(
 
 
 def _averaged_manifest(last: Manifest | None, names: Sequence[str]) -> Manifest | None:
-    """The last source's manifest without the fields about one step of a run."""
+    """Return the last source's manifest without the fields about one step of a run."""
     if last is None:
         return None
     return replace(

@@ -143,7 +143,7 @@ def write_converted(
 
 
 def open_source(place: Place) -> TensorFile:
-    """The tensors at `place` in any format.
+    """Open the tensors at `place` in any format.
 
     Bytes are copied, so a truncated file raises an error.
     """

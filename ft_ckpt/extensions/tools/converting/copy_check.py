@@ -13,7 +13,7 @@ SLICE_BYTES = 4 << 20  # small, because memory freed by several threads stays in
 
 
 def read_slices(file: TensorFile, specs: Sequence[Spec]) -> Iterator[tuple[Spec, Tensor]]:
-    """Every tensor of `specs` in order, as slices of at most SLICE_BYTES."""
+    """Yield every tensor of `specs` in order, as slices of at most SLICE_BYTES."""
     for spec in specs:
         step = SLICE_BYTES * spec.numel // max(spec.size_bytes, 1) or 1
         for start in range(0, spec.numel, step):
@@ -45,7 +45,7 @@ def _are_equal(first: TensorFile, second: TensorFile, spec: Spec) -> bool:
 
 
 def spec_differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
-    """A line for each name that `theirs` lacks, adds, or has in another shape or dtype."""
+    """Write a line for each name that `theirs` lacks, adds, or has in another shape or dtype."""
     differences = [f"{name}: missing" for name in ours if name not in theirs]
     differences += [f"{name}: unexpected" for name in theirs if name not in ours]
     for name, spec in ours.items():

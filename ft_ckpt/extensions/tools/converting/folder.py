@@ -35,7 +35,7 @@ class ConvertedPart:
     index: str | None  # the text of their index; None with one file
 
     def record(self, format_name: str) -> PartRecord:
-        """The record of the part in the new manifest."""
+        """Return the record of the part in the new manifest."""
         tensors = []
         for output in self.outputs:
             tensors += output.plan.records()
@@ -68,7 +68,7 @@ class ConvertedPart:
 
 
 def plan_converted_part(part: FolderPart, options: ConvertOptions) -> ConvertedPart:
-    """The new files of a part, named and divided as its readers expect."""
+    """Plan the new files of a part, named and divided as its readers expect."""
     names = _names_in_part(part, [*part.file.specs, *part.file.ties], options.names)
     file = translate_file(part.file, names, options.dtype)
     stem = part.stem_in(options.format)
@@ -138,7 +138,10 @@ def _set_dtype(store: Store, name: str, dtype: str) -> None:
 
 
 def staged_records(store: Store, written: Sequence[FileRecord]) -> tuple[FileRecord, ...]:
-    """The records of all staged files; files not in `written` are read to compute their digests."""
+    """Return the records of all staged files.
+
+    Files not in `written` are read to compute their digests.
+    """
     records = {record.path: record for record in written}
     for file in store.list():
         if file.name not in records and not is_mark(file.name):
@@ -153,7 +156,7 @@ def converted_manifest(
     files: tuple[FileRecord, ...],
     options: ConvertOptions,
 ) -> Manifest:
-    """The manifest of a source checkpoint with the new files, or else a new manifest."""
+    """Return the manifest of a source checkpoint with the new files, or else a new manifest."""
     if isinstance(tensor_file, WeightsFolder) and tensor_file.manifest is not None:
         manifest = tensor_file.manifest
         shared: tuple[tuple[str, ...], ...] = ()
@@ -184,7 +187,7 @@ def converted_manifest(
 def _renamed_groups(
     weights: WeightsFolder, groups: Iterable[Iterable[str]], table: Names
 ) -> tuple[tuple[str, ...], ...]:
-    """The groups of "part:name" of a manifest's `shared`, with the new names."""
+    """Return the groups of "part:name" of a manifest's `shared`, with the new names."""
     parts = {part.record.name: part for part in weights.parts if part.record is not None}
     renamed = []
     for group in groups:
@@ -200,7 +203,7 @@ def _renamed_groups(
 
 
 def _describe_part(part: PartRecord, source: Place) -> PartRecord:
-    """The part of a folder without manifest, completed from its config."""
+    """Return the part of a folder without manifest, completed from its config."""
     name = "adapter_config.json" if part.kind == "adapter" else "config.json"
     try:
         config: Any = json.loads(read_text(source.folder, name))
@@ -223,7 +226,7 @@ def _describe_part(part: PartRecord, source: Place) -> PartRecord:
 
 
 def base_of_config(settings: Mapping[str, Any]) -> BaseRecord:
-    """The base that the config of an adapter names."""
+    """Return the base that the config of an adapter names."""
     identity, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     return BaseRecord(
         identity if isinstance(identity, str) else None,

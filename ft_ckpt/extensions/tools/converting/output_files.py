@@ -26,12 +26,12 @@ class Output:
     file: TensorFile
 
     def regions(self) -> Iterator[Region]:
-        """The bytes of the tensors, in the order of the plan."""
+        """Yield the bytes of the tensors, in the order of the plan."""
         return _tensor_regions(self.file, self.plan.layout)
 
 
 def plan_output(target_format: TensorFormat, path: str, file: TensorFile) -> Output:
-    """The plan of the file `path` with the tensors of `file`.
+    """Plan the file `path` with the tensors of `file`.
 
     Raises SelectionError naming tensors whose dtypes or names the format cannot store.
     """
@@ -72,7 +72,7 @@ class _Piece(NamedTuple):
 
 
 def _tensor_regions(file: TensorFile, layout: Layout) -> Iterator[Region]:
-    """The bytes of the tensors.
+    """Yield the bytes of the tensors.
 
     Unchanged ones are copied in blocks, others are read slice by slice.
     """

@@ -65,7 +65,7 @@ def _read_pairs(place: Place) -> list[tuple[Any, Any]]:
 
 
 def split_lines(text: str) -> list[list[str]]:
-    """The words of each line that is not empty or a comment (#)."""
+    """Return the words of each line that is not empty or a comment (#)."""
     lines = [line.split() for line in text.splitlines()]
     return [words for words in lines if words and not words[0].startswith("#")]
 

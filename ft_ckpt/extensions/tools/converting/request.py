@@ -127,7 +127,7 @@ def _check_shard_size(max_shard_size: int | str | None, target: Place, to_folder
 def check_apart(sources: Sequence[Place], options: ConvertOptions) -> None:
     """Raise ConfigError if the target folder lies in a source folder or contains a source.
 
-    Only a checkpoint is refused for containing a source.
+    A target that contains a source is refused only if it is a checkpoint.
     """
     if not options.to_folder:
         return

@@ -16,7 +16,7 @@ _SHARD = re.compile(r"\w[\w.-]*")
 
 
 def read_shard_rules(source: str | Path | None) -> tuple[ShardRule, ...]:
-    """The rules in a file of lines "pattern shard" (# begins a comment).
+    """Read the rules in a file of lines "pattern shard" (# begins a comment).
 
     Raises ConfigError for another file.
     """
@@ -39,7 +39,7 @@ def read_shard_rules(source: str | Path | None) -> tuple[ShardRule, ...]:
 
 
 def assign_shards(specs: Sequence[Spec], rules: Sequence[ShardRule]) -> dict[str, list[Spec]]:
-    """The tensors of each shard; the first rule that matches a name decides.
+    """Return the tensors of each shard; the first rule that matches a name decides.
 
     Raises SelectionError naming tensors that match no rule, and rules without a tensor.
     """

@@ -42,13 +42,16 @@ def translate_file(file: TensorFile, names: Names, dtype: str | None) -> TensorV
 
 
 def untie_file(file: TensorFile) -> TensorView:
-    """`file` with each name of a tied tensor as a separate tensor, for formats without ties."""
+    """Return `file` with each name of a tied tensor as a separate tensor.
+
+    Formats without ties need such a file.
+    """
     names = {name: name for name in file.specs}
     return TensorView.of_file(file, {**names, **file.ties}, metadata=file.metadata)
 
 
 def select_tensors(file: TensorView, names: Sequence[str]) -> TensorView:
-    """The tensors `names` of a file, for one of several files to write."""
+    """Return the tensors `names` of a file, for one of several files to write."""
     selected = {name: name for name in names}
     ties = {alias: name for alias, name in file.ties.items() if name in selected}
     return TensorView.of_file(file, selected, ties=ties, metadata=file.metadata)

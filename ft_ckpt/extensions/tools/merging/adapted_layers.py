@@ -34,7 +34,7 @@ class AdaptedLayer:
 
 
 def adapted_layers(view: View, names: Sequence[str], choice: MergeChoice) -> list[AdaptedLayer]:
-    """The outermost layers of the model in `view` that an adapter in `names` is merged into."""
+    """Return the outermost layers of the model that an adapter in `names` is merged into."""
     modules: dict[str, nn.Module] = {}
     for path, _, module in walk_modules(view.module):
         modules[path] = unwrap(module)  # a wrapper and its module have the same path
@@ -75,7 +75,7 @@ def adapted_layers(view: View, names: Sequence[str], choice: MergeChoice) -> lis
 
 
 def _below(path: str, sources: Mapping[str, Source]) -> dict[str, Source]:
-    """The tensors in the module at `path`, by their names in it."""
+    """Return the tensors in the module at `path`, by their names in it."""
     prefix = f"{path}."
     below = {}
     for name, source in sources.items():
@@ -88,13 +88,13 @@ class _Placeholders:
     """Replaces tensors of a layer's modules by meta tensors, and records the sources it needs."""
 
     def __init__(self, sources: Mapping[int, Mapping[str, Source]], left_out: set[str]) -> None:
-        """`sources`: by id of the module and name; `left_out`: names of adapters."""
+        """Take `sources` by id of the module and name, and the adapters `left_out` by name."""
         self._all_sources, self._left_out = sources, left_out
         self.tensors: dict[int, Tensor] = {}  # by key of their source
         self.sources: dict[int, Source] = {}  # that the layer needs, by key
 
     def of_module(self, module: nn.Module) -> dict[str, Tensor]:
-        """The placeholders for the tensors of a module, by name."""
+        """Return the placeholders for the tensors of a module, by name."""
         tensors = {}
         for name, source in self._all_sources.get(id(module), {}).items():
             if self._left_out.isdisjoint(source.name.split(".")):
@@ -120,7 +120,7 @@ def _outermost_layers(modules: Mapping[str, nn.Module]) -> Iterator[str]:
 
 
 def nested_layers(layer: Any) -> list[Any]:
-    """A PEFT layer and the PEFT layers in it: several methods may adapt one base layer."""
+    """Return a PEFT layer and the PEFT layers in it: several methods may adapt one base layer."""
     layers = [layer]
     while isinstance(getattr(layers[-1], "base_layer", None), BaseTunerLayer):
         layers.append(layers[-1].base_layer)
@@ -128,7 +128,7 @@ def nested_layers(layer: Any) -> list[Any]:
 
 
 def _adapters_on(layer: Any, names: Sequence[str] | None) -> list[str]:
-    """The adapters in `names` that are on the layer; None: its active adapters."""
+    """Return the adapters in `names` that are on the layer; for None, its active adapters."""
     adapters: dict[str, None] = {}
     for tuner in nested_layers(layer):
         available = tuner._get_available_adapters()
@@ -139,7 +139,7 @@ def _adapters_on(layer: Any, names: Sequence[str] | None) -> list[str]:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute in: at least float32 for floating-point and complex numbers.
+    """Return the dtype to compute in: at least float32 for floating-point and complex numbers.
 
     Other dtypes are unchanged.
     """
@@ -150,9 +150,9 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 def merge_layer(layer: AdaptedLayer, tensors: Mapping[int, Tensor]) -> dict[str, Tensor]:
     """Compute the tensors of the plain layer, by name in it.
 
-    They have the widest dtype of the layer and at least float32. `tensors`, by key of their source,
-    may be modified. Missing tensors are on the meta device. With weights, each adapter is merged
-    alone, and the weighted differences from the base are summed.
+    The results have the widest dtype of the layer and at least float32. `tensors`, by key of their
+    source, may be modified. Missing tensors are on the meta device. With weights, each adapter is
+    merged alone, and the weighted differences from the base are summed.
     """
     all_tensors = {**layer.placeholders, **tensors}
     dtypes = [tensor.dtype for tensor in layer.placeholders.values() if tensor.is_floating_point()]
@@ -177,7 +177,7 @@ def merge_layer(layer: AdaptedLayer, tensors: Mapping[int, Tensor]) -> dict[str,
 def _merge_copy(
     layer: AdaptedLayer, tensors: Mapping[int, Tensor], adapters: Sequence[str]
 ) -> dict[str, Tensor]:
-    """The tensors of the plain layer after PEFT has merged a copy that has `tensors`."""
+    """Return the tensors of the plain layer after PEFT has merged a copy that has `tensors`."""
     by_placeholder = {}
     for key, placeholder in layer.placeholders.items():
         if key in tensors:
@@ -197,7 +197,7 @@ def _merge_copy(
 
 
 def _merge_by_peft(module: Any, adapters: list[str]) -> nn.Module:
-    """The plain layer after PEFT has merged `adapters` into it."""
+    """Return the plain layer after PEFT has merged `adapters` into it."""
     if isinstance(module, ModulesToSaveWrapper):
         module._active_adapter = adapters[0]
     if hasattr(module, "unload_and_optionally_merge_module"):

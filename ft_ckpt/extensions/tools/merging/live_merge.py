@@ -53,7 +53,7 @@ class _MergedBase:
 
 
 def merged_part(view: View, *, dtype: str, choice: MergeChoice) -> Part:
-    """The part for the base of `view` with its adapters merged into it.
+    """Return the part for the base of `view` with its adapters merged into it.
 
     By default the active adapters are merged, as the live model applies them. A tied tensor that an
     adapter changes under one of its names only is stored once for each name. Raises
@@ -160,9 +160,9 @@ def _merge_base(base: View, layers: Sequence[AdaptedLayer]) -> _MergedBase:
 
 
 def _result_of_merge(tensor: _MergedTensor | None) -> Any:
-    """A value that is equal for tied tensors that stay equal when merged.
+    """Return a value that is equal for tied tensors that stay equal when merged.
 
-    None for a tensor that is not merged.
+    Returns None for a tensor that is not merged.
     """
     if tensor is None:
         return None
@@ -174,7 +174,7 @@ def _result_of_merge(tensor: _MergedTensor | None) -> Any:
 
 
 def _untied_model(module: Any) -> Any:
-    """The model with a config that ties no embeddings; the live model keeps its config."""
+    """Return the model with a config that ties no embeddings; the live model keeps its config."""
     untied = shallow_copy(module)
     untied.config = copy.deepcopy(module.config)
     for config in (untied.config, *nested_configs(untied.config)):
@@ -184,7 +184,7 @@ def _untied_model(module: Any) -> Any:
 
 
 def _merged_entries(entries: Sequence[Entry], base: _MergedBase) -> tuple[Entry, ...]:
-    """The entries, with groups that compute the merged tensors."""
+    """Return the entries, with groups that compute the merged tensors."""
     entries_of: dict[Group | AdaptedLayer, list[Entry]] = {}
     for entry in entries:
         unit = _unit_of(entry, base)
@@ -203,7 +203,7 @@ def _merged_entries(entries: Sequence[Entry], base: _MergedBase) -> tuple[Entry,
 
 
 def _unit_of(entry: Entry, base: _MergedBase) -> Group | AdaptedLayer | None:
-    """The conversion or layer that computes the entry; None if merging does not change it."""
+    """Return the conversion or layer that computes the entry, or None if merging keeps it."""
     if entry.group is not None:
         for source in entry.group.sources:
             if source.key in base.merged or source.key in base.unchanged:
@@ -241,7 +241,7 @@ class _MergingConversion:
         return rounded
 
     def _merge(self, full: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The inputs by name: tensors of merged layers, and live ones."""
+        """Return the inputs by name: tensors of merged layers, and live ones."""
         live = {key: full.pop(source.name) for key, source in self.sources.items()}
         merged_layers = {}
         for layer in self.layers:
@@ -259,7 +259,7 @@ class _MergingConversion:
 
 
 def _merging_group(entries: Sequence[Entry], base: _MergedBase) -> Group:
-    """The group that computes `entries` of one conversion or layer."""
+    """Return the group that computes `entries` of one conversion or layer."""
     conversion = entries[0].group
     if conversion is not None:
         inputs = list(conversion.sources)
@@ -281,7 +281,7 @@ def _merging_group(entries: Sequence[Entry], base: _MergedBase) -> Group:
 
 
 def _rounded(name: str, merged: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in the stored dtype. Raises IncompleteError for NaN and infinity."""
+    """Round the tensor to the stored dtype. Raises IncompleteError for NaN and infinity."""
     rounded = merged.detach().to(dtype).contiguous()
     if rounded.device.type == "meta":
         raise IncompleteError(

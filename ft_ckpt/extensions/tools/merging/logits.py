@@ -73,7 +73,6 @@ def live_logits(model: nn.Module, check: str | Mapping[str, Any]) -> LogitsCheck
 
 
 def _batch_on(device: torch.device, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch with its tensors on `device`."""
     moved = dict(batch)
     for name, value in batch.items():
         if isinstance(value, Tensor):

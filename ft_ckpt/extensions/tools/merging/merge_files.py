@@ -68,14 +68,14 @@ def merge(
 ) -> ConvertReport:
     """Write the base of an adapter with the adapter merged into it to the folder `dst`.
 
-    All or nothing, durably. `adapter`: a PEFT folder or an ft_ckpt checkpoint, with one or several
-    adapters. The active ones are merged, or those named in `adapters`, each multiplied by its
-    number in `weights`, if given. `base`: the folder of the base model; by default the one in the
-    same checkpoint, or the one that the adapter names, if that is a folder on this machine or in
-    the Hub's cache. It is compared with the samples in the adapter's manifest unless `check_base`
-    is False. The adapter of a quantised base (QLoRA) is merged into the model that was quantised.
-    `check`="logits", or a batch, runs both models before the folder is committed; fused experts are
-    then in memory. `overwrite` as in `convert`.
+    A failed call leaves nothing; a result is durable. `adapter` is a PEFT folder or an ft_ckpt
+    checkpoint, with one or several adapters. The active ones are merged, or those named in
+    `adapters`, each multiplied by its number in `weights`, if given. `base` is the folder of the
+    base model; by default the one in the same checkpoint, or the one that the adapter names, if
+    that is a folder on this machine or in the Hub's cache. The base is compared with the samples in
+    the adapter's manifest unless `check_base` is False. The adapter of a quantised base (QLoRA) is
+    merged into the model that was quantised. `check`="logits", or a batch, runs both models before
+    the folder is committed; fused experts are then in memory. `overwrite` is that of `convert`.
 
     Layers are merged in float32 and rounded once to the base's type, or to `dtype`. The base is
     mapped, and one layer at a time is in memory. Sidecar files are the base's; the tokenizer is the
@@ -181,7 +181,7 @@ def _save_merged(
 
 
 def _sidecar_files(base_file: TensorFile, stored: StoredAdapters) -> dict[str, bytes]:
-    """The sidecar files of the base, with the adapter's tokenizer if it has one."""
+    """Return the sidecar files of the base, with the adapter's tokenizer if it has one."""
     stores: dict[str, Store] = {}
     if isinstance(base_file, WeightsFolder):
         sidecars, _ = base_file.companions()

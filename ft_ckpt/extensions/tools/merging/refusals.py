@@ -72,7 +72,7 @@ def _why_not_layer(layer: AdaptedLayer) -> str | None:
 
 
 def _why_not_merged(layer: AdaptedLayer) -> str | None:
-    """What is wrong with the layer after a merge on the meta device."""
+    """Tell what is wrong with the layer after a merge on the meta device."""
     try:
         merged = merge_layer(layer, {})
     except Exception as error:  # noqa: BLE001 - a refusal by PEFT, or an error of torch on the meta device
@@ -89,7 +89,7 @@ def _why_not_merged(layer: AdaptedLayer) -> str | None:
 
 
 def _unused_tensors(view: View, names: Sequence[str], layers: Sequence[AdaptedLayer]) -> list[str]:
-    """Tensors of the adapters `names` that no layer uses."""
+    """Return tensors of the adapters `names` that no layer uses."""
     used = {source.key for _, source in view.base_sources()}
     for layer in layers:
         used.update(source.key for source in layer.sources)

@@ -58,7 +58,7 @@ class StoredAdapters:
 
 
 def find_adapters(place: Place, names: Sequence[str] | None, stack: ExitStack) -> StoredAdapters:
-    """The adapters `names` at `place`, or the active ones, open until the stack ends.
+    """Open the adapters `names` at `place`, or the active ones, until the stack ends.
 
     Raises ConfigError if `names` is not a list of names, LoadError if there are no adapters,
     SelectionError for unknown names and for an ambiguous choice.
@@ -94,7 +94,7 @@ def _records_below(manifest: Manifest, folder: str) -> list[PartRecord]:
 
 
 def choose_merge(stored: StoredAdapters, weights: Sequence[float] | None) -> MergeChoice | None:
-    """The choice of the stored adapters with their weights, if given.
+    """Return the choice of the stored adapters with their weights, if given.
 
     Raises ConfigError for weights that are not finite numbers in order, SelectionError for too few
     or too many.
@@ -116,8 +116,8 @@ def choose_merge(stored: StoredAdapters, weights: Sequence[float] | None) -> Mer
 def find_base(stored: StoredAdapters, base: Place | None) -> Place:
     """Find the folder of the base to merge into.
 
-    It is that of `base`, of the one in the same checkpoint, or of the one that the adapters name.
-    Raises LoadError if there is none, or if the adapters name several.
+    The folder is `base`, or that in the same checkpoint, or the one that the adapters name. Raises
+    LoadError if there is none, or if the adapters name several.
     """
     if base is not None:
         return base if base.is_folder else cached_base(str(base), None) or base
@@ -159,7 +159,7 @@ def _refuse_several_bases(bases: Mapping[str, BaseRecord]) -> None:
 
 
 def _foreign_records(store: Store) -> list[PartRecord]:
-    """The adapters in a PEFT folder: "default" in it, others in subfolders with their names."""
+    """Return the adapters in a PEFT folder: "default" in it, others in subfolders."""
     records = []
     if store.stat(_CONFIG) is not None:
         records.append(_foreign_record(store, "", "default"))
