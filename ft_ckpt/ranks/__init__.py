@@ -1,14 +1,14 @@
-"""Agreement of ranks, and tensors under every wrapper. Each room has a front of its own.
+"""Agreement of ranks, and tensors under every wrapper.
 
-| room | holds |
+| subpackage | holds |
 |---|---|
 | `moving` | movement of elements: gathers, broadcasts, reads into shards, replicas |
 | `wrappers` | the tensors of a wrapped model: DDP, FSDP 1 and 2, DTensors, compiled modules |
 | `sharding` | which rank holds which elements of a tensor |
 
 Nothing here uses paths or depends on the purpose of a tensor. Begin at `ranks`, through which ranks
-agree, and `current`, which has those of this process; then `wrappers.tensors`, which lists the
-tensors of a model.
+agree, and `current`, which returns the ranks of this process; then `wrappers.tensors`, which lists
+the tensors of a model.
 """
 
 import lazy_loader

@@ -1,7 +1,7 @@
-"""Agreement of ranks: a value of each rank in torch's store, and one verdict for all.
+"""Agreement of ranks: each rank puts a value into torch's store, and all get one verdict.
 
-A verdict is a dictionary: the `result` for every rank, or a `problem` and the `kind` of error that
-all ranks raise.
+A verdict is a dictionary. It has the `result` for every rank, or a `problem` and the `kind` of
+error that all ranks raise.
 """
 
 import json
@@ -22,7 +22,8 @@ from ft_ckpt.errors import (
 ADVICE = (
     "call it on every rank, not under `if accelerator.is_main_process`, and with the same arguments"
 )
-# on which all ranks decide alike what to do; else a RankError
+# Errors that all ranks raise with their own class, because callers act on it. Any other error is a
+# RankError on the other ranks.
 _OF_ALL_RANKS = (LeaseTakenError, NoSpaceError)
 Values = Sequence[Mapping[str, Any]]  # of all ranks, in rank order; equal values are one object
 Verdict = dict[str, Any]
@@ -43,9 +44,10 @@ def value_of_leader(values: Values) -> Any:
 
 
 def error_facts(error: BaseException | None, node: str | None = None) -> dict[str, Any]:
-    """The error for other ranks: its text, and the class that they raise.
+    """Describe an error for the other ranks: its text, and the class that they raise.
 
-    `node`: that of this rank; the error ends with it from now on. None if all ranks are on one.
+    `node` is the node of this rank, None if all ranks are on one node. The text of the error ends
+    with it from now on.
     """
     if error is None:
         return {"error": None, "raises": RankError.__name__}
@@ -62,12 +64,12 @@ def error_facts(error: BaseException | None, node: str | None = None) -> dict[st
 
 
 def failure_of_rank(rank: int, facts: Mapping[str, Any]) -> Verdict:
-    """The verdict that a rank whose error has these facts leaves for the others."""
+    """Return the verdict that a rank with an error of these facts leaves for the other ranks."""
     return _refusal(facts["raises"], f"rank {rank} failed: {facts['error']}")
 
 
 def disagreement(problem: str) -> Verdict:
-    """The verdict that ranks made different calls or passed different values."""
+    """Return the verdict that ranks made different calls or passed different values."""
     return _refusal(RanksDisagreeError.__name__, problem)
 
 
@@ -76,12 +78,12 @@ def verdict_on(
     decide: Callable[[Values], Any],
     facts_of: Callable[[BaseException], Mapping[str, Any]],
 ) -> Verdict:
-    """The verdict for every rank: the result of `decide`, or the error it raised.
+    """Return the verdict for every rank: the result of `decide`, or the error that it raised.
 
-    `facts_of`: `error_facts` with the node of this rank.
+    `facts_of` is `error_facts` with the node of this rank.
     """
     try:
-        # as other ranks read it
+        # converted, so that this rank has the same value as the ranks that read it as JSON
         return {"problem": None, "result": json.loads(json.dumps(decide(values)))}
     except Exception as error:  # noqa: BLE001 - raised on every rank
         kind = type(error) if isinstance(error, CheckpointError) else RankError
@@ -91,9 +93,10 @@ def verdict_on(
 def judge_entries(
     what: str, entries: dict[int, dict[str, Any]], size: int, same: tuple[str, ...], limit: float
 ) -> Verdict | None:
-    """The verdict if the entries of the ranks show a problem, else None.
+    """Return the verdict on a problem in the entries of the ranks, or None if there is none.
 
-    `same` names fields that must be equal.
+    `entries` are by rank. A rank without an entry has not entered within `limit` seconds. `same`
+    names the fields that must be equal on all ranks.
     """
     missing = [rank for rank in range(size) if rank not in entries]
     if missing:
@@ -126,12 +129,12 @@ def raise_problem(verdict: Verdict) -> NoReturn:
     """Raise the error of a verdict or of a failure report."""
     kind: type[CheckpointError] = getattr(errors, verdict["kind"])
     error = kind(verdict["problem"])
-    error.node = ""  # the text has the node of each rank that failed
+    error.node = ""  # the text names the node of each rank that failed
     raise error
 
 
 def runs_of(values: Sequence[Any]) -> dict[str, Any]:
-    """Run-length encoded values of all ranks; `values_of_runs` decodes them."""
+    """Run-length encode the values of all ranks; `values_of_runs` decodes them."""
     texts = [json.dumps(value) for value in values]
     places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
     runs = [[places[text], len([*run])] for text, run in groupby(texts)]
@@ -139,7 +142,7 @@ def runs_of(values: Sequence[Any]) -> dict[str, Any]:
 
 
 def values_of_runs(encoded: Mapping[str, Any]) -> list[Any]:
-    """The value of each rank; equal values are one object."""
+    """Decode `runs_of`: return the value of each rank, with equal values as one object."""
     values: list[Any] = []
     for place, count in encoded["runs"]:
         values += [encoded["values"][place]] * count
@@ -147,7 +150,7 @@ def values_of_runs(encoded: Mapping[str, Any]) -> list[Any]:
 
 
 def rank_numbers(ranks: Sequence[int]) -> str:
-    """The ranks as text, at most eight of them by number."""
+    """Return the ranks as text, with at most eight numbers."""
     shown = ", ".join(map(str, sorted(ranks)[:8]))
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
 

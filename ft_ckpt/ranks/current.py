@@ -1,4 +1,4 @@
-"""The ranks of this process: those of its process group, or itself alone."""
+"""Returns the ranks of this process: those of its process group, or itself alone."""
 
 import os
 from collections.abc import Iterator
@@ -12,21 +12,22 @@ from ft_ckpt.ranks.nodes import announce_node
 from ft_ckpt.ranks.ranks import Ranks
 
 _by_itself: ContextVar[bool] = ContextVar("_by_itself", default=False)
-# by process group, kept alive so that its id is not reused, and channel
+# by process group, which is kept alive so that its id is not reused, and channel
 _shared: dict[tuple[Any, str], Ranks] = {}
 
 
 def current_ranks(
     timeout_seconds: float = 600.0, channel: str = "", *, needs_group: bool = False
 ) -> Ranks:
-    """The ranks of the default process group, or one rank when there is none.
+    """Return the ranks of the default process group, or one rank if there is no group.
 
-    One object per process group and `channel`: its count of rounds must be the same on every rank
-    and for every saver. A channel is for one thread, and separates its agreements from those of
-    other threads. Raises RanksDisagreeError in a process that was launched as one of several and
-    has no process group; with `needs_group` also if only the number of processes shows it.
+    There is one object per process group and `channel`, because its count of rounds must be the
+    same on every rank and for every saver. A channel belongs to one thread, and separates the
+    agreements of that thread from those of other threads. Raises RanksDisagreeError in a process
+    that was launched as one of several and has no process group; with `needs_group` also if only
+    WORLD_SIZE shows that there are several.
     """
-    import torch.distributed as dist
+    import torch.distributed as dist  # here, because commands that list checkpoints need no torch
 
     alone = Ranks(0, 1, channel=channel)
     if _by_itself.get():
@@ -41,11 +42,12 @@ def current_ranks(
     group = _get_default_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     if (group, "") not in _shared:
-        _shared.clear()  # a destroyed group's store is gone with it
+        _shared.clear()  # those of a destroyed group, whose store is gone
         store = AnsweringStore(_get_default_store())
         _shared[group, ""] = Ranks(rank, size, store)
         announce_node(store, size)
-    if (group, channel) not in _shared:  # a thread that waits in a store blocks the others
+    # a client of its own for each channel: a thread that waits in a client blocks other threads
+    if (group, channel) not in _shared:
         store = _shared[group, ""].store.clone()
         _shared[group, channel] = Ranks(rank, size, store, channel=channel)
     ranks = _shared[group, channel]
@@ -66,7 +68,7 @@ def by_itself() -> Iterator[None]:
 def _refuse_split_brain(needs_group: bool) -> None:
     """Raise if this is one of several launched processes without a process group.
 
-    All would write the same folder.
+    Each of them would take itself for rank 0 and write the same folder.
     """
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdigit() and int(launched) > 1 and (needs_group or "RANK" in os.environ):

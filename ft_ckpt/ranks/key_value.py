@@ -12,14 +12,15 @@ from typing import Any
 from ft_ckpt.errors import RankError
 
 _MIN_SILENT_SECONDS = 10.0  # an answer may take this long on a busy machine
-_PART_BYTES = 4 << 20  # per key: above 8 MiB torch's store crashes, and the process group with it
-_KEYS_AT_ONCE = 32  # per call, because the server holds its whole answer in memory
+# of a value under one key: above 8 MiB torch's store crashes, and the process group with it
+_PART_BYTES = 4 << 20
+_KEYS_AT_ONCE = 32  # requested in one call: the server holds its whole answer in memory
 
 
 def put_value(store: Any, key: str, value: Any) -> int:
-    """Store a value in parts under `key` and further keys, `key` last.
+    """Store a value in parts under `key` and further keys; return the number of parts.
 
-    Returns the number of parts.
+    `key` is written last, so that a reader that sees it can read all parts.
     """
     text = json.dumps(value).encode()
     parts = [text[low : low + _PART_BYTES] for low in range(0, len(text), _PART_BYTES)]
@@ -30,7 +31,7 @@ def put_value(store: Any, key: str, value: Any) -> int:
 
 
 def get_values(store: Any, keys: Sequence[str]) -> Iterator[Any]:
-    """The value under each of the keys, which exist; equal values are one object."""
+    """Yield the value under each of the keys, all of which exist; equal values are one object."""
     decoded: dict[bytes, Any] = {}
     for low in range(0, len(keys), _KEYS_AT_ONCE):
         batch = keys[low : low + _KEYS_AT_ONCE]
@@ -63,7 +64,7 @@ _Call = tuple[futures.Future[Any], Callable[..., Any], tuple[Any, ...]]
 class AnsweringStore:
     """A store that raises RankError after `silent_seconds` without an answer, at least 10 s.
 
-    It raises at each call after the first.
+    After the first such error, every call raises at once.
     """
 
     def __init__(self, store: Any, silent_seconds: float = 600.0) -> None:
@@ -71,7 +72,7 @@ class AnsweringStore:
         self._store = store
         self._calls = SimpleQueue[_Call]()
         self._is_silent = False
-        # so that the wait of one call is not counted as silence of another
+        # so that the time that one call waits does not count as silence in another call
         self._one_at_a_time = threading.Lock()
         answering = partial(_answer_calls, self._calls)
         threading.Thread(target=answering, name="ft_ckpt-store", daemon=True).start()
@@ -80,7 +81,7 @@ class AnsweringStore:
         return partial(self._ask, getattr(self._store, name))
 
     def clone(self) -> "AnsweringStore":
-        """A separate client of the same store."""
+        """Return a separate client of the same store."""
         return AnsweringStore(self._store.clone(), self.silent_seconds)
 
     def _ask(self, call: Callable[..., Any], *arguments: Any) -> Any:

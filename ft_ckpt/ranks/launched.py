@@ -1,6 +1,6 @@
-"""The ranks of a command that a launcher has started several times.
+"""Connects the processes of a command that a launcher has started several times.
 
-They have a key-value store and no process group.
+These ranks have a key-value store and no process group.
 """
 
 import os
@@ -16,16 +16,16 @@ from ft_ckpt.ranks.key_value import AnsweringStore
 from ft_ckpt.ranks.nodes import announce_node
 from ft_ckpt.ranks.ranks import Ranks
 
-_START_SECONDS = 120.0  # between the starts of two ranks
-_END_SECONDS = 20.0
-_FIRST_PORT, _PORTS = 15_000, 10_000  # for jobs of Slurm, by their number
+_START_SECONDS = 120.0  # limit between the starts of two ranks
+_END_SECONDS = 20.0  # limit for rank 0 to wait for the ends of the other ranks
+_FIRST_PORT, _PORTS = 15_000, 10_000  # the range from which a Slurm job takes a port by its id
 # the first name of a list of nodes: "gpu[03-07,9],cpu1" -> "gpu", "03"
 _FIRST_NODE = re.compile(r"([^,\[]+)(?:\[([^],-]+)[^]]*\])?")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One process of a launch, and where rank 0 has the store."""
+    """One process of a launch, and the address of rank 0's store."""
 
     rank: int
     size: int
@@ -34,7 +34,7 @@ class Launch:
 
 
 def launch_of_process() -> Launch | None:
-    """How this process was launched by torchrun, accelerate or srun; None if it is the only one."""
+    """Return how torchrun, accelerate or srun launched this process, or None if it is alone."""
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
         launch = Launch(
             _number("RANK"),
@@ -57,16 +57,16 @@ def launch_of_process() -> Launch | None:
 
 
 def first_name(nodes: str) -> str:
-    """The first node of a list of Slurm, such as "gpu[03-07,9],cpu1"."""
+    """Return the first node of a Slurm node list such as "gpu[03-07,9],cpu1"."""
     match = _FIRST_NODE.match(nodes)
     return nodes if match is None else f"{match[1]}{match[2] or ''}"
 
 
 @contextmanager
 def launched_ranks() -> Iterator[Ranks]:
-    """This process among those that were launched with it; alone if it is the only one.
+    """Yield the ranks that were launched together, or this process as the only rank.
 
-    Raises RankError if they do not reach each other. Rank 0 leaves the block last.
+    Rank 0 leaves the block last. Raises RankError if the processes do not reach each other.
     """
     launch = launch_of_process()
     if launch is None:
@@ -78,7 +78,7 @@ def launched_ranks() -> Iterator[Ranks]:
     try:
         yield ranks
     finally:
-        # Rank 0 may have the store: it waits for those that read from it.
+        # Rank 0 may be the server of the store, so it waits for the ranks that read from it.
         with suppress(RuntimeError):
             store.set(f"end/{launch.rank}", "")
             if launch.rank == 0:
@@ -87,7 +87,7 @@ def launched_ranks() -> Iterator[Ranks]:
 
 
 def _connect(launch: Launch) -> Any:
-    # before torch is imported: a warning for each second that a rank waits
+    # Set before torch is imported, which else logs a warning for each second that a rank waits.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed import PrefixStore
     from torch.distributed.rendezvous import rendezvous

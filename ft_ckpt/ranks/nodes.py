@@ -1,18 +1,19 @@
-"""The nodes of the ranks: errors name them if there are several."""
+"""Exchanges the names of the nodes of the ranks; errors name them if there are several."""
 
 import os
 import socket
 import time
 from typing import Any
 
-_ANNOUNCE_SECONDS = 1.0  # that an error waits for ranks that have not called anything yet
+_ANNOUNCE_SECONDS = 1.0  # that an error waits for ranks that have not made their first call
 _POLL_SECONDS = 0.1
 
 
 def launch_prefix(size: int) -> str:
-    """The prefix of all keys in the store of `size` ranks.
+    """Return the prefix of all keys in the store of `size` ranks.
 
-    It separates the ranks from those before a restart by torchrun, whose store stays.
+    The prefix separates these ranks from the ranks before a restart by torchrun, which keeps the
+    store.
     """
     return f"ft_ckpt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-{size}"
 
@@ -28,10 +29,10 @@ def announce_node(store: Any, size: int) -> None:
 
 
 def node_name(store: Any, size: int) -> str | None:
-    """The host name of this rank; None if all ranks are on one node.
+    """Return the host name of this rank, or None if all ranks are on one node.
 
-    A rank can fail at its first call, before the others have made theirs: it waits up to a second
-    until all have announced their nodes, or two have announced different ones.
+    A rank can fail at its first call, before the other ranks have made theirs. So this waits up to
+    a second until all ranks have announced their nodes, or two have announced different nodes.
     """
     prefix = launch_prefix(size)
     end = time.monotonic() + _ANNOUNCE_SECONDS

@@ -13,7 +13,8 @@ def name_differing_tensors(
 ) -> None:
     """Raise RanksDisagreeError naming the tensors that some ranks lack.
 
-    `digest` covers this rank's. Collective. Only the first rank with each digest sends its names.
+    `digest` covers the tensors of this rank. Of the ranks with the same digest, the first alone
+    sends its names. Collective: call it on every rank.
     """
     first = ranks.agree(what, {"digest": digest}, decide=_first_by_digest).result
     names = [*names_of()] if ranks.rank in first else []
@@ -35,7 +36,7 @@ def _refuse_differing(values: Values) -> NoReturn:
     for group in groups.values():
         for name in values[group[0]]["names"]:
             ranks_by_name.setdefault(name, []).extend(group)
-    # as in a pipeline: tensors by the ranks that alone hold them
+    # tensors by the ranks that alone hold them: the stages, if the model is a pipeline
     stages: dict[tuple[int, ...], list[str]] = {}
     for name, holders in ranks_by_name.items():
         if len(holders) < len(values):

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from seeds import examples
 
 from ft_ckpt.ranks.sharding import Mesh, MeshSharding
-from ft_ckpt.ranks.wrappers.dtensors import cutting_of
+from ft_ckpt.ranks.wrappers.strided_shards import cutting_of
 
 
 def pieces(shape, grid, dims, factors) -> dict[tuple[int, ...], torch.Tensor] | None:

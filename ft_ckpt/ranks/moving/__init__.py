@@ -1,6 +1,13 @@
-"""Movement of elements between ranks: gathers, broadcasts, reads into shards, comparisons.
+"""Movement of elements between ranks.
 
-Nothing here knows wrappers. Begin at `gather`, the way of a save, and at `fill`, that of a load.
+| module | holds |
+|---|---|
+| `gather` | tensors of all ranks to one rank, in buckets: for a save |
+| `fill` | stored tensors into the elements of each rank: for a load |
+| `broadcast` | stored tensors from rank 0, where each rank would read the same bytes |
+| `replicas` | places, samples and digests of the elements of a rank |
+
+Nothing here knows wrappers. Begin at `gather`, which saves use, and at `fill`, which loads use.
 """
 
 import lazy_loader

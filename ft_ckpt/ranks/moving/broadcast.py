@@ -1,4 +1,4 @@
-"""Rank 0 reads stored tensors and broadcasts them, where each rank would read the same bytes."""
+"""Lets rank 0 read and broadcast the stored tensors whose bytes every rank needs."""
 
 import hashlib
 import math
@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ft_ckpt.errors import RankError
@@ -21,16 +22,16 @@ from ft_ckpt.ranks.sharding import part_count
 from ft_ckpt.storage.io import read_ahead
 
 _READ_BYTES = 16 << 20  # per read of a tensor through its format
-SMALL_RANGE_BYTES = 4 << 20  # smaller ranges of a rank are not worth a request to a bucket
+SMALL_RANGE_BYTES = 4 << 20  # a smaller range of a rank is not worth a request to a bucket
 
 # (name in errors, function that lists the tensors)
 Filler = Callable[[str, Callable[[], list[WantedTensor]]], None]
 
 
 def each_reads(_what: str, collect: Callable[[], list[WantedTensor]]) -> None:
-    """Read this rank's elements of the tensors of `collect`.
+    """Read this rank's elements of the tensors that `collect` lists.
 
-    Not collective. Raises as `fill_all` and `collect`.
+    Not collective. Raises what `fill_all` and `collect` raise.
     """
     tensors = collect()
     check_all(tensors)
@@ -42,13 +43,12 @@ def each_reads(_what: str, collect: Callable[[], list[WantedTensor]]) -> None:
 
 
 def choose_filler(way: str, ranks: Ranks) -> Filler:
-    """The filler for a `way` of SaverConfig.fan_out.
+    """Return the filler for a `way` of SaverConfig.fan_out.
 
-    With "small", rank 0 reads small ranges for all ranks.
-
-    With "small" and "broadcast" the filler is collective: all ranks must call it for the same
-    tensors in the same order. An error of `collect` on one rank, or of rank 0's reads, is raised on
-    all ranks.
+    With "broadcast", rank 0 reads the tensors that every rank holds whole, and broadcasts them;
+    with "small", the tensors of which each rank needs a small range. Both fillers are collective:
+    all ranks must call them for the same tensors in the same order. An error of `collect` on one
+    rank, or of rank 0's reads, is raised on all ranks.
     """
     if way not in ("broadcast", "small") or ranks.size == 1:
         return each_reads
@@ -81,12 +81,10 @@ class _Rows(NamedTuple):
 
 
 class _BroadcastPlan:
-    """The tensors to fill, and all memory for that.
+    """The tensors to fill, and the buffer for all broadcasts.
 
-    It is allocated first, so that no rank fails between broadcasts.
-
-    Needs BUCKET_BYTES in addition to the tensors, or the memory of one row if a row alone is
-    larger. Raises as `check_all`.
+    The buffer is allocated first, so that no rank fails between broadcasts. It has at most
+    BUCKET_BYTES, or the size of one row if a row is larger. Raises what `check_all` raises.
     """
 
     def __init__(
@@ -102,7 +100,7 @@ class _BroadcastPlan:
 
     @property
     def digest(self) -> str:
-        """Equal on ranks that expect the same tensors."""
+        """A digest that is equal on ranks that expect the same tensors."""
         described = []
         for tensor in self.common:
             info = tensor.info
@@ -112,7 +110,7 @@ class _BroadcastPlan:
 
 
 def _cut_into_buckets(tensors: Sequence[WantedTensor], limit: int) -> list[list[_Rows]]:
-    """The tensors cut at whole rows into buckets of at most `limit` bytes, or one row."""
+    """Cut the tensors at whole rows into buckets of at most `limit` bytes, or of one row."""
     buckets: list[list[_Rows]] = []
     for tensor in tensors:
         view = tensor.info.sharding.view
@@ -131,15 +129,11 @@ def _cut_into_buckets(tensors: Sequence[WantedTensor], limit: int) -> list[list[
 
 
 def broadcast_tensors(plan: _BroadcastPlan, ranks: Ranks) -> None:
-    """Fill each rank's part of tensors that rank 0 reads.
+    """Fill each rank's part of the tensors that rank 0 reads.
 
-    Collective, with the same tensors on all ranks.
-
-    A read error is raised on rank 0, and RankError on the others; a rank's own copy error is raised
-    there alone.
+    Collective: call it on every rank, with the same tensors. An error of reading is raised on rank
+    0, and RankError on the other ranks. An error of copying is raised on its rank alone.
     """
-    import torch.distributed as dist
-
     buffer = plan.buffer
     feed = _PieceFeed(_stored_pieces(plan.common)) if ranks.is_main else None
     copying = Outcome()
@@ -169,13 +163,13 @@ def _take_from(bucket: Sequence[_Rows], buffer: Tensor) -> None:
 
 
 def _is_whole_everywhere(tensor: WantedTensor) -> bool:
-    """Whether every rank holds the whole tensor; the same on all ranks."""
+    """Check whether every rank holds the whole tensor; the answer is the same on all ranks."""
     sharding = tensor.info.sharding
     return not sharding.is_sharded and not sharding.is_opaque
 
 
 def _is_small(tensor: WantedTensor) -> bool:
-    """Whether each rank would read a small range of the tensor; must be the same on all ranks."""
+    """Check whether each rank would read a small range; the answer is the same on all ranks."""
     sharding = tensor.info.sharding
     if sharding.is_opaque:
         return False
@@ -183,7 +177,7 @@ def _is_small(tensor: WantedTensor) -> bool:
 
 
 def _in_file_order(tensors: list[WantedTensor]) -> list[WantedTensor]:
-    """The tensors in the order of their bytes in the files; the same on all ranks."""
+    """Sort the tensors by the order of their bytes in the files, which is the same on all ranks."""
     places: dict[int, dict[str, tuple[int, int]]] = {}  # id of a file -> name -> order
     for tensor in tensors:
         if id(tensor.file) not in places:
@@ -213,7 +207,7 @@ class _PieceFeed:
 
 @torch.no_grad()
 def _stored_pieces(tensors: Sequence[WantedTensor]) -> Iterator[Tensor]:
-    """The bytes of the stored tensors in order; each piece is valid until the next."""
+    """Yield the bytes of the stored tensors in order; each piece is valid until the next."""
     with_runs = [(tensor, whole_run(tensor.file, tensor.name)) for tensor in tensors]
     for is_plain, group in groupby(with_runs, lambda item: item[1] is not None):
         if is_plain:

@@ -1,7 +1,8 @@
 """Fills live tensors from stored ones: each rank reads its own elements.
 
 Boxes come from the shardings of the current run, so the number of ranks may differ from that of the
-save. Threads read many tensors ahead in byte order, bypassing the page cache if that is faster.
+save. Threads read many tensors ahead in byte order, with direct I/O (bypassing the page cache) if
+that is faster.
 """
 
 import math
@@ -29,8 +30,8 @@ from ft_ckpt.formats.trees import PLAIN
 from ft_ckpt.ranks.sharding import Box, Source, box_memories, global_rank
 from ft_ckpt.storage.io import ByteRun, new_block
 
-_SLICE_BYTES = 64 << 20  # per read, to bound the memory in addition to the tensor
-_STAGE_BYTES = 16 << 20  # rows staged before their columns are copied out
+_SLICE_BYTES = 64 << 20  # per read, which bounds the memory in addition to the tensor
+_STAGE_BYTES = 16 << 20  # of rows that are staged before their columns are copied
 _MIN_RUN_BYTES = 64 << 10  # shorter runs of a box are read together with the bytes between them
 
 
@@ -72,14 +73,12 @@ class WantedTensor:
 
 
 def fill_all(tensors: Iterable[WantedTensor], threads: int = THREADS, direct: str = "auto") -> int:
-    """Overwrite this rank's elements of each tensor with the stored ones.
+    """Overwrite this rank's elements of each tensor with the stored ones; return the bytes read.
 
-    Returns the number of bytes read.
-
-    Memory in addition to the tensors: the blocks of `read_ahead`, and a stage of 16 MiB or one row
-    where rows are staged. `direct`: as in `read_ahead`. Raises LoadError naming every tensor that
-    is missing or of another shape or dtype, before anything is read; CorruptError if a file is too
-    short or has changed.
+    `threads` and `direct` are those of `read_ahead`. The memory needed in addition to the tensors
+    is the blocks of `read_ahead`, and 16 MiB or one row for a tensor whose rows are staged. Raises
+    LoadError naming every tensor that is missing or of another shape or dtype, before anything is
+    read; CorruptError if a file is too short or has changed.
     """
     tensors = list(tensors)
     check_all(tensors)
@@ -96,13 +95,16 @@ def fill_all(tensors: Iterable[WantedTensor], threads: int = THREADS, direct: st
 
 
 def fill_tensor(tensor: WantedTensor) -> int:
-    """As `fill_all`, for one tensor, through the reader of the file's format."""
+    """Overwrite this rank's elements of one tensor, through the reader of the file's format.
+
+    Returns the number of bytes read. Raises what `fill_all` raises.
+    """
     check_all([tensor])
     return sum(map(_fill_box, tensor.in_boxes()))
 
 
 def _fill_box(target: WantedBox) -> int:
-    """Returns the number of bytes read."""
+    """Fill one box through the reader of the file's format; return the bytes read."""
     if _is_expanded(target.local):
         return _fill_expanded(target)
     first, stop = 0, 1
@@ -132,19 +134,19 @@ def check_all(tensors: Iterable[WantedTensor]) -> None:
 
 
 def is_first_process() -> bool:
-    """Whether this is rank 0 of its launch, or alone; known without a process group."""
+    """Check whether this is rank 0 of its launch, or alone, without a process group."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def readers_here() -> int:
-    """Number of processes of this launch on this machine, which may read the same files."""
+    """Return the number of processes of this launch on this machine."""
     count = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return int(count) if count.isdigit() else 1
 
 
 @dataclass(eq=False)
 class _RowsLanding:
-    """Stages whole rows for a box with part of the columns, with gaps or of another dtype."""
+    """Stages whole rows for a box that has some of the columns, gaps, or another dtype."""
 
     target: WantedBox
     low: int = 0  # rows of the box that are done
@@ -174,7 +176,7 @@ class _RowsLanding:
 def put_rows(target: WantedBox, low: int, rows: Tensor) -> None:
     """Copy consecutive whole rows of the tensor, from row `low` on, into the box.
 
-    Rows outside of it are ignored.
+    Rows outside the box are ignored.
     """
     box = target.box
     if not target.view:
@@ -190,9 +192,9 @@ def put_rows(target: WantedBox, low: int, rows: Tensor) -> None:
 
 
 def _landings_of_box(target: WantedBox) -> dict[ByteRun, Landing] | None:
-    """The byte ranges of this rank's box and their landings.
+    """Return the byte ranges of a box with their landings.
 
-    None if it must be read through the file's format.
+    Return None if the box must be read through the reader of the file's format.
     """
     local, box, view = target.local, target.box, target.view
     has_dtype, item_bytes = local.dtype == target.dtype, target.dtype.itemsize
@@ -221,7 +223,7 @@ def _landings_of_box(target: WantedBox) -> dict[ByteRun, Landing] | None:
 
 
 def _run_starts(box: Box, view: tuple[int, ...], last_cut: int) -> Iterable[int]:
-    """The first element of each of the box's runs in the flattened tensor, in order."""
+    """Yield the first element of each run of the box in the flattened tensor, in order."""
     strides = [math.prod(view[dim + 1 :]) for dim in range(len(view))]
     indices = []  # in each dimension before the last one that is cut
     for dim in range(last_cut):
@@ -251,15 +253,15 @@ def _spec_problem(tensor: WantedTensor) -> str | None:
 
 
 def _is_expanded(local: Tensor) -> bool:
-    """Whether several elements share memory, as in a result of `expand`."""
+    """Check whether several elements share memory, as in a result of `expand`."""
     pairs = zip(local.stride(), local.shape, strict=True)
     return any(stride == 0 and size > 1 for stride, size in pairs)
 
 
 def _fill_expanded(target: WantedBox) -> int:
-    """Fill each memory location once.
+    """Fill each memory location once; return the bytes read.
 
-    Raises LoadError if the elements that share it differ in the file.
+    Raises LoadError if elements that share a location differ in the file.
     """
     local = target.local
     whole = torch.empty(local.shape, dtype=local.dtype, device="cpu")

@@ -1,8 +1,8 @@
 """Gathers the elements of tensors on one rank: rank 0, or the writer of a file.
 
-`stream_buckets` moves chosen tensors there one bucket at a time, so that the rank holds no more
-than its own shard and the bucket. Every rank computes which rank sends which elements, so only
-tensor bytes are sent.
+`stream_buckets` moves chosen tensors to that rank one bucket at a time, so that the rank holds no
+more than its own shard and the bucket. Every rank computes which rank sends which elements, so only
+bytes of tensors are sent.
 """
 
 import math
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
@@ -24,11 +25,9 @@ BUCKET_BYTES = 256 << 20  # buffer of a rank for tensors that are gathered or br
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Consecutive elements of one tensor on the receiving rank.
+    """Consecutive elements of one tensor on the receiving rank, flat.
 
-    They are flat, and valid until the next chunk is requested.
-
-    They may be on that rank's accelerator.
+    The data may be on the rank's accelerator, and is valid until the next chunk is requested.
     """
 
     name: str
@@ -37,12 +36,11 @@ class Chunk:
 
 
 def stream_chunks(chosen: Sequence[Source], ranks: Ranks, to: int = 0) -> Iterator[Chunk]:
-    """The elements of `chosen`, in order, as chunks on the rank `to`.
+    """Yield the elements of `chosen`, in order, as chunks on the rank `to`.
 
-    Nothing on the others. Collective. Every rank must exhaust it, with the same `chosen`.
-
-    In addition to its own shard the rank `to` holds at most BUCKET_BYTES, or two rows of a tensor
-    where these are larger; an opaque tensor is gathered whole.
+    The iterator yields nothing on other ranks. Collective: every rank must exhaust it, with the
+    same `chosen`. In addition to its own shard the rank `to` holds at most BUCKET_BYTES, or two
+    rows of a tensor if these are larger. An opaque tensor is gathered whole.
     """
     for bucket in stream_buckets(chosen, ranks, to):
         yield from bucket
@@ -51,11 +49,12 @@ def stream_chunks(chosen: Sequence[Source], ranks: Ranks, to: int = 0) -> Iterat
 def stream_buckets(
     chosen: Sequence[Source], ranks: Ranks, to: int = 0
 ) -> Iterator[Iterator[Chunk]]:
-    """As `stream_chunks`, by bucket.
+    """Yield for each bucket an iterator over its chunks; see `stream_chunks`.
 
-    A bucket moves while all ranks iterate over it, in the same order of buckets.
+    A bucket moves while all ranks iterate over it. All ranks must take the buckets in this order.
     """
-    buckets = list(_cut_buckets(chosen, BUCKET_BYTES // 2, to))  # one half is filled from the other
+    # half of BUCKET_BYTES receives from a rank, the other half has the full rows
+    buckets = list(_cut_buckets(chosen, BUCKET_BYTES // 2, to))
     max_bytes = 0
     for bucket in buckets:
         moving = [unit for unit in bucket if moves_to(unit.info, to)]
@@ -64,7 +63,10 @@ def stream_buckets(
 
 
 def are_equal(first: Source, second: Source, ranks: Ranks) -> bool:
-    """Whether two tensors have the same bits; True on ranks other than 0. Collective."""
+    """Check whether two tensors have the same bits; return True on ranks other than 0.
+
+    Collective: call it on every rank.
+    """
     digests = []
     for info in (first, second):
         digest = xxhash.xxh3_128()
@@ -75,7 +77,10 @@ def are_equal(first: Source, second: Source, ranks: Ranks) -> bool:
 
 
 def gather_tensors(chosen: Sequence[Source], ranks: Ranks, to: int = 0) -> dict[str, Tensor]:
-    """Full copies of `chosen` on the host of the rank `to`, by name; `{}` elsewhere. Collective."""
+    """Return full copies of `chosen` by name, in the host memory of the rank `to`.
+
+    Return {} on other ranks. Collective: call it on every rank.
+    """
     full: dict[str, Tensor] = {}
     if ranks.rank == to:
         for info in chosen:
@@ -106,20 +111,20 @@ class _RowRange:
         return (self.high - self.low) * self.row_numel * self.info.dtype.itemsize
 
     def boxes_of_rank(self, rank: int) -> tuple[Box, ...]:
-        """The boxes that `rank` contributes.
+        """Return the boxes that `rank` contributes.
 
-        For a tensor that every rank holds whole, the boxes in its own memory.
+        If every rank holds the whole tensor, each rank contributes the boxes in its own memory.
         """
         sharding = self.info.sharding
         return sharding.local_boxes(rank) if _is_everywhere(self.info) else sharding.boxes(rank)
 
     def parts_of_rank(self, rank: int) -> list[Box]:
-        """The boxes that `rank` contributes to these rows, in coordinates of the view."""
+        """Return the boxes that `rank` contributes to these rows, in coordinates of the view."""
         parts = [self._part_of_box(box) for box in self.boxes_of_rank(rank)]
         return [part for part in parts if part is not None]
 
     def local_data(self, rank: int) -> list[Tensor]:
-        """This rank's elements of each of `parts_of_rank(rank)`; `rank` is this one."""
+        """Return the elements of each of `parts_of_rank(rank)`, where `rank` is this process."""
         data = []
         for box, memory in box_memories(self.boxes_of_rank(rank), self.local):
             part = self._part_of_box(box)
@@ -139,7 +144,7 @@ class _RowRange:
 
 
 def moves_to(info: Source, to: int) -> bool:
-    """Whether other ranks must send elements of the tensor to the rank `to`."""
+    """Check whether other ranks must send elements of the tensor to the rank `to`."""
     sharding = info.sharding
     if sharding.is_opaque or _is_everywhere(info):
         return False
@@ -147,15 +152,15 @@ def moves_to(info: Source, to: int) -> bool:
 
 
 def _is_everywhere(info: Source) -> bool:
-    """Whether every rank holds the whole tensor; shards may have replicas, too."""
+    """Check whether every rank holds the whole tensor; shards may have replicas, too."""
     return info.sharding.is_replicated and not info.sharding.is_sharded
 
 
 def _cut_buckets(chosen: Sequence[Source], limit: int, to: int) -> Iterator[list[_RowRange]]:
-    """The tensors cut at whole rows into lists of units of at most `limit` bytes (or one row).
+    """Cut the tensors at whole rows into buckets of at most `limit` bytes, or of one row.
 
-    Tensors that move must be cut the same way on all ranks, so they share no bucket with tensors
-    that do not move.
+    Tensors that move share no bucket with tensors that do not move, because the former must be cut
+    the same way on all ranks.
     """
     bucket: list[_RowRange] = []
     bytes_left = limit
@@ -201,7 +206,7 @@ class _BucketCarrier:
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def carry_bucket(self, bucket: list[_RowRange]) -> Iterator[Chunk]:
-        """Send this rank's elements of `bucket`, or receive the others' and yield the chunks."""
+        """Send this rank's elements of `bucket`; on the rank `to`, receive all and yield chunks."""
         moving = [unit for unit in bucket if moves_to(unit.info, self.to)]
         opaque = [unit for unit in bucket if unit.info.sharding.is_opaque]
         if self.ranks.rank != self.to:
@@ -222,9 +227,7 @@ class _BucketCarrier:
         return senders
 
     def _send_rows(self, moving: Sequence[_RowRange], opaque: Sequence[_RowRange]) -> None:
-        import torch.distributed as dist
-
-        packed = self._pack_local(moving)  # before its turn, because it must not fail afterwards
+        packed = self._pack_local(moving)  # before this rank's turn, in which it must not fail
         if moving or opaque:
             self.ranks.await_receive_slot(bool(opaque) or packed is not None, self.to)
         if packed is not None:
@@ -244,7 +247,7 @@ class _BucketCarrier:
         return local[0].reshape(-1)
 
     def _pack_local(self, moving: Sequence[_RowRange]) -> Tensor | None:
-        """This rank's contributions in one buffer, or None."""
+        """Pack this rank's contributions into one buffer; return None if it has none."""
         contributions: list[Tensor] = []
         for unit in moving:
             contributions += unit.local_data(self.ranks.rank)
@@ -259,8 +262,8 @@ class _BucketCarrier:
         return packed
 
     def _receive_rows(self, moving: Sequence[_RowRange]) -> dict[int, Tensor]:
-        """The full rows of each unit, by id of the unit, in the receive buffer."""
-        # full size: a reader of the last chunk keeps the buffer alive
+        """Receive the full rows of each unit, and return them by id of the unit."""
+        # Full size from the start: while a reader has the last chunk, the buffer cannot be freed.
         buffer = self._reuse_buffer("rows", self.max_bytes)
         rows, position = {}, 0
         owners: set[int] = set()
@@ -282,9 +285,7 @@ class _BucketCarrier:
     def _receive_from(
         self, rank: int, moving: Sequence[_RowRange], rows: Mapping[int, Tensor]
     ) -> None:
-        """Receive the contributions of `rank`, packed as by `_pack_local`, into `rows`."""
-        import torch.distributed as dist
-
+        """Receive the contributions of `rank`, packed by its `_pack_local`, into `rows`."""
         parts = []
         size_bytes = 0
         for unit in moving:
@@ -301,11 +302,11 @@ class _BucketCarrier:
             _paste_part(rows[id(unit)], unit, part, data)
 
     def _reuse_buffer(self, use: str, size: int) -> Tensor:
-        """The first `size` bytes of the buffer for `use`, which grows if necessary."""
+        """Return the first `size` bytes of the buffer for `use`, which grows if necessary."""
         buffer = self.buffers.get(use)
         if buffer is None or buffer.numel() < size:
             self.buffers.pop(use, None)
-            del buffer  # frees it before the larger one is allocated
+            del buffer  # freed before the larger buffer is allocated
             # At least one rank's share of a full bucket, so that growth is rare: the backend may
             # keep a buffer that is no longer used.
             new_size = max(size, self.max_bytes // self.ranks.size)
@@ -324,7 +325,7 @@ def _as_rank_error(action: str) -> Iterator[None]:
 
 
 def padded_size(size: int) -> int:
-    """`size` rounded up so that the next tensor in a buffer is aligned for every dtype."""
+    """Round `size` up so that the next tensor in a buffer is aligned for every dtype."""
     return size + -size % 16
 
 
@@ -336,20 +337,18 @@ def _paste_part(rows: Tensor, unit: _RowRange, part: Box, data: Tensor) -> None:
 
 
 def bytes_as(flat: Tensor, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """The bytes of `flat` from `start` on, viewed as a tensor."""
+    """View the bytes of `flat` from `start` on as a tensor."""
     stop = start + math.prod(shape) * dtype.itemsize
     return flat[start:stop].view(dtype).view(tuple(shape))
 
 
 def wire_device() -> torch.device:
-    """The device that the default process group sends from: the accelerator under NCCL.
+    """Return the device that the default process group sends from.
 
-    Otherwise the CPU.
+    That is the accelerator under NCCL, and else the CPU.
     """
-    import torch.distributed as dist
-
     backend, host = str(dist.get_backend()), torch.device("cpu")
     if "gloo" in backend or "mpi" in backend:
-        # and asks for no accelerator, which would initialize one that training does not use
+        # `current_device` is not called: it initializes an accelerator that training may not use
         return host
     return current_device() or host

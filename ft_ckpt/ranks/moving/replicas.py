@@ -1,4 +1,4 @@
-"""Places and samples of the elements that a rank holds of a tensor."""
+"""Places, samples and digests of the elements that a rank holds of a tensor."""
 
 import ctypes
 import json
@@ -15,9 +15,9 @@ WEIGHTS = "weights"  # first part of the name of a tensor of the saved model
 
 
 def place_of(sharding: Sharding, rank: int) -> str:
-    """Offsets and sizes of the part of `rank`, at most one box, in the tensor, as JSON.
+    """Return the place of the part of `rank` in the tensor: its offsets and sizes, as JSON.
 
-    "" for the whole tensor.
+    The part is at most one box. Return "" for the whole tensor.
     """
     for box in sharding.local_boxes(rank):
         if box.sizes != sharding.view:
@@ -28,11 +28,11 @@ def place_of(sharding: Sharding, rank: int) -> str:
 def sample_elements(
     chosen: Mapping[str, Source], rank: int, tensors: int = 32, elements: int = 8
 ) -> dict[str, dict[str, float]]:
-    """A few elements of `chosen` that `rank` holds, as {name: {flat index: value}}.
+    """Return a few elements of `chosen` that `rank` holds, as {name: {flat index: value}}.
 
-    They are evenly spread over the floating-point tensors: over all ranks together at most
-    `tensors` x `elements` values, each from one rank. Not collective: the caller merges the results
-    of the ranks.
+    The elements are evenly spread over the floating-point tensors. All ranks together return at
+    most `tensors` x `elements` values, each from one rank. Not collective: the caller merges the
+    results of the ranks.
     """
     samples = {}
     for name, indices in picked_indices(chosen, tensors, elements).items():
@@ -45,7 +45,7 @@ def sample_elements(
 def picked_indices(
     chosen: Mapping[str, Source], tensors: int = 32, elements: int = 8
 ) -> dict[str, list[int]]:
-    """The flat indices of the elements that `sample_elements` takes, by name."""
+    """Return by name the flat indices of the elements that `sample_elements` reads."""
     readable = []
     for name, info in chosen.items():
         if info.numel > 0 and has_readable_elements(info):
@@ -60,10 +60,10 @@ def picked_indices(
 
 
 def has_readable_elements(info: Source) -> bool:
-    """Whether the elements are floating-point numbers that can be read one by one.
+    """Check whether the elements are floating-point numbers that can be read one by one.
 
-    Those of quantised weights cannot: their tensors are of integers, or of a subclass that does not
-    implement it.
+    The elements of quantised weights cannot: their tensors have integers, or are of a subclass that
+    does not implement reading one element.
     """
     if not info.dtype.is_floating_point:
         return False
@@ -80,7 +80,7 @@ def has_readable_elements(info: Source) -> bool:
 
 
 def elements_at(info: Source, rank: int, indices: Sequence[int]) -> dict[str, float]:
-    """The elements at flat `indices` that `rank`, this one, contributes, by index."""
+    """Return by index the elements at flat `indices` that `rank`, of this process, contributes."""
     local = info.local
     if local is None or not local.numel():
         return {}
@@ -94,15 +94,15 @@ def elements_at(info: Source, rank: int, indices: Sequence[int]) -> dict[str, fl
     return values
 
 
-_WORDS = 1 << 24  # of 8 bytes, digested at a time on an accelerator
-# odd, of several hash functions
+_WORDS = 1 << 24  # words of 8 bytes that an accelerator digests at a time
+# odd constants of several hash functions
 _MIXING_FACTORS = (-7046029254386353131, -4417276706812531889, -8663945395140668459)
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The digest of each tensor, hexadecimal.
+    """Return the digest of each tensor, in hexadecimal digits.
 
-    Digests of equal tensors on different kinds of devices differ.
+    The digests of equal tensors differ if one is on the CPU and one on an accelerator.
     """
     digests = {}
     folded: dict[str, Tensor] = {}
@@ -121,9 +121,9 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def folded_bits(tensor: Tensor) -> Tensor:
-    """A digest of all bits of the tensor and their positions.
+    """Return a digest of all bits of the tensor and their positions.
 
-    One int64, computed on the tensor's device.
+    The digest is one int64 on the tensor's device, where it is computed.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     data = data.clone() if data.storage_offset() % 8 else data

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ft_ckpt.ranks.sharding.groups import group_members
+from ft_ckpt.ranks.sharding.groups import group_members, has_process_group
 from ft_ckpt.ranks.sharding.sharding import OpaqueSharding
 from ft_ckpt.ranks.sharding.tensor_kind import TensorKind, TensorLayout, layout_like
 
@@ -20,7 +20,7 @@ _EXPERT = (
     "an expert of this rank alone, spread by DeepSpeed's MoE; train with ep_size=1, or save with "
     "DeepSpeed's own engine.save_checkpoint()"
 )
-_UNSPREAD = (None, "ep_size_1")  # groups of experts that every rank has
+_UNSPREAD = (None, "ep_size_1")  # names of groups whose experts every rank has
 
 
 class EngineParts(TensorKind):
@@ -29,7 +29,7 @@ class EngineParts(TensorKind):
     def describes(self, tensor: Any) -> bool:
         if not (_is_part(tensor) or _is_expert(tensor)):
             return False
-        return dist.is_available() and dist.is_initialized() and bool(dist.get_world_size() > 1)
+        return has_process_group() and bool(dist.get_world_size() > 1)
 
     def layout_of(self, tensor: Any) -> TensorLayout:
         shape = tuple(tensor.shape)
@@ -45,7 +45,7 @@ def _is_part(tensor: Any) -> bool:
 
 
 def _is_on_one_rank(tensor: Any) -> bool:
-    """Whether the AutoTP group of the tensor has one rank, which holds the whole tensor."""
+    """Check whether the AutoTP group of the tensor has one rank, which holds the whole tensor."""
     layer: Any = getattr(getattr(tensor, "gather_params", None), "__self__", None)
     if not hasattr(layer, "mp_group"):
         return False

@@ -4,30 +4,38 @@ from collections.abc import MutableMapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
+
 _in_order: MutableMapping[Any, Sequence[int]] = WeakKeyDictionary()  # by process group
 
 
-def global_rank() -> int:
-    """The rank of this process; 0 without a process group."""
-    import torch.distributed as dist
+def has_process_group() -> bool:
+    """Check whether this process has a default process group."""
+    return bool(dist.is_available() and dist.is_initialized())
 
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+def global_rank() -> int:
+    """Return the rank of this process, 0 without a process group."""
+    return dist.get_rank() if has_process_group() else 0
 
 
 def group_members(group: Any) -> tuple[int, ...]:
-    """The global ranks of a process group in its order; rank 0 alone without one."""
-    import torch.distributed as dist
+    """Return the global ranks of a process group, in the order of the group.
 
-    return tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
+    Return rank 0 alone if this process has no process group.
+    """
+    return tuple(dist.get_process_group_ranks(group)) if has_process_group() else (0,)
 
 
 def ranks_in_order(group: Any) -> Sequence[int]:
-    """The `group_members`, as a range if they are evenly spaced, because groups may be large."""
-    import torch.distributed as dist
+    """Return the `group_members`, cached for each group.
 
-    key = dist.group.WORLD if group is None else group
-    if key is None:
+    Evenly spaced ranks are returned as a range: a group may have many, and a range is searched in
+    constant time.
+    """
+    if not has_process_group():
         return group_members(None)
+    key = dist.group.WORLD if group is None else group
     if key not in _in_order:
         members = group_members(group)
         step = members[1] - members[0] if len(members) > 1 else 1
@@ -37,7 +45,5 @@ def ranks_in_order(group: Any) -> Sequence[int]:
 
 
 def is_subset_of_ranks(count: int) -> bool:
-    """Whether `count` is less than the number of ranks: then the other ranks hold replicas."""
-    import torch.distributed as dist
-
-    return dist.is_initialized() and bool(count < dist.get_world_size())
+    """Check whether `count` ranks are not all ranks: then the other ranks hold replicas."""
+    return has_process_group() and bool(count < dist.get_world_size())

@@ -1,24 +1,24 @@
-"""Runs: a tensor as few consecutive pieces, each of another rank."""
+"""Runs: a tensor as a few consecutive pieces, each of another rank."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-MAX_RUNS = 64  # per tensor; a tensor that is cut finer is gathered before it is written
+MAX_RUNS = 64  # per tensor; a tensor with more is gathered before it is written
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The next elements of a tensor in runs of consecutive ranks.
+    """Consecutive elements of a tensor in pieces of consecutive ranks.
 
-    The first run is of the rank `owner`, the next of `owner` + 1, and so on.
+    The first piece belongs to the rank `owner`, the next one to `owner` + 1, and so on.
     """
 
     owner: int
-    lead: int  # elements of the first
-    chunk: int  # of each but the first and the last
-    numel: int  # of all
+    lead: int  # elements of the first piece
+    chunk: int  # elements of each piece except the first and the last
+    numel: int  # elements of all pieces
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ def runs_over_grid(
     ranks: Sequence[int],
     cuts: Iterable[tuple[int, int]],
 ) -> tuple[Runs, ...]:
-    """The runs of a tensor of the shape `view`, which is not empty.
+    """Return the runs of a tensor of the shape `view`, which is not empty.
 
-    () if there are more than MAX_RUNS. `cuts` are pairs (dimension of the view, dimension of the
-    grid), applied in order, as torch.chunk does. `ranks` fill the grid, its last dimension fastest;
-    of replicas the first is taken.
+    `cuts` are pairs (dimension of the view, dimension of the grid), which cut in this order as
+    torch.chunk does. `ranks` fill the grid, its last dimension fastest. Of replicas, the first rank
+    is in the runs. Return () if there would be more than MAX_RUNS.
     """
     stretches = [[_Stretch(0, size)] for size in view]
     for dim, axis in cuts:
@@ -51,7 +51,7 @@ def runs_over_grid(
         for stretch in stretches[dim]:
             parts += _cut_stretch(stretch, axis, grid[axis])
         stretches[dim] = parts
-    # Dimensions before the last one that is cut are taken index by index.
+    # Every index of a dimension before the last cut one begins new pieces.
     last = 0
     for dim, parts in enumerate(stretches):
         if len(parts) > 1:
@@ -73,7 +73,7 @@ def runs_over_grid(
 
 
 def _single_indices(parts: Iterable[_Stretch]) -> list[_Stretch]:
-    """Each stretch as often as it has indices."""
+    """Repeat each stretch as often as it has indices."""
     repeated: list[_Stretch] = []
     for stretch in parts:
         repeated += [stretch] * stretch.size
@@ -90,9 +90,9 @@ def _cut_stretch(stretch: _Stretch, axis: int, count: int) -> Iterator[_Stretch]
 
 
 def _joined_runs(pieces: Sequence[tuple[int, int]]) -> Iterator[Runs]:
-    """The fewest runs that describe (rank, elements) pairs.
+    """Yield the fewest runs that describe the pairs (rank, elements).
 
-    A run has consecutive ranks, and equal sizes between the first and the last.
+    A run has consecutive ranks, and equal sizes between its first and last piece.
     """
     group: list[tuple[int, int]] = []
     for rank, numel in pieces:

@@ -1,7 +1,7 @@
 """How the elements of a tensor are spread over ranks (boxes, flat buffers, meshes), as plain data.
 
-One frozen, hashable class for each layout. None refers to a tensor: a `Sharding` says which
-elements a rank has, and the tensor's `Source` gives their memory.
+There is one frozen, hashable class for each layout. The classes refer to no tensor: a `Sharding`
+says which elements a rank has, and the `Source` of a tensor gives their memory.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,8 @@ class Box:
 class Sharding(Protocol):
     """Which elements of one tensor each rank holds.
 
-    Over all `owners`, each element of `view` is in exactly one box.
-
-    The elements of a rank with several boxes lie in its memory as one row of elements, box after
-    box.
+    Over all `owners`, each element of `view` is in exactly one box. If a rank has several boxes,
+    their elements follow each other in its memory, box after box.
     """
 
     @property
@@ -42,38 +40,34 @@ class Sharding(Protocol):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether its engine shards it over ranks; the same on every rank."""
+        """Whether the engine shards the tensor over ranks; the same on every rank."""
         ...
 
     @property
     def is_replicated(self) -> bool:
-        """Whether several ranks should hold the same elements of it.
-
-        The same answer on every rank.
-        """
+        """Whether several ranks should hold the same elements; the same on every rank."""
         ...
 
     @property
     def is_opaque(self) -> bool:
-        """Whether no boxes describe it: only a collective of its engine gives the tensor."""
+        """Whether no boxes describe the tensor, which only a collective of its engine gives."""
         ...
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
-        """The elements that `rank` contributes to a gather."""
+        """Return the elements that `rank` contributes to a gather."""
         ...
 
     def local_boxes(self, rank: int) -> tuple[Box, ...]:
-        """The elements that `rank` holds in memory, even if another rank contributes them."""
+        """Return the elements that `rank` has in memory, even if another rank contributes them."""
         ...
 
     @property
     def runs(self) -> tuple[Runs, ...]:
-        """All elements in order, if the boxes form few runs.
+        """All elements in order, if the boxes form few runs; else ().
 
-        () if they do not, or if every rank has all elements.
-
-        The ranks are those of this rank's replica group. Only the group that contributes has
-        `owners`.
+        The runs are () as well if every rank has all elements. The ranks in the runs are those of
+        this rank's replica group, even if another group contributes the elements, and this one has
+        no `owners`.
         """
         ...
 
@@ -97,7 +91,7 @@ class ReplicatedSharding:
 
 @dataclass(frozen=True)
 class OwnedSharding:
-    """The rank `owner` alone contributes the whole tensor to a gather; with None no rank does."""
+    """The rank `owner` alone contributes the whole tensor to a gather; None means no rank does."""
 
     view: tuple[int, ...]
     owner: int | None
@@ -121,7 +115,7 @@ class OwnedSharding:
         return _whole_box(self.view) if rank == self.owner else ()
 
     def local_boxes(self, rank: int) -> tuple[Box, ...]:
-        """The whole tensor, even for a rank that holds none of it."""
+        """Return a box of the whole tensor, even for a rank that holds no element."""
         return _whole_box(self.view)
 
 
@@ -130,7 +124,7 @@ class Mesh:
     """Ranks in a grid."""
 
     shape: tuple[int, ...]
-    ranks: tuple[int, ...]  # global, the last dimension of the grid varies fastest
+    ranks: tuple[int, ...]  # global ranks; the last dimension of the grid varies fastest
 
     @cached_property
     def places(self) -> dict[int, tuple[int, ...]]:
@@ -139,7 +133,7 @@ class Mesh:
 
     @cached_property
     def reaches(self) -> tuple[int, ...]:
-        """Along each dimension, how many ranks from the first one on have consecutive numbers."""
+        """How many ranks, from the first one on, have consecutive numbers, for each dimension."""
         reaches = []
         for dim, size in enumerate(self.shape):
             stride = prod(self.shape[dim + 1 :])
@@ -153,9 +147,9 @@ class Mesh:
 
 @dataclass(frozen=True)
 class MeshSharding:
-    """A tensor cut over dimensions of a mesh, as torch.chunk does; other dimensions replicate it.
+    """A tensor that some dimensions of a mesh cut, as torch.chunk does, and the others replicate.
 
-    A mesh without rank 0 holds a replica of another mesh's elements, and contributes nothing.
+    A mesh without rank 0 holds replicas of another mesh's elements, and contributes nothing.
     """
 
     view: tuple[int, ...]
@@ -163,7 +157,8 @@ class MeshSharding:
     # for each dimension of the mesh, the dimension of the view that it cuts
     cuts: tuple[int | None, ...]
     is_replicated: bool = False
-    # in which the mesh's dimensions cut, each the parts of the last; (): 0, 1, ...
+    # order in which the dimensions of the mesh cut, each the parts that the one before has made; ()
+    # stands for 0, 1, ...
     order: tuple[int, ...] = ()
     is_sharded = True
     is_opaque = False
@@ -203,9 +198,10 @@ class MeshSharding:
         return runs_over_grid(self.view, self.mesh.shape, self.mesh.ranks, cuts)
 
     def _rows_over_consecutive_ranks(self, rows: int) -> int | None:
-        """The rows of each rank; None unless it is cut once at most, along the first dimension.
+        """Return the rows of each rank if consecutive ranks have consecutive rows.
 
-        The ranks with the parts have consecutive numbers.
+        Return None if the tensor is cut more than once, or not along its first dimension, or if the
+        ranks with the parts do not have consecutive numbers.
         """
         cut_axes = []
         for axis, dim in enumerate(self.cuts):
@@ -239,12 +235,12 @@ class MeshSharding:
 class OpaqueSharding:
     """A layout that only its engine can assemble, such as a pending sum.
 
-    Nothing can be read into it.
+    Nothing can be read into such a tensor.
     """
 
     view: tuple[int, ...]
     is_replicated: bool = False
-    why: str = ""  # the reason to refuse it, if the engine cannot assemble it either
+    why: str = ""  # the reason to refuse the tensor, if the engine cannot assemble it either
     owners = (0,)
     is_sharded = False
     is_opaque = True
@@ -258,10 +254,10 @@ class OpaqueSharding:
 
 
 def is_known_to_all(sharding: Sharding, world_size: int) -> bool:
-    """Whether every rank knows which ranks contribute to a gather of the tensor.
+    """Check whether every rank knows which ranks contribute to a gather of the tensor.
 
-    The same answer on every rank. In a group of shards without rank 0, which holds replicas, ranks
-    know their own group alone.
+    The answer is the same on every rank. If there are several groups of shards, the ranks of the
+    groups without rank 0 know the members of their own group alone.
     """
     if isinstance(sharding, MeshSharding):
         return len(sharding.mesh.ranks) == world_size
@@ -271,7 +267,7 @@ def is_known_to_all(sharding: Sharding, world_size: int) -> bool:
 
 
 def part_count(sharding: Sharding) -> int:
-    """The number of parts that the tensor is cut into; the same answer on every rank."""
+    """Return the number of parts that the tensor is cut into; the same on every rank."""
     if isinstance(sharding, MeshSharding):
         sizes = zip(sharding.mesh.shape, sharding.cuts, strict=True)
         return prod(size for size, dim in sizes if dim is not None)
@@ -281,7 +277,7 @@ def part_count(sharding: Sharding) -> int:
 
 
 def unravel_index(index: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The multi-dimensional index of the flat `index` in an array of that `shape`."""
+    """Return the multi-dimensional index of the flat `index` in an array of that `shape`."""
     places = []
     for size in reversed(shape):
         places.append(index % size)
@@ -300,9 +296,9 @@ def _nonempty_box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Box
 
 @lru_cache(maxsize=1 << 16)  # for each shape and rank
 def _cut_box(shape: tuple[int, ...], cuts: tuple[tuple[int, int, int], ...]) -> tuple[Box, ...]:
-    """The i-th of n chunks of `shape` along dimension d, as torch.chunk cuts.
+    """Cut `shape` as torch.chunk does: (d, i, n) takes the i-th of n chunks along dimension d.
 
-    Each cut (d, i, n) is applied to the result of the one before.
+    Each cut is applied to the result of the cut before.
     """
     offsets, sizes = [0] * len(shape), list(shape)
     for dim, index, parts in cuts:
@@ -316,15 +312,14 @@ def _cut_box(shape: tuple[int, ...], cuts: tuple[tuple[int, int, int], ...]) -> 
 class FlatSharding:
     """A tensor in a flat buffer that is cut into equal shards, one for each of `members`.
 
-    It has the elements [first, first + numel).
-
-    Members without rank 0 hold replicas of other members' shards, and contribute nothing.
+    The tensor has the elements [first, first + numel) of the buffer. Members without rank 0 hold
+    replicas of the shards of other members, and contribute nothing.
     """
 
     numel: int
     first: int
     shard: int  # elements
-    # global ranks in the order of the shards; a range is searched in constant time
+    # global ranks in the order of the shards, if possible as a range (see `ranks_in_order`)
     members: Sequence[int]
     is_replicated: bool = False
     is_sharded = True
@@ -336,7 +331,7 @@ class FlatSharding:
 
     @property
     def owners(self) -> Sequence[int]:
-        """The members whose shards contain elements of it."""
+        """The members whose shards contain elements of the tensor."""
         if not self.numel or 0 not in self.members:
             return ()
         numbers = self.shard_numbers
@@ -344,7 +339,7 @@ class FlatSharding:
 
     @property
     def shard_numbers(self) -> range:
-        """The shards that contain elements of it, which is not empty."""
+        """The shards that contain elements of the tensor, which is not empty."""
         last = self.first + self.numel - 1
         return range(self.first // self.shard, last // self.shard + 1)
 
@@ -369,7 +364,7 @@ class FlatSharding:
         return (Runs(self.members[self.first // self.shard], lead, chunk, self.numel),)
 
     def range_in_shard(self, rank: int) -> tuple[int, int] | None:
-        """The range [start, stop) of the elements in the shard of `rank`, or None."""
+        """Return the range [start, stop) of the elements in the shard of `rank`, or None."""
         for box in self.local_boxes(rank):
             start = self.first + box.offsets[0] - self.members.index(rank) * self.shard
             return start, start + box.sizes[0]

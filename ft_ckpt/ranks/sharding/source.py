@@ -15,7 +15,7 @@ _unique_keys = count(-1, -1)  # below all ids of objects
 
 
 def unique_key() -> int:
-    """A new key for a source."""
+    """Return a new key for a source."""
     return next(_unique_keys)
 
 
@@ -27,7 +27,7 @@ def _not_gathered(live: Any) -> Tensor:
 class Source:
     """One tensor under its canonical name, with access to its elements on this rank."""
 
-    key: int  # identity on this rank: the same for all names of one parameter
+    key: int  # identity on this rank, equal for all names of one parameter
     name: str  # without wrapper parts
     raw_name: str  # as `named_modules` spells it, wrapper parts included
     shape: tuple[int, ...]  # global
@@ -36,8 +36,8 @@ class Source:
     is_parameter: bool
     engine: str  # "plain", "fsdp1", "fsdp2", "zero3", "parts", "zero"
     sharding: Sharding
-    is_added: bool = False  # in the state dict, but neither parameter nor buffer
-    # the parameter, the buffer or an engine's stand-in; the reference keeps `key`, its id, valid
+    is_added: bool = False  # an entry of the state dict that is neither parameter nor buffer
+    # the parameter, the buffer or an engine's stand-in; the reference keeps its id, `key`, valid
     live: Any = None
     take: Callable[[Any], Tensor | None] = lambda _: None  # live -> this rank's elements
     # live -> the full tensor of an opaque sharding; collective
@@ -45,14 +45,11 @@ class Source:
 
     @property
     def local(self) -> Tensor | None:
-        """This rank's elements, as `Sharding.local_boxes` says, without gradient.
-
-        None if it has none.
-        """
+        """This rank's elements in `Sharding.local_boxes`, without gradient; None if it has none."""
         return self.take(self.live)
 
     def gather_full(self) -> Tensor:
-        """The full tensor of an opaque sharding. Collective."""
+        """Return the full tensor of an opaque sharding. Collective: call it on every rank."""
         return self.gather(self.live)
 
     @property
@@ -66,12 +63,12 @@ class Source:
         return self.numel * self.dtype.itemsize
 
     def holding(self, local: Tensor | None) -> "Source":
-        """The same tensor with its elements on this rank taken from `local`, such as a copy."""
+        """Return the same tensor with `local`, such as a copy, as its elements on this rank."""
         return replace(self, take=lambda _: local)
 
 
 def box_memories(boxes: Sequence[Box], local: Tensor | None) -> list[tuple[Box, Tensor]]:
-    """Each box of a rank with its memory in the shape of the box.
+    """Pair each box of a rank with its memory in the shape of the box.
 
     `local` is the memory of all boxes.
     """
@@ -92,9 +89,9 @@ def held_source(
     dtype: torch.dtype,
     live: Any,
 ) -> Source:
-    """The source, with a new key, of a tensor outside of models.
+    """Make the source, with a new key, of a tensor that is not in a model.
 
-    Set its local elements with `holding`.
+    `Source.holding` sets its local elements.
     """
     return Source(
         unique_key(), name, raw_name, shape, dtype, False, False, engine, sharding, live=live

@@ -32,7 +32,7 @@ class TensorLayout(NamedTuple):
 def layout_like(
     tensor: Any, shape: tuple[int, ...], engine: str, sharding: Sharding
 ) -> TensorLayout:
-    """The layout of a tensor with torch's attributes and another full `shape`."""
+    """Return the layout of a tensor with its own attributes but the full `shape`."""
     is_parameter = isinstance(tensor, nn.Parameter)
     return TensorLayout(
         shape, tensor.dtype, bool(tensor.requires_grad), is_parameter, engine, sharding
@@ -40,7 +40,7 @@ def layout_like(
 
 
 def shaped_as_box(local: Tensor, sharding: Sharding) -> Tensor:
-    """This rank's part of a tensor in the shape of its box, as the view splits a dimension."""
+    """View this rank's part in the shape of its box, in which the view may split a dimension."""
     boxes = sharding.local_boxes(global_rank())
     if not boxes or tuple(local.shape) == boxes[0].sizes:
         return local
@@ -50,20 +50,21 @@ def shaped_as_box(local: Tensor, sharding: Sharding) -> Tensor:
 class TensorKind(ABC):
     """Tensors that one engine has laid out over the ranks."""
 
-    # attributes that, with the type, determine `layout_of`; (): unknown
+    # names of attributes that, with the type, determine `layout_of`; () if these are unknown
     layout_facts: tuple[str, ...] = ()
-    shows_runs = False  # whether optimizers see only this rank's elements, as an ordinary tensor
+    # whether optimizers see an ordinary tensor that has only this rank's elements
+    shows_runs = False
 
     @abstractmethod
     def describes(self, tensor: Any) -> bool:
-        """Whether a parameter, a buffer or a stand-in for one is of this kind."""
+        """Check whether a parameter, a buffer or a stand-in for one is of this kind."""
 
     @abstractmethod
     def layout_of(self, tensor: Any) -> TensorLayout:
-        """The layout of a tensor of this kind. Moves no data."""
+        """Return the layout of a tensor of this kind, without moving data."""
 
     def layouts_of(self, tensors: Sequence[Any]) -> list[TensorLayout]:
-        """As `layout_of` of each; tensors with the same `layout_facts` share one."""
+        """Return the layout of each tensor; tensors with equal `layout_facts` share one object."""
         if not self.layout_facts:
             return [*map(self.layout_of, tensors)]
         facts_of = attrgetter(*self.layout_facts)
@@ -82,27 +83,27 @@ class TensorKind(ABC):
         return layouts
 
     def local_part(self, tensor: Any) -> Tensor | None:
-        """This rank's elements of a tensor of this kind, without gradient, or None.
+        """Return this rank's elements of a tensor of this kind, without gradient, or None.
 
         Moves no data.
         """
         raise AssertionError("no tensor of this kind needs it")
 
     def has_data(self, tensor: Any) -> bool:
-        """Whether this rank's elements of a tensor of this kind, if any, are in memory."""
+        """Check whether this rank's elements of a tensor of this kind, if any, are in memory."""
         local = self.local_part(tensor)
         return local is None or local.device.type != "meta"
 
     def full_tensor(self, tensor: Any) -> Tensor:
-        """The full tensor of an opaque sharding. Collective."""
+        """Return the full tensor of an opaque sharding. Collective: call it on every rank."""
         raise AssertionError("no tensor of this kind needs it")
 
     def optimizer_parameter(self, tensor: Any) -> Any:
-        """The object in optimizers that stands for a tensor of this kind."""
+        """Return the object that optimizers hold for a tensor of this kind."""
         return tensor
 
     def state_run(self, tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
-        """The layout of optimizer state of a tensor, and this rank's elements of it."""
+        """Return the layout of optimizer state of a tensor, and this rank's elements of it."""
         raise AssertionError("no tensor of this kind needs it")
 
 
@@ -139,9 +140,9 @@ class StandInTensors(PlainTensors):
 def stand_in_parameter(
     shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]
 ) -> nn.Parameter:
-    """A parameter of that shape in the memory of one element.
+    """Make a parameter of that shape in the memory of one element.
 
-    It stands for the tensor that `read` returns.
+    The parameter stands for the tensor that `read` returns.
     """
     parameter = nn.Parameter(
         torch.zeros((), dtype=dtype, device="cpu").expand(shape), requires_grad=False
@@ -151,7 +152,7 @@ def stand_in_parameter(
 
 
 def give_memory(tensor: Tensor) -> None:
-    """Give a stand-in memory of its own, which is not filled; other tensors have theirs."""
+    """Allocate memory for a stand-in, without filling it; do nothing for other tensors."""
     if hasattr(tensor, _READ):
         delattr(tensor, _READ)
         tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

@@ -32,8 +32,10 @@ class FlatParameter:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    first: int  # index of its first element in the unsharded flat parameter
-    members: Sequence[int] | None  # the ranks that it is cut over; None if each holds all of it
+    first: int  # index of the first element in the unsharded flat parameter
+    members: (
+        Sequence[int] | None
+    )  # ranks that the parameter is cut over; None if each has all of it
     # the parameter that optimizers get; None if that is the flat parameter itself
     original: Any = None
 
@@ -48,7 +50,7 @@ class FlatParameter:
         return self.handle.flat_param if local is None else local
 
     def sharding(self, shard: int | None = None) -> Sharding:
-        """Its layout in shards of `shard` elements, by default those of the flat parameter."""
+        """Return the layout in shards of `shard` elements, by default the flat parameter's."""
         numel = math.prod(self.shape)
         if self.members is None:
             return ReplicatedSharding((numel,))
@@ -58,9 +60,9 @@ class FlatParameter:
         )
 
     def local_run(self, buffer: Tensor) -> Tensor | None:
-        """This rank's elements in a `buffer` that is cut like the flat parameter.
+        """Return this rank's elements in a `buffer` that is cut like the flat parameter.
 
-        Optimizer state is cut so.
+        Optimizer state is such a buffer.
         """
         flat, sharding = buffer.detach().view(-1), self.sharding(buffer.numel())
         if not isinstance(sharding, FlatSharding):
@@ -80,7 +82,7 @@ class FSDP1Wrapper(Wrapper):
         return type(module).__name__ == "FullyShardedDataParallel"  # importing the class is slow
 
     def hides_tensors(self, module: nn.Module) -> bool:
-        return self.wraps(module)  # its parameters are in its handle's flat parameter
+        return self.wraps(module)  # the parameters are in the flat parameter of the handle
 
     def tensors_of_modules(
         self, modules: Sequence[nn.Module]

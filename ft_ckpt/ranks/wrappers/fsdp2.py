@@ -1,4 +1,4 @@
-"""FSDP2, which wraps no module, but replaces the classes of modules."""
+"""FSDP2, which wraps no module but replaces the classes of modules."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from ft_ckpt.ranks.wrappers.wrapper import Wrapper
 
 
 class FSDP2Wrapper(Wrapper):
-    """FSDP2, and the attributes of other engines that are composed of functions."""
+    """FSDP2, and attributes that other composable APIs of torch set on modules."""
 
     packages = ("torch.distributed.",)
     attribute_prefixes = ("_fsdp_", "_is_fsdp_", "__composable")
@@ -48,7 +48,7 @@ def _fsdp_modules(modules: Sequence[nn.Module]) -> list[FSDPModule]:
 
 
 def _parameter_groups(modules: Sequence[nn.Module]) -> list[Any]:
-    """FSDP2's records of parameters that are gathered together."""
+    """Return FSDP2's groups of parameters that are gathered together."""
     groups: list[Any] = []
     for module in _fsdp_modules(modules):
         state: Any = module._get_fsdp_state()
@@ -64,7 +64,7 @@ def _parameter_records(groups: Sequence[Any]) -> list[Any]:
 
 
 def _warn_of_copies(modules: Sequence[nn.Module]) -> None:
-    """Warn of tied parameters that FSDP2 has twice, although the optimizer has only one.
+    """Warn of tied parameters that FSDP2 has twice although the optimizer has one of them.
 
     If shards are padded, because the number of ranks does not divide the rows, torch copies a tied
     parameter for each module that it shards. The second copy is not trained and is in no state
@@ -92,7 +92,7 @@ def _warn_of_copies(modules: Sequence[nn.Module]) -> None:
 
 
 def _is_current(record: Any) -> bool:
-    """Whether FSDP2's copy of the shard has the values of the parameter."""
+    """Check whether FSDP2's copy of the shard has the values of the parameter."""
     gathered, local = record._sharded_param_data, record.sharded_param._local_tensor
     return gathered.data_ptr() == local.data_ptr() or torch.equal(
         gathered[: local.numel()], local.reshape(-1)
@@ -103,7 +103,7 @@ def _is_current(record: Any) -> bool:
 class PendingGradient:
     """The gradient of a whole parameter that FSDP2 has not yet reduced over the ranks."""
 
-    record: Any  # FSDP2's, of the parameter
+    record: Any  # FSDP2's record of the parameter
 
     def read(self) -> Tensor | None:
         # the sum of earlier backward passes, or the gradient of the last one

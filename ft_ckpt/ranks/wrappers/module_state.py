@@ -1,9 +1,9 @@
-"""Extra state: entries of torch's `state_dict()` that are no parameters or buffers.
+"""Extra state: entries of torch's `state_dict()` that are neither parameters nor buffers.
 
 Most modules list their parameters and persistent buffers only. Some have extra state or override
-the listing. Their entries are collected as torch does, and restored by the loading methods of the
-modules. Entries that hooks add are refused: nothing says how they come back. Wrappers are
-recognised by type, because a module of the user may have the same name.
+the listing. The entries of these modules are collected as torch does, and restored by the loading
+methods of the modules. Entries that hooks add are refused, because no method restores them.
+Wrappers are recognised by type, because a module of the user may have the name of a wrapper step.
 """
 
 import pickle
@@ -35,12 +35,12 @@ class AddedValue:
 
     raw: str  # name with the wrapper steps of the module's path
     value: Any  # current value: a tensor or any object
-    owner: nn.Module  # the module that lists it
+    owner: nn.Module  # the module that lists the value
     prefix: str  # canonical prefix of the owner's names
 
 
 def wrapper_steps(pairs: Iterable[tuple[str, str]]) -> frozenset[str]:
-    """The steps of wrappers in the raw names of (name, raw name) `pairs`.
+    """Return the steps of wrappers in the raw names of (name, raw name) `pairs`.
 
     Raises SelectionError if a module of the user has the name of such a step, because the two
     cannot be distinguished.
@@ -59,7 +59,7 @@ def wrapper_steps(pairs: Iterable[tuple[str, str]]) -> frozenset[str]:
 
 
 def _steps_put_in(path: list[str], raw_path: list[str]) -> list[str]:
-    """The steps of `raw_path` that are not in `path`."""
+    """Return the steps of `raw_path` that are not in `path`."""
     steps = []
     position = 0  # in `path`
     for step in raw_path:
@@ -71,15 +71,15 @@ def _steps_put_in(path: list[str], raw_path: list[str]) -> list[str]:
 
 
 def are_plain(modules: Sequence[nn.Module]) -> bool:
-    """Whether all `modules` list their parameters and persistent buffers and nothing else."""
+    """Check whether all `modules` list their parameters and persistent buffers and nothing else."""
     changed = {cls for cls in {*map(type, modules)} if _has_own_listing(cls)}
     return all(map(partial(_is_plain, changed), modules))
 
 
 def _is_plain(changed: Container[type], module: nn.Module) -> bool:
-    """Whether a module is a wrapper, or has torch's listing.
+    """Check whether a module is a wrapper, or lists its state as torch does.
 
-    `changed`: classes that override it.
+    `changed` has the classes that override the listing.
     """
     fields = vars(module)
     overrides = type(module) in changed or "state_dict" in fields
@@ -92,10 +92,10 @@ def _is_plain(changed: Container[type], module: nn.Module) -> bool:
 
 
 def added_state(root: nn.Module, live: Mapping[str, Any]) -> dict[str, AddedValue]:
-    """The state of `root` other than its `live` tensors, by canonical name.
+    """Return the state of `root` other than its `live` tensors, by canonical name.
 
-    Aliases of `live` tensors are left out. Moves no data and calls no collective: FSDP1's own
-    listing is not used. Raises SelectionError naming a module that fails to list its state, and
+    Aliases of `live` tensors are left out. Moves no data and calls no collective, because FSDP1's
+    own listing is not used. Raises SelectionError naming a module that fails to list its state, or
     entries that hooks add.
     """
     live_ids = {id(tensor) for tensor in live.values()}
@@ -122,10 +122,10 @@ def added_state(root: nn.Module, live: Mapping[str, Any]) -> dict[str, AddedValu
 
 
 def load_added_state(root: nn.Module, live: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Restore `values`, which `added_state` listed, by the loading methods of their modules.
+    """Restore `values`, which `added_state` has listed, by the loading methods of the modules.
 
-    Raises LoadError naming values that this model does not list, that are missing, or that a module
-    did not load.
+    Raises LoadError naming values that this model does not list, values that are missing, and
+    values that a module did not load.
     """
     listed = added_state(root, live)
     problems = []
@@ -179,7 +179,7 @@ def refuse_one_way_state(added: Mapping[str, AddedValue]) -> None:
 
 
 def takes_extra_state(root: nn.Module, name: str) -> bool:
-    """Whether `name` is the extra state of `root` or a submodule that defines set_extra_state()."""
+    """Check whether `name` is the extra state of a module in `root` with set_extra_state()."""
     for path, _, module in walk_modules(root):
         if name == (f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE):
             return _has_own_method(module, "set_extra_state")
@@ -200,7 +200,7 @@ class _StateLister:
     def list_module(self, module: nn.Module, prefix: str, raw: str) -> None:
         """List the state of `module` and its submodules.
 
-        Raises SelectionError naming one that fails.
+        Raises SelectionError naming a module that fails.
         """
         try:
             self._list_unguarded(module, prefix, raw)
@@ -218,7 +218,7 @@ class _StateLister:
         if inner is not None:
             self.list_module(module._modules[inner], prefix, f"{raw}{inner}.")  # type: ignore[arg-type]  # there is one
             return
-        # one above tensors of an engine would gather them
+        # not called above tensors of an engine, which it would gather
         is_called = _has_own_method(module, "state_dict") and not _hides_tensors(module)
         if not is_called:
             self._as_torch_does(module, prefix, raw)
@@ -260,9 +260,9 @@ class _StateLister:
 
 
 def _load_added(first: AddedValue, live: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
-    """Let the owner of `first` load its `values` together with its current tensors.
+    """Let the owner of `first` load `values` together with its current tensors.
 
-    Returns its errors.
+    Returns the errors of the owner.
     """
     owner, prefix = first.owner, first.prefix
     state: OrderedDict[str, Any] = OrderedDict()
@@ -293,20 +293,20 @@ def _has_own_method(module: nn.Module, method: str) -> bool:
 
 
 def _has_own_listing(cls: type) -> bool:
-    """Whether the class overrides torch's methods that list the state of a module."""
+    """Check whether the class overrides torch's methods that list the state of a module."""
     methods = ("state_dict", "_save_to_state_dict", "get_extra_state")
     return any(getattr(cls, method) is not getattr(nn.Module, method) for method in methods)
 
 
 def _is_users(hook: Any) -> bool:
-    """Whether a hook is the user's: hooks of engines gather or reorder tensors and add none."""
+    """Check whether a hook is the user's; engines' hooks gather or reorder tensors and add none."""
     return not is_engine_code(str(getattr(getattr(hook, "func", hook), "__module__", "")))
 
 
 def _memory_key(value: Any) -> Any:
-    """A key that is equal for tensors that view the same memory.
+    """Return a key that is equal for tensors that view the same memory.
 
-    None for a value without memory.
+    Return None for a value without memory.
     """
     local = local_part(value) if isinstance(value, Tensor) else None
     if local is None or local.layout is not torch.strided:
@@ -318,7 +318,7 @@ def _memory_key(value: Any) -> Any:
 
 
 def _same_values(first: Any, second: Any) -> bool:
-    """Whether two values are equal, bit for bit."""
+    """Check whether two values are equal, bit for bit."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         if first.shape != second.shape or first.dtype != second.dtype:
             return False

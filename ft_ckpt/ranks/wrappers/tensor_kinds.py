@@ -1,6 +1,6 @@
-"""The table of kinds of tensors, and functions that ask the kind of each tensor.
+"""The table of tensor kinds, and functions that call the kind of each tensor.
 
-The first kind that describes a tensor handles it.
+The first kind in the table that describes a tensor is its kind.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ from ft_ckpt.ranks.wrappers.fsdp1 import FlatParameters
 
 
 def tensor_kind_at(place: str) -> TensorKind:
-    """The kind of the class at "module:name", for one that an extension brings."""
+    """Return the kind whose class is at "module:name", for the kind of an extension."""
     module, _, name = place.partition(":")
     kind: TensorKind = getattr(import_module(module), name)()
     return kind
@@ -40,17 +40,17 @@ TENSOR_KINDS: list[TensorKind] = [
 
 
 def layout_of(tensor: Any) -> TensorLayout:
-    """The layout of a parameter, a buffer, or a stand-in for one. Moves no data."""
+    """Return the layout of a parameter, a buffer, or a stand-in for one, without moving data."""
     return _kind_of(tensor).layout_of(tensor)
 
 
 def by_kind(tensors: Iterable[Any]) -> list[tuple[TensorKind, list[Any]]]:
-    """The tensors in order, grouped into runs of one kind."""
+    """Group the tensors, in order, into runs of one kind."""
     return [(kind, [*run]) for kind, run in groupby(tensors, _kind_of)]
 
 
 def layouts_of(tensors: Iterable[Any]) -> list[TensorLayout]:
-    """The `layout_of` each tensor; equal layouts are computed once."""
+    """Return the layout of each tensor; equal layouts are computed once."""
     layouts: list[TensorLayout] = []
     for kind, run in by_kind(tensors):
         layouts += kind.layouts_of(run)
@@ -58,7 +58,7 @@ def layouts_of(tensors: Iterable[Any]) -> list[TensorLayout]:
 
 
 def have_data(tensors: Iterable[Any]) -> list[bool]:
-    """For each tensor, whether this rank's elements, if any, are in memory."""
+    """Check for each tensor whether this rank's elements, if any, are in memory."""
     flags: list[bool] = []
     for kind, run in by_kind(tensors):
         flags += map(kind.has_data, run)
@@ -66,32 +66,32 @@ def have_data(tensors: Iterable[Any]) -> list[bool]:
 
 
 def local_part(tensor: Any) -> Tensor | None:
-    """This rank's elements of a tensor, without gradient, or None. Moves no data."""
+    """Return this rank's elements of a tensor, without gradient, or None. Moves no data."""
     return _kind_of(tensor).local_part(tensor)
 
 
 def full_tensor(tensor: Any) -> Tensor:
-    """The full tensor of an opaque layout. Collective."""
+    """Return the full tensor of an opaque layout. Collective: call it on every rank."""
     return _kind_of(tensor).full_tensor(tensor)
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Whether an engine lays out the tensor, such as a DTensor."""
+    """Check whether an engine lays out the tensor, such as a DTensor."""
     return not isinstance(_kind_of(tensor), PlainTensors)
 
 
 def optimizer_parameter(tensor: Any) -> Any:
-    """The object in optimizers that stands for a parameter, or for a stand-in for one."""
+    """Return the object that optimizers hold for a parameter, or for a stand-in for one."""
     return _kind_of(tensor).optimizer_parameter(tensor)
 
 
 def shows_runs(tensor: Any) -> bool:
-    """Whether optimizers see only this rank's elements, as an ordinary tensor."""
+    """Check whether optimizers see an ordinary tensor that has only this rank's elements."""
     return _kind_of(tensor).shows_runs
 
 
 def state_run(tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
-    """The layout of optimizer state in the shape of a tensor, and this rank's elements of it."""
+    """Return the layout of optimizer state in the shape of a tensor, and this rank's elements."""
     return _kind_of(tensor).state_run(tensor, state)
 
 

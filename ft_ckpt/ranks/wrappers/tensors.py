@@ -26,7 +26,7 @@ class ModelTensors:
 
     def __init__(self, model: nn.Module) -> None:
         """List the modules of `model`, after engines have resharded them as for a state dict."""
-        # the given model, each wrapped module, the user's own last
+        # from `model`, through each wrapped module, to the module of the user
         self.chain = wrappers.wrapper_chain(model)
         walked = [*wrappers.walk_modules(self.chain[-1])]
         self.modules = [module for _, _, module in walked]
@@ -49,15 +49,15 @@ class ModelTensors:
         return module_state.are_plain(self.modules)
 
     def sources(self, allow_meta: bool = False) -> dict[str, Source]:
-        """Every tensor of the model's state dict, by canonical name, tied names included.
+        """Return every tensor of the model's state dict by canonical name, including tied names.
 
         These are parameters, persistent buffers, and tensors that modules and hooks add. The order
-        and the names are the same on every rank and under every wrapper. Raises IncompleteError
-        naming tensors that are cut in an unknown way and, unless `allow_meta`, tensors without data
-        on this rank (on the meta device, lazy, or partitioned by an unknown engine); SelectionError
-        naming tensors without dense values. Moves no data.
+        and the names are the same on every rank and under every wrapper. Moves no data. Raises
+        IncompleteError naming tensors that are cut in an unknown way and, unless `allow_meta`,
+        tensors without data on this rank (on the meta device, lazy, or partitioned by an unknown
+        engine); SelectionError naming tensors without dense values.
         """
-        # a check that passed holds for both
+        # sources that passed the check for data serve both cases
         sources = self._sources.get(False) or self._sources.get(allow_meta)
         if sources is None:
             sources = self._describe(allow_meta)
@@ -65,19 +65,19 @@ class ModelTensors:
         return sources
 
     def added(self) -> dict[str, AddedValue]:
-        """The values in the modules' state that are no parameters and no persistent buffers."""
+        """Return the values in the modules' state that are neither parameters nor buffers."""
         return self._added_to(self._not_added())
 
     def _not_added(self) -> dict[str, Source]:
-        """The parameters and persistent buffers."""
+        """Return the parameters and persistent buffers."""
         sources = self.sources(allow_meta=True)
         return {name: source for name, source in sources.items() if not source.is_added}
 
     def names_added(self, stored: Iterable[str]) -> list[str]:
-        """The names of `added`, as far as they are known before the model is loaded.
+        """Return the names of `added`, as far as they are known before the model is loaded.
 
-        If a module cannot list its extra state yet: the `stored` names of extra state that a module
-        can load.
+        If a module cannot list its extra state yet, return the `stored` names of extra state that a
+        module can load.
         """
         try:
             return list(self.added())
@@ -126,7 +126,7 @@ class ModelTensors:
 
 
 def source_of_tensor(name: str, raw: str, tensor: Any) -> Source:
-    """The source of a parameter, a buffer or a stand-in for one, under any engine."""
+    """Return the source of a parameter, a buffer or a stand-in for one, under any engine."""
     return _source(name, raw, tensor, tensor_kinds.layout_of(tensor))
 
 
@@ -166,7 +166,7 @@ def _refuse_sparse(sources: Mapping[str, Source]) -> None:
 
 
 def _without_data(sources: Mapping[str, Source]) -> list[str]:
-    """The names of tensors without data on this rank, or on any."""
+    """Return the names of tensors without data on this rank, or on any rank."""
     flags = tensor_kinds.have_data(source.live for source in sources.values())
     names = []
     for (name, source), has_data in zip(sources.items(), flags, strict=True):
@@ -176,22 +176,22 @@ def _without_data(sources: Mapping[str, Source]) -> list[str]:
 
 
 def _is_lost(info: Source, has_data: bool) -> bool:
-    """Whether elements are missing.
+    """Check whether elements are missing.
 
-    `has_data`: whether this rank has the elements that it should have.
+    `has_data` says whether this rank has the elements that it should have.
     """
-    if info.sharding.is_opaque:  # torch gathers it
+    if info.sharding.is_opaque:  # torch gathers the tensor
         return False
     if info.sharding.owners:
         return not has_data
-    # the group of rank 0 holds a replica of a sharded one
+    # no owner in this rank's group: of a sharded tensor, the group of rank 0 has a replica
     return info.numel > 0 and not info.sharding.is_sharded
 
 
 def _direct_tensors(module: nn.Module, stand_ins: Mapping[str, Any]) -> dict[str, Any]:
-    """The module's direct parameters and persistent buffers, in order.
+    """Return the module's direct parameters and persistent buffers, in order.
 
-    `stand_ins` replace those an engine took.
+    `stand_ins` replace the parameters that an engine has taken from the module.
     """
     tensors: dict[str, Any] = {}
     for name, parameter in module._parameters.items():
@@ -217,14 +217,14 @@ def _refuse_unknown_cuts(sources: Mapping[str, Source]) -> None:
 
 
 def of_rank_0(source: Source) -> Source:
-    """The tensor, marked as not replicated: it may differ between ranks, and rank 0's is stored."""
+    """Mark the tensor as not replicated: ranks may differ, and the save stores rank 0's values."""
     return replace(source, sharding=replace(source.sharding, is_replicated=False))  # type: ignore[type-var]  # a dataclass
 
 
 def from_state_dict(
     state_dict: Mapping[str, Tensor] | None, live: Mapping[str, Source], ranks: Ranks
 ) -> dict[str, Source]:
-    """Sources that take their data from a gathered state dict, checked against `live`.
+    """Make sources with the data of a gathered state dict, which is checked against `live`.
 
     Only rank 0's dict is read. Raises IncompleteError naming every entry that is missing,
     unexpected, or of another shape or dtype.
@@ -265,5 +265,5 @@ def from_state_dict(
 
 
 def engine_names(sources: Iterable[Source]) -> str:
-    """The engines that hold the tensors, for the manifest: "plain", or e.g. "fsdp2"."""
+    """Return the engines that hold the tensors, for the manifest: "plain", or e.g. "fsdp2"."""
     return "+".join(sorted({source.engine for source in sources} - {"plain"})) or "plain"

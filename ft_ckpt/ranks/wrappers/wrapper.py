@@ -1,6 +1,7 @@
-"""Wrappers of modules: what surrounds the user's modules in a model, and leaves traces on them.
+"""Wrappers of modules: modules around the user's modules, and attributes that engines set on them.
 
-To add one, write a subclass of `Wrapper` that overrides the differences, and add it to `wrappers`.
+To add a wrapper, write a subclass of `Wrapper` that overrides the differences, and add it to the
+table in `wrappers`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,53 +14,52 @@ from torch import Tensor, nn
 class Wrapper:
     """One kind of wrapper module."""
 
-    child_key: str | None = None  # the name of the wrapped child in its modules
-    # prefixes of the names of modules whose functions it registers as hooks
+    child_key: str | None = None  # name of the wrapped child in the wrapper module
+    # packages whose functions the engine registers as hooks
     packages: tuple[str, ...] = ()
-    # packages of functions that it sets on the user's modules
+    # packages of functions that the engine sets on the user's modules
     function_packages: tuple[str, ...] = ()
-    attributes: tuple[str, ...] = ()  # that it sets on the user's modules
+    # attributes that the engine sets on the user's modules
+    attributes: tuple[str, ...] = ()
     attribute_prefixes: tuple[str, ...] = ()
     # display name, if accumulated gradients cannot be read under it
     hides_gradients: str | None = None
 
     def wraps(self, module: nn.Module) -> bool:
-        """Whether `module` is a wrapper of this kind around its child `child_key`."""
+        """Check whether `module` is a wrapper of this kind around its child `child_key`."""
         return False
 
     def keeps_weights(self, module: nn.Module) -> bool:
-        """Whether `module` has master weights, which overwrite the model's at the next step."""
+        """Check whether `module` has master weights, which overwrite the model at the next step."""
         return False
 
     def hides_tensors(self, module: nn.Module) -> bool:
-        """Whether tensors below `module` cannot be found through its submodules."""
+        """Check whether tensors below `module` cannot be found through its submodules."""
         return False
 
     def tensors_of_modules(self, modules: Sequence[nn.Module]) -> Mapping[tuple[int, str], Any]:
-        """The stand-ins for parameters by (id of a module, name that the module had).
+        """Return stand-ins for parameters by (id of their module, their name in it).
 
-        `modules` are those of a model, wrappers included.
+        `modules` are the modules of a model, including wrappers.
         """
         return {}
 
     def reshard_modules(self, modules: Sequence[nn.Module]) -> None:
-        """Reshard those of `modules` that this engine shards, so that their shards can be read."""
+        """Reshard the modules that this engine shards, so that their shards can be read."""
 
     def broadcast_buffers(self, module: nn.Module) -> Iterable[Tensor]:
-        """Buffers that the wrapper `module` broadcasts from rank 0 before the next forward."""
+        """Return buffers that `module` broadcasts from rank 0 before the next forward."""
         return ()
 
     def user_class(self, cls: type) -> type:
-        """The user's class of a module whose class the engine has replaced."""
+        """Return the user's class of a module whose class the engine has replaced."""
         return cls
 
     def pending_gradients(self, modules: Sequence[nn.Module]) -> Mapping[str, Any]:
-        """Gradients that the engine keeps outside of `.grad`, by raw parameter name.
+        """Return gradients that the engine keeps outside `.grad`, by raw parameter name.
 
-        It keeps them until the step is complete.
-
-        Each has `read()` and `write(gradient)`, with None for no gradient. `modules` are a model
-        and all submodules.
+        The engine keeps them until the step is complete. Each object has `read()` and
+        `write(gradient)`, with None for no gradient. `modules` are a model and all its submodules.
         """
         return {}
 

@@ -1,4 +1,4 @@
-"""The table of wrappers, and functions that ask all of them.
+"""The table of wrappers, and functions that call each wrapper in it.
 
 Wrappers are recognised by their modules, never by the configuration of a launcher.
 """
@@ -21,7 +21,7 @@ from ft_ckpt.ranks.wrappers.wrapper import (
 
 
 def wrapper_at(place: str) -> Wrapper:
-    """The wrapper of the class at "module:name", for one that an extension brings."""
+    """Return the wrapper whose class is at "module:name", for the wrapper of an extension."""
     module, _, name = place.partition(":")
     wrapper: Wrapper = getattr(import_module(module), name)()
     return wrapper
@@ -48,12 +48,12 @@ for _wrapper in WRAPPERS:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside any stack of wrappers."""
+    """Return the user's own module inside any stack of wrappers."""
     return wrapper_chain(model)[-1]
 
 
 def wrapper_chain(model: nn.Module) -> list[nn.Module]:
-    """`model` and the module inside each wrapper, the user's own module last."""
+    """Return `model` and the module inside each wrapper, with the user's own module last."""
     chain = [model]
     while True:
         key = wrapped_key(chain[-1])
@@ -64,9 +64,9 @@ def wrapper_chain(model: nn.Module) -> list[nn.Module]:
 
 
 def wrapped_key(module: nn.Module) -> str | None:
-    """The name of the wrapped child, which canonical names leave out.
+    """Return the name of the wrapped child, which canonical names leave out.
 
-    None if `module` is not a wrapper.
+    Return None if `module` is not a wrapper.
     """
     children = module._modules
     for wrapper in WRAPPERS:
@@ -76,7 +76,7 @@ def wrapped_key(module: nn.Module) -> str | None:
 
 
 def walk_modules(root: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """(canonical name, raw name, module) for each module, in the order of `named_modules`.
+    """Yield (canonical name, raw name, module) in the order of `named_modules`.
 
     The canonical name leaves out the steps of wrappers.
     """
@@ -96,17 +96,17 @@ def walk_modules(root: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
 
 
 def keeps_weights(module: nn.Module) -> bool:
-    """See `Wrapper.keeps_weights`."""
+    """Check whether `module` has master weights, which overwrite the model at the next step."""
     return any(wrapper.keeps_weights(module) for wrapper in WRAPPERS)
 
 
 def hides_tensors(module: nn.Module) -> bool:
-    """See `Wrapper.hides_tensors`."""
+    """Check whether tensors below `module` cannot be found through its submodules."""
     return any(wrapper.hides_tensors(module) for wrapper in WRAPPERS)
 
 
 def tensors_of_modules(modules: Sequence[nn.Module]) -> dict[int, dict[str, Any]]:
-    """The stand-ins for parameters that an engine has taken, by (id of a module, name).
+    """Return stand-ins for parameters that engines have taken, by id of the module and name.
 
     Wrappers must be among `modules`.
     """
@@ -124,7 +124,7 @@ def reshard_modules(modules: Sequence[nn.Module]) -> None:
 
 
 def broadcast_buffers(model: nn.Module) -> frozenset[int]:
-    """Ids of the buffers that wrappers broadcast from rank 0 before the next forward."""
+    """Return the ids of buffers that wrappers broadcast from rank 0 before the next forward."""
     ids: set[int] = set()
     for module in wrapper_chain(model):
         for wrapper in WRAPPERS:
@@ -133,37 +133,40 @@ def broadcast_buffers(model: nn.Module) -> frozenset[int]:
 
 
 def user_class(cls: type) -> type:
-    """The user's class of a module, even if an engine has replaced it."""
+    """Return the user's class of a module, even if an engine has replaced the class."""
     for wrapper in WRAPPERS:
         cls = wrapper.user_class(cls)
     return cls
 
 
 def shallow_copy(module: nn.Module) -> Any:
-    """A copy with the same tensors and children, of the user's class: FSDP2's needs arguments."""
+    """Copy the module with the same tensors and children.
+
+    The copy is of the user's class, because the class of FSDP2 needs arguments.
+    """
     copied: Any = object.__new__(user_class(type(module)))
     vars(copied).update(vars(module))
     return copied
 
 
 def is_engine_attribute(name: str, value: Any) -> bool:
-    """Whether an attribute of a user's module was set by a wrapper."""
+    """Check whether a wrapper has set this attribute of a user's module."""
     origin = str(getattr(value, "__module__", ""))
     return is_engine_name(name) or origin.startswith(_FUNCTION_PACKAGES)
 
 
 def is_engine_name(name: str) -> bool:
-    """Whether a wrapper sets attributes of this name on a user's module."""
+    """Check whether a wrapper sets attributes of this name on a user's module."""
     return name in _ATTRIBUTES or name.startswith(_ATTRIBUTE_PREFIXES)
 
 
 def is_engine_code(module_name: str) -> bool:
-    """Whether the module of that name belongs to an engine."""
+    """Check whether the module of that name belongs to an engine."""
     return module_name.startswith(_PACKAGES)
 
 
 def hiding_gradients(model: nn.Module) -> list[str]:
-    """The display names of engines in `model` whose accumulated gradients cannot be read."""
+    """Return the display names of engines in `model` whose accumulated gradients are hidden."""
     names = []
     for wrapper in WRAPPERS:
         if wrapper.hides_gradients is not None and any(map(wrapper.wraps, model.modules())):
@@ -172,7 +175,7 @@ def hiding_gradients(model: nn.Module) -> list[str]:
 
 
 def kept_gradients(root: nn.Module) -> dict[str, PendingGradient]:
-    """Gradients that engines keep until a step is complete, by raw parameter name."""
+    """Return gradients that engines keep until a step is complete, by raw parameter name."""
     modules = [module for _, _, module in walk_modules(root)]
     gradients: dict[str, PendingGradient] = {}
     for wrapper in WRAPPERS:
