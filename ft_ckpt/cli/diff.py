@@ -106,7 +106,9 @@ def _change_figures(difference: "Difference") -> tuple[str, str, str]:
     largest = f"{sums.largest:.3g}"
     if sums.unbounded:
         largest += f" ({sums.unbounded} not finite)"
-    relative = f"{difference.relative:.3g}" if math.isfinite(difference.relative) else "-"
+    relative = "-"
+    if math.isfinite(difference.relative):
+        relative = f"{difference.relative:.3g}"
     return largest, f"{difference.mean:.3g}", relative
 
 
@@ -117,14 +119,16 @@ def _difference_json(difference: "Difference") -> dict[str, Any]:
             sides[side] = {"shape": list(spec.shape), "dtype": spec.dtype}
     if not sides:
         sides = {"tensors": difference.tensors, "changed": difference.changed}
-    has_elements = difference.sums.elements > 0
-    is_relative = has_elements and math.isfinite(difference.relative)
+    figures: dict[str, float | None] = {"largest": None, "mean": None, "relative": None}
+    if difference.sums.elements:
+        figures["largest"] = difference.sums.largest
+        figures["mean"] = difference.mean
+        if math.isfinite(difference.relative):
+            figures["relative"] = difference.relative
     return {
         "name": difference.name,
         "status": difference.status,
         **sides,
-        "largest": difference.sums.largest if has_elements else None,
-        "mean": difference.mean if has_elements else None,
-        "relative": difference.relative if is_relative else None,
+        **figures,
         "not_finite": difference.sums.unbounded,
     }

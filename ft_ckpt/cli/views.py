@@ -84,21 +84,24 @@ def show_contents(
     if as_json:
         print_json(list(rows))
         return
-    if contents.kind != RUNS:
-        print_lines(contents.sentence(place))
-    else:
+    if contents.kind == RUNS:
         print_lines(f"{place}: {count_of(len(rows), 'run')}")
-        heads = ("run", "checkpoints", "step", "age", "size")
-        cells = []
-        for row in rows:
-            age = "-" if row["created"] is None else _age_text(row["created"])
-            step, size = or_dash(row["step"]), human_size(row["bytes"])
-            cells.append((location_name(row["path"]), str(row["checkpoints"]), step, age, size))
-        print_table(heads, cells)
+        _print_runs(rows)
+        command, effect = "ls", "lists the checkpoints of one"
+    else:
+        print_lines(contents.sentence(place))
+        command, effect = "show", "describes its model"
     if rows and contents.kind != "other":
-        command = "ls" if contents.kind == RUNS else "show"
-        effect = "lists the checkpoints of one" if contents.kind == RUNS else "describes its model"
         print_lines(f"`ft-ckpt {command} {rows[-1]['path']}` {effect}")
+
+
+def _print_runs(rows: Iterable[dict[str, Any]]) -> None:
+    cells = []
+    for row in rows:
+        name, checkpoints = location_name(row["path"]), str(row["checkpoints"])
+        age = "-" if row["created"] is None else _age_text(row["created"])
+        cells.append((name, checkpoints, or_dash(row["step"]), age, human_size(row["bytes"])))
+    print_table(("run", "checkpoints", "step", "age", "size"), cells)
 
 
 def ranked_metrics(infos: Iterable[CheckpointInfo]) -> list[str]:
@@ -205,10 +208,14 @@ def _show_writers(manifest: Manifest) -> None:
 def _show_part(part: PartRecord, facts: ModelFacts | None) -> None:
     """Print one part; `facts`: about its model, if they were not printed yet."""
     files = sorted({tensor.file for tensor in part.tensors})
+    headline, details = "", []
+    if facts is not None:
+        headline = f"{facts.headline()}; "
+        details = [f"  {line}" for line in facts.details()]
+    name = part.name
+    if not name:
+        name = "training state" if part.kind == STATE else "model"
     place = f" in {files[0]}" if len(files) == 1 else ""
-    headline = "" if facts is None else f"{facts.headline()}; "
-    name = part.name or ("training state" if part.kind == STATE else "model")
-    details = [] if facts is None else [f"  {line}" for line in facts.details()]
     print_lines("", f"{name}: {headline}{count_of(len(part.tensors), 'tensor')}{place}", *details)
     heads = ["tensor", "shape", "dtype", "size"]
     if len(files) > 1:
@@ -279,7 +286,9 @@ def _table_width(columns: Mapping[str, Sequence[str]]) -> int:
     total = -COLUMN_GAP
     for head, cells in columns.items():
         width = max(len(printable(cell)) for cell in (head, *cells))
-        total += COLUMN_GAP + (min(width, _MIN_REASONS) if head == "kept" else width)
+        if head == "kept":
+            width = min(width, _MIN_REASONS)
+        total += COLUMN_GAP + width
     return total
 
 
