@@ -99,7 +99,7 @@ def _await_changes(folder: Path, ranks: Ranks) -> dict[str, float | None]:
 
 
 def _slowest(values: Values) -> list[float | None]:
-    """On rank 0: for each change the time of the rank that saw it last."""
+    """Return, on rank 0, for each change the time of the rank that saw it last."""
     ages: list[float | None] = []
     for change in CHANGES:
         seconds = [value["seconds"][change.name] for value in values]

@@ -32,7 +32,7 @@ class SharingReport:
 
 
 def examine_sharing(store: Store, ranks: Ranks) -> SharingReport:
-    """Tell how the ranks share `store`, by the decision that saves take.
+    """Examine how the ranks share `store`, by the decision that saves take.
 
     Collective: call it on every rank. Raises the error of any rank on all.
     """

@@ -178,7 +178,7 @@ def saving_overhead(job: PlannedRun, steps: float) -> float:
 
 
 def total_overhead(job: PlannedRun, steps: float) -> float:
-    """Expected overhead of a save every `steps` steps, see `expected_overhead`."""
+    """Return the expected overhead of a save every `steps` steps, see `expected_overhead`."""
     return expected_overhead(
         steps * job.step_seconds, job.save_seconds, job.mtbf_seconds, job.restart_seconds
     )
@@ -261,7 +261,7 @@ def human_time(seconds: float) -> str:
 
 
 def _folder_bytes(folder: Place) -> int:
-    """Bytes of a checkpoint, of the newest in a run, or of the files of any other model folder."""
+    """Return the bytes of a checkpoint, of a run's newest one, or of another model's files."""
     infos = discover(folder)
     if infos:
         return stored_bytes(infos[-1].store, infos[-1].manifest)
@@ -274,7 +274,7 @@ def _folder_bytes(folder: Place) -> int:
 
 
 def _measure_save(store: Store, size_bytes: int) -> float:
-    """Seconds to write `size_bytes` durably, extrapolated from 256 MiB at most.
+    """Return the seconds to write `size_bytes` durably, extrapolated from 256 MiB at most.
 
     Gathering shards is not included.
     """

@@ -155,10 +155,7 @@ def _reasons_to_keep(
 
 
 def _best_of_runs(infos: Iterable[CheckpointInfo]) -> Mapping[Path | str, list[str]]:
-    """Return the metrics by which a checkpoint is the best of its run.
-
-    Only metrics that the run ranks by count.
-    """
+    """Return the metrics, of those that the run ranks by, in which a checkpoint is the best."""
     best: dict[tuple[str | None, str], CheckpointInfo] = {}
     for info in infos:
         for metric, mode in info.manifest.rankings.items():

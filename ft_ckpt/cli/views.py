@@ -80,7 +80,7 @@ def show_run(rows: Sequence[dict[str, Any]], metrics: Sequence[str], *, as_json:
 def show_contents(
     contents: Contents, place: Place, rows: Sequence[dict[str, Any]], *, as_json: bool
 ) -> None:
-    """Print what is in a place that is no run's folder, and which command describes it."""
+    """Print what is in a place that is not a run's folder, and which command describes it."""
     if as_json:
         print_json(list(rows))
         return

@@ -77,7 +77,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
     __collects = False  # the files that a subclass adds to a checkpoint are being collected
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; a checkpoint to resume from is verified first."""
+        """Verify the checkpoint to resume from, if any, and train."""
         request = requested_checkpoint(resume_from_checkpoint)
         directory = open_place(self.args.output_dir)
         deep = self.ft_ckpt.config.verify_resume
@@ -94,7 +94,10 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         return super().get_batch_samples(self.ft_ckpt_batches(epoch_iterator), *args)
 
     def ft_ckpt_batches(self, epoch_iterator: Any) -> Any:
-        """Our iterator over the data in place of the Trainer's; ours itself if it is given."""
+        """Return ft_ckpt's iterator over the data in place of the Trainer's.
+
+        An iterator of ft_ckpt itself is returned unchanged.
+        """
         if self.__saver is None:
             return epoch_iterator
         self.__mid_step = True

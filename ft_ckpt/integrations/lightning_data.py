@@ -38,7 +38,7 @@ class FedLoader:
         self._place.end_pass()
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: Lightning assumes that a loader with state can be resumed."""
+        """Return {}: Lightning assumes that a loader with state can be resumed."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -50,7 +50,7 @@ def save_with_accelerate(
 
 
 def get_last_checkpoint(folder: str, incomplete: bool = False) -> str | None:
-    """Path of the last `step_N` below `folder`, else of the last `epoch_N`, or None.
+    """Return the path of the last `step_N` below `folder`, else of the last `epoch_N`, or None.
 
     The last one has the largest N. `incomplete` includes incomplete folders. Raises
     FileNotFoundError when there is no `folder`.

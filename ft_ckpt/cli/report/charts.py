@@ -66,7 +66,7 @@ class Series:
 
 
 def escaped(text: str) -> str:
-    """Text for HTML and SVG, in one line, without control characters and secrets."""
+    """Escape a text for HTML and SVG, in one line, without control characters and secrets."""
     return html.escape(printable(text))
 
 
@@ -98,9 +98,10 @@ def _always_drawn(mark: Mark) -> bool:
 
 
 def line_chart(title: str, series: Sequence[Series], *, unit: str = "", note: str = "") -> str:
-    """Lines over steps. A value that is not finite interrupts its line and is a cross at the top.
+    """Draw lines over steps.
 
-    `unit` follows each tick of y; `note` stands below the title.
+    A value that is not finite interrupts its line and is a cross at the top. `unit` follows each
+    tick of y; `note` stands below the title.
     """
     drawn = [Series(line.label, tuple(thinned(line.marks))) for line in series]
     marks = list(chain.from_iterable(line.marks for line in drawn))
@@ -172,7 +173,7 @@ class Column:
 
 
 def column_chart(title: str, labels: Sequence[str], columns: Sequence[Column], *, unit: str) -> str:
-    """Columns of stacked segments, which are named by `labels`."""
+    """Draw columns of stacked segments, which are named by `labels`."""
     y_axis = value_axis((sum(column.sizes) for column in columns), from_zero=True)
     width = 100 / len(columns)
     body = [_grid(y_axis, unit)]

@@ -89,9 +89,9 @@ class writing_object(_ConvertingErrors):  # noqa: N801 - reads as a statement wh
 
 
 def client_reason(error: BaseException) -> str:
-    """Status, code and message of the service, or the first line of the client's error.
+    """Return status, code and message of the service, or the first line of the client's error.
 
-    The rest is internal.
+    The rest of the error is internal.
     """
     text = str(error)
     status = re.search(r"status code: (\d+ [A-Za-z ]+)", text)

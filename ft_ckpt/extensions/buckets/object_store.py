@@ -288,4 +288,4 @@ class RemoteObject:
             raise changed_object(self.where)
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""

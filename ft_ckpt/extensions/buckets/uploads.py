@@ -48,7 +48,7 @@ class RemoteWriting:
         self._thread.start()
 
     def write(self, offset: int, memory: memoryview) -> None:
-        """Blocks until less than a part is waiting to be sent."""
+        """Write bytes; block until less than a part is waiting to be sent."""
         if offset + len(memory) > self.size_bytes:
             raise IncompleteError(
                 f"{self.name}: bytes up to {offset + len(memory)}, expected {self.size_bytes}"

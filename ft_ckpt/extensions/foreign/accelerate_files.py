@@ -92,9 +92,9 @@ def weight_problems(path: Path, models: Sequence[nn.Module]) -> Iterator[str]:
 
 
 def optimizer_problems(path: Path, accelerator: Any) -> Iterator[str]:
-    """Say what shows that the parameters of the optimizers are in another order than in the folder.
+    """Describe what shows that the optimizers' parameters are in another order than in the folder.
 
-    The folder numbers them.
+    The folder numbers the parameters.
     """
     names: dict[int, str] = {}
     for model in accelerator._models:

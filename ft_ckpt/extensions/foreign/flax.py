@@ -278,7 +278,7 @@ class _Span:
 def _read_spans(
     raw: RawFile, spans: Sequence[_Span], dtype: torch.dtype, start: int, stop: int
 ) -> Tensor:
-    """Elements [start, stop) of the array that the spans make up."""
+    """Read elements [start, stop) of the array that the spans make up."""
     parts = []
     first = 0  # element of the array at which the span begins
     for span in spans:

@@ -296,7 +296,7 @@ def _read_array(tf: Any, spec: Spec, rows: Rows, read: ReadRange) -> Any:
 
 
 def _read_in_steps(read: ReadRange, spec: Spec, start: int, stop: int) -> Tensor:
-    """Flat elements [start, stop) of a tensor in new memory."""
+    """Read flat elements [start, stop) of a tensor into new memory."""
     dtype = dtype_of(spec.dtype)
     data = torch.empty(stop - start, dtype=dtype, device="cpu")
     step = _READ_BYTES // dtype.itemsize
@@ -335,6 +335,6 @@ def _sliced_parts(specs: Sequence[Spec], max_bytes: int) -> Iterator[tuple[Spec,
 
 
 def _slice_text(shape: Sequence[int], first: int, last: int) -> str:
-    """TensorFlow's notation for rows [first, last) of a tensor."""
+    """Return TensorFlow's notation for rows [first, last) of a tensor."""
     rest = ":".join(["-"] * (len(shape) - 1))
     return f"{' '.join(map(str, shape))} {first},{last - first}{':' + rest if rest else ''}"

@@ -160,7 +160,6 @@ def _write_leaves(
 
 
 def _write_values(library: Any, dataset: Dataset, values: Bytes) -> None:
-    """Write all bytes of a contiguous dataset."""
     if values.size:
         handle = h5d.open(library, encoded_path(dataset.path))
         handle.write(h5s.ALL, h5s.ALL, values, hdf5_type(dataset.type))

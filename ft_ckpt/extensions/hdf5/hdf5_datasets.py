@@ -115,7 +115,7 @@ class ForeignDataset:
         return self.read_elements(0, self.element_count).reshape(self.shape or ())
 
     def read_elements(self, start: int, stop: int) -> np.ndarray[Any, Any]:
-        """Elements [start, stop) of the flat values; only the rows that contain them are read."""
+        """Read flat elements [start, stop); only the rows that contain them are read."""
         shape = self.shape or ()
         row = math.prod(shape[1:])
         if not shape or not row:
@@ -137,7 +137,7 @@ class ForeignDataset:
         return text.tolist() if self.shape else text
 
     def _read_rows(self, first: int | None, last: int | None, row: int) -> np.ndarray[Any, Any]:
-        """Rows [first, last) of `row` elements each, flat; None: all, as one row."""
+        """Read rows [first, last) of `row` elements each, flat; for None all, as one row."""
         self._load_filters()
         try:
             values = self.handle[()] if first is None else self.handle[first:last]

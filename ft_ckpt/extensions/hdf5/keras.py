@@ -206,7 +206,7 @@ def _natural_path(path: str) -> list[tuple[int, str]]:  # sort key: numbers by v
 
 
 def _unique_names(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Paths by name, or by themselves if a name is ambiguous.
+    """Return paths by name, or by themselves if a name is ambiguous.
 
     Raises CorruptError for duplicates.
     """

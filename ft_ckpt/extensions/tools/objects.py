@@ -124,7 +124,6 @@ def load(
 
 
 def _refuse_device(map_location: str | torch.device | None) -> None:
-    """Raise ConfigError for a device that is not available."""
     try:
         if map_location is not None:
             torch.empty(0, device=torch.device(map_location))
@@ -222,7 +221,6 @@ def _leaf_regions(start: int, spec: Spec, leaf: Leaf) -> Iterator[Region]:
 
 
 def _write_compressed(obj: Any, objects: LaidOutObjects, path: Path, native_floats: bool) -> None:
-    """Write a new compressed file."""
     root, leaves = flatten(obj, objects.dtypes)
     specs, arrays = _describe_leaves(leaves)
 

@@ -72,7 +72,7 @@ def cut_of(loader: Any, shares: int) -> DataCut:
 
 
 def data_shares(loader: Any, size: int) -> int:
-    """Number of shares of the data over `size` ranks.
+    """Return the number of shares of the data over `size` ranks.
 
     Ranks with the same data (tensor parallelism) have one share.
     """
@@ -91,7 +91,7 @@ def data_shares(loader: Any, size: int) -> int:
 
 
 def batches_per_call(loader: Any) -> int:
-    """Number of batches that the reading rank reads for one batch of `loader`."""
+    """Return the number of batches that the reading rank reads for one batch of `loader`."""
     if not hasattr(loader, "slice_fn") or loader.split_batches:
         return 1
     if getattr(loader, "submesh_tp", None):
@@ -126,7 +126,7 @@ def ends_together(loader: Any) -> bool:
 
 
 def pass_length(loader: Any) -> int | None:
-    """Number of batches of a whole pass; None if unknown."""
+    """Return the number of batches of a whole pass; None if unknown."""
     if not is_map(loader):
         return None
     try:
@@ -157,7 +157,7 @@ def skipping_items(
     inside: bool = False,
     order: SampleOrder | None = None,
 ) -> Iterator[None]:
-    """During the block, a new pass over `loader` skips `drop` items after the first `keep`, unread.
+    """Let a new pass over `loader` in the block skip `drop` items after the first `keep`, unread.
 
     Items are those of the outermost sampler (usually batches), or with `inside` of the source
     (usually samples), see `DataCut`. `order` records all of them.

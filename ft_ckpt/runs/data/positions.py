@@ -82,7 +82,7 @@ class DataPositions:
         return (first.get("epoch") or 0) + bool(first.get("at_end"))
 
     def passes_done(self, of: int = 1, *, with_last: bool = True) -> int:
-        """Completed multiples of `of` passes.
+        """Count the completed multiples of `of` passes.
 
         `with_last` counts a pass that has yielded its last batch.
         """

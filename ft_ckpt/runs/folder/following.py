@@ -97,7 +97,7 @@ def poll_checkpoints(
 
 
 def key_of(info: CheckpointInfo) -> CheckpointKey:
-    """Identifies a save of the run."""
+    """Return a key that identifies a save of the run."""
     return info.name, info.manifest.created
 
 

@@ -239,7 +239,7 @@ def _refuse_if_alive(store: Store, facts: dict[str, Any]) -> None:
 
 
 def _age_on_this_machine(facts: dict[str, Any]) -> float | None:
-    """Seconds since the last renewal if the process lives on this machine; None if unknown."""
+    """Return the seconds since the last renewal by a process of this machine, else None."""
     renewed = facts.get("renewed")
     if not is_of_this_machine(facts) or not isinstance(renewed, (int, float)):
         return None

@@ -91,7 +91,10 @@ def prune_after_save(
 def room_maker(
     keep: Keep | None, step: int | None, run_id: str | None, protect: Iterable[Place] = ()
 ) -> Callable[[Place], PruneReport] | None:
-    """Deletes from a run's folder what a save of `step` may delete; None if that is nothing."""
+    """Return what deletes from a run's folder all that a save of `step` may delete.
+
+    Returns None if the save may delete nothing.
+    """
     if keep is None:
         return None
     return partial(make_room, keep=keep, step=step, run_id=run_id, protect=protect)
@@ -120,7 +123,7 @@ def make_room(
 def _plan_as_if_saved(
     checkpoints: Sequence[HeldCheckpoint], keep: Keep, step: int | None, run_id: str | None
 ) -> PrunePlan:
-    """The plan once `step` is saved, in which the newest valid checkpoints stay nevertheless."""
+    """Plan as if `step` were saved, but keep the newest valid checkpoints nevertheless."""
     of_run = list(checkpoints)
     if run_id is not None:
         of_run = [checkpoint for checkpoint in checkpoints if checkpoint.run_id == run_id]

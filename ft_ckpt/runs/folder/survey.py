@@ -90,7 +90,7 @@ def _base_of(path: Path | str, name: str | None) -> Path | str | None:
 
 
 def _created_seconds(store: Store, created: str) -> float:
-    """Unix time of `created`; of the manifest's last change if it is invalid."""
+    """Return the unix time of `created`, or of the manifest's last change if it is invalid."""
     time = parse_time(created)
     if time is not None:
         return time.timestamp()

@@ -20,7 +20,7 @@ class ModuleExtraState:
     model: nn.Module
 
     def state_dict(self) -> dict[str, Any]:
-        """The current values by name."""
+        """Return the current values by name."""
         added = ModelTensors(self.model).added()
         refuse_one_way_state(added)
         return {name: state.value for name, state in added.items()}
@@ -37,7 +37,7 @@ class RankAllocation:
     tuner: Any
 
     def state_dict(self) -> dict[str, Any]:
-        """The current ranks, and scores by parameter name."""
+        """Return the current ranks, and scores by parameter name."""
         allocator = self.tuner.rankallocator
         scores = {kind: dict(getattr(allocator, kind)) for kind in _SCORES}
         return {**scores, "rank_pattern": allocator.peft_config.rank_pattern}
@@ -56,7 +56,7 @@ class RankAllocation:
 def with_extra_state(
     model: nn.Module, items: Sequence[Item], models: Mapping[str, ModelTensors]
 ) -> list[Item]:
-    """`items`, the extra state of each model, and AdaLoRA's allocators.
+    """Return `items`, the extra state of each model, and AdaLoRA's allocators.
 
     `models` are the tensors of the models by item, "" for `model`.
     """
@@ -73,7 +73,7 @@ def with_extra_state(
 
 
 def _rank_allocations(model: nn.Module) -> list[RankAllocation]:
-    """AdaLoRA's allocators: it trains the model itself or direct submodules."""
+    """Return AdaLoRA's allocators, which train the model itself or direct submodules."""
     allocations = []
     inner = unwrap(model)
     for module in (inner, *inner.children()):

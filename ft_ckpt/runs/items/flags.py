@@ -25,7 +25,7 @@ def gradient_flags(sources: Mapping[Key, Source]) -> dict[str, list[str]]:
 
 
 def flags_problem(flags: Mapping[str, Sequence[str]]) -> str | None:
-    """Why `flags`, as they were read, are not those of `gradient_flags`."""
+    """Tell why `flags`, as they were read, are not those of `gradient_flags`."""
     if [*flags] in ([_TRAINED], [_FROZEN]):
         return None
     return f"{listing(sorted(flags), ', ') or 'nothing'}, expected {_TRAINED!r} or {_FROZEN!r}"

@@ -50,7 +50,7 @@ class OptimizerItem:
 
 
 def run_items(accelerator: Any, registered: Mapping[str, Any]) -> list[Item]:
-    """The objects that Accelerate prepared and those registered by name, except the saved model.
+    """Return the objects that Accelerate prepared or a script registered, without the saved model.
 
     A prepared object that is registered has its registered name. Raises SelectionError for a
     registered object that is neither a module, an optimizer nor has a state dict, ConfigError for
@@ -77,15 +77,15 @@ def run_items(accelerator: Any, registered: Mapping[str, Any]) -> list[Item]:
 
 
 def _series_of(name: str) -> str:
-    """The series of a name that comes from Accelerate's order alone; "" for another name."""
+    """Return the series of a name that comes from Accelerate's order alone, else ""."""
     series = name.split("_")[0]
     return series if series in _SERIES else ""
 
 
 def main_model(accelerator: Any, registered: Mapping[str, Any]) -> nn.Module | None:
-    """The model that is saved.
+    """Return the model that is saved.
 
-    It is the one registered as "model", else the first prepared one without another name.
+    This is the model registered as "model", else the first prepared one without another name.
     """
     if "model" in registered:
         return registered["model"]  # type: ignore[no-any-return]
@@ -98,14 +98,14 @@ def main_model(accelerator: Any, registered: Mapping[str, Any]) -> nn.Module | N
 
 
 def bare_identity(value: Any) -> int:
-    """The identity of an object without the wrappers of Accelerate and engines."""
+    """Return the identity of an object without the wrappers of Accelerate and engines."""
     if isinstance(value, nn.Module):
         return id(unwrap(value))
     return id(unwrap_object(value))
 
 
 def unwrap_object(value: Any) -> Any:
-    """A scheduler or an optimizer without the wrappers of Accelerate."""
+    """Return a scheduler or an optimizer without the wrappers of Accelerate."""
     while type(value).__module__.startswith("accelerate.") and hasattr(value, "scheduler"):
         value = value.scheduler
     return unwrap_optimizer(value)
@@ -116,7 +116,7 @@ def optimizers_among(items: Iterable[Item]) -> list[OptimizerItem]:
 
 
 def optimizer_of(item: Item) -> OptimizerItem:
-    """The optimizer of an item whose kind is "optimizer"."""
+    """Return the optimizer of an item whose kind is "optimizer"."""
     optimizer = unwrap_optimizer(item.value)
     kind = kind_of_optimizer(optimizer)
     assert kind is not None, "an item is an optimizer because its kind was recognized"
@@ -124,7 +124,7 @@ def optimizer_of(item: Item) -> OptimizerItem:
 
 
 def plain_optimizers(items: Iterable[Item]) -> list[Any]:
-    """The optimizers among `items` whose steps use gradients of the models' own parameters."""
+    """Return the optimizers whose steps use gradients of the models' own parameters."""
     optimizers = optimizers_among(items)
     return [item.optimizer for item in optimizers if item.kind.uses_model_gradients]
 
@@ -143,7 +143,7 @@ def refuse_unsaveable(items: Iterable[Item]) -> None:
 
 
 def _prepared_objects(accelerator: Any, registered: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The objects that Accelerate prepared, by kind and number, without the model that is saved."""
+    """Return the objects that Accelerate prepared, by kind and number, without the saved model."""
     main = main_model(accelerator, registered)
     objects: list[tuple[str, Any]] = []
     number = 1
@@ -166,7 +166,7 @@ def _prepared_objects(accelerator: Any, registered: Mapping[str, Any]) -> list[t
 
 
 def _numbered(name: str, objects: Iterable[Any]) -> list[tuple[str, Any]]:
-    """The objects under `name`, `name`_1, `name`_2, ..."""
+    """Return the objects under `name`, `name`_1, `name`_2, ..."""
     named = []
     for number, value in enumerate(objects):
         named.append((f"{name}_{number}" if number else name, value))

@@ -59,8 +59,8 @@ class RunObjects:
     def watch(self, name: str, model: nn.Module) -> None:
         """Watch a model that the script makes at each start.
 
-        It is to be registered once its values have changed. Raises as `ModelTensors.sources` for
-        tensors that cannot be stored.
+        The script must register the model once its values have changed. Raises as
+        `ModelTensors.sources` for tensors that cannot be stored.
         """
         self.watched[name] = watch_model(model)
 
@@ -70,7 +70,7 @@ class RunObjects:
         return {name: self.watched.pop(name).model for name in names}
 
     def watched_digests(self) -> dict[str, str]:
-        """The digests of the watched models, for the state of the run."""
+        """Return the digests of the watched models, for the state of the run."""
         return watched_digests(self.watched)
 
     def differing_models(self, saved: Mapping[str, str]) -> list[str]:
@@ -78,13 +78,14 @@ class RunObjects:
         return differing_models(self.watched, saved)
 
     def items(self) -> list[Item]:
-        """All objects but the model whose weights are saved. Raises as `run_items`."""
+        """Return all objects but the model whose weights are saved. Raises as `run_items`."""
         return run_items(self.accelerator, self.registered)
 
     def items_in_saved_order(self, saved: Signatures) -> list[Item]:
-        """The items under the names that objects with these signatures had in the `saved` run.
+        """Return the items under the names that such objects had in the `saved` run.
 
-        Raises LoadError if another model than before would be the saved one.
+        Objects are recognized by their signatures. Raises LoadError if another model than before
+        would be the saved one.
         """
         return items_in_saved_order(self.accelerator, self.registered, saved)
 
@@ -117,7 +118,7 @@ class RunObjects:
         return "model" in self.registered or bool(getattr(self.accelerator, "_models", None))
 
     def models(self) -> dict[str, nn.Module]:
-        """The models by item, "" for the one whose weights are saved."""
+        """Return the models by item, "" for the one whose weights are saved."""
         models: dict[str, nn.Module] = {"": self.model}
         for item in self.items():
             if item.kind == "model":
@@ -132,13 +133,13 @@ class RunObjects:
         return optimizers_among(self.items())
 
     def plain_optimizers(self) -> list[Any]:
-        """The optimizers whose steps use gradients of the models' own parameters."""
+        """Return the optimizers whose steps use gradients of the models' own parameters."""
         return plain_optimizers(self.items())
 
     def steppers(self) -> dict[Optimizer, list[Tensor]]:
-        """The optimizers that call a hook before they step.
+        """Return the optimizers that call a hook before they step.
 
-        Each comes with the further tensors that its steps change.
+        Each is mapped to the further tensors that its steps change.
         """
         hooked: dict[Optimizer, list[Tensor]] = {}
         for item in self.optimizers():
@@ -148,12 +149,12 @@ class RunObjects:
         return hooked
 
     def walk(self) -> tuple[list[Item], dict[Key, Source]]:
-        """The items with the extra state of the models, and the tensors of the models."""
+        """Return the items with the extra state of the models, and the tensors of the models."""
         items, _, sources = walk_run(self.model, self.items())
         return items, sources
 
     def notes_on_weights(self, model: nn.Module) -> list[str]:
-        """What a reader of the weights of `model` should know of the optimizers that train them."""
+        """Return notes for readers of the weights of `model` on the optimizers that train them."""
         trained = {id(parameter) for parameter in unwrap(model).parameters()}
         notes: list[str] = []
         for optimizer in self.plain_optimizers():
@@ -169,7 +170,7 @@ class RunObjects:
         return notes
 
     def notes_on_averages(self) -> list[str]:
-        """Which weights the folder of a checkpoint has, if the run keeps an average of them too."""
+        """Tell which weights a checkpoint's folder has, if the run keeps an average of them."""
         notes = []
         for name, model in self.models().items():
             if isinstance(model, AveragedModel) and name:

@@ -68,9 +68,10 @@ def object_signatures(
 def items_in_saved_order(
     accelerator: Any, registered: Mapping[str, Any], saved: Signatures
 ) -> list[Item]:
-    """The run's items under the names that objects with the same signatures had in the `saved` run.
+    """Return the run's items under the names that such objects had in the `saved` run.
 
-    Raises LoadError if another model than before would be the saved one.
+    Objects are recognized by their signatures. Raises LoadError if another model than before would
+    be the saved one.
     """
     model = main_model(accelerator, registered)
     items = run_items(accelerator, registered)
@@ -99,7 +100,7 @@ def items_in_saved_order(
 
 
 def _object_signature(item: Item, sources: Mapping[Key, Source]) -> str:
-    """The class of an object, and a digest of its tensors, parameters or state keys."""
+    """Return the class of an object, and a digest of its tensors, parameters or state keys."""
     facts: list[Any] = []
     if item.kind == "model":
         kind = user_class(type(unwrap(item.value)))
@@ -115,7 +116,7 @@ def _object_signature(item: Item, sources: Mapping[Key, Source]) -> str:
 
 
 def _scheduled_parameters(scheduler: Any, sources: Mapping[Key, Source]) -> list[str]:
-    """The labels of the parameters whose optimizer the scheduler steers."""
+    """Return the labels of the parameters whose optimizer the scheduler steers."""
     optimizer = unwrap_optimizer(getattr(unwrap_object(scheduler), "optimizer", None))
     labels: dict[int, str] = {}
     for label, source in labelled_sources(sources).items():

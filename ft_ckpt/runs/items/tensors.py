@@ -21,22 +21,22 @@ Key = tuple[str, str]
 def walk_run(
     model: nn.Module, items: Sequence[Item]
 ) -> tuple[list[Item], dict[str, ModelTensors], dict[Key, Source]]:
-    """The items of a run with their extra state, `walk_models` and `run_sources` of them."""
+    """Return the items of a run with their extra state, `walk_models` and `run_sources` of them."""
     models = walk_models(model, items)
     extended = with_extra_state(model, items, models)
     return extended, models, run_sources(models, extended)
 
 
 def walk_models(model: nn.Module, items: Iterable[Item]) -> dict[str, ModelTensors]:
-    """The tensors of all the run's models by item; "" is the model that is saved."""
+    """Return the tensors of all the run's models by item; "" is the model that is saved."""
     models = {"": model, **{item.name: item.value for item in items if item.kind == "model"}}
     return {item: ModelTensors(module) for item, module in models.items()}
 
 
 def run_sources(models: Mapping[str, ModelTensors], items: Sequence[Item]) -> dict[Key, Source]:
-    """The sources of `walk_models`.
+    """Return the sources of `walk_models`.
 
-    Those that an optimizer of the run has trained are marked trainable too. Loops freeze and
+    Sources that an optimizer of the run has trained are marked trainable too. Loops freeze and
     unfreeze parameters: `requires_grad` at one moment does not say which ones a run has changed.
     """
     sources: dict[Key, Source] = {}
@@ -54,12 +54,12 @@ def run_sources(models: Mapping[str, ModelTensors], items: Sequence[Item]) -> di
 
 
 def model_sources(sources: Mapping[Key, Source], item: str = "") -> dict[str, Source]:
-    """The tensors of one model by their names in it."""
+    """Return the tensors of one model by their names in it."""
     return {name: source for (owner, name), source in sources.items() if owner == item}
 
 
 def labelled_sources(sources: Mapping[Key, Source]) -> dict[str, Source]:
-    """The tensors of all models by unique labels, for optimizers.
+    """Return the tensors of all models by unique labels, for optimizers.
 
     The label of a further model's tensor is "item:name"; no model's item has a colon in its name. A
     tensor of the saved model has its name, after a colon if it contains one.
@@ -72,7 +72,7 @@ def labelled_sources(sources: Mapping[Key, Source]) -> dict[str, Source]:
 
 
 def tied_names(sources: Mapping[str, Source]) -> list[tuple[str, ...]]:
-    """The names of each parameter and buffer, in order: several for a tied one."""
+    """Return the names of each parameter and buffer, in order: several for a tied one."""
     groups: dict[int, list[str]] = {}
     for name, source in sources.items():
         if not source.is_added:

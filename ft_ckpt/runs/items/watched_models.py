@@ -42,7 +42,7 @@ def watch_model(model: nn.Module) -> WatchedModel:
 
 
 def digest_of_model(model: nn.Module) -> ModelDigest:
-    """The digest of the model's values now. Raises as `ModelTensors.sources`."""
+    """Compute the digest of the model's values now. Raises as `ModelTensors.sources`."""
     sources = ModelTensors(model).sources(allow_meta=True)
     local = {}
     is_whole = True
@@ -62,9 +62,9 @@ def digest_of_model(model: nn.Module) -> ModelDigest:
 
 
 def changed_models(watched: Mapping[str, WatchedModel], ranks: Ranks) -> list[str]:
-    """The names of watched models whose values have changed on any rank.
+    """Return the names of watched models whose values have changed on any rank.
 
-    Collective, unless nothing is watched.
+    Collective (call it on every rank), unless nothing is watched.
     """
     if not watched:
         return []
@@ -91,7 +91,7 @@ def _all_names(values: Values) -> list[str]:
 
 
 def watched_digests(watched: Mapping[str, WatchedModel]) -> dict[str, str]:
-    """The digests of unchanged models, for the state of a run."""
+    """Return the digests of unchanged models, for the state of a run."""
     return {name: record.digest.text for name, record in watched.items()}
 
 

@@ -19,7 +19,10 @@ _MAX_TEXT = 60  # characters of an argument in an error
 
 
 def check_accelerator(accelerator: Any) -> None:
-    """Raise ConfigError for an object that is no Accelerator: it names the right argument."""
+    """Raise ConfigError for an object that is not an Accelerator.
+
+    The error names the argument that the object belongs to.
+    """
     if accelerator is None:
         return
     is_accelerator = all(isinstance(getattr(accelerator, name, None), list) for name in _PREPARED)
@@ -31,7 +34,7 @@ def check_accelerator(accelerator: Any) -> None:
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Raise ConfigError for an object that is no tokenizer or processor."""
+    """Raise ConfigError for an object that is not a tokenizer or processor."""
     if tokenizer is None:
         return
     if isinstance(tokenizer, type) or not hasattr(tokenizer, "save_pretrained"):
@@ -59,7 +62,7 @@ def check_mappings(**arguments: Any) -> None:
 
 
 def check_loop(loader: Any, epochs: Any) -> None:
-    """Raise ConfigError for arguments of `remaining` that are no data, or no number of epochs."""
+    """Raise ConfigError for arguments of `remaining` that are not data and a number of epochs."""
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise ConfigError(
             f"loader: {in_words(loader)}, expected a DataLoader, or batches that can be read again"

@@ -268,7 +268,7 @@ class TrainingRun:
             self.run_id = run_id
 
     def facts_of_save(self, step: int | None, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """Step, metrics and run id for a save of weights.
+        """Return step, metrics and run id for a save of weights.
 
         `step` and `metrics` override those of the run.
         """
@@ -303,7 +303,7 @@ class TrainingRun:
         self.steps.watch_optimizers(self.objects.plain_optimizers())
 
     def _epochs_done(self) -> int:
-        """Completed passes over the data, rounded down to multiples of `every.epochs`."""
+        """Return the completed passes over the data, in whole multiples of `every.epochs`."""
         every = self.config.every
         epochs = 1
         if every is not None and every.epochs is not None:
@@ -313,7 +313,7 @@ class TrainingRun:
     def current_fingerprint(
         self, sources: Mapping[Key, Source], ranks: Ranks, versions: Mapping[str, str]
     ) -> Document:
-        """Settings of the run that a resume compares, see `run_fingerprint`.
+        """Return the run's settings that a resume compares, see `run_fingerprint`.
 
         `sources` are the tensors of its models.
         """

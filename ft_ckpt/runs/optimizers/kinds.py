@@ -86,10 +86,13 @@ class OptimizerKind(ABC):
         return optimizer, []
 
     def before_restore(self, optimizer: Any) -> None:  # noqa: B027 - most kinds do nothing here
-        """Called when the weights are restored, and before any optimizer is."""
+        """Prepare the optimizer once weights are restored, before any optimizer is."""
 
     def after_restore(self, optimizer: Any) -> None:  # noqa: B027 - most kinds do nothing here
-        """Called when everything is restored on all ranks. Collective."""
+        """Finish the restore of the optimizer when everything is restored on all ranks.
+
+        Collective: called on every rank.
+        """
 
     def is_accumulating(self, optimizer: Any) -> bool:
         """Check whether the optimizer holds gradients of an unfinished step (never captured)."""

@@ -272,5 +272,5 @@ def _inner_optimizers(optimizer: Any) -> list[str]:
 
 
 def _other_state(optimizer: Any) -> dict[Any, Any]:
-    """State under keys that are not parameters."""
+    """Return state under keys that are not parameters."""
     return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}

@@ -17,7 +17,7 @@ class AllowedItems:
     """The items that may stay unrestored, as the argument `allow` of a resume says."""
 
     def __init__(self, allow: Iterable[str] | bool) -> None:
-        """Raises ConfigError for anything else than names, True (any item) or False (none)."""
+        """Parse `allow`: names, True (any item) or False (none). Raises ConfigError otherwise."""
         self._allows_any = allow is True
         try:
             names = names_of(() if isinstance(allow, bool) else allow, "resume(allow=...)")

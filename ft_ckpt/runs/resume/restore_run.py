@@ -125,7 +125,10 @@ def _differences(
     document: Document,
     versions: Mapping[str, str],
 ) -> list[str]:
-    """Settings and flags that have changed since the save, and what differed between its ranks."""
+    """Return what has changed since the save, and what differed between its ranks.
+
+    The changes are those of settings and flags.
+    """
     fingerprint = run.current_fingerprint(matched.sources, matched.ranks, versions)
     return [
         *fingerprint_differences(document["fingerprint"], fingerprint),

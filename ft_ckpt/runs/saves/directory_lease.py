@@ -36,7 +36,7 @@ class DirectoryLease:
             self.pid = os.getpid()
 
     def check(self) -> None:
-        """On rank 0: raise LeaseTakenError if another process has taken the directory over."""
+        """Raise LeaseTakenError, on rank 0, if another process has taken the directory over."""
         if self.lease is not None:
             self.lease.check()
 

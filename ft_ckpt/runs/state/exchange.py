@@ -152,7 +152,7 @@ def _merge_facts(values: Values) -> Document:
 
 
 def _shapes_of_trees(trees_of_ranks: Iterable[Document]) -> Document:
-    """Shapes and dtypes of each rank's own tensors, for `values_of_runs`."""
+    """Return shapes and dtypes of each rank's own tensors, for `values_of_runs`."""
     return runs_of([_shapes_of(trees) for trees in trees_of_ranks])
 
 

@@ -49,7 +49,10 @@ _REPAIR = "publish an anchor (`ft-ckpt publish CHECKPOINT CHAIN --delta --anchor
 
 
 def content_digest(manifest: Manifest) -> str:
-    """Digest the paths, sizes and digests of a checkpoint's files, without training state."""
+    """Compute a digest of the paths, sizes and digests of a checkpoint's files.
+
+    Training state is left out.
+    """
     lines = sorted(
         f"{file.digest} {file.size_bytes} {file.path}" for file in weights_manifest(manifest).files
     )

@@ -61,9 +61,9 @@ class SGLang(Server):
         self._post("/update_weights_from_disk", f"weights from {path}", body)
 
     def drop_caches(self) -> None:
-        """Nothing to do.
+        """Do nothing: loading weights drops the caches.
 
-        Loading weights drops the caches, and those of adapters are keyed by load, not by name.
+        The caches of adapters are keyed by load, not by name.
         """
 
     def digests(self) -> Mapping[str, str] | None:

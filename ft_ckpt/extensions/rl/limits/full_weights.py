@@ -77,7 +77,10 @@ def compare_configs(
 
 
 def _shape_findings(config: Mapping[str, Any], file: TensorFile) -> Iterator[str]:
-    """Contradictions between the config and the tensors, for shapes that every decoder has."""
+    """Yield contradictions between the config and the tensors.
+
+    Only shapes that every decoder has are compared.
+    """
     text = config.get("text_config")
     inner: Mapping[str, Any] = text if isinstance(text, dict) else config
     hidden_size = inner.get("word_embed_proj_dim", inner.get("hidden_size"))

@@ -148,7 +148,7 @@ def _is_expression(text: str) -> bool:
 
 
 def _matrix_findings(settings: Mapping[str, Any], file: TensorFile) -> Iterator[str]:
-    """Layers that do not have two matrices of the rank in the settings."""
+    """Yield layers that do not have two matrices of the rank in the settings."""
     wrong = []
     for layer, head in lora_layers(file).items():
         rank, _ = rank_and_scale(settings, layer)
@@ -169,7 +169,7 @@ def _shape_of(file: TensorFile, name: str) -> tuple[int, ...]:
 
 
 def _type_findings(file: TensorFile) -> Iterator[str]:
-    """Matrices of a dtype in which PEFT does not compute LoRA."""
+    """Yield the matrices of a dtype in which PEFT does not compute LoRA."""
     wrong = [
         f"{name}: {spec.dtype}"
         for name, spec in file.specs.items()

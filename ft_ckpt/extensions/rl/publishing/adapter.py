@@ -111,7 +111,7 @@ def _report(target: _Target, uncompared: Mapping[str, str]) -> ServerReport:
 
 
 def _undone(new: Sequence[_Target], adapter: _Adapter, problems: Sequence[str]) -> EngineError:
-    """Unload the adapter where it was new; the error that says so."""
+    """Unload the adapter where it was new, and return the error that describes this."""
     loaded = [target for target in new if target.is_new]  # others were loaded by another publisher
     failures = errors_on(loaded, _unload, adapter.name)
     still = f"; {listing(failures)}: it may hold {adapter.name} now" if failures else ""

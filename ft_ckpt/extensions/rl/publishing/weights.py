@@ -67,7 +67,7 @@ def publish_weights(
 
 
 def _update_all(updates: Sequence[Update], weights: Weights) -> None:
-    """Raises EngineError that says what the servers hold now."""
+    """Update all servers. Raises EngineError that says what the servers hold now."""
     new = [update for update in updates if update.is_new]
     restored: list[str] = []
     try:

@@ -115,11 +115,10 @@ class Frontier:
             tickets = self.take()
 
     def trained(self, *tickets: Ticket) -> None:
-        """Settle samples that were trained.
+        """Report samples as trained.
 
-        Call it after their backward pass, before the `saver.step()` of the batch.
-
-        Raises TicketError naming samples that are not in flight under these tickets; then none is
+        Call this method after their backward pass, before the `saver.step()` of the batch. Raises
+        TicketError naming samples that are not in flight under these tickets; then no sample is
         settled.
         """
         with self._changed:

@@ -31,10 +31,10 @@ def shuffled(position: int, count: int, seed: int, epoch: int) -> int:
 def _random_rounds(
     count: int, seed: int, epoch: int
 ) -> tuple[int, int, tuple[tuple[list[int], list[int]], ...]]:
-    """Width and height of the grid, and the numbers to add in each round.
+    """Return width and height of the grid, and the numbers to add in each round.
 
-    The numbers are SHAKE-256 of "seed/epoch/round". They are about 8 * sqrt(count): 25,000 for 10
-    million samples.
+    The numbers are SHAKE-256 of "seed/epoch/round". Their count is about 8 * sqrt(count): 25,000
+    for 10 million samples.
     """
     width = math.isqrt(count - 1) + 1
     height = -(-count // width)

@@ -116,7 +116,7 @@ def is_open(sessions: Store) -> bool:
 
 
 def pauses(store: Store) -> Iterator[float]:
-    """Seconds to sleep between polls of `store`, which grow to a limit."""
+    """Yield seconds to sleep between polls of `store`, which grow to a limit."""
     pause = _BUCKET_PAUSE_SECONDS if store.local_folder is None else _FIRST_PAUSE_SECONDS
     while True:
         yield pause

@@ -218,7 +218,7 @@ def _averaged_manifest(last: Manifest | None, names: Sequence[str]) -> Manifest 
 
 
 def _notes_of(averages: TensorFile) -> list[str]:
-    """Notes for the report; complete only after the tensors were read."""
+    """Return notes for the report; complete only after the tensors were read."""
     files = [averages]
     if isinstance(averages, WeightsFolder):
         files = [part.file for part in averages.parts]

@@ -56,7 +56,7 @@ def _kinds_of_parts(folder: WeightsFolder) -> list[tuple[str, str]]:
 
 
 def differing_shares(folders: Sequence[WeightsFolder], names: Sequence[str]) -> list[str]:
-    """Sources in which parts share other tensors than in the first source."""
+    """Return sources in which parts share other tensors than in the first source."""
     expected = _shared_tensors(folders[0])
     problems = []
     for name, folder in zip(names, folders, strict=True):
@@ -74,7 +74,10 @@ def _shared_tensors(folder: WeightsFolder) -> set[frozenset[str]]:
 def differing_part_settings(
     folders: Sequence[WeightsFolder], index: int, names: Sequence[str]
 ) -> list[str]:
-    """Settings of the part `index` that differ from the first source's and change the output."""
+    """Return settings of the part `index` that differ from the first source's and matter.
+
+    A setting matters if it changes the output.
+    """
     first = folders[0].parts[index]
     problems = []
     for name, folder in zip(names[1:], folders[1:], strict=True):
@@ -99,10 +102,10 @@ class _AdapterOf:
 def differing_bases(
     folders: Sequence[WeightsFolder], index: int, names: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Sources whose adapter in the part `index` has another base than the first, and notes.
+    """Return sources whose adapter in the part `index` has another base, and notes.
 
-    A base that is lost counts as another. Bases are compared by their sampled elements if all
-    sources have them, else by name and revision.
+    The base is compared with that of the first source. A base that is lost counts as another. Bases
+    are compared by their sampled elements if all sources have them, else by name and revision.
     """
     adapters = []
     for name, folder in zip(names, folders, strict=True):

@@ -55,7 +55,7 @@ def spec_differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -
 
 
 def _all_specs(file: TensorFile) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype by name, tied names included."""
+    """Return shape and dtype by name, tied names included."""
     specs = {name: (spec.shape, spec.dtype) for name, spec in file.specs.items()}
     for name, stored_name in file.ties.items():
         specs[name] = specs[stored_name]

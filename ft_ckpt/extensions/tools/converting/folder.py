@@ -90,11 +90,10 @@ def plan_converted_part(part: FolderPart, options: ConvertOptions) -> ConvertedP
 
 
 def _names_in_part(part: FolderPart, names: Iterable[str], table: Names) -> dict[str, str]:
-    """New names by old of the tensors `names` of a part.
+    """Map the tensors `names` of a part to their new names.
 
-    `table` has the names in the whole folder, with its prefix.
-
-    Raises SelectionError for tensors that would leave the part.
+    `table` has the names in the whole folder, with its prefix. Raises SelectionError for tensors
+    that would leave the part.
     """
     new_names = rename_tensors([part.prefix + name for name in names], table)
     outside = []

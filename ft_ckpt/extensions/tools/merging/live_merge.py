@@ -84,7 +84,7 @@ def merged_part(view: View, *, dtype: str, choice: MergeChoice) -> Part:
 
 
 def _notes_on_rest(view: View, names: Sequence[str], base: _MergedBase) -> list[str]:
-    """Notes on adapters that are left out, and on tensors that are no longer tied."""
+    """Write notes on adapters that are left out, and on tensors that are not tied any more."""
     notes = []
     left_out = [name for name in view.module.peft_config if name not in names]
     if left_out:

@@ -93,7 +93,10 @@ def _last_use(info: CheckpointInfo) -> float:
 
 
 def _distinct_bytes(infos: Iterable[CheckpointInfo], coming: Manifest) -> int:
-    """Bytes of all files; files of the same content, which are hard links, count once."""
+    """Sum up the bytes of all files.
+
+    Files of the same content, which are hard links, count once.
+    """
     sizes: dict[tuple[str, int], int] = {}
     for manifest in [*(info.manifest for info in infos), coming]:
         for file in manifest.files:

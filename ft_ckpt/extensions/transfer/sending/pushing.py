@@ -180,14 +180,14 @@ def push(
 
 
 def push_now(checkpoint: Place, destination: str | Place, options: PushOptions) -> PushReport:
-    """Like `push`, with the options in one object."""
+    """Push as `push` does, with the options in one object."""
     endpoint = endpoint_of(destination).destination(destination, options)
     with _open_for(endpoint, checkpoint) as opened:
         return endpoint.push(opened, options)
 
 
 def begin_push(checkpoint: Place, destination: str | Place, options: PushOptions) -> PendingPush:
-    """Like `push` in the background, with the options in one object."""
+    """Push in the background as `push` does, with the options in one object."""
     endpoint = endpoint_of(destination).destination(destination, options)
     quiet = replace(options, quiet=True)
 
