@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
+from types import FrameType
 from typing import Any
 
 SECRET = "***"  # noqa: S105 - a placeholder, not a secret
@@ -34,6 +35,8 @@ _TOKEN = re.compile(
     r"(?P<kind>\bhf_)[A-Za-z0-9]{30,}|(?P<scheme>\bbearer\s{1,9})(?=[^\s'\"]{0,200}\d)[\w.~+/=-]{8,}",
     re.IGNORECASE,
 )
+# frames between a warning and the user's line; threading ends the stack of a thread of ft_ckpt
+_PASSED_PACKAGES = {"ft_ckpt", "concurrent", "contextlib", "functools", "threading"}
 # schemes whose user info without ":" is no secret
 _NAMED_CONTAINER = re.compile(r"(abfss?|wasbs?|ssh|sftp|git)$")
 
@@ -134,8 +137,25 @@ class CheckpointWarning(UserWarning):
     """A warning of this project."""
 
 
-def warn(text: str, stacklevel: int = 1) -> None:
-    warnings.warn(printable(text), CheckpointWarning, stacklevel=stacklevel + 1)
+def warn(text: str) -> None:
+    """Warn of `text`, at the line of the user's program that called ft_ckpt.
+
+    In a thread of ft_ckpt, and at the end of the process, the line is that of the call of `warn`.
+    """
+    warnings.warn(printable(text), CheckpointWarning, stacklevel=_level_of_user())
+
+
+def _level_of_user() -> int:
+    """Return the `stacklevel` with which the caller names the innermost line outside of ft_ckpt."""
+    frame: FrameType | None = sys._getframe(2)  # the caller of `warn`
+    level = 2
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in _PASSED_PACKAGES:
+            return level
+        frame = frame.f_back
+        level += 1
+    return 2
 
 
 def _hide_user_info(match: re.Match[str]) -> str:

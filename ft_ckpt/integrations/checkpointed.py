@@ -238,7 +238,6 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             warn(
                 f"{listing(new, ', ')}: changes during the training and is not in the checkpoints; "
                 "a resumed run begins with it as the script makes it",
-                stacklevel=4,
             )
 
     def __begin_pass(self) -> Iterator[Any]:

@@ -126,7 +126,7 @@ def load_checkpoint_state(
     items, _ = agree_on_outcomes(ranks, "random numbers", outcomes, 0, error)
     report = RestoreReport(folder / tag, items, notes=(_IN_FLIGHT,))
     if report.problems and ranks.is_main:
-        warn(f"{report.path}: {listing(list(report.problems))}", stacklevel=2)
+        warn(f"{report.path}: {listing(list(report.problems))}")
     return report
 
 

@@ -130,7 +130,7 @@ def _checkpointed_class(kind: type[Any], settings: TrainerSettings) -> type[Any]
                     f"{base.__name__}.{method} does not call Trainer's own: ft_ckpt does not "
                     "save its files"
                 )
-                warn(text, stacklevel=4)
+                warn(text)
     # One base before the class, which sees whether its methods get to the other, between the class
     # and Trainer.
     bases = (Checkpointed,) if kind is Trainer else (_Outermost, kind, Checkpointed)
@@ -156,7 +156,6 @@ class _Outermost:
             warn(
                 f"{type(self).__name__}._save_checkpoint: step {step} was saved without Trainer's "
                 "own method: ft_ckpt has no checkpoint of it",
-                stacklevel=2,
             )
 
 

@@ -158,7 +158,7 @@ def _newest_whole(folder: Place, deep: bool) -> Place | None:
         problems = _problems_of(place, deep)  # UnreadableError passes: no older one is taken then
         if not problems:
             return place
-        warn(f"{place}: not whole, trying an older one: {listing(problems)}", stacklevel=2)
+        warn(f"{place}: not whole, trying an older one: {listing(problems)}")
         if _has_file(place, MANIFEST_NAME):
             committed.append(name)
     if committed:
@@ -251,7 +251,7 @@ def prune_older(
             protect.append(best)
         report = prune_run(folder, keep, run_id=run_id, protect=protect)
         for problem in report.problems:
-            warn(f"{folder}: an old checkpoint was not deleted: {problem}", stacklevel=3)
+            warn(f"{folder}: an old checkpoint was not deleted: {problem}")
 
 
 def state_text(trainer: Trainer) -> str:

@@ -108,7 +108,7 @@ def report_differences(differences: str, saved: str, ranks: Ranks, config: Saver
             "on_difference='warn', which takes the first rank's"
         )
     if config.on_difference == "warn" and ranks.shows:
-        warn(f"{saved}: {differences}, which is stored", stacklevel=5)
+        warn(f"{saved}: {differences}, which is stored")
 
 
 def _compares_replicas(plan: SavePlan, ranks: Ranks) -> bool:

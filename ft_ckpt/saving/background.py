@@ -298,5 +298,4 @@ def _warn_of_unread_errors() -> None:
             warn(
                 "a background save failed, and the program ended without "
                 f"reading its result: {error}",
-                stacklevel=1,
             )

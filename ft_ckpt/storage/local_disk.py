@@ -236,7 +236,6 @@ def warn_if_open(path: Path, facts: os.stat_result, mode: int) -> None:
         warn(
             f"{path.parent}: its file system keeps no permissions, so others may read files closed "
             "to them; mount it with a narrower umask, or choose another path",
-            stacklevel=6,
         )
 
 

@@ -20,6 +20,8 @@ from commands import MARK, NAME_MARK
 from seeds import chosen_seed
 from small_checkpoints import edit, rewrite_manifest
 
+from ft_ckpt.messages import CheckpointWarning
+
 
 class Trial(NamedTuple):
     """Where a mark goes: folder, file, place in the file's JSON, and how it is put there."""
@@ -172,8 +174,9 @@ def listening() -> Iterator[list[str]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             yield listener.texts
-        ours = [warning for warning in caught if "ft_ckpt" in str(warning.filename)]
-        listener.texts += [str(warning.message) for warning in ours]
+        for warning in caught:
+            if issubclass(warning.category, CheckpointWarning):
+                listener.texts.append(str(warning.message))
     finally:
         logger.removeHandler(listener)
         logger.setLevel(level)

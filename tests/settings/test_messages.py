@@ -2,6 +2,7 @@
 warnings and records.
 """
 
+import linecache
 import logging
 import pickle
 import warnings
@@ -143,6 +144,7 @@ def test_warnings_and_records_are_printable(caplog):
         warn(f"{HOSTILE} s3://K:SECRET@b")
     assert str(caught[0].message) == f"{SAFE} s3://***@b"
     assert caught[0].filename == __file__
+    assert "warn(f" in linecache.getline(__file__, caught[0].lineno)
     with caplog.at_level(logging.DEBUG, "ft_ckpt"):
         LOG.debug("%s of %d: s3://K:SECRET@b 100%%", HOSTILE, 2)
     assert caplog.messages == [f"{SAFE} of 2: s3://***@b 100%"]

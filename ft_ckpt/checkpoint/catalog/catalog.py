@@ -94,7 +94,7 @@ class Listing:
 
     def warn_left_out(self) -> None:
         for path, error in {**self.damaged, **self.unreadable}.items():
-            warn(f"{path}: left out: {error}", stacklevel=3)
+            warn(f"{path}: left out: {error}")
 
     def require_readable(self) -> None:
         """Raise UnreadableError if a manifest cannot be read now: it may be the wanted one."""

@@ -81,7 +81,7 @@ def _first_valid(infos: Iterable[CheckpointInfo], instead: str) -> CheckpointInf
         if problems:
             if not unread:
                 text = f"{info.path}: not valid, using {instead}: {'; '.join(problems)}"
-                warn(text, stacklevel=4)
+                warn(text)
             continue
         if unread:
             raise UnreadableError(

@@ -238,4 +238,4 @@ def _recover_leftover(leftover: _Leftover, max_seconds: float) -> str | None:
 
 
 def _warn_left(stage: Path, target: Path, error: Exception) -> None:
-    warn(f"{target}: {stage.name} is left for the next save to clear ({error})", stacklevel=5)
+    warn(f"{target}: {stage.name} is left for the next save to clear ({error})")

@@ -181,9 +181,7 @@ class BucketRun:
                 elif removal.freed_bytes:
                     lines.append(f"{name}: removed what was left of a save")
         except CheckpointError as error:
-            warn(
-                f"{self.root.url}: leftovers of dead saves were not removed ({error})", stacklevel=3
-            )
+            warn(f"{self.root.url}: leftovers of dead saves were not removed ({error})")
         return tuple(lines)
 
     def _list_all(self) -> dict[str, Stored]:

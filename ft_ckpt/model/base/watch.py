@@ -91,7 +91,7 @@ class BaseWatch:
                 f"{_changed_text(names)} on other ranks; save with adapter_only=False"
             )
         if ranks.is_main:
-            warn(f"{_changed_text(names)}: it is saved with the adapters", stacklevel=5)
+            warn(f"{_changed_text(names)}: it is saved with the adapters")
         return False
 
 

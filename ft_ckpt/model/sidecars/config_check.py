@@ -68,7 +68,7 @@ def check_config(part: Part, config: str, *, is_run: bool) -> tuple[str, ...]:
         return ()
     if not is_run:
         raise CompanionError(f"{problem}, or {_SAVES_TO_RESUME}; nothing is committed")
-    warn(f"{problem}; until then, save() refuses this model", stacklevel=2)
+    warn(f"{problem}; until then, save() refuses this model")
     return (
         f"{problem}; from_pretrained cannot load this checkpoint, a resume into the same model can",
     )

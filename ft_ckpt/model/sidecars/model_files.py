@@ -81,7 +81,6 @@ def _write_code(folder: Path, model: nn.Module, config: Any) -> None:
         warn(
             f"{cls.__name__}: its code is in {cls.__module__} and cannot be saved with the model; "
             "move the class to a file of its own",
-            stacklevel=2,
         )
         return
     # An empty instance of the user's class, because the source file of FSDP2's class belongs to

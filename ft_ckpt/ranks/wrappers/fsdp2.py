@@ -87,7 +87,6 @@ def _warn_of_copies(modules: Sequence[nn.Module]) -> None:
             f"{listing(names, ', ')}: tied, but FSDP2 computes with another copy that is not "
             "trained and not saved; let the rows divide by the ranks "
             "(resize_token_embeddings(pad_to_multiple_of=...)), or untie them",
-            stacklevel=2,
         )
 
 

@@ -366,7 +366,7 @@ class DataPosition:
             "same data and batch size, and a sampler whose order comes from random numbers, or "
             "from an `epoch` or `seed` that it keeps under this name"
         )
-        report_difference(problem, self.on_difference, stacklevel=6)
+        report_difference(problem, self.on_difference)
 
     def _read_one(self, iterator: Iterator[Any]) -> list[Any]:
         batches = list(islice(iterator, 1))

@@ -62,7 +62,7 @@ class DataPositions:
         self.current = slot.feed = feed
         if slot.state is not None:
             for note in feed.load_state_dict(slot.state):
-                warn(f"loader {self._slots.index(slot)}: {note}", stacklevel=4)
+                warn(f"loader {self._slots.index(slot)}: {note}")
         return feed
 
     @property
@@ -116,7 +116,6 @@ class DataPositions:
             warn(
                 f"loader of {about[0]} with {about[1]} samples: no loader of the checkpoint had "
                 f"such data; it goes on where loader {self._slots.index(waiting[0])} was",
-                stacklevel=5,
             )
         elif not alike and waiting[0].state is not None:
             before = waiting[0].state[_ABOUT]
@@ -125,7 +124,7 @@ class DataPositions:
                 "when it was saved; the pass goes on after the samples that the run had seen: use "
                 "the same data for an exact resume"
             )
-            report_difference(problem, on_difference, stacklevel=5)
+            report_difference(problem, on_difference)
         return (alike or waiting)[0]
 
 

@@ -52,9 +52,9 @@ def sharing_problems(was: DataCut, now: DataCut) -> list[str]:
     return [f"{change}: some samples are left out and others given again"]
 
 
-def report_difference(problem: str, on_difference: str, stacklevel: int) -> None:
+def report_difference(problem: str, on_difference: str) -> None:
     """Raise LoadError for "raise", warn for "warn", do nothing for "ignore"."""
     if on_difference == "raise":
         raise LoadError(problem)
     if on_difference == "warn":
-        warn(problem, stacklevel=stacklevel + 1)
+        warn(problem)

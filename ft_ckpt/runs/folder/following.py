@@ -31,7 +31,7 @@ def follow(
     idle_seconds: float | None = None,
     poll_seconds: float = FOLLOW_SECONDS,
     stop: threading.Event | None = None,
-    on_problem: Callable[[CheckpointError], object] = lambda error: warn(str(error), stacklevel=4),
+    on_problem: Callable[[CheckpointError], object] = lambda error: warn(str(error)),
 ) -> Iterator[CheckpointInfo]:
     """Yield the checkpoints of `run`, then each new one when it is committed.
 

@@ -67,7 +67,6 @@ def try_bucket(store: Store) -> None:
         warn(
             f"{store.url}: the store ignores conditional writes, so two runs that save the same "
             "step would mix their files; let one run at a time save there",
-            stacklevel=5,
         )
 
 

@@ -85,7 +85,7 @@ def prune_after_save(
     except Exception as error:  # noqa: BLE001 - the checkpoint is safe, and the next sweep tries again
         problems = (str(error),)
     for problem in problems:
-        warn(f"{root}: an old checkpoint was not deleted: {problem}", stacklevel=4)
+        warn(f"{root}: an old checkpoint was not deleted: {problem}")
 
 
 def room_maker(

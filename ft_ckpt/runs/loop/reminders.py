@@ -63,7 +63,6 @@ class StepReminder:
             warn(
                 f"saver.step(): not called in {' and '.join(done)}, so every=... has saved "
                 "nothing; call it on every rank after each batch",
-                stacklevel=4,
             )
 
     def _has_trained(self, models: Models) -> bool:
@@ -111,6 +110,5 @@ class MetricWatch:
             f"no step so far had the metric {names}, by which checkpoints are ranked: none is "
             "deleted until one has it; pass it to saver.step(metrics) or "
             "saver.save_state(metrics=...), or let `ft-ckpt watch` measure it",
-            stacklevel=5,
         )
         self._absent.clear()

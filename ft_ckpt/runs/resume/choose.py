@@ -164,7 +164,7 @@ def open_newest(
                 advice = f"the newest whole one is {older}"
             kind = UnreadableError if are_transient(problems) else CorruptError
             raise kind(f"{listing(problems)}; {advice}")
-        warn(f"{listing(problems)}; damaged, trying an older one", stacklevel=2)
+        warn(f"{listing(problems)}; damaged, trying an older one")
     if candidates:
         raise CorruptError(
             f"{request.places.directory}: none of its {len(candidates)} checkpoints is whole (see "
@@ -233,7 +233,7 @@ def _open_whole_copy(
             resume_point, problems_of_copy = retry_transient(open_copy, _is_transient)
         if resume_point is not None:
             if problems:
-                warn(f"{listing(problems)}; damaged, taking its copy {place}", stacklevel=2)
+                warn(f"{listing(problems)}; damaged, taking its copy {place}")
             return resume_point, ()
         text = f"{place}: {listing(problems_of_copy)}"
         problems.append(Problem(text, are_transient(problems_of_copy)))
@@ -310,13 +310,11 @@ def warn_of_other_runs(
         warn(
             f"{directory}: holds another run, {listing(runs, ', ')}; its checkpoints are not "
             "replaced: use another directory, or delete them",
-            stacklevel=4,
         )
     elif mode in MODES and len(runs) > 1:
         warn(
             f"{directory}: holds {len(runs)} runs, oldest first {listing(runs, ', ')}; the newest "
             "goes on. Use a directory for each",
-            stacklevel=4,
         )
 
 

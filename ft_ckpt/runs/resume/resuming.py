@@ -76,7 +76,7 @@ def report_resume(run: TrainingRun, report: RestoreReport) -> None:
         )
     lines = [*report.differences, *report.notes]
     if lines and on_difference == "warn":
-        warn(f"{report.path}: {listing(lines)}", stacklevel=4)
+        warn(f"{report.path}: {listing(lines)}")
 
 
 def _resume_without_checkpoint(

@@ -109,7 +109,7 @@ def _call_hook(hook: SaveHook, report: SaveReport) -> None:
     except Exception as error:  # noqa: BLE001 - the script's own, of any kind
         name = getattr(hook, "__name__", type(hook).__name__)
         problem = f"{type(error).__name__}: {error}"
-        warn(f"{report.path}: saved, but {name} of on_saved failed: {problem}", stacklevel=2)
+        warn(f"{report.path}: saved, but {name} of on_saved failed: {problem}")
 
 
 def hooks_of(on_saved: SaveHook | Iterable[SaveHook] | None) -> tuple[SaveHook, ...]:

@@ -82,7 +82,7 @@ class InvitedWriters:
         try:
             self.session.note_committed(checkpoint)
         except CheckpointError as error:
-            warn(f"{path}: saved, but its writers could not be notified: {error}", stacklevel=6)
+            warn(f"{path}: saved, but its writers could not be notified: {error}")
 
     def end(self) -> None:
         """Close the session, after which the writers end."""

@@ -312,7 +312,6 @@ class RunSaves:
             warn(
                 f"{self.last_saved}: {listing(lost, ', ')}: deleted after the save, so that it "
                 "cannot be resumed; keep the files that ft_ckpt.json lists",
-                stacklevel=5,
             )
 
     def _note_committed(self, report: SaveReport) -> None:
@@ -362,7 +361,7 @@ class RunSaves:
         if unfinished and seconds is None and self.run.config.on_failure == "raise":
             error = TargetError(unfinished)
         elif unfinished:
-            warn(unfinished, stacklevel=4)
+            warn(unfinished)
         ranks.agree("the uploads of close()", error=error)
 
     def _upload_terms(self) -> UploadTerms:
@@ -378,7 +377,6 @@ class RunSaves:
                 raise
             warn(
                 f"step {self.run.step}: no checkpoint was made, training goes on: {error}",
-                stacklevel=5,
             )
             return None
 

@@ -81,7 +81,7 @@ def refuse_unfit(folder: Path) -> None:
         )
     _tried_mounts.add(mount)
     if mount.is_bucket:
-        warn(mount.warning, stacklevel=4)
+        warn(mount.warning)
 
 
 def is_on_bucket(folder: Path) -> bool:

@@ -168,7 +168,6 @@ def _append_delta_if_possible(
     except CorruptError as error:
         warn(
             f"{goal}: writing an anchor, because there is no delta on {newest.name}: {error}",
-            stacklevel=4,
         )
         return None
 

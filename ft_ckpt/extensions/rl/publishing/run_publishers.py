@@ -102,14 +102,13 @@ class Publisher:
                 unfinished = _unfinished(unfinished)
         if unfinished:
             paths = [str(pending.path) for pending in unfinished]
-            warn(f"{listing(paths)}: not published yet", stacklevel=3)
+            warn(f"{listing(paths)}: not published yet")
 
     def _warn_not_published(self, path: Path | str, error: BaseException) -> None:
         option = " --delta" if self.options.delta else ""
         warn(
             f"{path}: not published: {error}; training goes on; run `ft-ckpt publish "
             f"{path} {' '.join(self.options.url)}{option}` to try again",
-            stacklevel=3,
         )
 
 

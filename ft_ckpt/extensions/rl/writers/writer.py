@@ -328,7 +328,7 @@ class Writer:
             except WriterError:
                 return
             except (CheckpointError, OSError) as error:  # the next poll may succeed
-                warn(f"{self.run}: writer {self.name}: {error}", stacklevel=2)
+                warn(f"{self.run}: writer {self.name}: {error}")
 
     def _hand_in_provided(
         self, step: int, state: Callable[[], Any] | None, files: Callable[[], Files] | None
@@ -349,7 +349,7 @@ class Writer:
                 store = self._sessions.within(handed_folder(self._session, step, self.name))
                 store.write(HANDED, handed_to_json(handed))
                 self._handed.add(step)
-                warn(f"step {step}: writer {self.name} handed in nothing: {error!r}", stacklevel=2)
+                warn(f"step {step}: writer {self.name} handed in nothing: {error!r}")
 
     def _hand_in(self, step: int, state: Any, files: Files) -> None:
         """Write the files of a hand-over, and their list last."""

@@ -60,7 +60,7 @@ def read_signature(store: Store) -> Signed | None:
             except CorruptError as error:
                 if isinstance(error, (MissingError, UnreadableError)):
                     raise
-                warn(f"{error}; taken for no signature", stacklevel=4)
+                warn(f"{error}; taken for no signature")
                 return None
         with suppress(KeyError, TypeError, ValueError):
             document = json.loads(read_text(store, SIGNED, _LIMIT_BYTES))
@@ -99,5 +99,4 @@ def put_signature(store: Store, signed: Signed) -> None:
         reason = str(error)
     warn(
         f"{store.where(SIGNATURE_NAME)}: not copied: {reason}; `ft-ckpt sign` signs the copy",
-        stacklevel=4,
     )

@@ -81,16 +81,13 @@ def warn_of_unpushed(pushes: Sequence[PendingPush]) -> None:
     """Warn of pushes that have not ended."""
     unfinished = [f"{push.path} to {push.url}" for push in pushes if not push.done]
     if unfinished:
-        warn(
-            f"{listing(unfinished)}: not pushed yet; run `ft-ckpt push` to try again", stacklevel=3
-        )
+        warn(f"{listing(unfinished)}: not pushed yet; run `ft-ckpt push` to try again")
 
 
 def _warn_not_pushed(path: Path | str, url: str, error: BaseException) -> None:
     warn(
         f"{path}: not pushed: {error}; the checkpoint is not touched; run `ft-ckpt push "
         f"{path} {url}` to try again",
-        stacklevel=4,
     )
 
 

@@ -122,7 +122,7 @@ class RunUploads:
         """Warn of checkpoints that are not uploaded, unless `finish` has reported them."""
         rest = "" if self._has_text else self._describe_rest()
         if rest:
-            warn(rest, stacklevel=3)
+            warn(rest)
 
     def _place_in_bucket(self, name: str) -> Place:
         return Place(self.bucket.folder, name)
@@ -153,7 +153,7 @@ class RunUploads:
             return
         rest = self.finish(_MAX_EXIT_SECONDS)
         if rest:
-            warn(rest, stacklevel=2)
+            warn(rest)
 
     def _do_round(self) -> None:
         self.give_way()
@@ -178,7 +178,6 @@ class RunUploads:
                 warn(
                     f"{self.bucket}: {text}; kept in {self.upload_folder}, and tried "
                     "again with the next save",
-                    stacklevel=2,
                 )
         finally:
             _fail_rest(waiting, current)
@@ -247,7 +246,7 @@ class RunUploads:
                     f"{info.path}: damaged and not uploaded ({error}); set aside as "
                     f"{aside}, delete it by hand"
                 )
-                warn(text, stacklevel=2)
+                warn(text)
                 return True
         return False
 
