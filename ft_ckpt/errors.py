@@ -39,7 +39,7 @@ from numbers import Integral, Real
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from ft_ckpt.messages import SECRET, clean_causes, did_you_mean, printable, short
+from ft_ckpt.messages import SECRET, clean_causes, did_you_mean, printable, short_repr
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -211,7 +211,7 @@ def refuse_unknown_fields(kind: type[Any], values: Iterable[Any], names: Iterabl
     choices = [field.name for field in fields(kind)]
     for value in values:
         raise ConfigError(
-            f"{kind.__name__}({short(value)}): expected a name for it, such as {choices[0]}="
+            f"{kind.__name__}({short_repr(value)}): expected a name for it, such as {choices[0]}="
         )
     for name in names:
         if name not in choices:

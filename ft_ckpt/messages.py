@@ -18,22 +18,53 @@ from types import FrameType
 from typing import Any
 
 SECRET = "***"  # noqa: S105 - a placeholder, not a secret
-# Bounded repetitions: the text may be hostile, and long.
+# The text may be hostile and long, so that each repetition inside of another one has a bound.
 _USER_INFO = re.compile(
-    # without a scheme, or with one slash, as a Path has it
-    r"(?P<mark>://|(?:(?<![\w/.:-])//|:/)(?=[^\s/@]*:))"
-    r"(?:(?P<user>[^\s/]*|[^\s/@:\[]+:(?!\d{1,5}/)\S{0,100})@"  # with a slash in the password, too
-    # no port: user info cut short by a message
-    r"|(?<=://)(?P<rest>[^\s/@:\[\]'\"]+:(?!\d{1,5}\b)[^\s/@'\"]+))"
+    r"""
+    (?P<mark>
+        ://                                  # s3://KEY:SECRET@bucket
+      | (?: (?<![\w/.:-])//                  # //user:SECRET@host/share, without a scheme
+          | :/                               # s3:/KEY:SECRET@bucket, as a Path has it
+        ) (?= [^\s/@]* : )
+    )
+    (?:
+        (?P<user>
+            [^\s/]*                          # KEY:SECRET@
+          | [^\s/@:\[]+:                     # KEY:SE/CRET@, a slash in the password,
+            (?! \d{1,5}/ ) \S{0,100}         # but not host:9000/a@b, which has a port
+        ) @
+      | (?<=://)
+        (?P<rest>
+            [^\s/@:\[\]'\"]+:               # KEY:SECR, cut off by a message,
+            (?! \d{1,5}\b ) [^\s/@'\"]+     # but not host:9000
+        )
+    )
+    """,
+    re.VERBOSE,
 )
 _PARAMETER = re.compile(
-    r"((?:[?&;#]|%3F|%26)[^\s=&;?%]{0,60}?(?:sig|token|secret|key|cred|pass|pwd|auth|session)[^\s=&;?%]{0,60}(?:=|%3D))"
-    r"(?:(?!%26|[:,.)]+(?:\s|$))[^\s&;'\"<>])+",
-    re.IGNORECASE,
+    r"""
+    (                                        # ?X-Amz-Signature=, &access_token=, %3Fsig%3D
+        (?: [?&;#] | %3F | %26 )
+        [^\s=&;?%]{0,60}?
+        (?: sig | token | secret | key | cred | pass | pwd | auth | session )
+        [^\s=&;?%]{0,60}
+        (?: = | %3D )
+    )
+    (?:
+        (?! %26 | [:,.)]+ (?: \s | $ ) )     # the value ends before "%26", and before ": no such"
+        [^\s&;'\"<>]
+    )+
+    """,
+    re.IGNORECASE | re.VERBOSE,
 )
 _TOKEN = re.compile(
-    r"(?P<kind>\bhf_)[A-Za-z0-9]{30,}|(?P<scheme>\bbearer\s{1,9})(?=[^\s'\"]{0,200}\d)[\w.~+/=-]{8,}",
-    re.IGNORECASE,
+    r"""
+    (?P<kind> \bhf_ ) [A-Za-z0-9]{30,}       # hf_ and the 34 characters of a token of the Hub
+  | (?P<scheme> \bbearer\s{1,9} )            # Authorization: Bearer S3.E-C_RET
+    (?= [^\s'\"]{0,200}\d ) [\w.~+/=-]{8,}  # but not "a bearer authentication", without a digit
+    """,
+    re.IGNORECASE | re.VERBOSE,
 )
 # frames between a warning and the user's line; threading ends the stack of a thread of ft_ckpt
 _PASSED_PACKAGES = {"ft_ckpt", "concurrent", "contextlib", "functools", "threading"}
@@ -41,13 +72,13 @@ _PASSED_PACKAGES = {"ft_ckpt", "concurrent", "contextlib", "functools", "threadi
 _NAMED_CONTAINER = re.compile(r"(abfss?|wasbs?|ssh|sftp|git)$")
 
 
-def install_extra(name: str) -> str:
-    """What to do where a library of an extra of the package is missing."""
+def install_hint(name: str) -> str:
+    """Return the advice to install an extra, for an error about a missing library."""
     return f"install the extra {name} (docs/install.md)"
 
 
 def without_secrets(text: str) -> str:
-    """`text` with "***" for tokens, and for user info and signing parameters in URLs.
+    """Replace tokens, and user info and signing parameters in URLs, by "***".
 
     URLs are recognised with and without a scheme.
     """
@@ -60,10 +91,11 @@ def without_secrets(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""`text` without secrets, in one line.
+    r"""Return `text` in one line, without secrets and without unprintable characters.
 
-    What `str.isprintable` refuses is escaped, as in "\x1b" and "\n": control characters, line
-    separators, marks of direction, and surrogates (undecodable bytes of file names).
+    Characters that `str.isprintable` refuses are escaped, as in "\x1b" and "\n": control
+    characters, line separators, marks of direction, and surrogates (undecodable bytes of file
+    names).
     """
     if not text.isprintable():
         text = "".join(
@@ -87,23 +119,23 @@ class _CleanRepr(reprlib.Repr):
         return f"{text[:half]}...{text[3 + half - self.maxother :]}"
 
 
-def short(value: Any, most: int = 30) -> str:
-    """`repr(value)`, shortened: a few elements of containers, `most` characters of each text.
+def short_repr(value: Any, max_chars: int = 30) -> str:
+    """Shorten `repr(value)` to a few elements of containers and `max_chars` of each text.
 
-    Secrets are removed before shortening: in a part of a URL they are not recognised.
+    Secrets are removed before shortening, because they are not recognised in a part of a URL.
     """
     shortened = _CleanRepr()
-    shortened.maxstring = shortened.maxother = most
+    shortened.maxstring = shortened.maxother = max_chars
     return shortened.repr(value)
 
 
 def printable_lines(text: str) -> str:
-    """The lines of `text`, each printable."""
+    """Make each line of `text` printable, and keep the line breaks."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def clean_causes(error: BaseException | None) -> None:
-    """Make the messages of a library's error and its causes printable: tracebacks show them."""
+    """Make the messages of a library's error and its causes printable, as tracebacks show them."""
     while error is not None:
         args = [printable_lines(arg) if isinstance(arg, str) else arg for arg in error.args]
         error.args = tuple(args)
@@ -111,7 +143,10 @@ def clean_causes(error: BaseException | None) -> None:
 
 
 def nearest_names(words: Iterable[str], choices: Iterable[str]) -> list[str]:
-    """The choice nearest to each of `words`, if one is near; each once."""
+    """Return the choice nearest to each of `words`, without duplicates.
+
+    Words without a near choice are skipped.
+    """
     names = list(choices)
     nearest: dict[str, None] = {}
     for word in words:
@@ -120,13 +155,13 @@ def nearest_names(words: Iterable[str], choices: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(words: Iterable[str], choices: Iterable[str]) -> str:
-    """The question "did you mean ...?" with the choices near to `words`; "" if none is near."""
+    """Ask "did you mean ...?" with the choices near to `words`; return "" if none is near."""
     nearest = nearest_names(words, choices)
     return f"did you mean {', '.join(nearest)}?" if nearest else ""
 
 
 def expected_one_of(word: str, choices: Iterable[str]) -> str:
-    """The text "expected one of ...", then the choice nearest to the unknown `word`, if any."""
+    """Return "expected one of ...", then the choice nearest to the unknown `word`, if any."""
     names = list(choices)
     text = f"expected one of {', '.join(names)}"
     question = did_you_mean([word], names)
@@ -138,9 +173,9 @@ class CheckpointWarning(UserWarning):
 
 
 def warn(text: str) -> None:
-    """Warn of `text`, at the line of the user's program that called ft_ckpt.
+    """Issue a CheckpointWarning for the line of the user's program that called ft_ckpt.
 
-    In a thread of ft_ckpt, and at the end of the process, the line is that of the call of `warn`.
+    In a thread of ft_ckpt, and at the end of the process, it names the line that called `warn`.
     """
     warnings.warn(printable(text), CheckpointWarning, stacklevel=_level_of_user())
 
@@ -176,7 +211,7 @@ LOG.addFilter(_clean_record)
 
 
 def announce(text: str) -> None:
-    """Tell the user of a run one fact: by the logger, or on stderr where none is configured.
+    """Log one fact for the user of a run, or print it on stderr if no logger is configured.
 
     `logging.getLogger("ft_ckpt").setLevel(logging.WARNING)` silences it.
     """

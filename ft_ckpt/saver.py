@@ -21,7 +21,7 @@ from ft_ckpt.extensions.rl.publishing import PublishReport, publish
 from ft_ckpt.extensions.rl.writers import check_writer_names
 from ft_ckpt.extensions.transfer.sending import push_goal
 from ft_ckpt.messages import LOG, announce
-from ft_ckpt.model.parts import Attribute, check_model, is_of_adapters, model_inside
+from ft_ckpt.model.parts import Attribute, check_model, model_inside, saves_adapters_only
 from ft_ckpt.model.sidecars import check_companions
 from ft_ckpt.model.tensors import Merged, Part, View, has_adapters, merge_choice
 from ft_ckpt.ranks import Ranks, current_ranks, try_action
@@ -44,7 +44,7 @@ from ft_ckpt.runs.saves import RunSaves, SaveHook, open_follow_ups
 from ft_ckpt.saving import SaveRunner, as_in_training, library_versions
 from ft_ckpt.saving.planning import PendingSave, SaveReport, SaveRequest, request_of
 from ft_ckpt.storage.places import Place, location_name, open_place, shown_location
-from ft_ckpt.values import names_of, numbers_of, step_of
+from ft_ckpt.values import as_names, metrics_as_floats, optional_step
 
 if TYPE_CHECKING:
     import torch
@@ -288,8 +288,8 @@ class CheckpointSaver(Generic[SaveResult]):
         push_to = None if push_to_hub is None else push_goal(push_to_hub, **config.client_options)
         check_tokenizer(tokenizer)
         check_mappings(state_dict=state_dict, extra_files=extra_files)
-        step = step_of(step)
-        facts = self._run.facts_of_save(step, numbers_of(metrics))
+        step = optional_step(step)
+        facts = self._run.facts_of_save(step, metrics_as_floats(metrics))
         model = model_inside(model)
         self._saves.wait_for_pending()
         if target is None and step is not None:  # into the directory of the run
@@ -396,8 +396,8 @@ class CheckpointSaver(Generic[SaveResult]):
             raise ConfigError(
                 f"timeout_seconds={timeout_seconds!r:.80}: expected seconds from 0 on"
             )
-        optional = names_of(optional, "invite(optional=...)")
-        allow = names_of(allow, "invite(allow=...)")
+        optional = as_names(optional, "invite(optional=...)")
+        allow = as_names(allow, "invite(allow=...)")
         is_optional = _invited_writers(writers, groups, optional)
         return self._saves.invite(is_optional, allow, timeout_seconds)
 
@@ -469,7 +469,7 @@ class CheckpointSaver(Generic[SaveResult]):
         schedule, the first call raises SelectionError for state that the optimizers have made and
         that cannot be saved.
         """
-        numbers, step = numbers_of(metrics), step_of(step)
+        numbers, step = metrics_as_floats(metrics), optional_step(step)
         if not self._run.is_batch_done():
             return None
         if not self._run.has_begun:
@@ -565,7 +565,7 @@ class CheckpointSaver(Generic[SaveResult]):
         deleted. Raises what `save` raises.
         """
         check_mappings(extra_files=extra_files)
-        counted = self._run.agree_on_metrics(numbers_of(metrics), self._current_ranks())
+        counted = self._run.agree_on_metrics(metrics_as_floats(metrics), self._current_ranks())
         config = self._config_with(background=background, overwrite=overwrite)
         self._run.register({**objects, **({} if model is None else {"model": model})})
         target = None if path is None else open_place(path, **config.client_options)
@@ -654,7 +654,7 @@ class CheckpointSaver(Generic[SaveResult]):
     def _is_of_adapters(
         self, model: nn.Module, adapter_only: bool | None, attribute: Attribute
     ) -> bool:
-        alone = is_of_adapters(model, adapter_only, attribute)
+        alone = saves_adapters_only(model, adapter_only, attribute)
         if alone and attribute == self.config.attribute:
             self._run.base.refuse_changed(model, self._current_ranks().rank)
         return alone

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from ft_ckpt.messages import short
+from ft_ckpt.messages import short_repr
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A whole number from 0 on: sizes, offsets and counts are below 2^63."""
@@ -41,7 +41,7 @@ def as_record(value: Any, kind: type[_Kind]) -> _Kind:
         raise FieldError(str(error)) from None
     except UnicodeEncodeError as error:
         raise FieldError(
-            f"{short(error.object)}: not UTF-8, expected the name of a field"
+            f"{short_repr(error.object)}: not UTF-8, expected the name of a field"
         ) from None
     except msgspec.ValidationError as error:
         raise FieldError(_field_first(str(error).replace("`", ""), value)) from None
@@ -77,7 +77,7 @@ def _field_first(text: str, value: Any) -> str:
     field = located["field"]
     expected = located["expected"]
     try:
-        return f"{field}: {short(_value_at(field, value))}, expected {expected}"
+        return f"{field}: {short_repr(_value_at(field, value))}, expected {expected}"
     except (AttributeError, LookupError, TypeError, ValueError):
         # the keys of mappings are not in the text
         return f"{field}: expected {expected}"

@@ -1,4 +1,4 @@
-"""Values that users give and read: sizes, numbers of metrics, steps, names, dtypes."""
+"""Checks and conversions of values that users pass: sizes, metrics, steps, names, dtypes."""
 
 import math
 import re
@@ -18,11 +18,11 @@ _SHORT_DTYPES = {
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*")
 
 
-def numbers_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """The current values of `metrics` as floats; {} for None.
+def metrics_as_floats(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Convert the current values of `metrics` to floats; return {} for None.
 
-    They are numbers, or tensors or arrays of one element. Raises ConfigError naming all that are
-    not one real number, and for anything but a mapping.
+    Values are numbers, or tensors or arrays of one element. Raises ConfigError naming all values
+    that are not one real number, and if `metrics` is not a mapping.
     """
     if metrics is None:
         return {}
@@ -34,12 +34,14 @@ def numbers_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     numbers: dict[str, float] = {}
     problems = []
     for name, value in metrics.items():
-        number = _number_of(value)
+        number = _as_float(value)
         if number is None:
             problems.append(f"{name} is {_value_kind(value)}")
         else:
             numbers[name] = number
-    problems += [f"the name {name!r} is no text" for name in metrics if not isinstance(name, str)]
+    for name in metrics:
+        if not isinstance(name, str):
+            problems.append(f"the name {name!r} is not a string")
     if problems:
         raise ConfigError(
             f"metrics: {listing(problems)}; expected a name and one real number for each"
@@ -47,22 +49,22 @@ def numbers_of(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     return numbers
 
 
-def step_of(step: Any) -> int | None:
-    """`step` as an int, None for None. Raises ConfigError unless it is a whole number from 0 on."""
+def optional_step(step: Any) -> int | None:
+    """Return `step` as an int, or None. Raises ConfigError for anything else, as `whole_step`."""
     return None if step is None else whole_step(step)
 
 
 def whole_step(step: Any) -> int:
-    """`step` as an int. Raises ConfigError unless it is a whole number from 0 on."""
+    """Return `step` as an int. Raises ConfigError unless it is a non-negative integer."""
     if not is_number(step, 0, whole=True):
-        raise ConfigError(f"step={step!r:.80}: expected a whole number from 0 on")
+        raise ConfigError(f"step={step!r:.80}: expected a non-negative integer")
     return int(step)
 
 
-def names_of(names: Any, what: str) -> tuple[str, ...]:
-    """The names in the argument `what`: an iterable of them, or one.
+def as_names(names: Any, what: str) -> tuple[str, ...]:
+    """Return the names in an argument, which is one name or an iterable of them.
 
-    Raises ConfigError for anything else.
+    `what` is the argument in messages. Raises ConfigError for anything else.
     """
     if isinstance(names, str):
         return (names,)
@@ -73,9 +75,9 @@ def names_of(names: Any, what: str) -> tuple[str, ...]:
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes in `size`: an int, or a string such as "500MB" or "500MiB" (binary units).
+    """Return the bytes of a size, an int or a string such as "500MB" or "500MiB" (binary units).
 
-    Raises ConfigError when it is neither.
+    Raises ConfigError when `size` is neither.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         return size
@@ -90,14 +92,14 @@ def parse_size(size: int | str) -> int:
 
 
 def is_size(value: Any) -> bool:
-    """Whether `parse_size` gives at least one byte for the value."""
+    """Check whether `parse_size` returns at least one byte for the value."""
     with suppress(ConfigError):
         return parse_size(value) > 0
     return False
 
 
 def human_size(size_bytes: float) -> str:
-    """Bytes in decimal units."""
+    """Format a number of bytes in decimal units, such as "1.5 GB"."""
     if size_bytes < 1000:
         return f"{size_bytes:.0f} B"
     power = min(4, (len(str(int(size_bytes))) - 1) // 3)
@@ -105,9 +107,9 @@ def human_size(size_bytes: float) -> str:
 
 
 def canonical_dtype(dtype: Any) -> Any:
-    """torch's name of a dtype ("bfloat16"), given as such or by a short name.
+    """Return torch's name of a dtype ("bfloat16"), for a torch.dtype, its name or a short name.
 
-    Anything else is returned as it is.
+    Anything else is returned unchanged.
     """
     name = dtype
     if type(dtype).__name__ == "dtype":
@@ -118,8 +120,8 @@ def canonical_dtype(dtype: Any) -> Any:
     return _SHORT_DTYPES.get(name, name)
 
 
-def _number_of(value: Any) -> float | None:
-    """`value` as a float; None when it is not one real number."""
+def _as_float(value: Any) -> float | None:
+    """Convert `value` to a float; return None when it is not one real number."""
     shape = getattr(value, "shape", ())
     if isinstance(value, (str, bytes, bytearray)) or math.prod(shape) != 1:
         return None

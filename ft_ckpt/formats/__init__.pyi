@@ -29,6 +29,8 @@ from .shards import (
     split_into_files as split_into_files,
 )
 from .tensor_format import (
+    CheckpointFormat as CheckpointFormat,
+    FolderFormat as FolderFormat,
     FolderWriter as FolderWriter,
     LaidOutObjects as LaidOutObjects,
     LibraryObjects as LibraryObjects,

@@ -1,17 +1,19 @@
-"""All tensor formats by name: those of ft_ckpt, and those of installed distributions.
+"""All tensor formats by name, those of ft_ckpt and those of installed distributions.
 
-A format is a `TensorFormat`. Those of ft_ckpt are in a table of import strings; another
-distribution brings one by an entry point in the group `ft_ckpt.formats`, whose name is the format's
-and whose object is a class or an instance. Importing this module imports no format and no torch.
+A format is a `TensorFormat`. Those of ft_ckpt are in a table of import strings. Another
+distribution brings one by an entry point in the group `ft_ckpt.formats`: its name is the name of
+the format, and its object is a class or an instance. Importing this module imports no format and no
+torch.
 """
 
 from functools import cache
-from importlib import import_module
 from importlib.metadata import entry_points
+from inspect import isabstract
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from ft_ckpt.errors import ConfigError
+from ft_ckpt.extension_points import load_extension
 from ft_ckpt.messages import expected_one_of
 
 if TYPE_CHECKING:
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
 
 DEFAULT_FORMAT = "safetensors"
 ENTRY_POINTS = "ft_ckpt.formats"
-# "module:class" in the order in which messages list the formats and readers of a folder choose; of
-# two that recognise a file or a folder, the more specific one is later
+# In the order in which messages list the formats and readers of a folder choose. Of two that
+# recognise a file or a folder, the more specific one is later.
 _CLASSES = (
     "ft_ckpt.formats.safetensors.safetensors_format:Safetensors",
     "ft_ckpt.extensions.hdf5.formats:Hdf5",
@@ -37,25 +39,24 @@ _FORMATS: "dict[str, TensorFormat]" = {}
 
 
 def register_format(tensor_format: "TensorFormat") -> None:
-    """Add a format to those of this process; it is asked before existing ones."""
+    """Add a format to this process. Files are offered to it before the existing formats."""
     _formats()[tensor_format.name] = tensor_format
 
 
 def _formats() -> "dict[str, TensorFormat]":
     if not _FORMATS:
-        for path in _CLASSES:
-            module, name = path.split(":")
-            tensor_format = getattr(import_module(module), name)()
+        for import_string in _CLASSES:
+            tensor_format = load_extension(import_string)()
             _FORMATS[tensor_format.name] = tensor_format
     return _FORMATS
 
 
 @cache
 def load_installed_formats() -> tuple[str, ...]:
-    """Add the formats of installed distributions; returns their names.
+    """Add the formats of installed distributions, and return their names.
 
-    It searches all distributions, so it is called where no other format is the one. Raises
-    ConfigError for one that cannot be imported.
+    The search takes a while, so call this when no registered format fits. Raises ConfigError for a
+    format that cannot be imported or lacks methods.
     """
     names = []
     for entry in entry_points(group=ENTRY_POINTS):
@@ -66,6 +67,12 @@ def load_installed_formats() -> tuple[str, ...]:
                 f"format {entry.name!r} of {entry.value}: cannot be imported ({error}); install "
                 "what it needs, or remove its distribution"
             ) from error
+        if isabstract(loaded):
+            missing = ", ".join(sorted(loaded.__abstractmethods__))
+            raise ConfigError(
+                f"format {entry.name!r} of {entry.value}: lacks {missing}; install another version "
+                "of its distribution, or remove it"
+            )
         tensor_format: TensorFormat = loaded() if isinstance(loaded, type) else loaded
         register_format(tensor_format)
         names.append(tensor_format.name)
@@ -73,10 +80,10 @@ def load_installed_formats() -> tuple[str, ...]:
 
 
 def tensor_formats(for_name: str = DEFAULT_FORMAT) -> "tuple[TensorFormat, ...]":
-    """All formats, in the order in which messages list them and readers of a folder choose.
+    """Return all formats, in the order in which messages list them and readers of a folder choose.
 
-    Those of installed distributions are among them if `for_name` is no other format, or if they
-    were needed before.
+    Formats of installed distributions are included if `for_name` is not one of the others, or if
+    they were needed before.
     """
     if for_name not in _formats():
         load_installed_formats()
@@ -84,12 +91,12 @@ def tensor_formats(for_name: str = DEFAULT_FORMAT) -> "tuple[TensorFormat, ...]"
 
 
 def written_formats(for_name: str = DEFAULT_FORMAT) -> "list[TensorFormat]":
-    """The formats that tensors can be written in, as `tensor_formats`."""
+    """Return the formats that tensors can be written in; see `tensor_formats`."""
     return [tensor_format for tensor_format in tensor_formats(for_name) if tensor_format.is_written]
 
 
 def format_named(name: str) -> "TensorFormat":
-    """The format called `name`. Raises ConfigError when there is none."""
+    """Return the format called `name`. Raises ConfigError when there is none."""
     for tensor_format in tensor_formats(name):
         if tensor_format.name == name:
             return tensor_format
@@ -97,9 +104,9 @@ def format_named(name: str) -> "TensorFormat":
 
 
 def checkpoint_format_of(name: str) -> "TensorFormat":
-    """The format of a weight file, by suffix.
+    """Return the format of a weight file, by the suffix of its name.
 
-    The default for unknown suffixes, which its reader rejects.
+    Unknown suffixes get the default format, whose reader rejects the file.
     """
     suffix = PurePosixPath(name).suffix
     tensor_format = _checkpoint_format(suffix)

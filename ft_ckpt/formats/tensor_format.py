@@ -1,4 +1,4 @@
-"""What a format of tensor files is to the rest of ft_ckpt.
+"""Base classes of the formats of tensor files.
 
 No torch is imported before a file is opened or written.
 """
@@ -29,7 +29,7 @@ ReadRange = Callable[
 
 
 class LaidOutObjects(ABC):
-    """How `ft_ckpt.save` stores any object in files whose layout is known beforehand."""
+    """Stores any object for `ft_ckpt.save`, in files that are laid out before they are written."""
 
     dtypes: frozenset[str] = frozenset()  # of the tensors, by torch's names
 
@@ -37,10 +37,11 @@ class LaidOutObjects(ABC):
     def lay_out(
         self, root: "Node", leaves: Sequence[Spec], arrays: Sequence[int], native_floats: bool
     ) -> tuple[Layout, Sequence[str]]:
-        """The layout of a file with the object `root`, and the name of each leaf in it.
+        """Lay out a file with the object `root`; return the layout and the name of each leaf in it.
 
-        `arrays`: the indices of leaves that are numpy arrays; `native_floats`: store bfloat16 as a
-        type that every reader understands. Raises SelectionError for what cannot be stored.
+        `arrays` are the indices of leaves that are numpy arrays. `native_floats` stores bfloat16 as
+        a type that every reader understands. Raises SelectionError for objects that cannot be
+        stored.
         """
 
     def write_compressed(
@@ -52,12 +53,15 @@ class LaidOutObjects(ABC):
         native_floats: bool,
         values_of: Callable[[int], Any],
     ) -> None:
-        """Write a new compressed file; `values_of` gives the bytes of a leaf by its index."""
+        """Write a new compressed file; `values_of` returns the bytes of a leaf by its index.
+
+        Raises ConfigError if the format has no compression.
+        """
         raise ConfigError(f"{path}: this format has no compression; leave it out")
 
 
 class LibraryObjects(ABC):
-    """How a library stores any object in a file, and reads it."""
+    """Stores and reads any object by a library, for `ft_ckpt.save` and `ft_ckpt.load`."""
 
     is_written = True
 
@@ -65,16 +69,16 @@ class LibraryObjects(ABC):
         """Raise SelectionError, naming the paths, for an object that `load` could not restore."""
 
     def save(self, obj: Any, path: Path) -> None:
-        """Write `obj` to the new file `path`."""
+        """Write `obj` to the new file `path`. Raises ConfigError if the format is only read."""
         raise ConfigError(f"{path}: this format is only read; choose another")
 
     @abstractmethod
     def load(self, file: "RawFile", map_location: Any, mapped: bool, verify: bool) -> Any:
-        """The object in an open file; arguments as for `ft_ckpt.load`."""
+        """Load the object in an open file; arguments as for `ft_ckpt.load`."""
 
 
 class FolderWriter(ABC):
-    """Writing folders by the library of a foreign format."""
+    """Writes checkpoint folders by the library of a foreign format."""
 
     @abstractmethod
     def check_types(self, specs: Sequence[Spec]) -> None:
@@ -91,10 +95,12 @@ class FolderWriter(ABC):
         """Write the tensors of each shard as a checkpoint of its own."""
 
 
-class TensorFormat:
-    """One format. A class sets what differs and overrides what the format can do.
+class TensorFormat(ABC):
+    """A format of tensor files. A class sets what differs and overrides what the format can do.
 
-    A format that checkpoints can be saved in has `open_indexed`, `recognises` and `lay_out`.
+    Derive from `CheckpointFormat` for a format that a saver can write, from `FolderFormat` for one
+    whose checkpoints are folders, and from this class for other files, with `open` or
+    `open_indexed`.
     """
 
     name: str
@@ -105,7 +111,7 @@ class TensorFormat:
     # of a link to each of its files, which is valid in another format too; empty: none
     link_suffix = ""
 
-    serves_checkpoints = False  # a saver can write it
+    serves_checkpoints = False  # a saver can write it: a CheckpointFormat
     is_written = False  # tensors can be converted to it
     why_read_only = ""  # what to do instead of writing it, as the end of an error
     # only a header and tensors: ranks can write one file together, checkpoints can share it
@@ -117,14 +123,14 @@ class TensorFormat:
     objects: LaidOutObjects | LibraryObjects | None = None  # None: tensors only
     folder_writer: FolderWriter | None = None  # for a format whose checkpoints are folders
 
+    @abstractmethod
     def recognises(self, file: "RawFile") -> bool:
-        """Whether an open file is of this format, by its content."""
-        return False
+        """Check whether an open file is of this format, by its content."""
 
     def open_indexed(self, file: "RawFile", verify: bool = False) -> "IndexedFile":
-        """An open file by its index; `verify`: compare digests as tensors are read.
+        """Open a file by its index; `verify` compares digests as tensors are read.
 
-        Raises CorruptError for an invalid one, ConfigError if the format has no index.
+        Raises CorruptError for an invalid index, ConfigError if the format has none.
         """
         raise ConfigError(
             f"format {self.name!r}: its files have no index of their tensors; convert them first"
@@ -133,51 +139,86 @@ class TensorFormat:
     def open_file(
         self, file: "Readable", mapped: bool = True, verify: bool = False
     ) -> "IndexedFile":
-        """As `open_indexed`, for bytes that are open; `mapped=False` copies all that is read."""
+        """Open a file of any store by its index; `mapped=False` copies everything that is read.
+
+        Raises as `open_indexed` does.
+        """
         from ft_ckpt.formats.files import RawFile
 
         return self.open_indexed(RawFile(file, mapped), verify)
 
     def open(self, file: "RawFile") -> "TensorFile":
-        """The weights in an open file, under their names in the model.
+        """Open the weights in a file, under their names in the model.
 
-        Raises LoadError or CorruptError for files that it cannot read.
+        Raises LoadError or CorruptError for files that cannot be read.
         """
         from ft_ckpt.formats.index import named_tensors
 
         return named_tensors(self.open_indexed(file))
 
     def open_folder(self, place: "Place") -> "TensorFile | None":
-        """The weights in a folder, or under a prefix; None if it is not of this format."""
+        """Open the weights in a folder, or under a prefix; None if it is not of this format."""
         return None
 
     def compare_sums(self, file: "RawFile") -> bool:
-        """Compare an open file with its own checksums; False if it has none.
+        """Compare an open file with its own checksums; return False if it has none.
 
-        Raises CorruptError where one differs.
+        Raises CorruptError if one differs.
         """
         return False
 
     def compress_file(self, place: "Place", compression: str) -> None:
-        """Replace a file of ft_ckpt by one with the same contents in one of `compressions`.
+        """Replace a file of ft_ckpt by a compressed one with the same contents.
 
-        Raises ConfigError if the format has none.
+        `compression` is one of `compressions`. Raises ConfigError if the format has none.
         """
         raise ConfigError(
             f"compression {compression!r}: format {self.name!r} has none; leave it out"
         )
 
     def lay_out(self, specs: Sequence[Spec], metadata: Metadata, ties: Ties) -> Layout:
-        """The layout of a file that contains `specs` as one flat dict.
+        """Lay out a file that contains `specs` as one flat dict.
 
-        Raises SelectionError for tensors that the format cannot store, ConfigError if it has no
-        such files.
+        Raises SelectionError for tensors that the format cannot store, ConfigError if ft_ckpt does
+        not write the format.
         """
         raise ConfigError(f"format {self.name!r}: ft_ckpt does not write it; choose another")
 
     def lay_out_file(self, specs: Sequence[Spec], metadata: Metadata, ties: Ties) -> Layout:
-        """As `lay_out`; the last layouts are kept, since all saves of a run have the same files."""
+        """Lay out a file as `lay_out` does, and cache it: all saves of a run have equal files."""
         return _laid_out(self, tuple(specs), tuple(metadata.items()), tuple(ties.items()))
+
+
+class CheckpointFormat(TensorFormat):
+    """A format that a saver can write: files with an index, laid out before their first byte."""
+
+    serves_checkpoints = True
+    is_written = True
+
+    @abstractmethod
+    def open_indexed(self, file: "RawFile", verify: bool = False) -> "IndexedFile":
+        """Open a file by its index; `verify` compares digests as tensors are read.
+
+        Raises CorruptError for an invalid index.
+        """
+
+    @abstractmethod
+    def lay_out(self, specs: Sequence[Spec], metadata: Metadata, ties: Ties) -> Layout:
+        """Lay out a file that contains `specs` as one flat dict.
+
+        Raises SelectionError for tensors that the format cannot store.
+        """
+
+
+class FolderFormat(TensorFormat):
+    """A format whose checkpoints are folders, or files under a prefix in one."""
+
+    def recognises(self, file: "RawFile") -> bool:
+        return False
+
+    @abstractmethod
+    def open_folder(self, place: "Place") -> "TensorFile | None":
+        """Open the weights in a folder, or under a prefix; None if it is not of this format."""
 
 
 @lru_cache(maxsize=4)  # 0.1 s for the 300 tensors of an HDF5 file

@@ -36,7 +36,7 @@ from ft_ckpt.runs.data import GeneratorStates, capture_generators, restore_gener
 from ft_ckpt.runs.resume import parse_mode
 from ft_ckpt.runs.saves import SaveHook, hooks_of
 from ft_ckpt.storage.places import Place, absolute_location
-from ft_ckpt.values import names_of
+from ft_ckpt.values import as_names
 
 __all__ = ["LightningCheckpoint"]
 
@@ -100,7 +100,7 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # its base classes are 
         self._replay = replay
         parse_mode(resume)  # raises ConfigError now, and not when the training starts
         self._resume: str | Path | Place | bool | None = resume
-        self._allow = allow if isinstance(allow, bool) else names_of(allow, "allow")
+        self._allow = allow if isinstance(allow, bool) else as_names(allow, "allow")
         self._on_saved = hooks_of(on_saved)
         # else a mode, or a name in `directory`
         if isinstance(resume, (str, Path)) and os.sep in str(resume):

@@ -24,11 +24,11 @@ from ft_ckpt.config import SaveSettings, make_config
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.integrations.checkpointed import Checkpointed, TrainerSettings, overriding
 from ft_ckpt.integrations.trainer_layout import ends_chain
-from ft_ckpt.messages import short, warn
+from ft_ckpt.messages import short_repr, warn
 from ft_ckpt.retention import Keep
 from ft_ckpt.runs.loop import in_words
 from ft_ckpt.runs.saves import SaveHook, hooks_of
-from ft_ckpt.values import names_of
+from ft_ckpt.values import as_names
 
 __all__ = ["FtCkptCallback", "checkpointed"]
 
@@ -83,14 +83,14 @@ def checkpointed(
             "every=: the Trainer decides when to save; set save_strategy and save_steps"
         )
     if not isinstance(state, bool):
-        raise ConfigError(f"state={short(state)}: expected True or False")
+        raise ConfigError(f"state={short_repr(state)}: expected True or False")
     if on_resumed is not None and not callable(on_resumed):
         raise ConfigError(
-            f"on_resumed={short(on_resumed)}: expected a function of the saver, or None"
+            f"on_resumed={short_repr(on_resumed)}: expected a function of the saver, or None"
         )
     trainer_settings = TrainerSettings(
         keep=make_config(None, {"keep": keep}).keep,
-        allow=allow if isinstance(allow, bool) else names_of(allow, "allow"),
+        allow=allow if isinstance(allow, bool) else as_names(allow, "allow"),
         config=make_config(None, settings),
         on_saved=hooks_of(on_saved),
         has_state=state,

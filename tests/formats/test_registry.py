@@ -127,6 +127,17 @@ def test_a_format_that_cannot_be_imported_is_named(tmp_path):
     assert "ConfigError: format 'tiny' of not_there:Tiny: cannot be imported" in ended.stderr
 
 
+def test_a_format_that_lacks_methods_is_named(tmp_path):
+    env = distribution(tmp_path, "incomplete:Incomplete")
+    (tmp_path / "incomplete.py").write_text(
+        "from ft_ckpt.formats import CheckpointFormat\n"
+        "class Incomplete(CheckpointFormat): name = 'tiny'\n"
+    )
+    ended = python("import ft_ckpt; ft_ckpt.CheckpointSaver(format='tiny')", env)
+    missing = "lacks lay_out, open_indexed, recognises"
+    assert f"ConfigError: format 'tiny' of incomplete:Incomplete: {missing}" in ended.stderr
+
+
 def test_a_format_that_is_not_registered_is_refused():
     with pytest.raises(ConfigError, match="'tiny': expected one of safetensors, h5, dual"):
         CheckpointSaver(format="tiny")

@@ -3,21 +3,20 @@
 import json
 from collections.abc import Mapping, Sequence
 
-from ft_ckpt.formats import Layout, Spec, TensorFormat
+from ft_ckpt.formats import CheckpointFormat, Layout, Spec
 from ft_ckpt.formats.files import RawFile
 from ft_ckpt.formats.index import IndexedFile, TensorIndex
 
 MAGIC = b"tiny"
 
 
-class Tiny(TensorFormat):
+class Tiny(CheckpointFormat):
     """Four letters, the length of a table of the tensors, that table, and the tensors one after the
     other.
     """
 
     name = "tiny"
     suffixes = (".tiny",)
-    serves_checkpoints = is_written = True
 
     def recognises(self, file: RawFile) -> bool:
         return bytes(file.bytes(0, 4)) == MAGIC

@@ -38,7 +38,7 @@ def test_extras_that_are_named_exist():
     """In an error or on a page: pip only warns of an extra that it does not know."""
     files = [*(ROOT / "ft_ckpt").rglob("*.py"), ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     installed = re.compile(
-        r"""(?:\.whl|['"]\.)\[([\w,]+)\]['"`)]|(?:install_extra\(['"]|the extra \[?`)(\w+)['"`]"""
+        r"""(?:\.whl|['"]\.)\[([\w,]+)\]['"`)]|(?:install_hint\(['"]|the extra \[?`)(\w+)['"`]"""
     )
     found = {
         (file.name, extra)

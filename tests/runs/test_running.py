@@ -472,7 +472,7 @@ def test_steps_are_whole_numbers(tmp_path):
     saver, _ = run_of(tmp_path)
     for wrong in (7.0, True, -2, "9", torch.tensor(7)):
         for call in (saver.step, partial(saver.save, saver._run.model)):
-            with pytest.raises(ConfigError, match=r"step=.*: expected a whole number from 0 on"):
+            with pytest.raises(ConfigError, match=r"step=.*: expected a non-negative integer"):
                 call(step=wrong)
     assert folders(tmp_path) == []
     one(saver, rows())

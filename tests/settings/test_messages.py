@@ -16,7 +16,7 @@ from ft_ckpt.messages import (
     did_you_mean,
     expected_one_of,
     printable,
-    short,
+    short_repr,
     warn,
     without_secrets,
 )
@@ -94,8 +94,8 @@ def test_secrets_are_removed_before_values_are_cut_short(wrapped):
         f"{'a' * 30} https://u:S3CRET@h/p",
         f"https://h/{'a' * 30}?token={'b' * 30}S3CRET",
     ):
-        assert "S3CRET" not in printable(short(wrapped(text)))
-        assert "..." in short(wrapped(text))
+        assert "S3CRET" not in printable(short_repr(wrapped(text)))
+        assert "..." in short_repr(wrapped(text))
 
 
 def test_an_object_that_cannot_say_what_it_is_is_named():
@@ -103,7 +103,7 @@ def test_an_object_that_cannot_say_what_it_is_is_named():
         def __repr__(self):
             raise RuntimeError("no words")
 
-    assert "Broken" in short([Broken()])
+    assert "Broken" in short_repr([Broken()])
 
 
 def test_long_text_takes_no_long_time():

@@ -27,7 +27,7 @@ from ft_ckpt.messages import warn
 from ft_ckpt.storage import Store
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.places import Place
-from ft_ckpt.values import numbers_of
+from ft_ckpt.values import metrics_as_floats
 
 _MAX_REQUESTS = 16  # at once, for the manifests of a run in a bucket
 
@@ -70,7 +70,7 @@ class CheckpointInfo:
         before anything is written; NotACheckpointError if the checkpoint was deleted or saved again
         since it was listed; TargetError.
         """
-        numbers = numbers_of(metrics)
+        numbers = metrics_as_floats(metrics)
         for name in numbers:
             check_metric(name)
         if load_manifest(self.store).created != self.manifest.created:

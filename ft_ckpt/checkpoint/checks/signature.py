@@ -23,7 +23,7 @@ from ft_ckpt.errors import (
     damaged_input,
     shown,
 )
-from ft_ckpt.messages import install_extra, printable
+from ft_ckpt.messages import install_hint, printable
 from ft_ckpt.storage import PREFIX, Store, read_text, walk_tree
 from ft_ckpt.storage.local import LocalStore, folder_of, temporary_store
 
@@ -183,7 +183,7 @@ def _libraries() -> tuple[Any, Any, Any]:
         from model_signing import hashing, signing, verifying
     except ImportError as error:
         raise ConfigError(
-            f"signatures need model-signing ({error}); {install_extra('sign')}"
+            f"signatures need model-signing ({error}); {install_hint('sign')}"
         ) from error
     return hashing, signing, verifying
 

@@ -15,7 +15,7 @@ from typing import Any
 from ft_ckpt.checkpoint.manifest.manifest import DIFFUSERS_LORA_FILE, MANIFEST_NAME
 from ft_ckpt.errors import CheckpointError, listing
 from ft_ckpt.formats import tensor_formats
-from ft_ckpt.messages import did_you_mean, short
+from ft_ckpt.messages import did_you_mean, short_repr
 from ft_ckpt.storage import Folder, FolderListing, Store, read_text
 from ft_ckpt.storage.places import Place, shown_location
 
@@ -219,7 +219,7 @@ def _describe_trainer_checkpoint(store: Store) -> Contents:
 
 def _describe_adapter(config: Mapping[str, Any]) -> Contents:
     base = config.get("base_model_name_or_path")
-    on_base = f" on {short(base, 80)[1:-1]}" if isinstance(base, str) and base else ""
+    on_base = f" on {short_repr(base, 80)[1:-1]}" if isinstance(base, str) and base else ""
     advice = (
         "`PeftModel.from_pretrained(base, path)` loads it, `ft-ckpt merge` merges it into its base"
     )

@@ -18,7 +18,7 @@ import xxhash
 
 from ft_ckpt.errors import ManifestError, listing, shown
 from ft_ckpt.formats import TensorRecord
-from ft_ckpt.messages import short, without_secrets
+from ft_ckpt.messages import short_repr, without_secrets
 from ft_ckpt.schema import FieldError, Whole, as_record, values_of
 from ft_ckpt.storage import is_inside
 from ft_ckpt.storage.digests import FileRecord, digest_of_bytes
@@ -300,7 +300,7 @@ def _manifest_problems(manifest: Manifest) -> Iterator[str]:
         if file.ranks > _MAX_RANKS:
             yield f"{file.path!r}: written by {file.ranks} ranks, expected at most {_MAX_RANKS}"
         elif file.sha256 is not None and not _SHA256.fullmatch(file.sha256):
-            yield f"{file.path!r}: sha256 {short(file.sha256)}, expected 64 hex digits"
+            yield f"{file.path!r}: sha256 {short_repr(file.sha256)}, expected 64 hex digits"
         elif not _are_in_order(file):
             yield f"{file.path!r}: cuts that are not in order, inside of the file and of its ranks"
     if manifest.delta and not _is_delta_record(manifest.delta):
@@ -315,7 +315,7 @@ def _part_problems(part: PartRecord) -> Iterator[str]:
     fingerprint = part.base.fingerprint if part.base else {}
     for name, samples in fingerprint.items():
         if not _are_samples(samples):
-            yield f"sampled elements of {name!r}: {short(samples)}, expected numbers by index"
+            yield f"sampled elements of {name!r}: {short_repr(samples)}, expected numbers by index"
     for tensor in part.tensors:
         if tensor.start > tensor.end:
             shape = list(tensor.shape)

@@ -118,7 +118,7 @@ class DcpFile(TensorFile):
                 f"{spec.name}: {box.path} holds something else at byte {box.start}, expected "
                 f"{spec.dtype} {box.sizes}; the checkpoint is damaged, use another"
             )
-        file.promise(max(0, part.nbytes - part.untyped_storage().nbytes()), spec.name)
+        file.reserve_virtual_bytes(max(0, part.nbytes - part.untyped_storage().nbytes()), spec.name)
         box_tensor: Tensor = part.detach()
         return box_tensor
 

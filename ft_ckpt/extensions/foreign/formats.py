@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ft_ckpt.formats import FolderWriter, Layout, LibraryObjects, Spec, TensorFormat
+from ft_ckpt.formats import FolderFormat, FolderWriter, Layout, LibraryObjects, Spec, TensorFormat
 
 if TYPE_CHECKING:
     from ft_ckpt.formats import ReadRange
@@ -131,7 +131,7 @@ class _TensorFlowWriter(FolderWriter):
         write_tensorflow_shards(folder, shards, read)
 
 
-class TensorFlow(TensorFormat):
+class TensorFlow(FolderFormat):
     """Checkpoints of TensorFlow 2: several files under a prefix, in a folder."""
 
     name = "tensorflow"
@@ -144,7 +144,7 @@ class TensorFlow(TensorFormat):
         return open_tensorflow(place) if bundle_prefixes(place) else None
 
 
-class Orbax(TensorFormat):
+class Orbax(FolderFormat):
     """Folders of orbax."""
 
     name = "orbax"
@@ -156,7 +156,7 @@ class Orbax(TensorFormat):
         return None if tree is None else open_orbax(tree)
 
 
-class Dcp(TensorFormat):
+class Dcp(FolderFormat):
     """Folders of torch.distributed.checkpoint."""
 
     name = "dcp"

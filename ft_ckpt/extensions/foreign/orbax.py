@@ -20,7 +20,7 @@ from torch import Tensor
 from ft_ckpt.errors import ConfigError, CorruptError, damaged_input, listing, shown
 from ft_ckpt.formats import ITEM_BYTES, Spec, dtype_of
 from ft_ckpt.formats.files import FREE_BYTES, TensorFile
-from ft_ckpt.messages import install_extra
+from ft_ckpt.messages import install_hint
 from ft_ckpt.storage import is_inside, read_text
 from ft_ckpt.storage.local import check_files_inside
 from ft_ckpt.storage.places import Place, local_folder
@@ -35,7 +35,7 @@ def load_tensorstore() -> Any:
         import tensorstore  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
         raise ConfigError(
-            f"orbax checkpoints need tensorstore ({error}); {install_extra('orbax')}"
+            f"orbax checkpoints need tensorstore ({error}); {install_hint('orbax')}"
         ) from error
     return tensorstore
 

@@ -29,7 +29,7 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.formats import ReadRange, Spec, dtype_of
 from ft_ckpt.formats.files import StoredTensor, TensorFile, TensorView
-from ft_ckpt.messages import install_extra
+from ft_ckpt.messages import install_hint
 from ft_ckpt.storage import Store, is_inside, read_text
 from ft_ckpt.storage.local import LocalStore, check_files_inside, check_prefix_inside
 from ft_ckpt.storage.places import Place, local_folder
@@ -61,7 +61,7 @@ def load_tensorflow() -> Any:
     try:
         import tensorflow  # type: ignore[import-untyped,import-not-found,unused-ignore]
     except ImportError as error:
-        remedy = install_extra("tensorflow")
+        remedy = install_hint("tensorflow")
         raise ConfigError(f"TensorFlow checkpoints need tensorflow ({error}); {remedy}") from error
     return tensorflow
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ft_ckpt.formats import ITEM_BYTES, LaidOutObjects, Layout, Spec, TensorFormat
+from ft_ckpt.formats import ITEM_BYTES, CheckpointFormat, LaidOutObjects, Layout, Spec, TensorFormat
 from ft_ckpt.formats.safetensors import NAMES
 
 if TYPE_CHECKING:
@@ -38,13 +38,13 @@ class _Hdf5Objects(LaidOutObjects):
         write_compressed(path, root, leaves, arrays, native_floats, values_of)
 
 
-class Hdf5(TensorFormat):
+class Hdf5(CheckpointFormat):
     """HDF5 files of ft_ckpt, which are Cerebras checkpoints; those of other programs are read."""
 
     name = "h5"
     suffixes = (".h5", ".hdf5", ".mdl")
     model_stems = ("model", "tf_model")
-    serves_checkpoints = is_written = holds_aliases = True
+    holds_aliases = True
     compressions = ("gzip",)
     objects = _Hdf5Objects()
 
@@ -88,13 +88,13 @@ class _DualObjects(LaidOutObjects):
         return lay_out_dual_tree(root, leaves, arrays, native_floats)
 
 
-class Dual(TensorFormat):
+class Dual(CheckpointFormat):
     """Files that are valid safetensors and valid HDF5 at once."""
 
     name = "dual"
     suffixes = (".safetensors",)
     link_suffix = ".h5"
-    serves_checkpoints = is_written = read_by_transformers = True
+    read_by_transformers = True
     objects = _DualObjects()
 
     def recognises(self, file: "RawFile") -> bool:

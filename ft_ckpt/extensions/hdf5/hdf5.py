@@ -144,7 +144,9 @@ def _assemble_file(source: ForeignFile, root: Node, leaves: list[StoredLeaf]) ->
             raise CorruptError(f"{leaf.name}: a tensor without a shape")
         start = 0
         if dataset is None:
-            source.raw.promise(math.prod(shape) * ITEM_BYTES[leaf.dtype or ""], leaf.name)
+            source.raw.reserve_virtual_bytes(
+                math.prod(shape) * ITEM_BYTES[leaf.dtype or ""], leaf.name
+            )
         else:
             start = dataset.start or 0
         rows[leaf.name] = [leaf.dtype or dataset.dtype.name, shape, start, "", len(rows)]

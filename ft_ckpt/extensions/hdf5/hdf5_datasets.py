@@ -18,7 +18,7 @@ import numpy as np
 from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.extensions.hdf5.cerebras_types import EMULATED_TYPES, STORABLE_DTYPES
 from ft_ckpt.formats.files import FREE_BYTES, RawFile
-from ft_ckpt.messages import install_extra, printable
+from ft_ckpt.messages import install_hint, printable
 
 # bytes of values per byte of the file, beyond FREE_BYTES; no compression gives more
 _MAX_EXPANSION = 4096
@@ -78,7 +78,7 @@ class ForeignDataset:
             )
         if self.start is None:
             # elements never written have the fill value
-            raw.promise(max(0, size_bytes - self._written_bytes()), self.path)
+            raw.reserve_virtual_bytes(max(0, size_bytes - self._written_bytes()), self.path)
         elif self.start + size_bytes > self.source.size_bytes:
             raise CorruptError(
                 f"{self.path}: bytes {self.start} to {self.start + size_bytes}, the file has "
@@ -168,7 +168,7 @@ class ForeignDataset:
         if missing:
             raise LoadError(
                 f"{self.source.raw.name}: {self.path} is compressed by a filter that is not "
-                f"installed (HDF5 filter {missing[0]}); {install_extra('compression')}"
+                f"installed (HDF5 filter {missing[0]}); {install_hint('compression')}"
             )
 
 

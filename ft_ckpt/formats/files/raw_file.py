@@ -1,4 +1,4 @@
-"""The bytes of an open tensor file: copied or mapped, checked against changes of the file."""
+"""Reads the bytes of an open tensor file by copies or by a map, and notices when it changes."""
 
 import io
 from dataclasses import dataclass, field
@@ -12,17 +12,18 @@ from ft_ckpt.errors import CorruptError
 from ft_ckpt.storage import Readable, read_range
 from ft_ckpt.storage.io import MappedBytes, is_cold, read_whole
 
-# smaller tensors are copied: that is no slower, and safe from changes of the file
+# Smaller tensors are copied, which is no slower, and safe from changes of the file.
 MAP_BYTES = 1 << 16
-# limit for values that are not stored: 16 file sizes plus 64 MiB
-_MAX_PROMISED_SIZES, FREE_BYTES = 16, 64 << 20
+# A file may declare values that it does not store, up to 16 times its size plus 64 MiB.
+_MAX_VIRTUAL_RATIO = 16
+FREE_BYTES = 64 << 20
 
 
 class FileStream(io.RawIOBase):
-    """Bytes [start, start + size_bytes) of an open file as a file object.
+    """A file object for bytes [start, start + size_bytes) of an open file.
 
-    It does not use the path, which may belong to another file by now. Libraries may also cache
-    state by path.
+    Libraries get it instead of the path, which may belong to another file by now, and by which they
+    may cache state.
     """
 
     def __init__(self, raw: "RawFile", start: int = 0, size_bytes: int | None = None) -> None:
@@ -44,7 +45,10 @@ class FileStream(io.RawIOBase):
         return self.at
 
     def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` from here. Raises CorruptError when the file has changed."""
+        """Read into `buffer` from the current position.
+
+        Returns the number of bytes. Raises CorruptError when the file has changed.
+        """
         remaining = max(0, self.size_bytes - self.at)
         count = min(len(buffer), remaining)
         self.raw.read_into(memoryview(buffer)[:count], self.start + self.at)
@@ -53,13 +57,17 @@ class FileStream(io.RawIOBase):
 
 
 class RawFile:
-    """An open object, called `name` in messages; `mapped=False` copies everything that is read."""
+    """An open tensor file on a disk or in a bucket; `mapped=False` copies everything that is read.
+
+    `name` is the name of the file in messages.
+    """
 
     def __init__(self, file: Readable, mapped: bool = True) -> None:
         self.file = file if file.can_map or isinstance(file, CachedObject) else CachedObject(file)
         self.mapped = mapped and file.can_map
         self.name, self.size_bytes = PurePosixPath(file.name).name, file.size_bytes
-        self._promised, self._closed = 0, False
+        self._virtual_bytes = 0
+        self._closed = False
         self._whole: MappedBytes | None = None
 
     @property
@@ -71,35 +79,33 @@ class RawFile:
         self.file.close()
 
     def check(self) -> None:
-        """Raise CorruptError if the file is closed, or a mapped one has changed since then.
+        """Raise CorruptError if the file is closed, or if it can be mapped and has changed.
 
-        Other files are always read in the version that was opened.
+        Files that are not mapped are always read in the version that was opened.
         """
         if self._closed:
             raise CorruptError(f"{self.name}: closed; load it again")
         if self.file.can_map:
             self.file.check()
 
-    def promise(self, size_bytes: int, name: str) -> None:
-        """Count bytes of tensor `name` that are not stored: it is constant, or elements repeat.
+    def reserve_virtual_bytes(self, size_bytes: int, name: str) -> None:
+        """Count bytes of tensor `name` that the file does not store, as its elements repeat.
 
-        Raises CorruptError when the total is implausible for a file of this size.
+        Raises CorruptError when the total of all tensors is implausible for a file of this size.
         """
-        self._promised += size_bytes
-        max_bytes = _MAX_PROMISED_SIZES * self.size_bytes + FREE_BYTES
-        if size_bytes < 0 or self._promised > max_bytes:
+        self._virtual_bytes += size_bytes
+        max_bytes = _MAX_VIRTUAL_RATIO * self.size_bytes + FREE_BYTES
+        if size_bytes < 0 or self._virtual_bytes > max_bytes:
             raise CorruptError(
                 f"{self.name}: {name} takes {size_bytes:,} bytes that are not stored, in a file of "
                 f"{self.size_bytes:,} bytes; it is damaged, use another copy"
             )
 
     def read_in(self, threads: int = 4, direct: str = "auto") -> bool:
-        """Read the whole file into private memory at the disk's rate.
+        """Read the whole file into private memory at the disk's rate, for its mapped tensors.
 
-        "mapped" tensors then use this memory.
-
-        Returns False if the file is mapped already, or memory is short. Raises CorruptError when it
-        changes meanwhile.
+        Returns False if the file is mapped already, or if memory is short. Raises CorruptError when
+        the file changes meanwhile.
         """
         if self._whole is not None:
             return False
@@ -109,11 +115,11 @@ class RawFile:
         return self._whole is not None
 
     def is_cold(self) -> bool:
-        """True when `read_in` is faster than touching the mapped file, see `read_ahead.is_cold`."""
+        """Check whether `read_in` is faster than touching the mapped file, see `io.is_cold`."""
         return is_cold(self.file)
 
     def bytes(self, start: int, size_bytes: int) -> bytearray:
-        """A copy of the bytes from `start`.
+        """Copy the bytes from `start`.
 
         Raises CorruptError when the file is shorter or has changed.
         """
@@ -131,7 +137,10 @@ class RawFile:
             self.file.read_into(memory, start)
 
     def tensor(self, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """`count` elements from byte `start`, 1-D; writes to it do not reach the file."""
+        """Return `count` elements from byte `start` as a 1-D tensor, on the CPU.
+
+        Writes to the tensor do not reach the file. Raises CorruptError as `bytes` does.
+        """
         if not count:
             return torch.empty(0, dtype=dtype, device="cpu")
         size_bytes = count * dtype.itemsize
@@ -154,16 +163,14 @@ class RawFile:
             )
 
 
-# the latency of a request equals the transfer of about 1 MB
-_BLOCK_BYTES, _MAX_BLOCKS = 256 << 10, 16
+# A request to a bucket takes as long as the transfer of about 1 MB.
+_BLOCK_BYTES = 256 << 10
+_MAX_BLOCKS = 16
 
 
 @dataclass(eq=False)
 class CachedObject:
-    """The open object `inner` with an LRU cache of blocks.
-
-    Ranges larger than a block are not cached.
-    """
+    """An open object of a bucket, `inner`, with an LRU cache of blocks for small ranges."""
 
     inner: Readable
     can_map = False

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.formats.safetensors.header import NAMES, lay_out_safetensors
-from ft_ckpt.formats.tensor_format import LaidOutObjects, TensorFormat
+from ft_ckpt.formats.tensor_format import CheckpointFormat, LaidOutObjects
 
 if TYPE_CHECKING:
     from ft_ckpt.formats.files import RawFile
@@ -24,12 +24,12 @@ class _SafetensorsObjects(LaidOutObjects):
         return lay_out_safetensors_object(root, leaves)
 
 
-class Safetensors(TensorFormat):
+class Safetensors(CheckpointFormat):
     """Files of the safetensors library."""
 
     name = "safetensors"
     suffixes = (".safetensors",)
-    serves_checkpoints = is_written = is_plain = read_by_transformers = True
+    is_plain = read_by_transformers = True
     objects = _SafetensorsObjects()
 
     def recognises(self, file: "RawFile") -> bool:

@@ -14,7 +14,7 @@ import torch
 from ft_ckpt.checkpoint import OpenCheckpoint
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.errors import CheckpointError, LoadError, listing, shown
-from ft_ckpt.messages import short
+from ft_ckpt.messages import short_repr
 from ft_ckpt.model.empty import part_folder
 from ft_ckpt.model.files import adapter_settings, path_in_part
 from ft_ckpt.model.tensors import keeps_base
@@ -79,13 +79,13 @@ def _invalid_settings(store: Store, file: str) -> list[str]:
     config_classes = {str(kind.value): cls for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     method = settings.get("peft_type")
     if method not in list(config_classes):  # a list: the value may be unhashable
-        return [f"peft_type: {short(method)}, expected a method of PEFT {peft.__version__}"]
+        return [f"peft_type: {short_repr(method)}, expected a method of PEFT {peft.__version__}"]
     hints = get_type_hints(config_classes[method])
     problems = []
     for name, value in settings.items():
         if name in hints and not _is_of_type(value, hints[name]):
             expected = str(hints[name]).replace("typing.", "")
-            problems.append(f"{name}: {short(value)}, expected {expected}")
+            problems.append(f"{name}: {short_repr(value)}, expected {expected}")
     return problems + _invalid_patterns(settings)
 
 
@@ -97,7 +97,7 @@ def _invalid_patterns(settings: Mapping[str, Any]) -> list[str]:
             continue
         for text in texts:
             if isinstance(text, str) and not _is_pattern(text):
-                problems.append(f"{name}: {short(text)} is no regular expression")
+                problems.append(f"{name}: {short_repr(text)} is no regular expression")
     return problems
 
 

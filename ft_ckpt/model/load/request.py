@@ -20,7 +20,7 @@ from ft_ckpt.errors import (
     listing,
     shown,
 )
-from ft_ckpt.messages import did_you_mean, printable, short
+from ft_ckpt.messages import did_you_mean, printable, short_repr
 from ft_ckpt.model.files import refuse_delta, weight_names
 from ft_ckpt.progress_bars import track_reads
 from ft_ckpt.ranks.moving import is_first_process
@@ -57,7 +57,9 @@ def check_options(
     if mapped not in (True, False, "auto"):
         raise LoadError(f"mapped={mapped!r}: expected True, False or 'auto'")
     if not isinstance(classes, Mapping | None):
-        raise LoadError(f"classes={short(classes)}: expected a class for each name, as a mapping")
+        raise LoadError(
+            f"classes={short_repr(classes)}: expected a class for each name, as a mapping"
+        )
     target, accelerator = None, None
     if device is not None:
         target = _checked_device(device)
@@ -82,7 +84,7 @@ def _checked_device(device: str | torch.device) -> torch.device:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise LoadError(
-            f"device={short(device)}: unknown to torch; expected such as 'cpu' or 'cuda:0'"
+            f"device={short_repr(device)}: unknown to torch; expected such as 'cpu' or 'cuda:0'"
         ) from error
 
 
@@ -245,7 +247,7 @@ def _find_targets(
     is_mapping = isinstance(into, Mapping)
     if not is_mapping or not all(isinstance(module, nn.Module) for module in into.values()):
         raise LoadError(
-            f"into={short(into)}: expected a torch.nn.Module, or a mapping of them by part"
+            f"into={short_repr(into)}: expected a torch.nn.Module, or a mapping of them by part"
         )
     unknown = [name for name in into if name not in names]
     if unknown:

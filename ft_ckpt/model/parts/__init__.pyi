@@ -6,7 +6,7 @@ from .save_parts import (
     Attribute as Attribute,
     check_model as check_model,
     is_adapter_run as is_adapter_run,
-    is_of_adapters as is_of_adapters,
     model_inside as model_inside,
     parts_of as parts_of,
+    saves_adapters_only as saves_adapters_only,
 )

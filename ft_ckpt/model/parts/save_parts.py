@@ -1,4 +1,4 @@
-"""Turns a save request into parts, one for each loadable folder."""
+"""Divides the model of a save into parts, one for each loadable folder."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePath
@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
-from ft_ckpt.messages import short
+from ft_ckpt.messages import short_repr
 from ft_ckpt.model.parts.adapters import adapter_parts, check_complete, missing_trainable
 from ft_ckpt.model.parts.lora_layout import in_lora_layout
 from ft_ckpt.model.tensors import (
@@ -28,7 +28,7 @@ Attribute = str | Sequence[str] | None
 
 
 def check_model(model: Any) -> None:
-    """Raise SelectionError for an object that is no model, with what to pass instead."""
+    """Raise SelectionError, with what to pass instead, for an object that is not a model."""
     if isinstance(model, nn.Module):
         return
     kind = model.__name__ if isinstance(model, type) else type(model).__name__
@@ -36,7 +36,6 @@ def check_model(model: Any) -> None:
 
 
 def _right_argument(model: Any) -> str:
-    """What to pass instead of an object that is no model."""
     if isinstance(model, type):
         return "pass an instance of the class"
     if isinstance(model, Mapping):
@@ -68,7 +67,7 @@ def _right_argument(model: Any) -> str:
 
 
 def model_inside(model: nn.Module) -> nn.Module:
-    """The model inside torch's AveragedModel (EMA, SWA); any other model is returned unchanged.
+    """Return the model inside torch's AveragedModel (EMA, SWA), and any other model unchanged.
 
     The number of averages is run state, saved if the AveragedModel is registered. Raises
     SelectionError for a pipeline of diffusers.
@@ -80,7 +79,6 @@ def model_inside(model: nn.Module) -> nn.Module:
 
 
 def _refuse_pipeline(model: Any) -> None:
-    """Raise SelectionError for a pipeline of diffusers, naming the models in it."""
     components = getattr(model, "components", None)
     if isinstance(model, nn.Module) or not isinstance(components, Mapping):
         return
@@ -95,14 +93,14 @@ def _refuse_pipeline(model: Any) -> None:
         )
 
 
-def is_of_adapters(model: nn.Module, adapter_only: bool | None, attribute: Attribute) -> bool:
-    """Whether a save stores the adapters alone.
+def saves_adapters_only(model: nn.Module, adapter_only: bool | None, attribute: Attribute) -> bool:
+    """Check whether a save stores the adapters alone.
 
-    It does as `adapter_only` says; a model without adapters is stored in full by default. Raises
-    SelectionError if `attribute` is not a name or several; and for a model with adapters if
-    `adapter_only` is None, because other readers would load only the base from a folder with both.
+    `adapter_only` decides; with None, a model without adapters is stored in full. Raises
+    SelectionError if `attribute` is not a name or a sequence of names, and if `adapter_only` is
+    None for a model with adapters: other readers would load only the base from a folder with both.
     """
-    names = _names_of(attribute)
+    names = _checked_names(attribute)
     if adapter_only is not None:
         return adapter_only
     adapted = [name or "the model" for name in names if has_adapters(module_at(model, name))]
@@ -125,13 +123,14 @@ def parts_of(
     extra: Mapping[str, Any] | None = None,
     merge: Callable[[View], Part] | None = None,
 ) -> list[Part]:
-    """The parts of a save.
+    """Divide a model into the parts of a save.
 
-    A single attribute is stored in the checkpoint's root, each of a list in its own folder.
+    A single attribute is stored in the checkpoint's root, each of a list in a folder of its name.
 
-    `extra`: non-tensor values of the model's state dict; `merge`: makes the part of the model with
-    its adapters merged into the base. Raises SelectionError or a subclass if the request does not
-    fit the model, IncompleteError naming tensors that no part stores and no rule omits.
+    `sources` are the tensors of the model by name. `extra` has the non-tensor values of its state
+    dict. `merge` makes the part of the model with its adapters merged into the base. Raises
+    SelectionError or a subclass if the request does not fit the model, and IncompleteError naming
+    tensors that no part stores and no rule omits.
     """
     if attribute is None or isinstance(attribute, str):
         name = attribute or ""
@@ -142,7 +141,7 @@ def parts_of(
             parts = _parts_of_view(view, name, "", adapter_only, dtype)
         _refuse_missing(parts, [view], adapter_only)
         return parts
-    views = {name: view_of(model, sources, name, extra) for name in _names_of(attribute)}
+    views = {name: view_of(model, sources, name, extra) for name in _checked_names(attribute)}
     if adapter_only and not any(view.has_adapters for view in views.values()):
         raise NotAnAdapterError(
             f"adapter_only=True: none of {', '.join(views)} has a PEFT adapter; use "
@@ -157,14 +156,15 @@ def parts_of(
     return parts
 
 
-def _names_of(attribute: Attribute) -> list[str]:
+def _checked_names(attribute: Attribute) -> list[str]:
+    """Return the attributes to save. Raises SelectionError unless they are different names."""
     if attribute is None:
         return [""]
     names = [attribute] if isinstance(attribute, str) else attribute
     are_names = isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
     if not names or not are_names or len(set(names)) != len(names):
         raise SelectionError(
-            f"attribute={short(attribute)}: expected a name, or several in a list, each once"
+            f"attribute={short_repr(attribute)}: expected a name, or several in a list, each once"
         )
     return list(names)
 
@@ -172,9 +172,9 @@ def _names_of(attribute: Attribute) -> list[str]:
 def is_adapter_run(
     model: nn.Module, sources: Mapping[str, Source], attribute: str | None = None
 ) -> bool:
-    """Whether only adapters are trained, on a base that can be recreated.
+    """Check whether only adapters are trained, on a base that can be recreated.
 
-    They are in the model or its `attribute`; `sources` are those of `model`.
+    The adapters are in the model or its `attribute`. `sources` are those of `model`.
     """
     module: Any = module_at(model, attribute or "")
     if not has_adapters(module) or irreproducible(module.peft_config):

@@ -4,12 +4,12 @@ The first kind in the table that describes a tensor is its kind.
 """
 
 from collections.abc import Iterable
-from importlib import import_module
 from itertools import groupby
 from typing import Any
 
 from torch import Tensor
 
+from ft_ckpt.extension_points import load_extension
 from ft_ckpt.ranks.sharding import (
     EngineParts,
     PlainTensors,
@@ -21,19 +21,11 @@ from ft_ckpt.ranks.sharding import (
 from ft_ckpt.ranks.wrappers.dtensors import DTensors
 from ft_ckpt.ranks.wrappers.fsdp1 import FlatParameters
 
-
-def tensor_kind_at(place: str) -> TensorKind:
-    """Return the kind whose class is at "module:name", for the kind of an extension."""
-    module, _, name = place.partition(":")
-    kind: TensorKind = getattr(import_module(module), name)()
-    return kind
-
-
 TENSOR_KINDS: list[TensorKind] = [
     DTensors(),  # first, because its check is the fastest
     FlatParameters(),
     EngineParts(),  # before ZeRO, whose stage 3 treats such a part as the whole
-    tensor_kind_at("ft_ckpt.extensions.deepspeed.zero:PartitionedTensors"),
+    load_extension("ft_ckpt.extensions.deepspeed.zero:PartitionedTensors")(),
     StandInTensors(),
     PlainTensors(),  # describes every tensor
 ]

@@ -4,11 +4,11 @@ Wrappers are recognised by their modules, never by the configuration of a launch
 """
 
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from typing import Any
 
 from torch import nn
 
+from ft_ckpt.extension_points import load_extension
 from ft_ckpt.ranks.wrappers.fsdp1 import FSDP1Wrapper
 from ft_ckpt.ranks.wrappers.fsdp2 import FSDP2Wrapper, PendingGradient
 from ft_ckpt.ranks.wrappers.wrapper import (
@@ -19,18 +19,10 @@ from ft_ckpt.ranks.wrappers.wrapper import (
     Wrapper,
 )
 
-
-def wrapper_at(place: str) -> Wrapper:
-    """Return the wrapper whose class is at "module:name", for the wrapper of an extension."""
-    module, _, name = place.partition(":")
-    wrapper: Wrapper = getattr(import_module(module), name)()
-    return wrapper
-
-
 WRAPPERS: list[Wrapper] = [
     FSDP2Wrapper(),
     FSDP1Wrapper(),
-    wrapper_at("ft_ckpt.extensions.deepspeed.zero:DeepSpeedWrapper"),
+    load_extension("ft_ckpt.extensions.deepspeed.zero:DeepSpeedWrapper")(),
     AccelerateHooks(),
     DataParallelWrapper(),
     CompiledWrapper(),

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ft_ckpt.errors import CorruptError, shown
-from ft_ckpt.messages import short
+from ft_ckpt.messages import short_repr
 
 GeneratorStates = dict[str, Any]
 # the kind and object of each global generator, by the name of its state
@@ -84,7 +84,7 @@ def generator_problems(state: Any) -> list[str]:
     States of accelerators are not tried.
     """
     if not isinstance(state, Mapping):
-        return [f"{short(state)}, expected the states of generators"]
+        return [f"{short_repr(state)}, expected the states of generators"]
     problems = []
     for name, (kind, _) in _GLOBAL.items():
         problems += _try_put(name, partial(_put_on_new, kind), state)

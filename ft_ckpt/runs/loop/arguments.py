@@ -9,7 +9,7 @@ from torch import nn
 
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import ConfigError, is_number
-from ft_ckpt.messages import short
+from ft_ckpt.messages import short_repr
 from ft_ckpt.schedule import Every
 from ft_ckpt.storage.places import Place
 
@@ -69,7 +69,7 @@ def check_loop(loader: Any, epochs: Any) -> None:
         )
     if epochs is not None and not is_number(epochs, 0, whole=True):
         raise ConfigError(
-            f"epochs={short(epochs)}: expected a whole number from 0 on, or None for one epoch"
+            f"epochs={short_repr(epochs)}: expected a whole number from 0 on, or None for one epoch"
         )
 
 
@@ -78,7 +78,7 @@ def in_words(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, (str, int, float, os.PathLike)):
-        return short(value, _MAX_TEXT)
+        return short_repr(value, _MAX_TEXT)
     return f"a {type(value).__name__}"
 
 
@@ -87,7 +87,7 @@ def _right_argument(value: Any) -> str:
     if isinstance(value, type):
         return "pass an instance of the class"
     if isinstance(value, (str, os.PathLike, Place)):
-        folder = short(str(value), _MAX_TEXT)
+        folder = short_repr(str(value), _MAX_TEXT)
         return (
             f"the folder comes second, CheckpointSaver(accelerator, {folder}); without Accelerate, "
             f"CheckpointSaver(directory={folder})"

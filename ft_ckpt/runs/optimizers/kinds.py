@@ -3,11 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cache
-from pkgutil import resolve_name
 from typing import Any
 
 from torch import Tensor
 
+from ft_ckpt.extension_points import load_extension
 from ft_ckpt.ranks.sharding import Source
 
 # {"class": str, "groups": [{"params": [names], ...}], "state": {name: {key: entry}}}
@@ -122,9 +122,9 @@ def engine_counters(engine: Any) -> Any:
     """
     if not hasattr(engine, "global_samples"):
         return None
-    return resolve_name(_ENGINE_COUNTERS)(engine)
+    return load_extension(_ENGINE_COUNTERS)(engine)
 
 
 @cache
 def _all_kinds() -> tuple[OptimizerKind, ...]:
-    return tuple(resolve_name(kind)() for kind in _KINDS)
+    return tuple(load_extension(kind)() for kind in _KINDS)

@@ -6,7 +6,7 @@ from pathlib import Path
 from ft_ckpt.errors import ConfigError, LoadError, listing
 from ft_ckpt.messages import did_you_mean
 from ft_ckpt.runs.state import Restored, RestoreReport
-from ft_ckpt.values import names_of
+from ft_ckpt.values import as_names
 
 HALF_RESTORED = "parts of the run are overwritten: make its objects again before another resume()"
 # items that are no objects of a run
@@ -20,7 +20,7 @@ class AllowedItems:
         """Parse `allow`: names, True (any item) or False (none). Raises ConfigError otherwise."""
         self._allows_any = allow is True
         try:
-            names = names_of(() if isinstance(allow, bool) else allow, "resume(allow=...)")
+            names = as_names(() if isinstance(allow, bool) else allow, "resume(allow=...)")
         except ConfigError as error:
             raise ConfigError(f"{error}, or True for any") from None
         self._names = frozenset(names)

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +26,7 @@ from ft_ckpt.errors import (
     UnreadableError,
     listing,
 )
+from ft_ckpt.extension_points import load_extension
 from ft_ckpt.messages import did_you_mean, warn
 from ft_ckpt.progress_bars import track_reads
 from ft_ckpt.ranks import Ranks
@@ -331,7 +331,8 @@ def _refuse_damaged(listings: Iterable[Listing]) -> None:
             )
 
 
-_ACCELERATE = "ft_ckpt.extensions.foreign.accelerate_folder"  # imported on use
+_FIND_ACCELERATE_FOLDER = "ft_ckpt.extensions.foreign.accelerate_folder:find_accelerate_folder"
+_READ_ACCELERATE_FOLDER = "ft_ckpt.extensions.foreign.accelerate_folder:read_accelerate_folder"
 
 
 class ForeignFolder(Protocol):
@@ -353,7 +354,7 @@ def find_foreign_folder(place: Place) -> Path | None:
     local_folder = place.folder.local_folder
     if local_folder is None:
         return None
-    folder: Path | None = import_module(_ACCELERATE).find_accelerate_folder(local_folder)
+    folder: Path | None = load_extension(_FIND_ACCELERATE_FOLDER)(local_folder)
     return folder
 
 
@@ -363,5 +364,5 @@ def read_foreign_folder(folder: Path, run: Any, ranks: Ranks) -> ForeignFolder:
     Raises LoadError naming files that are damaged or that Accelerate would unpickle, and what does
     not fit the run.
     """
-    read: ForeignFolder = import_module(_ACCELERATE).read_accelerate_folder(folder, run, ranks)
+    read: ForeignFolder = load_extension(_READ_ACCELERATE_FOLDER)(folder, run, ranks)
     return read

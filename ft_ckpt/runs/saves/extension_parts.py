@@ -6,9 +6,9 @@ Import strings name the extensions, which are imported when a saver uses them.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pkgutil import resolve_name
 from typing import Any, Protocol
 
+from ft_ckpt.extension_points import load_extension
 from ft_ckpt.jobs import BackgroundJob, yield_to_training
 from ft_ckpt.retention import Keep
 from ft_ckpt.storage import Store
@@ -93,7 +93,7 @@ class WriterSession(Protocol):
 
 def open_uploads(upload_folder: Place, directory: Place) -> Uploads:
     """Return the uploads from `upload_folder` to `directory`, which run at low priority."""
-    uploads: Uploads = resolve_name(_UPLOADS)(upload_folder, directory, yield_to_training)
+    uploads: Uploads = load_extension(_UPLOADS)(upload_folder, directory, yield_to_training)
     return uploads
 
 
@@ -101,8 +101,8 @@ def open_publisher(setting: Any) -> RunPublisher:
     """Open the publisher of `SaverConfig.publish`. Raises ConfigError for invalid options."""
     settings: dict[str, Any] = dict(setting) if isinstance(setting, Mapping) else {"url": setting}
     after_resume = settings.pop("after_resume", "resumed")
-    options = resolve_name(_SERVER_OPTIONS)(**settings)
-    publisher: RunPublisher = resolve_name(_PUBLISHER)(options, after_resume)
+    options = load_extension(_SERVER_OPTIONS)(**settings)
+    publisher: RunPublisher = load_extension(_PUBLISHER)(options, after_resume)
     return publisher
 
 
@@ -110,15 +110,15 @@ def begin_push(
     checkpoint: Place, destination: str | Place, base_id: str | None
 ) -> BackgroundJob[Any]:
     """Push the checkpoint in the background; `base_id` is the Hub's name of an adapter's base."""
-    options = resolve_name(_PUSH_OPTIONS)(base_id=base_id)
-    push: BackgroundJob[Any] = resolve_name(_BEGIN_PUSH)(checkpoint, destination, options)
+    options = load_extension(_PUSH_OPTIONS)(base_id=base_id)
+    push: BackgroundJob[Any] = load_extension(_BEGIN_PUSH)(checkpoint, destination, options)
     return push
 
 
 def end_pushes(pushes: Sequence[BackgroundJob[Any]], *, wait: bool) -> None:
     """Wait until all pushes have ended, or only warn of those that have not."""
     if pushes:
-        resolve_name(_WAIT_FOR_PUSHES if wait else _WARN_OF_UNPUSHED)(pushes)
+        load_extension(_WAIT_FOR_PUSHES if wait else _WARN_OF_UNPUSHED)(pushes)
 
 
 def open_writer_session(
@@ -132,7 +132,7 @@ def open_writer_session(
 
     Raises as `CheckpointSaver.invite` does.
     """
-    session: WriterSession = resolve_name(_OPEN_SESSION)(
+    session: WriterSession = load_extension(_OPEN_SESSION)(
         run, writers, start, allow, timeout_seconds
     )
     return session

@@ -12,7 +12,7 @@ from typing import Any
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.jobs import BackgroundJob
-from ft_ckpt.messages import short, warn
+from ft_ckpt.messages import short_repr, warn
 from ft_ckpt.runs.folder import RunPlaces
 from ft_ckpt.runs.saves.extension_parts import (
     RunPublisher,
@@ -120,7 +120,7 @@ def hooks_of(on_saved: SaveHook | Iterable[SaveHook] | None) -> tuple[SaveHook, 
         hooks = tuple(on_saved)
     else:
         hooks = (on_saved,)
-    wrong = [short(hook) for hook in hooks if not callable(hook)]
+    wrong = [short_repr(hook) for hook in hooks if not callable(hook)]
     if wrong:
         raise ConfigError(
             f"on_saved={listing(wrong, ', ')}: expected a function of one SaveReport, or several"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ft_ckpt.errors import CheckpointError, CorruptError, SelectionError, listing
-from ft_ckpt.messages import short
+from ft_ckpt.messages import short_repr
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.runs.data import (
     DataPositions,
@@ -167,9 +167,11 @@ def _tree_problems(name: str, tree: Any) -> Sequence[str]:
     if name == _RANDOM:
         return generator_problems(tree)
     if name == _SYNC:
-        return [] if type(tree) is bool else [f"{_SYNC} is {short(tree)}"]
+        return [] if type(tree) is bool else [f"{_SYNC} is {short_repr(tree)}"]
     if name == _STEPS:
-        return [] if type(tree) is int and 0 <= tree < 1 << 63 else [f"{_STEPS} is {short(tree)}"]
+        return (
+            [] if type(tree) is int and 0 <= tree < 1 << 63 else [f"{_STEPS} is {short_repr(tree)}"]
+        )
     check_position(tree)
     return []
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, TypeAlias
 
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.messages import install_extra, without_secrets
+from ft_ckpt.extension_points import load_extension
+from ft_ckpt.messages import install_hint, without_secrets
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.store import Store
 
@@ -156,12 +156,12 @@ def _opener_of(url: str, scheme: str) -> Opener:
     opener: Opener
     try:
         if scheme in _OPENERS:
-            opener = resolve_name(_OPENERS[scheme])
+            opener = load_extension(_OPENERS[scheme])
         else:
             opener = _installed_openers()[scheme].load()
     except ModuleNotFoundError as error:
         if error.name == "obstore":
-            advice = f"object stores need obstore; {install_extra('remote')}"
+            advice = f"object stores need obstore; {install_hint('remote')}"
         else:
             advice = f"its store cannot be imported ({error}); install what its package needs"
         raise ConfigError(f"{url}: {advice}") from error

@@ -45,7 +45,9 @@ class TorchFile(TensorFile):
             if first != name:
                 self.ties[name] = first
                 continue
-            file.promise(max(0, tensor.nbytes - tensor.untyped_storage().nbytes()), name)
+            file.reserve_virtual_bytes(
+                max(0, tensor.nbytes - tensor.untyped_storage().nbytes()), name
+            )
             self.specs[name] = Spec(name, tuple(tensor.shape), dtype_name(tensor.dtype))
             self.tensors[name] = tensor.detach()
 

@@ -26,7 +26,7 @@ from ft_ckpt.extensions.rl.samples.checks import (
     digest_of,
 )
 from ft_ckpt.extensions.rl.samples.shuffling import shuffled
-from ft_ckpt.messages import short
+from ft_ckpt.messages import short_repr
 
 
 class Ticket(NamedTuple):
@@ -381,4 +381,4 @@ class Frontier:
 
 
 def _name_of(ticket: Ticket) -> str:
-    return f"sample {short(ticket.id, 80)} of epoch {ticket.epoch} (attempt {ticket.attempt})"
+    return f"sample {short_repr(ticket.id, 80)} of epoch {ticket.epoch} (attempt {ticket.attempt})"

@@ -8,9 +8,7 @@ are slow to import.
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from typing_extensions import Self
 
@@ -18,6 +16,7 @@ from ft_ckpt.checkpoint import OpenCheckpoint
 from ft_ckpt.checkpoint.checks import SIGNATURE_NAME
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.errors import ConfigError, listing
+from ft_ckpt.extension_points import load_extension
 from ft_ckpt.extensions.transfer.copies import CopyReport, PullReport, PushReport, read_signature
 from ft_ckpt.extensions.transfer.endpoints.outgoing import weights_manifest
 from ft_ckpt.storage.places import Place, is_hub_bucket, is_url, schemes
@@ -127,7 +126,7 @@ def endpoint_of(place: PlaceLike) -> type[Endpoint]:
         return copy_endpoint_of(place)
     scheme, mark, _ = str(place).partition("://")
     if not mark or scheme.lower() == "hf":  # a text without a scheme is the name of a repository
-        kind: type[Endpoint] = _imported(_HUB)
+        kind: type[Endpoint] = load_extension(_HUB)
         return kind
     if is_url(str(place)):
         return copy_endpoint_of(place)
@@ -137,13 +136,8 @@ def endpoint_of(place: PlaceLike) -> type[Endpoint]:
 
 def copy_endpoint_of(place: PlaceLike) -> type[CopyEndpoint]:
     """Return the kind of a place for `copy`, which takes no repositories of the Hub."""
-    kind: type[CopyEndpoint] = _imported(_HUB_BUCKET if is_hub_bucket(place) else _STORE)
+    kind: type[CopyEndpoint] = load_extension(_HUB_BUCKET if is_hub_bucket(place) else _STORE)
     return kind
-
-
-def _imported(place: str) -> Any:
-    module, name = place.split(":")
-    return getattr(import_module(module), name)
 
 
 def refuse_options(destination: str | Place, options: PushOptions, *, allowed: set[str]) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 from typing_extensions import Self
@@ -10,6 +9,7 @@ from typing_extensions import Self
 from ft_ckpt.checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.errors import ConfigError
+from ft_ckpt.extension_points import load_extension
 from ft_ckpt.extensions.transfer.copies import CopyReport, PullReport, copy_open, pull_cached
 from ft_ckpt.extensions.transfer.endpoints.endpoints import (
     CopyEndpoint,
@@ -104,6 +104,5 @@ class StoreEndpoint(CopyEndpoint):
 def _fetch_whole_delta(
     checkpoint: OpenCheckpoint, base_store: Store | None, fetch: _Fetch
 ) -> CopyReport:
-    module, name = _FETCH_WHOLE_DELTA.split(":")
-    report: CopyReport = getattr(import_module(module), name)(checkpoint, base_store, fetch)
+    report: CopyReport = load_extension(_FETCH_WHOLE_DELTA)(checkpoint, base_store, fetch)
     return report

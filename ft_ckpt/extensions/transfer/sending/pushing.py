@@ -22,7 +22,7 @@ from ft_ckpt.extensions.transfer.endpoints import (
     endpoint_of,
 )
 from ft_ckpt.jobs import BackgroundJob, JobQueue
-from ft_ckpt.messages import LOG, short, warn
+from ft_ckpt.messages import LOG, short_repr, warn
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place, is_url, local_path, location_name, open_place
 
@@ -204,7 +204,7 @@ def push_goal(destination: str, **options: Any) -> str | Place:
     """
     if not isinstance(destination, str):
         raise ConfigError(
-            f"push: {short(destination)}, expected a Hub repository as 'user/name', "
+            f"push: {short_repr(destination)}, expected a Hub repository as 'user/name', "
             "or a URL, as text"
         )
     goal = open_place(destination, **options) if is_url(destination) else destination
@@ -247,7 +247,8 @@ def pull(
     target = None if folder is None else local_path(folder)
     if not isinstance(source, (str, os.PathLike, Place)):
         raise ConfigError(
-            f"pull: {short(source)}, expected hf://user/name, the URL of a checkpoint, or its path"
+            f"pull: {short_repr(source)}, expected hf://user/name, the URL of a checkpoint, or its "
+            "path"
         )
     if isinstance(source, os.PathLike):
         source = os.fspath(source)
