@@ -11,7 +11,7 @@ from ft_ckpt.storage import Readable
 
 
 def format_by_suffix(path: PurePath | str) -> TensorFormat:
-    """The format to write `path` in. Raises ConfigError when none has its suffix."""
+    """Return the format to write `path` in. Raises ConfigError when none has its suffix."""
     suffix = PurePath(path).suffix
     tensor_format = _written_with(suffix, written_formats())
     if tensor_format is None and load_installed_formats():
@@ -35,7 +35,7 @@ def _written_with(suffix: str, formats: Iterable[TensorFormat]) -> TensorFormat 
 
 
 def detect_format(file: RawFile) -> TensorFormat:
-    """The format of an open file, by its content. Raises LoadError for an unknown format."""
+    """Return the format of an open file, by its content. Raises LoadError for an unknown format."""
     tensor_format = _recognising(file)
     if tensor_format is None and load_installed_formats():
         tensor_format = _recognising(file)
@@ -57,7 +57,7 @@ def _recognising(file: RawFile) -> TensorFormat | None:
 
 
 def open_tensor_file(file: Readable) -> TensorFile:
-    """The tensors of a single open file, read by copying.
+    """Open the tensors of a single file, which are read by copying.
 
     Raises LoadError or CorruptError as its format does.
     """

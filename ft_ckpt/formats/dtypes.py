@@ -9,12 +9,12 @@ from ft_ckpt.errors import LoadError
 
 @cache  # there are few, and a model has many tensors
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name of a dtype without "torch."."""
+    """Return torch's name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of that name. Raises LoadError when torch has none."""
+    """Return the dtype of that name. Raises LoadError when torch has none."""
     dtype = vars(torch).get(name)
     if not isinstance(dtype, torch.dtype):
         raise LoadError(f"{name!r} is no torch dtype; the checkpoint is damaged, use another")
@@ -22,7 +22,10 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def all_finite(data: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinity, in any dtype; `torch.isfinite` takes few of 8 bits."""
+    """Check that no element is NaN or infinite, in any dtype.
+
+    `torch.isfinite` supports few of the 8-bit dtypes.
+    """
     can_be_infinite = data.is_floating_point() or data.is_complex()
     if not can_be_infinite or data.dtype == torch.float4_e2m1fn_x2:
         return True
@@ -31,10 +34,10 @@ def all_finite(data: torch.Tensor) -> bool:
 
 
 def is_within(data: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether all elements lie within the finite range of `dtype`, so that no cast overflows.
+    """Check that all elements lie within the finite range of `dtype`, so that no cast overflows.
 
-    False for NaN. One pass without a copy, in a tenth of the time of `isinf`. After False, a full
-    check finds the elements.
+    Returns False for NaN. The check is one pass without a copy, in a tenth of the time of `isinf`;
+    a caller that gets False finds the elements by a full check.
     """
     if not data.numel() or not (dtype.is_floating_point or dtype.is_complex):
         return True

@@ -45,7 +45,7 @@ class Spec(NamedTuple):
 class Layout:
     """A file before it is written: header, tensors in file order with their offsets, trailer.
 
-    Bytes between tensors are zero, unless the format weaves in others.
+    Bytes between tensors are zero, unless the format weaves others in.
     """
 
     header: bytes
@@ -73,9 +73,9 @@ class TensorRecord:
 
 
 def checked_sizes(values: Iterable[Any]) -> tuple[int, ...]:
-    """A shape, or other sizes and offsets, read from a file.
+    """Return a shape, or other sizes and offsets, that were read from a file.
 
-    Raises CorruptError unless all are integers from 0 on.
+    Raises CorruptError unless all are non-negative integers.
     """
     sizes = tuple(values)
     for size in sizes:

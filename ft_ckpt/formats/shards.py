@@ -20,12 +20,10 @@ def split_into_files(
     max_bytes: int,
     separate: frozenset[str] = frozenset(),
 ) -> dict[str, list[str]]:
-    """The tensors of each file by its name, split as transformers would.
+    """Divide tensors into files as transformers does, and return the names in each file.
 
-    They keep their order; a file has at most `max_bytes`.
-
-    Tensors in `separate` come first, in files without others. A tensor larger than `max_bytes` has
-    its own file.
+    Tensors keep their order. A file has at most `max_bytes`, but a larger tensor has its own file.
+    Tensors in `separate` come first, in files without others.
     """
     sizes = {name: spec.size_bytes for name, spec in specs.items()}
     if not separate and sum(sizes.values()) <= max_bytes:
@@ -42,7 +40,6 @@ def split_into_files(
 
 
 def _split(sizes: dict[str, Any], max_bytes: int) -> list[list[str]]:
-    """The names in each shard."""
     if not sizes:
         return []
     split = split_state_dict_into_shards_factory(
@@ -56,7 +53,7 @@ def shard_index(
     totals: Mapping[str, int],
     ties: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """The text of the index of several files: the file of each tensor and alias."""
+    """Make the text of the index of several files, with the file of each tensor and alias."""
     weight_map: dict[str, str] = {}
     for file, names in files.items():
         weight_map.update(dict.fromkeys(names, file))

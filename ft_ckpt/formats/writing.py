@@ -20,7 +20,7 @@ class FilePlan:
     layout: Layout
 
     def records(self) -> list[TensorRecord]:
-        """The record of each tensor, with its offsets."""
+        """Return the record of each tensor, with its offsets."""
         records = []
         for spec, start in zip(self.layout.specs, self.layout.starts, strict=True):
             end = start + spec.size_bytes
@@ -33,10 +33,8 @@ def write_file(
 ) -> FileRecord:
     """Write the planned file to `goal`.
 
-    `regions` are the bytes of its tensors in the order of the layout.
-
-    Raises IncompleteError when a region is not the one the layout expects next, NoSpaceError when
-    the disk is full.
+    `regions` are the bytes of its tensors in the order of the layout. Raises IncompleteError when a
+    region is not the one that the layout expects next, NoSpaceError when the disk is full.
     """
     layout = plan.layout
     feed = iter(regions)
@@ -63,7 +61,7 @@ def _put_woven(file: DurableFile, layout: Layout, feed: Iterator[Region]) -> Non
 
 
 def _expected_regions(layout: Layout, feed: Iterator[Region]) -> Iterator[Region]:
-    """The regions of all tensors. Raises IncompleteError when other regions arrive."""
+    """Yield the regions of all tensors. Raises IncompleteError when other regions arrive."""
     for spec, start in zip(layout.specs, layout.starts, strict=True):
         yield from _regions_of_tensor(spec.name, start, start + spec.size_bytes, feed)
 
@@ -89,7 +87,7 @@ def _put_in_order(file: DurableFile, layout: Layout, feed: Iterator[Region]) -> 
 
 
 def _regions_of_tensor(name: str, start: int, end: int, feed: Iterator[Region]) -> Iterator[Region]:
-    """The regions of one tensor. Raises IncompleteError when other regions arrive."""
+    """Yield the regions of one tensor. Raises IncompleteError when other regions arrive."""
     while start < end:
         region = next(feed, None)
         if region is None or region.start != start or region.size_bytes > end - start:

@@ -60,9 +60,9 @@ def _call(name: str, *arguments: object, subject: str | None = None) -> None:
 
 
 def cached_bytes(descriptor: int, start: int, size_bytes: int) -> int | None:
-    """Bytes of this range of a file in the page cache, in whole pages.
+    """Count the bytes of this range of a file in the page cache, in whole pages.
 
-    None if the kernel has no cachestat.
+    Returns None if the kernel has no cachestat.
     """
     if not sys.platform.startswith("linux"):
         return None  # elsewhere the number is that of another call
@@ -74,9 +74,9 @@ def cached_bytes(descriptor: int, start: int, size_bytes: int) -> int | None:
 
 
 def map_private(descriptor: int, size_bytes: int) -> int | None:
-    """The address of a private, writable mapping of an open file (-1: zeroed memory).
+    """Map an open file (-1: zeroed memory) privately and writably, and return the address.
 
-    None if it is refused.
+    Returns None if the mapping is refused.
     """
     flags = mmap.MAP_PRIVATE | (mmap.MAP_ANONYMOUS if descriptor < 0 else _MAP_NORESERVE)
     address = _LIBC.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)

@@ -84,7 +84,7 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
 
 @contextlib.contextmanager
 def folder_handle(folder: Path, below: str = "", *, like: Path | None = None) -> Iterator[int]:
-    """A descriptor of the folder `below` in `folder`, opened without following links.
+    """Open a descriptor of the folder `below` in `folder`, without following links.
 
     With `like`, missing folders are made, no more open than those in `like`. Raises OSError:
     FileNotFoundError for a missing folder, NotADirectoryError when a link or a file is in the way.
@@ -145,7 +145,7 @@ def delete_files(paths: Iterable[str], folder: Path) -> None:
 
 
 def file_stats(paths: Iterable[str], folder: Path) -> list[os.stat_result]:
-    """The stat results of those of `paths` that `delete_files` would delete from `folder`."""
+    """Return the stat results of the `paths` that `delete_files` would delete from `folder`."""
     stats = []
     for below, names in _by_folder(paths):
         with contextlib.suppress(OSError), folder_handle(folder, below) as handle:
@@ -193,9 +193,9 @@ def _is_in(folder: int, name: str) -> bool:
 
 
 def movable_pieces(source: Path, goal: Path, excluded: set[str]) -> list[str]:
-    """The largest subtrees of `source` that can be moved into `goal` at once.
+    """Find the largest subtrees of `source` that can be moved into `goal` at once.
 
-    Paths that are `excluded` are in none of them.
+    They contain no path that is `excluded`.
     """
     shared: set[str] = set()  # folders that hold an excluded path
     for path in excluded:

@@ -1,7 +1,4 @@
-"""What is at a path of a local file system: files, folders, permission bits, mounts.
-
-Nothing here changes the disk. Look-ups by path go on when a network file system answers ESTALE.
-"""
+"""Looks up files, folders, permission bits and mounts at a path of a local file system."""
 
 import contextlib
 import errno
@@ -63,7 +60,7 @@ def _ask_server(path: str | Path | None) -> None:
 
 @retrying_stale
 def regular_descriptor(path: Path) -> int:
-    """A descriptor of a regular file, for reading; opening never blocks.
+    """Open a regular file for reading, without ever blocking, and return its descriptor.
 
     Raises OSError, or CorruptError for anything but a regular file.
     """
@@ -86,7 +83,7 @@ def regular_descriptor(path: Path) -> int:
 
 @retrying_stale
 def list_names(folder: Path) -> list[str]:
-    """The names in `folder`, sorted; none when there is no such folder. Raises OSError."""
+    """Return the names in `folder`, sorted; none when there is no such folder. Raises OSError."""
     try:
         return sorted(os.listdir(folder))  # noqa: PTH208 - a path for each name takes twice as long
     except (FileNotFoundError, NotADirectoryError):
@@ -95,7 +92,7 @@ def list_names(folder: Path) -> list[str]:
 
 @retrying_stale
 def list_entries(folder: Path) -> list[os.DirEntry[str]]:
-    """The entries of `folder`, sorted by name; none when there is no such folder.
+    """Return the entries of `folder`, sorted by name; none when there is no such folder.
 
     Raises OSError.
     """
@@ -107,19 +104,20 @@ def list_entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def stored_file(name: str, facts: os.stat_result) -> Stored:
-    """A file with this stat result as an object of a store."""
+    """Describe a file with this stat result as an object of a store."""
     return Stored(name, facts.st_size, facts.st_mtime, file_version(facts))
 
 
 def file_version(facts: os.stat_result) -> str:
-    """A text that differs whenever the bytes of a file are replaced."""
+    """Return a text that differs whenever the bytes of a file are replaced."""
     return f"{facts.st_dev:x}-{facts.st_ino:x}-{facts.st_mtime_ns:x}-{facts.st_size:x}"
 
 
 def walk_tree(folder: Path) -> Iterator[Path]:
-    """Every file and folder below `folder`, contents before their folder; nothing if it is absent.
+    """Yield every file and folder below `folder`, contents before their folder.
 
-    Links are not followed. Raises OSError for a folder that cannot be listed.
+    An absent folder has none. Links are not followed. Raises OSError for a folder that cannot be
+    listed.
     """
     for parent, folders, files in os.walk(folder, topdown=False, onerror=raise_unless_absent):
         for name in (*files, *folders):
@@ -131,17 +129,17 @@ def permission_bits(path: Path) -> int:
 
 
 def folder_mode(file_mode: int) -> int:
-    """The permission bits of a folder of files with `file_mode`.
+    """Return the permission bits of a folder of files with `file_mode`.
 
-    Who may read them may enter; the owner may do all.
+    Whoever may read the files may enter the folder, and its owner has all rights.
     """
     return file_mode | (file_mode & 0o444) >> 2 | stat.S_IRWXU
 
 
 def real_path(target: Path) -> Path:
-    """`target` with links resolved, so that a link stays and its target is replaced.
+    """Resolve links in `target`, so that a link stays and its destination is replaced.
 
-    TargetError for a loop.
+    Raises TargetError for a loop.
     """
     try:
         return Path(target).resolve()
@@ -152,7 +150,7 @@ def real_path(target: Path) -> Path:
 
 
 def raise_unless_absent(error: OSError) -> None:
-    """For `os.walk`, which leaves out what it cannot list."""
+    """Raise an error of `os.walk`, which otherwise leaves out folders that it cannot list."""
     if error.errno not in ABSENT:
         raise error
 
@@ -162,7 +160,7 @@ def is_folder(path: Path) -> bool:
 
 
 def holds_cwd(folder: Path) -> bool:
-    """Whether the working directory is in `folder`, which then must not be moved or deleted."""
+    """Check whether the working directory is in `folder`, which must not be moved then."""
     try:
         return Path.cwd().resolve().is_relative_to(folder)
     except FileNotFoundError:
@@ -170,7 +168,7 @@ def holds_cwd(folder: Path) -> bool:
 
 
 def holds_mount(folder: Path) -> bool:
-    """True when `folder` is a mount point or has one in it: such folders cannot be moved."""
+    """Check whether `folder` is a mount point or has one in it, and so cannot be moved."""
     if os.path.ismount(folder):
         return True
     try:

@@ -70,7 +70,7 @@ class MountedFrom:
     def locks_chunks(self) -> bool:
         """Whether one client at a time writes into a piece of a file, and others wait, for minutes.
 
-        So do MooseFS and LizardFS, in pieces of 64 MiB; their mounts are known by the source alone.
+        MooseFS and LizardFS do so, in pieces of 64 MiB; only the source tells their mounts apart.
         """
         return self.kind.startswith("fuse") and self.source.startswith("mfs#")
 
@@ -93,7 +93,7 @@ class MountedFrom:
 
 
 def mount_of(folder: Path) -> MountedFrom | None:
-    """The file system of `folder`, which need not exist yet; None if unknown."""
+    """Find the file system of `folder`, which need not exist yet; return None if it is unknown."""
     path = os.path.realpath(folder)
     innermost = None
     for _, mount in _mounts():
@@ -105,19 +105,19 @@ def mount_of(folder: Path) -> MountedFrom | None:
 
 
 def is_on_local_disk(path: Path) -> bool:
-    """Whether only this machine writes to the file system of `path`.
+    """Check whether only this machine writes to the file system of `path`.
 
-    True if its kind is unknown.
+    A file system of unknown kind counts as local.
     """
     mount = mount_of(path)
     return mount is None or mount.is_local
 
 
 def keeps_exact_times(descriptor: int) -> bool:
-    """Whether the modification time of this open file changes only when it is written to.
+    """Check whether the modification time of this open file changes only when it is written to.
 
-    The client of a network file system may show a cached time first and the current one later. True
-    where the kind of the file system is unknown.
+    The client of a network file system may show a cached time first and the current one later. A
+    file system of unknown kind counts as exact.
     """
     mount_id = _mount_id(descriptor)
     for number, mount in _mounts():
@@ -127,7 +127,7 @@ def keeps_exact_times(descriptor: int) -> bool:
 
 
 def _mount_id(descriptor: int) -> int | None:
-    """The number of the mount of an open file; None if unknown."""
+    """Return the number of the mount of an open file, or None if it is unknown."""
     try:
         facts = Path(_PROCESS, "fdinfo", str(descriptor)).read_text(encoding="ascii")
     except OSError:
@@ -137,7 +137,7 @@ def _mount_id(descriptor: int) -> int | None:
 
 
 def _mounts() -> Iterator[tuple[int, MountedFrom]]:
-    """The mounts with their numbers, from mountinfo of proc(5); nothing without that table."""
+    """Yield the mounts with their numbers, from mountinfo of proc(5); none without that table."""
     try:
         table = Path(_PROCESS, "mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:

@@ -29,7 +29,7 @@ MAX_TEXT_BYTES = 256 << 20  # of a config, an index or another document
 
 
 def is_name(path: object) -> bool:
-    """True for a normalised relative path (no "..", ".", empty component or NUL).
+    """Check for a normalised relative path (no "..", ".", empty component or NUL).
 
     Surrogates from dc80 to dcff stand for the bytes of a name that is not UTF-8; other surrogates
     are invalid.
@@ -40,15 +40,15 @@ def is_name(path: object) -> bool:
 
 
 def is_inside(path: object) -> bool:
-    """Whether a manifest may contain `path`: a name that means the same on every system.
+    """Check whether a manifest may contain `path`, a name that means the same on every system.
 
-    It has no backslash.
+    Such a name has no backslash.
     """
     return is_name(path) and "\\" not in str(path)
 
 
 def is_utf8(text: str) -> bool:
-    """True when `text` can be encoded as UTF-8: it has no lone surrogates."""
+    """Check whether `text` can be encoded as UTF-8, which lone surrogates cannot."""
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
@@ -65,7 +65,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Folder:
-    """One folder of a store; links to it have the same `identity`, see `within`."""
+    """One folder of a store. Links to it have the same `identity`, see `within`."""
 
     name: str
     identity: str
@@ -74,7 +74,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class FolderListing:
-    """The contents of one folder, by name; folders that are links come after the others."""
+    """The contents of one folder, by name. Folders that are links come after the others."""
 
     exists: bool  # in a bucket, a folder exists while it contains something
     folders: tuple[Folder, ...]
@@ -109,7 +109,10 @@ class Readable(Protocol):
         ...
 
     def map(self) -> "MappedBytes | None":
-        """All bytes as private, writable memory without a copy; None if they cannot be mapped."""
+        """Map all bytes as private, writable memory without a copy.
+
+        Returns None if they cannot be mapped.
+        """
         ...
 
     def check(self) -> None:
@@ -122,7 +125,7 @@ class Readable(Protocol):
 
 
 class Writable(Protocol):
-    """A new object that is being written; not visible before `finish`."""
+    """A new object that is being written, and is not visible before `finish`."""
 
     def write(self, offset: int, memory: memoryview) -> None:
         """Write `memory` at `offset`: each byte once, in any order, from any thread.
@@ -161,9 +164,9 @@ class Store(Protocol):
 
     @property
     def local_folder(self) -> Path | None:
-        """Its folder on a disk of this machine; None for a remote store.
+        """The folder of the store on a disk of this machine; None for a remote store.
 
-        The files are renamed, linked, locked, mapped and written by several processes.
+        Its files are renamed, linked, locked, mapped and written by several processes.
         """
         ...
 
@@ -178,7 +181,7 @@ class Store(Protocol):
         ...
 
     def limited(self, max_mode: int) -> "Store":
-        """The same store, whose new files have no permission bits beyond `max_mode`."""
+        """Return the same store, whose new files have no permission bits beyond `max_mode`."""
         ...
 
     @property
@@ -187,11 +190,11 @@ class Store(Protocol):
         ...
 
     def within(self, folder: str) -> "Store":
-        """The store of the folder `folder` in this one."""
+        """Return the store of the folder `folder` in this one."""
         ...
 
     def where(self, name: str) -> str:
-        """The path or URL of an object, for messages."""
+        """Return the path or URL of an object, for messages."""
         ...
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -208,14 +211,14 @@ class Store(Protocol):
     def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:
         """Write a small object atomically and durably.
 
-        With `create_only`, NameTakenError when the name is taken.
+        With `create_only`, raises NameTakenError when the name is taken.
         """
         ...
 
     def create(self, name: str, size_bytes: int) -> Writable:
-        """A new object of exactly `size_bytes`.
+        """Create an object of exactly `size_bytes`.
 
-        Replaces the one of that name when it is finished.
+        When it is finished, it replaces the object of that name.
         """
         ...
 
@@ -235,24 +238,24 @@ class Store(Protocol):
         ...
 
     def list(self, prefix: str = "") -> list[Stored]:
-        """All objects in the folder `prefix` and below it, sorted by name.
+        """List all objects in the folder `prefix` and below it, sorted by name.
 
-        Empty if there is no such folder.
+        A folder that does not exist has none.
         """
         ...
 
     def list_folder(self, prefix: str = "") -> FolderListing:
-        """The folders and objects directly in the folder `prefix`."""
+        """List the folders and objects directly in the folder `prefix`."""
         ...
 
     def stat(self, name: str) -> Stored | None:
-        """The object without opening it; None if it does not exist."""
+        """Describe an object without opening it; return None if it does not exist."""
         ...
 
     def copy(self, name: str, other: str, source: "Store | None" = None) -> bool:
         """Copy or link the object `name` (of `source`, if given) to `other` inside the service.
 
-        False if impossible.
+        Returns False if that is impossible.
         """
         ...
 
@@ -295,7 +298,7 @@ class RemoteStore:
 
 
 def checked_name(name: str, may_be: Callable[[str], bool] = is_inside) -> str:
-    """`name` if it is valid.
+    """Return `name` if it is valid.
 
     Raises ConfigError when it is absolute, empty or leads out of the store.
     """
@@ -313,7 +316,7 @@ def missing_object(where: str) -> MissingError:
 
 
 def changed_object(where: str) -> UnreadableError:
-    """The error for an object that was replaced after it was opened."""
+    """Make the error for an object that was replaced after it was opened."""
     return UnreadableError(f"{where}: overwritten while it was read; read it again")
 
 
@@ -336,9 +339,9 @@ def refuse_other_length(where: str, start: int, size_bytes: int, expected: int) 
 
 
 def etag_of(store: Store, name: str) -> str | None:
-    """The version that the service assigned to an object.
+    """Return the version that the service assigned to an object.
 
-    None if it assigns none, or there is no object.
+    Returns None if the service assigns none, or there is no object.
     """
     stored = store.stat(name)
     return None if stored is None else stored.etag
@@ -347,10 +350,10 @@ def etag_of(store: Store, name: str) -> str | None:
 def read_text(
     store: Store, name: str, limit_bytes: int = MAX_TEXT_BYTES, errors: str = "strict"
 ) -> str:
-    """The UTF-8 text of an object; `errors` as for `bytes.decode`.
+    """Read the UTF-8 text of an object; `errors` as for `bytes.decode`.
 
-    Raises MissingError if it does not exist, UnreadableError if it cannot be read now, CorruptError
-    if it is not text or larger than `limit_bytes`.
+    Raises MissingError if the object does not exist, UnreadableError if it cannot be read now,
+    CorruptError if it is not text or larger than `limit_bytes`.
     """
     with closing(store.open(name)) as file:
         if file.size_bytes > limit_bytes:
@@ -364,7 +367,7 @@ def read_text(
 
 
 def read_object(store: Store, name: str, start: int, stop: int | None) -> bytes:
-    """`Store.read` by opening the object."""
+    """Read a range of an object as `Store.read` does, by opening the object."""
     with closing(store.open(name)) as file:
         memory = bytearray(max(0, (file.size_bytes if stop is None else stop) - start))
         file.read_into(memoryview(memory), start)
@@ -372,7 +375,7 @@ def read_object(store: Store, name: str, start: int, stop: int | None) -> bytes:
 
 
 def read_range(file: Readable, start: int, size_bytes: int) -> bytes:
-    """Up to `size_bytes` bytes from `start` on; fewer at the end of the file."""
+    """Read up to `size_bytes` bytes from `start` on; fewer at the end of the file."""
     memory = bytearray(max(0, min(size_bytes, file.size_bytes - start)))
     file.read_into(memoryview(memory), start)
     return bytes(memory)

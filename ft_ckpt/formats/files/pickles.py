@@ -50,7 +50,7 @@ class StandIn(metaclass=Sealed):
 
 
 def stand_in(full_name: str) -> type[StandIn]:
-    """A class that takes the place of the class or function of this name."""
+    """Make a class that takes the place of the class or function of this name."""
 
     class Named(StandIn):
         kind = full_name
@@ -79,7 +79,7 @@ class _TableUnpickler(pickle.Unpickler):
         self.source, self.table = source, table
 
     def find_class(self, module: str, name: str) -> Any:
-        """The value of a global. Nothing is imported."""
+        """Look a global up in the table. Nothing is imported."""
         full_name = f"{_ALIASES.get(module, module)}.{name}"
         if full_name not in self.table:
             raise LoadError(
@@ -89,9 +89,9 @@ class _TableUnpickler(pickle.Unpickler):
 
 
 def unpickle(data: bytes, source: str, table: Mapping[str, Any] = PLAIN_VALUES) -> Any:
-    """The value pickled in `data`, whose globals are looked up in `table`.
+    """Load the value pickled in `data`, whose globals are looked up in `table`.
 
-    `source` names it in errors. Raises LoadError for a global that is not in the table,
+    `source` names the pickle in errors. Raises LoadError for a global that is not in the table,
     CorruptError for a damaged pickle and one above 64 MB.
     """
     if len(data) > MAX_BYTES:
@@ -121,7 +121,7 @@ def _check_memo(data: bytes) -> None:
 class OpaqueObject:
     """A pickled object that was not loaded, because that could run code.
 
-    `name`: its path in the file.
+    `name` is its path in the file.
     """
 
     name: str

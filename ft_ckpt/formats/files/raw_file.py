@@ -131,7 +131,7 @@ class RawFile:
         """Fill `memory` with the bytes from `start`. Raises CorruptError as `bytes` does."""
         self._check_range(start, len(memory))
         whole = self._whole
-        if whole is not None and whole.is_own and not whole.given_back:
+        if whole is not None and whole.is_own and not whole.released:
             memory[:] = whole.memory[start : start + len(memory)]
         else:
             self.file.read_into(memory, start)
@@ -149,7 +149,7 @@ class RawFile:
             self._check_range(start, size_bytes)
             self._whole = self._whole or self.file.map()
             if self._whole is not None:
-                part = self._whole.lend(start, size_bytes, self.file.read_into)
+                part = self._whole.view_of(start, size_bytes, self.file.read_into)
                 return torch.frombuffer(part, dtype=dtype, count=count)
         return torch.frombuffer(self.bytes(start, size_bytes), dtype=dtype, count=count)
 

@@ -16,7 +16,7 @@ THREADS = 4
 
 
 class Landing(Protocol):
-    """Takes the bytes of a run, in order and in pieces of any size."""
+    """Receives the bytes of a run, in order and in pieces of any size."""
 
     def put(self, data: Tensor) -> None:
         """Take the next bytes (1-D, uint8); `data` may be overwritten as soon as this returns."""
@@ -33,7 +33,7 @@ class StraightLanding:
     def put(self, data: Tensor, *, lasts: bool = False) -> None:
         """Copy the next bytes into place.
 
-        Asynchronously if `data` lasts until the device has copied it.
+        With `lasts`, `data` stays valid until a device has copied it, and the copy is asynchronous.
         """
         end = self.at + data.numel()
         if self.local.device.type == "cpu" and data.device.type == "cpu":
@@ -79,7 +79,7 @@ def read_runs(
 
 
 def _tensor_to_fill(run: ByteRun, landing: Landing) -> Tensor | None:
-    """The host tensor whose whole memory takes the bytes of `run` as they are in the page cache."""
+    """Return the host tensor that the bytes of `run` fill, if they are in the page cache."""
     if not isinstance(landing, StraightLanding) or landing.local.device.type != "cpu":
         return None
     if landing.at or landing.local.nbytes != run.size_bytes or not is_in_page_cache(run):
@@ -95,7 +95,7 @@ class DeviceTensors:
         self._landings: dict[ByteRun, Landing] = {}
 
     def new_tensor(self, name: str) -> Tensor:
-        """The tensor `name` of the file; `read_all` fills it."""
+        """Allocate the tensor `name` of the file; `read_all` fills it."""
         spec = self._file.specs[name]
         run = whole_run(self._file, name)
         if run is None:
@@ -114,7 +114,7 @@ class DeviceTensors:
 
 
 def read_onto(file: TensorFile, device: torch.device) -> dict[str, Tensor]:
-    """All tensors of `file` by name, read directly into new memory of `device`."""
+    """Read all tensors of `file` directly into new memory of `device`, by name."""
     device_tensors = DeviceTensors(file, device)
     tensors = {name: device_tensors.new_tensor(name) for name in file.specs}
     device_tensors.read_all()
@@ -122,20 +122,20 @@ def read_onto(file: TensorFile, device: torch.device) -> dict[str, Tensor]:
 
 
 def whole_run(file: TensorFile, name: str) -> ByteRun | None:
-    """The byte range of the tensor in its file; None when it has to be read through its format."""
+    """Return the byte range of a tensor, or None if it has to be read through its format."""
     runs = file.runs(name)
     return runs[0] if runs is not None and len(runs) == 1 else None
 
 
 def bytes_at(address: int, size_bytes: int) -> Tensor:
-    """A tensor over existing memory, which it does not keep alive."""
+    """Make a tensor over existing memory, which it does not keep alive."""
     return torch.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype=torch.uint8)
 
 
 def copy_bytes(to: Tensor, at: int, data: Tensor) -> None:
-    """Copy bytes into the host memory of `to`.
+    """Copy bytes into the host memory of `to`, from byte `at` on.
 
-    By memmove: torch's copy threads wait for each other by spinning.
+    memmove does it, because torch's copy threads wait for each other by spinning.
     """
     ctypes.memmove(to.data_ptr() + at, data.data_ptr(), data.numel())
     torch.autograd.graph.increment_version(to)

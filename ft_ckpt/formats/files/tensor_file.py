@@ -22,31 +22,30 @@ _NO_CASTS: Mapping[str, int] = MappingProxyType({})
 class TensorFile(ABC):
     """An open file, or folder, of tensors in any format. Tensors are read on request.
 
-    A class sets `specs` and overrides `read`; the defaults of the rest are those of a file with
-    tensors alone, which have to be read through their format.
+    A class sets `specs` and overrides `read`. The other defaults are those of a file that has only
+    tensors, which have to be read through their format.
     """
 
     specs: Mapping[str, Spec]  # the tensors by name, in file order; none is read for it
     ties: Mapping[str, str] = _EMPTY  # further name of a tensor -> its name in `specs`
     metadata: Mapping[str, str] = _EMPTY
-    skipped: Sequence[str] = ()  # "name: kind" of each value that is no tensor
+    skipped: Sequence[str] = ()  # "name: kind" of each value that is not a tensor
     # "float32->bfloat16": number of tensors that are cast as they are read
     casts: Mapping[str, int] = _NO_CASTS
 
     @abstractmethod
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Elements [start, stop) of the tensor in row-major order.
+        """Read elements [start, stop) of a tensor in row-major order.
 
-        The result is 1-D, contiguous and on the CPU; only its bytes are read.
-
-        Writes to the result never reach the file. Raises CorruptError when the file is damaged, or
-        has changed since it was opened.
+        The result is 1-D, contiguous and on the CPU. Only its bytes are read, and writes to it
+        never reach the file. Raises CorruptError when the file is damaged, or has changed since it
+        was opened.
         """
 
     def runs(self, name: str) -> Sequence[ByteRun] | None:
-        """The byte ranges that make up the tensor, in order.
+        """Return the byte ranges that make up a tensor, in order.
 
-        None if it has to be read through its format.
+        Returns None if the tensor has to be read through its format.
         """
         return None
 
@@ -62,7 +61,7 @@ class StoredTensor(NamedTuple):
 
 
 class TensorView(TensorFile):
-    """Tensors of open files, under names and in dtypes of its own."""
+    """A view of open files that renames their tensors and casts them to other dtypes."""
 
     def __init__(
         self,
@@ -74,11 +73,10 @@ class TensorView(TensorFile):
         metadata: Mapping[str, str] = _EMPTY,
         skipped: Sequence[str] = (),
     ) -> None:
-        """`sources`: the tensor of `files` that each name stands for.
+        """Make a view of `files`, which are closed with it.
 
-        `dtypes`: by name, to which the tensor is cast as it is read.
-
-        Closing the view closes `files`.
+        `sources` has the stored tensor for each name of the view. `dtypes` has the dtype, by name,
+        to which a tensor is cast as it is read.
         """
         self.files, self.sources = tuple(files), dict(sources)
         self.ties, self.metadata, self.skipped = dict(ties), dict(metadata), tuple(skipped)
@@ -106,7 +104,7 @@ class TensorView(TensorFile):
         metadata: Mapping[str, str] = _EMPTY,
         skipped: Sequence[str] = (),
     ) -> "TensorView":
-        """A view of one file; `names`: the name in the file by the one in the view."""
+        """Make a view of one file; `names` has the name in the file for each name in the view."""
         sources = {name: StoredTensor(file, stored_name) for name, stored_name in names.items()}
         return TensorView(
             [file], sources, dtypes=dtypes, ties=ties, metadata=metadata, skipped=skipped
@@ -118,7 +116,7 @@ class TensorView(TensorFile):
         return {name: source.name for name, source in self.sources.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) of the tensor: 1-D, on the CPU, in the dtype of its spec."""
+        """Read flat elements [start, stop) of a tensor, on the CPU, in the dtype of its spec."""
         file, stored_name = self.sources[name]
         data = file.read(stored_name, start, stop)
         dtype = dtype_of(self.specs[name].dtype)
@@ -130,7 +128,7 @@ class TensorView(TensorFile):
         return cast
 
     def runs(self, name: str) -> Sequence[ByteRun] | None:
-        """The byte ranges of the tensor in its file; None also where it is cast."""
+        """Return the byte ranges of a tensor in its file, or None if it is cast."""
         file, stored_name = self.sources[name]
         if file.specs[stored_name].dtype != self.specs[name].dtype:
             return None
@@ -147,12 +145,12 @@ def _has_overflown(data: Tensor, cast: Tensor) -> bool:
 
 
 class JoinedFile(TensorView):
-    """Several files as one; the names of each file get a prefix."""
+    """Several files as one, with a prefix for the names of each."""
 
     def __init__(self, files: Sequence[tuple[str, TensorFile]], source: str) -> None:
-        """`files`: pairs of a prefix and a file.
+        """Join `files`, which are pairs of a prefix and a file.
 
-        Raises LoadError, which names `source`, for names of several tensors.
+        Raises LoadError, naming `source`, if several tensors have the same name.
         """
         sources: dict[str, StoredTensor] = {}
         ties: dict[str, str] = {}
@@ -189,7 +187,7 @@ class MemoryFile(TensorFile):
         }
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """A flat copy of the elements [start, stop)."""
+        """Copy elements [start, stop) of the flat tensor."""
         return self.tensors[name].detach().contiguous().view(-1)[start:stop].clone()
 
     def close(self) -> None:
@@ -203,7 +201,10 @@ class ListedFile(TensorFile):
     def __init__(
         self, where: str, specs: Mapping[str, Spec], open_file: Callable[[], TensorFile]
     ) -> None:
-        """`where`: the file, as errors name it; `specs`: of the tensors that the manifest lists."""
+        """List `specs` before the file is opened; `where` is the file in errors.
+
+        `specs` are the tensors that the manifest lists.
+        """
         self.where, self.specs, self._open_file = where, specs, open_file
 
     @cached_property

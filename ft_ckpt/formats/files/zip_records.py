@@ -12,9 +12,9 @@ _HEAD = struct.Struct("<4s22xHH")
 
 
 def record_span(file: RawFile, entry: zipfile.ZipInfo) -> tuple[int, int]:
-    """The bytes [start, stop) of a record that is stored without compression in an open zip file.
+    """Return the bytes [start, stop) of an uncompressed record in an open zip file.
 
-    Raises CorruptError when it is compressed, or not where the directory of the file says.
+    Raises CorruptError when the record is compressed, or not where the directory of the file says.
     """
     if entry.compress_type != zipfile.ZIP_STORED:
         raise CorruptError(

@@ -1,4 +1,4 @@
-"""The index of tensors that a file has beside its own header, and files that are read by it.
+"""The index of tensors that a file has besides its own header, and files that are read by it.
 
 Nothing here writes a file. Begin at `file_index`.
 """

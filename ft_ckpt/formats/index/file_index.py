@@ -36,7 +36,7 @@ Row = Sequence[Any]
 class TensorIndex:
     """A row for each tensor in file order, the tree of the object, and the metadata.
 
-    The tree of a flat dict is None.
+    The tree is None for a flat dict.
     """
 
     rows: Mapping[str, Row]
@@ -64,19 +64,19 @@ class TensorIndex:
         return flat_tree([self.specs[name] for name in self.names])
 
     def start(self, name: str) -> int:
-        """Offset of the tensor's first byte in the file."""
+        """Return the offset of a tensor's first byte in the file."""
         return int(self.rows[name][2]) + self.data_start
 
 
 def flat_tree(specs: Sequence[Spec]) -> Node:
-    """The tree of a flat dict of tensors."""
+    """Make the tree of a flat dict of tensors."""
     keys = tuple(Node("value", spec.name) for spec in specs)
     leaves = tuple(Node("tensor", number) for number in range(len(specs)))
     return Node("dict", None, keys, leaves)
 
 
 def is_flat(root: Node, names: Sequence[str]) -> bool:
-    """True for a dict of tensors, each under its own name, which needs no tree in a file."""
+    """Check for a dict of tensors, each under its own name, which needs no tree in a file."""
     if root.kind != "dict" or [key.value for key in root.keys] != list(names):
         return False
     leaves = [(child.kind, child.value) for child in root.children]
@@ -84,13 +84,13 @@ def is_flat(root: Node, names: Sequence[str]) -> bool:
 
 
 def with_digests(index: TensorIndex, digests: Mapping[str, bytes]) -> TensorIndex:
-    """`index` with the digests of the written tensors."""
+    """Return `index` with the digests of the written tensors."""
     rows = {name: [*row[:3], digests[name].hex(), row[4]] for name, row in index.rows.items()}
     return TensorIndex(rows, index.root, index.metadata)
 
 
 def index_text(index: TensorIndex) -> bytes:
-    """The index as JSON; its length does not depend on the digests."""
+    """Encode the index as JSON, whose length does not depend on the digests."""
     document = {"ft_index": 1, "metadata": index.metadata, "tensors": index.rows}
     if index.root is not None:
         document["tree"] = encode_node(index.root)
@@ -105,9 +105,9 @@ class _Footer(NamedTuple):
 
 
 def index_footer(text: bytes, data_start: int, index_start: int, file_bytes: int) -> bytes:
-    """The footer after the JSON: offsets, file size and digest.
+    """Make the footer after the JSON: offsets, file size and digest.
 
-    A reader sees by it that nothing has moved.
+    A reader compares the footer with the file to see that nothing has moved.
     """
     digest = xxhash.xxh3_128_digest(text)
     fields = struct.pack(_FOOTER, _MAGIC, data_start, index_start, file_bytes, digest)
@@ -115,9 +115,9 @@ def index_footer(text: bytes, data_start: int, index_start: int, file_bytes: int
 
 
 def read_index(raw: RawFile, end: int | None = None) -> TensorIndex | None:
-    """The index whose footer ends at byte `end` (default: the end of the file).
+    """Read the index whose footer ends at byte `end` (default: the end of the file).
 
-    None if there is no valid footer. Raises CorruptError when the index itself is damaged.
+    Returns None if there is no valid footer. Raises CorruptError when the index itself is damaged.
     """
     end = raw.size_bytes if end is None else end
     if end < FOOTER_BYTES:
@@ -131,10 +131,10 @@ def read_index(raw: RawFile, end: int | None = None) -> TensorIndex | None:
 
 
 def moved_index(data: bytes, source: str) -> TensorIndex:
-    """The index from the bytes of its dataset, which another program has moved.
+    """Read the index from the bytes of its dataset, which another program has moved.
 
-    Its offsets are invalid. Raises CorruptError when it is damaged: the file is then damaged as
-    well.
+    The offsets in the index are invalid then. Raises CorruptError when the index is damaged, as the
+    rest of the file may be.
     """
     footer = _parse_footer(data[-FOOTER_BYTES:])
     if footer is None:
@@ -151,7 +151,7 @@ def _parse_footer(data: bytes) -> _Footer | None:
 
 
 def _parse_index(text: bytes, digest: bytes, data_start: int, source: str) -> TensorIndex:
-    """The index in `text`, whose offsets count from `data_start`.
+    """Parse the index in `text`, whose offsets count from `data_start`.
 
     Raises CorruptError, naming `source`.
     """
@@ -201,7 +201,7 @@ def _is_valid(row: Row) -> bool:
 
 
 def _last_leaf(root: Node) -> int:
-    """The highest number of a leaf in the tree; -1 without leaves."""
+    """Return the highest number of a leaf in the tree, or -1 without leaves."""
     last = -1
     stack = [root]
     while stack:

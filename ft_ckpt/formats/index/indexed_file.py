@@ -22,17 +22,17 @@ class IndexedFile(TensorFile):
     """An open file with its `index`: tensors, the tree of the object, names of the leaves."""
 
     def __init__(self, raw: RawFile, index: TensorIndex, verify: bool = False) -> None:
-        """`verify`: compare digests as whole tensors are read."""
+        """Open the tensors of `raw` by their index; `verify` compares digests of whole tensors."""
         self.raw, self.index, self.verify = raw, index, verify
         self.specs = index.specs
         self.readers: dict[str, ReadElements] = {}  # of tensors that cannot be mapped
         self.library: Any = None  # h5py's file, if needed
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Elements [start, stop) of the flat tensor `name`; only their bytes are read or mapped.
+        """Read elements [start, stop) of the flat tensor `name`.
 
-        Raises CorruptError when the file has changed or is too short; with `verify`, when a whole
-        tensor has another digest.
+        Only their bytes are read or mapped. Raises CorruptError when the file has changed or is too
+        short, and, with `verify`, when a whole tensor has another digest.
         """
         with damaged_input(f"{self.raw.name}: {name}"):
             return self._read_elements(name, start, stop)
@@ -64,16 +64,17 @@ class IndexedFile(TensorFile):
         return all(row[3] for row in self.index.rows.values())
 
     def runs(self, name: str) -> Sequence[ByteRun] | None:
-        """The byte range of tensor `name` in the file.
+        """Return the byte range of tensor `name` in the file.
 
-        None when it is not stored in one piece, or digests are compared as tensors are read.
+        Returns None when the tensor is not stored in one piece, or its digest is compared as it is
+        read.
         """
         if self.verify or name in self.readers:
             return None
         return [ByteRun(name, self.raw.file, self.index.start(name), self.specs[name].size_bytes)]
 
     def maps(self, name: str) -> bool:
-        """Whether the whole tensor costs no more to read than a part: it is mapped, or small."""
+        """Check whether the whole tensor, mapped or small, costs no more to read than a part."""
         if name in self.readers:
             return False
         return self.raw.mapped or self.specs[name].size_bytes < MAP_BYTES
@@ -83,7 +84,7 @@ class IndexedFile(TensorFile):
         self.raw.check()
 
     def read_array(self, number: int) -> np.ndarray[Any, Any]:
-        """The leaf `number` as a numpy array with its own memory."""
+        """Read the leaf `number` as a numpy array with its own memory."""
         name = self.index.names[number]
         with damaged_input(f"{self.raw.name}: {name}"):
             return self._stored_array(name)
@@ -114,17 +115,17 @@ class IndexedFile(TensorFile):
 
 
 def as_tensor(values: Any) -> Tensor:
-    """Values as a tensor with its own memory, in native byte order."""
+    """Convert values to a tensor with its own memory, in native byte order."""
     if isinstance(values, Tensor):
         return values
     return torch.from_numpy(np.asarray(values).astype(values.dtype.newbyteorder("=")))
 
 
 def named_tensors(file: IndexedFile) -> TensorView:
-    """The tensors and arrays of a file that holds an object, under the names of their leaves.
+    """Name the tensors and arrays of a file that holds an object by their leaves.
 
     A leaf at several places of the object is one tensor with `ties`, as are the aliases in the
-    metadata of a flat file; values that are no tensors are `skipped`.
+    metadata of a flat file. Values that are not tensors are `skipped`.
     """
     index = file.index
     walk = _TreeWalk(file.skipped)
@@ -146,7 +147,7 @@ def named_tensors(file: IndexedFile) -> TensorView:
 
 
 class _TreeWalk:
-    """Visits the nodes of an object: where its tensors are, and which values are none."""
+    """Visits the nodes of an object, and collects the paths of tensors and of other values."""
 
     def __init__(self, skipped: Sequence[str]) -> None:
         self.skipped = list(skipped)
@@ -168,7 +169,7 @@ class _TreeWalk:
 
 
 def _child_keys(node: Node) -> list[str]:
-    """The step from the node to each of its children; a number where a key is no plain value."""
+    """Return the key of each child in its path: its number if the key is not a plain value."""
     if not node.keys:
         return [str(number) for number in range(len(node.children))]
     keys = []

@@ -61,7 +61,7 @@ def lay_out_safetensors(
     metadata: Mapping[str, str],
     ties: Mapping[str, str] = MappingProxyType({}),
 ) -> Layout:
-    """The layout of a file that contains `specs`, with `ties` in the metadata.
+    """Lay out a file that contains `specs`, with `ties` in the metadata.
 
     Raises SelectionError naming unsupported dtypes, reserved names, and texts that are not Unicode.
     """
@@ -97,7 +97,6 @@ def lay_out_safetensors(
 
 
 def _kind_text(spec: Spec) -> str:
-    """The dtype and the shape in the entry of a tensor."""
     return f'"dtype":"{NAMES[spec.dtype]}","shape":[{",".join(map(str, spec.shape))}]'
 
 
@@ -140,9 +139,9 @@ class SafetensorsHeader:
 
 
 def read_header(file: Readable) -> dict[str, HeaderEntry]:
-    """The tensors of an open safetensors file.
+    """Read the tensors in the header of an open safetensors file.
 
-    Raises CorruptError as `parse_header` does, or if it cannot be read.
+    Raises CorruptError as `parse_header` does, or if the file cannot be read.
     """
     try:
         header = parse_header(partial(read_range, file), file.size_bytes)
@@ -156,17 +155,17 @@ def read_header(file: Readable) -> dict[str, HeaderEntry]:
 
 
 def begins_with_header(head: bytes) -> bool:
-    """Whether `head`, at least 9 bytes of a file, begins with a length and a header."""
+    """Check whether `head`, at least 9 bytes of a file, begins with a length and a header."""
     return head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= _MAX_HEADER_BYTES
 
 
 def parse_header(
     read: Callable[[int, int], bytes | bytearray], file_bytes: int
 ) -> SafetensorsHeader:
-    """The header of the file of `file_bytes` from which `read(start, size)` gives bytes.
+    """Parse the header of a file of `file_bytes`, from which `read(start, size)` returns bytes.
 
-    Raises CorruptError when it is malformed or its tensors do not fill the file, one after the
-    other.
+    Raises CorruptError when the header is malformed, or its tensors do not fill the file one after
+    the other.
     """
     length = int.from_bytes(read(0, 8), "little")
     if not 2 <= length <= min(_MAX_HEADER_BYTES, file_bytes - 8):

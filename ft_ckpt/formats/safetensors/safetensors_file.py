@@ -21,26 +21,26 @@ from ft_ckpt.storage.digests import FileRecord
 
 
 def lay_out_safetensors_object(root: Node, leaves: Sequence[Spec]) -> tuple[Layout, Sequence[str]]:
-    """The layout of a file that holds the object `root`, and the name of each leaf in it."""
+    """Lay out a file that holds the object `root`; return the layout and the name of each leaf."""
     names = leaf_names(root, len(leaves))
     specs = [Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(names, leaves, strict=True)]
     return lay_out_safetensors(specs, tree_metadata(root, names)), names
 
 
 def tree_metadata(root: Node, names: Sequence[str]) -> dict[str, str]:
-    """The metadata of a file that holds the object `root`: its tree, unless it is a flat dict."""
+    """Return the tree of `root` as the metadata of a file; {} for a flat dict, which needs none."""
     if is_flat(root, names):
         return {}
     return {TREE: json.dumps([list(names), encode_node(root)])}
 
 
 def is_safetensors(file: RawFile) -> bool:
-    """True when the file begins as safetensors does: a length, and a header of JSON."""
+    """Check whether the file begins as safetensors does: a length, and a header of JSON."""
     return file.size_bytes > 8 and file.bytes(8, 1) == b"{"
 
 
 def open_safetensors(raw: RawFile, verify: bool = False) -> IndexedFile:
-    """The tensors of a safetensors or dual file, without the helper tensor of a dual file.
+    """Open a safetensors or dual file, without the helper tensor of a dual file.
 
     Raises CorruptError when the header is invalid.
     """
@@ -73,7 +73,7 @@ def _are_equal(index: TensorIndex, hdf5_index: TensorIndex) -> bool:
 
 
 def _header_index(header: SafetensorsHeader) -> TensorIndex:
-    """An index without digests from the header."""
+    """Make an index without digests from the header."""
     tensors = {name: entry for name, entry in header.tensors.items() if name != HELPER}
     names, metadata, root = list(tensors), dict(header.metadata), None
     if TREE in metadata:
@@ -92,7 +92,7 @@ def link_second_names(
 ) -> list[FileRecord]:
     """Link files in `store` under the second name of their format, if it has one.
 
-    The records of the links. Stores without links get none.
+    Returns the records of the links, which are none in a store without links.
     """
     if not tensor_format.link_suffix:
         return []

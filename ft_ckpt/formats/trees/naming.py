@@ -34,12 +34,12 @@ _UNSAFE = str.maketrans({"\0": "\u2400", **{chr(code): "\ufffd" for code in rang
 
 
 def safe_name(name: str) -> str:
-    """`name` without characters that names of HDF5 cannot have."""
+    """Replace the characters in `name` that names of HDF5 cannot have."""
     return name.translate(_UNSAFE)
 
 
 def leaf_names(root: Node, count: int) -> list[str]:
-    """The names of the `count` leaves of the object `root`.
+    """Return the names of the `count` leaves of the object `root`.
 
     Raises SelectionError for a name that is too long.
     """
@@ -55,13 +55,13 @@ def leaf_names(root: Node, count: int) -> list[str]:
 
 
 def leaf_number(node: Node) -> int:
-    """The number of the leaf of a node of kind "tensor", "array" or "blob"."""
+    """Return the number of the leaf of a node of kind "tensor", "array" or "blob"."""
     number: int = node.value if node.kind == "tensor" else node.value[0]
     return number
 
 
 def describe_tree(root: Node) -> tuple[dict[str, Any], dict[str, Node]]:
-    """The tree as torch writes its tree specifications, and the leaves by their dotted names.
+    """Describe the tree as torch's tree specifications do, and return its leaves by dotted names.
 
     Raises SelectionError for a name that is too long.
     """

@@ -19,7 +19,7 @@ _NUMBERS = frozenset(
 
 
 def describe_dtype(dtype: np.dtype[Any]) -> Any:
-    """A JSON form of a numpy type, without pickling."""
+    """Describe a numpy type as JSON, without pickling."""
     described = np.lib.format.dtype_to_descr(dtype)
     return described if isinstance(described, str) else _tuples_to_lists(described)
 
@@ -31,14 +31,14 @@ def _tuples_to_lists(described: Any) -> Any:
 
 
 def described_dtype(described: Any) -> np.dtype[Any]:
-    """The numpy type of `describe_dtype`."""
+    """Return the numpy type that `describe_dtype` has described."""
     fields: Any = described if isinstance(described, str) else _field_tuples(described)
     dtype: np.dtype[Any] = np.lib.format.descr_to_dtype(fields)
     return dtype
 
 
 def _field_tuples(described: Sequence[Any]) -> Any:
-    """Fields in numpy's form: a list of (name, type) or (name, type, shape)."""
+    """Convert fields to numpy's form: a list of (name, type) or (name, type, shape)."""
     fields = []
     for name, kind, *shape in described:
         title = tuple(name) if isinstance(name, list) else name
@@ -48,9 +48,9 @@ def _field_tuples(described: Sequence[Any]) -> Any:
 
 
 def is_describable(dtype: np.dtype[Any]) -> bool:
-    """Whether the type can be restored from its JSON form.
+    """Check whether the type can be restored from its JSON form.
 
-    False with Python objects or metadata.
+    Types with Python objects or metadata cannot.
     """
     if dtype.hasobject or dtype.metadata:
         return False
@@ -61,9 +61,9 @@ def is_describable(dtype: np.dtype[Any]) -> bool:
 
 
 def stored_array(array: Array) -> Array:
-    """`array` in row-major order.
+    """Return `array` in row-major order, in a dtype that every format has.
 
-    A dtype that not every format has becomes bytes, with one more dimension.
+    Other dtypes become bytes, with one more dimension.
     """
     dtype = array.dtype
     if dtype.isbuiltin and dtype.kind in "biufc" and dtype.name in _NUMBERS:
@@ -74,7 +74,7 @@ def stored_array(array: Array) -> Array:
 
 
 def restored_array(stored: Array, described: Any, shape: tuple[int, ...]) -> Array:
-    """The inverse of `stored_array`. Raises CorruptError when the number of bytes is wrong."""
+    """Restore the array of `stored_array`. Raises CorruptError for a wrong number of bytes."""
     dtype = described_dtype(described)
     if dtype.hasobject or stored.nbytes != math.prod(shape) * dtype.itemsize:
         raise CorruptError(f"{stored.nbytes} bytes for an array of {shape} {dtype}")

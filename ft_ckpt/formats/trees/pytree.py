@@ -87,13 +87,11 @@ class Leaf:
 def flatten(
     obj: Any, dtypes: Iterable[str], root: str = "state", classes: Collection[type] = PLAIN
 ) -> tuple[Node, list[Leaf]]:
-    """`obj` as nodes and leaves.
+    """Convert `obj` to a tree of nodes and its leaves.
 
-    `dtypes`: the supported ones; `root`: name of `obj` in errors; `classes`: of tensors that can be
-    leaves.
-
-    Raises SelectionError listing the paths of values that cannot be stored. Shared lists and dicts
-    are restored as separate copies.
+    `dtypes` are the supported ones, `root` is the name of `obj` in errors, `classes` are those of
+    tensors that can be leaves. Raises SelectionError listing the paths of values that cannot be
+    stored. Shared lists and dicts are restored as separate copies.
     """
     node, leaves, refused = try_flatten(obj, dtypes, root, classes)
     if refused:
@@ -108,17 +106,17 @@ def flatten(
 def try_flatten(
     obj: Any, dtypes: Iterable[str], root: str = "state", classes: Collection[type] = PLAIN
 ) -> tuple[Node, list[Leaf], list[str]]:
-    """As `flatten`, with the paths of values that cannot be stored in place of the error."""
+    """Convert `obj` as `flatten` does, but return the paths of values that cannot be stored."""
     flattener = _Flattener(frozenset(dtypes), classes)
     node = flattener.make_node(obj, root)
     return node, flattener.leaves, flattener.refused
 
 
 def unflatten(node: Node, tensor: Callable[[int], Any], array: Callable[[int], Array]) -> Any:
-    """The object of `node`; `tensor` and `array` return the leaf with an index.
+    """Rebuild the object of `node`; `tensor` and `array` return the leaf with an index.
 
     Raises CorruptError for an invalid tree. Named tuples get their original class if this process
-    has imported it, else a new class of the same name and fields; no constructor runs and nothing
+    has imported it, else a new class of the same name and fields. No constructor runs and nothing
     is imported.
     """
     with damaged_input("the tree of the object"):
@@ -126,7 +124,7 @@ def unflatten(node: Node, tensor: Callable[[int], Any], array: Callable[[int], A
 
 
 def leaf_numbers(node: Node) -> Iterator[int]:
-    """The indices of all leaves of a tree, with repetitions."""
+    """Yield the indices of all leaves of a tree, with repetitions."""
     if node.kind == "tensor":
         yield node.value
     elif node.kind in ("array", "blob"):
@@ -137,12 +135,12 @@ def leaf_numbers(node: Node) -> Iterator[int]:
 
 
 def quoted_key(key: Any) -> str:
-    """A key of a mapping as shown in paths."""
+    """Quote a key of a mapping for a path."""
     return '"' + key.replace('"', '\\"') + '"' if isinstance(key, str) else repr(key)
 
 
 def vars_of(obj: Any) -> dict[str, Any]:
-    """The instance attributes of `obj`; {} if it has no __dict__."""
+    """Return the instance attributes of `obj`, or {} if it has no __dict__."""
     return getattr(obj, "__dict__", {})
 
 
@@ -162,7 +160,7 @@ class _Flattener:
     alive: list[Any] = field(default_factory=list)
 
     def make_node(self, obj: Any, path: str) -> Node:
-        """The node of `obj`; values that cannot be stored are added to `refused`."""
+        """Make the node of `obj`, and add values that cannot be stored to `refused`."""
         if type(obj) in (bytes, bytearray) and len(obj) >= _MIN_BLOB_BYTES:
             data = np.frombuffer(obj, np.uint8)
             number = self._add_leaf(Leaf(data.shape, "uint8", data, True))
@@ -259,7 +257,7 @@ class _Flattener:
         return self._remember_node(array, node)
 
     def _add_leaf(self, leaf: Leaf) -> int:
-        """The number of the new leaf."""
+        """Add a leaf and return its number."""
         self.leaves.append(leaf)
         return len(self.leaves) - 1
 
@@ -294,9 +292,9 @@ def _tensor_problem(
 
 
 def _memory_identity(tensor: torch.Tensor) -> Hashable:
-    """A key that is equal for tensors with the same memory and layout.
+    """Return a key that is equal for tensors with the same memory and layout.
 
-    None for other classes and empty tensors.
+    Tensors of other classes and empty ones have none.
     """
     if type(tensor) not in _WITH_MEMORY or tensor.numel() == 0:
         return None
@@ -319,7 +317,6 @@ class _ObjectBuilder:
     array: Callable[[int], Array]
 
     def build_object(self, node: Node) -> Any:
-        """The object of `node`."""
         kind = node.kind
         if kind == "tensor":
             return self.tensor(node.value)
@@ -355,7 +352,7 @@ class _ObjectBuilder:
 
 
 def _named_class(module: str, qualname: str, fields: Iterable[str]) -> type:
-    """The class of a named tuple if this process has imported it, else a new one."""
+    """Return the class of a named tuple if this process has imported it, else a new one."""
     names = tuple(fields)
     value: Any = sys.modules.get(module)
     for part in qualname.split("."):

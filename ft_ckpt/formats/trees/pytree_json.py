@@ -34,7 +34,7 @@ _MAX_WORD = 1 << 63  # larger integers are written in hexadecimal, which has no 
 
 
 def dump_object(obj: Any, name: str) -> str:
-    """`obj` and its tensors as text.
+    """Encode `obj` and its tensors as text.
 
     Raises SelectionError naming the paths, below `name`, of unsupported values.
     """
@@ -45,7 +45,7 @@ def dump_object(obj: Any, name: str) -> str:
 
 
 def load_object(text: str) -> Any:
-    """The object from the result of `dump_object`. Raises CorruptError for any other text."""
+    """Rebuild the object from the text of `dump_object`. Raises CorruptError for any other text."""
     try:
         document = json.loads(text)
         leaves = [_leaf_tensor(*stored) for stored in document["leaves"]]
@@ -77,7 +77,7 @@ def _leaf_tensor(shape: list[int], dtype: str, text: str) -> torch.Tensor:
 
 
 def encode_node(node: Node) -> Any:
-    """`node` as lists, dicts and plain values, for `json.dumps`."""
+    """Encode a node as lists, dicts and plain values, for `json.dumps`."""
     kind = node.kind
     if kind == "tensor":
         return ["tensor", node.value]
@@ -102,7 +102,7 @@ def _has_plain_keys(node: Node) -> bool:
 
 
 def decode_node(document: Any) -> Node:
-    """The node from the result of `encode_node`. Raises CorruptError for anything else."""
+    """Rebuild the node of `encode_node`. Raises CorruptError for anything else."""
     with damaged_input("the tree of the object"):
         return _decode_json(document, MAX_LEVELS + 2)
 
@@ -225,7 +225,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {  # each takes the decoded content
 
 
 def encode_value(value: Any, depth: int = 0) -> Any:
-    """JSON for a simple value. Raises SelectionError for any other."""
+    """Encode a simple value as JSON. Raises SelectionError for any other value."""
     if depth > _MAX_DEPTH:
         raise SelectionError("nested too deeply")
     kind = type(value)  # exact: a subclass (an enum, a path) could not be restored
@@ -255,7 +255,7 @@ def encode_value(value: Any, depth: int = 0) -> Any:
 
 
 def decode_value(value: Any) -> Any:
-    """The value from the result of `encode_value`.
+    """Rebuild the value of `encode_value`.
 
     Raises LoadError for an unknown dtype or enum class.
     """
@@ -272,7 +272,7 @@ def decode_value(value: Any) -> Any:
 
 
 def _enum_member(module_name: str, qualname: str, name: str) -> Any:
-    """A member of an enum class of an imported module; None if there is no such class or member."""
+    """Return a member of an enum class of an imported module, or None if there is none."""
     kind: Any = sys.modules.get(module_name)
     for part in qualname.split("."):
         kind = vars_of(kind).get(part)

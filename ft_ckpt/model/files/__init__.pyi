@@ -25,10 +25,10 @@ from .settings_files import (
 )
 from .weights import (
     compare_torch_sums as compare_torch_sums,
-    extra_beside as extra_beside,
     fetching_weights as fetching_weights,
     open_weights as open_weights,
     path_in_part as path_in_part,
+    read_extra_values as read_extra_values,
     read_weights as read_weights,
     weight_names as weight_names,
 )

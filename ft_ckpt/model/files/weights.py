@@ -89,7 +89,7 @@ def _reads_faster(file: IndexedFile) -> bool:
     return readers_here() == 1 and file.raw.is_cold()
 
 
-def extra_beside(store: Store, record: PartRecord) -> dict[str, Any]:
+def read_extra_values(store: Store, record: PartRecord) -> dict[str, Any]:
     """The non-tensor values of a part's state dict. Raises CorruptError for a damaged file."""
     name = path_in_part(record, EXTRA_FILE)
     if store.stat(name) is None:

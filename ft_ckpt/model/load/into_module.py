@@ -11,7 +11,7 @@ from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.formats.files import TensorFile
 from ft_ckpt.formats.trees import PLAIN
-from ft_ckpt.model.files import extra_beside
+from ft_ckpt.model.files import read_extra_values
 from ft_ckpt.model.load.report import LoadReport, refuse_differences
 from ft_ckpt.model.tensors import made_by_class, put_at, tensor_at
 from ft_ckpt.ranks.moving import WantedTensor, fill_all, readers_here
@@ -133,7 +133,7 @@ def _compare_stored(
     live_shapes: dict[str, tuple[int, ...] | None] = {}
     for name, source in tensors.sources(allow_meta=True).items():
         live_shapes[name] = None if source.is_added else source.shape
-    extra = extra_beside(store, record)
+    extra = read_extra_values(store, record)
     live_shapes |= dict.fromkeys(tensors.names_added((*shapes, *extra)))
     stored_names = {*shapes, *extra}
     recomputed = made_by_class(tensors.chain[-1])

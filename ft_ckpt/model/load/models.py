@@ -33,9 +33,9 @@ from ft_ckpt.model.empty import (
     transformers_class,
 )
 from ft_ckpt.model.files import (
-    extra_beside,
     fetching_weights,
     open_weights,
+    read_extra_values,
     read_weights,
     weight_names,
 )
@@ -174,7 +174,7 @@ def _load_through_transformers(
     """
     store = checkpoint.store
     is_quantised = checked_config(store, record).get("quantization_config") is not None
-    extra = extra_beside(store, record)
+    extra = read_extra_values(store, record)
     if is_quantised and extra:  # only transformers knows how to restore them
         raise LoadError(
             f"{listing(list(extra), ', ')}: non-tensor state of a quantised model cannot be "

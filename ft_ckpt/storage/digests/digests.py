@@ -30,47 +30,47 @@ _Contents: TypeAlias = Iterator[tuple[int, memoryview]]  # rank that wrote them,
 
 
 def new_digest() -> xxhash.xxh3_128:
-    """The state of a digest, without bytes."""
+    """Return the state of a digest without any bytes."""
     return xxhash.xxh3_128()
 
 
 def whole_digest(digest: str) -> str:
-    """The digest of a file that one rank wrote, from the hexadecimal digest of its bytes."""
+    """Return the digest of a file that one rank wrote, from the hexadecimal digest of its bytes."""
     return _WHOLE + digest
 
 
 def joined_digest(digests: Iterable[str]) -> str:
-    """The digest of a file from the hexadecimal digests of its ranks' parts, in rank order."""
+    """Combine the hexadecimal digests of the parts of a file, in rank order, to its digest."""
     return _CUT + xxhash.xxh3_128_hexdigest("".join(digests).encode())
 
 
 def file_digest(digests: Sequence[str]) -> str:
-    """The digest of a file from the hexadecimal digests of its ranks' parts, in rank order.
+    """Return the digest of a file from the hexadecimal digests of its ranks' parts, in rank order.
 
-    `whole_digest` of one.
+    A file that one rank wrote has the `whole_digest` of its bytes.
     """
     return whole_digest(digests[0]) if len(digests) == 1 else joined_digest(digests)
 
 
 def digest_of_bytes(content: bytes) -> str:
-    """The digest that a file with this content would have."""
+    """Compute the digest that a file with this content would have."""
     return whole_digest(xxhash.xxh3_128_hexdigest(content))
 
 
 def record_of(path: str, content: bytes) -> FileRecord:
-    """The record of a small file from its bytes."""
+    """Make the record of a small file from its bytes."""
     return FileRecord(path, len(content), digest_of_bytes(content))
 
 
 def read_record(store: Store, path: str) -> FileRecord:
-    """The record of an object; reads it. Raises as reading does."""
+    """Read an object and make its record. Raises as reading does."""
     with closing(store.open(path)) as opened:
         record = FileRecord(path, opened.size_bytes, "")
         return replace(record, digest=digest_of_open(opened, record))
 
 
 def digest_of_open(file: Readable, record: FileRecord) -> str:
-    """The digest of an open object, computed as for `record`.
+    """Compute the digest of an open object as for `record`.
 
     Raises CorruptError as `part_digests` does.
     """
@@ -78,7 +78,7 @@ def digest_of_open(file: Readable, record: FileRecord) -> str:
 
 
 def part_digests(file: Readable, record: FileRecord, owners: range) -> tuple[str, ...]:
-    """The digests, hexadecimal, of the parts of an open object that the ranks `owners` wrote.
+    """Compute the hexadecimal digests of the parts of an open object that the ranks `owners` wrote.
 
     A local file is read through the page cache, from which it is used afterwards. Raises
     CorruptError for an object of another size than the record's, and as reading does.
@@ -94,10 +94,10 @@ def part_digests(file: Readable, record: FileRecord, owners: range) -> tuple[str
 
 
 def _mapped_contents(file: Readable, parts: Iterator[Part]) -> _Contents:
-    """The bytes of a local file in its mapping, in steps between which signals are handled.
+    """Yield the bytes of a local file in its mapping, in steps between which signals are handled.
 
-    Each step is first read into the page cache: if the disk fails there, it is an error and not the
-    end of the process.
+    Each step is first read into the page cache. A failing disk is an error in that read; in the
+    mapping it would end the process.
     """
     mapped = None
     if isinstance(file, LocalFile) and file.size_bytes >= _MAP_BYTES:
@@ -142,5 +142,5 @@ class RunningDigest:
             self._offset += count
 
     def text(self) -> str:
-        """The digest of the bytes so far."""
+        """Return the digest of the bytes so far."""
         return file_digest([state.hexdigest() for state in self._states])

@@ -18,7 +18,7 @@ Part: TypeAlias = tuple[int, int, int]  # bytes [start, stop) of a file, the ran
 class Cut(NamedTuple):
     """Bytes [start, stop) of a file in chunks of consecutive ranks.
 
-    The first chunk is of the rank `owner`, the next of `owner` + 1, and so on.
+    The first chunk belongs to the rank `owner`, the next one to `owner` + 1, and so on.
     """
 
     start: Count
@@ -47,13 +47,13 @@ class FileRecord:
 
 
 def size_problem(size_bytes: int, listed_bytes: int) -> str:
-    """The problem of a file of another size than its manifest lists."""
+    """Describe a file of another size than its manifest lists."""
     kind = "truncated" if size_bytes < listed_bytes else "overwritten"
     return f"{kind}: {size_bytes:,} bytes, but the manifest lists {listed_bytes:,}"
 
 
 def digest_problem(record: FileRecord, digest: str) -> Problem | None:
-    """The problem of a file whose `digest` differs from its record; None if it is equal."""
+    """Return the problem of a file whose `digest` differs from its record, else None."""
     if digest == record.digest:
         return None
     change = f"digest {digest}, expected {record.digest}: its bytes have changed"
@@ -61,7 +61,7 @@ def digest_problem(record: FileRecord, digest: str) -> Problem | None:
 
 
 def unread_problem(path: str, error: CorruptError) -> Problem:
-    """The problem of a file whose reading ended in `error`."""
+    """Return the problem of a file whose reading ended in `error`."""
     if isinstance(error, UnreadableError):
         return Problem(f"{path}: cannot be read ({reason_of(error)})", is_transient=True)
     reason = reason_of(error) if isinstance(error, MissingError) else error
@@ -69,7 +69,7 @@ def unread_problem(path: str, error: CorruptError) -> Problem:
 
 
 def rank_parts(cuts: Sequence[Cut], size_bytes: int) -> Iterator[Part]:
-    """All parts of a file in order; neighbours of one rank may be joined."""
+    """Yield all parts of a file in order; neighbours of one rank may be joined."""
     offset = 0
     for cut in cuts:
         if offset < cut.start:
@@ -81,7 +81,7 @@ def rank_parts(cuts: Sequence[Cut], size_bytes: int) -> Iterator[Part]:
 
 
 def owned_parts(cuts: Sequence[Cut], size_bytes: int, owners: range) -> Iterator[Part]:
-    """The parts of a file that `owners` wrote, in order."""
+    """Yield the parts of a file that `owners` wrote, in order."""
     offset = 0
     for cut in cuts:
         if offset < cut.start and 0 in owners:
@@ -97,7 +97,7 @@ def owned_parts(cuts: Sequence[Cut], size_bytes: int, owners: range) -> Iterator
 
 
 def chunk_of_rank(cut: Cut, rank: int) -> tuple[int, int] | None:
-    """The bytes [start, stop) of a cut that `rank` wrote; None if it wrote none."""
+    """Return the bytes [start, stop) of a cut that `rank` wrote, or None if it wrote none."""
     number = rank - cut.owner
     if number < 0:
         return None
@@ -109,7 +109,7 @@ def chunk_of_rank(cut: Cut, rank: int) -> tuple[int, int] | None:
 
 
 def cut_chunks(cut: Cut) -> Iterator[Part]:
-    """The chunks of one cut, in order."""
+    """Yield the chunks of one cut, in order."""
     start, stop = cut.start, min(cut.start + cut.lead, cut.stop)
     rank = cut.owner
     while start < cut.stop:

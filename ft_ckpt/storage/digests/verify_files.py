@@ -29,11 +29,10 @@ class FileShare:
 
 @dataclass(frozen=True)
 class PartDigests:
-    """The digests of consecutive parts of a file, hexadecimal.
+    """The hexadecimal digests of consecutive parts of a file.
 
-    They are of the ranks `first`, `first` + 1, ... that wrote the file `path`.
-
-    In place of digests that could not be computed, `problem` says why.
+    The parts are those of the ranks `first`, `first` + 1, ... that wrote the file `path`. If
+    digests could not be computed, `problem` says why.
     """
 
     path: str
@@ -43,17 +42,17 @@ class PartDigests:
 
 
 def digest_problems(store: Store, records: Collection[FileRecord]) -> list[Problem]:
-    """The problems of files in `store`."""
+    """Compare files in `store` with their records, and return the problems."""
     shares = [FileShare(record, range(record.ranks)) for record in records]
     return compare_digests(records, digest_shares(store, shares))
 
 
 def share_files(records: Iterable[FileRecord], number: int, count: int) -> list[FileShare]:
-    """The share of process `number` of `count` in the comparison of files.
+    """Choose the parts that process `number` of `count` compares.
 
-    Of a file that at least `count` ranks wrote, each process gets consecutive parts (on as many
-    ranks as saved, each gets its own). The parts of other files are distributed in turn, largest
-    file first, so that some get none.
+    Each process gets consecutive parts of a file that at least `count` ranks wrote: on as many
+    ranks as saved, each gets its own. The parts of other files are dealt in turn, largest file
+    first, so that some processes get none of a file.
     """
     shares = []
     dealt_parts = 0  # of files with fewer writers than processes
@@ -71,7 +70,7 @@ def share_files(records: Iterable[FileRecord], number: int, count: int) -> list[
 
 
 def digest_shares(store: Store, shares: Sequence[FileShare]) -> list[PartDigests]:
-    """The digests of the shares of files in `store`; large ones are read in parallel."""
+    """Compute the digests of shares of files in `store`; large ones are read in parallel."""
     total_bytes = sum(share.record.size_bytes for share in shares)
     if len(shares) < 2 or total_bytes < _MIN_POOL_BYTES:
         return [_digest_share(store, share) for share in shares]
@@ -94,7 +93,7 @@ def _digest_share(store: Store, share: FileShare) -> PartDigests:
 
 
 def compare_digests(records: Iterable[FileRecord], parts: Iterable[PartDigests]) -> list[Problem]:
-    """The problems of files: those in `parts`, and digests that differ from the records."""
+    """Return the problems in `parts`, and those of digests that differ from the records."""
     problems: list[Problem] = []
     unread_paths = set()
     digests_of_path: dict[str, dict[int, str]] = {}  # by the rank that wrote the part

@@ -1,8 +1,4 @@
-"""Writes files past the page cache (O_DIRECT) where the file system allows it.
-
-If O_DIRECT is refused, at open or at a write, the file is written through the page cache. Its space
-is allocated before the first byte is written.
-"""
+"""Writes files with direct I/O (O_DIRECT), bypassing the page cache, where that is possible."""
 
 import contextlib
 import errno
@@ -28,9 +24,9 @@ _FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 class LocalWriting:
     """A file that is being written at `draft`.
 
-    `finish` moves it to `path`, if that is another path. Whole disk blocks of aligned memory go
-    past the page cache, through the descriptor `direct`. All other bytes go through it: the kernel
-    merges the bytes of two ranks that share a disk block.
+    `finish` moves it to `path`, if that is another path. Whole disk blocks of aligned memory are
+    written with direct I/O, through the descriptor `direct`. All other bytes go through the page
+    cache, where the kernel merges the bytes of two ranks that share a disk block.
     """
 
     name: str
@@ -86,7 +82,7 @@ class LocalWriting:
         return stored_file(self.name, facts)
 
     def abandon(self) -> None:
-        """A shared file is not deleted."""
+        """Close the draft and delete it, unless it is shared."""
         with contextlib.suppress(OSError):
             self._close()
         if not self.is_shared:
@@ -127,9 +123,10 @@ def create_file(
 ) -> LocalWriting:
     """Create `draft`, which will be moved to `path`.
 
-    Its space is allocated, unless `shared`, see `allocate_file`. It has the permissions of the file
-    that it replaces, if there is one, limited by `max_mode`. Raises NoSpaceError when there is not
-    enough, TargetError when `draft` cannot be created, or exists and is not `shared`.
+    Its space is allocated, unless it is `shared`; see `allocate_file`. The draft gets the
+    permissions of the file that it replaces, if there is one, limited by `max_mode`. Raises
+    NoSpaceError when there is not enough space, TargetError when `draft` cannot be created, or
+    exists and is not `shared`.
     """
     with explained(path):
         replaced = None
@@ -169,10 +166,7 @@ def allocate_file(path: Path, size_bytes: int, max_mode: int = 0o777) -> None:
 
 
 def _open_unbuffered(path: Path) -> int:
-    """A second descriptor of the file `path`, unbuffered.
-
-    -1 if the file system does not support it.
-    """
+    """Open the file `path` again for direct I/O; return -1 if its file system has none."""
     if not hasattr(os, "O_DIRECT"):
         return -1
     try:
@@ -184,7 +178,7 @@ def _open_unbuffered(path: Path) -> int:
 
 
 def allocate_space(descriptor: int, size_bytes: int, *, keeps_size: bool = False) -> None:
-    """Allocate the space, so that a full disk is found before the first write.
+    """Allocate the space of a file, so that a full disk is noticed before the first write.
 
     With `keeps_size` the file does not get longer. Raises OSError when the disk is full.
     """
@@ -197,9 +191,9 @@ def allocate_space(descriptor: int, size_bytes: int, *, keeps_size: bool = False
 
 
 def _whole_blocks(offset: int, memory: memoryview) -> tuple[int, int]:
-    """The range of `memory` at `offset` that fills whole disk blocks from aligned addresses.
+    """Return the range of `memory` at `offset` that fills whole disk blocks from aligned addresses.
 
-    (0, 0) for none.
+    Returns (0, 0) if there is none.
     """
     first = -offset % ALIGNMENT
     last = len(memory) - (offset + len(memory)) % ALIGNMENT

@@ -27,10 +27,7 @@ _MAX_CALL_BYTES = 1 << 30  # read in one call; Linux takes less than 2 GB
 
 
 class LocalFile:
-    """A file that is open for reading.
-
-    Closed by `close` or when this object is garbage-collected.
-    """
+    """A file that is open for reading, until `close` or until this object is garbage-collected."""
 
     can_map = True
 
@@ -67,9 +64,9 @@ class LocalFile:
             )
 
     def map(self, *, in_large_pages: bool = True) -> "MappedBytes | None":
-        """The mapping of the file.
+        """Map the file into memory.
 
-        `in_large_pages`: faster to touch, but slower to read from the disk.
+        `in_large_pages` makes the mapping faster to touch, but slower to read from the disk.
         """
         self.check()
         if not self.size_bytes:
@@ -98,7 +95,7 @@ class LocalFile:
         self._closer()
 
     def refused(self, where: str, error: OSError) -> UnreadableError:
-        """The error for a read that the system refused."""
+        """Make the error for a read that the system refused."""
         text = f"{self.path.name}: cannot be read {where} ({error}); load it again"
         unreadable = UnreadableError(text)
         unreadable.errno = error.errno
@@ -128,7 +125,7 @@ class MappedBytes:
     def __init__(self, address: int, size_bytes: int, is_own: bool) -> None:
         self.address, self.is_own = address, is_own
         # released parts: their edges may still contain writes
-        self.given_back: set[tuple[int, int]] = set()
+        self.released: set[tuple[int, int]] = set()
         self.memory = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
         self.parts: dict[tuple[int, int], _FileRange] = {}
         # tensors may outlive the exit
@@ -138,10 +135,7 @@ class MappedBytes:
     def create(
         descriptor: int, size_bytes: int, *, in_large_pages: bool = True
     ) -> "MappedBytes | None":
-        """The mapping of an open file (-1: zeroed private memory).
-
-        None if the system refuses it.
-        """
+        """Map an open file (-1: zeroed private memory); return None if the system refuses it."""
         address = libc.map_private(descriptor, size_bytes)
         if address is None:
             return None
@@ -154,27 +148,25 @@ class MappedBytes:
     def read_in(self, start: int, stop: int) -> bool:
         """Read these bytes of the file into the page cache.
 
-        False if that fails, where touching them would be fatal.
+        Returns False if that fails; touching the bytes would then end the process.
         """
         first = start // _PAGE * _PAGE
         return bool(libc.madvise(self.address + first, stop - first, libc.POPULATE_READ) == 0)
 
-    def lend(
+    def view_of(
         self, start: int, size_bytes: int, read_into: Callable[[memoryview, int], None]
     ) -> memoryview:
-        """A part of the memory, released when nothing refers to it.
+        """Return a view of a part of the memory, which is released when nothing refers to the view.
 
-        The same object while it is in use.
-
-        Bytes of a part that was released before and may differ from the file are read again by
-        `read_into`.
+        While a part is in use, all callers get the same view. Bytes of a part that was released
+        before, and may differ from the file, are read again by `read_into`.
         """
         part = self.parts.get((start, size_bytes))
         view = None if part is None else part()
         if view is not None:
             return view
         view = self._new_part(start, size_bytes)
-        if (start, size_bytes) in self.given_back:
+        if (start, size_bytes) in self.released:
             end = start + size_bytes
             ranges = [(start, end)] if self.is_own else _shared_edges(start, end)
             for first, last in ranges:
@@ -185,12 +177,12 @@ class MappedBytes:
         view = self.memory[start : start + size_bytes]
         part = self.parts[start, size_bytes] = _FileRange(view, _FileRange.end_use)
         part.mapping, part.start, part.size_bytes = self, start, size_bytes
-        _lent[id(part)] = part
+        _parts_in_use[id(part)] = part
         return view
 
-    def give_back(self, start: int, size_bytes: int) -> None:
+    def release(self, start: int, size_bytes: int) -> None:
         """Release the pages that lie entirely in this part."""
-        self.given_back.add((start, size_bytes))
+        self.released.add((start, size_bytes))
         first, last = start + -start % _PAGE, (start + size_bytes) // _PAGE * _PAGE
         if first < last:
             libc.madvise(self.address + first, last - first, libc.DONTNEED)
@@ -199,7 +191,7 @@ class MappedBytes:
 class _FileRange(weakref.ref[memoryview]):
     """A weak reference to a part in use, which keeps the mapping alive.
 
-    Small, because there is one for each tensor.
+    The object is small, because there is one for each tensor.
     """
 
     __slots__ = ("mapping", "size_bytes", "start")
@@ -212,18 +204,18 @@ class _FileRange(weakref.ref[memoryview]):
         """Release the memory of a part that nothing refers to any more."""
         if is_over():
             return
-        del _lent[id(self)]
+        del _parts_in_use[id(self)]
         key = self.start, self.size_bytes
         if self.mapping.parts.get(key) is self:  # not replaced by another thread at the same moment
             del self.mapping.parts[key]
-            self.mapping.give_back(*key)
+            self.mapping.release(*key)
 
 
-# parts in use: the callback of a weak reference runs only if it is alive
-_lent: dict[int, _FileRange] = {}
+# kept alive, because the callback of a weak reference runs only if the reference is
+_parts_in_use: dict[int, _FileRange] = {}
 
 
 def _shared_edges(start: int, end: int) -> list[tuple[int, int]]:
-    """The ends of [start, end) that share pages with their neighbours: they are not released."""
+    """Return the ends of [start, end) that share pages with neighbours, and are not released."""
     first, last = start + -start % _PAGE, end // _PAGE * _PAGE
     return [(start, min(first, end)), (max(last, start), end)] if first < last else [(start, end)]

@@ -1,7 +1,7 @@
 """Reads ranges of open objects ahead of their use into aligned blocks of memory.
 
-On most disks, reading past the page cache (O_DIRECT) has twice the rate of reading through it, and
-needs a tenth of the CPU time. Bytes in the page cache are taken from there.
+On most disks, direct I/O (O_DIRECT, bypassing the page cache) has twice the rate of reading through
+the page cache, and needs a tenth of the CPU time. Bytes in the page cache are taken from there.
 """
 
 import errno
@@ -37,7 +37,7 @@ _MIN_REMOTE_READS = 6  # in parallel: most of each request is latency
 
 @dataclass(frozen=True, eq=False)
 class ByteRun:
-    """Bytes [start, start + size_bytes) of an open object; `name` is the caller's."""
+    """Bytes [start, start + size_bytes) of an open object; the caller chooses `name`."""
 
     name: str
     file: Readable
@@ -47,7 +47,7 @@ class ByteRun:
 
 @dataclass(frozen=True, eq=False)
 class ReadPart:
-    """The next bytes of a run; in memory until the next part is requested."""
+    """The next bytes of a run, which stay in memory until the next part is requested."""
 
     run: ByteRun
     start: int  # in the file
@@ -75,12 +75,12 @@ class BlockRead:
         return self.end - self.start
 
     def can_take(self, run: ByteRun, position: int, block_bytes: int) -> bool:
-        """Whether this byte of the run's file is best read together with this block."""
+        """Check whether this byte of the run's file is best read together with this block."""
         limit = min(self.end + _GAP_BYTES + 1, self.start + block_bytes)
         return run.file is self.file and self.end <= position < limit
 
     def parts_in(self, block: Memory) -> Iterator[ReadPart]:
-        """The parts of the runs, after the read."""
+        """Yield the parts of the runs in `block`, after it was read."""
         address = address_of(block)
         for run, start, end in self.runs:
             yield ReadPart(run, start, address + start - self.start, end - start, block)
@@ -97,9 +97,9 @@ def read_ahead(
 
     While one part is in use, `threads` threads read the following ones. If the first run is remote,
     there are at least six threads. At most `threads` + 2 blocks of `block_bytes` (a multiple of
-    ALIGNMENT; None: 8 MiB, 16 for remote objects) are in use. `direct`: "auto" reads past the page
-    cache unless a read is small or cached, "on" always, "off" never; file systems that do not
-    support it use the page cache. `keeper` allocates the blocks, and keeps them while their bytes
+    ALIGNMENT; None: 8 MiB, 16 for remote objects) are in use. `direct`: "auto" uses direct I/O
+    unless a read is small or cached, "on" always, "off" never; file systems that do not support it
+    use the page cache. `keeper` allocates the blocks, and keeps them while their bytes
     are copied. Raises CorruptError when a file is too short, cannot be read, or has changed since
     it was opened.
     """
@@ -136,7 +136,7 @@ def read_ahead(
 
 
 def is_in_page_cache(run: ByteRun) -> bool:
-    """Whether a large run of a local file is in the page cache as a whole.
+    """Check whether a large run of a local file is in the page cache as a whole.
 
     Then `read_in_place` is faster than `read_ahead`, which copies twice.
     """
@@ -175,17 +175,16 @@ def await_reads(reads: Mapping[Future[None], int]) -> None:
 
 
 def block_size(file: Readable) -> int:
-    """The bytes of one read of `file`."""
     return BLOCK_BYTES if file.can_map else _REMOTE_BLOCK_BYTES
 
 
 def parallel_reads(file: Readable, threads: int) -> int:
-    """The number of reads of `file` at the same time."""
+    """Return the number of reads of `file` at the same time."""
     return threads if file.can_map else max(threads, _MIN_REMOTE_READS)
 
 
 def is_cached(descriptor: int, start: int, size_bytes: int) -> bool:
-    """True when this whole range of a file is in the page cache; False also if unknown."""
+    """Check whether this whole range of a file is known to be in the page cache."""
     cached = cached_bytes(descriptor, start, size_bytes)
     if cached is None:
         return False
@@ -212,14 +211,14 @@ def _block_reads(runs: Iterable[ByteRun], block_bytes: int) -> Iterator[BlockRea
 
 
 class _DirectDescriptors:
-    """Descriptors of files with O_DIRECT, opened at their first read and closed with `stack`."""
+    """Descriptors of files for direct I/O, opened at their first read and closed with `stack`."""
 
     def __init__(self, direct: str, stack: ExitStack) -> None:
         self._direct, self._stack = direct, stack
         self._by_file: dict[int, int | None] = {}
 
     def for_read(self, read: BlockRead) -> int | None:
-        """The descriptor to read with; None for a read through the page cache."""
+        """Return the descriptor to read with, or None for a read through the page cache."""
         if self._direct == "off":
             return None
         key = id(read.file)
@@ -261,7 +260,7 @@ def read_in_steps(
 
 
 def _pays_direct(read: BlockRead) -> bool:
-    """Whether reading past the page cache is faster: large, and not in the cache."""
+    """Check whether direct I/O is faster, as for a large read that is not in the page cache."""
     file = read.file
     if not isinstance(file, LocalFile) or read.size_bytes < _MIN_DIRECT_BYTES:
         return False
@@ -269,10 +268,7 @@ def _pays_direct(read: BlockRead) -> bool:
 
 
 def _open_direct(file: Readable, stack: ExitStack) -> int | None:
-    """A second descriptor of the open file, with O_DIRECT.
-
-    None if that is refused, or the file is not local.
-    """
+    """Open a local file again for direct I/O; return None if that is impossible."""
     if not isinstance(file, LocalFile):
         return None
     # by its descriptor: its path may be another file by now

@@ -18,9 +18,9 @@ _SAMPLES, _SAMPLE_BYTES = 64, 256 << 10
 
 
 def read_whole(file: Readable, threads: int = 4, direct: str = "auto") -> MappedBytes | None:
-    """All of an open object in private memory, at the rate of the disk or network.
+    """Read an open object into private memory, at the rate of the disk or network.
 
-    None without enough memory. Raises CorruptError when the object changes meanwhile.
+    Returns None without enough memory. Raises CorruptError when the object changes meanwhile.
     """
     if not file.size_bytes:
         return None
@@ -34,11 +34,10 @@ def read_whole(file: Readable, threads: int = 4, direct: str = "auto") -> Mapped
 
 
 def is_cold(file: Readable) -> bool:
-    """Whether `read_whole` is faster than touching the mapped file.
+    """Check whether `read_whole` is faster than touching the mapped file.
 
-    It is for a large file of which less than half is in memory.
-
-    False also if unknown, or without twice the memory for it.
+    That is so for a large file of which less than half is in memory, if twice its size is
+    available.
     """
     if not isinstance(file, LocalFile) or file.size_bytes < MIN_BYTES:
         return False
@@ -72,9 +71,9 @@ _VERSION_2 = _GroupFiles("memory.max", "memory.current", "inactive_file")
 
 
 def available_bytes() -> int:
-    """Memory that can be allocated without swapping or exceeding a limit, in bytes.
+    """Return the memory that can be allocated without swapping or exceeding a limit, in bytes.
 
-    0 if unknown.
+    Returns 0 if that is unknown.
     """
     try:
         machine_bytes = _available_on_machine()
@@ -106,7 +105,7 @@ def _available_on_machine() -> int:
 
 
 def _memory_groups(groups: Path, mounted: Path) -> Iterator[tuple[Path, _GroupFiles]]:
-    """The folders of control groups that count memory, inner ones first."""
+    """Yield the folders of control groups that count memory, inner ones first."""
     lines: list[str] = []
     with suppress(OSError):
         lines = groups.read_text(encoding="utf-8").splitlines()

@@ -3,11 +3,11 @@
 Up to 32 MiB on a local disk are written by the calling thread, because starting others takes
 longer.
 
-Bytes are copied into aligned blocks, from which a local store writes past the page cache (O_DIRECT)
-if the file system supports it: on most disks several times the rate of buffered writing followed by
-fsync. Because of the copy, the memory may be reused as soon as `put_region` returns. The regions of
-a whole file are contiguous from byte 0 on; of a file that several ranks write, each rank puts its
-own regions.
+Bytes are copied into aligned blocks, which a local store writes with direct I/O (O_DIRECT,
+bypassing the page cache) if the file system supports it: on most disks, that has several times the
+rate of buffered writing followed by fsync. Because of the copy, the memory may be reused as soon as
+`put_region` returns. The regions of a whole file are contiguous from byte 0 on; of a file that
+several ranks write, each rank puts its own regions.
 """
 
 import ctypes
@@ -25,8 +25,9 @@ from ft_ckpt.storage.io.blocks import ALIGNMENT, BLOCK_BYTES, Block, address_of,
 from ft_ckpt.storage.store import Stored, Writable
 
 T = TypeVar("T")
-_MAX_BYTES_IN_CALLER = 32 << 20  # up to it the calling thread writes
-_SMALL_BLOCK_BYTES = 2 << 20  # then: touching new memory takes longer than writing it
+# Up to this size the calling thread writes, in small blocks: touching new memory takes longer.
+_MAX_BYTES_IN_CALLER = 32 << 20
+_SMALL_BLOCK_BYTES = 2 << 20
 _FIRST_BLOCK_BYTES = 1 << 20  # of a local file: the disk is busy while longer blocks are filled
 
 
@@ -36,7 +37,7 @@ class WriteTuning:
 
     threads: int = 4
     block_bytes: int = BLOCK_BYTES
-    # files from this size on go past the page cache; None: none does
+    # files of at least this size are written with direct I/O; None: no file is
     direct_bytes: int | None = BLOCK_BYTES
     sha256: bool = False  # also compute the SHA-256 of each file
 
@@ -47,9 +48,9 @@ def tuning_for(
     block_bytes: int = BLOCK_BYTES,
     sha256: bool = False,
 ) -> WriteTuning:
-    """The tuning for these settings: None and "auto" are the defaults.
+    """Return the tuning for these settings, where None and "auto" are the defaults.
 
-    "on" writes small files past the cache, too.
+    "on" uses direct I/O for small files, too.
     """
     default = WriteTuning()
     direct_bytes = {"auto": default.direct_bytes, "on": 0, "off": None}[direct]
@@ -67,13 +68,13 @@ class Region:
 
 
 def region_of(start: int, data: bytes) -> Region:
-    """The region of `data` from byte `start` on."""
+    """Make the region of `data` from byte `start` on."""
     buffer = ctypes.create_string_buffer(data, max(len(data), 1))
     return Region(start, ctypes.addressof(buffer), len(data), buffer)
 
 
 def digest_regions(regions: Iterable[Region]) -> str:
-    """The digest, hexadecimal, of the file that writing `regions` would create."""
+    """Compute the hexadecimal digest of the file that writing `regions` would create."""
     digest = xxhash.xxh3_128()
     for region in regions:
         digest.update((ctypes.c_char * region.size_bytes).from_address(region.address))
@@ -137,7 +138,7 @@ class Writer:
                 block.close()
 
     def take_block(self) -> Block:
-        """An aligned block, new while there are few; waits until one is free."""
+        """Take an aligned block: a new one while there are few, else wait until one is free."""
         if self.free_blocks.empty() and len(self.blocks) < self.max_blocks:
             self.blocks.append(new_block(self.tuning.block_bytes))
             return self.blocks[-1]
@@ -147,7 +148,7 @@ class Writer:
     def fill(self, goal: Writable) -> Iterator["DurableFile"]:
         """Yield `goal` to be filled by regions and finished.
 
-        It is abandoned when the block raises.
+        The object is abandoned when the block raises.
         """
         file = DurableFile(self, goal, sha256=hashlib.sha256() if self.tuning.sha256 else None)
         try:
@@ -159,7 +160,7 @@ class Writer:
 
 @dataclass
 class DurableFile:
-    """A new object that regions fill in the order of the file, durable after `finish`."""
+    """A new object that regions fill in the order of the file; it is durable after `finish`."""
 
     writer: Writer
     goal: Writable
@@ -217,14 +218,14 @@ class DurableFile:
         return str(self.digest.hexdigest())
 
     def abandon(self) -> None:
-        """Abandon the object after an error; raises nothing."""
+        """Discard the object after an error; raises nothing."""
         wait(self.jobs)
         if self.block is not None:
             self.writer.free_blocks.put(self.block)
         self.goal.abandon()
 
     def _block_at(self, start: int) -> Block:
-        """The block with room for byte `start`."""
+        """Return the block that has space for byte `start`."""
         if start != self.block_start + self.filled_stop or self.filled_stop == self.capacity:
             self._dispatch_block()
         if self.block is None:
@@ -255,7 +256,7 @@ class DurableFile:
         self.jobs.append(flush_job)
 
     def _drop_done_jobs(self) -> None:
-        """Forget writes that are done; raises the error of one that failed."""
+        """Drop writes that are done. Raises the error of one that failed."""
         open_jobs = []
         for job in self.jobs:
             if job.done():

@@ -51,7 +51,7 @@ def copy_object(
 
 
 def local_version(file: Readable) -> LocalFile:
-    """An open object as a local file: itself, or a copy.
+    """Return an open object as a local file: itself, or a copy.
 
     The copy is deleted when nothing refers to it any more.
     """
@@ -70,7 +70,7 @@ def local_version(file: Readable) -> LocalFile:
 def local_folder(
     place: Place, is_needed: Callable[[str], bool] = lambda _name: True
 ) -> Iterator[Path]:
-    """A local path of a folder while the block runs: its own, or that of a copy.
+    """Yield a local path of a folder: its own, or that of a temporary copy.
 
     A copy has the objects whose names are needed. Errors of the block name the place, not the copy.
     """
@@ -92,7 +92,7 @@ def local_folder(
 
 
 def _renamed(argument: object, copy: str, place: str) -> object:
-    """An argument of an error that names the place instead of its copy."""
+    """Replace the copy by the place in an argument of an error."""
     if not isinstance(argument, str):
         return argument
     return printable_lines(argument).replace(printable(copy), printable(place))
@@ -151,7 +151,8 @@ def scratch_file(target: Place) -> Iterator[Path]:
 def scratch_folder(store: Store) -> Iterator[Path]:
     """Yield a folder for a library to fill.
 
-    It is the local store's own, or a temporary one that is copied into the store.
+    The folder is the local store's own, or a temporary one that is copied into the store
+    afterwards.
     """
     if store.local_folder is not None:
         yield store.local_folder
@@ -164,15 +165,15 @@ def scratch_folder(store: Store) -> Iterator[Path]:
 
 
 def spool_file(folder: Path | None = None) -> BinaryIO:
-    """An unnamed, unbuffered file, on the disk of `folder` if given; deleted when it is closed."""
+    """Open an unnamed, unbuffered file, on the disk of `folder` if given; closing it deletes it."""
     return cast("BinaryIO", tempfile.TemporaryFile(dir=folder, buffering=0))
 
 
 class LibraryFile(io.FileIO):
-    """A new file that a library writes in C code, which the error of a write must not reach.
+    """A new file that a library writes from C code, which must not see the error of a write.
 
-    Space for `max_bytes` is allocated first. The error of a write is kept and later writes are
-    skipped; `check` raises it.
+    Space for `max_bytes` is allocated first. After the error of a write, later writes are skipped,
+    and `check` raises the error.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -210,7 +211,7 @@ class LibraryFile(io.FileIO):
 
 
 def files_made_by(make: Callable[[Path], object]) -> dict[str, bytes]:
-    """The small files that `make` writes into an empty folder, by relative path.
+    """Return the small files that `make` writes into an empty folder, by relative path.
 
     Raises TargetError or NoSpaceError when they cannot be written.
     """
@@ -225,6 +226,6 @@ def files_made_by(make: Callable[[Path], object]) -> dict[str, bytes]:
 
 
 def files_below(folder: Path) -> dict[str, bytes]:
-    """All files in a folder and below it, by relative path."""
+    """Read all files in a folder and below it, by relative path."""
     store = LocalStore(folder)
     return {stored.name: store.read(stored.name) for stored in store.list()}

@@ -49,7 +49,8 @@ class _CountedObject:
 class ListedStore(RemoteStore):
     """The objects of `inner` that are `listed`, by name, in the versions listed.
 
-    Nothing can be written. A remote object is opened once, and shared: closing it releases nothing.
+    Nothing can be written. A remote object is opened once and shared, so that closing it releases
+    nothing.
     """
 
     inner: Store
@@ -73,7 +74,7 @@ class ListedStore(RemoteStore):
         """None: only this folder was listed."""
 
     def within(self, folder: str) -> "ListedStore":
-        """The listed objects below `folder`."""
+        """Return the listed objects below `folder` as a store."""
         start = f"{folder}/"
         listed = {}
         for path, stored in self.listed.items():
@@ -133,7 +134,7 @@ class ListedStore(RemoteStore):
         return [self.listed[name] for name in sorted(self.listed) if name.startswith(start)]
 
     def list_folder(self, prefix: str = "") -> FolderListing:
-        """The folders and objects directly in the folder `prefix`."""
+        """List the folders and objects directly in the folder `prefix`."""
         start = f"{prefix}/" if prefix else ""
         objects = []
         folders: dict[str, Folder] = {}
@@ -171,9 +172,9 @@ class ListedStore(RemoteStore):
 
 
 def hold_listed(store: Store) -> Store:
-    """A remote `store` as it is listed now, so that later requests only read bytes.
+    """List a remote `store`, so that later requests only read bytes of the listed versions.
 
-    A local store itself.
+    A local store is returned unchanged.
     """
     if store.local_folder is not None:
         return store

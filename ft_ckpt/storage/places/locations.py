@@ -32,7 +32,7 @@ _HUB_BUCKET_ADVICE = (
 
 
 def local_path(location: str | os.PathLike[str]) -> Path:
-    """`location` as a path of this machine.
+    """Return `location` as a path of this machine.
 
     Raises ConfigError for a URL ("s3://...", "hf://...", "file://..."), which would become a folder
     of that name.
@@ -54,7 +54,7 @@ def local_path(location: str | os.PathLike[str]) -> Path:
 def refuse_secrets(url: str, other_way: str) -> None:
     """Raise ConfigError for a URL with user info or a signing parameter.
 
-    Errors, logs and marks would show them.
+    Errors, logs and marks would show these.
     """
     if without_secrets(url) != url:
         raise ConfigError(
@@ -63,7 +63,7 @@ def refuse_secrets(url: str, other_way: str) -> None:
 
 
 def shown_location(location: str | os.PathLike[str]) -> str:
-    """A path or URL for messages: relative to the working directory if it is below that."""
+    """Shorten a path or URL for messages: relative to the working directory if it is below that."""
     path = Path(location)
     try:
         working_folder = Path.cwd()
@@ -75,7 +75,7 @@ def shown_location(location: str | os.PathLike[str]) -> str:
 
 
 def location_name(location: Path | str) -> str:
-    """The last component of a `Place.location`."""
+    """Return the last component of a `Place.location`."""
     return location.name if isinstance(location, Path) else location.rpartition("/")[2]
 
 
@@ -102,7 +102,7 @@ _clients: dict[str, tuple[Store, dict[str, Any]]] = {}
 
 
 def is_url(location: str | os.PathLike[str]) -> bool:
-    """Whether `location` is the URL of a store, not a path."""
+    """Check whether `location` is the URL of a store, not a path."""
     match = _URL.fullmatch(os.fspath(location))
     if match is None:
         return False
@@ -111,15 +111,15 @@ def is_url(location: str | os.PathLike[str]) -> bool:
 
 
 def schemes() -> tuple[str, ...]:
-    """The schemes of the URLs of stores."""
+    """Return the schemes of the URLs of stores."""
     return (*_OPENERS, *_installed_openers())
 
 
 def open_store(location: str | os.PathLike[str], **options: Any) -> Store:
-    """The store at `location`, a local path or a URL (s3://, gs://, az://, memory://).
+    """Open the store at `location`, a local path or a URL (s3://, gs://, az://, memory://).
 
     `options` go to the client of an object store, which is shared for equal bucket, options and
-    variables; credentials, endpoint and region come from the environment variables of the services'
+    variables. Credentials, endpoint and region come from the environment variables of the services'
     tools. Raises ConfigError for a URL that no client supports or that contains a key, and if the
     package for object stores is not installed.
     """
@@ -141,7 +141,7 @@ def open_store(location: str | os.PathLike[str], **options: Any) -> Store:
 
 
 def _open_client(url: str, scheme: str, options: dict[str, Any]) -> Store:
-    """The store of a whole bucket, which reuses the connections of its client."""
+    """Open the store of a whole bucket, which reuses the connections of its client."""
     variables = []
     for name, value in os.environ.items():
         if name.upper().startswith(_CLIENT_VARIABLES):
@@ -170,5 +170,5 @@ def _opener_of(url: str, scheme: str) -> Opener:
 
 @cache
 def _installed_openers() -> dict[str, Any]:
-    """The entry points of installed packages, by scheme."""
+    """Return the entry points of installed packages, by scheme."""
     return {point.name.lower(): point for point in entry_points(group=ENTRY_POINTS)}

@@ -21,9 +21,9 @@ from ft_ckpt.storage.store import Readable, Store, is_name
 
 @dataclass(frozen=True)
 class Place:
-    """The object or folder `name` of a store; the store itself if `name` is empty.
+    """The object or folder `name` of a store, or the store itself if `name` is empty.
 
-    `str` gives the path or URL.
+    `str` returns the path or URL.
     """
 
     store: Store
@@ -94,7 +94,7 @@ class Place:
             raise LoadError(f"{self}: a folder, or no regular file; name a file") from error
 
     def folders_around(self, levels: int = 4) -> Iterator[tuple[Store, str]]:
-        """This folder and its parents, nearest first, each with the name of this place in it.
+        """Yield this folder and its parents, nearest first, each with the name of this place in it.
 
         For a symbolic link, those of its destination follow.
         """
@@ -104,9 +104,9 @@ class Place:
             yield from _parents(_local_place(destination), levels)
 
     def mode_at(self, goal: "Place") -> int:
-        """The `max_mode` of what is made at `goal` from this file or folder.
+        """Return the `max_mode` of a file or folder that is made at `goal` from this one.
 
-        On local disks, see `readable_mode`; no limit if a bucket is involved.
+        On local disks it is `readable_mode`; a bucket sets no limit.
         """
         folder = self.store.local_folder
         if folder is None or not goal.is_local:
@@ -114,7 +114,7 @@ class Place:
         return readable_mode(folder / self.name, Path(str(goal)))
 
     def as_target(self) -> "Place":
-        """The same place as that of an object to write, with links resolved.
+        """Return this place as that of an object to write, with links resolved.
 
         Raises TargetError for a local folder, and if the parent folder does not exist; ConfigError
         for a whole bucket.
@@ -132,13 +132,13 @@ class Place:
 
 
 def open_place(place: str | os.PathLike[str] | Place, **options: Any) -> Place:
-    """The place of a path or URL (s3://, gs://, az://, memory://); functions take a `Place`, too.
+    """Return the place of a path or URL (s3://, gs://, az://, memory://).
 
-    `options` go to the client of an object store, as for `obstore.store.from_url` (endpoint,
-    region, keys, "client_options", "retry_config"); the variables AWS_*, GOOGLE_* and AZURE_* give
-    the others. A `Place` is returned as it is. No request is made yet. Raises ConfigError for a URL
-    of an unknown kind, of a bucket of the Hub, for anything that is no path, and if the package for
-    object stores is not installed.
+    Functions that take a path take a `Place`, too; here it is returned as it is. `options` go to
+    the client of an object store, as for `obstore.store.from_url` (endpoint, region, keys,
+    "client_options", "retry_config"); the variables AWS_*, GOOGLE_* and AZURE_* set the others. No
+    request is made yet. Raises ConfigError for a URL of an unknown kind, for a bucket of the Hub,
+    for anything that is not a path, and if the package for object stores is not installed.
     """
     if isinstance(place, Place):
         return place
@@ -152,7 +152,7 @@ def open_place(place: str | os.PathLike[str] | Place, **options: Any) -> Place:
 
 
 def absolute_location(place: str | os.PathLike[str] | Place) -> str | Place:
-    """The same path, URL or place, independent of the working directory.
+    """Make a path, URL or place independent of the working directory.
 
     Raises ConfigError for a URL of an unknown kind.
     """
@@ -163,7 +163,7 @@ def absolute_location(place: str | os.PathLike[str] | Place) -> str | Place:
 
 
 def is_hub_bucket(place: str | os.PathLike[str] | Place) -> bool:
-    """Whether `place` is in a storage bucket of the Hugging Face Hub."""
+    """Check whether `place` is in a storage bucket of the Hugging Face Hub."""
     text = str(place) if isinstance(place, Place) else os.fspath(place)
     return text.lower().startswith(HUB_BUCKETS)
 
