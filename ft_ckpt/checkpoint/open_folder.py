@@ -2,8 +2,8 @@
 
 `/proc/self/fd/N/model.safetensors` stays the old file after a save has exchanged the folder or
 moved it aside, for libraries that read by path too. Where a save cannot exchange folders it moves
-single files, the manifest first. So the manifest is compared after each file is opened, and at the
-end.
+single files, the manifest first. So the manifest is compared after each file is opened, and when
+the checkpoint is closed.
 """
 
 import os
@@ -24,8 +24,8 @@ class OpenFolder(LocalStore):
     """One folder of an open checkpoint, as a store of its listed files only."""
 
     manifest_file: "OpenManifest | None" = None  # compared after each file is opened
-    files: frozenset[str] = frozenset()  # paths in the checkpoint
-    inside: str = ""  # the path of this folder in the checkpoint, with a slash at its end
+    files: frozenset[str] = frozenset()  # listed files, by their paths in the checkpoint
+    inside: str = ""  # path of this folder in the checkpoint, with a slash at its end
 
     def within(self, folder: str) -> "OpenFolder":
         below = super().within(folder)
@@ -33,7 +33,7 @@ class OpenFolder(LocalStore):
         return replace(below, inside=f"{self.inside}{folder}/")
 
     def open(self, name: str) -> Readable:
-        """Raises UnreadableError when the checkpoint was replaced meanwhile."""
+        """Open a listed file. Raises UnreadableError if the checkpoint was replaced."""
         if not self._is_listed(name):
             raise MissingError(f"{self.where(name)}: no such file")
         try:
@@ -75,10 +75,10 @@ class OpenManifest:
 
     descriptor: int
     path: Path
-    shown: Path  # of the checkpoint
+    shown: Path  # path of the checkpoint in messages
 
     def is_at(self, path: Path) -> bool:
-        """Whether it is the file at `path`."""
+        """Check whether the file at `path` is this manifest."""
         with damaged_input(self.shown):
             try:
                 return os.path.samestat(path.stat(), os.fstat(self.descriptor))
@@ -86,13 +86,16 @@ class OpenManifest:
                 return False
 
     def refuse_replaced(self) -> None:
-        """Raise UnreadableError if another save has filled the folder, or it was deleted."""
+        """Raise UnreadableError if the checkpoint was replaced or deleted."""
         if not self.is_at(self.path):
             raise UnreadableError(f"{self.shown}: replaced while it was read; read it again")
 
 
 def open_folder(path: Path, stack: ExitStack) -> Path:
-    """A path that stays the folder at `path` until the stack closes; `path` without /proc."""
+    """Return a path that stays the folder at `path` until the stack closes.
+
+    Return `path` itself on a system without /proc.
+    """
     if not _DESCRIPTORS.is_dir():
         return path
     with damaged_input(path):
@@ -102,9 +105,9 @@ def open_folder(path: Path, stack: ExitStack) -> Path:
 
 
 def open_manifest(folder: Path, shown: Path, stack: ExitStack) -> OpenManifest | None:
-    """The manifest in `folder`, open until the stack closes; None without one.
+    """Open the manifest in `folder` until the stack closes; return None without a manifest.
 
-    `shown`: the path in messages.
+    `shown` is the path of the checkpoint in messages.
     """
     with damaged_input(shown / MANIFEST_NAME):
         try:

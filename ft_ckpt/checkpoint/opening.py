@@ -1,8 +1,9 @@
 """Opens one checkpoint, so that readers see one save even if it is replaced meanwhile.
 
-On a disk a reader has a descriptor of the folder, see `open_folder`, and a lease: what an overwrite
-moves aside is deleted when no lease is left, and no save waits for a reader. A bucket is listed:
-each object is read in the listed version, or not at all.
+On a disk a reader has a descriptor of the folder (see `open_folder`) and a lease. An overwrite
+moves the old checkpoint aside, and it is deleted when the last lease ends, so that no save waits
+for a reader. A checkpoint in a bucket is listed: each object is read in the listed version, or not
+at all.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ from ft_ckpt.checkpoint.checks import (
     replaced_problems,
 )
 from ft_ckpt.checkpoint.commit import recover_target, without_state
-from ft_ckpt.checkpoint.leases import hold_lease, is_mark, settled_list
+from ft_ckpt.checkpoint.leases import hold_lease, is_mark, list_after_removals
 from ft_ckpt.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -46,7 +47,7 @@ from ft_ckpt.storage.digests import digest_problems
 from ft_ckpt.storage.local import LocalStore, folder_of, temporary_store
 from ft_ckpt.storage.places import ListedStore, Place
 
-_MAX_LISTINGS = 10  # of a checkpoint that is being replaced
+_MAX_LISTINGS = 10  # of a checkpoint that saves replace meanwhile
 _REPLACED = "replaced while it was read"
 
 
@@ -54,21 +55,22 @@ _REPLACED = "replaced while it was read"
 class OpenCheckpoint:
     """An open checkpoint: its files are read in `store`, which shows `place` in messages."""
 
-    place: Place  # at which it was opened, in the folder of the run's other checkpoints
-    store: Store  # its files, by their paths in the checkpoint
+    place: Place  # at which the checkpoint was opened
+    store: Store  # the files, by their paths in the checkpoint
     manifest: Manifest  # with the records of the model cards as they are now
-    # digest of the manifest's text: equal for all ranks that have opened the same checkpoint
+    # digest of the manifest's text, equal on all ranks that have opened the same checkpoint
     identity: str
-    stack: ExitStack | None = field(default=None, compare=False, repr=False)  # closes with it
+    # closes the resources of the checkpoint
+    stack: ExitStack | None = field(default=None, compare=False, repr=False)
 
     @property
     def requests(self) -> int:
-        """The number of range requests, if it is in a bucket."""
+        """The number of range requests, 0 for a checkpoint on a disk."""
         return self.store.requests.count if isinstance(self.store, ListedStore) else 0
 
     @property
     def is_local(self) -> bool:
-        """Whether its files are on a disk of this machine."""
+        """Whether the files are on a disk of this machine."""
         return self.store.local_folder is not None
 
     @property
@@ -81,14 +83,14 @@ class OpenCheckpoint:
 
     @property
     def folder(self) -> Path:
-        """A path at which libraries find its files, also after the checkpoint was replaced."""
+        """A path at which libraries find the files, even after the checkpoint was replaced."""
         return folder_of(self.store)
 
     def find_problems(self, deep: bool, left_out: Collection[str] = ()) -> tuple[Problem, ...]:
-        """The problems of its files, as `verify` reports them.
+        """Return the problems of the files, as `verify` reports them.
 
-        `deep`: the digests of all files but `left_out` are compared, not those of small files
-        alone.
+        The digests of small files are compared, and with `deep` the digests of all files except
+        `left_out`.
         """
         if deep:
             paths = [file.path for file in self.manifest.files if file.path not in left_out]
@@ -97,7 +99,7 @@ class OpenCheckpoint:
             checkpoint_problems(self.store, self.manifest, deep=deep, left_out=left_out)
         )
         if not isinstance(self.store, OpenFolder):
-            return problems  # the listing contains the other files of its folder
+            return problems  # a listing of a bucket contains the unlisted files of the folder
         if problems and self._is_replaced():
             return (Problem(_REPLACED, is_transient=True),)
         whole_folder = LocalStore(self.store.folder, shown=self.store.shown)
@@ -107,10 +109,8 @@ class OpenCheckpoint:
     def fetch_files(self, paths: Collection[str]) -> None:
         """Download files of a checkpoint in a bucket once, into a temporary folder.
 
-        They are compared and read there.
-
-        Without room for all of them they stay in the bucket, and comparing and reading are a
-        download each.
+        The files are compared and read in that folder. If the disk has no space for all of them,
+        they stay in the bucket, and are downloaded once to compare and once to read them.
         """
         if isinstance(self.store, ListedStore) and self.stack is not None:
             with suppress(NoSpaceError):
@@ -118,10 +118,10 @@ class OpenCheckpoint:
                 self.store.fetch(paths, replace(folder, syncs=False, direct_bytes=None))
 
     def refuse_damaged(self, paths: Collection[str] | None = None) -> None:
-        """Compare the digests of the files `paths` (None: of all), before anything of them is used.
+        """Compare the digests of the files `paths`, or of all files, before they are used.
 
-        Raises CorruptError naming the damaged ones, UnreadableError if all of them may be whole or
-        another save has replaced the checkpoint.
+        Raises CorruptError naming the damaged files; UnreadableError if these may be whole but
+        cannot be read now, or if another save has replaced the checkpoint.
         """
         files = [file for file in self.manifest.files if paths is None or file.path in paths]
         self.fetch_files([file.path for file in files])
@@ -136,9 +136,10 @@ class OpenCheckpoint:
         raise CorruptError(f"{text}; use another checkpoint")
 
     def _is_replaced(self) -> bool:
-        """Whether its place on a disk has the manifest of another save now, or none.
+        """Check whether its place on a disk has the manifest of another save now, or none.
 
-        The text tells: some clients of network file systems number paths, not files.
+        The texts are compared, because some clients of network file systems number paths, not
+        files.
         """
         if not self.is_local:
             return False
@@ -151,16 +152,14 @@ class OpenCheckpoint:
 
 @contextmanager
 def open_checkpoint(place: Place, *, is_private: bool = False) -> Iterator[OpenCheckpoint]:
-    """The checkpoint at `place`, open and with a lease against deletion while the block runs.
+    """Open the checkpoint at `place`, with a lease against deletion while the block runs.
 
-    Its digests are compared by `find_problems` or `refuse_damaged`, which callers use before
-    anything of its files.
-
-    A missing file raises MissingError when it is read. Raises NotACheckpointError or ManifestError
-    as `load_manifest`; UnreadableError when an object is not the committed one, or (where folders
-    cannot be exchanged, without a lease, and without /proc) the checkpoint was replaced meanwhile.
-    With `is_private` it was not: nobody else writes there, and it may be deleted before the block
-    ends.
+    The digests are not compared: call `find_problems` or `refuse_damaged` before the files are
+    used. With `is_private` no other process writes to the place, and the checkpoint may be deleted
+    before the block ends. Raises NotACheckpointError or ManifestError as `load_manifest` does;
+    UnreadableError if an object is not the committed one, or if the checkpoint was replaced while
+    it was open (where folders cannot be exchanged, without a lease, and without /proc). Reading a
+    missing file raises MissingError.
     """
     store = place.folder
     with ExitStack() as stack:
@@ -181,13 +180,12 @@ def open_checkpoint(place: Place, *, is_private: bool = False) -> Iterator[OpenC
 
 @contextmanager
 def hold_open(place: Place, *, compares: bool = True) -> Iterator[Place]:
-    """Yield the place to read the file or folder `place` from.
+    """Yield the place from which to read the file or folder `place`.
 
-    The checkpoint of ft_ckpt that is or contains it is opened; the result is then among its open
-    files. With `compares`, the digests of this file, or of all files in this folder but training
-    state, are compared first. A file that the checkpoint does not list, and anything outside of
-    checkpoints, is read in place. Raises what `open_checkpoint` does, and CorruptError for damaged
-    files.
+    If a checkpoint of ft_ckpt is or contains `place`, the checkpoint is opened, and the result is
+    in its open files. With `compares`, the digests of the file, or of all files in the folder
+    except training state, are compared first. A file that no checkpoint lists is read in place.
+    Raises what `open_checkpoint` raises, and CorruptError for damaged files.
     """
     around = checkpoint_around(place)
     if around is None:
@@ -202,9 +200,9 @@ def hold_open(place: Place, *, compares: bool = True) -> Iterator[Place]:
 
 
 def checkpoint_around(place: Place) -> tuple[Store, str] | None:
-    """The checkpoint of ft_ckpt that is or contains `place`, and the name of `place` in it.
+    """Return the checkpoint of ft_ckpt that is or contains `place`, and the name of `place` in it.
 
-    None if there is none.
+    Return None if there is no such checkpoint.
     """
     for store, name in place.folders_around():
         if store.stat(MANIFEST_NAME) is not None:
@@ -213,9 +211,9 @@ def checkpoint_around(place: Place) -> tuple[Store, str] | None:
 
 
 def files_in(manifest: Manifest, name: str) -> set[str]:
-    """The file `name`, or the files in the folder `name` but training state.
+    """Return the file `name`, or the files in the folder `name` except training state.
 
-    Of a folder of training state, all.
+    If the folder has training state alone, return all of it.
     """
     start = f"{name}/" if name else ""
     inside = {file.path for file in manifest.files if f"{file.path}/".startswith(start)}
@@ -224,20 +222,20 @@ def files_in(manifest: Manifest, name: str) -> set[str]:
 
 
 def text_identity(text: bytes) -> str:
-    """The identity of the checkpoint whose manifest has this text."""
+    """Return the identity of the checkpoint whose manifest has this text."""
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 def _open_listed(store: Store, stack: ExitStack) -> OpenCheckpoint:
-    """The checkpoint in a bucket, listed while no save is replacing it.
+    """Open the checkpoint in a bucket, with a listing that no save has changed meanwhile.
 
-    Leased until the stack is closed.
+    The checkpoint is leased until the stack is closed.
     """
     before = manifest_version(store)
     lease = stack.enter_context(hold_lease(Place(store))) if before else None
     for _ in range(_MAX_LISTINGS):
         objects = {}
-        for stored in settled_list(store, lease):
+        for stored in list_after_removals(store, lease):
             if not is_mark(stored.name):
                 objects[stored.name] = stored
         listed = ListedStore(store, objects)
@@ -262,7 +260,7 @@ def _checkpoint_of_listing(store: Store, listed: ListedStore, stack: ExitStack) 
 
 
 def _open_local(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
-    """Open and lease the checkpoint until the stack closes; None if it was replaced meanwhile."""
+    """Open and lease the checkpoint until the stack closes; return None if it was replaced."""
     place = Place(LocalStore(path))
     with damaged_input(path):  # a mount may refuse to say what it is
         is_folder = path.is_dir()
@@ -286,7 +284,7 @@ def _open_local(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
 
 
 def _delete_if_aside(path: Path, manifest_file: OpenManifest) -> None:
-    """Delete what a save has moved aside, unless another reader has a lease on it."""
-    with suppress(CheckpointError, OSError):  # it is left to the next save
+    """Delete the checkpoint if a save has moved it aside, unless another reader has a lease."""
+    with suppress(CheckpointError, OSError):  # the next save tries again
         if not manifest_file.is_at(path / MANIFEST_NAME):
             recover_target(path, by_reader=True)

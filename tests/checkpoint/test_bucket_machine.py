@@ -445,7 +445,7 @@ def test_two_clients_of_a_bucket(
     # who waits for another client asks again at once
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     # `pass_time` renews the marks of living clients
-    monkeypatch.setattr(leases, "BEAT_SECONDS", 1e6)
+    monkeypatch.setattr(leases, "RENEWAL_SECONDS", 1e6)
     runs = count()
 
     @seed(SEED)

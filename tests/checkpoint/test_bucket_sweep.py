@@ -446,7 +446,7 @@ def test_a_lease_is_renewed_and_dead_after_ten_minutes_of_the_stores_clock(bucke
         assert prune_run(later(bucket, 540), Keep(last=3)).dropped == ()
         assert prune_run(later(bucket), Keep(last=3)).dropped == (f"{bucket.url}/checkpoint-1",)
     with monkeypatch.context() as patch:
-        patch.setattr(leases, "BEAT_SECONDS", 0.01)
+        patch.setattr(leases, "RENEWAL_SECONDS", 0.01)
         with hold_lease(Place(bucket, "checkpoint-2")) as name:
             first = bucket.stat(f"checkpoint-2/{name}")
             while bucket.stat(f"checkpoint-2/{name}").version == first.version:

@@ -88,7 +88,7 @@ def names_in(folder):
 
 
 def read_oldest(folder):
-    leases.BEAT_SECONDS = 0.05
+    leases.RENEWAL_SECONDS = 0.05
     return reader_leases.hold_lease(open_place(folder / "checkpoint-1"))
 
 

@@ -17,7 +17,7 @@ import ft_ckpt
 from ft_ckpt import Keep
 from ft_ckpt.checkpoint.catalog import CheckpointInfo, discover
 from ft_ckpt.checkpoint.commit import delete_state
-from ft_ckpt.checkpoint.commit.bucket_delete import settle_in_bucket
+from ft_ckpt.checkpoint.commit.bucket_delete import recover_in_bucket
 from ft_ckpt.checkpoint.leases import SIGNED, pin
 from ft_ckpt.checkpoint.manifest import read_manifest
 from ft_ckpt.errors import (
@@ -231,7 +231,7 @@ def test_marks_in_a_bucket_outlive_the_processes_that_wrote_them(tmp_path: Path)
     store.write(SIGNED, b"{}")
     pin(Place(store))
     assert (
-        settle_in_bucket(store, {each.name: each for each in store.list()}, time.time() + 1e6)
+        recover_in_bucket(store, {each.name: each for each in store.list()}, time.time() + 1e6)
         is None
     )
     assert {".ft_ckpt-pin", SIGNED, ".ft_ckpt-metric-score"} <= {each.name for each in store.list()}

@@ -222,7 +222,7 @@ def test_a_lease_goes_where_its_checkpoint_goes(checkpoint, tmp_path):
 
 
 def test_the_holder_is_heard_of(checkpoint, monkeypatch):
-    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(leases, "RENEWAL_SECONDS", 0.01)
     with hold_lease(open_place(checkpoint)):
         age(checkpoint, 1e6)
         deadline = time.monotonic() + 20

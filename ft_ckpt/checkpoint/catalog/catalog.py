@@ -1,4 +1,4 @@
-"""Finds and orders the checkpoints of a run. Read-only; imports no torch."""
+"""Finds and orders the checkpoints of a run, without changing a file or importing torch."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +29,7 @@ from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.places import Place
 from ft_ckpt.values import metrics_as_floats
 
-_MAX_REQUESTS = 16  # at once, for the manifests of a run in a bucket
+_MAX_REQUESTS = 16  # concurrent requests for the manifests of a run in a bucket
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class CheckpointInfo:
 
     @property
     def path(self) -> Path | str:
-        """Its path on this machine, or its URL."""
+        """The path of the checkpoint on this machine, or its URL."""
         return self.place.location
 
     @property
@@ -54,21 +54,18 @@ class CheckpointInfo:
 
     @cached_property
     def metrics(self) -> Mapping[str, float]:
-        """The metrics of the manifest, and those measured since. Raises UnreadableError."""
+        """The metrics of the manifest and all metrics measured since. Raises UnreadableError."""
         return read_metrics(self.store, self.manifest)
 
     def write_metrics(self, metrics: Mapping[str, float]) -> None:
         """Store metrics that were measured after the save, in place of older values.
 
-        Each is stored durably, one after another.
-
-        Commands and rules use them like those of the save. They are in marks next to the manifest,
-        which does not change. Call it while the checkpoint is leased, as in the loop of
-        `ft_ckpt.follow`.
-
-        Raises ConfigError for names that are empty or too long and for values that are no numbers,
-        before anything is written; NotACheckpointError if the checkpoint was deleted or saved again
-        since it was listed; TargetError.
+        The metrics are stored durably, one after another, in marks next to the manifest, which does
+        not change. Commands and rules use them like the metrics of the save. Call this while the
+        checkpoint is leased, as in the loop of `ft_ckpt.follow`. Raises ConfigError for names that
+        are empty or too long and for values that are not numbers, before anything is written;
+        NotACheckpointError if the checkpoint was deleted or saved again since it was listed;
+        TargetError if a mark cannot be written.
         """
         numbers = metrics_as_floats(metrics)
         for name in numbers:
@@ -85,7 +82,7 @@ class CheckpointInfo:
 class Listing:
     """The checkpoints in a folder, oldest first, and the manifests that could not be read.
 
-    A retry does not help for `damaged` ones; `unreadable` ones may be whole.
+    Reading a `damaged` manifest again does not help; an `unreadable` manifest may be whole.
     """
 
     checkpoints: tuple[CheckpointInfo, ...]
@@ -97,7 +94,7 @@ class Listing:
             warn(f"{path}: left out: {error}")
 
     def require_readable(self) -> None:
-        """Raise UnreadableError if a manifest cannot be read now: it may be the wanted one."""
+        """Raise UnreadableError if a manifest cannot be read now, because it may be the newest."""
         if self.unreadable:
             newest = self.checkpoints[-1].path if self.checkpoints else "none"
             errors = listing([str(error) for error in self.unreadable.values()])
@@ -108,10 +105,10 @@ class Listing:
 
 
 def list_checkpoints(root: Place, *, links: bool = True) -> Listing:
-    """The checkpoints in `root` and directly below it, as by `discover`, and errors of others.
+    """List the checkpoints in `root` and directly below it, and the errors of other folders.
 
-    Without `links`, folders that are links are left out, and nothing behind them is opened. Raises
-    UnreadableError when `root` itself cannot be listed.
+    The order is the order of `discover`. Without `links`, folders that are links are left out, and
+    nothing behind them is opened. Raises UnreadableError if `root` itself cannot be listed.
     """
     store = root.folder
     stores, identities = [store], [store.identity]
@@ -124,7 +121,7 @@ def list_checkpoints(root: Place, *, links: bool = True) -> Listing:
     unreadable: dict[Path | str, CheckpointError] = {}
     for store, identity, result in zip(stores, identities, _read_all(stores), strict=True):
         if isinstance(result, CheckpointInfo):
-            # links come last: one to a sibling is not a second checkpoint
+            # Links come last, so that a link to another checkpoint in `root` is not a second one.
             infos.setdefault(identity, result)
         elif isinstance(result, UnreadableError):
             unreadable[Place(store).location] = result
@@ -134,12 +131,12 @@ def list_checkpoints(root: Place, *, links: bool = True) -> Listing:
 
 
 def discover(root: Place) -> list[CheckpointInfo]:
-    """The committed checkpoints in `root` and directly below it, oldest first.
+    """Return the committed checkpoints in `root` and directly below it, oldest first.
 
-    Runs are ordered by their newest checkpoint; checkpoints of one run by step, first those without
-    a step in the order of their saves. Hidden folders and folders without a manifest are left out;
-    so are, with a warning, those whose manifest is damaged or cannot be read now. Raises
-    UnreadableError when `root` itself cannot be listed.
+    Runs are ordered by their newest checkpoint. The checkpoints of one run are ordered by step;
+    before them come the checkpoints without a step, in the order of their saves. Hidden folders and
+    folders without a manifest are left out. Folders whose manifest is damaged or cannot be read now
+    are left out with a warning. Raises UnreadableError if `root` itself cannot be listed.
     """
     listed = list_checkpoints(root)
     listed.warn_left_out()
@@ -147,10 +144,10 @@ def discover(root: Place) -> list[CheckpointInfo]:
 
 
 def list_readable(root: Place) -> Listing:
-    """`list_checkpoints` to choose from: damaged manifests are warnings.
+    """List the checkpoints in `root` to choose from; damaged manifests are warnings.
 
-    Raises UnreadableError if one cannot be read in three tries: it may be the one to choose;
-    NotACheckpointError if `root` is a file.
+    Raises UnreadableError if a manifest cannot be read in three tries, because it may be the one to
+    choose; NotACheckpointError if `root` is a file.
     """
     listed = retry_transient(lambda: list_checkpoints(root), lambda listed: bool(listed.unreadable))
     listed.require_readable()
@@ -161,16 +158,17 @@ def list_readable(root: Place) -> Listing:
 
 
 def run_checkpoints(run: Place) -> list[CheckpointInfo]:
-    """The committed checkpoints directly below the folder `run`, as `discover` returns them."""
+    """Return the committed checkpoints directly below the folder `run`, oldest first."""
     folder = run.folder
     return [info for info in discover(run) if info.store != folder]
 
 
 def in_run_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Sort oldest first; a restarted run is newer than an earlier run that got further.
+    """Sort checkpoints, the oldest first.
 
-    Within a run by step, number, time: clocks may go back, so the number comes before the time.
-    Stable.
+    Runs are sorted by their newest checkpoint, so that a restarted run is newer than an earlier run
+    that got further. Within a run, checkpoints are sorted by step, save number and time; the number
+    comes before the time, because clocks may go back. The sort is stable.
     """
     infos = list(infos)
     newest: dict[str | None, str] = {}
@@ -187,7 +185,7 @@ def in_run_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
 
 
 def _read_all(stores: Sequence[Store]) -> list[CheckpointInfo | CheckpointError | None]:
-    """`_read_info` of each store; in parallel for buckets, where each takes a request."""
+    """Call `_read_info` for each store, in parallel for buckets, where it takes a request."""
     if stores[0].local_folder is not None:
         return [_read_info(store) for store in stores]
     from concurrent.futures import ThreadPoolExecutor  # lazily: listing a disk does not need it
@@ -197,10 +195,7 @@ def _read_all(stores: Sequence[Store]) -> list[CheckpointInfo | CheckpointError 
 
 
 def _read_info(store: Store) -> CheckpointInfo | CheckpointError | None:
-    """The checkpoint committed in `store`, or the error of reading it.
-
-    None when nothing is committed there.
-    """
+    """Return the checkpoint in `store`, the error of reading it, or None without a checkpoint."""
     try:
         with damaged_input(store.url):
             return CheckpointInfo(store, load_manifest(store))
@@ -221,16 +216,15 @@ class EarlierCheckpoint:
     def link_file(self, record: FileRecord, store: Store, name: str) -> bool:
         """Copy or link a file to `name` in `store`.
 
-        False if impossible, or if it was modified after the commit.
-
-        Raises what the stores do.
+        Return False if the store cannot do that, or if the file was modified after the commit.
+        Raises the errors of the stores.
         """
         before = self.store.stat(record.path)
         if before is None or before.size_bytes != record.size_bytes:
             return False
         if before.modified > self.committed or not store.copy(record.path, name, self.store):
             return False
-        # it may have been replaced meanwhile
+        # compared again, because the file may have been replaced while it was copied
         if self.store.stat(record.path) == before:
             return True
         store.delete([name])
@@ -238,7 +232,7 @@ class EarlierCheckpoint:
 
 
 def earlier_checkpoints(beside: Store, max_count: int) -> Iterator[EarlierCheckpoint]:
-    """Up to `max_count` committed checkpoints directly below a folder, newest first."""
+    """Yield up to `max_count` committed checkpoints directly below a folder, newest first."""
     committed: list[tuple[float, str]] = []
     with suppress(OSError):
         for folder in beside.list_folder().folders:

@@ -1,7 +1,7 @@
-"""Metrics that were measured after a save: a mark for each in the checkpoint's folder.
+"""Metrics that were measured after a save: each is a mark in the checkpoint's folder.
 
 The manifest does not change, so that copies and signatures stay valid. A mark names the save that
-was measured; after an overwrite it is ignored.
+was measured, and is ignored after an overwrite.
 """
 
 import json
@@ -13,15 +13,15 @@ from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.errors import ConfigError, CorruptError, UnreadableError
 from ft_ckpt.storage import PREFIX, Store, read_text
 
-METRIC = f"{PREFIX}metric-"  # prefix of the names; the metric follows, percent-encoded
+METRIC = f"{PREFIX}metric-"  # prefix of the mark's name; the percent-encoded metric follows
 _LIMIT_BYTES = 4 << 10
 _MAX_NAME_BYTES = 200  # percent-encoded; a file name has at most 255
 
 
 def read_metrics(store: Store, manifest: Manifest) -> Mapping[str, float]:
-    """The metrics of the checkpoint in `store`: those of its manifest, and those measured since.
+    """Return the metrics of the checkpoint in `store`: of its manifest, and measured since.
 
-    Raises UnreadableError when a mark cannot be read now.
+    Raises UnreadableError if a mark cannot be read now.
     """
     metrics = dict(manifest.metrics)
     for stored in store.list_folder().objects:
@@ -35,7 +35,7 @@ def read_metrics(store: Store, manifest: Manifest) -> Mapping[str, float]:
 
 
 def _read_mark(store: Store, name: str, manifest: Manifest) -> tuple[str, float] | None:
-    """The metric in a mark; None if it is of another save, damaged, or deleted since."""
+    """Return the metric in a mark; None if the mark is of another save, damaged, or deleted."""
     try:
         mark = json.loads(read_text(store, name, _LIMIT_BYTES))
         metric, value, created = str(mark["metric"]), float(mark["value"]), mark["created"]
@@ -47,10 +47,7 @@ def _read_mark(store: Store, name: str, manifest: Manifest) -> tuple[str, float]
 
 
 def check_metric(name: str) -> None:
-    """Raise ConfigError for a name that a mark cannot have.
-
-    It is empty, too long, or has half of a surrogate pair.
-    """
+    """Raise ConfigError for a name that is empty, too long, or has half of a surrogate pair."""
     try:
         stored_name = quote(name, safe="")
     except UnicodeEncodeError:
@@ -68,7 +65,8 @@ def check_metric(name: str) -> None:
 def write_metric(store: Store, manifest: Manifest, name: str, value: float) -> None:
     """Write a metric of the checkpoint in `store`, durably, in place of an older value.
 
-    It must be leased. Raises ConfigError as `check_metric` does, and TargetError.
+    The checkpoint must be leased. Raises ConfigError as `check_metric` does, and TargetError if the
+    mark cannot be written.
     """
     check_metric(name)
     json_value = value if math.isfinite(value) else str(value)

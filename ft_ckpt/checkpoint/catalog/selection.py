@@ -13,19 +13,20 @@ from ft_ckpt.storage.places import Place, open_place
 
 
 def latest(directory: str | os.PathLike[str] | Place) -> Path | str | None:
-    """The newest checkpoint in `directory` that passes `verify(deep=False)`.
+    """Return the newest checkpoint in `directory` that passes `verify(deep=False)`.
 
-    None if there is none, or no folder. Checkpoints computed from others (an average, a merged
-    model) are skipped, and invalid ones with a warning. Returns a local path or a URL, as
-    `directory` is. Raises UnreadableError when a newer one, or any manifest, cannot be read now: it
-    may be the newest; NotACheckpointError when `directory` is a file.
+    Returns a local path or a URL, as `directory` is, or None if there is no such checkpoint or no
+    such folder. Checkpoints computed from others (an average, a merged model) are skipped; invalid
+    checkpoints are skipped with a warning. Raises UnreadableError if a newer checkpoint, or any
+    manifest, cannot be read now, because it may be the newest; NotACheckpointError if `directory`
+    is a file.
     """
     info = find_latest(open_place(directory))
     return None if info is None else info.path
 
 
 def find_latest(directory: Place) -> CheckpointInfo | None:
-    """The checkpoint whose location `latest` returns."""
+    """Return the checkpoint whose location `latest` returns."""
     infos = _saved_by_training(list_readable(directory).checkpoints)
     return _first_valid(reversed(infos), "an older checkpoint")
 
@@ -33,20 +34,20 @@ def find_latest(directory: Place) -> CheckpointInfo | None:
 def best(
     run: str | os.PathLike[str] | Place, metric: str | tuple[str, str] | None = None
 ) -> Path | str | None:
-    """The best checkpoint of the newest run in the folder `run` by a metric.
+    """Return the best checkpoint, by a metric, of the newest run in the folder `run`.
 
-    None when none has a number. `metric` is (name, "min" or "max"). A name alone, or None if there
-    is one metric, is looked up in the run's `Keep.best` and `Every.best`. NaN is never the best;
-    the oldest of equal ones is. Checkpoints that do not pass `verify(deep=False)` are skipped with
-    a warning. Raises ConfigError when the metric or its direction is unknown; UnreadableError when
-    one that may be the best cannot be read now.
+    `metric` is (name, "min" or "max"). A name alone, or None if there is one metric, is looked up
+    in the run's `Keep.best` and `Every.best`. NaN is never the best; of equal values, the oldest
+    checkpoint is the best. Checkpoints that do not pass `verify(deep=False)` are skipped with a
+    warning. Return None if no checkpoint has a number. Raises ConfigError if the metric or its
+    direction is unknown; UnreadableError if a checkpoint that may be the best cannot be read now.
     """
     info = find_best(open_place(run), metric)
     return None if info is None else info.path
 
 
 def find_best(run: Place, metric: str | tuple[str, str] | None = None) -> CheckpointInfo | None:
-    """The checkpoint whose location `best` returns."""
+    """Return the checkpoint whose location `best` returns."""
     infos = _saved_by_training(list_readable(run).checkpoints)
     if not infos:
         return None
@@ -60,14 +61,14 @@ def find_best(run: Place, metric: str | tuple[str, str] | None = None) -> Checkp
 
 
 def _saved_by_training(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    # not computed from other checkpoints
+    # without checkpoints that were computed from others
     return [info for info in infos if not info.manifest.made_from]
 
 
 def _first_valid(infos: Iterable[CheckpointInfo], instead: str) -> CheckpointInfo | None:
-    """The first that passes `verify(deep=False)`; each damaged one before it is a warning.
+    """Return the first checkpoint that passes `verify(deep=False)`; warn of those before it.
 
-    Raises UnreadableError if one before it cannot be read now.
+    Raises UnreadableError if a checkpoint before it cannot be read now.
     """
     unread = ""  # the first error of a checkpoint that may be valid
     for info in infos:
@@ -97,9 +98,9 @@ def _first_valid(infos: Iterable[CheckpointInfo], instead: str) -> CheckpointInf
 def _chosen_ranking(
     infos: Sequence[CheckpointInfo], metric: str | tuple[str, str] | None
 ) -> tuple[str, str]:
-    """The name of the metric to rank by, and "min" or "max".
+    """Return the name of the metric to rank by, and "min" or "max".
 
-    Raises ConfigError if that is ambiguous or unknown.
+    Raises ConfigError if the metric or its direction is ambiguous or unknown.
     """
     if isinstance(metric, tuple) and len(metric) == 2 and metric[1] in ("min", "max"):
         return metric

@@ -1,6 +1,12 @@
-"""Comparison of a checkpoint's files with its manifest: sizes, headers, digests, signature.
+"""Comparison of a checkpoint's files with its manifest.
 
-Nothing here changes a folder. Begin at `problems`, then `verification`, the report of `verify`.
+| module | holds |
+|---|---|
+| `problems` | differences in sizes, headers, indexes and digests |
+| `verification` | `verify` and its report |
+| `signature` | signatures in the format of OpenSSF's model-signing |
+
+Nothing here changes a folder. Begin at `problems`, then `verification`.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Compares the files of a checkpoint with its manifest. Reads only; needs no torch."""
+"""Compares the files of a checkpoint with its manifest, without changing a file or torch."""
 
 import json
 import re
@@ -36,20 +36,20 @@ from ft_ckpt.storage.digests import (
     unread_problem,
 )
 
-PAUSES_SECONDS = (0.2, 1.0)  # before each retry of a read that the system refused
+PAUSES_SECONDS = (0.2, 1.0)  # before each retry of a read that the system has refused
 _T = TypeVar("_T")
 
 
 def are_transient(problems: Collection[Problem]) -> bool:
-    """Whether all problems are of files that the system cannot read now.
+    """Check whether there are problems, all of them of files that the system cannot read now.
 
-    The checkpoint may be whole then. False without problems.
+    In that case the checkpoint may be whole.
     """
     return bool(problems) and all(problem.is_transient for problem in problems)
 
 
 def retry_transient(read: Callable[[], _T], is_transient: Callable[[_T], bool]) -> _T:
-    """The result of `read`, which is called up to three times while its result is transient."""
+    """Call `read` up to three times while its result is transient; return the last result."""
     for seconds in PAUSES_SECONDS:
         result = read()
         if not is_transient(result):
@@ -61,10 +61,10 @@ def retry_transient(read: Callable[[], _T], is_transient: Callable[[_T], bool]) 
 def checkpoint_problems(
     store: Store, manifest: Manifest, *, deep: bool, left_out: Collection[str] = ()
 ) -> Iterator[Problem]:
-    """Every problem that `verify` reports.
+    """Yield every problem that `verify` reports.
 
-    The digests of small files are always compared, `deep`: those of all files but `left_out` and
-    hard links to these.
+    The digests of small files are always compared. With `deep`, the digests of all files are
+    compared, except for the files `left_out` and hard links to these.
     """
     objects = _list_folders_of(store, manifest)
     intact: list[FileRecord] = []  # in size
@@ -94,30 +94,30 @@ def checkpoint_problems(
 def replaced_problems(
     store: Store, manifest: Manifest, objects: Mapping[str, Stored]
 ) -> list[Problem]:
-    """A problem for each object that was overwritten with other bytes after the commit.
+    """Return a problem for each object that was overwritten with other bytes after the commit.
 
-    A copy made by another tool is not a problem: it is another version of the same bytes.
+    A copy by another tool is not a problem, because it is another version of the same bytes.
     """
     rewritten = [file for file in manifest.files if is_other_version(file, objects.get(file.path))]
     return digest_problems(store, rewritten)
 
 
 def file_problems(store: Store, file: FileRecord) -> list[Problem]:
-    """A problem if the size or the digest of the file differs from its record."""
+    """Return a problem if the size or the digest of the file differs from its record."""
     problem = _size_problem(store, file, None)
     return [problem] if problem else digest_problems(store, [file])
 
 
 def large_files(store: Store, manifest: Manifest) -> list[FileRecord]:
-    """The files whose digests are not compared whenever the checkpoint is opened.
+    """Return the files whose digests are not compared whenever the checkpoint is opened.
 
-    One of several hard links.
+    Of several hard links to one file, return one.
     """
     return distinct_files(store, [file for file in manifest.files if not _is_small(file)])
 
 
 def distinct_files(store: Store, files: Iterable[FileRecord]) -> list[FileRecord]:
-    """The files without further hard links to one with the same digest."""
+    """Return the files, with one of several hard links that have the same digest."""
     by_content: dict[tuple[str, object], FileRecord] = {}
     for file in files:
         by_content.setdefault((file.digest, file_key(store, file.path)), file)
@@ -125,15 +125,15 @@ def distinct_files(store: Store, files: Iterable[FileRecord]) -> list[FileRecord
 
 
 def stored_bytes(store: Store, manifest: Manifest) -> int:
-    """Total size of the files that the manifest lists; hard links are counted once."""
+    """Return the total size of the files in the manifest; hard links are counted once."""
     sizes = {file_key(store, file.path): file.size_bytes for file in manifest.files}
     return sum(sizes.values())
 
 
 def file_key(store: Store, name: str) -> object:
-    """A key that is equal for all hard links of one file.
+    """Return a key that is equal for all hard links of one file.
 
-    The name of a missing file or of an object.
+    For a missing file and for an object in a bucket, the key is the name.
     """
     try:
         stored = None if store.local_folder is None else store.stat(name)
@@ -147,7 +147,7 @@ def _is_small(file: FileRecord) -> bool:
 
 
 def _list_folders_of(store: Store, manifest: Manifest) -> dict[str, Stored]:
-    """The objects in all folders of the manifest's files, by name."""
+    """List the objects in all folders of the manifest's files, by name."""
     objects: dict[str, Stored] = {}
     for folder in {str(PurePosixPath(file.path).parent) for file in manifest.files}:
         listed = store.list_folder("" if folder == "." else folder)
@@ -156,9 +156,9 @@ def _list_folders_of(store: Store, manifest: Manifest) -> dict[str, Stored]:
 
 
 def _size_problem(store: Store, file: FileRecord, stored: Stored | None) -> Problem | None:
-    """The size problem of a file that was listed as `stored`.
+    """Return the problem with the size of a file that was listed as `stored`, or None.
 
-    If it was not listed, opening it gives the reason.
+    A file that was not listed is opened, for the reason why it is missing.
     """
     try:
         if stored is not None:
@@ -230,7 +230,7 @@ def _tensor_text(entry: tuple[str, tuple[int, ...], int, int]) -> str:
 
 
 def _index_problems(store: Store, part: PartRecord, intact: set[str]) -> Iterator[Problem]:
-    """The problems of the index of a part: it must map each tensor to its file."""
+    """Yield the problems of the index of a part, which must map each tensor to its file."""
     folder = f"{part.path}/" if part.path else ""
     pattern = re.compile(rf"{re.escape(folder)}[^/]+\.safetensors\.index\.json")
     indexes = sorted(name for name in intact if pattern.fullmatch(name))
@@ -259,7 +259,7 @@ def _index_problems(store: Store, part: PartRecord, intact: set[str]) -> Iterato
 
 
 def _expected_files(part: PartRecord, indexed: Collection[str]) -> dict[str, str]:
-    """The file of each tensor, and of the tied names that the index has: these are optional."""
+    """Return the file of each tensor, and of each tied name that the index has (optional)."""
     files = {tensor.name: tensor.file for tensor in part.tensors}
     expected = dict(files)
     for stored_name, *tied_names in part.ties:

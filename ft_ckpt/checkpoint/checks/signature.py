@@ -1,8 +1,8 @@
 """Signatures in the format of OpenSSF's model-signing, by its own library.
 
 `model.sig` in a checkpoint's folder is a Sigstore bundle with the SHA-256 of the manifest and of
-every file that the manifest lists. The manifest itself cannot list it. Leases, pins and our other
-marks are not signed.
+every file that the manifest lists. The manifest itself cannot list the signature. Leases, pins and
+other marks of ft_ckpt are not signed.
 """
 
 import os
@@ -42,10 +42,10 @@ def make_signature(
     password: str | None,
     provider: str | None,
 ) -> bytes:
-    """The bundle for the checkpoint whose open files are in `opened`.
+    """Make the bundle for the checkpoint whose open files are in `opened`.
 
-    Without `key`, by Sigstore's keyless signing. Raises ConfigError for an unusable key, or without
-    the library; TargetError when Sigstore cannot be used now.
+    Without `key`, Sigstore's keyless signing makes the signature. Raises ConfigError for an
+    unusable key, or without the library; TargetError if Sigstore cannot be used now.
     """
     hashing, signing, _ = _libraries()
     config = signing.Config().set_hashing_config(
@@ -69,13 +69,12 @@ def make_signature(
 def signature_problems(
     origin: Store, opened: Store, manifest: Manifest, signed_by: SignedBy
 ) -> tuple[str, ...]:
-    """The reasons why a checkpoint is not signed by `signed_by`.
+    """Return the reasons why a checkpoint is not signed by `signed_by`.
 
-    `origin` is its place, `opened` has its open files.
-
-    `signed_by`: the path of a public key, or (identity, provider) of a keyless signature. Every
-    file is read. Raises ConfigError for a checkpoint in a bucket, an unusable key, or without the
-    library; UnreadableError when Sigstore cannot be used now.
+    `origin` is the place of the checkpoint, and `opened` has its open files. `signed_by` is the
+    path of a public key, or (identity, provider) of a keyless signature. Every file is read. Raises
+    ConfigError for a checkpoint in a bucket, an unusable key, or without the library;
+    UnreadableError if Sigstore cannot be used now.
     """
     unlisted = unlisted_files(folder_of(origin), manifest)
     hashing, _, verifying = _libraries()
@@ -109,7 +108,7 @@ def signature_problems(
 
 
 def _named_folder(opened: Store, scratch: LocalStore) -> Path:
-    """A link to the open folder with the name of the checkpoint, which the library records."""
+    """Link to the open folder under the name of the checkpoint, which the library records."""
     link = scratch.folder / "folder" / Path(opened.url).name
     link.parent.mkdir()
     link.symlink_to(folder_of(opened).absolute())
@@ -117,7 +116,7 @@ def _named_folder(opened: Store, scratch: LocalStore) -> Path:
 
 
 def unlisted_files(folder: Path, manifest: Manifest) -> list[str]:
-    """The files in `folder` that a signature does not cover, without itself and marks, sorted."""
+    """Return, sorted, the files in `folder` that are not signed; marks are left out."""
     signed = {SIGNATURE_NAME, *_signed_names(manifest)}
     names = []
     with damaged_input(folder):
@@ -141,7 +140,7 @@ class _ListedFiles:
 
     config: Any  # model_signing.hashing.Config
     manifest: Manifest
-    trusts: bool = False  # take the SHA-256 that the manifest has; the others are computed
+    trusts: bool = False  # whether a SHA-256 in the manifest is used instead of computed
 
     def hash(self, model_path: Path, **_: Any) -> Any:
         recorded = {}
@@ -152,11 +151,11 @@ class _ListedFiles:
         return _with_recorded(self.config.hash(model_path, files_to_hash=present), recorded)
 
     def add_ignored_paths(self, **_: Any) -> None:
-        """Does nothing: a bundle must not exclude files."""
+        """Do nothing, because a bundle must not exclude files."""
 
 
 def _with_recorded(hashed: Any, recorded: Mapping[str, str]) -> Any:
-    """The library's manifest `hashed`, and the files whose SHA-256, hexadecimal, is `recorded`."""
+    """Add files with the `recorded` SHA-256, in hexadecimal, to the library's manifest."""
     from model_signing import manifest as library
 
     kind = library.SerializationType.from_args(hashed.serialization_type)
@@ -170,7 +169,7 @@ def _with_recorded(hashed: Any, recorded: Mapping[str, str]) -> Any:
 
 
 def _hashing_of(hashing: Any) -> Any:
-    """SHA-256 of whole files; the folder is a link, see `_named_folder`."""
+    """Configure SHA-256 of whole files, in a folder that is a link (see `_named_folder`)."""
     return (
         hashing.Config()
         .set_ignored_paths(paths=_UNSIGNED, ignore_git_paths=False)

@@ -54,11 +54,11 @@ class VerifyReport:
     files: int
     """Number of files that the manifest lists."""
     bytes: int
-    """Their size, in bytes."""
+    """Total size of these files, in bytes."""
     notes: tuple[str, ...] = ()
-    """Changes since the save that are no problem: a model card that was written again."""
+    """Changes since the save that are not problems: a model card that was written again."""
     is_transient: bool = False
-    """Whether the only problems are files that cannot be read now: they may be whole."""
+    """Whether the only problems are files that cannot be read now, which may be whole."""
 
 
 def verify(
@@ -66,14 +66,15 @@ def verify(
 ) -> VerifyReport:
     """Compare the files of checkpoint `path` with its manifest.
 
-    Always: names, sizes, the tensors in each safetensors header, each index, the digests of files
-    below 1 MiB, and that there are no weights of another save. `deep` also reads all other bytes
-    and compares the digests. A model card that was written again since the save is a note of the
-    report. `signed_by`: also the signature, see `sign`, and that no file was added, deleted or
-    changed since: the path of a public key, or (identity, provider) of a keyless signature.
+    Names, sizes, the tensors in each safetensors header, each index and the digests of files below
+    1 MiB are always compared, and weights of another save in the folder are a problem. `deep` also
+    reads all other bytes and compares their digests. `signed_by` also checks the signature (see
+    `sign`), and that no file was added, deleted or changed since it was made: it is the path of a
+    public key, or (identity, provider) of a keyless signature. A model card that was written again
+    since the save is a note of the report.
 
     Raises NotACheckpointError, ManifestError or UnreadableError as `read_manifest` does;
-    ConfigError when a signature cannot be checked: an unusable key, a checkpoint in a bucket, no
+    ConfigError if a signature cannot be checked: an unusable key, a checkpoint in a bucket, no
     model-signing library.
     """
     store = open_place(path).folder
@@ -90,8 +91,8 @@ def verify(
             problems = list(dict.fromkeys(checkpoint_problems(view, current, deep=deep)))
             if signed_by is not None:
                 problems += map(Problem, signature_problems(store, store, manifest, signed_by))
-        # A concurrent save may have overwritten the checkpoint, so that a mixture of both was read.
-        # Read again.
+        # A concurrent save may have overwritten the checkpoint, so that a mixture of both was read:
+        # read again.
         if problems and _version_or_none(store) != version:
             continue
         return VerifyReport(
@@ -106,10 +107,10 @@ def verify(
 
 
 def damage_of(place: Place, *, deep: bool = False) -> tuple[str, ...]:
-    """The problems that `verify` reports; it is repeated if they may be temporary.
+    """Return the problems that `verify` reports, which is repeated if they may be temporary.
 
-    Raises as `verify` does, and UnreadableError if the only problem is that files cannot be read
-    now.
+    Raises what `verify` raises, and UnreadableError if the only problem is that files cannot be
+    read now.
     """
 
     def find_problems() -> tuple[Problem, ...]:
@@ -136,9 +137,10 @@ _INDEX = ".safetensors.index.json"
 
 
 def listing_manifest(place: Place) -> tuple[Store, Manifest, FileRecord] | None:
-    """The checkpoint that lists the file at `place`: its store, its manifest, the record.
+    """Return the store, the manifest and the record of the checkpoint that lists a file.
 
-    None if none does. Raises ManifestError for a damaged manifest.
+    Return None if no checkpoint lists the file at `place`. Raises ManifestError for a damaged
+    manifest.
     """
     for store, name in islice(place.folders_around(), 1, None):
         if store.stat(MANIFEST_NAME) is None:
@@ -151,9 +153,9 @@ def listing_manifest(place: Place) -> tuple[Store, Manifest, FileRecord] | None:
 
 
 def verify_listed(place: Place) -> VerifyReport | None:
-    """Compare size and digest of the file at `place`; None if no manifest lists it.
+    """Compare the size and the digest of the file at `place` with the manifest that lists it.
 
-    Raises ManifestError.
+    Return None if no manifest lists the file. Raises ManifestError for a damaged manifest.
     """
     listed = listing_manifest(place) if place.is_object else None
     if listed is None:
@@ -217,9 +219,9 @@ def _document_problems(
 def _index_file_problems(
     store: Store, index: str, document: Any, tensors: Mapping[str, Collection[str]]
 ) -> Iterator[str]:
-    """Check that an index maps each tensor to a file in its folder that contains it.
+    """Yield problems of an index, which must map each tensor to a file in its folder that has it.
 
-    `tensors`: the names in each readable file.
+    `tensors` has the names in each readable file.
     """
     shard_of = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(shard_of, dict):

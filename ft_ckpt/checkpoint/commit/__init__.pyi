@@ -28,6 +28,6 @@ from .staging import (
     Staging as Staging,
     open_staging as open_staging,
     open_staging_at as open_staging_at,
-    settle_staging_at as settle_staging_at,
+    recover_staging_at as recover_staging_at,
     stage_store as stage_store,
 )

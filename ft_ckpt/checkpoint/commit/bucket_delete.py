@@ -4,15 +4,15 @@ A bucket has neither renames nor locks, so each removal has five steps, and may 
 between any two:
 
     put a tombstone     a mark, see `marks`, that lists the files to delete
-    list the folder     and give way to other marks: only the tombstone is deleted
-    the manifest        is deleted or replaced: from here on no manifest lists the files to delete
+    list the folder     and give way to other marks, by deleting only the tombstone
+    the manifest        is deleted or replaced: after this no manifest lists the files to delete
     delete the rest     in bulk
     delete the tombstone
 
-The tombstone of a dead process defines the remaining work: delete the files that it lists and the
-manifest, if there is one, does not. If the manifest was not touched yet, there are none. Files that
-no manifest listed stay, except those of a dead save whose mark records that all files in
-the folder belong to saves ("cleared").
+The tombstone of a dead process defines the remaining work: delete the files that the tombstone
+lists and the manifest, if there is one, does not. If the manifest is the old one, there are no such
+files. Files that no manifest listed stay, except the files of a dead save whose mark records that
+all files in the folder belong to saves ("cleared").
 """
 
 import time
@@ -52,9 +52,9 @@ Listed = Mapping[str, Stored]  # objects of a checkpoint's folder, by name
 
 
 def drop_from_bucket(store: Store) -> Removal:
-    """Delete the checkpoint in `store`, unless something guards it.
+    """Delete the checkpoint in `store`, unless a mark guards it.
 
-    Raises as `delete.delete_checkpoint` does.
+    Raises what `delete.delete_checkpoint` raises.
     """
     version = manifest_version(store)
     if version is None:  # deleted by another process
@@ -66,9 +66,9 @@ def drop_from_bucket(store: Store) -> Removal:
 
 
 def strip_in_bucket(store: Store) -> Removal:
-    """Delete the training state of the checkpoint in `store`, unless something guards it.
+    """Delete the training state of the checkpoint in `store`, unless a mark guards it.
 
-    Raises as above.
+    Raises what `drop_from_bucket` raises.
     """
     version = manifest_version(store)
     if version is None:
@@ -82,12 +82,12 @@ def strip_in_bucket(store: Store) -> Removal:
     return replace(removal, stripped=not removal.why, left=())
 
 
-def settle_in_bucket(store: Store, listed: Listed, now: float) -> Removal | None:
-    """Finish interrupted operations of dead processes in the folder `store`, as `listed`.
+def recover_in_bucket(store: Store, listed: Listed, now: float) -> Removal | None:
+    """Finish interrupted operations of dead processes in the folder `store`, which is `listed`.
 
-    None if there are none. Without a manifest, the files of a dead save are deleted if its mark is
-    "cleared". The mark itself is deleted a day after its last renewal, because a process that
-    seemed dead may write again; that of a committed save at once.
+    Return None if there are none. Without a manifest, the files of a dead save are deleted if its
+    mark is "cleared". The mark itself is deleted a day after its last renewal, because a process
+    that seemed dead may write again; the mark of a committed save is deleted at once.
     """
     committed, saving = listed.get(MANIFEST_NAME), listed.get(SAVING)
     if committed and saving and clear_spent_mark(store):
@@ -95,7 +95,7 @@ def settle_in_bucket(store: Store, listed: Listed, now: float) -> Removal | None
         listed = {name: stored for name, stored in listed.items() if name != SAVING}
     spent = _spent_marks(store, listed, now)
     if committed or saving:
-        # they outlive their process
+        # these outlive their process
         spent = {name for name in spent if not name.startswith((PIN, SIGNED, METRIC))}
     doomed: set[str] = set()
     for name in spent:
@@ -120,7 +120,7 @@ def settle_in_bucket(store: Store, listed: Listed, now: float) -> Removal | None
 
 
 def _spent_marks(store: Store, listed: Listed, now: float) -> set[str]:
-    """The marks whose processes are dead, but that of a save."""
+    """Return the marks whose processes are dead, except the mark of a save."""
     spent = set()
     for stored in listed.values():
         if is_mark(stored.name) and not may_live(store, stored, now):
@@ -129,7 +129,7 @@ def _spent_marks(store: Store, listed: Listed, now: float) -> set[str]:
 
 
 def mark_guards(store: Store, listed: Listed, now: float) -> tuple[str, ...]:
-    """The reasons, read from its marks, why the checkpoint in `store` must not be deleted."""
+    """Return the reasons, from its marks, why the checkpoint in `store` must not be deleted."""
     reasons = []
     reason_of_pin = pin_reason(Place(store)) if PIN in listed else None
     if reason_of_pin:
@@ -147,16 +147,17 @@ def _remove_files(
     *,
     spent: AbstractSet[str] | None = frozenset(),
 ) -> Removal:
-    """The five steps.
+    """Take the five steps of a removal.
 
-    `read_version`: that of the manifest that was read, None without one; `touch` deletes or
-    replaces it. `spent`: marks to delete as well; None for all except that of a save.
+    `read_version` is the version of the manifest that was read, None without a manifest; `touch`
+    deletes or replaces the manifest. `spent` are marks to delete as well; None stands for all marks
+    except the mark of a save.
     """
     started, tombstone = time.monotonic(), new_mark(f"{TOMBSTONE}-")
     put_mark(store, tombstone, files=[{"path": path} for path in sorted(doomed)])
     listed = {stored.name: stored for stored in store.list()}
     why = _obstacles(store, listed, tombstone, read_version, guarded=touch is not None)
-    # the tombstone may soon expire for others
+    # after that time the tombstone may soon expire for other processes
     if not why and time.monotonic() - started > STALE_SECONDS / 2:
         why = ("its store answers too slowly to delete anything safely",)
     if why:
@@ -177,12 +178,15 @@ def _remove_files(
 def _obstacles(
     store: Store, listed: Listed, tombstone: str, read_version: str | None, *, guarded: bool
 ) -> tuple[str, ...]:
-    """The reasons to give way. Pins and leases protect the manifest and the files it lists."""
-    own_mark, manifest = listed.get(tombstone), listed.get(MANIFEST_NAME)
+    """Return the reasons to give way.
+
+    If `guarded`, pins and leases are reasons: they protect the manifest and the files it lists.
+    """
+    mark, manifest = listed.get(tombstone), listed.get(MANIFEST_NAME)
     current_version = manifest.version if manifest else None
-    if own_mark is None or current_version != read_version:
+    if mark is None or current_version != read_version:
         return ("it was changed while it was to be deleted",)
-    now = own_mark.modified
+    now = mark.modified
     other_objects = {name: stored for name, stored in listed.items() if name != tombstone}
     if living_marks(store, other_objects.values(), TOMBSTONE, now):
         return ("another sweep is at work on it",)
@@ -198,9 +202,10 @@ def _save_in_progress(store: Store, listed: Listed, now: float) -> tuple[str, ..
 
 
 def files_of_save(listed: Iterable[str]) -> set[str]:
-    """The files of a save into a folder that was empty when it began: all except marks.
+    """Return the files of a save into a folder that was empty at its start: all except marks.
 
-    Empty if a folder below has a checkpoint or marks: the owner of the files is then unknown.
+    Return no files if a folder below has a checkpoint or marks, because it is then unknown whose
+    files they are.
     """
     names = set(listed)
     for name in names:

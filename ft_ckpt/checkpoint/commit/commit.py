@@ -6,15 +6,16 @@ folder synced. It is then put in place in one of three ways:
     target missing or empty     rename
     target committed            exchange the two folders in one step; the stage then holds the old
                                 checkpoint
-    anything else               pour: what is in the way goes to a hidden sideline in the target,
-                                the old manifest first; the new files come in, the new manifest last
+    anything else               move the files: those in the way go into a hidden old folder in the
+                                target, the old manifest first; then the new files come in, the new
+                                manifest last
 
-The third serves folders that cannot be moved (a mount point, the working directory), file systems
-without exchange, mounted buckets, and folders of foreign files. The files on the disk determine the
-remaining work, see `recovery`.
+The third way serves folders that cannot be moved (a mount point, the working directory), file
+systems without exchange, mounted buckets, and folders of foreign files. If it is interrupted, the
+files on the disk determine the remaining work, see `recovery`.
 
 At every instant the old or the new checkpoint is in place, or `recover_target` can restore one of
-them after an interrupted pour. Files that no manifest of ft_ckpt listed stay.
+them. Files that no manifest of ft_ckpt listed stay.
 """
 
 import errno
@@ -27,10 +28,10 @@ from pathlib import Path, PurePosixPath
 from ft_ckpt.checkpoint.checks import SIGNATURE_NAME
 from ft_ckpt.checkpoint.commit.recovery import (
     listed_files,
+    old_folder_of,
     parse_leftover,
+    recover_or_warn,
     recover_target,
-    settle_or_warn,
-    sideline_of,
 )
 from ft_ckpt.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -64,7 +65,7 @@ from ft_ckpt.storage.local import (
 _open_stages: set[Path] = set()  # unfinished stages of this process
 _CANNOT_STAGE_BESIDE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
 _CANNOT_SWAP = {
-    # another user's parent folder, or a sandbox that forbids the call
+    # the parent folder of another user, or a sandbox that forbids the call
     *(errno.EACCES, errno.EPERM),
     *(errno.EBUSY, errno.EXDEV),  # mount points, overlay file systems
     # no exchange on this file system or kernel
@@ -76,9 +77,9 @@ _CANNOT_SWAP = {
 def check_target(target: Path, needed_bytes: int) -> None:
     """Check that a checkpoint of `needed_bytes` can be written to `target`.
 
-    May make a temporary hidden folder. Raises TargetError when `target` is a file or cannot be
-    created or written; NoSpaceError when its device has less than `needed_bytes` free. An overwrite
-    needs space for both checkpoints, so the old one does not count as free.
+    The check may make a temporary hidden folder. An overwrite needs space for both checkpoints, so
+    the old one does not count as free. Raises TargetError if `target` is a file or cannot be
+    created or written; NoSpaceError if its device has less than `needed_bytes` free.
     """
     with explained(target):
         target = real_path(target)
@@ -104,13 +105,12 @@ def check_target(target: Path, needed_bytes: int) -> None:
 
 
 def make_stage(target: Path) -> Path:
-    """A new hidden folder to fill for `target`, next to it.
+    """Make the stage for `target`, a new hidden folder next to it, and return its path.
 
-    It is inside of it if a mount or permissions require that.
-
-    It is locked until it is committed or discarded, so that no other process takes it for a
-    leftover. Until then only this user may enter it. Settles leftovers of earlier saves to `target`
-    first. Raises TargetError or NoSpaceError.
+    The stage is inside `target` if a mount or permissions require that. It is locked until it is
+    committed or discarded, so that no other process takes it for a leftover, and until then only
+    this user may enter it. Leftovers of earlier saves to `target` are recovered first. Raises
+    TargetError or NoSpaceError.
     """
     check_target(target, 0)
     with explained(target):
@@ -125,20 +125,19 @@ def make_stage(target: Path) -> Path:
 def commit_stage(stage: Path, target: Path, manifest: Manifest, max_mode: int = 0o777) -> None:
     """Make `stage` the checkpoint `target`, durably, with `manifest`.
 
-    On an exception before that, nothing changes. The manifest must list every file in the stage.
-    Files of `target` that belong to no checkpoint stay, except weights that readers would mix up
-    with the new ones. Files and folders get the permissions of the ones they replace, limited by
-    `max_mode`, see LocalStore. Leftovers that cannot be deleted are a warning, and left to the next
-    save.
+    The manifest must list every file in the stage. Files of `target` that belong to no checkpoint
+    stay, except weights that readers would mix up with the new ones. Files and folders get the
+    permissions of the ones they replace, limited by `max_mode` (see LocalStore). Leftovers that
+    cannot be deleted are a warning, and left to the next save.
 
-    Raises CorruptError when stage and manifest differ, ManifestError when a path leads out of the
-    folder, TargetError or NoSpaceError when `target` cannot be written: the old checkpoint is still
-    there. One TargetError is raised after the commit, with a message of its own: the new checkpoint
-    is in place but might not survive a power cut.
+    Raises CorruptError if stage and manifest differ, ManifestError if a path leads out of the
+    folder, TargetError or NoSpaceError if `target` cannot be written. The old checkpoint is then
+    unchanged. One TargetError is raised after the commit, with a message of its own: the new
+    checkpoint is in place but might not survive a power cut.
     """
     with explained(target):
         target = real_path(target)
-        # after an exchange this is the old one, at the stage's place
+        # the lock of the folder that is `target` now; after an exchange it is where the stage was
         with holding_lock(target):
             try:
                 _seal_and_place(stage, target, manifest, max_mode)
@@ -149,8 +148,8 @@ def commit_stage(stage: Path, target: Path, manifest: Manifest, max_mode: int = 
 def place_files(stage: Path, target: Path) -> None:
     """Make the files in `stage`, without a manifest, the folder `target`, durably.
 
-    It must be missing or empty. They appear together, unless the folder cannot be moved (a mount
-    point, the working directory).
+    `target` must be missing or empty. The files appear together, unless the folder cannot be moved
+    (a mount point, the working directory).
     """
     with explained(target):
         target = real_path(target)
@@ -171,11 +170,11 @@ def discard_stage(stage: Path) -> None:
     name = parse_leftover(stage.name)
     if name is None:
         raise TargetError(f"{stage}: not a stage made by open_stage; nothing was deleted")
-    # otherwise `commit_stage` is finished, and has left its leftovers on purpose
+    # for other stages `commit_stage` is finished, and what it has left is for the next save
     if stage in _open_stages:
         target = stage.parent / name.target if name.target else stage.parent
         try:
-            settle_or_warn(stage, target)
+            recover_or_warn(stage, target)
         finally:
             _release_stage(stage)
 
@@ -194,12 +193,12 @@ def _seal_and_place(stage: Path, target: Path, manifest: Manifest, max_mode: int
         if sealed is not None and _holds_manifest(target, sealed):
             # the old checkpoint stays: after a power cut it may be the only one
             raise _durability_error(stage, target, error) from error
-        settle_or_warn(stage, target)
+        recover_or_warn(stage, target)
         raise
     except BaseException:
-        settle_or_warn(stage, target)
+        recover_or_warn(stage, target)
         raise
-    settle_or_warn(stage, target, manifest)
+    recover_or_warn(stage, target, manifest)
 
 
 def _release_stage(stage: Path) -> None:
@@ -216,7 +215,7 @@ def _holds_manifest(target: Path, sealed: os.stat_result) -> bool:
 
 def _durability_error(stage: Path, target: Path, error: OSError) -> TargetError:
     kept = ""
-    for old in (stage, sideline_of(stage, target)):
+    for old in (stage, old_folder_of(stage, target)):
         if os.path.lexists(old):
             kept = f"; the old checkpoint is kept in {old.name} until the next save"
     durability_error = TargetError(
@@ -242,9 +241,9 @@ def _new_stage(target: Path) -> Path:
 def _seal_stage(stage: Path, manifest: Manifest, target: Path, max_mode: int) -> None:
     """Make the stage complete and durable.
 
-    No reader trusts a manifest in a stage, so everything is synced at once.
+    The manifest is synced together with the files, because no reader trusts a manifest in a stage.
     """
-    clear_drafts(stage)  # hidden files, which would stay in the checkpoint
+    clear_drafts(stage)  # hidden files, which would else stay in the checkpoint
     _check_contents(stage, manifest)
     LocalStore(stage, syncs=False, max_mode=max_mode).write(
         MANIFEST_NAME, manifest_to_json(manifest).encode()
@@ -257,8 +256,8 @@ def _seal_stage(stage: Path, manifest: Manifest, target: Path, max_mode: int) ->
 def _set_modes(stage: Path, everything: list[Path], target: Path, max_mode: int) -> None:
     """Give files and folders the permissions of what they replace, or those of the manifest.
 
-    Libraries may create files for the owner only, so each file gets its mode here. A file that is
-    linked to an earlier checkpoint keeps its mode.
+    Every file gets its mode in this step, because libraries may create files for the owner only. A
+    file that is linked to an earlier checkpoint keeps its mode.
     """
     manifest_mode = permission_bits(stage / MANIFEST_NAME)
     replaced_manifest = _replaced(target / MANIFEST_NAME)
@@ -281,9 +280,9 @@ def _set_modes(stage: Path, everything: list[Path], target: Path, max_mode: int)
 
 
 def _replaced(path: Path) -> os.stat_result | None:
-    """The facts about the file or folder that will be replaced, if there is one.
+    """Return the stat of the file or folder that will be replaced, or None without one.
 
-    Links count for nothing. Raises OSError if that cannot be told.
+    Return None for a link as well. Raises OSError if the path cannot be read.
     """
     try:
         facts = path.lstat()
@@ -330,7 +329,7 @@ def _place_stage(stage: Path, target: Path, manifest: Manifest) -> None:
     aside = {*new, *misleading_files(LocalStore(target), manifest)}
     if old is not None:
         aside |= {SIGNATURE_NAME, *old}
-    _pour_files(stage, target, aside, new)
+    _move_into_target(stage, target, aside, new)
 
 
 def _is_movable(stage: Path, target: Path) -> bool:
@@ -340,10 +339,7 @@ def _is_movable(stage: Path, target: Path) -> bool:
 
 
 def _check_obstacles(target: Path, new: list[str], old: frozenset[str]) -> None:
-    """Raise TargetError if a folder is in the way of a file, or a file in the way of a folder.
-
-    Deletes neither.
-    """
+    """Raise TargetError if a folder is in the way of a file, or a file in the way of a folder."""
     folders: set[str] = set()
     for path in new:
         folders.update(parent.as_posix() for parent in Path(path).parents)
@@ -358,7 +354,7 @@ def _check_obstacles(target: Path, new: list[str], old: frozenset[str]) -> None:
 
 
 def _swap_folders(stage: Path, target: Path, *, committed: bool) -> bool:
-    """Put the stage in place in one step; False if that is impossible, and nothing has changed."""
+    """Put the stage in place in one step; return False, without a change, if that is impossible."""
     try:
         if not target.exists() or not any(target.iterdir()):
             local_disk.move(stage, target)
@@ -374,12 +370,12 @@ def _swap_folders(stage: Path, target: Path, *, committed: bool) -> bool:
     return True
 
 
-def _pour_files(stage: Path, target: Path, aside: set[str], new: list[str]) -> None:
-    sideline = sideline_of(stage, target)
+def _move_into_target(stage: Path, target: Path, aside: set[str], new: list[str]) -> None:
+    old_folder = old_folder_of(stage, target)
     local_disk.make_folder(target, permission_bits(stage))
-    local_disk.mkdir(sideline)
-    # first: no reader may trust files that are about to move
-    local_disk.move_files([MANIFEST_NAME], target, sideline)
-    local_disk.move_files(aside, target, sideline)
+    local_disk.mkdir(old_folder)
+    # the manifest first: no reader may trust files that are about to move
+    local_disk.move_files([MANIFEST_NAME], target, old_folder)
+    local_disk.move_files(aside, target, old_folder)
     local_disk.move_files(new, stage, target)
     local_disk.move_files([MANIFEST_NAME], stage, target)

@@ -1,14 +1,15 @@
 """Deletes one checkpoint, or its training state.
 
-A checkpoint is dropped by renaming its manifest to a tombstone: with this step it stops being a
-checkpoint, and the files to delete stay on record. Pins and leases are then checked once more; if
-there is one, the manifest is renamed back. Files that the manifest never listed stay. Deleting only
-the training state works the same way, with a new manifest without the state:
+A checkpoint is dropped by renaming its manifest to a tombstone: with this step the folder stops
+being a checkpoint, and the files to delete stay on record. Then pins and leases are checked once
+more; if there is one, the manifest is renamed back. Files that the manifest never listed stay.
+Deleting only the training state works the same way, with a new manifest without the state. The
+files in the folder determine the remaining work:
 
-    a tombstone, no manifest    delete what it lists, then the tombstone, then the folder if that
-                                left it empty
-    a tombstone, a manifest     delete what the first lists and the second does not, then the
-                                tombstone
+    a tombstone, no manifest    delete the files of the tombstone, then the tombstone, then the
+                                folder if it is empty
+    a tombstone, a manifest     delete the files that the tombstone lists and the manifest does not,
+                                then the tombstone
 """
 
 import contextlib
@@ -46,7 +47,7 @@ from ft_ckpt.storage.places import Place
 
 STATE = "state"  # kind of the parts that hold a training state
 _NOTE = "the training state was removed when it was no longer to be kept"
-_STAGE, _SIDELINE = f"{PREFIX}stage-", f"{PREFIX}old-"  # folders of a save, see `commit`
+_STAGE, _OLD_FOLDER = f"{PREFIX}stage-", f"{PREFIX}old-"  # folders of a save, see `commit`
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,11 @@ class Removal:
     dropped: bool = False
     stripped: bool = False
     freed_bytes: int = 0
-    left: tuple[Path | str, ...] = ()  # unlisted files in its folder, which stay
+    left: tuple[Path | str, ...] = ()  # files in its folder that no manifest listed: these stay
 
 
 def delete_checkpoint(path: Path) -> Removal:
-    """Delete the checkpoint `path`, unless something guards it.
+    """Delete the checkpoint `path`, unless a pin, a lease or a save guards it.
 
     Raises OSError or CorruptError; `finish_deletion` then completes the work.
     """
@@ -77,9 +78,9 @@ def delete_checkpoint(path: Path) -> Removal:
 
 
 def delete_state(path: Path) -> Removal:
-    """Delete the training state of the checkpoint `path`, unless something guards it.
+    """Delete the training state of `path`, unless a pin, a lease or a save guards the checkpoint.
 
-    Raises as `delete_checkpoint` does.
+    Raises what `delete_checkpoint` raises.
     """
     why = _deletion_obstacles(path)
     if why:
@@ -94,8 +95,8 @@ def delete_state(path: Path) -> Removal:
 def set_aside(path: Path, manifest: Manifest) -> Path | None:
     """Rename the damaged checkpoint `path` to a hidden name, which is not listed.
 
-    Returns the new path. None while it is being read or saved to, or if it is no longer the
-    checkpoint of `manifest`. Raises OSError.
+    Return the new path, or None while the checkpoint is being read or saved to, or if it is no
+    longer the checkpoint of `manifest`. Raises OSError.
     """
     if lease_reasons(path) or _is_being_saved(path):
         return None
@@ -109,7 +110,7 @@ def set_aside(path: Path, manifest: Manifest) -> Path | None:
 
 
 def finish_deletion(path: Path) -> Removal:
-    """Complete the deletion that the tombstone in `path` describes; repeatable."""
+    """Complete the deletion that the tombstone in `path` describes; the call may be repeated."""
     if _name_of_gone(path):
         return _remove_folder(path)
     why = deletion_guards(path)
@@ -132,9 +133,9 @@ def finish_deletion(path: Path) -> Removal:
 
 
 def unfinished_deletions(root: Path) -> list[Path]:
-    """The folders in `root` that need `finish_deletion`.
+    """Return the folders in `root` that need `finish_deletion`.
 
-    They have a tombstone, or were emptied and renamed for deletion.
+    These have a tombstone, or were emptied and renamed for deletion.
     """
     unfinished = []
     for path in folder_entries(root):
@@ -146,9 +147,9 @@ def unfinished_deletions(root: Path) -> list[Path]:
 
 
 def deletion_guards(path: Path) -> tuple[str, ...]:
-    """The reasons why the checkpoint `path` must not be deleted now.
+    """Return the reasons why the checkpoint `path` must not be deleted now.
 
-    They are read from its folder and the one around it.
+    The reasons are pins, leases and saves in the folder of the checkpoint and in its parent.
     """
     reasons = []
     pinned = pin_reason(Place(LocalStore(path)))
@@ -161,7 +162,7 @@ def deletion_guards(path: Path) -> tuple[str, ...]:
 
 
 def without_state(manifest: Manifest) -> Manifest:
-    """The manifest of the same checkpoint without its training state."""
+    """Return the manifest of the same checkpoint without its training state."""
     inside = tuple(f"{part.path}/" for part in manifest.parts if part.kind == STATE)
     return dataclasses.replace(
         manifest,
@@ -172,7 +173,7 @@ def without_state(manifest: Manifest) -> Manifest:
 
 
 def manifest_files(store: Store, name: str) -> frozenset[str]:
-    """The files that a manifest or tombstone lists; newer formats are accepted.
+    """Return the files that a manifest or tombstone lists; newer formats are accepted.
 
     Raises OSError or CorruptError.
     """
@@ -195,9 +196,9 @@ def manifest_files(store: Store, name: str) -> frozenset[str]:
 
 
 def releasable_bytes(path: Path, names: Iterable[str]) -> int:
-    """Bytes that deleting these files of `path` frees.
+    """Return the bytes that deleting these files of `path` frees.
 
-    Hard links count once, files linked elsewhere not at all.
+    Hard links count once, and files that are linked elsewhere do not count.
     """
     stats = local_disk.file_stats(names, path)
     deleted_links = Counter((facts.st_dev, facts.st_ino) for facts in stats)
@@ -210,18 +211,18 @@ def releasable_bytes(path: Path, names: Iterable[str]) -> int:
 
 
 def folder_entries(folder: Path) -> list[Path]:
-    """The entries of `folder`, sorted; empty when there is no such folder.
+    """Return the entries of `folder`, sorted; none if there is no such folder.
 
-    Raises UnreadableError.
+    Raises UnreadableError if the folder cannot be read now.
     """
     with damaged_input(folder):
         return [folder / name for name in list_names(folder)]
 
 
 def _deletion_obstacles(path: Path) -> tuple[str, ...]:
-    """The reasons why `path` cannot be deleted now.
+    """Return the reasons why `path` cannot be deleted now.
 
-    An unfinished deletion is one, because it needs its tombstone.
+    An unfinished deletion is a reason, because it needs its tombstone.
     """
     reasons = deletion_guards(path)
     if (path / TOMBSTONE).exists():
@@ -230,7 +231,7 @@ def _deletion_obstacles(path: Path) -> tuple[str, ...]:
 
 
 def _is_being_saved(path: Path) -> bool:
-    if any(entry.name.startswith((_STAGE, _SIDELINE)) for entry in folder_entries(path)):
+    if any(entry.name.startswith((_STAGE, _OLD_FOLDER)) for entry in folder_entries(path)):
         return True
     stage_beside = f".{path.name}{_STAGE}"
     return any(entry.name.startswith(stage_beside) for entry in folder_entries(path.parent))
@@ -239,7 +240,7 @@ def _is_being_saved(path: Path) -> bool:
 def _restore_manifest(path: Path) -> bool:
     """Undo the deletion of `path`, which turned out to be guarded.
 
-    False when it is damaged or was replaced.
+    Return False if the checkpoint is damaged or was replaced.
     """
     deleted = _manifest_or_none(path / TOMBSTONE)
     current = _manifest_or_none(path / MANIFEST_NAME)
@@ -257,7 +258,7 @@ def _restore_manifest(path: Path) -> bool:
 def _close_folder(path: Path) -> Removal:
     """Delete the marks of a checkpoint whose files are deleted, and its folder if it is empty."""
     if not _other_files(path):
-        # so that no empty folder has the checkpoint's name
+        # renamed first, so that no empty folder has the checkpoint's name
         gone = path.with_name(f".{path.name}{TOMBSTONE}")
         local_disk.move(path, gone)
         return _remove_folder(gone)
@@ -281,7 +282,7 @@ def _remove_folder(gone: Path) -> Removal:
 
 
 def _other_files(path: Path) -> list[Path]:
-    """The entries of a deleted checkpoint's folder but its marks, which are deleted."""
+    """Return the entries of a deleted checkpoint's folder, after deleting its marks."""
     other_files = []
     for entry in folder_entries(path):
         if entry.name == TOMBSTONE:
@@ -299,7 +300,7 @@ def _unlink_if_there(file: Path) -> None:
 
 
 def _name_of_gone(path: Path) -> str:
-    """The original name of a folder that `_close_folder` renamed to `path`; "" for any other."""
+    """Return the original name of a folder that `_close_folder` has renamed, else ""."""
     name = path.name
     if name.startswith(".") and name.endswith(TOMBSTONE) and path.is_dir():
         return name[1 : -len(TOMBSTONE)]

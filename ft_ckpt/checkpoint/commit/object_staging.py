@@ -1,7 +1,7 @@
 """The staging of a save to a bucket, which cannot move many objects in one step.
 
-Objects get their final names, and writing the manifest, last and only if there is none, is the
-commit.
+Objects are written under their final names. The commit is writing the manifest, last and only if
+there is none.
 """
 
 import time
@@ -12,7 +12,15 @@ from dataclasses import dataclass, replace
 
 from ft_ckpt.checkpoint.commit.bucket_delete import files_of_save
 from ft_ckpt.checkpoint.commit.delete import manifest_files
-from ft_ckpt.checkpoint.leases import LEASE, PIN, SAVING, TOMBSTONE, SaveMark, is_mark, settled_list
+from ft_ckpt.checkpoint.leases import (
+    LEASE,
+    PIN,
+    SAVING,
+    TOMBSTONE,
+    SaveMark,
+    is_mark,
+    list_after_removals,
+)
 from ft_ckpt.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -24,13 +32,13 @@ from ft_ckpt.errors import CorruptError, NameTakenError, TargetError, listing
 from ft_ckpt.storage import Store, Stored
 from ft_ckpt.storage.digests import SMALL_BYTES, FileRecord, read_record
 
-_MAX_READS = 8  # at once
+_MAX_READS = 8  # concurrent reads
 _PAUSES = (0.0, 1.0, 4.0)  # seconds before each attempt to write the manifest
 
 
 @dataclass(frozen=True)
 class ObjectStaging:
-    """Objects under their final names, which the manifest makes a checkpoint.
+    """Objects under their final names, which the manifest will make a checkpoint.
 
     `mark` excludes other saves.
     """
@@ -40,13 +48,12 @@ class ObjectStaging:
     mark: SaveMark
 
     def commit(self, manifest: Manifest) -> None:
-        """Compare the objects with the manifest, and write it if there is none.
+        """Compare the objects with the manifest, and write the manifest if there is none.
 
-        Readers see all or nothing.
-
-        Raises CorruptError if they differ; NameTakenError if another save committed first (verify
-        it: its objects may have been replaced by these); TargetError, also when another save has
-        taken the folder over.
+        Readers see the whole checkpoint or none. Raises CorruptError if objects and manifest
+        differ; NameTakenError if another save has committed first (verify that checkpoint, because
+        these objects may have replaced its own); TargetError if the manifest cannot be written, or
+        if another save has taken over the folder.
         """
         check_paths(manifest, self.store.url)
         if manifest.step is None and manifest.number is None:
@@ -60,7 +67,7 @@ class ObjectStaging:
         self.mark.release()
 
     def discard(self) -> None:
-        """Delete all objects, unless there is a manifest or another save owns the folder."""
+        """Delete all objects, unless there is a manifest or another save has the folder."""
         if not self.mark.is_held:
             return
         if self.mark.is_ours and self.store.stat(MANIFEST_NAME) is None:
@@ -71,7 +78,7 @@ class ObjectStaging:
         return [stored for stored in self.store.list() if not _is_meta(stored.name)]
 
     def _check_objects(self, manifest: Manifest, objects: Mapping[str, Stored]) -> None:
-        """Raise CorruptError naming all objects that are not exactly those written by this save."""
+        """Raise CorruptError naming all objects that differ from what this save has written."""
         records = {file.path: file for file in manifest.files}
         names = sorted(objects.keys() | records.keys())
         wrong = [name for name in names if _differs(objects.get(name), records.get(name))]
@@ -84,7 +91,10 @@ class ObjectStaging:
             )
 
     def _wrong_small_files(self, manifest: Manifest) -> list[str]:
-        """Small objects with other bytes: written in one request, they have no known version."""
+        """Return the small objects with other bytes.
+
+        Their digests are compared, because an object written in one request has no known version.
+        """
         digests = {}
         for file in manifest.files:
             if file.etag is None and file.size_bytes < SMALL_BYTES:
@@ -97,19 +107,18 @@ class ObjectStaging:
 def open_object_staging(
     beside: Store, name: str, *, run_id: str | None = None, overwrite: bool = False
 ) -> ObjectStaging:
-    """A staging for the checkpoint `name` in the folder `beside` of any store.
+    """Open a staging for the checkpoint `name` in the folder `beside` of any store.
 
-    Leftovers of a dead save, or of one of the same run, are deleted; with `overwrite` also an
-    existing checkpoint, manifest first, so that there is none until the new one is whole.
-
-    Raises NameTakenError if there is a checkpoint, TargetError if another save is in progress
-    there, or files that belong to no checkpoint are in the way.
+    Leftovers of a dead save, or of a save of the same run, are deleted. With `overwrite` an
+    existing checkpoint is deleted too, its manifest first, so that there is no checkpoint until the
+    new one is whole. Raises NameTakenError if there is a checkpoint; TargetError if another save is
+    in progress in the folder, or if files that belong to no checkpoint are in the way.
     """
     store = beside.within(name)
     mark = SaveMark(store, run_id=run_id)
     mark.take()
     try:
-        _clear_folder(store, settled_list(store, SAVING), mark, overwrite=overwrite)
+        _clear_folder(store, list_after_removals(store, SAVING), mark, overwrite=overwrite)
     except BaseException:
         mark.release()
         raise
@@ -117,10 +126,11 @@ def open_object_staging(
 
 
 def put_manifest(store: Store, text: bytes) -> None:
-    """Write the manifest if there is none: the commit of objects that are all there.
+    """Write the manifest if there is none, which commits objects that are already written.
 
-    The manifest that is there afterwards decides, not the response. Raises NameTakenError when it
-    is another save's, TargetError when there is none, or it cannot be read.
+    The manifest that can be read afterwards decides whether this save is committed, not the
+    response. Raises NameTakenError if it is the manifest of another save, TargetError if there is
+    none or it cannot be read.
     """
     for pause in _PAUSES:
         time.sleep(pause)
@@ -146,7 +156,7 @@ def put_manifest(store: Store, text: bytes) -> None:
 def _clear_folder(
     store: Store, objects: Sequence[Stored], mark: SaveMark, *, overwrite: bool
 ) -> None:
-    """Delete the objects in the way of a save; raises as `open_object_staging` does."""
+    """Delete the objects in the way of a save. Raises what `open_object_staging` raises."""
     names = {stored.name for stored in objects}
     guards = sorted(name for name in names if name.startswith((PIN, LEASE)))
     if MANIFEST_NAME in names and not overwrite:
@@ -172,7 +182,7 @@ def _clear_folder(
             f"{store.url}: {listing(foreign, ', ')}: files that belong to no checkpoint are in the "
             "way; move them, or use another name"
         )
-    # first: without the manifest, only the mark says which save the rest belongs to
+    # declared first: without a manifest, the mark alone says that the files belong to saves
     mark.declare_clear()
     if MANIFEST_NAME in names:
         store.delete([MANIFEST_NAME])
@@ -186,5 +196,6 @@ def _differs(stored: Stored | None, record: FileRecord | None) -> bool:
     return record.etag is not None and stored.etag != record.etag
 
 
-def _is_meta(name: str) -> bool:  # manifest or mark: not one of the files that a manifest lists
+def _is_meta(name: str) -> bool:
+    """Check for the manifest or a mark, which no manifest lists."""
     return name == MANIFEST_NAME or is_mark(name)

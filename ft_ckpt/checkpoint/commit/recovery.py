@@ -1,8 +1,8 @@
 """Undoes or finishes saves to a disk that were interrupted, from the files that they left.
 
-A save fills a stage, a hidden folder; where folders cannot be exchanged, it moves the old
-checkpoint into a sideline, a hidden folder in the target, see `commit`. Both have the owner of the
-save in their names. Every step may be repeated.
+A save fills a stage, a hidden folder. Where folders cannot be exchanged, the save moves the old
+checkpoint into an old folder, a hidden folder in the target, see `commit`. Stage and old folder
+have the owner of the save in their names. Every step may be repeated.
 """
 
 import json
@@ -48,15 +48,15 @@ _LEFTOVER = re.compile(
 
 @dataclass(frozen=True)
 class LeftoverName:
-    """The parts of the name of a stage or a sideline."""
+    """The parts of the name of a stage or an old folder."""
 
     target: str | None  # the name of the target next to the stage; None inside the target
-    is_sideline: bool
+    is_old_folder: bool
     owner: str  # see `processes.new_owner`
 
 
 def parse_leftover(name: str) -> LeftoverName | None:
-    """The parts of the name of a stage or a sideline; None for any other name."""
+    """Split the name of a stage or an old folder; return None for any other name."""
     match = _LEFTOVER.fullmatch(name)
     if match is None:
         return None
@@ -65,22 +65,23 @@ def parse_leftover(name: str) -> LeftoverName | None:
 
 @dataclass(frozen=True)
 class _Leftover:
-    """What an interrupted save has left in a folder: its stage, or its sideline alone."""
+    """The leftover of an interrupted save in a folder: its stage, or its old folder alone."""
 
     stage: Path
     target: Path
-    folder: Path  # the stage or the sideline
+    folder: Path  # the stage or the old folder
     name: LeftoverName
 
 
 def recover_target(target: Path, *, by_reader: bool = False) -> tuple[str, ...]:
-    """Undo or finish interrupted saves to `target`; returns a line for each.
+    """Undo or finish interrupted saves to `target`; return a line for each.
 
-    A leftover stays while its owner lives, see `locks`. Leftovers of other machines are settled at
-    once if they were being put in place, unsealed stages after a day: `target` must have no other
-    writer. `by_reader`: it may have one, so all of them are settled after a day. Leftovers of saves
-    next to it are settled too once their owners have ended. A leftover that cannot be settled is a
-    warning, or a TargetError or UnreadableError if the previous checkpoint could not be restored.
+    A leftover stays while its owner lives, see `locks`. If its owner is on another machine, a
+    leftover that was being put in place is recovered at once, and an unsealed stage after a day, so
+    `target` must have no other writer. With `by_reader` it may have one, and all leftovers of other
+    machines are recovered after a day. Leftovers of saves next to `target` are recovered too, once
+    their owners have ended. A leftover that cannot be recovered is a warning. Raises TargetError or
+    UnreadableError if the previous checkpoint could not be restored.
     """
     with explained(target):
         target = real_path(target)
@@ -88,7 +89,7 @@ def recover_target(target: Path, *, by_reader: bool = False) -> tuple[str, ...]:
         leftovers = [*_find_leftovers(target, target), *_find_leftovers(target.parent, None)]
         for leftover in leftovers:
             is_sealed = (leftover.folder / MANIFEST_NAME).exists()
-            is_in_place = leftover.name.is_sideline or is_sealed
+            is_in_place = leftover.name.is_old_folder or is_sealed
             is_of_target = leftover.target == target
             is_interrupted = is_in_place and is_of_target and not by_reader
             max_seconds = 0.0 if is_interrupted else ABANDONED_SECONDS
@@ -98,31 +99,31 @@ def recover_target(target: Path, *, by_reader: bool = False) -> tuple[str, ...]:
         return tuple(lines)
 
 
-def settle_or_warn(stage: Path, target: Path, manifest: Manifest | None = None) -> None:
-    """`settle_stage` with errors as warnings: the next save tries again."""
+def recover_or_warn(stage: Path, target: Path, manifest: Manifest | None = None) -> None:
+    """Call `recover_stage`, with a warning for an error, because the next save tries again."""
     try:
-        settle_stage(stage, target, manifest)
+        recover_stage(stage, target, manifest)
     except (CheckpointError, OSError) as error:
         _warn_left(stage, target, error)
 
 
-def settle_stage(stage: Path, target: Path, manifest: Manifest | None = None) -> str:
-    """Undo or finish one save from the state of its folders, see `commit`; repeatable.
+def recover_stage(stage: Path, target: Path, manifest: Manifest | None = None) -> str:
+    """Undo or finish one save from the state of its folders, see `commit`; return a line about it.
 
-    `manifest`: the target's, if known. The old checkpoint is deleted last, when its replacement is
-    durable and no reader has a lease on it.
+    `manifest` is the manifest of the target, if it is known. The old checkpoint is deleted last,
+    when its replacement is durable and no reader has a lease on it. The call may be repeated.
     """
-    sideline = sideline_of(stage, target)
+    old_folder = old_folder_of(stage, target)
     line = f"{stage.name}: removed what was left of a save"
-    if is_folder(sideline):
+    if is_folder(old_folder):
         line = f"{target}: removed what a finished overwrite had put aside"
         if not (target / MANIFEST_NAME).exists():
-            _undo_pour(stage, target, sideline)
+            _undo_move(stage, target, old_folder)
             line = f"{target}: undid an unfinished overwrite"
         local_disk.sync_path(target)
-        only_old = local_disk.movable_pieces(sideline, target, set())
+        only_old = local_disk.movable_pieces(old_folder, target, set())
         local_disk.remove_empty_folders(only_old, target)
-        _delete_committed(sideline)
+        _delete_committed(old_folder)
     if is_folder(stage):
         local_disk.sync_path(stage.parent)
         _carry_foreign_files(stage, target, manifest)
@@ -132,25 +133,24 @@ def settle_stage(stage: Path, target: Path, manifest: Manifest | None = None) ->
     return line
 
 
-def sideline_of(stage: Path, target: Path) -> Path:
-    """The hidden folder in `target` that holds the old checkpoint while the new one is moved in."""
+def old_folder_of(stage: Path, target: Path) -> Path:
+    """Return the hidden folder in `target` for the old checkpoint while the new one is moved in."""
     name = parse_leftover(stage.name)
     return target / f".ft_ckpt-old-{name.owner if name else stage.name}"
 
 
 def uncommit(path: Path) -> None:
-    """Delete the manifest of `path`, durably: it stops being a checkpoint.
+    """Delete the manifest of `path`, durably, so that the folder stops being a checkpoint.
 
-    Deleting the rest may be interrupted.
+    Deleting the other files may then be interrupted.
     """
     local_disk.delete_files([MANIFEST_NAME], path)
 
 
 def listed_files(folder: Path) -> frozenset[str] | None:
-    """The files of the checkpoint in `folder`.
+    """Return the files of the checkpoint in `folder`, or None without a checkpoint.
 
-    None when there is none. Accepts newer manifest formats. Raises UnreadableError when the
-    manifest cannot be read now.
+    Newer manifest formats are accepted. Raises UnreadableError if the manifest cannot be read now.
     """
     try:
         text = read_text(LocalStore(folder), MANIFEST_NAME, MANIFEST_LIMIT_BYTES)
@@ -167,22 +167,22 @@ def _delete_committed(folder: Path) -> None:
     local_disk.delete_folder(folder)
 
 
-def _undo_pour(stage: Path, target: Path, sideline: Path) -> None:
+def _undo_move(stage: Path, target: Path, old_folder: Path) -> None:
     new = listed_files(stage) or frozenset()
-    poured = [path for path in new if not os.path.lexists(stage / path)]
-    local_disk.move_files(poured, target, stage)
+    moved = [path for path in new if not os.path.lexists(stage / path)]
+    local_disk.move_files(moved, target, stage)
     local_disk.remove_empty_folders(new, target)
-    old = local_disk.movable_pieces(sideline, target, {MANIFEST_NAME})
-    local_disk.move_files(old, sideline, target)
-    local_disk.move_files([MANIFEST_NAME], sideline, target)  # last: only now is the old one whole
+    old = local_disk.movable_pieces(old_folder, target, {MANIFEST_NAME})
+    local_disk.move_files(old, old_folder, target)
+    # the manifest last: before this the old checkpoint is not whole
+    local_disk.move_files([MANIFEST_NAME], old_folder, target)
 
 
 def _carry_foreign_files(stage: Path, target: Path, manifest: Manifest | None) -> None:
-    """After an exchange, move unlisted files of the old checkpoint into the new one.
+    """Move unlisted files of the old checkpoint into the new one, after an exchange.
 
-    Nothing is replaced there.
-
-    Raises UnreadableError when a manifest cannot be read now: the stage must then stay as it is.
+    No file of the new checkpoint is replaced. Raises UnreadableError if a manifest cannot be read
+    now; the stage must then stay as it is.
     """
     old = listed_files(stage)
     if old is None:
@@ -201,38 +201,38 @@ def _carry_foreign_files(stage: Path, target: Path, manifest: Manifest | None) -
 
 
 def _find_leftovers(folder: Path, target: Path | None) -> list[_Leftover]:
-    """The leftovers of interrupted saves in `folder`, one for each save.
+    """Return the leftovers of interrupted saves in `folder`, one for each save.
 
-    Only those of `target`, when it is given.
+    If `target` is not None, return the leftovers of saves to it alone.
     """
     leftovers: dict[str, _Leftover] = {}
     for entry_name in list_names(folder):
         name, entry = parse_leftover(entry_name), folder / entry_name
         if name is None or not is_folder(entry):
             continue
-        own_target = folder / name.target if name.target else folder
-        if target is not None and own_target != target:
+        save_target = folder / name.target if name.target else folder
+        if target is not None and save_target != target:
             continue
-        if not name.is_sideline:
-            leftovers[name.owner] = _Leftover(entry, own_target, entry, name)
+        if not name.is_old_folder:
+            leftovers[name.owner] = _Leftover(entry, save_target, entry, name)
         elif name.owner not in leftovers:
-            stage = own_target.with_name(f".{own_target.name}.ft_ckpt-stage-{name.owner}")
-            leftovers[name.owner] = _Leftover(stage, own_target, entry, name)
+            stage = save_target.with_name(f".{save_target.name}.ft_ckpt-stage-{name.owner}")
+            leftovers[name.owner] = _Leftover(stage, save_target, entry, name)
     return [leftovers[owner] for owner in sorted(leftovers)]
 
 
 def _recover_leftover(leftover: _Leftover, max_seconds: float) -> str | None:
     """Undo or finish one interrupted save.
 
-    Returns a line about it, None when its owner may be alive.
+    Return a line about the save, or None if its owner may be alive.
     """
     stage, target = leftover.stage, leftover.target
     try:
         with claim_leftover(leftover.folder, leftover.name.owner, max_seconds) as is_abandoned:
-            return settle_stage(stage, target) if is_abandoned else None
+            return recover_stage(stage, target) if is_abandoned else None
     except (CheckpointError, OSError) as error:
         if not (target / MANIFEST_NAME).exists():
-            raise  # the old checkpoint is still in the sideline
+            raise  # the old checkpoint is still in the old folder
         _warn_left(stage, target, error)
         return None
 

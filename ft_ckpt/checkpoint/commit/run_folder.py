@@ -1,4 +1,4 @@
-"""The folder of a run, in which pruning removes checkpoints: on a disk, or in a bucket."""
+"""The folder of a run, on a disk or in a bucket, in which pruning removes checkpoints."""
 
 import contextlib
 import hashlib
@@ -15,7 +15,7 @@ from ft_ckpt.checkpoint.checks import damage_of
 from ft_ckpt.checkpoint.commit.bucket_delete import (
     drop_from_bucket,
     mark_guards,
-    settle_in_bucket,
+    recover_in_bucket,
     strip_in_bucket,
 )
 from ft_ckpt.checkpoint.commit.delete import (
@@ -36,7 +36,7 @@ from ft_ckpt.storage import Store, Stored
 from ft_ckpt.storage.local import TRIAL, LocalStore, clear_old_drafts, folder_of, holding_lock
 from ft_ckpt.storage.places import ListedStore, Place, location_name
 
-# one removal: location and action
+# one removal: its location, and the function that carries it out
 RemovalStep: TypeAlias = tuple[Path | str, Callable[[], Removal]]
 _STAGE = re.compile(r"\.(?P<target>.+)\.ft_ckpt-stage-.+-\d+-[0-9a-f]{8}", re.DOTALL)
 # store identity -> digest of the listing that was verified
@@ -45,7 +45,7 @@ _verified_listings: dict[str, bytes] = {}
 
 @dataclass(frozen=True)
 class LocalRun:
-    """The folder of a run on a disk: renames and locks, see `delete` and `commit`."""
+    """The folder of a run on a disk, with renames and locks; see `delete` and `commit`."""
 
     root: Path
 
@@ -56,9 +56,8 @@ class LocalRun:
     def exclusive_sweep(self) -> Iterator[bool]:
         """Lock the folder against a second pruning, which could bring a checkpoint back.
 
-        False when one is running.
-
-        On file systems without folder locks, such as NFS, only one process may prune.
+        Yield False if another pruning is running. On file systems without folder locks, such as
+        NFS, only one process may prune.
         """
         with holding_lock(self.root.resolve(strict=True)) as is_locked:
             yield is_locked is not False
@@ -82,9 +81,9 @@ class LocalRun:
         return releasable_bytes(folder_of(checkpoint), names)
 
     def recover(self) -> tuple[str, ...]:
-        """Settle stages and sidelines.
+        """Undo or finish interrupted saves to the folder and to the folders in it.
 
-        The run's own folder comes first: what is below it may be in a stage.
+        The folder of the run comes first, because the folders below it may be in its stage.
         """
         clear_old_drafts(self.root)
         names = set()
@@ -102,23 +101,23 @@ class LocalRun:
 class BucketRun:
     """The folder of a run in a bucket, see `bucket_delete` and `marks`.
 
-    Each decision comes from one listing.
+    Each decision is made from one listing.
     """
 
     root: Store
-    now: float = 0.0  # time of the store's clock: a lower bound
+    now: float = 0.0  # lower bound of the time by the store's clock
 
     def snapshot(self) -> Place:
         return Place(ListedStore(self.root, self._list_all()))
 
     def exclusive_sweep(self) -> AbstractContextManager[bool]:
-        """No lock: each removal gives way to other sweeps on its own."""
+        """Yield True without a lock, because each removal gives way to other sweeps."""
         return contextlib.nullcontext(True)
 
     def unfinished(self) -> list[RemovalStep]:
-        """All folders with marks: their processes may be dead.
+        """Return a step for each folder with marks, whose processes may be dead.
 
-        Stale clock and trial objects are deleted here.
+        Stale clock and trial objects are deleted first.
         """
         self.now = store_time(self.root)
         objects = self._list_all()
@@ -132,7 +131,9 @@ class BucketRun:
         steps: list[RemovalStep] = []
         for folder in sorted(marked):
             store = self.root.within(folder)
-            steps.append((store.url, partial(self._settle, store, listed.within(folder).listed)))
+            steps.append(
+                (store.url, partial(self._recover_folder, store, listed.within(folder).listed))
+            )
         return steps
 
     def drop(self, location: Path | str) -> Removal:
@@ -142,9 +143,9 @@ class BucketRun:
         return strip_in_bucket(self.root.within(location_name(location)))
 
     def is_valid(self, info: CheckpointInfo) -> bool:
-        """Whether the checkpoint is valid, verified once.
+        """Check whether the checkpoint is valid.
 
-        It stays valid while its objects keep the versions that were verified.
+        A checkpoint that was verified stays valid while its objects keep their versions.
         """
         objects = [stored for stored in info.store.list() if not is_mark(stored.name)]
         versions = hashlib.blake2b(repr(objects).encode(), digest_size=16).digest()
@@ -167,9 +168,9 @@ class BucketRun:
         return size_bytes
 
     def recover(self) -> tuple[str, ...]:
-        """Delete what is left of dead saves, and finish removals.
+        """Delete the leftovers of dead saves, and finish removals.
 
-        A failure is a warning: leftovers block no save.
+        A failure is a warning, because leftovers block no save.
         """
         lines = []
         try:
@@ -195,14 +196,14 @@ class BucketRun:
         if spent:
             self.root.delete(spent)
 
-    def _settle(self, store: Store, listed: Mapping[str, Stored]) -> Removal:
-        return settle_in_bucket(store, listed, self.now) or Removal(store.url)
+    def _recover_folder(self, store: Store, listed: Mapping[str, Stored]) -> Removal:
+        return recover_in_bucket(store, listed, self.now) or Removal(store.url)
 
 
 RunFolder: TypeAlias = LocalRun | BucketRun  # checkpoints in it are named by their location
 
 
 def open_run_folder(root: Place) -> RunFolder:
-    """The folder of a run at `root`."""
+    """Return the folder of a run at `root`."""
     store = root.folder
     return BucketRun(store) if store.local_folder is None else LocalRun(store.local_folder)

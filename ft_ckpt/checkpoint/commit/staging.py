@@ -20,7 +20,7 @@ class Staging(Protocol):
 
     @property
     def store(self) -> Store:
-        """The store for its files; not a checkpoint before `commit`."""
+        """The store for the files of the save; not a checkpoint before `commit`."""
         ...
 
     @property
@@ -31,12 +31,12 @@ class Staging(Protocol):
     def commit(self, manifest: Manifest) -> None:
         """Make the files the checkpoint, durably, or change nothing.
 
-        Raises as `commit.commit_stage` does.
+        Raises what `commit.commit_stage` raises.
         """
         ...
 
     def discard(self) -> None:
-        """Delete the files of an uncommitted save; does nothing after `commit`."""
+        """Delete the files of an uncommitted save; do nothing after `commit`."""
         ...
 
 
@@ -72,10 +72,10 @@ def open_staging_at(
     overwrite: bool = False,
     max_mode: int = 0o777,
 ) -> Staging:
-    """A new staging for a place in any store.
+    """Open a new staging for a place in any store.
 
-    Raises as `open_staging` and `open_object_staging` do. On a disk, `max_mode` limits the
-    permissions of what is committed.
+    On a disk, `max_mode` limits the permissions of what is committed. Raises what `open_staging`
+    and `open_object_staging` raise.
     """
     folder = target.folder.local_folder
     if folder is not None:
@@ -86,20 +86,20 @@ def open_staging_at(
 def open_staging(
     target: Path, direct_bytes: int | None = BLOCK_BYTES, max_mode: int = 0o777
 ) -> LocalStaging:
-    """A new staging for the folder `target`; raises as `commit.make_stage` does.
+    """Open a new staging for the folder `target`.
 
-    Other arguments: see LocalStore.
+    The other arguments are those of LocalStore. Raises what `commit.make_stage` raises.
     """
     return LocalStaging(commit.make_stage(target), target, direct_bytes, max_mode)
 
 
 def stage_store(stage: Path, direct_bytes: int | None = BLOCK_BYTES) -> LocalStore:
-    """The store of the files in a stage, on any rank that sees it; the commit syncs them."""
+    """Return the store of the files in a stage, for any rank that sees it, without syncs."""
     return LocalStore(stage, direct_bytes, syncs=False)
 
 
-def settle_staging_at(target: Place) -> None:
-    """Delete what a save that was killed after its commit has left at `target`."""
+def recover_staging_at(target: Place) -> None:
+    """Delete the leftovers at `target` of a save that was killed after its commit."""
     store = target.folder
     if store.local_folder is not None:
         recover_target(store.local_folder)

@@ -19,8 +19,8 @@ from .marks import (
     SIGNED as SIGNED,
     TOMBSTONE as TOMBSTONE,
     is_mark as is_mark,
+    list_after_removals as list_after_removals,
     living_marks as living_marks,
-    settled_list as settled_list,
 )
 from .pins import (
     pin as pin,

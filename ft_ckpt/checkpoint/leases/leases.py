@@ -1,10 +1,10 @@
-"""Leases: marks by which a process shows that it works somewhere.
+"""Leases: marks by which a process shows that it works in a folder.
 
-A mark in a bucket is valid for ten minutes after it was last renewed, by the clock of the store
-(the time of the reader's new mark). On a shared disk it is valid for half an hour: there the times
-of files may be of the clock of the node that wrote them, and clocks that are 20 minutes apart must
-end no lease. On the machine of its process a mark is valid only while the process lives.
-`run_lease` has a stricter rule, which needs no clock but that of the reader.
+A mark in a bucket is valid for ten minutes after its last renewal, by the clock of the store (the
+time of the reader's new mark). On a shared disk it is valid for half an hour, because the times of
+files may be of the clock of the node that wrote them, and clocks that are 20 minutes apart must end
+no lease. On the machine of its process a mark is valid only while the process lives. The lease of a
+run's directory (`runs.folder.lease`) has a stricter rule, which needs the reader's clock alone.
 """
 
 import json
@@ -28,15 +28,15 @@ class Renewal:
 
     renew: Callable[[], object]
     seconds: float
-    due: float  # by time.monotonic
+    due: float  # when to call it next, by time.monotonic
     is_over: bool = False
-    # locked during a call; a call may end its own renewal
+    # locked during a call; reentrant, because a call may end its own renewal
     running: Any = field(default_factory=threading.RLock)
 
     def call(self) -> None:
         with self.running:
             if not self.is_over:
-                with suppress(Exception):  # it is tried again: a lease may miss several renewals
+                with suppress(Exception):  # tried again later: a lease may miss several renewals
                     self.renew()
             self.due = time.monotonic() + self.seconds
 
@@ -77,7 +77,7 @@ class _Renewals:
             renewal = self._await_due()
 
     def _await_due(self) -> Renewal | None:
-        """The next renewal when it is due; None when there is none left, and the thread ends."""
+        """Wait for a renewal that is due; return None, for the thread to end, if there is none."""
         with self._change:
             while self._renewals:
                 first = min(self._renewals, key=lambda renewal: renewal.due)
@@ -98,7 +98,7 @@ def start_renewal(renew: Callable[[], object], seconds: float) -> Renewal:
 
 
 def end_renewal(renewal: Renewal) -> None:
-    """Call it no more; waits for a call in progress."""
+    """End the calls of a renewal, after waiting for a call in progress."""
     _of_process.end(renewal)
 
 
@@ -111,25 +111,25 @@ os.register_at_fork(after_in_child=_forget_renewals)
 
 
 LEASE = f"{PREFIX}lease-"  # prefix of the names of readers' leases
-CLOCK = f"{PREFIX}clock-"  # prefix of objects that are written to read the store's clock
-BEAT_SECONDS, STALE_SECONDS = 60.0, 600.0
+CLOCK = f"{PREFIX}clock-"  # prefix of objects that are written to read the clock of a store
+RENEWAL_SECONDS, STALE_SECONDS = 60.0, 600.0
 DISK_STALE_SECONDS = 1800.0
 _MARK_LIMIT_BYTES = 64 << 10
 
 
 def new_mark(kind: str) -> str:
-    """A new name for a mark of this process, with the prefix `kind`."""
+    """Return a new name for a mark of this process, with the prefix `kind`."""
     return kind + new_owner()
 
 
 def put_mark(store: Store, name: str, *, create_only: bool = False, **facts: Any) -> None:
-    """Put a mark with the identity of this process, and `facts`. Raises TargetError."""
+    """Write a mark with the identity of this process and `facts`. Raises TargetError."""
     text = json.dumps({**process_facts(), **facts})
     store.write(name, text.encode(), create_only=create_only)
 
 
 def read_mark(store: Store, name: str) -> dict[str, Any]:
-    """The JSON object in a mark; empty when it is incomplete because its writer died."""
+    """Read the JSON object in a mark; return {} for a mark whose writer died while writing it."""
     try:
         return parse_mark(read_text(store, name, _MARK_LIMIT_BYTES))
     except CheckpointError:
@@ -137,7 +137,7 @@ def read_mark(store: Store, name: str) -> dict[str, Any]:
 
 
 def parse_mark(text: str) -> dict[str, Any]:
-    """The JSON object in the text of a mark; empty when it is none."""
+    """Parse the text of a mark; return {} for text that is not a JSON object."""
     try:
         facts = json.loads(text)
     except (RecursionError, ValueError):
@@ -146,20 +146,20 @@ def parse_mark(text: str) -> dict[str, Any]:
 
 
 def mark_holder(store: Store, name: str) -> str:
-    """The process that put a mark, for messages."""
+    """Describe the process that has put a mark, for messages."""
     facts = read_mark(store, name)
     return holder_of(facts) if facts else name.removeprefix(LEASE)
 
 
 def holder_of(facts: dict[str, Any]) -> str:
-    """The process with these facts of a mark, for messages."""
+    """Describe the process in the facts of a mark, for messages."""
     return f"process {facts.get('pid')} on {facts.get('host')}"
 
 
 def store_time(store: Store) -> float:
-    """The time of the store's clock in unix seconds, from an object that is written there.
+    """Return the time of the store's clock in unix seconds, from an object written to it.
 
-    Raises TargetError.
+    Raises TargetError if the object cannot be written, UnreadableError if it disappears.
     """
     clock = new_mark(CLOCK)
     put_mark(store, clock)
@@ -176,12 +176,15 @@ def store_time(store: Store) -> float:
 
 
 def may_live(store: Store, mark: Stored, now: float) -> bool:
-    """Whether the process of a mark may be alive; `now`: unix seconds of the store's clock."""
+    """Check whether the process of a mark may be alive.
+
+    `now` is the time of the store's clock in unix seconds.
+    """
     return mark.modified > now - stale_seconds(store) and not is_gone(read_mark(store, mark.name))
 
 
 def stale_seconds(store: Store) -> float:
-    """Time after its last renewal for which a mark in `store` is valid."""
+    """Return for how many seconds after its last renewal a mark in `store` is valid."""
     return STALE_SECONDS if store.local_folder is None else DISK_STALE_SECONDS
 
 
@@ -196,22 +199,22 @@ class Lease:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The contents of the mark, but for the identity of the process."""
+        """The contents of the mark, except for the identity of the process."""
         return {"token": self.token}
 
     def put(self, *, create_only: bool = False) -> None:
         """Write the mark.
 
-        Raises TargetError; NameTakenError with `create_only` when there is one.
+        Raises TargetError, and NameTakenError with `create_only` if there is such a mark.
         """
         put_mark(self.store, self.name, create_only=create_only, **self.facts)
 
     def begin(self, seconds: float | None = None) -> None:
         """Renew the mark each minute, or every `seconds`, from now on."""
-        self._renewal = start_renewal(self.renew, BEAT_SECONDS if seconds is None else seconds)
+        self._renewal = start_renewal(self.renew, RENEWAL_SECONDS if seconds is None else seconds)
 
     def renew(self) -> None:
-        """Put the mark again."""
+        """Write the mark again."""
         self.put()
 
     @property
@@ -219,13 +222,13 @@ class Lease:
         return self._renewal is not None
 
     def stop(self) -> None:
-        """Renew the mark no more, and leave it there."""
+        """Stop renewing the mark, and leave it in the store."""
         renewal, self._renewal = self._renewal, None
         if renewal is not None:
             end_renewal(renewal)
 
     def release(self) -> None:
-        """Renew the mark no more, and delete it."""
+        """Stop renewing the mark, and delete it."""
         self.stop()
         with suppress(CheckpointError):  # otherwise it expires
             self.store.delete([self.name])
@@ -233,25 +236,25 @@ class Lease:
 
 @dataclass(eq=False)
 class ExclusiveLease(Lease):
-    """A lease whose name other processes use, too, so that one may replace its mark."""
+    """A lease whose name other processes use too, so that they may replace its mark."""
 
     @property
     def is_ours(self) -> bool:
-        """Whether the mark is this one. Raises UnreadableError if it cannot be read now."""
+        """Whether the mark is of this lease. Raises UnreadableError if it cannot be read now."""
         try:
             return self.token.encode() in self.store.read(self.name)
         except MissingError:
             return False
 
     def renew(self) -> None:
-        """Put the mark again, unless another process has put its own."""
+        """Write the mark again, unless another process has replaced it."""
         if self.is_ours:
             self.put()
         else:
             self.stop()
 
     def release(self) -> None:
-        """Renew the mark no more, and delete it if it is still this one."""
+        """Stop renewing the mark, and delete it if it is still of this lease."""
         self.stop()
         with suppress(CheckpointError):  # otherwise it expires
             if self.is_ours:

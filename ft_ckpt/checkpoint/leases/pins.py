@@ -6,7 +6,7 @@ import os
 from datetime import datetime, timezone
 
 from ft_ckpt.checkpoint.leases.leases import read_mark
-from ft_ckpt.checkpoint.leases.marks import PIN, settled_list
+from ft_ckpt.checkpoint.leases.marks import PIN, list_after_removals
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, why_no_checkpoint
 from ft_ckpt.errors import NotACheckpointError
 from ft_ckpt.storage import Store
@@ -16,9 +16,10 @@ from ft_ckpt.storage.places import Place
 def pin(place: Place, reason: str = "") -> None:
     """Exempt the checkpoint at `place` from all retention rules, durably.
 
-    `ls` and `prune` show `reason`. Raises NotACheckpointError when nothing is committed there;
-    TargetError or NoSpaceError when the pin cannot be written, and none is left. In a bucket also
-    UnreadableError when it is unknown whether a removal is in progress.
+    `ls` and `prune` show `reason`. Raises NotACheckpointError if no checkpoint is committed at
+    `place`; TargetError or NoSpaceError if the pin cannot be written; UnreadableError if it is
+    unknown whether a removal is in progress, in a bucket. After an error of writing there is no
+    pin.
     """
     store = place.folder
     _check_committed(store)
@@ -26,17 +27,17 @@ def pin(place: Place, reason: str = "") -> None:
     store.write(PIN, json.dumps({"reason": reason, "time": now, "user": _user_name()}).encode())
     try:
         if store.local_folder is None:
-            settled_list(store, PIN)
+            list_after_removals(store, PIN)
         _check_committed(store)
-    except NotACheckpointError:  # deleted meanwhile, by a removal that may have missed the pin
+    except NotACheckpointError:  # deleted at the same time, by a removal that has missed the pin
         store.delete([PIN])
         raise
 
 
 def unpin(place: Place) -> bool:
-    """Delete the pin of the checkpoint at `place`, durably; False when there was none.
+    """Delete the pin of the checkpoint at `place`, durably; return False if there was none.
 
-    Raises TargetError.
+    Raises TargetError if the pin cannot be deleted.
     """
     store = place.folder
     if store.stat(PIN) is None:
@@ -46,10 +47,7 @@ def unpin(place: Place) -> bool:
 
 
 def pin_reason(place: Place) -> str | None:
-    """The user and the reason of the pin of the checkpoint at `place`, for messages.
-
-    None when it is not pinned.
-    """
+    """Return the user and the reason of a pin, for messages; None if there is no pin."""
     store = place.folder
     if store.stat(PIN) is None:
         return None

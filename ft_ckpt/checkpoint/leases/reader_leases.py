@@ -29,9 +29,9 @@ from ft_ckpt.storage.places import Place
 def hold_lease(place: Place) -> Iterator[str | None]:
     """Protect the checkpoint at `place` from deletion while the block runs.
 
-    Read its manifest inside, once. Does nothing without a manifest, or if the folder cannot be
-    written: nothing can be deleted there either. In a bucket it must be a checkpoint; yields the
-    name of the lease for `settled_list`, None without write access.
+    Read the manifest inside the block, once. Without a manifest there is no lease, nor in a folder
+    that this process cannot write. In a bucket `place` must be a checkpoint. Yields the name of the
+    lease, for `list_after_removals`, or None without a lease.
     """
     store = place.folder
     if store.local_folder is None:
@@ -49,7 +49,7 @@ def hold_lease(place: Place) -> Iterator[str | None]:
 
 
 def lease_reasons(path: Path) -> tuple[str, ...]:
-    """A line for each living process that has a lease on the checkpoint `path` of a disk."""
+    """Return a line for each living process that has a lease on the checkpoint `path` of a disk."""
     store = LocalStore(path)
     living = [file for file in _lease_files(path) if not _has_expired(file)]
     return tuple(f"in use by {mark_holder(store, file.name)}" for file in living)
@@ -57,9 +57,9 @@ def lease_reasons(path: Path) -> tuple[str, ...]:
 
 @dataclass(eq=False)
 class _FileLease(Lease):
-    """A lease on a checkpoint on a disk: a locked file, kept open.
+    """A lease on a checkpoint on a disk: a locked file.
 
-    A save may move the folder aside.
+    The file is kept open, because a save may move the folder aside.
     """
 
     descriptor: int = -1
@@ -72,11 +72,11 @@ class _FileLease(Lease):
         """Create the file. Raises OSError."""
         self.descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         machine = None
-        # another process checks the new lease at this moment: only its age counts then
+        # if another process checks the new lease at this moment, its age alone counts
         with suppress(BlockingIOError):
             machine = machine_id() if lock_descriptor(self.descriptor) else None
         identity = {**process_facts(), "machine": machine}
-        with suppress(OSError):  # on a full disk it stays empty, and only its age counts
+        with suppress(OSError):  # on a full disk the file stays empty, and its age alone counts
             os.write(self.descriptor, json.dumps(identity).encode())
 
     def renew(self) -> None:
@@ -90,9 +90,9 @@ class _FileLease(Lease):
 
 
 def _put_object_lease(store: Store) -> Lease | None:
-    """A lease on the checkpoint of a bucket.
+    """Put a lease on a checkpoint in a bucket.
 
-    None without write access: such a reader cannot prevent a deletion.
+    Return None without write access: such a reader cannot prevent a deletion.
     """
     lease = Lease(store, new_mark(LEASE))
     try:
@@ -103,7 +103,10 @@ def _put_object_lease(store: Store) -> Lease | None:
 
 
 def _put_file_lease(store: Store, folder: Path) -> _FileLease | None:
-    """A lease on the checkpoint in `folder`; None without one, and if it cannot be written."""
+    """Put a lease on the checkpoint in `folder`.
+
+    Return None without a checkpoint, or if the lease cannot be written.
+    """
     name = f"{LEASE}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     lease = _FileLease(store, name)
     try:

@@ -23,7 +23,7 @@ class SaveMark(ExclusiveLease):
 
     name: str = SAVING
     run_id: str | None = None
-    # everything in the folder is of this save, or of dead ones that it took over
+    # whether all files in the folder are of this save, or of dead saves that it has replaced
     cleared: bool = False
 
     @property
@@ -31,25 +31,25 @@ class SaveMark(ExclusiveLease):
         return {**super().facts, "run_id": self.run_id, "cleared": self.cleared}
 
     def take(self) -> None:
-        """Put the mark, replacing that of a dead save or of this run.
+        """Put the mark, which may replace the mark of a dead save or of a save of this run.
 
-        Raises TargetError while another is alive.
+        Raises TargetError while another save is alive.
         """
         try:
             self.put(create_only=True)
         except NameTakenError:
-            if not self.is_ours:  # otherwise the response of our own write was lost
+            if not self.is_ours:  # if it is, only the response to the write was lost
                 self._take_over()
         self.begin()
 
     def declare_clear(self) -> None:
-        """Record that no foreign files are in the folder, for the cleanup after a crash."""
+        """Record that the folder has files of saves alone, for the cleanup after a crash."""
         if not self.cleared:
             self.cleared = True
             self.put()
 
     def check(self) -> None:
-        """Raise TargetError when another save has taken the folder over."""
+        """Raise TargetError if another save has taken over the folder."""
         if not self.is_ours:
             raise TargetError(
                 f"{self.store.url}: taken over by {mark_holder(self.store, SAVING)}, which took "
@@ -77,7 +77,7 @@ class SaveMark(ExclusiveLease):
 def clear_spent_mark(store: Store) -> bool:
     """Delete the mark of a save that was killed after it committed the checkpoint in `store`.
 
-    True if there was one. A mark that cannot be read or deleted now stays.
+    Return True if there was such a mark. A mark that cannot be read or deleted now stays.
     """
     with suppress(CheckpointError):
         token = read_mark(store, SAVING).get("token")

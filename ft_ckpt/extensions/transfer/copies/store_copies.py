@@ -15,7 +15,7 @@ from dataclasses import replace
 from ft_ckpt.checkpoint import OpenCheckpoint
 from ft_ckpt.checkpoint.catalog import EarlierCheckpoint, earlier_checkpoints
 from ft_ckpt.checkpoint.checks import verify
-from ft_ckpt.checkpoint.commit import Staging, open_staging_at, settle_staging_at
+from ft_ckpt.checkpoint.commit import Staging, open_staging_at, recover_staging_at
 from ft_ckpt.checkpoint.manifest import Manifest, content_identity
 from ft_ckpt.errors import CheckpointError, CorruptError, NoSpaceError, TargetError
 from ft_ckpt.extensions.transfer.copies.identity import (
@@ -61,7 +61,7 @@ def copy_open(
     report = new_copy_report(goal.location, checkpoint.place.location, manifest)
     signed = signature_of_copy(checkpoint, manifest)
     if is_there(goal, manifest) and (not renews or verify(goal).ok):
-        settle_staging_at(goal)
+        recover_staging_at(goal)
         report = replace(report, is_new=False, sent_bytes=0)
     else:
         may_replace = overwrite or is_same_copy(manifest_at(goal), manifest)

@@ -19,7 +19,7 @@ from typing_extensions import Self
 
 from ft_ckpt.checkpoint import OpenCheckpoint, open_checkpoint, text_identity
 from ft_ckpt.checkpoint.checks import SIGNATURE_NAME, checkpoint_problems, verify
-from ft_ckpt.checkpoint.commit import open_staging, settle_staging_at
+from ft_ckpt.checkpoint.commit import open_staging, recover_staging_at
 from ft_ckpt.checkpoint.leases import is_mark
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, manifest_to_json, parse_manifest
 from ft_ckpt.errors import (
@@ -297,7 +297,7 @@ def _fetch_once(folder: BucketFolder, target: Path, *, overwrite: bool) -> tuple
     goal = Place(LocalStore(target))
     report = new_copy_report(target, folder.url, manifest)
     if is_there(goal, manifest) and verify(goal).ok:
-        settle_staging_at(goal)
+        recover_staging_at(goal)
         report = replace(report, is_new=False, sent_bytes=0)
     else:
         if not (overwrite or is_same_copy(manifest_at(goal), manifest)):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ft_ckpt.checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.catalog import CheckpointInfo, Listing, list_checkpoints
-from ft_ckpt.checkpoint.commit import settle_staging_at
+from ft_ckpt.checkpoint.commit import recover_staging_at
 from ft_ckpt.checkpoint.manifest import why_no_checkpoint
 from ft_ckpt.errors import CheckpointError, ConfigError, NameTakenError, NotACheckpointError
 from ft_ckpt.extensions.transfer.copies import (
@@ -210,7 +210,7 @@ def _settle_present(plan: _SyncPlan, goal: Place) -> None:
         recover_all(goal)  # from one listing
         return
     for info in plan.present:
-        settle_staging_at(_place_in(goal, info.name))
+        recover_staging_at(_place_in(goal, info.name))
 
 
 def _place_in(goal: Place, name: str) -> Place:
