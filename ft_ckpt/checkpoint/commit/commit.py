@@ -137,7 +137,7 @@ def commit_stage(stage: Path, target: Path, manifest: Manifest, max_mode: int = 
     """
     with explained(target):
         target = real_path(target)
-        # the lock of the folder that is `target` now; after an exchange it is where the stage was
+        # locks the folder that is `target` now, which an exchange moves to the stage's place
         with holding_lock(target):
             try:
                 _seal_and_place(stage, target, manifest, max_mode)

@@ -1,7 +1,14 @@
-"""The manifest: what is recorded of a checkpoint, as text, and what a folder holds.
+"""The manifest of a checkpoint, and the contents of a folder.
 
-Nothing here changes a folder. Begin at `manifest`, the records; then `stored_manifest`, which reads
-them, and `contents`, which says what a folder is.
+| module | holds |
+|---|---|
+| `manifest` | the records of a manifest and their JSON form |
+| `stored_manifest` | reading the manifest of the checkpoint in a store |
+| `contents` | a description of what a place contains, for errors and answers |
+| `misleading` | files that readers would take for weights of the checkpoint |
+| `cards` | model cards, which may change after a save |
+
+Nothing here changes a folder. Begin at `manifest`, then `stored_manifest` and `contents`.
 """
 
 import lazy_loader

@@ -16,9 +16,10 @@ CARD_NAME = "README.md"
 def with_current_cards(
     store: Store, manifest: Manifest, objects: Mapping[str, Stored] | None = None
 ) -> tuple[Manifest, tuple[str, ...]]:
-    """The manifest with its model cards as they are in `store` now, and a note for each change.
+    """Return the manifest with its model cards as they are now, and a note for each change.
 
-    `objects` are those of a bucket, by name: a card is read only if its version is another one.
+    `objects` are the objects of a bucket by name; a card in them is read only if its version
+    differs from the recorded one.
     """
     cards = set()
     for part in manifest.parts:
@@ -48,14 +49,14 @@ def with_current_cards(
 
 
 def is_other_version(file: FileRecord, stored: Stored | None) -> bool:
-    """Whether an object has another version than the one that was committed."""
+    """Check whether an object has another version than the one that was committed."""
     if stored is None or file.etag is None or stored.etag is None:
         return False
     return file.etag != stored.etag
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether `name` is a valid model id of the Hub, and not a local folder."""
+    """Check whether `name` is a valid model id of the Hub, and not a local folder."""
     from huggingface_hub.errors import HFValidationError  # lazily: `ft-ckpt ls` does not need it
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in its __all__
 

@@ -1,9 +1,7 @@
-"""Describes what a place contains, for a user who gave another one than expected.
+"""Describes what a place contains, for a user who has named another place than expected.
 
-Read-only; imports no torch.
-
-Places are recognised by the names of files and folders; of small documents a class, a step or a
-base is read.
+Places are recognised by the names of files and folders, without changing a file or importing torch.
+From small documents a class, a step or a base is read.
 """
 
 import json
@@ -64,13 +62,13 @@ class Contents:
     """The checkpoints, runs, models or weight files in it."""
 
     def sentence(self, place: object) -> str:
-        """The text of an error or answer about `place`: the place, what is there, what to do."""
+        """Return the text of an error or answer: the place, what it contains, what to do."""
         shown = shown_location(place.location) if isinstance(place, Place) else place
         return f"{shown}: {self.text}; {self.advice}"
 
 
 def describe_contents(place: Place) -> Contents:
-    """What `place` contains. Raises UnreadableError if it cannot be listed."""
+    """Describe what `place` contains. Raises UnreadableError if it cannot be listed."""
     folder = place.folder
     parent, name = folder.parent, place.basename
     if parent is not None and parent.stat(name) is not None:
@@ -88,7 +86,7 @@ def describe_contents(place: Place) -> Contents:
 
 
 def why_no_checkpoint(place: Place) -> str:
-    """Why there is no checkpoint of ft_ckpt at `place`, what is there instead, and what to do."""
+    """Say why there is no checkpoint of ft_ckpt at `place`, what it contains, and what to do."""
     contents = describe_contents(place)
     if contents.kind == CHECKPOINT:  # not when it was opened
         return f"{place}: is being replaced or deleted; try again"
@@ -96,7 +94,7 @@ def why_no_checkpoint(place: Place) -> str:
 
 
 def visible_folders(listed: FolderListing) -> list[Folder]:
-    """The folders that may be checkpoints: hidden ones are unfinished saves, or internal."""
+    """Return the folders that are not hidden: hidden ones are unfinished saves, or internal."""
     return [folder for folder in listed.folders if not folder.name.startswith(".")]
 
 
@@ -117,7 +115,7 @@ def _describe_file(place: Place) -> Contents:
 
 
 def _describe_folder(store: Store, listed: FolderListing, max_folders: tuple[int, ...]) -> Contents:
-    """The contents of a folder; without `max_folders`, folders in it are not looked into."""
+    """Describe a folder, and at most `max_folders` of the folders in it, for each level."""
     files = {entry.name for entry in listed.objects}
     if MANIFEST_NAME in files:
         return Contents(CHECKPOINT, "a checkpoint of ft_ckpt", "`ft-ckpt show` describes it")
@@ -136,7 +134,7 @@ def _describe_folder(store: Store, listed: FolderListing, max_folders: tuple[int
 
 
 def _folder_order(folder: Folder) -> tuple[bool, int, str]:
-    """Checkpoints by their number after all others, so that the newest ones come last."""
+    """Sort numbered checkpoints after all other folders, so that the newest ones come last."""
     match = _STEP_FOLDER.fullmatch(folder.name)
     return match is not None, int(match[1]) if match else 0, folder.name
 
@@ -146,7 +144,7 @@ def _of_kind(below: Mapping[str, Contents], *kinds: str) -> tuple[str, ...]:
 
 
 def _describe_run(below: Mapping[str, Contents]) -> Contents | None:
-    """A folder with checkpoints directly below it, of ft_ckpt or of transformers."""
+    """Describe a folder with checkpoints of ft_ckpt or transformers directly below it."""
     checkpoints = _of_kind(below, CHECKPOINT)
     foreign = _of_kind(below, "Trainer checkpoint")
     if checkpoints:
@@ -165,7 +163,7 @@ def _describe_run(below: Mapping[str, Contents]) -> Contents | None:
 
 
 def _describe_foreign(store: Store, files: set[str]) -> Contents | None:
-    """A folder that another program has written."""
+    """Describe a folder that another program has written."""
     weights = _weight_names(files)
     if "trainer_state.json" in files:
         return _describe_trainer_checkpoint(store)
@@ -235,7 +233,7 @@ def _describe_model(config: Mapping[str, Any]) -> Contents:
 
 
 def _describe_parent(below: Mapping[str, Contents]) -> Contents | None:
-    """A folder whose folders have contents that a user may have meant."""
+    """Describe a folder whose folders have contents that a user may have meant."""
     runs = _of_kind(below, RUN)
     if runs:
         return Contents(
@@ -270,7 +268,7 @@ def _describe_rest(files: set[str], listed: FolderListing) -> Contents:
 
 
 def _weight_names(files: Iterable[str]) -> tuple[str, ...]:
-    """The files with the name of weights in some format, and indexes of shards."""
+    """Return the files with the name of weights in some format, and indexes of shards."""
     endings = [".safetensors.index.json", ".bin.index.json"]
     for known_format in tensor_formats():
         endings += known_format.suffixes
@@ -278,17 +276,14 @@ def _weight_names(files: Iterable[str]) -> tuple[str, ...]:
 
 
 def class_in(config: Mapping[str, Any], otherwise: str) -> str:
-    """The class in a config of transformers or diffusers, if it is the name of one."""
+    """Return the class in a config of transformers or diffusers, or `otherwise` without one."""
     classes = config.get("architectures")
     cls = classes[0] if isinstance(classes, list) and classes else config.get("_class_name")
     return cls if isinstance(cls, str) and cls.isidentifier() else otherwise
 
 
 def document_in(store: Store, name: str, max_bytes: int = _MAX_DOCUMENT_BYTES) -> Mapping[str, Any]:
-    """The JSON object `name`.
-
-    Empty if it is missing, damaged or too large: the description goes without it.
-    """
+    """Read the JSON object `name`; return {} if it is missing, damaged or too large."""
     try:
         document = json.loads(read_text(store, name, max_bytes))
     except (CheckpointError, ValueError, RecursionError):

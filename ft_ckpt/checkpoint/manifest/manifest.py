@@ -89,8 +89,8 @@ class Manifest:
     kind: str  # "full" | "adapter" | "attribute" | "state" | "delta"
     created: str  # ISO 8601, UTC
     step: Whole | None = None
-    # Whole numbers stay whole: a manifest that is read and written again has the same text. In JSON
-    # those that are not finite are text.
+    # Integers stay integers, so that a manifest that is read and written again has the same text.
+    # In JSON, numbers that are not finite are text.
     metrics: Mapping[str, int | float] = field(default_factory=dict)
     world: Mapping[str, Any] = field(default_factory=dict)  # {"size": 2, "engine": "fsdp2", ...}
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class Manifest:
 
 
 def parse_time(created: str) -> datetime | None:
-    """The time of an ISO 8601 text, in UTC if it has no zone; None if it is invalid."""
+    """Parse an ISO 8601 time, which is UTC if it has no zone; return None if it is invalid."""
     try:
         then = datetime.fromisoformat(created.replace("Z", "+00:00"))
         return then.astimezone(timezone.utc) if then.tzinfo else then.replace(tzinfo=timezone.utc)
@@ -123,7 +123,7 @@ def parse_time(created: str) -> datetime | None:
 
 
 def age_of(created: str) -> str:
-    """The age of an ISO 8601 time in its largest unit, as "22 s"; "" if it is not a time."""
+    """Return the age of an ISO 8601 time in its largest unit, as "22 s"; "" for other text."""
     then = parse_time(created)
     if then is None:
         return ""
@@ -135,9 +135,9 @@ def age_of(created: str) -> str:
 
 
 def manifest_to_json(manifest: Manifest) -> str:
-    """The manifest as JSON text with one line per record, for diffs and readers.
+    """Return the manifest as JSON text with one line per record, for diffs and readers.
 
-    Its field "digest" is the digest of the text without the line of that field.
+    The field "digest" is the digest of the text without the line of that field.
     """
     plain = {
         key: value for key, value in values_of(manifest).items() if key not in ("parts", "files")
@@ -161,11 +161,11 @@ def manifest_to_json(manifest: Manifest) -> str:
 
 
 def manifest_from_json(text: str, source: str = MANIFEST_NAME) -> Manifest:
-    """The manifest in `text`; `source` names it in errors.
+    """Parse the manifest in `text`; `source` names it in errors.
 
-    Raises ManifestError when it is not JSON, when a field is missing or has another type or range,
-    when its digest differs (manifests of ft_ckpt 0.1.0 have none), or when it was written by a
-    newer ft_ckpt.
+    Raises ManifestError if the text is not JSON, if a field is missing or has another type or
+    range, if the digest differs (manifests of ft_ckpt 0.1.0 have none), or if a newer ft_ckpt has
+    written the manifest.
     """
     document = _parse_document(text, source)
     _check_digest(document, text, source)
@@ -186,7 +186,7 @@ def manifest_from_json(text: str, source: str = MANIFEST_NAME) -> Manifest:
 
 
 def content_identity(manifest: Manifest) -> str:
-    """A digest that all copies of a checkpoint share."""
+    """Return a digest that all copies of a checkpoint share."""
     facts = values_of(manifest)
     for name in _OF_COMMITS:
         del facts[name]
@@ -206,7 +206,7 @@ def _part_json(part: PartRecord) -> str:
 
 
 def _values_of_file(file: FileRecord) -> dict[str, Any]:
-    """The fields of a record, without an etag or a SHA-256 that it does not have."""
+    """Return the fields of a record, without an etag or a SHA-256 that is None."""
     values = values_of(file)
     for name in ("etag", "sha256"):
         if values[name] is None:
@@ -215,9 +215,9 @@ def _values_of_file(file: FileRecord) -> dict[str, Any]:
 
 
 def _json_text(value: Any) -> str:
-    """JSON that can be encoded as UTF-8, with escaped surrogates.
+    """Return JSON that can be encoded as UTF-8.
 
-    These stand for bytes of file names that are not UTF-8.
+    Surrogates, which stand for bytes of file names that are not UTF-8, are escaped.
     """
     return re.sub("[\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", _encode(value))
 
@@ -231,9 +231,9 @@ def _digest_line(digest: str) -> str:
 
 
 def _metrics_of(stored: Any) -> Any:
-    """The metrics as numbers.
+    """Convert stored metrics to numbers.
 
-    NaN and infinities are stored as text, and 0.1.0 did not refuse other values.
+    NaN and infinities are stored as text. ft_ckpt 0.1.0 did not refuse other values.
     """
     if type(stored) is not dict:
         return stored
@@ -270,7 +270,7 @@ def _parse_document(text: str, source: str) -> dict[str, Any]:
 def _check_digest(document: dict[str, Any], text: str, source: str) -> None:
     """Compare a manifest with its digest.
 
-    One without is by 0.1.0 and must have no undeclared fields.
+    A manifest without a digest is by ft_ckpt 0.1.0, and must have no undeclared fields.
     """
     expected = document.get("digest")
     if "digest" in document:
@@ -291,7 +291,7 @@ def _check_digest(document: dict[str, Any], text: str, source: str) -> None:
 
 
 def _manifest_problems(manifest: Manifest) -> Iterator[str]:
-    """A line for each value of the right type that no save can have written."""
+    """Yield a line for each value of the right type that no save can have written."""
     counts = Counter(file.path for file in manifest.files)
     for path, count in counts.items():
         if count > 1:
@@ -328,7 +328,7 @@ def _is_delta_record(delta: Mapping[str, str]) -> bool:
 
 
 def _are_samples(samples: Any) -> bool:
-    """Whether a fingerprint's value for a tensor is as saves write it: {"12": 0.5}."""
+    """Check whether a tensor's value in a fingerprint is as saves write it: {"12": 0.5}."""
     if type(samples) is not dict:
         return False
     return all(
@@ -352,7 +352,7 @@ def _are_in_order(file: FileRecord) -> bool:
 def check_paths(manifest: Manifest, source: str) -> None:
     """Raise ManifestError naming every path of the manifest that leads out of its folder.
 
-    `source` names it.
+    `source` names the manifest in the error.
     """
     paths = {file.path for file in manifest.files}
     paths.update(part.path for part in manifest.parts if part.path)

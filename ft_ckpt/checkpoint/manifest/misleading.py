@@ -23,7 +23,7 @@ _NAMES_BY_KIND = {
 
 
 def is_misleading(path: str, manifest: Manifest) -> bool:
-    """Whether readers would load `path` as weights, though the manifest does not list it."""
+    """Check whether readers would load `path` as weights although it is not in the manifest."""
     folder, name = str(PurePosixPath(path).parent), PurePosixPath(path).name
     kinds = {part.kind for part in manifest.parts if (part.path or ".") == folder}
     patterns = [_NAMES_BY_KIND[kind] for kind in kinds if kind in _NAMES_BY_KIND]
@@ -33,7 +33,7 @@ def is_misleading(path: str, manifest: Manifest) -> bool:
 
 
 def misleading_files(store: Store, manifest: Manifest) -> list[str]:
-    """Paths of the misleading files in the folders of the manifest's parts, sorted."""
+    """Return, sorted, the misleading files in the folders of the manifest's parts."""
     paths: list[str] = []
     for part_path in {part.path for part in manifest.parts}:
         listing = store.list_folder(part_path)
@@ -43,6 +43,6 @@ def misleading_files(store: Store, manifest: Manifest) -> list[str]:
 
 
 def misleading_problem(name: str) -> Problem:
-    """The problem of a file that `misleading_files` names."""
+    """Return the problem of a file that `misleading_files` names."""
     where = "not of this checkpoint, and readers would take it for its weights; move it away"
     return Problem(f"{name}: {where}")

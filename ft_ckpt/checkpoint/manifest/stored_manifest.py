@@ -26,11 +26,11 @@ _HEAD_BYTES = 64 << 10  # of a manifest: contains the scalar fields
 
 
 def read_manifest(place: Place) -> Manifest:
-    """The manifest of the checkpoint at `place`.
+    """Read the manifest of the checkpoint at `place`.
 
-    Raises NotACheckpointError, saying what is there, when nothing is committed; ManifestError when
-    the manifest is damaged, from a newer ft_ckpt, or contains a path outside the folder;
-    UnreadableError when it cannot be read now.
+    Raises NotACheckpointError, which says what is at `place`, if no checkpoint is committed;
+    ManifestError if the manifest is damaged, from a newer ft_ckpt, or contains a path outside the
+    folder; UnreadableError if it cannot be read now.
     """
     try:
         return load_manifest(place.folder)
@@ -39,12 +39,12 @@ def read_manifest(place: Place) -> Manifest:
 
 
 def load_manifest(store: Store) -> Manifest:
-    """The manifest of the checkpoint in `store`. Raises as `read_manifest` does."""
+    """Read the manifest of the checkpoint in `store`. Raises what `read_manifest` raises."""
     return parse_manifest(manifest_text(store), store.where(MANIFEST_NAME))
 
 
 def manifest_text(store: Store) -> str:
-    """The text of the manifest in `store`. Raises as `read_manifest` does."""
+    """Read the text of the manifest in `store`. Raises what `read_manifest` raises."""
     try:
         return read_text(store, MANIFEST_NAME, MANIFEST_LIMIT_BYTES)
     except MissingError as error:
@@ -69,13 +69,13 @@ def parse_manifest(text: str, where: str) -> Manifest:
 
 
 def manifest_version(store: Store) -> str | None:
-    """The version of the manifest in `store`; None without one. Raises UnreadableError."""
+    """Return the version of the manifest in `store`, None without one. Raises UnreadableError."""
     stored = store.stat(MANIFEST_NAME)
     return None if stored is None else stored.version
 
 
 def is_delta(place: Place) -> bool:
-    """Whether the checkpoint at `place`, if there is one, is a delta of a chain."""
+    """Check whether the checkpoint at `place`, if there is one, is a delta of a chain."""
     try:
         return bool(load_manifest(place.folder).delta)
     except CheckpointError:
@@ -83,7 +83,7 @@ def is_delta(place: Place) -> bool:
 
 
 def next_number(target: Store, beside: Store) -> int:
-    """The number of a new checkpoint without a step: one more than the largest."""
+    """Return the number of a new checkpoint without a step: one more than the largest."""
     largest = 0
     for store in (target, beside):
         below = [store.within(folder.name) for folder in visible_folders(store.list_folder())]
@@ -93,10 +93,7 @@ def next_number(target: Store, beside: Store) -> int:
 
 
 def _number_in_head(store: Store) -> int:
-    """The number of the checkpoint in `store`, read from the start of its manifest.
-
-    0 when it has none.
-    """
+    """Read the number of a checkpoint from the start of its manifest; return 0 without one."""
     try:
         with closing(store.open(MANIFEST_NAME)) as file:
             head = read_range(file, 0, _HEAD_BYTES)

@@ -62,7 +62,7 @@ class WantedTensor:
         return self.info.sharding.local_boxes(global_rank())
 
     def in_boxes(self) -> list[WantedBox]:
-        """The boxes with their memory; empty if this rank holds no element."""
+        """Return the boxes with their memory, none if this rank holds no element."""
         if self.local is None or not self.local.numel():
             return []
         view, dtype = self.info.sharding.view, self.info.dtype

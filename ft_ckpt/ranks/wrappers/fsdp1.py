@@ -33,9 +33,8 @@ class FlatParameter:
     dtype: torch.dtype
     requires_grad: bool
     first: int  # index of the first element in the unsharded flat parameter
-    members: (
-        Sequence[int] | None
-    )  # ranks that the parameter is cut over; None if each has all of it
+    # the ranks among which the parameter is cut; None if every rank has all of it
+    members: Sequence[int] | None
     # the parameter that optimizers get; None if that is the flat parameter itself
     original: Any = None
 

@@ -119,7 +119,7 @@ def _orders_agree(size: int, parts: list[int], factors: list[int]) -> bool:
 def _rows_by_placements(
     size: int, parts: list[int], factors: list[int]
 ) -> dict[tuple[int, ...], list[int]]:
-    """The rows of each rank, by its place in the mesh, as the split factors of placements say."""
+    """Return the rows of each rank by its place in the mesh, as the placements cut them."""
     rows_of_ranks: dict[tuple[int, ...], list[int]] = {(): list(range(size))}
     for count, factor in zip(parts, factors, strict=True):
         cut_further: dict[tuple[int, ...], list[int]] = {}
@@ -135,7 +135,7 @@ def _rows_by_placements(
 
 
 def _rows_from_right(size: int, parts: list[int]) -> dict[tuple[int, ...], list[int]]:
-    """The rows of each rank, by its place in the mesh, cut from right to left."""
+    """Return the rows of each rank by its place in the mesh, cut from right to left."""
     rows_of_ranks: dict[tuple[int, ...], list[int]] = {(): list(range(size))}
     for count in reversed(parts):
         cut_further: dict[tuple[int, ...], list[int]] = {}

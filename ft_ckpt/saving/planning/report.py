@@ -45,19 +45,19 @@ class SaveReport:
     def push(self) -> "PendingPush | None":
         """The push to the Hub that the save requested; on rank 0 alone."""
         job: Any = self.follow_ups.get("push")
-        return job  # type: ignore[no-any-return]  # what the run has put there
+        return job  # type: ignore[no-any-return]  # the run's handle of this kind
 
     @property
     def upload(self) -> "PendingPush | None":
         """The upload from the staging folder to the bucket, if there is one; on rank 0 alone."""
         job: Any = self.follow_ups.get("upload")
-        return job  # type: ignore[no-any-return]  # what the run has put there
+        return job  # type: ignore[no-any-return]  # the run's handle of this kind
 
     @property
     def publish(self) -> "PendingPublish | None":
         """The publish to the servers of the setting `publish`; on rank 0 alone."""
         job: Any = self.follow_ups.get("publish")
-        return job  # type: ignore[no-any-return]  # what the run has put there
+        return job  # type: ignore[no-any-return]  # the run's handle of this kind
 
     @property
     def place(self) -> Place:

@@ -20,9 +20,9 @@ from ft_ckpt.saving.planning.plan import SavePlan
 from ft_ckpt.storage.digests import Cut, FileRecord, chunk_of_rank, joined_digest
 from ft_ckpt.storage.io import BLOCK_BYTES
 
-# A smaller checkpoint is written by rank 0: to open its files on all ranks takes longer.
+# Rank 0 writes a smaller checkpoint: opening its files on all ranks would take longer.
 MIN_SHARED_BYTES = 32 << 20
-# A tensor with several runs, one of them smaller, is gathered: at 128 KB that is as fast.
+# A tensor with several runs is gathered if one run is smaller: at 128 KB a gather is as fast.
 MIN_RUN_BYTES = 256 << 10
 
 # How the bytes of one tensor are divided among ranks: in cuts, or as one of the constants.
