@@ -16,7 +16,7 @@ from ft_ckpt.storage.local import TRIAL, temporary_store
 MAX_SECONDS = 65.0  # the longest times of NFS and of the mounts in common use are 60 s
 _SECONDS_BETWEEN_LOOKS = 0.02
 _OLD, _NEW = b"old", b"new"
-# of a name that a client does not know yet, or of the file that it had before
+# errors of a name that a client does not know yet, or of the file that it had before
 _NOT_YET = (errno.ENOENT, errno.ESTALE)
 
 

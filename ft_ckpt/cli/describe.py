@@ -16,7 +16,7 @@ from ft_ckpt.errors import CheckpointError, listing
 from ft_ckpt.retention import Keep, keep_from_record
 from ft_ckpt.storage import Store
 
-_MAX_STATE_BYTES = 64 << 20  # of the document of a training state
+_MAX_DOCUMENT_BYTES = 64 << 20  # of a training state
 _SIZES = {  # fields of a config of transformers, and their words
     "num_hidden_layers": "{:,} layers",
     "hidden_size": "hidden size {:,}",
@@ -218,7 +218,7 @@ def _rules_in_state(info: CheckpointInfo, state: PartRecord) -> Keep | None:
     documents = [path for path in paths if path.endswith(".json")]
     if not documents:
         return None
-    record = document_in(info.store, documents[0], _MAX_STATE_BYTES).get("keep")
+    record = document_in(info.store, documents[0], _MAX_DOCUMENT_BYTES).get("keep")
     if not isinstance(record, dict):
         return None
     try:

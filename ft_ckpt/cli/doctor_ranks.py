@@ -1,6 +1,6 @@
 """`ft-ckpt doctor PLACE` on several ranks.
 
-It shows what they see of each other's files, and how saves will write there.
+The command shows what the ranks see of each other's files, and how saves will write there.
 """
 
 from collections.abc import Iterator

@@ -13,7 +13,7 @@ from ft_ckpt.values import human_size
 if TYPE_CHECKING:
     from ft_ckpt.extensions.tools.converting import ConvertReport
 
-_MAX_SKIPPED = 8  # tensors that are named
+_MAX_NAMED = 8  # skipped values that are named
 
 
 def add_output_options(parser: ArgumentParser) -> None:
@@ -104,8 +104,8 @@ def print_conversion(
     for note in report.notes:
         print_lines(f"  {note}")
     if report.skipped:
-        shown = ", ".join(report.skipped[:_MAX_SKIPPED])
-        if len(report.skipped) > _MAX_SKIPPED:
+        shown = ", ".join(report.skipped[:_MAX_NAMED])
+        if len(report.skipped) > _MAX_NAMED:
             shown += ", ..."
         print_lines(f"  {len(report.skipped)} left out: {shown}")
 

@@ -17,7 +17,7 @@ from ft_ckpt.messages import printable
 from ft_ckpt.schema import values_of
 
 _NUMBERS = {"step", "size", "checkpoints"}  # right-aligned columns
-COLUMN_GAP = 2  # between columns
+COLUMN_GAP = 2  # spaces between columns
 
 
 def terminal_width() -> int:

@@ -1,9 +1,9 @@
 """The checkpoint-state folder of open-instruct's GRPO trainer: reading and writing.
 
-It holds the state of a DeepSpeed engine. DeepSpeed's `save_checkpoint` writes the folder, with a
-client state: the step, the episode, the positions of the loaders, and the RNG states of the rank
-that wrote the file. DeepSpeed restores its engine from values that are read here, because its own
-reader executes pickles.
+The folder has the state of a DeepSpeed engine. DeepSpeed's `save_checkpoint` writes the folder,
+with a client state: the step, the episode, the positions of the loaders, and the RNG states of the
+rank that wrote the file. DeepSpeed restores its engine from values that are read here, because its
+own reader executes pickles.
 
 Format: `open_instruct/grpo_fast.py` of August 2026, on DeepSpeed 0.18.3 to 0.19.
 """

@@ -8,7 +8,7 @@ Programs that make the trainer themselves take a `FtCkptCallback`, which calls i
 
 Files that a subclass adds in its own `save_model` or `_save` are committed with the checkpoint;
 weights that it writes there in another layout are refused before the first step. Models that the
-trainer or a callback holds beside the trained one are restored, or named. Schedule
+trainer or a callback holds besides the trained one are restored, or named. Schedule
 (`save_strategy`), metrics, early stopping and the best model remain the Trainer's.
 """
 

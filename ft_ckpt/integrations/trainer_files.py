@@ -1,6 +1,6 @@
-"""The output folder of a Trainer, whose checkpoints are chosen, loaded and pruned here.
+"""The output folder of a Trainer: how its checkpoints are chosen, loaded and pruned.
 
-They are those of ft_ckpt and the Trainer's own.
+The folder may have checkpoints of ft_ckpt and the Trainer's own.
 """
 
 import math

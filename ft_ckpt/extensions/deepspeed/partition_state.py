@@ -18,7 +18,7 @@ from ft_ckpt.formats.trees import decode_value
 from ft_ckpt.ranks.sharding import ReplicatedSharding, Source, held_source
 from ft_ckpt.runs.optimizers import Description, encode_if_plain, parameter_of
 
-MASTER = "master"  # key of the float32 weights that ZeRO trains beside half-precision ones
+MASTER = "master"  # key of the float32 weights from which ZeRO makes half-precision ones
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,7 @@ def _stand_ins(module: str, *names: str) -> dict[str, type[StandIn]]:
 
 
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
-_GLOBALS = {  # that a `.metadata` may name
+_GLOBALS = {  # the globals that a `.metadata` may name
     **PLAIN_VALUES,
     **_stand_ins(
         "torch.distributed.checkpoint.metadata",

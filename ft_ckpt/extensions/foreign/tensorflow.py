@@ -34,9 +34,9 @@ from ft_ckpt.storage import Store, is_inside, read_text
 from ft_ckpt.storage.local import LocalStore, check_files_inside, check_prefix_inside
 from ft_ckpt.storage.places import Place, local_folder
 
-PREFIX = "model.ckpt"  # of the files in a folder that we write
+PREFIX = "model.ckpt"  # of the files in a folder that ft_ckpt writes
 _INDEX = ".index"  # suffix of a bundle's index; no other file has it
-# in a folder of several checkpoints that we write: the prefix of each tensor
+# in a folder of several checkpoints that ft_ckpt writes: the prefix of each tensor
 SHARDS = "shards.json"
 STATE = "checkpoint"  # the file by which TensorFlow finds the newest prefix in a folder
 SHARD_BYTES = 96 << 20

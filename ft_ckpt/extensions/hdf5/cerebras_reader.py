@@ -1,8 +1,8 @@
 """Reader of the object tree and the leaves of Cerebras checkpoints (HDF5).
 
-It reads the format 0.4 and those from 0.5 on. Nothing in the file is run: the pickled tree of 0.4
-and its objects are decoded by `unpickle`, and unknown objects stay opaque. Links to other files,
-unfinished files and unknown kinds of leaves are refused.
+The formats 0.4, and those from 0.5 on, are read. Nothing in the file is run: the pickled tree of
+0.4 and its objects are decoded by `unpickle`, and unknown objects stay opaque. Links to other
+files, unfinished files and unknown kinds of leaves are refused.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Description of an object as a Cerebras checkpoint of format 0.5.
 
-It has attributes, and a dataset for each leaf.
+The description has attributes, and a dataset for each leaf.
 """
 
 import json

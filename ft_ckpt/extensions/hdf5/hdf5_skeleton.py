@@ -22,7 +22,7 @@ from ft_ckpt.errors import ConfigError
 from ft_ckpt.extensions.hdf5.hdf5_metadata import Attribute, Dataset
 
 GZIP_LEVEL = 4
-_KEPT_SPACES = 256  # shapes: describing one takes as long as writing an attribute
+_MAX_CACHED_SPACES = 256  # describing a shape takes as long as writing an attribute
 _ZERO = np.zeros(16, np.uint8)  # the bytes of a zero of any type
 _TEXT = h5py.string_dtype()
 _TEXT_TYPE = h5t.py_create(_TEXT, logical=True)
@@ -186,7 +186,7 @@ def _create_dataset(file: Any, path: bytes, dataset: Dataset, names: Any) -> Non
         _create_attribute(handle, name, value)
 
 
-@lru_cache(_KEPT_SPACES)
+@lru_cache(_MAX_CACHED_SPACES)
 def _space(shape: tuple[int, ...] | None) -> Any:
     if shape is None:
         return h5s.create(h5s.NULL)
@@ -241,7 +241,7 @@ def _allocate_bytes(file: Any, dataset: Dataset) -> int:
     return int(handle.get_offset())
 
 
-@lru_cache(_KEPT_SPACES)
+@lru_cache(_MAX_CACHED_SPACES)
 def _first_element(shape: tuple[int, ...]) -> Any:
     """Return the space of a dataset of this shape, with its first element selected."""
     space = _space(shape).copy()

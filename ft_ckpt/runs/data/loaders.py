@@ -1,9 +1,9 @@
 """Properties of data loaders (torch, torchdata, Accelerate, others), and their parts.
 
-They are recognized by attributes, not by classes: Accelerate's loaders hold a `base_dataloader`,
-one that reads on rank 0 for all has a `slice_fn`, batch samplers and data sets wrap others as
-`batch_sampler`, `sampler` and `dataset`. Parts are named from the inside ("sampler.0",
-"dataset.0"), so that names do not depend on the wrappers of more ranks.
+The parts are recognized by attributes, not by classes: Accelerate's loaders hold a
+`base_dataloader`, one that reads on rank 0 for all has a `slice_fn`, batch samplers and data sets
+wrap others as `batch_sampler`, `sampler` and `dataset`. Parts are named from the inside
+("sampler.0", "dataset.0"), so that names do not depend on the wrappers of more ranks.
 """
 
 from collections.abc import Mapping

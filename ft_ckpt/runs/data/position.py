@@ -83,11 +83,11 @@ class DataPosition:
         self._order = SampleOrder()
         # digest of the consumed items of a pass that is to be resumed
         self._saved_order: str | None = None
-        # of the data; ranks with the same data count once
+        # shares of the data; ranks with the same data count once
         self.shares = data_shares(loader, size)
         self.epoch = 0  # passes done
         self.batch = 0  # batches of this rank consumed in the current pass
-        # consumed by all ranks since the run began, if their batches are as large as this rank's
+        # samples consumed by all ranks since the run began, if all batches are as large as here
         self.samples = 0
         # items of the source consumed under another cut of this pass, see `DataCut`
         self._offset = 0
@@ -98,12 +98,11 @@ class DataPosition:
         # the loader's own state at the start of a pass that another library began
         self._origin: Any = None
         self._own_states = OwnStates(loader, replay)
-        self._is_pending = (
-            False  # whether a position is loaded and the loader not yet advanced to it
-        )
+        # a position is loaded, and the loader is not advanced to it yet
+        self._is_pending = False
         self._loaded_at_end: bool | None = None
         self._is_over = False  # whether the pass to be resumed has no batch left for any rank
-        # lower bound of its items, if its last batch may have been short
+        # lower bound of that pass's items, if its last batch may have been short
         self._min_items: int | None = None
 
     @property

@@ -63,7 +63,8 @@ def follow(
                 continue
             with ExitStack() as lease:
                 problem = _lease_whole(lease, info)
-                if not isinstance(problem, UnreadableError):  # which is tried again
+                # what cannot be read now is tried again
+                if not isinstance(problem, UnreadableError):
                     done.add(key_of(info))
                 if problem is None:
                     yield info

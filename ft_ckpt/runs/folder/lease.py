@@ -1,8 +1,8 @@
 """The lease of a run's directory: one process trains into it at a time.
 
-It is the mark `.ft_ckpt-run` in the directory, on a disk or in a bucket. The first save or resume
-of a run writes it, and the saver deletes it when it closes. Another process that finds the mark
-looks for the process that wrote it:
+The lease is the mark `.ft_ckpt-run` in the directory, on a disk or in a bucket. The first save or
+resume of a run writes it, and the saver deletes it when it closes. Another process that finds the
+mark looks for the process that wrote it:
 
     it has ended on this machine     take over at once
     it lives on this machine         error, while its renewals are younger than a minute
@@ -32,7 +32,7 @@ from ft_ckpt.storage.places import Place
 
 RUN_LEASE = f"{PREFIX}run"
 LEASE_SECONDS, RENEW_SECONDS = 60.0, 20.0
-_POLLS = 30  # of a mark that is watched
+_POLLS = 30  # of a mark, while waiting for its renewal
 # several processes may take over a dead lease at the same moment: the last mark counts
 _SETTLE_SECONDS_ON_DISK = 0.1
 _SETTLE_SECONDS_IN_BUCKET = 1.0
@@ -122,7 +122,7 @@ class RunLease(ExclusiveLease):
         Reads the mark only if it was not renewed in time, as of a process that was stopped.
         """
         if self.is_held and steady_seconds() - self._renewed_at > 2 * RENEW_SECONDS:
-            # of the place: the save meets it, too, and says what it is
+            # a failing disk or bucket fails the save too, which reports the error
             with suppress(CheckpointError):
                 self._renew_own()
         if self.is_lost:
@@ -195,7 +195,7 @@ def lease_run(directory: Place, user: object) -> RunLease:
     if store.local_folder is not None:
         with explained(store.local_folder):
             make_folder(store.local_folder)
-    # a power cut ends the process, too; and no renewal makes the folder again
+    # unsynced: a power cut ends the process, too, and renewals do not make the folder again
     store = store.unsynced
     with _take_lock:
         with _table_lock:

@@ -75,7 +75,7 @@ def _why_unwritable(store: Store) -> str:
         store.list_folder()
     except (CheckpointError, OSError):
         return "cannot be used with these credentials, endpoint and region; correct them"
-    return "can be read, and not written; use credentials that may write there"  # or delete
+    return "can be read, and not written; use credentials that may write there"
 
 
 _CLAIM = f"{PREFIX}staging"  # file in an upload folder that names its bucket
@@ -98,7 +98,7 @@ class RunPlaces:
         places = (self.directory, self.upload_folder)
         return tuple(place for place in places if place is not None)
 
-    def beside(self, checkpoint: Place) -> tuple[Place, ...]:
+    def copies_of(self, checkpoint: Place) -> tuple[Place, ...]:
         """Return the locations of a checkpoint, one per folder of the run.
 
         For a checkpoint outside of these folders, only its own location is returned.

@@ -138,7 +138,7 @@ def _plan_as_if_saved(
         guarded.append(dataclasses.replace(checkpoint, guards=guards))
     next_number = 1 + max((checkpoint.number for checkpoint in checkpoints), default=0)
     coming = HeldCheckpoint(
-        path="\0",  # which no checkpoint has
+        path="\0",  # a path that no checkpoint has
         step=step,
         created=datetime.now(timezone.utc).timestamp(),
         has_state=True,

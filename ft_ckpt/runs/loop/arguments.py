@@ -13,7 +13,7 @@ from ft_ckpt.messages import short_repr
 from ft_ckpt.schedule import Every
 from ft_ckpt.storage.places import Place
 
-# what an Accelerator has prepared
+# attributes of an Accelerator: the objects that it has prepared
 _PREPARED = ("_models", "_optimizers", "_schedulers", "_dataloaders")
 _MAX_TEXT = 60  # characters of an argument in an error
 

@@ -21,9 +21,9 @@ class Progress:
     samples: int = 0
     """Samples of that loader given to all ranks together since the run began."""
     resumed_from: Path | str | None = None
-    """The checkpoint, its URL if it is in a bucket; None when the run began afresh."""
+    """The checkpoint, its URL if it is in a bucket; None after a fresh start."""
     report: RestoreReport = field(default_factory=RestoreReport)
-    """The outcome of the resume; without items when the run began afresh."""
+    """The outcome of the resume; without items after a fresh start."""
     published: str | None = None
     """The version that was published last (`PublishReport.version`), also before the resume: the
     one that engines had when the checkpoint was saved.

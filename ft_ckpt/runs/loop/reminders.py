@@ -25,11 +25,11 @@ class StepReminder:
         self._every, self._steps = every, steps
         self._is_settled = every is None
         self._batches = 0
-        # of the weights at the beginning, by id of the parameter
+        # versions of the weights at the beginning, by id of the parameter
         self._versions: dict[int, int] = {}
 
     def note_call(self) -> None:
-        """Record that the schedule is asked: there is nothing to remind of."""
+        """Record a call of `step`, after which no reminder is needed."""
         self._is_settled = True
 
     def watch_batches(

@@ -13,8 +13,7 @@ from ft_ckpt.ranks.sharding import Source
 # {"class": str, "groups": [{"params": [names], ...}], "state": {name: {key: entry}}}
 Description = dict[str, Any]
 
-# Each kind is asked in this order whether it recognizes an optimizer. Importing them imports no
-# engine.
+# The kinds in the order in which `recognizes` is called. Importing them imports no engine.
 _KINDS = (
     "ft_ckpt.extensions.deepspeed.zero_optimizer:ZeroOptimizers",
     "ft_ckpt.runs.optimizers.torch_optimizers:TorchOptimizers",

@@ -9,7 +9,7 @@ from ft_ckpt.runs.state import Restored, RestoreReport
 from ft_ckpt.values import as_names
 
 HALF_RESTORED = "parts of the run are overwritten: make its objects again before another resume()"
-# items that are no objects of a run
+# items that are not objects of a run
 _NOT_OBJECTS = ("adapter settings", "base", "data", "gradients", "rng")
 
 

@@ -20,7 +20,8 @@ def publish_resumed(
 ) -> None:
     """Publish the resumed checkpoint of `run`, or the version published before it, and wait.
 
-    `folders` are those with checkpoints of the run. Collective; nothing if the run began afresh.
+    `folders` are those with checkpoints of the run. Collective: call it on every rank. After a
+    fresh start nothing is published.
     """
     resumed = run.resumed_from
     if resumed is None:

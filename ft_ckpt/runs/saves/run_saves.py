@@ -136,7 +136,7 @@ class RunSaves:
     ) -> SaveReport | PendingSave:
         """Save the state of the run, then delete checkpoints by `keep`.
 
-        `reason` is None if the script asked for it.
+        `reason` is None for a save that the script requests.
         """
         self.wait_for_pending()
         run = self.run
@@ -381,7 +381,7 @@ class RunSaves:
             return None
 
     def _protected_paths(self) -> tuple[Place, ...]:
-        return () if self.run.resumed_from is None else self.places.beside(self.run.resumed_from)
+        return () if self.run.resumed_from is None else self.places.copies_of(self.run.resumed_from)
 
     def _current_ranks(self) -> Ranks:
         return current_ranks(self.run.config.enter_timeout_seconds)

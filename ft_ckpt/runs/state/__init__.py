@@ -1,7 +1,7 @@
 """The training state in a checkpoint: a JSON document and entries of tensors.
 
 Nothing here opens or commits a checkpoint. Begin at `document`, the form that is stored. `capture`
-makes it of a live run, `stored_tensors` reads it, `outcomes` says what became of each item in a
+makes it of a live run, `stored_tensors` reads it, `outcomes` has the result for each item of a
 resume.
 """
 

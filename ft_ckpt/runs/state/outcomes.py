@@ -25,7 +25,7 @@ class RestoreReport:
     """The outcome of a resume, item by item, and how the run differs from the one that saved."""
 
     path: Path | str | None = None
-    """The checkpoint; None when nothing was resumed and the run began afresh."""
+    """The checkpoint; None after a fresh start."""
     items: tuple[Restored, ...] = ()
     """Each with its `name`, `status` ("restored", "absent" on one side, or "failed") and a `detail`
     that says why.

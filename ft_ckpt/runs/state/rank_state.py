@@ -1,6 +1,6 @@
 """The state of one rank: random numbers, data positions, gradients of an unfinished step.
 
-It is stored as trees by name.
+The state is stored as trees by name.
 """
 
 import random

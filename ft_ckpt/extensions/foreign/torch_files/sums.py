@@ -11,7 +11,7 @@ from ft_ckpt.formats.files import ZIP_MAGIC, FileStream, RawFile
 from ft_ckpt.storage.io import LocalFile
 
 Source = Path | BinaryIO  # what torch and zipfile read
-STREAM_BYTES = 8 << 20  # read at a time from afar
+STREAM_BYTES = 8 << 20  # read at a time from a bucket
 _BLOCK_BYTES = 1 << 20  # of a record, read at a time
 
 

@@ -48,8 +48,8 @@ from ft_ckpt.storage import Store, etag_of
 from ft_ckpt.storage.digests import FileRecord, RunningDigest, record_of
 from ft_ckpt.storage.places import Place, copy_object
 
-DELTA = "delta"  # the kind in its manifest
-_MAX_SHARE = 0.5  # of the bytes of the checkpoint; a larger delta is not worth it
+DELTA = "delta"  # kind of a delta in its manifest
+_MAX_SHARE = 0.5  # of the checkpoint's bytes: a larger delta is written as an anchor
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def _append_delta(
             staging.discard()
 
 
-class _DeltaTooLarge(Exception):  # noqa: N818 - ends the writing of a delta, and is no error
+class _DeltaTooLarge(Exception):  # noqa: N818 - ends the writing of a delta, and is not an error
     pass
 
 

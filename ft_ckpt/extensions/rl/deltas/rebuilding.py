@@ -42,7 +42,7 @@ from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import ListedStore, Place
 
 CHECKPOINT_NAME = "checkpoint.json"
-# an empty file in each checkpoint that `mark_staged` was called for
+# an empty file that `mark_staged` puts into a checkpoint
 STAGED_NAME = f"{PREFIX}staged"
 _MAX_LOADED_PIECES = 3  # files of a delta in memory, for each rebuilt file
 _REPAIR = "publish an anchor (`ft-ckpt publish CHECKPOINT CHAIN --delta --anchor-every 1`)"

@@ -1,4 +1,4 @@
-"""Inference servers: how they are asked, and what they should answer.
+"""Inference servers: the requests to them, and the answers to expect.
 
 Nothing here opens a checkpoint to publish it. Begin at `server`, the base of `vllm` and `sglang`;
 `connecting` finds out which one answers.

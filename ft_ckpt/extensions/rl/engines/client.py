@@ -1,6 +1,7 @@
 """HTTP client of an inference server.
 
-It sends JSON, reads JSON or text, limits time and size, and follows no redirects or proxies.
+The client sends JSON, reads JSON or text, limits time and size, and follows no redirects or
+proxies.
 """
 
 import http.client
@@ -24,7 +25,7 @@ TOKEN_VARIABLE = "FT_CKPT_ENGINE_TOKEN"  # noqa: S105 - the name of the environm
 _ANSWER_LIMIT_BYTES = 256 << 20  # enough for the SHA-256 of a million parameters
 _QUOTED_CHARACTERS = 300  # of a response, in messages
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110
-_SHORT = 3  # characters of a word in a header that is no secret
+_MAX_PUBLIC_CHARS = 3  # a word in a header that is not longer is not a secret
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def _secrets_in(value: str) -> list[str]:
     """
     value = re.sub(r"^[A-Za-z]+ +", "", value.strip())
     words = re.split(r"[\s;,]+|(?<=\w)=(?=[^=])", value)  # no padding of base64
-    secrets = {word for word in words if len(word) > _SHORT}
+    secrets = {word for word in words if len(word) > _MAX_PUBLIC_CHARS}
     if value:
         secrets.add(value)
     return sorted(secrets, key=len, reverse=True)

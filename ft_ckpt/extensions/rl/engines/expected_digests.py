@@ -50,7 +50,7 @@ _VOCABULARY_PADDING = 64
 _SHA256_DIGITS = 64
 _NO_BYTES = hashlib.sha256().hexdigest()
 _THREADS = 4  # each with one parameter in memory
-_DTYPES = ("bfloat16", "float16", "float32")  # that an engine may compute in, after the file's own
+_DTYPES = ("bfloat16", "float16", "float32")  # compared after the file's own dtype
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A running inference server: what it can be asked for, whichever engine it runs.
+"""A running inference server: the requests that every engine supports.
 
 Only paths, names and plain JSON are sent: the endpoints for tensors take pickles. Sources: vLLM
 0.22 to 0.32 (entrypoints/serve/dev/rlhf, entrypoints/serve/lora, docs/training/weight_checker.md),

@@ -35,7 +35,7 @@ class SGLang(Server):
         return not says_loaded(answer)
 
     def unload_adapter(self, name: str) -> None:
-        # asked even if its list has no such adapter: it may be loaded all the same
+        # requested even if the server does not list the adapter, which may be loaded all the same
         body = {"lora_name": name}
         self._post(
             "/unload_lora_adapter", f"unloading adapter {name!r}", body, passes=says_not_loaded

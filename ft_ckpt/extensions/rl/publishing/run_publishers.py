@@ -116,7 +116,7 @@ def _unfinished(pushes: Sequence[PendingPublish]) -> list[PendingPublish]:
     return [pending for pending in pushes if not pending.done]
 
 
-_MAX_FAILURES = 2  # of one checkpoint, while all servers answer
+_MAX_FAILURES = 2  # tries of one checkpoint, while all servers answer
 
 
 class _Following:
@@ -144,7 +144,7 @@ class _Following:
         self._outages: set[str] = set()  # reported since the last publish
 
     def visit(self, infos: Sequence[CheckpointInfo]) -> None:
-        """Publish the newest of `infos`, and settle it and all older ones."""
+        """Publish the newest of `infos`; the older ones are not published any more."""
         if self._newest is not None:  # a sync brings the newest first
             ordered = in_run_order([*infos, self._newest])
             older = ordered[: ordered.index(self._newest)]

@@ -71,7 +71,7 @@ class Update:
     base_path: str | None = None  # the path of its initial weights
     is_new: bool = True
     has_begun: bool = False  # its reported version may differ from `before`
-    has_loaded: bool = False  # its weights may, too
+    has_loaded: bool = False  # its weights may differ from the previous ones, too
     # it was restarted meanwhile, or holds the weights of another publisher
     is_overtaken: bool = False
     paused_at: float | None = None
@@ -79,7 +79,7 @@ class Update:
     digests: Mapping[str, str] | None = None
     # linear layers that files cannot be compared with
     packed: Mapping[str, PackedLayer] = field(default_factory=dict)
-    # to the prompts, before the update, of a server with packed layers
+    # answers before the update, of a server with packed layers
     answers: Answers | None = None
     has_changed: bool = False  # packed layers are others in the files than before the update
     is_partly_compared: bool = False  # it has packed layers

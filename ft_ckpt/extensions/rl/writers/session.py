@@ -38,7 +38,8 @@ from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place, copy_object
 
-_PROCESS_KEYS = ("host", "machine", "namespace", "pid", "started")  # that identify a process
+# keys of facts that identify a process
+_PROCESS_KEYS = ("host", "machine", "namespace", "pid", "started")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -75,7 +76,7 @@ class OpenSession:
         is_of_process = all(facts.get(key) == process[key] for key in _PROCESS_KEYS)
         if facts and not is_of_process and is_open(self.sessions):
             raise self._taken()
-        self._delete_below("")  # of sessions that are over
+        self._delete_below("")  # files of sessions that are over
         self._lease = _SessionLease(
             self.sessions, SESSION, self.session.token, session=self.session
         )
@@ -263,7 +264,7 @@ class OpenSession:
                         copy_object(opened, stage, goal)
                 is_whole = _is_whole(stage, goal, file)
             except TargetError:
-                raise  # the stage cannot be written, which is no fault of the writer
+                raise  # the stage cannot be written: the writer is not the cause
             except CheckpointError as error:
                 return [], str(error)
             if not is_whole:

@@ -1,13 +1,13 @@
 """The session of a run: its writers, other processes, hand in their parts of each checkpoint.
 
-It consists of files below the folder of the run, on a disk or in a bucket:
+A session consists of files below the folder of the run, on a disk or in a bucket:
 
     .ft_ckpt-writers/session.json              the open session; written by the trainer alone
     .ft_ckpt-writers/TOKEN/joined/NAME         the mark of the process that is the writer NAME
     .ft_ckpt-writers/TOKEN/STEP/NAME/...       the files that NAME hands in for STEP
     .ft_ckpt-writers/TOKEN/STEP/NAME/HANDED    their list with digests, written last
 
-The trainer asks for a step in session.json, waits for HANDED of each writer, and takes the files
+The trainer requests a step in session.json, waits for HANDED of each writer, and takes the files
 into the stage of its save, below state/writers/NAME. So they are files of one checkpoint, which one
 manifest commits. Every start of the trainer, and every resume, opens a session with a new token:
 files of an earlier session are never used.
@@ -31,10 +31,10 @@ from ft_ckpt.storage import PREFIX, Store, read_text
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.places import Place, open_place
 
-SESSIONS = f"{PREFIX}writers"  # folder in that of the run
+SESSIONS = f"{PREFIX}writers"  # folder of the sessions, in the folder of a run
 SESSION, HANDED = "session.json", "handed.json"
-PARTS = "state/writers"  # folder in a checkpoint
-STATE_FILE = "state.safetensors"  # of a writer's state, in its folder
+PARTS = "state/writers"  # folder of the parts of writers, in a checkpoint
+STATE_FILE = "state.safetensors"  # state of a writer, in its folder
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
 _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.005, 0.2  # between polls of a disk
 _BUCKET_PAUSE_SECONDS = 1.0

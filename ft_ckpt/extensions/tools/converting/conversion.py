@@ -259,7 +259,7 @@ def _convert_to_folder(
 
 
 def _finish_part(part: ConvertedPart, store: Store, options: ConvertOptions) -> None:
-    """Write the index of a part's files and compare them, if asked for."""
+    """Write the index of a part's files and compare them, if the options say so."""
     if part.index is not None:
         store.write(part.index_path, part.index.encode())
     if options.verify:

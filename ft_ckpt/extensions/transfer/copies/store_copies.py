@@ -47,15 +47,15 @@ def copy_open(
     *,
     overwrite: bool,
     shown: bool = True,
-    heed: Callable[[], None] = lambda: None,
+    check_abort: Callable[[], None] = lambda: None,
     renews: bool = False,
     exact: bool = False,
 ) -> CopyReport:
     """Copy what `manifest` lists of an open checkpoint to `goal`, see `copying.copy`.
 
     With `renews`, the digests of an existing copy are compared, and a damaged copy is replaced.
-    `heed` is called for each piece of a file, in several threads; an error that it raises ends the
-    copy. With `exact`, `manifest` is committed unchanged.
+    `check_abort` is called for each piece of a file, in several threads; an error that it raises
+    ends the copy. With `exact`, `manifest` is committed unchanged.
     """
     start = time.monotonic()
     report = new_copy_report(goal.location, checkpoint.place.location, manifest)
@@ -72,7 +72,7 @@ def copy_open(
             track_bytes(report.bytes if shown else 0, f"copying {goal.basename}") as track,
         ):
             reusable = _reusable_files(staging.beside, goal, manifest.files)
-            copies = _FileCopies(checkpoint, staging.store, reusable, track, heed)
+            copies = _FileCopies(checkpoint, staging.store, reusable, track, check_abort)
             copies.refuse_full(manifest.files)
             records = copies.copy_all(manifest.files)
             signed_manifest = None if signed is None else signed.manifest
@@ -109,12 +109,12 @@ def _staging_at(
         raise
 
 
-def _reusable_files(beside: Store, goal: Place, files: Iterable[FileRecord]) -> _Reusable:
-    """Files of other checkpoints in `beside`, newest first; {} if all of `files` are small."""
+def _reusable_files(folder: Store, goal: Place, files: Iterable[FileRecord]) -> _Reusable:
+    """Return files of other checkpoints in `folder`, newest first; {} if `files` are small."""
     if all(file.size_bytes < _MIN_REUSED_BYTES for file in files):
         return {}
     reusable: dict[tuple[str, int], tuple[EarlierCheckpoint, FileRecord]] = {}
-    for earlier in earlier_checkpoints(beside, _MAX_EARLIER):
+    for earlier in earlier_checkpoints(folder, _MAX_EARLIER):
         if earlier.store.identity != goal.folder.identity:
             for file in earlier.files:
                 reusable.setdefault(content_key(file), (earlier, file))
@@ -130,13 +130,13 @@ class _FileCopies:
         store: Store,
         reusable: _Reusable,
         track: Callable[[int], None],
-        heed: Callable[[], None],
+        check_abort: Callable[[], None],
     ) -> None:
         self.checkpoint = checkpoint
         self.store = store
         self.reusable = reusable
         self.track = track
-        self.heed = heed
+        self.check_abort = check_abort
         self.reused: set[str] = set()
         self.sent_bytes = 0
         self._lock = threading.Lock()
@@ -240,6 +240,6 @@ class _FileCopies:
             )
 
     def _count(self, size_bytes: int) -> None:
-        self.heed()
+        self.check_abort()
         with self._lock:
             self.track(size_bytes)

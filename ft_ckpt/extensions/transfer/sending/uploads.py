@@ -33,7 +33,7 @@ from ft_ckpt.storage.local import folder_of
 from ft_ckpt.storage.places import Place, location_name
 
 _MAX_EXIT_SECONDS = 600.0  # a process that exits waits this long for uploads
-_GIVING_UP_SECONDS = 10.0  # for an upload to notice that it is cancelled
+_CANCEL_SECONDS = 10.0  # wait so long for a cancelled upload to end
 # the bucket has a later save, or this one with or without its training state
 _SUPERSEDING = {Relation.NEWER, Relation.WITH_STATE, Relation.WITHOUT_STATE}
 
@@ -51,7 +51,7 @@ class _Round:
     problems: dict[str, Exception] = field(default_factory=dict)  # by name
     # by name, of checkpoints that were set aside
     damaged: dict[str, Exception] = field(default_factory=dict)
-    ended_by: Exception | None = None  # an error that would hit the other checkpoints, too
+    ended_by: Exception | None = None  # an error that uploads of other checkpoints would raise, too
 
 
 class RunUploads:
@@ -60,9 +60,8 @@ class RunUploads:
     def __init__(self, upload_folder: Place, bucket: Place, give_way: Callable[[], object]) -> None:
         self.upload_folder, self.bucket = upload_folder, bucket
         self.give_way = give_way  # called first in each thread
-        self.deletion_lock = (
-            threading.Lock()
-        )  # held while checkpoints of the upload folder are deleted
+        # held while checkpoints of the upload folder are deleted
+        self.deletion_lock = threading.Lock()
         self.problems: dict[str, Exception] = {}  # of the last round
         self._queue = JobQueue(self._end_with_process)
         self._change = threading.Lock()
@@ -146,7 +145,7 @@ class RunUploads:
         seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
         if not self._queue.join(seconds):
             self._is_over.set()
-            self._queue.join(_GIVING_UP_SECONDS)
+            self._queue.join(_CANCEL_SECONDS)
 
     def _end_with_process(self) -> None:
         if self._is_over.is_set() or self._queue.join(0):
@@ -278,7 +277,7 @@ class RunUploads:
                 checkpoint.manifest,
                 overwrite=stored is not None,
                 shown=False,
-                heed=self._stop_if_over,
+                check_abort=self._stop_if_over,
             )
             return push_report(checkpoint, report)
 
