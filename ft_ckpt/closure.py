@@ -104,7 +104,10 @@ class _ClosureSchedule:
         self._calls = 0
 
     def call_if_due(self, function: Callable[[], Any]) -> Any:
-        """The result of `function` if it is due at this call, else None. On every rank."""
+        """Run `function` if it is due at this call, and return its result, else None.
+
+        Collective: call it on every rank.
+        """
         if _running:
             raise CheckpointError(
                 f"{self.name}: called inside {_running[-1]}, which runs at a checkpoint step "
@@ -206,7 +209,7 @@ class _ClosureSchedule:
         return self._saver._run.step
 
     def _make_schedule(self) -> Every:
-        """The schedule of the arguments, or the saver's without its signals and metrics."""
+        """Return the schedule of the arguments, or the saver's without its signals and metrics."""
         every = self._every or (self._saver.config.every if self._saver is not None else None)
         if every is None and self._total_steps is None:
             raise ConfigError(
@@ -222,7 +225,7 @@ class _ClosureSchedule:
         return replace(every or Every(deadline=None), signals=(), best=None)
 
     def _epochs_done(self, *, with_last: bool = True) -> int:
-        """Completed passes over the data, rounded down to multiples of `every.epochs`."""
+        """Count completed passes over the data, rounded down to multiples of `every.epochs`."""
         if self._saver is None:
             return 0
         epochs = self._schedule.epochs or 1

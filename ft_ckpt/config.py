@@ -175,7 +175,7 @@ class SaverConfig:
 
 
 class SaveSettings(TypedDict, total=False):
-    """The fields of `SaverConfig` for type checkers and editors, but for those of `SaverSettings`.
+    """The fields of `SaverConfig` for type checkers and editors, without those of `SaverSettings`.
 
     `background` is an argument of its own where it decides what saves return.
     """
@@ -216,7 +216,7 @@ class SaverSettings(SaveSettings, total=False):
 
 
 def make_config(config: SaverConfig | None, settings: Mapping[str, object]) -> SaverConfig:
-    """The configuration as an object or from keywords, not both.
+    """Make the configuration from an object or from keywords, not both.
 
     Raises ConfigError naming unknown keywords.
     """
@@ -262,24 +262,24 @@ FAMILIAR_NAMES = {
 
 
 def _instead_of(name: str, names: Sequence[str]) -> str:
-    """What to write instead of a setting that does not exist."""
+    """Advise what to write instead of a setting that does not exist."""
     if name in FAMILIAR_NAMES:
         return f"use {FAMILIAR_NAMES[name]}"
     return did_you_mean([name], names) or f"settings are {', '.join(names)}"
 
 
 def every_of(every: Any) -> Any:
-    """`every`, with a number n replaced by `Every(steps=n)`; anything else unchanged."""
+    """Replace a number n by `Every(steps=n)`; return anything else unchanged."""
     return Every(steps=every) if isinstance(every, int) and not isinstance(every, bool) else every
 
 
 def keep_of(keep: Any) -> Any:
-    """`keep`, with a number n replaced by `Keep(last=n)`; anything else unchanged."""
+    """Replace a number n by `Keep(last=n)`; return anything else unchanged."""
     return Keep(last=keep) if isinstance(keep, int) and not isinstance(keep, bool) else keep
 
 
 def _absolute_goal(goal: Any) -> Any:
-    """The setting `publish` with absolute paths, because the working directory may change."""
+    """Make paths in the setting `publish` absolute, because the working directory may change."""
     if not isinstance(goal, Mapping):
         return goal
     absolute = dict(goal)
@@ -299,5 +299,5 @@ def _absolute_goal(goal: Any) -> Any:
 
 
 def _is_path(value: Any) -> TypeGuard[str | os.PathLike[str]]:
-    """Whether it may be a path; `ServerOptions` refuses other values."""
+    """Check whether a value may be a path; `ServerOptions` refuses other values."""
     return isinstance(value, (str, os.PathLike)) and os.fspath(value) not in ("", b"")

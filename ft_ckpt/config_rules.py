@@ -31,7 +31,7 @@ _SIZE = "a size above 0, in bytes or such as '5GB' or '5GiB'"
 
 
 def rules_of(config: "SaverConfig") -> list[Rule]:
-    """The rules of the settings: the field, whether its value is valid, what was expected."""
+    """Return the rules of the settings: the field, whether its value is valid, what is expected."""
     return [
         ("every", lambda every: isinstance(every, Every | None), "Every(...), a number or None"),
         ("keep", lambda keep: isinstance(keep, Keep | None), "Keep(...), a number or None"),
@@ -69,7 +69,7 @@ def rules_of(config: "SaverConfig") -> list[Rule]:
 
 
 def _rules_of_choices(config: "SaverConfig") -> list[Rule]:
-    """The rules of the settings that are one of several words."""
+    """Return the rules of the settings that are one of several words."""
     formats = []
     for tensor_format in tensor_formats(str(config.format)):
         if tensor_format.serves_checkpoints:
@@ -119,7 +119,7 @@ def _is_local_folder(staging: Any) -> bool:
 
 
 def _is_publish_goal(goal: Any) -> bool:
-    """Whether `goal` has URLs of servers, or the place of one chain of deltas.
+    """Check whether `goal` has URLs of servers, or the place of one chain of deltas.
 
     `ServerOptions` checks the rest.
     """

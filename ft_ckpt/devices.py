@@ -20,12 +20,12 @@ _PORTABLE = 1  # for all devices of the process
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether tensors on `device` are outside of host memory."""
+    """Check whether tensors on `device` are outside of host memory."""
     return device.type not in ("cpu", "meta")
 
 
 def current_device() -> torch.device | None:
-    """The current accelerator of this thread, with its index; None without one."""
+    """Return the current accelerator of this thread, with its index, or None without one."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return None
@@ -33,7 +33,7 @@ def current_device() -> torch.device | None:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether `device` is of the type of torch's current accelerator.
+    """Check whether `device` is of the type of torch's current accelerator.
 
     No other type can have streams and events.
     """
@@ -44,15 +44,15 @@ def has_streams(device: torch.device) -> bool:
 def choosing_device(device: torch.device) -> AbstractContextManager[None]:
     """Make `device` this thread's current one in a block.
 
-    A new thread would use, and initialise, the first.
+    A new thread would use, and initialise, the first device.
     """
     return torch.accelerator.device_index(device.index) if has_streams(device) else nullcontext()
 
 
 def pinned_memory(size_bytes: int, device: torch.device) -> Tensor:
-    """New memory for copies from and to `device`: uint8, one dimension.
+    """Allocate memory for copies from and to `device`: uint8, one dimension.
 
-    Page-aligned if it is large.
+    Large memory is page-aligned.
     """
     if size_bytes and has_streams(device):
         # torch's allocator rounds up to a power of two
@@ -69,7 +69,7 @@ def pinned_memory(size_bytes: int, device: torch.device) -> Tensor:
 
 
 def pinned_block(size_bytes: int, device: torch.device) -> Memory:
-    """Like `pinned_memory`, as a block to read into."""
+    """Allocate memory as `pinned_memory` does, as a block to read into."""
     memory: Any = pinned_memory(size_bytes, device).numpy()
     return memoryview(memory)
 
@@ -77,21 +77,21 @@ def pinned_block(size_bytes: int, device: torch.device) -> Memory:
 class RegisteredBlock(Block):
     """Memory that stays registered with a backend while it is referenced.
 
-    Empty in a forked process.
+    In a forked process it is empty.
     """
 
     device: torch.device | None = None  # set when it is registered
     process = 0  # id of the process that registered it
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Unregister before the memory is freed; at exit the system does both."""
+        """Unregister the memory before it is freed; at exit the system does both."""
         if self.device is not None and not is_ending() and self.process == os.getpid():
             with choosing_device(self.device):
                 _runtime_of(self.device).cudaHostUnregister(address_of(self))
 
 
 def _registered_block(size_bytes: int, device: torch.device) -> RegisteredBlock | None:
-    """New registered memory; None if the backend does not support it, or refuses."""
+    """Allocate registered memory; return None if the backend has none, or refuses."""
     runtime = _runtime_of(device)
     if runtime is None:
         return None
@@ -110,7 +110,7 @@ def _registered_block(size_bytes: int, device: torch.device) -> RegisteredBlock 
 
 
 def _runtime_of(device: torch.device) -> Any:
-    """CUDA's runtime, or ROCm's, which has the same names: torch has no general call for this."""
+    """Return CUDA's runtime, or ROCm's with the same names: torch has no general call for this."""
     get_runtime = getattr(torch.get_device_module(device), "cudart", None)
     return None if get_runtime is None else get_runtime()
 
@@ -129,9 +129,9 @@ class Moment:
 
 @torch.no_grad()
 def record_moment(device: torch.device) -> Moment:
-    """The work that this thread has queued on the current stream of `device`.
+    """Record the work that this thread has queued on the current stream of `device`.
 
-    Blocks only if the backend has no events.
+    The call blocks only if the backend has no events.
     """
     event = None
     if has_streams(device):
@@ -169,9 +169,9 @@ def copy_to_host(pairs: Iterable[tuple[Tensor, Tensor]], after: Moment) -> None:
 
 @torch.no_grad()
 def host_pieces(flat: Tensor, piece_bytes: int = PIECE_BYTES) -> Iterator[Tensor]:
-    """The elements of a one-dimensional accelerator tensor, in order, in pieces on the host.
+    """Yield the elements of a one-dimensional accelerator tensor, in order, in pieces on the host.
 
-    A piece is valid until the next one is requested; that one is copied meanwhile.
+    A piece is valid until the next one is requested, which is copied meanwhile.
     """
     step = max(1, piece_bytes // flat.element_size())
     buffer_bytes = min(step, flat.numel()) * flat.element_size()
@@ -218,7 +218,7 @@ def _arrived_piece(in_flight: deque[tuple[Tensor, Moment]]) -> Tensor:
 
 
 def _new_stream(device: torch.device) -> Any:
-    """A new stream; None if the backend has none that can be selected."""
+    """Make a stream; return None if the backend has none that can be selected."""
     if has_streams(device):
         with suppress(RuntimeError), choosing_device(device):
             stream = torch.Stream(device)

@@ -94,11 +94,11 @@ class TargetError(CheckpointError, OSError):
 
 
 class EngineError(TargetError):
-    """An inference server refuses, does not answer, or holds other weights than published."""
+    """An inference server refuses, does not answer, or has other weights than published."""
 
 
 class NoSpaceError(TargetError):
-    """Not enough room on the device; `errno` is ENOSPC."""
+    """Not enough space on the device; `errno` is ENOSPC."""
 
     def __init__(self, message: str) -> None:
         super().__init__(errno.ENOSPC, message)
@@ -164,7 +164,7 @@ class RanksDisagreeError(RankError):
 class Problem:
     """A problem of a file or a checkpoint.
 
-    `is_transient`: the system cannot read the file now; the file may be whole.
+    `is_transient`: the system cannot read the file now, which may be whole.
     """
 
     text: str
@@ -174,10 +174,12 @@ class Problem:
         return self.text
 
 
-def listing(items: Sequence[str | Problem], separator: str = "; ", most: int = 8) -> str:
-    """The first `most` of `items` in one line, and the number of the others."""
-    shown = separator.join(str(item) for item in items[:most])
-    return shown if len(items) <= most else f"{shown}{separator}and {len(items) - most} more"
+def listing(items: Sequence[str | Problem], separator: str = "; ", max_items: int = 8) -> str:
+    """Join the first `max_items` of `items` in one line, and add the number of the others."""
+    shown = separator.join(str(item) for item in items[:max_items])
+    return (
+        shown if len(items) <= max_items else f"{shown}{separator}and {len(items) - max_items} more"
+    )
 
 
 # field, predicate, the expected value in words
@@ -220,18 +222,18 @@ def refuse_unknown_fields(kind: type[Any], values: Iterable[Any], names: Iterabl
 
 
 def _satisfies(is_valid: Callable[[Any], bool], value: Any) -> bool:
-    """The answer of a predicate; False for a value that it cannot take."""
+    """Return the answer of a predicate; False for a value that it cannot take."""
     with suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return is_valid(value)
     return False
 
 
 def is_number(
-    value: Any, least: float = -math.inf, most: float = math.inf, *, whole: bool = False
+    value: Any, minimum: float = -math.inf, maximum: float = math.inf, *, whole: bool = False
 ) -> bool:
-    """Whether `value` is a real number in [least, most], an integer if `whole`. A bool is none."""
+    """Check for a real number in [minimum, maximum], an integer if `whole`; a bool is not one."""
     kind: Any = Integral if whole else Real
-    return isinstance(value, kind) and not isinstance(value, bool) and least <= value <= most
+    return isinstance(value, kind) and not isinstance(value, bool) and minimum <= value <= maximum
 
 
 @contextmanager
@@ -258,8 +260,9 @@ class damaged_input:  # noqa: N801 - reads as a statement where it is used
     """Convert errors of the block, which reads `source`, into errors of ft_ckpt that name `source`.
 
     An OSError becomes an UnreadableError, a missing file a NotACheckpointError, an ImportError a
-    ConfigError; any other error is attributed to damaged bytes and becomes a CorruptError. It is a
-    class because it is entered for each tensor, where a generator costs half as much again.
+    ConfigError. Any other error is attributed to damaged bytes and becomes a CorruptError. The
+    manager is a class because it is entered for each tensor, and a generator takes 1.5 times as
+    long.
     """
 
     __slots__ = ("source",)
@@ -300,14 +303,14 @@ class damaged_input:  # noqa: N801 - reads as a statement where it is used
 
 
 def system_error(error: BaseException | None) -> OSError | None:
-    """The OSError that caused `error`, if there is one; libraries wrap it in their errors."""
+    """Find the OSError that caused `error`, or None; libraries wrap it in their errors."""
     while error is not None and not (isinstance(error, OSError) and error.errno is not None):
         error = error.__cause__ or error.__context__
     return error
 
 
 def reason_of(error: OSError) -> str:
-    """The system's message for an OSError, or for an error of ft_ckpt with its errno."""
+    """Return the system's message for an OSError, or for an error of ft_ckpt with its errno."""
     return error.strerror or (os.strerror(error.errno) if error.errno else str(error))
 
 
@@ -321,7 +324,7 @@ _IN_WORDS: tuple[tuple[type[BaseException], str], ...] = (  # for errors whose m
 
 
 def shown(error: BaseException) -> str:
-    """The message of a library's error without Python's name for it, in bounded time and length.
+    """Describe a library's error without Python's name for it, in bounded time and length.
 
     Values from a file may be nested endlessly.
     """

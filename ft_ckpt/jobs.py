@@ -50,7 +50,7 @@ class BackgroundJob(Generic[Result]):
 class JobQueue:
     """Runs jobs one after the other, each in a daemon thread. The process waits for them at exit.
 
-    It is not a ThreadPoolExecutor, whose threads Python joins at exit even after an interrupt of
+    A ThreadPoolExecutor does not fit: Python joins its threads at exit even after an interrupt of
     that wait. `at_exit` replaces the wait of this queue.
     """
 
@@ -124,7 +124,7 @@ getattr(threading, "_register_atexit", atexit.register)(end_queues)
 def yield_to_training() -> None:
     """Lower the priority of the calling thread for good; threads that it starts inherit it.
 
-    No effect on systems without thread priorities, or if they forbid it.
+    The call has no effect on systems without thread priorities, or if they forbid it.
     """
     if not sys.platform.startswith("linux"):
         return  # elsewhere the priority is that of the whole process

@@ -17,7 +17,7 @@ _WORTH_SHOWING_BYTES = 64 << 20
 
 
 class _ByteBar:
-    """A bar below the program's own, which appears after a while and is cleared at the end."""
+    """A bar below the program's own bars, shown after a while and cleared at the end."""
 
     def __init__(self, total_bytes: int | None, label: str) -> None:
         self._total_bytes, self._label = total_bytes, label
@@ -73,7 +73,7 @@ class _ByteBar:
 
 
 def _bars_of_tqdm() -> list[Any]:
-    """The open bars of tqdm, if the program uses it; they share the terminal."""
+    """Return the open bars of tqdm, if the program uses it; they share the terminal."""
     tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
     return list(getattr(tqdm, "_instances", ()))
 
@@ -116,5 +116,5 @@ def note_read(size_bytes: int) -> None:
 
 
 def is_worth_showing(total_bytes: int) -> bool:
-    """Whether a library that has bars of its own shows one: from 64 MiB on, on a terminal."""
+    """Check whether a library with bars of its own shows one: from 64 MiB on, on a terminal."""
     return total_bytes >= _WORTH_SHOWING_BYTES and sys.stderr.isatty()

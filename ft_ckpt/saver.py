@@ -58,7 +58,7 @@ Batch = TypeVar("Batch")
 
 
 class SaveArguments(TypedDict, total=False):
-    """The keywords of `CheckpointSaver.save` as type checkers see them, but for `background`."""
+    """The keywords of `CheckpointSaver.save` for type checkers, without `background`."""
 
     adapter_only: bool | None
     attribute: Attribute
@@ -362,10 +362,10 @@ class CheckpointSaver(Generic[SaveResult]):
     def register(self, **objects: Any) -> None:
         """Name objects of the run that Accelerate does not know. Call on every rank.
 
-        They are saved and resumed with the run. `model`: the model whose weights are saved. Further
-        modules (an average of the weights), optimizers, schedulers and all objects with
-        `state_dict` and `load_state_dict` are saved with their state. Raises SelectionError for
-        other objects.
+        These objects are saved and resumed with the run. `model` is the one whose weights are
+        saved. Further modules (an average of the weights), optimizers, schedulers and all objects
+        with `state_dict` and `load_state_dict` are saved with their state. Raises SelectionError
+        for other objects.
         """
         self._run.register(objects)
 
@@ -414,14 +414,14 @@ class CheckpointSaver(Generic[SaveResult]):
     def remaining(
         self, loader: Iterable[Batch], epochs: int | None = None, *, replay: bool | None = None
     ) -> Iterator[Batch]:
-        """The batches of `loader` that the run has not seen, to the end of an epoch or of `epochs`.
+        """Yield the batches of `loader` that the run has not seen.
 
-        After `resume` it continues exactly where the checkpoint was made; with `replay` also for
-        random augmentation in loader workers, by reading seen batches again and dropping them.
-        Epochs are counted per loader. On resume, loaders are matched by dataset, or else by the
-        order of the calls. Checkpoints that are due at the end of an epoch are made there if the
-        loader could not tell its last batch. After all `epochs` the last step is saved if there is
-        a schedule and the step was not saved.
+        The loop ends with the epoch, or with the last of `epochs`. After `resume` it continues
+        exactly where the checkpoint was made; with `replay` also for random augmentation in loader
+        workers, by reading seen batches again and dropping them. Epochs are counted per loader. On
+        resume, loaders are matched by dataset, or else by the order of the calls. Checkpoints that
+        are due at the end of an epoch are made there if the loader could not tell its last batch.
+        After all `epochs` the last step is saved if there is a schedule and the step was not saved.
         """
         check_loop(loader, epochs)
         feed = self.place_in(loader, replay)
@@ -444,9 +444,9 @@ class CheckpointSaver(Generic[SaveResult]):
         self._saves.save_last()
 
     def place_in(self, loader: Any, replay: bool | None = None) -> DataPosition:
-        """Data position of `loader`.
+        """Return the data position of `loader`.
 
-        For integrations that iterate the loader; training loops use `remaining`.
+        Integrations that iterate the loader use it; training loops use `remaining`.
         """
         return self._run.feeds.position_of(
             loader, self._current_ranks(), replay, self.config.on_difference
@@ -557,12 +557,12 @@ class CheckpointSaver(Generic[SaveResult]):
     ) -> Any:
         """Save a checkpoint that the run can be resumed from. Call on every rank.
 
-        It contains the weights, and the state of the objects that Accelerate prepared and of the
-        registered ones; `objects` are registered first. If only PEFT adapters are trained, only
-        these are saved, unless `adapter_only` says otherwise. Weights that the model's files have
-        in another dtype, or not at all, are stored exactly with the state. `extra_files`,
-        `background` and `overwrite` as for `save`. Then checkpoints that `keep` does not select are
-        deleted. Raises what `save` raises.
+        The checkpoint contains the weights, and the state of the objects that Accelerate prepared
+        and of the registered ones; `objects` are registered first. If only PEFT adapters are
+        trained, only these are saved, unless `adapter_only` says otherwise. Weights that the
+        model's files have in another dtype, or not at all, are stored exactly with the state.
+        `extra_files`, `background` and `overwrite` are as for `save`. Then checkpoints that `keep`
+        does not select are deleted. Raises what `save` raises.
         """
         check_mappings(extra_files=extra_files)
         counted = self._run.agree_on_metrics(metrics_as_floats(metrics), self._current_ranks())
@@ -623,14 +623,14 @@ class CheckpointSaver(Generic[SaveResult]):
         """End the use of the saver, on every rank; later saves are refused. Waits as `wait` does.
 
         With a schedule, the last step is saved first if it was not, unless an exception is
-        propagating. Called at the end of a `with` block.
+        propagating. The end of a `with` block calls this.
         """
         self._end_use(save=sys.exc_info()[0] is None)
 
     def _announce_start(self, mode: str | Place) -> None:
-        """Say in one line where the run begins.
+        """Log in one line where the run begins.
 
-        A fresh start that was asked for is told to the log only.
+        A fresh start with `resume("never")` goes to the log only.
         """
         progress = self._run.progress
         if progress.resumed_from is None:
@@ -647,7 +647,7 @@ class CheckpointSaver(Generic[SaveResult]):
         announce(f"resumed {location_name(progress.resumed_from)} at {counts}{saved}")
 
     def _config_with(self, **arguments: Any) -> SaverConfig:
-        """The saver's settings, replaced by the arguments that are not None."""
+        """Replace the saver's settings by the arguments that are not None."""
         changes = {name: value for name, value in arguments.items() if value is not None}
         return replace(self.config, **changes)
 
@@ -691,7 +691,7 @@ class CheckpointSaver(Generic[SaveResult]):
 def _invited_writers(
     writers: Iterable[str], groups: Mapping[str, int], optional: Iterable[str]
 ) -> dict[str, bool]:
-    """All invited writers, those of the groups included: whether each is optional.
+    """Return all invited writers, those of the groups included, and whether each is optional.
 
     Raises ConfigError for invalid names and counts, and for optional ones that are not invited.
     """
@@ -744,13 +744,13 @@ def _logits_check(
 
 
 def open_savers() -> list["CheckpointSaver[Any]"]:
-    """The savers of this process that are neither closed nor garbage-collected."""
+    """Return the savers of this process that are neither closed nor garbage-collected."""
     return list(_OPEN)
 
 
 @atexit.register
 def _remind_open_savers() -> None:
-    """A script that ends without an error may never have called `step`, nor closed its saver."""
+    """Warn at the end of a script that has never called `step`, nor closed its saver."""
     if hasattr(sys, "last_value"):  # it ends with an error, which says more
         return
     for saver in open_savers():

@@ -23,11 +23,11 @@ _STEP = re.compile(r"([^.\[\]]+)|\[(.*?)\]")
 
 
 class FieldError(ValueError):
-    """A value without the declared type or range of its field; names the field."""
+    """A value of a field that has not the declared type or range; names the field."""
 
 
 def as_record(value: Any, kind: type[_Kind]) -> _Kind:
-    """The JSON value as a `kind`.
+    """Convert a JSON value to a `kind`.
 
     Kinds are dataclasses, named tuples, `tuple[X, ...]`, `Mapping[str, X]` and plain types.
     Undeclared fields are dropped. Raises FieldError for the first value of another type or range,
@@ -48,7 +48,7 @@ def as_record(value: Any, kind: type[_Kind]) -> _Kind:
 
 
 def values_of(record: Any) -> dict[str, Any]:
-    """The values of a dataclass by field, in the order of the declaration."""
+    """Return the values of a dataclass by field, in the order of the declaration."""
     kind: Any = type(record)
     return {name: getattr(record, name) for name in _field_names(kind)}
 
@@ -57,8 +57,8 @@ def values_of(record: Any) -> dict[str, Any]:
 def _prepare(kind: Any) -> None:
     """Let msgspec inspect the fields of a kind, and of the kinds in it, before their first use.
 
-    It stores what it learns in the classes. If two threads inspect a class at the same time, the
-    process can end by a segmentation fault, so one thread inspects at a time.
+    msgspec stores what it learns in the classes. If two threads inspect a class at the same time,
+    the process can end by a segmentation fault, so one thread inspects at a time.
     """
     with _preparing:
         msgspec.json.Decoder(kind)
@@ -70,7 +70,7 @@ def _field_names(kind: Any) -> tuple[str, ...]:
 
 
 def _field_first(text: str, value: Any) -> str:
-    """msgspec's text with field and value first: `parts[0].tensors[7].start: 'x', expected int`."""
+    """Put field and value first in msgspec's text, as in "parts[0].start: 'x', expected int"."""
     located = _PLACE.fullmatch(text)
     if located is None:
         return text

@@ -38,15 +38,15 @@ _ABSENT = object()
 
 
 def class_of_base(model: nn.Module) -> str:
-    """The class name of the live base `model`."""
+    """Return the class name of the live base `model`."""
     return user_class(type(unwrap(model))).__name__
 
 
 def changes_of_config(model: Any, identity: str | None, revision: str | None) -> dict[str, Any]:
-    """The fields in which the config of the live base differs from that in `identity`.
+    """Return the fields in which the config of the live base differs from that in `identity`.
 
-    `identity` is a folder or a repository, which is read without network access. All fields if that
-    config is not on this machine.
+    `identity` is a folder or a repository, which is read without network access. All fields are
+    returned if that config is not on this machine.
     """
     live = getattr(model, "config", None)
     if not hasattr(live, "to_dict"):
@@ -57,9 +57,9 @@ def changes_of_config(model: Any, identity: str | None, revision: str | None) ->
 
 
 def config_for(kind: Any, config: Any) -> Any:
-    """The config itself, or the one inside it, that is of class `kind`; None if there is none.
+    """Return the config itself, or the one inside it, that is of class `kind` (None: of any class).
 
-    `kind` None: any.
+    Returns None if there is none.
     """
     if kind is None or isinstance(config, kind):
         return config
@@ -68,7 +68,7 @@ def config_for(kind: Any, config: Any) -> Any:
 
 
 def plain_config(config: Any) -> dict[str, Any]:
-    """The config as JSON gives it back."""
+    """Convert the config to what JSON can hold."""
     plain: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
     return plain
 
@@ -78,7 +78,7 @@ def _is_config(value: Any) -> bool:
 
 
 def _changes(published: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `live` that differ; of a nested config, its differing fields."""
+    """Return the fields of `live` that differ; of a nested config, its differing fields."""
     changes: dict[str, Any] = {}
     for name, value in live.items():
         before = published.get(name, _ABSENT)
@@ -94,7 +94,7 @@ def _changes(published: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str,
 
 
 def changed_fields(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with recorded changes; those of a nested config are made inside it."""
+    """Apply recorded changes to the settings, inside nested configs too."""
     changed = dict(settings)
     for name, value in changes.items():
         before: Any = changed.get(name)

@@ -12,7 +12,7 @@ _GETTERS = ("get_input_embeddings", "get_output_embeddings")
 
 
 def embedding_of(model: Any, getter: str = "get_input_embeddings") -> Any:
-    """The embedding layer of the base, also inside a PEFT layer; None if `getter` finds none."""
+    """Return the embedding layer of the base, also inside a PEFT layer, or None without one."""
     try:
         layer = getattr(model, getter)()
     except (AttributeError, NotImplementedError):
@@ -49,7 +49,7 @@ def resized_embeddings(view: View, model: Any) -> set[str]:
 
 
 def _weights(view: View, model: Any) -> list[str]:
-    """The names of the weights of input and output embeddings."""
+    """Return the names of the weights of input and output embeddings."""
     layers = [embedding_of(model, getter) for getter in _GETTERS]
     ids = {id(layer) for layer in layers if layer is not None}
     paths = [path for path, _, module in walk_modules(view.module) if id(module) in ids]
@@ -59,9 +59,9 @@ def _weights(view: View, model: Any) -> list[str]:
 
 @lru_cache(4)  # the model is made once for all saves of a run
 def _shapes_with_words(cls: type, config: str, words: int) -> Shapes:
-    """The shapes that the class makes of a config with another number of words.
+    """Return the shapes that the class makes of a config with another number of words.
 
-    Empty if it makes no model of it.
+    Returns {} if the class cannot make a model of it.
     """
     try:
         changed = read_config(cls.config_class, config)  # type: ignore[attr-defined]  # of transformers' classes
@@ -72,11 +72,11 @@ def _shapes_with_words(cls: type, config: str, words: int) -> Shapes:
 
 
 def _rows_of_base(module: Any, model: Any) -> int | None:
-    """The vocabulary size of the base before a resize.
+    """Return the vocabulary size of the base before a resize.
 
     It comes from the base's config on this machine, else from the inner modules:
-    `resize_token_embeddings` changes the config and the outermost module only; the decoder inside
-    keeps the old size.
+    `resize_token_embeddings` changes the config and the outermost module only, and the decoder
+    inside keeps the old size.
     """
     for config in module.peft_config.values():
         place = getattr(config, "base_model_name_or_path", None)

@@ -25,7 +25,7 @@ from ft_ckpt.storage.places import Place, open_place
 
 
 def base_folder(identity: str, revision: str | None) -> Place | None:
-    """The folder of `identity`, which is a folder or a repository, or None.
+    """Find the folder of `identity`, which is a folder or a repository; return None without one.
 
     A repository is looked up in the Hub's cache on this machine.
     """
@@ -34,7 +34,7 @@ def base_folder(identity: str, revision: str | None) -> Place | None:
 
 
 def cached_base(repo_id: str, revision: str | None) -> Place | None:
-    """The folder of a repository in the Hub's cache on this machine, or None."""
+    """Find the folder of a repository in the Hub's cache on this machine; None without one."""
     with suppress(LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, ValueError):
         folder = snapshot_download(repo_id, revision=revision, local_files_only=True)
         return Place(LocalStore(Path(folder)))
@@ -42,9 +42,9 @@ def cached_base(repo_id: str, revision: str | None) -> Place | None:
 
 
 def config_in_files(identity: str, revision: str | None = None) -> Any:
-    """The config in the folder or repository `identity`; None if it is not on this machine.
+    """Read the config in the folder or repository `identity`, without running code from it.
 
-    Runs no code from it.
+    Returns None if the config is not on this machine.
     """
     from transformers import AutoConfig
 
@@ -65,7 +65,7 @@ class FileOrigin:
     converter: Any  # transformers' WeightConverter; None: one stored tensor, unchanged
 
     def convert(self, model: Any, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The model's tensors by name; `read` returns a stored tensor."""
+        """Compute the model's tensors by name; `read` returns a stored tensor."""
         if self.converter is None:
             return {self.target: read(self.stored[0][1])}
         converter = copy.deepcopy(self.converter)
@@ -78,7 +78,7 @@ class FileOrigin:
         return tensors
 
     def convert_empty(self, model: Any, file: TensorFile) -> dict[str, Tensor]:
-        """The model's tensors by name, without memory."""
+        """Compute the model's tensors by name, without memory."""
 
         def empty_stored(name: str) -> Tensor:
             spec = file.specs[name]
@@ -153,11 +153,11 @@ _absent: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 def absent_parameters(
     model: Any, sources: Mapping[str, Source], identities: Iterable[tuple[str, str | None]]
 ) -> frozenset[str]:
-    """The parameters of the live base `model` that its files lack.
+    """Find the parameters of the live base `model` that its files lack.
 
-    transformers draws them at random at each load. `sources` are the tensors of the base by name.
+    transformers draws these at random at each load. `sources` are the tensors of the base by name.
     `identities` are names of the base (a folder or repository, a revision), of which the first that
-    is on this machine counts. Empty if none is, or if it has no weights.
+    is on this machine counts. Returns an empty set if none is, or if it has no weights.
     """
     inner = unwrap(model)
     if not is_pretrained(inner):
@@ -201,9 +201,9 @@ def _find_absent(model: Any, sources: Mapping[str, Source], folder: Place) -> fr
 def _shapes_in(
     file: TensorFile, model: Any, sources: Mapping[str, Source]
 ) -> dict[str, tuple[int, ...] | None]:
-    """The shape in `file` of each of the model's tensors that it has.
+    """Return the shapes that the model's tensors have in `file`.
 
-    None if transformers converts it.
+    The shape is None for a tensor that transformers converts.
     """
     empty = {}
     for name, source in sources.items():

@@ -52,9 +52,9 @@ def base_on_files(
     *,
     in_memory: bool,
 ) -> FileModel:
-    """The base of `adapters`, of which the first has these `settings`, on its mapped files.
+    """Make the base of `adapters`, of which the first has these `settings`, on its mapped files.
 
-    `shown`: the name of `folder` in messages. The model can run only if `in_memory`: then tensors
+    `shown` is the name of `folder` in messages. The model can run only if `in_memory`: then tensors
     that transformers converts are computed once. Raises LoadError if there is no model, and for a
     quantised one.
     """
@@ -85,7 +85,7 @@ def base_on_files(
 
 
 def _join_mapped(store: Store, names: Sequence[str], shown: Place) -> TensorFile:
-    """Weight files as one, whose tensors are mapped if their format allows it."""
+    """Open weight files as one, and map its tensors if their format allows it."""
     files: list[tuple[str, TensorFile]] = []
     for name in names:
         file_format = checkpoint_format_of(name)
@@ -144,7 +144,7 @@ def _model_on_files(
 
 
 def _is_quantised_folder(folder: Path) -> bool:
-    """Whether the config in `folder` has quantisation settings."""
+    """Check whether the config in `folder` has quantisation settings."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     return getattr(config, "quantization_config", None) is not None
 

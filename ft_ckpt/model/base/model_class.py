@@ -40,11 +40,11 @@ class BaseClass:
 def find_base_class(
     place: str, record: PartRecord, settings: Mapping[str, Any], **options: Any
 ) -> BaseClass:
-    """The class and config for the base of the adapter in `record` with these `settings`.
+    """Find the class and config for the base of the adapter in `record` with these `settings`.
 
-    `place`: its files. The recorded class, or else the first of these whose modules have the names
-    of the adapter's tensors: the class in the adapter's config, the one that the files name, the
-    auto class of its task. `options`: of `from_pretrained`.
+    `place` has the files of the base, `options` are those of `from_pretrained`. The class is the
+    recorded one, or else the first of these whose modules have the names of the adapter's tensors:
+    the class in the adapter's config, the one that the files name, the auto class of its task.
     """
     from transformers import AutoConfig, AutoModel
 
@@ -62,7 +62,7 @@ def find_base_class(
 
 
 def _with_changes(cls: Any, config: Any, changes: Mapping[str, Any]) -> BaseClass:
-    """The class with its config, in which the recorded `changes` are made."""
+    """Return the class with its config, after the recorded `changes`."""
     if not changes:
         return BaseClass(cls, config)
     settings = changed_fields(plain_config(config), changes)
@@ -82,10 +82,10 @@ def _with_changes(cls: Any, config: Any, changes: Mapping[str, Any]) -> BaseClas
 
 
 def _guess_class(config: Any, settings: Mapping[str, Any], record: PartRecord) -> BaseClass:
-    """The first class that has the modules of the adapter's tensors.
+    """Find the first class that has the modules of the adapter's tensors.
 
-    It has as many labels as the head of the adapter has rows. Adapters of PEFT and of earlier
-    versions do not name their class.
+    Its config gets as many labels as the head of the adapter has rows. Adapters of PEFT and of
+    earlier versions do not name their class.
     """
     from transformers import AutoModel
 
@@ -115,9 +115,9 @@ def _candidates(config: Any, settings: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _class_named(name: str, config: Any) -> Any:
-    """The class `name` of transformers, or the auto class for it in the config's own code.
+    """Return the class `name` of transformers, or the auto class for it in the config's own code.
 
-    None if there is none.
+    Returns None if there is none.
     """
     import transformers
 
@@ -132,7 +132,7 @@ def _class_named(name: str, config: Any) -> Any:
 
 @cache
 def _auto_class(task: str) -> Any:
-    """The auto class of transformers for a task of PEFT; None for an unknown task."""
+    """Return the auto class of transformers for a task of PEFT, or None for an unknown task."""
     from peft import auto
 
     wrapper = auto.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(task)
@@ -148,9 +148,9 @@ def _empty_model(cls: Any, config: Any) -> Any:
 
 
 def _has_modules(cls: Any, config: Any, record: PartRecord) -> bool:
-    """Whether the model has the outermost modules that hold the adapter's tensors.
+    """Check whether the model has the outermost modules that hold the adapter's tensors.
 
-    Names of today and older ones count.
+    Current and older names count.
     """
     model = _empty_model(cls, config)
     outermost = {name for name, _ in model.named_children()}
@@ -165,7 +165,7 @@ def _has_modules(cls: Any, config: Any, record: PartRecord) -> bool:
 
 
 def _with_labels(cls: Any, config: Any, record: PartRecord) -> Any:
-    """The config with the number of labels that gives most stored tensors the model's shapes."""
+    """Set the number of labels with which most stored tensors have the model's shapes."""
     stored = {base_name(tensor.name): tensor.shape for tensor in record.tensors}
     misfits = _misfits(cls, config, stored)
     rows = {stored[name][0] for name in misfits if stored[name]}
@@ -180,7 +180,7 @@ def _with_labels(cls: Any, config: Any, record: PartRecord) -> Any:
 
 
 def _misfits(cls: Any, config: Any, stored: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """The stored tensors, other than embeddings, whose shape differs from that in the model."""
+    """List the stored tensors, other than embeddings, whose shape differs from the model's."""
     model = _empty_model(cls, config)
     embedding = embedding_of(model)
     resized = {f"{name}.weight" for name, module in model.named_modules() if module is embedding}

@@ -54,9 +54,9 @@ MERGED_TOLERANCE = 64 * torch.finfo(torch.float32).eps
 
 
 def record_of_base(part: Part) -> BaseRecord:
-    """The record of the base of an adapter's `part`, without its fingerprint.
+    """Make the record of the base of an adapter's `part`, without its fingerprint.
 
-    The id is None if built in memory.
+    The id is None if the base was built in memory.
     """
     model = model_below(part.module)
     config = getattr(model, "config", None)
@@ -77,7 +77,7 @@ def record_of_base(part: Part) -> BaseRecord:
 
 
 def _digest_of_config(config: Any) -> str:
-    """The digest of the settings that belong to the base, not to a load of it."""
+    """Compute the digest of the settings that belong to the base, not to a load of it."""
     settings = dict(config) if isinstance(config, Mapping) else {}
     if config is not None and hasattr(config, "to_dict"):
         settings = config.to_dict()
@@ -87,13 +87,13 @@ def _digest_of_config(config: Any) -> str:
 
 
 def identifying_tensors(part: Part) -> dict[str, Source]:
-    """The tensors of the base that identify it, which the adapter does not replace."""
+    """Return the tensors of the base that identify it, which the adapter does not replace."""
     replaced = {base_name(entry.name) for entry in part.entries}
     return {name: source for name, source in part.base.items() if name not in replaced}
 
 
 def identifying_samples(record: PartRecord) -> dict[str, Mapping[str, float]]:
-    """The recorded samples of the base without tensors that the adapter replaces.
+    """Return the recorded samples of the base without tensors that the adapter replaces.
 
     Earlier versions sampled those as well.
     """
@@ -107,9 +107,9 @@ def identifying_samples(record: PartRecord) -> dict[str, Mapping[str, float]]:
 def base_samples(
     model: nn.Module, rank: int, attribute: str | None = None
 ) -> dict[str, dict[str, float]]:
-    """A few local elements of frozen base tensors: of adapted layers, else of all.
+    """Sample local elements of a few frozen base tensors: of adapted layers, else of all.
 
-    {} without adapters.
+    Returns {} without adapters.
     """
     if not has_adapters(module_at(model, attribute or "")):
         return {}
@@ -127,7 +127,7 @@ def base_samples(
 
 
 def common_dtype(tensors: Iterable[Source]) -> str:
-    """The most common dtype of the floating-point tensors; "float32" if there are none."""
+    """Return the most common dtype of the floating-point tensors; "float32" if there are none."""
     dtypes = [source.dtype for source in tensors if source.dtype.is_floating_point]
     common = max(set(dtypes), key=dtypes.count, default=None)
     return dtype_name(common) if common else "float32"
@@ -182,7 +182,7 @@ def differing_tensors(
     """
     if record.base is None:
         return []
-    comparison = _Comparison.with_base(record, is_changed)
+    comparison = _BaseComparison.with_base(record, is_changed)
     differing = []
     for name, values in identifying_samples(record).items():
         indices = [int(index) for index in values]
@@ -204,7 +204,7 @@ def differing_elements(file: TensorFile, record: PartRecord) -> tuple[int, list[
     """
     if record.base is None:
         return 0, []
-    comparison = _Comparison.with_base(record, is_changed=False)
+    comparison = _BaseComparison.with_base(record, is_changed=False)
     compared = 0
     differing = []
     for name, values in identifying_samples(record).items():
@@ -233,7 +233,7 @@ def _fit(indices: Iterable[int], numel: int) -> bool:
 
 
 @dataclass(frozen=True)
-class _Comparison:
+class _BaseComparison:
     """Compares elements of a base with those that an adapter's record has."""
 
     dtype: torch.dtype  # of the recorded base
@@ -241,10 +241,10 @@ class _Comparison:
     is_changed: bool  # by the initialisation of the adapter, so the last digits may differ
 
     @staticmethod
-    def with_base(record: PartRecord, is_changed: bool) -> "_Comparison":
+    def with_base(record: PartRecord, is_changed: bool) -> "_BaseComparison":
         name = "float32" if record.base is None else record.base.dtype
         dtype = getattr(torch, name, torch.float32)
-        return _Comparison(dtype, _adapted_paths(record), is_changed)
+        return _BaseComparison(dtype, _adapted_paths(record), is_changed)
 
     def agrees(
         self,
@@ -253,7 +253,7 @@ class _Comparison:
         dtype: torch.dtype,
         recorded: Mapping[str, float],
     ) -> bool:
-        """Whether elements of a tensor equal the recorded ones in the coarser of both dtypes.
+        """Check whether elements of a tensor equal the recorded ones in the coarser of both dtypes.
 
         Equal dtypes are compared exactly, except in adapted layers: merging and unmerging changes
         the last digits.
@@ -268,9 +268,9 @@ class _Comparison:
 
 
 def _adapted_paths(record: PartRecord) -> frozenset[str]:
-    """All prefixes of the paths of the adapter's tensors in the base model.
+    """Return all prefixes of the paths of the adapter's tensors in the base model.
 
-    They include the adapted layers.
+    The adapted layers are among them.
     """
     paths = set()
     for tensor in record.tensors:
@@ -287,9 +287,9 @@ def are_near(
     tolerance: float,
     is_adapted: bool,
 ) -> bool:
-    """Whether elements differ by at most `tolerance` times their size.
+    """Check whether elements differ by at most `tolerance` times their size.
 
-    In an adapted layer, at least 1/4 of the largest.
+    In an adapted layer, each size counts as at least 1/4 of the largest.
     """
     min_size = 1e-6
     if is_adapted:

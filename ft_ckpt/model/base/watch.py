@@ -21,7 +21,7 @@ class BaseWatch:
     """Samples of the base of one model, with which later ones are compared."""
 
     def __init__(self, attribute: str | None = None) -> None:
-        """`attribute`: the submodule that has the adapters; None: the model itself."""
+        """Watch the base below the submodule `attribute`, or below the model itself for None."""
         self._attribute = attribute
         self._model: ref[nn.Module] | None = None
         self._samples: dict[str, dict[str, float]] = {}
@@ -71,11 +71,11 @@ class BaseWatch:
     def is_left_out(
         self, model: nn.Module, alone: bool, adapter_only: bool | None, ranks: Ranks
     ) -> bool:
-        """Whether a checkpoint of a run omits the base: `adapter_only`, by default `alone`.
-        Collective.
+        """Check whether a checkpoint of a run omits the base: `adapter_only`, by default `alone`.
 
         `alone`: only adapters are trained. A base that has changed, as under ReLoRA, is saved with
-        the adapters; raises SelectionError instead if `adapter_only` is True.
+        the adapters; raises SelectionError instead if `adapter_only` is True. Collective: call it
+        on every rank.
         """
         if not (alone if adapter_only is None else adapter_only):
             return False

@@ -23,7 +23,7 @@ from ft_ckpt.storage.local import LocalStore
 
 
 def is_diffusers(module: nn.Module) -> bool:
-    """Whether it is a model of diffusers, also inside a PeftModel."""
+    """Check for a model of diffusers, also inside a PeftModel."""
     return library_of(model_below(module)) is DIFFUSERS
 
 
@@ -89,7 +89,7 @@ def _shapes_of_config(cls: Any, text: str) -> Mapping[str, tuple[int, ...]]:
 
 
 def diffusers_class(name: str, classes: Mapping[str, type]) -> Any:
-    """The class `name` of `classes` or diffusers.
+    """Return the class `name` of `classes` or diffusers.
 
     Raises LoadError if there is none, or diffusers is not installed.
     """
@@ -111,7 +111,7 @@ def diffusers_class(name: str, classes: Mapping[str, type]) -> Any:
 
 
 def empty_of_config(cls: Any, config: Mapping[str, Any]) -> Any:
-    """A model of this config without memory for its parameters; buffers have their values."""
+    """Make a model of this config without memory for its parameters; buffers have their values."""
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
@@ -119,9 +119,10 @@ def empty_of_config(cls: Any, config: Mapping[str, Any]) -> Any:
 
 
 def model_on_file(config: Mapping[str, Any], file: TensorFile, source: str) -> nn.Module:
-    """The model of this config, in eval mode, on the tensors of `file`, which comes from `source`.
+    """Make the model of this config, in eval mode, on the tensors of `file`.
 
-    Raises LoadError for a quantised model, or naming the tensors that do not fit.
+    `source` is the place of the file in messages. Raises LoadError for a quantised model, and
+    naming the tensors that do not fit.
     """
     if config.get("quantization_config"):
         raise LoadError(

@@ -21,7 +21,7 @@ _FACTORIES = frozenset((torch.ones, torch.zeros, torch.full, torch.arange, torch
 
 @contextmanager
 def _replacing(method: str, function: Callable[..., Any]) -> Iterator[None]:
-    """In the block, replace `method` of nn.Module, for all modules of the process."""
+    """Replace `method` of nn.Module in the block, for all modules of the process."""
     original = getattr(nn.Module, method)
     setattr(nn.Module, method, function)
     try:
@@ -32,7 +32,7 @@ def _replacing(method: str, function: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """In the block, transformers models are made without memory for parameters.
+    """Make transformers models in the block without memory for parameters.
 
     Buffers get their values.
     """
@@ -49,7 +49,7 @@ def without_memory() -> Iterator[None]:
 
 @contextmanager
 def _leaving_parameters_unfilled() -> Iterator[None]:
-    """In the block, transformers initialises buffers only.
+    """Let transformers initialise only buffers in the block.
 
     To initialise parameters would cost more than mapping a model.
     """
@@ -69,10 +69,10 @@ def _leaving_parameters_unfilled() -> Iterator[None]:
 
 @contextmanager
 def limit_parameters(parameters: int, source: str) -> Iterator[None]:
-    """In the block, raise LoadError for a model of more than `parameters` parameters.
+    """Raise LoadError, in the block, for a model of more than `parameters` parameters.
 
-    A huge buffer is refused as well. `source` is named in the error, which is raised before memory
-    is allocated. Parameters have no memory, buffers do.
+    A huge buffer is refused as well. The error names `source`, and is raised before memory is
+    allocated: parameters have no memory, buffers do.
     """
     register = nn.Module.register_parameter
     count = 0
@@ -94,7 +94,7 @@ def limit_parameters(parameters: int, source: str) -> Iterator[None]:
 class _BoundedFactories(TorchFunctionMode):
     """Raises LoadError for factory calls of more than _MAX_ELEMENTS elements.
 
-    It does so before memory is allocated.
+    The error is raised before memory is allocated.
     """
 
     def __torch_function__(
@@ -117,7 +117,7 @@ class _BoundedFactories(TorchFunctionMode):
 
 @contextmanager
 def listing_own(record: PartRecord) -> Iterator[None]:
-    """In the block, state dicts of transformers models have parameters and buffers only.
+    """Limit state dicts of transformers models in the block to parameters and buffers.
 
     They have the stored dtypes. transformers' loader assigns every entry of a state dict as a
     tensor, and rounds each tensor to the config's dtype unless the state dict has the stored dtype.
@@ -145,9 +145,9 @@ def listing_own(record: PartRecord) -> Iterator[None]:
 def _stored_dtypes(
     module: nn.Module, sources: Mapping[str, Source], record: PartRecord
 ) -> dict[str, torch.dtype]:
-    """The stored dtypes of the model's tensors by name.
+    """Return the stored dtypes of the model's tensors by name.
 
-    For a tensor stored as several, their promoted dtype.
+    A tensor that is stored as several has their promoted dtype.
     """
     stored = {tensor.name: dtype_of(tensor.dtype) for tensor in record.tensors}
     dtypes: dict[str, torch.dtype] = {}

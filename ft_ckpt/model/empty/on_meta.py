@@ -20,7 +20,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def read_config(config_class: Any, text: str) -> Any:
-    """The config as `from_pretrained` reads it from a folder."""
+    """Read the config as `from_pretrained` reads it from a folder."""
     settings = _without_dtypes(json.loads(text))
     with temporary_store() as store:
         store.write("config.json", json.dumps(settings).encode())
@@ -28,7 +28,7 @@ def read_config(config_class: Any, text: str) -> Any:
 
 
 def _without_dtypes(settings: Any) -> Any:
-    """The settings without dtypes.
+    """Remove dtypes from the settings.
 
     With them transformers would make parts of the model under torch's default dtype.
     """
@@ -41,7 +41,7 @@ def _without_dtypes(settings: Any) -> Any:
 def shapes_of_new(
     cls: Any, config: Any, arguments: Mapping[str, Any]
 ) -> tuple[Shapes, re.Pattern[str] | None]:
-    """The shapes of a new model's tensors, and a pattern of those that files may lack."""
+    """Return the shapes of a new model's tensors, and a pattern of those that files may lack."""
     # both modes are of this thread
     with torch.device("meta"), _AsFromPretrained(), _without_partitions():
         model = cls(config, **arguments)
@@ -111,10 +111,10 @@ class _AsFromPretrained(TorchFunctionMode):
 
 
 def _without_partitions() -> Any:
-    """In the block, transformers does not partition a new model over the ranks.
+    """Keep transformers from partitioning a new model over the ranks in the block.
 
-    It would under DeepSpeed's ZeRO-3. The flag holds for the process. Only a model that the script
-    makes at this moment would notice.
+    It would do so under DeepSpeed's ZeRO-3. The flag holds for the process; only a model that the
+    script makes at this moment would notice.
     """
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.modeling_utils import set_zero3_state

@@ -27,7 +27,7 @@ _PARAMETERS_A_TENSOR = 16
 
 
 def transformers_class(name: str) -> Any:
-    """The model class `name` of transformers; None if there is none."""
+    """Return the model class `name` of transformers, or None if there is none."""
     import transformers
 
     cls = getattr(transformers, name, None) if name.isidentifier() else None
@@ -35,9 +35,10 @@ def transformers_class(name: str) -> Any:
 
 
 def class_of_own_code(config: Mapping[str, Any], record: PartRecord) -> Any:
-    """The auto class of a model with custom code.
+    """Return the auto class of a model with custom code.
 
-    transformers runs such code only with `trust_remote_code`.
+    transformers runs such code only with `trust_remote_code`. Raises LoadError if the model has
+    none.
     """
     import transformers
 
@@ -52,7 +53,7 @@ def class_of_own_code(config: Mapping[str, Any], record: PartRecord) -> Any:
 
 
 def checked_config(store: Store, record: PartRecord) -> dict[str, Any]:
-    """The contents of config.json. Raises LoadError for absurd counts, such as a billion layers."""
+    """Read config.json. Raises LoadError for absurd counts, such as a billion layers."""
     config: dict[str, Any] = json.loads(read_text(store, path_in_part(record, "config.json")))
     absurd = absurd_counts(config)
     if absurd:
@@ -64,12 +65,15 @@ def checked_config(store: Store, record: PartRecord) -> dict[str, Any]:
 
 
 def max_parameters(record: PartRecord) -> int:
-    """An upper bound on the parameters of any model with the stored tensors."""
+    """Return an upper bound on the parameters of any model with the stored tensors."""
     return _PARAMETERS_A_TENSOR * (len(record.tensors) + 256)
 
 
 def empty_model(cls: Any, checkpoint: OpenCheckpoint, record: PartRecord) -> Any:
-    """The model without memory for its parameters; None if transformers must load it itself."""
+    """Make the model without memory for its parameters.
+
+    Returns None if transformers must load it itself.
+    """
     from transformers import AutoConfig
 
     weights = {name.rpartition("/")[2] for name in weight_names(record)}
@@ -90,7 +94,7 @@ def empty_model(cls: Any, checkpoint: OpenCheckpoint, record: PartRecord) -> Any
 
 
 def is_converted(model: nn.Module) -> bool:
-    """Whether transformers converts tensors of `model` between memory and file.
+    """Check whether transformers converts tensors of `model` between memory and file.
 
     The model may be wrapped.
     """
@@ -105,7 +109,7 @@ def part_folder(
     record: PartRecord,
     is_read: Callable[[str], bool] = lambda name: True,
 ) -> AbstractContextManager[Path]:
-    """In the block, a local path of a part's folder, for libraries that read the files `is_read`.
+    """Yield a local path of a part's folder, for libraries that read the files `is_read`.
 
     In a bucket, those files are downloaded, without subfolders, which belong to other parts.
     """

@@ -55,7 +55,7 @@ class FolderPart:
         return f"{self.path.replace('/', '.')}." if self.path else ""
 
     def stem_in(self, tensor_format: TensorFormat) -> str:
-        """The name of its weight files in another format, without ending and shard number."""
+        """Return the name of its weight files in another format, without ending and number."""
         if self.stem:
             return self.stem
         return ADAPTER_FILE if self.kind == "adapter" else tensor_format.model_stems[0]
@@ -74,11 +74,11 @@ class WeightsFolder(JoinedFile):
         self.manifest = manifest
 
     def store_of(self, part: FolderPart) -> Store:
-        """The folder of a part."""
+        """Return the folder of a part as a store."""
         return Place(self.store, part.path).folder
 
     def companions(self) -> tuple[list[Stored], list[str]]:
-        """Sidecar files that fit weights of any format, and the names of the files that do not."""
+        """List the sidecar files that fit weights of any format, and the names of the others."""
         files = self.store.list()
         weight_names = self._weight_names()
         # a dual file has two names
@@ -109,7 +109,7 @@ class WeightsFolder(JoinedFile):
         return sidecars, left_out
 
     def _weight_names(self) -> set[str]:
-        """The paths of the weight files and their indices."""
+        """Return the paths of the weight files and their indices."""
         paths: set[str] = set()
         for part in self.parts:
             names, index = weight_files(self.store_of(part), part.kind)
@@ -122,7 +122,7 @@ class WeightsFolder(JoinedFile):
 def differing_parts(
     first: WeightsFolder, first_part: FolderPart, second: WeightsFolder, second_part: FolderPart
 ) -> list[Difference]:
-    """The settings that differ between a part of two folders and change the output.
+    """List the settings that differ between a part of two folders and change the output.
 
     Values are text. Raises CorruptError for a settings file that cannot be parsed.
     """
@@ -137,9 +137,9 @@ def differing_parts(
 
 
 def open_folder(place: Place) -> TensorFile:
-    """The tensors in a folder (or under the prefix of a TensorFlow checkpoint), in any format.
+    """Open the tensors in a folder, or under the prefix of a TensorFlow checkpoint, in any format.
 
-    Raises LoadError when there are no weights; CorruptError when files are missing or inconsistent.
+    Raises LoadError when there are no weights, CorruptError when files are missing or inconsistent.
     """
     with damaged_input(place):
         return _open_any_folder(place)
@@ -170,7 +170,7 @@ def _open_any_folder(place: Place) -> TensorFile:
 
 
 def _open_foreign_folder(place: Place) -> TensorFile | None:
-    """The tensors in a folder of another program; None if no format recognises it."""
+    """Open a folder of another program; return None if no format recognises it."""
     # the more specific of two matching formats is registered later
     for tensor_format in reversed(tensor_formats()):
         opened = tensor_format.open_folder(place)

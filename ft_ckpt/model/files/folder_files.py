@@ -19,7 +19,7 @@ STEMS = {
 
 
 def weight_files(store: Store, kind: str) -> tuple[list[str], str | None]:
-    """The weight files in `store` that readers prefer, and their index if there are shards."""
+    """Find the weight files in `store` that readers prefer, and their index if there are shards."""
     present = {file.name for file in store.list_folder().objects}
     for name in _weight_file_names(kind):
         if name in present:
@@ -34,7 +34,7 @@ def weight_files(store: Store, kind: str) -> tuple[list[str], str | None]:
 
 
 def _weight_file_names(kind: str) -> Iterator[str]:
-    """The names that a weight file may have, in the order of preference of readers."""
+    """Yield the names that a weight file may have, in the order of preference of readers."""
     for tensor_format in tensor_formats():
         if kind == "adapter":
             stems = STEMS["adapter"]
@@ -46,7 +46,7 @@ def _weight_file_names(kind: str) -> Iterator[str]:
 
 
 def library_stem(names: Iterable[str]) -> str:
-    """The stem of diffusers' weight files if the files `names` have it, else "".
+    """Return the stem of diffusers' weight files if the files `names` have it, else "".
 
     Files of every format have that stem.
     """
@@ -58,7 +58,7 @@ def library_stem(names: Iterable[str]) -> str:
 
 
 def join_weight_files(store: Store, names: Iterable[str]) -> JoinedFile:
-    """Weight files in `store` as one. Raises CorruptError naming those that are missing."""
+    """Open weight files in `store` as one. Raises CorruptError naming those that are missing."""
     names = list(names)
     missing = [name for name in names if not is_inside(name) or store.stat(name) is None]
     if missing:
@@ -70,7 +70,7 @@ def join_weight_files(store: Store, names: Iterable[str]) -> JoinedFile:
 
 
 def _read_weight_map(store: Store, index: str) -> Mapping[str, str]:
-    """The file of each tensor."""
+    """Read the file of each tensor from an index."""
     try:
         weight_map: Any = json.loads(read_text(store, index))["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}

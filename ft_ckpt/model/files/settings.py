@@ -89,7 +89,7 @@ Difference = tuple[str, str, str]  # field, value in the first, value in the sec
 
 
 def differing_settings(first: Store, second: Store, kind: str) -> list[Difference]:
-    """The settings that differ between the folders of two parts and change the output.
+    """List the settings that differ between the folders of two parts and change the output.
 
     Values are text. `kind` of the parts is "model", "adapter" or "module". The bases of adapters
     are not compared. Raises CorruptError for a settings file that cannot be parsed.
@@ -116,11 +116,11 @@ def _presence(content: object) -> str:
 
 
 def differences_of_live(stored: Mapping[str, Any], config: Any) -> list[Difference]:
-    """The fields in which the PEFT config of a live adapter differs from its `stored` settings.
+    """List the fields in which the PEFT config of a live adapter differs from `stored` settings.
 
     Values are text. Only fields count that change the output if the tensors of the adapter and of
-    its base are equal. Compared is what the config writes: a subclass may keep fields in a file of
-    its own.
+    its base are equal. The comparison takes what the config writes, because a subclass may keep
+    fields in a file of its own.
     """
     written = files_made_by(lambda folder: config.save_pretrained(str(folder)))
     live = json.loads(written[SETTINGS_FILES["adapter"]])
@@ -134,17 +134,14 @@ def differences_of_live(stored: Mapping[str, Any], config: Any) -> list[Differen
 
 
 def is_irreproducible(settings: Mapping[str, Any]) -> bool:
-    """Whether the initialisation of such an adapter changes its base and cannot be repeated."""
+    """Check whether the initialisation of an adapter changes its base and cannot be repeated."""
     return bool(irreproducible({"": SimpleNamespace(**settings)}))
 
 
 def differences_between(
     first: Mapping[str, Any], second: Mapping[str, Any], kind: str
 ) -> list[Difference]:
-    """The fields that differ between two configs of `kind` and change the output.
-
-    Values are text.
-    """
+    """List the fields that differ between two configs of `kind` and change the output, as text."""
     if kind == "adapter":
         counts = partial(_counts_for_adapter, first)
         return _differing_leaves(_completed_adapter(first), _completed_adapter(second), counts)
@@ -170,7 +167,7 @@ def _differing_leaves(first: Any, second: Any, counts: Callable[[str], bool]) ->
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of each leaf in nested dicts and lists."""
+    """Yield (dotted name, value) of each leaf in nested dicts and lists."""
     children: dict[Any, Any] = {}
     if isinstance(value, dict):
         children = value
@@ -201,7 +198,10 @@ def _counts_for_adapter(settings: Mapping[str, Any], name: str) -> bool:
 
 
 def order_counts(pattern: Iterable[str]) -> bool:
-    """Whether the order of a rank_pattern or alpha_pattern matters: PEFT takes the first match."""
+    """Check whether the order of a rank_pattern or alpha_pattern matters.
+
+    PEFT takes the first match.
+    """
     keys = list(pattern)
     if len(keys) > 1 and not all(re.fullmatch(r"[\w.]+", key) for key in keys):
         return True  # regular expressions may overlap
@@ -209,15 +209,15 @@ def order_counts(pattern: Iterable[str]) -> bool:
 
 
 def _has_suffix_among(key: str, keys: set[str]) -> bool:
-    """Whether the last steps of a dotted key are a key themselves."""
+    """Check whether the last steps of a dotted key are a key themselves."""
     steps = key.split(".")
     return any(".".join(steps[index:]) in keys for index in range(1, len(steps)))
 
 
 def _completed_adapter(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with PEFT's defaults for absent fields.
+    """Add PEFT's defaults for absent fields to the settings.
 
-    All initialisations that keep the base have one value.
+    All initialisations that keep the base get the same value.
     """
     completed = {**_peft_defaults(settings.get("peft_type")), **settings}
     for name in _UNORDERED & completed.keys():
@@ -248,9 +248,9 @@ def _peft_defaults(method: Any) -> dict[str, Any]:
 
 
 def _canonical_config(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The config with the defaults and names of the installed transformers.
+    """Return the config with the defaults and names of the installed transformers.
 
-    None for a model it cannot parse.
+    Returns None for a model that transformers cannot parse.
     """
     import transformers
 
@@ -265,7 +265,7 @@ def _canonical_config(settings: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _differing_files(first: Store, second: Store) -> list[Difference]:
-    """Code and extra state files with different contents."""
+    """List code and extra state files with different contents."""
     names = set()
     for store in (first, second):
         for file in store.list_folder().objects:
@@ -300,7 +300,7 @@ def _differing_tokens(first: Store, second: Store) -> list[Difference]:
 
 
 def _tokens_in(store: Store, name: str, text: str | None) -> dict[int, str]:
-    """The tokens of a tokenizer.json by id."""
+    """Read the tokens of a tokenizer.json by id."""
     settings = {} if text is None else parse_settings(store, name, text) or {}
     tokens = {}
     with damaged_input(store.where(name)):

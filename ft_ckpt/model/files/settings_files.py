@@ -16,20 +16,23 @@ _COUNT = re.compile(r"\w*(layer|block|depth|stage|expert|head)s?")
 
 
 def text_of(store: Store, name: str) -> str | None:
-    """The text of a file; None if there is none."""
+    """Read the text of a file; return None if there is none."""
     return read_text(store, name) if store.stat(name) is not None else None
 
 
 def read_settings(store: Store, name: str) -> dict[str, Any] | None:
-    """The JSON object in a file; None if there is none. Raises CorruptError for other contents."""
+    """Read the JSON object in a file; return None if there is none.
+
+    Raises CorruptError for other contents.
+    """
     text = text_of(store, name)
     return None if text is None else parse_settings(store, name, text)
 
 
 def parse_settings(store: Store, name: str, text: str) -> dict[str, Any] | None:
-    """The JSON object in the text of a file.
+    """Parse the JSON object in the text of a file; return None for null.
 
-    None for null. Raises CorruptError for other contents.
+    Raises CorruptError for other contents.
     """
     with damaged_input(store.where(name)):
         settings = json.loads(text)
@@ -39,16 +42,16 @@ def parse_settings(store: Store, name: str, text: str) -> dict[str, Any] | None:
 
 
 def adapter_settings(store: Store) -> dict[str, Any]:
-    """The contents of adapter_config.json.
+    """Read adapter_config.json.
 
-    Raises MissingError if there is none, CorruptError if it is no object.
+    Raises MissingError if there is none, CorruptError if it is not an object.
     """
     name = SETTINGS_FILES["adapter"]
     return parse_settings(store, name, read_text(store, name)) or {}
 
 
 def quantisation_of(store: Store) -> str | None:
-    """The field of config.json that describes a quantisation; None if there is none."""
+    """Return the field of config.json that describes a quantisation, or None if there is none."""
     settings = read_settings(store, "config.json") or {}
     for name in ("quantization_config", "compression_config"):
         if settings.get(name):
@@ -62,7 +65,7 @@ def absurd_counts(config: Mapping[str, Any]) -> list[str]:
 
 
 def _counts_in(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """The counts in a config whose names match _COUNT, at any depth."""
+    """Yield the counts in a config whose names match _COUNT, at any depth."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _counts_in(inner, key)

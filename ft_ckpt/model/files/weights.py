@@ -21,12 +21,12 @@ Weights = tuple[dict[str, Tensor], bool]  # tensors by name, and whether all are
 
 
 def weight_names(record: PartRecord) -> list[str]:
-    """The names of a part's weight files in its checkpoint."""
+    """Return the names of a part's weight files in its checkpoint."""
     return list(dict.fromkeys(tensor.file for tensor in record.tensors))
 
 
 def path_in_part(record: PartRecord, file: str) -> str:
-    """The path, in the checkpoint, of a file in the folder of a part."""
+    """Return the path, in the checkpoint, of a file in the folder of a part."""
     return f"{record.path}/{file}".lstrip("/")
 
 
@@ -50,7 +50,7 @@ def fetching_weights(
 
 
 def read_weights(store: Store, names: Iterable[str], mapped: bool | str = "auto") -> Weights:
-    """The tensors of weight files by name, and whether all are mapped.
+    """Read the tensors of weight files by name, and tell whether all are mapped.
 
     `mapped`="auto" reads a file into memory if that is faster than page faults and no other process
     of the launch on this machine can share the pages. Files that cannot be mapped are always read.
@@ -85,12 +85,12 @@ def _read_files(
 
 
 def _reads_faster(file: IndexedFile) -> bool:
-    """Whether reading `file` into memory is faster than mapping it."""
+    """Check whether reading `file` into memory is faster than mapping it."""
     return readers_here() == 1 and file.raw.is_cold()
 
 
 def read_extra_values(store: Store, record: PartRecord) -> dict[str, Any]:
-    """The non-tensor values of a part's state dict. Raises CorruptError for a damaged file."""
+    """Read the non-tensor values of a part's state dict. Raises CorruptError for a damaged file."""
     name = path_in_part(record, EXTRA_FILE)
     if store.stat(name) is None:
         return {}

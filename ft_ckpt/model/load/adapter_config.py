@@ -27,9 +27,10 @@ _CONFIG_FILE = "adapter_config.json"
 def read_adapter_config(
     checkpoint: OpenCheckpoint, record: PartRecord, *, base_is_stored: bool
 ) -> Any:
-    """The PeftConfig of an adapter, for inference.
+    """Read the PeftConfig of an adapter, for inference.
 
-    If the changed base is stored with the adapter, its initialisation must not change it again.
+    With `base_is_stored`, the changed base is in the same checkpoint, and the initialisation of the
+    adapter must not change it again.
     """
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
@@ -110,7 +111,7 @@ def _is_pattern(text: str) -> bool:
 
 
 def _is_of_type(value: Any, hint: Any) -> bool:
-    """Whether a JSON value is of an annotated type; True for unsupported annotations."""
+    """Check whether a JSON value is of an annotated type; unsupported annotations accept all."""
     kind, arguments = get_origin(hint), get_args(hint)
     if kind in (Union, UnionType):
         return any(_is_of_type(value, argument) for argument in arguments)

@@ -73,10 +73,10 @@ def _live_adapters(model: Any) -> _LiveAdapters:
 def _stored_tensors(
     model: Any, checkpoint: OpenCheckpoint, record: PartRecord, expected: Set[str]
 ) -> dict[str, Tensor]:
-    """The tensors of an adapter in its files, as the live one names them, if they are `expected`.
+    """Read the tensors of an adapter, as the live one names them, if they are `expected`.
 
     An adapter of transformers 4 has names and single experts of that version, which PEFT converts.
-    PEFT would also rename names of today that look like older ones, so it gets only an adapter that
+    PEFT would also rename current names that look like older ones, so it gets only an adapter that
     lacks names of the live one.
     """
     files = weight_names(record)
@@ -109,10 +109,10 @@ def _converted_by_peft(model: Any, adapter: str, tensors: dict[str, Tensor]) -> 
 def _find_targets(
     live: _LiveAdapters, checkpoint: OpenCheckpoint, stored: StoredTensors
 ) -> dict[str, dict[str, Source]]:
-    """By adapter, the live tensor of each stored one, base tensors included.
+    """Find the live tensor of each stored one by adapter, base tensors included.
 
-    Those that PEFT computes have none. Raises LoadError naming every tensor that is missing, has no
-    target, or has another shape or kind of dtype.
+    Tensors that PEFT computes have none. Raises LoadError naming every tensor that is missing, has
+    no target, or has another shape or kind of dtype.
     """
     stored_names: set[str] = set()
     for tensors in stored.values():
@@ -161,7 +161,7 @@ def _copy_exactly(live: Tensor, stored: Tensor) -> None:
 
 
 def _represents_all(dtype: torch.dtype, stored: torch.dtype) -> bool:
-    """Whether `dtype` represents all values of the dtype `stored`."""
+    """Check whether `dtype` represents all values of the dtype `stored`."""
     if not stored.is_floating_point:
         return dtype == stored or torch.promote_types(dtype, stored) == dtype
     limits, needed = torch.finfo(dtype), torch.finfo(stored)
@@ -194,7 +194,7 @@ def _refuse_unfilled(
 
 
 def _are_equal(live: Tensor, stored: Tensor) -> bool:
-    """Whether a tensor has the stored values; NaN equals NaN."""
+    """Check whether a tensor has the stored values; NaN equals NaN."""
     values = live.detach()
     expected = stored.to(values.device, values.dtype)
     is_same = (values == expected) | (values.isnan() & expected.isnan())

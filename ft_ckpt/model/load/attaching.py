@@ -128,7 +128,7 @@ def _with_peft_names(record: PartRecord) -> PartRecord:
 
 
 def _make_adapter(model: Any, adapter: str, config: Any) -> Any:
-    """The PeftModel with an adapter of this name; its tensors are filled later."""
+    """Make the PeftModel with an adapter of this name, whose tensors are filled later."""
     from peft import PeftModel
     from peft.auto import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
 
@@ -143,10 +143,7 @@ def _make_adapter(model: Any, adapter: str, config: Any) -> Any:
 def _resize_embeddings(
     model: Any, checkpoint: OpenCheckpoint, records: Sequence[PartRecord]
 ) -> tuple[str, ...]:
-    """Resize the embeddings of a base to the rows that the adapters store.
-
-    A note if it was done.
-    """
+    """Resize the embeddings of a base to the rows that the adapters store; return notes on it."""
     if is_peft_model(model):
         return ()
     rows = _stored_rows(model, records)
@@ -158,9 +155,9 @@ def _resize_embeddings(
 
 
 def _stored_rows(model: Any, records: Sequence[PartRecord]) -> int | None:
-    """The number of input embedding rows that the adapters store.
+    """Return the number of input embedding rows that the adapters store.
 
-    None if they store no embeddings.
+    Returns None if they store no embeddings.
     """
     embedding = embedding_of(model)
     if embedding is None:

@@ -22,13 +22,13 @@ from ft_ckpt.storage.places import Place, open_place
 def load_base(
     checkpoint: OpenCheckpoint, adapters: Sequence[PartRecord], options: LoadOptions
 ) -> nn.Module:
-    """The base model for `adapters`: `options.base` as module, folder or id, else the recorded one.
+    """Load the base model for `adapters`: `options.base` or the recorded one.
 
-    Custom code of the base runs only with `trust_remote_code`; there is no prompt. A base in a
-    checkpoint of ft_ckpt is compared with its manifest, including all digests with `verify`.
-
-    Raises LoadError when no base is known, it cannot be loaded, or neither its files nor the
-    adapters have one of its tensors; CorruptError when its files are damaged.
+    `options.base` is a module, folder or id. Custom code of the base runs only with
+    `trust_remote_code`; there is no prompt. A base in a checkpoint of ft_ckpt is compared with its
+    manifest, including all digests with `verify`. Raises LoadError when no base is known, it cannot
+    be loaded, or neither its files nor the adapters have one of its tensors; CorruptError when its
+    files are damaged.
     """
     if isinstance(options.base, nn.Module):
         return options.base
@@ -76,9 +76,9 @@ def _refuse_damaged_base(place: Place, verify: bool) -> None:
 
 
 def _class_in_diffusers(place: Place) -> str | None:
-    """The class in diffusers of the model in the folder `place`.
+    """Return the class in diffusers of the model in the folder `place`.
 
-    None for another model, or no folder.
+    Returns None for another model, and if there is no folder.
     """
     if not place.is_folder or place.folder.stat("config.json") is None:
         return None

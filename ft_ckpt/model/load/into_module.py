@@ -29,7 +29,7 @@ _Stored = TypeVar("_Stored")
 
 
 @dataclass(frozen=True, eq=False)
-class _Comparison:
+class _ModuleComparison:
     """The comparison of a part's files with a module."""
 
     report: LoadReport
@@ -109,7 +109,7 @@ def fill_module(
 
 
 def _with_aliases(record: PartRecord, stored: Mapping[str, _Stored]) -> dict[str, _Stored]:
-    """The stored tensors by name, including the aliases of tied tensors."""
+    """Return the stored tensors by name, including the aliases of tied tensors."""
     by_name = dict(stored)
     for stored_name, *aliases in record.ties:
         for alias in aliases:
@@ -124,7 +124,7 @@ def _compare_stored(
     shapes: Mapping[str, tuple[int, ...]],
     store: Store,
     strict: bool,
-) -> _Comparison:
+) -> _ModuleComparison:
     """Compare stored names and shapes with the module's.
 
     Raises LoadError naming all differences, if `strict`.
@@ -158,13 +158,13 @@ def _compare_stored(
     )
     refuse_differences(report, strict)
     fitting_extra = {name: value for name, value in extra.items() if name in live_shapes}
-    return _Comparison(report, tensors, live_shapes, tuple(fitting), fitting_extra)
+    return _ModuleComparison(report, tensors, live_shapes, tuple(fitting), fitting_extra)
 
 
 def _direct_targets(tensors: ModelTensors) -> dict[str, Source]:
-    """The tensors that can be overwritten in place, without calling their modules.
+    """Find the tensors that can be overwritten in place, without calling their modules.
 
-    In engines, all but opaque ones.
+    In engines, these are all but opaque ones.
     """
     overriding = []
     for path, _, module in walk_modules(tensors.chain[-1]):
@@ -182,7 +182,7 @@ def _direct_targets(tensors: ModelTensors) -> dict[str, Source]:
 
 
 def _loads_plainly(module: nn.Module) -> bool:
-    """Whether loading a state dict only copies values into `module`."""
+    """Check whether loading a state dict only copies values into `module`."""
     if wrapped_key(module) is not None:
         return True
     if type(module)._load_from_state_dict is not nn.Module._load_from_state_dict:
@@ -192,7 +192,7 @@ def _loads_plainly(module: nn.Module) -> bool:
     return "_load_from_state_dict" not in attributes and not has_hooks
 
 
-def _refuse_meta(comparison: _Comparison) -> None:
+def _refuse_meta(comparison: _ModuleComparison) -> None:
     """Raise LoadError naming tensors of the module on the meta device."""
     sources = comparison.tensors.sources(allow_meta=True)
     on_meta = []
@@ -206,7 +206,7 @@ def _refuse_meta(comparison: _Comparison) -> None:
         )
 
 
-def _refuse_masters(comparison: _Comparison) -> None:
+def _refuse_masters(comparison: _ModuleComparison) -> None:
     """Raise LoadError if an optimizer's own copy of the weights would overwrite the loaded ones."""
     sources = comparison.tensors.sources(allow_meta=True)
     partitioned = [name for name, source in sources.items() if source.engine == "zero3"]
@@ -219,7 +219,7 @@ def _refuse_masters(comparison: _Comparison) -> None:
         )
 
 
-def _restore_added(comparison: _Comparison, values: Mapping[str, Any], strict: bool) -> None:
+def _restore_added(comparison: _ModuleComparison, values: Mapping[str, Any], strict: bool) -> None:
     added = {name for name, shape in comparison.live_shapes.items() if shape is None}
     if strict and added:
         loaded = ModelTensors(comparison.module)  # loading may have replaced tensors

@@ -51,7 +51,7 @@ from ft_ckpt.ranks.wrappers import ModelTensors, hides_tensors, keeps_weights, w
 def load_models(
     checkpoint: OpenCheckpoint, requests: Mapping[str, ModelRequest], options: LoadOptions
 ) -> tuple[dict[str, nn.Module], list[LoadReport]]:
-    """The models of `requests`, in eval mode, with the parameters that they shared shared again.
+    """Load the models of `requests`, in eval mode, and share their common parameters again.
 
     Raises LoadError naming every tensor that does not fit, if the load is strict, or the reason why
     a model cannot be built; BaseMismatchError for another base.
@@ -105,7 +105,7 @@ def _load_without_adapters(
 
 
 def _module_for_peft(model: nn.Module) -> nn.Module:
-    """The module inside wrappers, such as DDP; `model` if an engine has taken its tensors."""
+    """Return the module inside wrappers, such as DDP; `model` if an engine has its tensors."""
     chain = wrapper_chain(model)
     for wrapper in chain:
         if hides_tensors(wrapper) or keeps_weights(wrapper):
@@ -116,7 +116,7 @@ def _module_for_peft(model: nn.Module) -> nn.Module:
 def _load_pretrained(
     checkpoint: OpenCheckpoint, record: PartRecord, options: LoadOptions
 ) -> tuple[nn.Module, LoadReport]:
-    """A model of a library, from its config and weights."""
+    """Load a model of a library from its config and weights."""
     config = checked_config(checkpoint.store, record)
     if is_config_of_diffusers(config):
         return _load_diffusers(config, checkpoint, record, options)
@@ -135,7 +135,7 @@ def _load_pretrained(
 def _load_known_class(
     cls: Any, checkpoint: OpenCheckpoint, record: PartRecord, options: LoadOptions
 ) -> tuple[nn.Module, LoadReport] | None:
-    """A model whose tensors are stored as it has them in memory; None for another one.
+    """Load a model whose tensors are stored as it has them in memory; return None for another one.
 
     The weights are read while the model is built.
     """
@@ -211,7 +211,7 @@ def _load_through_transformers(
 def _from_pretrained(
     cls: Any, checkpoint: OpenCheckpoint, record: PartRecord, options: LoadOptions
 ) -> tuple[Any, Any]:
-    """The model that transformers makes from the part's folder, and its loading info."""
+    """Let transformers load the model from the part's folder; return it and its loading info."""
     import transformers
 
     trusts = options.trust_remote_code
@@ -269,8 +269,8 @@ def _share_parameters(
 ) -> None:
     """Share parameters again that parts shared when they were saved.
 
-    The models of `filled` parts are the caller's: they keep their parameters, and the others take
-    them.
+    The models of `filled` parts are the caller's. They keep their parameters, which the models of
+    other parts get.
     """
     replacements: dict[str, dict[int, Any]] = {}  # part -> id of a tensor -> its replacement
     for group in manifest.shared:

@@ -50,7 +50,7 @@ def report_load(
     reports: Sequence[LoadReport],
     options: LoadOptions,
 ) -> LoadReport:
-    """One report of all models that were loaded."""
+    """Join the reports of all models that were loaded to one."""
     missing: list[str] = []
     unexpected: list[str] = []
     reshaped: list[str] = []

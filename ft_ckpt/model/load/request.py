@@ -1,4 +1,4 @@
-"""What a load is asked for: the open checkpoint, its models, the module that each may fill."""
+"""The request of a load: the open checkpoint, its models, the module that each may fill."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -53,7 +53,7 @@ def check_options(
     mapped: bool | str,
     device: str | torch.device | None,
 ) -> LoadOptions:
-    """The arguments of a load. Raises LoadError for an invalid one."""
+    """Check the arguments of a load. Raises LoadError for an invalid one."""
     if mapped not in (True, False, "auto"):
         raise LoadError(f"mapped={mapped!r}: expected True, False or 'auto'")
     if not isinstance(classes, Mapping | None):
@@ -103,7 +103,7 @@ class ModelRequest:
 
 @contextmanager
 def open_to_load(place: Place, part: str | None) -> Iterator[tuple[OpenCheckpoint, str | None]]:
-    """The checkpoint at or around `place`, open, and the name of the part to load; None: all parts.
+    """Open the checkpoint at or around `place`; yield it and the part to load (None: all parts).
 
     Errors of libraries in the block, which invalid files cause, become LoadError; out-of-memory
     errors pass unchanged.
@@ -157,7 +157,7 @@ def refuse_damaged(checkpoint: OpenCheckpoint, options: LoadOptions) -> None:
 def show_progress(
     checkpoint: OpenCheckpoint, requests: Mapping[str, ModelRequest], options: LoadOptions
 ) -> AbstractContextManager[None]:
-    """A bar on rank 0's terminal, of the bytes that the load reads.
+    """Show a bar on rank 0's terminal, of the bytes that the load reads.
 
     Mapped files are read later, when they are used.
     """
@@ -178,10 +178,11 @@ def choose_models(
     part: str | None,
     into: nn.Module | Mapping[str, nn.Module] | None,
 ) -> dict[str, ModelRequest]:
-    """The models to load by name; `part`: this model or part only. The training state is none.
+    """Choose the models to load by name; with `part`, only this model or part.
 
-    Raises LoadError for a delta, an unknown part, a module in `into` without a part or for several,
-    and a part that no library can build a model for, without a module to fill.
+    The training state is not one of them. Raises LoadError for a delta, an unknown part, a module
+    in `into` without a part or for several, and a part that no library can build a model for,
+    without a module to fill.
     """
     refuse_delta(checkpoint.manifest, checkpoint.place)
     groups = _find_groups(checkpoint, part)
@@ -196,7 +197,7 @@ def choose_models(
 
 
 def _find_groups(checkpoint: OpenCheckpoint, part: str | None) -> dict[str, list[PartRecord]]:
-    """Part records by model: a model and its adapters are one group."""
+    """Group the records of parts by model: a model and its adapters are one group."""
     records = [record for record in checkpoint.manifest.parts if record.kind != "state"]
     groups: dict[str, list[PartRecord]] = {}
     for record in records:
@@ -217,7 +218,7 @@ def _find_groups(checkpoint: OpenCheckpoint, part: str | None) -> dict[str, list
 
 
 def _owner_folder(record: PartRecord) -> str:
-    """The folder of the model that the record belongs to."""
+    """Return the folder of the model that the record belongs to."""
     if record.kind != "adapter":
         return record.path
     tail = str(record.adapter)
@@ -233,7 +234,7 @@ def _find_targets(
     names: list[str],
     into: nn.Module | Mapping[str, nn.Module] | None,
 ) -> dict[str, nn.Module]:
-    """The caller's modules by model."""
+    """Return the caller's modules by model."""
     if into is None:
         return {}
     url, known_names = checkpoint.store.url, ", ".join(names)

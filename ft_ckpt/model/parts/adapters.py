@@ -34,12 +34,12 @@ def adapter_parts(
     *,
     with_absent: bool = True,
 ) -> list[Part]:
-    """One part per adapter, in `path`/NAME or (`in_folders`) `path`/adapters/NAME.
+    """Make one part per adapter, in `path`/NAME or (`in_folders`) `path`/adapters/NAME.
 
-    "default" is in `path` itself, as in PEFT, unless `in_folders`. `with_absent`: an adapter that
-    is stored without its base has the parameters that the files of the base lack and that it does
-    not replace. Raises NotAnAdapterError when the module has none, SelectionError when
-    an adapter has non-tensor state or is drawn again at each load, IncompleteError when it has no
+    "default" is in `path` itself, as in PEFT, unless `in_folders`. With `with_absent`, an adapter
+    that is stored without its base has the parameters that the files of the base lack and that it
+    does not replace. Raises NotAnAdapterError when the module has none, SelectionError when an
+    adapter has non-tensor state or is drawn again at each load, IncompleteError when it has no
     tensors.
     """
     if not view.has_adapters:
@@ -116,9 +116,9 @@ def _frozen_of_adapters(view: View) -> list[Source]:
 
 
 def why_redrawn(adapter: str, config: Any) -> str:
-    """Why PEFT draws other numbers for the adapter each time that it makes it.
+    """Explain why PEFT draws other numbers for the adapter each time that it makes it.
 
-    "" if it does not.
+    Returns "" if it does not.
     """
     # UniLora
     if getattr(config, "proj_seed", 0) is None and not getattr(config, "save_indices", True):
@@ -149,7 +149,7 @@ def _refuse_extra(view: View) -> None:
 
 
 def _frozen_base(view: View, stored: Sequence[Entry]) -> dict[str, Any]:
-    """The frozen tensors of the base that are not stored with the adapter, by base name."""
+    """Return the frozen tensors of the base that are not stored with the adapter, by base name."""
     stored_ids = {id(entry.source) for entry in stored}
     frozen = {}
     for name, source in view.base_sources():
@@ -165,7 +165,7 @@ def _note_on_lacking(entry: Entry) -> str:
 def _entries_left_out(
     view: View, selected: Mapping[str, Sequence[Entry]]
 ) -> tuple[list[Entry], list[str]]:
-    """Trained tensors and resized embeddings of the base to store with the adapter, with notes."""
+    """Return trained tensors and resized embeddings of the base to store, with notes."""
     stored_keys: set[int] = set()
     for entries in selected.values():
         for entry in entries:
@@ -186,7 +186,7 @@ def _entries_left_out(
 
 
 def _absent_entries(view: View) -> tuple[list[Entry], list[str]]:
-    """The base parameters that the files of the base lack, as PEFT loads them, with notes.
+    """Return the parameters that the files of the base lack, as PEFT loads them, with notes.
 
     They are random at each load, such as the head of a classifier on a causal base.
     """
@@ -212,7 +212,7 @@ def _absent_entries(view: View) -> tuple[list[Entry], list[str]]:
 
 
 def missing_trainable(view: View, parts: Iterable[Part]) -> list[str]:
-    """Trainable tensors that none of `parts` stores."""
+    """List the trainable tensors that none of `parts` stores."""
     stored: set[int] = set()
     for part in parts:
         for entry in part.entries:

@@ -24,10 +24,10 @@ _ORIGIN_SETTINGS = frozenset(
 
 
 def in_lora_layout(part: Part) -> Part:
-    """The adapter as `load_lora_weights` reads it, if it is LoRA on a model of diffusers.
+    """Convert LoRA on a model of diffusers to the layout that `load_lora_weights` reads.
 
-    Other adapters unchanged. An adapter of diffusers' models that diffusers cannot read keeps
-    PEFT's layout, with a note that says why.
+    Other adapters are returned unchanged. An adapter of diffusers' models that diffusers cannot
+    read keeps PEFT's layout, with a note that says why.
     """
     if not is_diffusers(part.module):
         return part
@@ -47,9 +47,9 @@ def in_lora_layout(part: Part) -> Part:
 
 
 def component_of(module: Any) -> str:
-    """The name in a pipeline of the model that carries adapters, from its class.
+    """Return the name that a model with adapters has in a pipeline, from its class.
 
-    Diffusers' default is the second.
+    The default is diffusers' own, "transformer".
     """
     for cls in type(model_below(module)).__mro__:
         if cls.__module__.startswith("diffusers.") and "UNet" in cls.__name__:
@@ -58,7 +58,7 @@ def component_of(module: Any) -> str:
 
 
 def _why_not_loaded(part: Part, config: Any) -> str:
-    """What about the adapter diffusers cannot read; "" if it reads it."""
+    """Explain what in the adapter diffusers cannot read; "" if it reads the adapter."""
     method = str(getattr(config.peft_type, "value", config.peft_type))
     if method != "LORA":
         return f"adapters of the method {method}"
@@ -76,7 +76,7 @@ def _renamed(entry: Entry, component: str) -> Entry:
 
 
 def _lora_settings(config: Any) -> dict[str, Any]:
-    """The arguments of LoraConfig that make the adapter, as JSON can hold them."""
+    """Return the arguments of LoraConfig that make the adapter, as JSON can hold them."""
     left_out = _INITIAL_SETTINGS | _ORIGIN_SETTINGS
     settings = {name: value for name, value in config.to_dict().items() if name not in left_out}
     for name, value in settings.items():

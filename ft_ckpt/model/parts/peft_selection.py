@@ -28,9 +28,9 @@ from ft_ckpt.ranks.wrappers import shallow_copy, wrapper_steps
 
 
 def adapter_entries(view: View, adapter: str) -> list[Entry]:
-    """The tensors that PEFT selects for the adapter, under the names it stores.
+    """Select the tensors of the adapter as PEFT does, under the names it stores.
 
-    Those that PEFT computes when it saves, such as pruned ranks and top-k indices, are computed
+    Tensors that PEFT computes when it saves, such as pruned ranks and top-k indices, are computed
     from all tensors of the adapter.
     """
     if view.module.peft_config[adapter].is_prompt_learning:
@@ -70,7 +70,7 @@ class _StoredNames:
         self._prefix = "" if is_peft_model(view.module) else PREFIX
 
     def of(self, name: str) -> str:
-        """The name without the steps of wrappers."""
+        """Return the name without the steps of wrappers."""
         steps = [step for step in name.split(".") if step not in self._wrapper_steps]
         return self._prefix + ".".join(steps)
 
@@ -86,7 +86,7 @@ class _ComputedSelection:
     names: _StoredNames
 
     def convert(self, full: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The computed tensors by stored name, from the full inputs by name."""
+        """Compute tensors by stored name, from the full inputs by name."""
         tensors = {source.raw_name: full[source.name] for source in self.inputs}
         selected = _select_by_peft(self.module, tensors, self.adapter)
         stored = {}
@@ -97,7 +97,7 @@ class _ComputedSelection:
 
 
 def _sources_for(view: View, adapter: str) -> list[Source]:
-    """The tensors of the model without those of its other adapters.
+    """Return the tensors of the model without those of its other adapters.
 
     PEFT matches an adapter's name at any step of a path: for an adapter called "0" it would select
     all of layer 0.
@@ -116,9 +116,9 @@ def _sources_for(view: View, adapter: str) -> list[Source]:
 def _adapter_of(
     steps: list[str], base_steps_at: Mapping[str, tuple[str, ...]], root: list[str]
 ) -> str | None:
-    """The adapter's name in a path, or None.
+    """Return the adapter's name in a path, or None.
 
-    It comes after the child of a PEFT layer, or is the last step outside the base.
+    The name comes after the child of a PEFT layer, or is the last step outside the base.
     """
     path = ""
     for index, step in enumerate(steps):
@@ -151,7 +151,7 @@ def _select_by_peft(
 
 
 def _with_one_adapter(module: Any, adapter: str) -> Any:
-    """A shallow copy of the module with one adapter, and of its config, which PEFT modifies."""
+    """Copy the module, shallowly, with one adapter, and its config, which PEFT modifies."""
     copied = shallow_copy(module)
     owner = copied  # of `peft_config`
     tuner = module._modules.get("base_model")
@@ -163,7 +163,7 @@ def _with_one_adapter(module: Any, adapter: str) -> Any:
 
 
 def _prompt_entries(view: View, adapter: str) -> list[Entry]:
-    """The entries of a prompt method: the output of its encoder, and trained copies of modules."""
+    """Make the entries of a prompt method: its encoder's output, and trained copies of modules."""
     prefix = f"prompt_encoder.{adapter}."
     inputs, trained = [], {}
     for name, source in view.sources.items():
@@ -188,7 +188,7 @@ def _prompt_entries(view: View, adapter: str) -> list[Entry]:
 
 @dataclass(frozen=True, eq=False)
 class _PromptEncoder:
-    """The encoder of a prompt method, rebuilt from full tensors: the live one may be sharded."""
+    """The encoder of a prompt method, rebuilt from full tensors, as the live one may be sharded."""
 
     module: Any  # the PeftModel
     adapter: str
@@ -197,7 +197,7 @@ class _PromptEncoder:
 
     @torch.no_grad()
     def convert(self, full: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The prompts as PEFT stores them, from the full tensors of the encoder by name."""
+        """Compute the prompts as PEFT stores them, from the full tensors of the encoder by name."""
         prefix = f"prompt_encoder.{self.adapter}."
         tensors = {}
         for source in self.inputs:
@@ -216,7 +216,7 @@ class _PromptEncoder:
 
 
 def _rebuild_module(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of `module` with `tensors` as plain parameters and buffers."""
+    """Copy `module` with `tensors` as plain parameters and buffers."""
     empty = {}
     for parameter in module.parameters():
         empty[id(parameter)] = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)

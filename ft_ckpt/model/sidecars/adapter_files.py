@@ -57,7 +57,7 @@ def write_adapter(
 
 
 def _stored_config(live: Any, adapter: str) -> Any:
-    """A copy of the config, for inference."""
+    """Copy the config, for inference."""
     config = copy.copy(live)  # shallow: a deep copy of a set may iterate in another order
     config.inference_mode = True
     ranks = getattr(config, "rank_pattern", None)

@@ -27,8 +27,8 @@ _SAVES_TO_RESUME = "save a checkpoint to resume from with save_state()"
 
 
 @dataclass(frozen=True)
-class _Comparison:
-    """What differs between a model and the one that transformers makes from its config."""
+class _ConfigComparison:
+    """The differences between a model and the one that transformers makes from its config."""
 
     differences: tuple[str, ...] = ()
     # of the class, without which transformers makes another model: "add_pooling_layer=False"
@@ -51,7 +51,7 @@ def check_config(part: Part, config: str, *, is_run: bool) -> tuple[str, ...]:
     shapes = tuple((name, source.shape) for name, source in sources.items())
     is_loadable = _is_public(cls) or getattr(cls, "_auto_class", None) is not None
     loaded_class = cls if is_loadable else _public_ancestor(cls)
-    comparison = _Comparison()
+    comparison = _ConfigComparison()
     if loaded_class is not None:
         comparison = _compare(loaded_class, config, shapes, packed)
     if not is_loadable:
@@ -74,8 +74,8 @@ def check_config(part: Part, config: str, *, is_run: bool) -> tuple[str, ...]:
     )
 
 
-def _problem_of(cls: type, comparison: _Comparison) -> str:
-    """What transformers would not load, and the remedy; "" if it would load all."""
+def _problem_of(cls: type, comparison: _ConfigComparison) -> str:
+    """Describe what transformers would not load, and the remedy; "" if it would load all."""
     name = cls.__name__
     if comparison.unreadable:
         return (
@@ -97,7 +97,7 @@ def _problem_of(cls: type, comparison: _Comparison) -> str:
     )
 
 
-def _note_on_own_class(cls: type, ancestor: type | None, comparison: _Comparison) -> str:
+def _note_on_own_class(cls: type, ancestor: type | None, comparison: _ConfigComparison) -> str:
     """Say how to load a class of the script, and what transformers' class of its config drops."""
     name = cls.__name__
     note = (
@@ -113,16 +113,16 @@ def _note_on_own_class(cls: type, ancestor: type | None, comparison: _Comparison
 
 
 def _is_public(cls: type) -> bool:
-    """Whether transformers finds the class by the name in `architectures`."""
+    """Check whether transformers finds the class by the name in `architectures`."""
     import transformers
 
     return getattr(transformers, cls.__name__, None) is cls
 
 
 def _public_ancestor(cls: type) -> type | None:
-    """The nearest class of transformers that a script's class is derived from.
+    """Return the nearest class of transformers that a script's class is derived from.
 
-    None if it is its abstract base.
+    Returns None if that is its abstract base.
     """
     import transformers
 
@@ -135,9 +135,9 @@ def _public_ancestor(cls: type) -> type | None:
 
 
 def _packed_layers(part: Part) -> frozenset[str]:
-    """The paths of the layers that a quantiser has packed.
+    """Return the paths of the layers that a quantiser has packed.
 
-    Empty for a model that is not quantised.
+    A model that is not quantised has none.
     """
     module: nn.Module = part.module
     if not is_quantised(module, module.config):
@@ -155,27 +155,27 @@ def _packed_layers(part: Part) -> frozenset[str]:
 @lru_cache(_CACHED_COMPARISONS)
 def _compare(
     cls: Any, config: str, shapes: tuple[tuple[str, tuple[int, ...]], ...], packed: frozenset[str]
-) -> _Comparison:
+) -> _ConfigComparison:
     """Compare `shapes` of tensors with those of the model that `cls` makes of a config's text."""
     try:
         settings = read_config(cls.config_class, config)
     except Exception as error:  # noqa: BLE001 - anything that a config class raises for its fields
-        return _Comparison(unreadable=shown(error))
+        return _ConfigComparison(unreadable=shown(error))
     live = dict(shapes)
     try:
         differences = _differences(live, *shapes_of_new(cls, settings, {}), packed)
     except Exception as error:  # noqa: BLE001 - anything that a model class raises for its config
-        return _Comparison(unbuildable=shown(error))
+        return _ConfigComparison(unbuildable=shown(error))
     if not differences:
-        return _Comparison()
+        return _ConfigComparison()
     for name, value in _other_arguments(cls):
         if not _differences(live, *shapes_of_new(cls, settings, {name: value}), packed):
-            return _Comparison(argument=f"{name}={value}")
-    return _Comparison(tuple(differences))
+            return _ConfigComparison(argument=f"{name}={value}")
+    return _ConfigComparison(tuple(differences))
 
 
 def _other_arguments(cls: type) -> Iterator[tuple[str, bool]]:
-    """The switches of the constructor, each with the value that is not its default."""
+    """Yield the switches of the constructor, each with the value that is not its default."""
     for name, parameter in inspect.signature(cls).parameters.items():
         if isinstance(parameter.default, bool):
             yield name, not parameter.default
@@ -187,7 +187,7 @@ def _differences(
     optional: re.Pattern[str] | None,
     packed: frozenset[str],
 ) -> list[str]:
-    """What `from_pretrained` would drop, draw at random, or refuse for its shape."""
+    """List what `from_pretrained` would drop, draw at random, or refuse for its shape."""
     layers = {_layer_of(name) for name in expected}
     live_layers = {_layer_of(name) for name in live}
     differences = []

@@ -15,12 +15,13 @@ _MODES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")
 
 
 def generation_config(model: nn.Module, tokenizer: Any, chat_template_name: str | None) -> Any:
-    """The GenerationConfig to save, or None when the model cannot generate.
+    """Return the GenerationConfig to save, or None when the model cannot generate.
 
-    The live one is not changed. `chat_template_name` None: a copy of the live one, without its
-    invalid fields if it was changed. A name with "olmo": no BOS, and the EOS ids of <|im_end|> and
-    <|endoftext|>. Any other name: EOS and BOS of the tokenizer. Raises CompanionError when there is
-    no tokenizer, a token is not in the vocabulary, or its id exceeds the embedding rows.
+    The live config is not changed. If `chat_template_name` is None, the result is a copy of it,
+    without its invalid fields if it was changed. With "olmo" in the name, it has no BOS, and the
+    EOS ids of <|im_end|> and <|endoftext|>. With any other name, it has EOS and BOS of the
+    tokenizer. Raises CompanionError when there is no tokenizer, a token is not in the vocabulary,
+    or its id exceeds the embedding rows.
     """
     live = getattr(model, "generation_config", None)
     if live is None or not hasattr(model, "can_generate") or not model.can_generate():  # type: ignore[operator]  # a method
@@ -44,7 +45,7 @@ def generation_config(model: nn.Module, tokenizer: Any, chat_template_name: str 
 
 
 def _valid_copy(live: Any, model_config: Any) -> Any:
-    """A copy of the live config with the settings that the model's config has for it."""
+    """Copy the live config, with the settings that the model's config has for it."""
     generation = copy.deepcopy(live)
     for name, value in misplaced_settings(model_config).items():
         if getattr(generation, name, None) is None:
@@ -55,7 +56,7 @@ def _valid_copy(live: Any, model_config: Any) -> Any:
 
 
 def misplaced_settings(config: Any) -> dict[str, Any]:
-    """The generation settings in a model's config, which are not allowed in a saved config.json."""
+    """Return the generation settings in a model's config, which config.json must not have."""
     parameters: dict[str, Any] = getattr(config, "_get_generation_parameters", dict)()
     return parameters
 

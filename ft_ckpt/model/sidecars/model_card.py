@@ -27,7 +27,7 @@ Adapter trained on top of {base}.
 
 @lru_cache(maxsize=1)  # compiling its template takes longer than writing an adapter
 def blank_card() -> str:
-    """The empty model card that PEFT starts from."""
+    """Return the empty model card that PEFT starts from."""
     return str(ModelCard.from_template(ModelCardData()))
 
 
@@ -49,9 +49,9 @@ def name_base(file: Path, base_id: str | None) -> None:
 
 
 def injected_card(config: Any, library: str = "peft") -> str:
-    """The model card for injected adapters, as PEFT writes it for a PeftModel.
+    """Make the model card for injected adapters, as PEFT writes it for a PeftModel.
 
-    `library`: the one that reads them.
+    `library` is the one that reads the adapters.
     """
     # on use, because it is slow to import; a process with adapters has already imported it
     import peft

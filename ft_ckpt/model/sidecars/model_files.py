@@ -60,7 +60,7 @@ def _saved_config(model: Any, dtype: str) -> Any:
 
 
 def nested_configs(config: Any) -> Iterator[Any]:
-    """The configs of submodels in a config, at any depth."""
+    """Yield the configs of submodels in a config, at any depth."""
     for name in getattr(config, "sub_configs", ()):
         nested = getattr(config, name, None)
         if hasattr(nested, "sub_configs"):

@@ -17,7 +17,7 @@ _PACKED_LAYERS = frozenset(("Linear4bit", "Linear8bitLt"))  # of bitsandbytes
 
 
 def is_quantised(model: nn.Module, config: Any) -> bool:
-    """Whether the weights are packed.
+    """Check whether the weights are packed.
 
     A merged or dequantised model may still have its quantisation config.
     """
@@ -33,7 +33,7 @@ def is_quantised(model: nn.Module, config: Any) -> bool:
 
 
 def has_packed_tensors(module: nn.Module) -> bool:
-    """Whether a layer has packed weights.
+    """Check whether a layer has packed weights.
 
     A layer of bitsandbytes counts by its class name, because FSDP may change its dtype; others by
     their dtype.

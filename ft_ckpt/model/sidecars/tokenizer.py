@@ -19,7 +19,7 @@ _SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 def check_tokenizer(model: nn.Module, tokenizer: Any) -> tuple[str, ...]:
-    """A note on the tokens that have no row in the model's input embedding.
+    """Return a note on the tokens that have no row in the model's input embedding.
 
     Additional rows are valid padding. Published models have such tokens: Gemma 3 1B has that of its
     larger siblings' images. Raises CompanionError for one that a text always has: a special token
@@ -51,7 +51,7 @@ def check_tokenizer(model: nn.Module, tokenizer: Any) -> tuple[str, ...]:
 
 
 def _tokens_from(tokenizer: Any, first_id: int) -> dict[Any, int]:
-    """The tokens with an id of at least `first_id`."""
+    """Return the tokens with an id of at least `first_id`."""
     ids = list(range(first_id, len(tokenizer)))
     if not ids:
         return {}
@@ -59,7 +59,7 @@ def _tokens_from(tokenizer: Any, first_id: int) -> dict[Any, int]:
 
 
 def _special_tokens_from(tokenizer: Any, first_id: int) -> list[str]:
-    """A line for each special token with an id of at least `first_id`."""
+    """Describe each special token with an id of at least `first_id`."""
     lines = []
     for kind in _SPECIAL_TOKENS:
         number = getattr(tokenizer, f"{kind}_token_id", None)
@@ -69,7 +69,7 @@ def _special_tokens_from(tokenizer: Any, first_id: int) -> list[str]:
 
 
 def _chat_templates(*owners: Any) -> Iterator[str]:
-    """The texts of the chat templates of a tokenizer and its processor."""
+    """Yield the texts of the chat templates of a tokenizer and its processor."""
     for owner in owners:
         template = getattr(owner, "chat_template", None)
         texts = template.values() if isinstance(template, dict) else [template]
@@ -79,15 +79,15 @@ def _chat_templates(*owners: Any) -> Iterator[str]:
 
 
 def tokenizer_of_text(tokenizer: Any) -> Any:
-    """The tokenizer, or the tokenizer of a processor; None if a processor has none."""
+    """Return the tokenizer, or that of a processor; None if a processor has none."""
     text_tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     return text_tokenizer if hasattr(text_tokenizer, "convert_tokens_to_ids") else None
 
 
 def token_id(model: nn.Module, tokenizer: Any, token: str) -> int:
-    """The id of a stop token.
+    """Return the id of a stop token.
 
-    Raises CompanionError when it is not in the vocabulary, or the model has no row for it.
+    Raises CompanionError when the token is not in the vocabulary, or the model has no row for it.
     """
     number = tokenizer.convert_tokens_to_ids(token)
     is_unknown = number == tokenizer.unk_token_id and token != str(tokenizer.unk_token)
@@ -106,9 +106,9 @@ def token_id(model: nn.Module, tokenizer: Any, token: str) -> int:
 
 
 def embedding_rows(model: nn.Module) -> int | None:
-    """Rows of the input embedding: its declared size, global shape, or the config's vocab_size.
+    """Return the rows of the input embedding, or None if they are unknown.
 
-    None if unknown.
+    They are its declared size, global shape, or the config's vocab_size.
     """
     embedding = embedding_of(model)
     rows = getattr(embedding, "num_embeddings", None)
@@ -167,9 +167,9 @@ def _substitutes(tokenizer: Any) -> list[tuple[Any, type]]:
 
 
 def _findable_class(cls: type) -> type | None:
-    """The class, or its nearest ancestor that transformers finds.
+    """Return the class, or its nearest ancestor that transformers finds.
 
-    It has code in its checkpoint, is registered, or is transformers' own.
+    Such a class has code in its checkpoint, is registered, or is transformers' own.
     """
     for base in cls.__mro__:
         has_code = getattr(base, "_auto_class", None) is not None
