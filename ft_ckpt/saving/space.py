@@ -25,8 +25,8 @@ def ensure_space(
 
     Waits for space or makes room, as `config.when_full` says; does nothing for a bucket. `tries` is
     how often this save has filled the disk already. `make_room` deletes checkpoints that the run in
-    a folder may lose. Raises NoSpaceError if the disk stays full, TargetError if `target` cannot be
-    written.
+    a folder may lose. Raises NoSpaceError if there is no space and `config.when_full` allows no
+    further step, TargetError if `target` cannot be written.
     """
     if target.folder.free_bytes() is None:
         return

@@ -94,7 +94,10 @@ def open_staging(
 
 
 def stage_store(stage: Path, direct_bytes: int | None = BLOCK_BYTES) -> LocalStore:
-    """Return the store of the files in a stage, for any rank that sees it, without syncs."""
+    """Return the store of the files in a stage, for any rank that sees the stage.
+
+    The store syncs no file, because the commit syncs all of them.
+    """
     return LocalStore(stage, direct_bytes, syncs=False)
 
 

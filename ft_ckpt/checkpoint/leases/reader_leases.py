@@ -29,9 +29,9 @@ from ft_ckpt.storage.places import Place
 def hold_lease(place: Place) -> Iterator[str | None]:
     """Protect the checkpoint at `place` from deletion while the block runs.
 
-    Read the manifest inside the block, once. Without a manifest there is no lease, nor in a folder
-    that this process cannot write. In a bucket `place` must be a checkpoint. Yields the name of the
-    lease, for `list_after_removals`, or None without a lease.
+    Read the manifest inside the block, once. There is no lease without a manifest, nor in a folder
+    that cannot be written, because nothing can be deleted in it either. In a bucket `place` must be
+    a checkpoint. Yields the name of the lease, for `list_after_removals`, or None without a lease.
     """
     store = place.folder
     if store.local_folder is None:

@@ -20,7 +20,7 @@ from ft_ckpt.storage.places import Place, shown_location
 # in every folder of Accelerate's `save_state`, and in no other
 ACCELERATE_MARKER = "random_states_0.pkl"
 CHECKPOINT, RUN, RUNS = "checkpoint", "run", "folder of runs"  # of ft_ckpt
-# Contents without weights, but in folders below, and contents that only their own program reads.
+# Contents that have weights at most in their folders, and contents that one program alone reads.
 UNREADABLE = {"absent", "empty", RUN, RUNS, "Trainer output", "folder of models", "DeepSpeed"}
 _LOADABLE = (
     "Accelerate",
@@ -33,7 +33,7 @@ _LOADABLE = (
     "diffusers LoRA",
 )  # contents of folders that a user may have meant
 _WITHOUT = f"without a manifest of ft_ckpt ({MANIFEST_NAME})"
-_MAX_FOLDERS = (32, 4)  # that are looked into: directly below the place, and below each of these
+_MAX_FOLDERS = (32, 4)  # folders to describe: directly in the place, and in each of these
 _MAX_DOCUMENT_BYTES = 1 << 20
 _STEP_FOLDER = re.compile(r"(?:checkpoint|step|epoch)[-_]?(\d+)")
 _ACCELERATE_FOLDER = re.compile(r"checkpoints|checkpoint_\d+")

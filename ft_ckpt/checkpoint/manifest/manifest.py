@@ -32,7 +32,7 @@ FORMAT_VERSION = 1  # increased when an older reader could misread a newer manif
 MANIFEST_LIMIT_BYTES = 256 << 20  # a million tensors
 _OF_COMMITS = ("files", "token")  # fields that depend on the commit, not only on the content
 _DELTA_FIELDS = {"base", "base_content", "content"}
-_MAX_RANKS = 1 << 17  # that may have written one file: each needs a digest state during a check
+_MAX_RANKS = 1 << 17  # of one file: a check needs a digest state for each rank that wrote it
 _INDEX = re.compile(r"[0-9]{1,19}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 _encode = json.JSONEncoder(ensure_ascii=False).encode
