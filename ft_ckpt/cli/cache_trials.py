@@ -39,11 +39,11 @@ class CacheAge:
 
 
 def measure_caches(folder: Path, ranks: Ranks) -> tuple[CacheAge, ...]:
-    """Measure how long ranks see old names and contents of files in `folder`. Collective.
+    """Measure how long ranks see old names and contents of files in `folder`.
 
-    Rank 0 changes files in a hidden folder of `folder`, and the others, which have looked before,
-    look for that. Takes as long as the slowest cache, at most MAX_SECONDS. Raises the error of any
-    rank on all.
+    Collective: call it on every rank. Rank 0 changes files in a hidden folder of `folder`, and the
+    other ranks, which have looked before, look for the changes. The measurement takes as long as
+    the slowest cache, at most MAX_SECONDS. Raises the error of any rank on all.
     """
     with ExitStack() as stack:
 

@@ -74,7 +74,10 @@ def _doctor(options: Namespace) -> int:
 
 
 def _examine_on_ranks(place: Place, options: Namespace, ranks: Ranks) -> int:
-    """Examine the place on rank 0, then how all ranks share it; rank 0 prints. Collective."""
+    """Examine the place on rank 0, then how all ranks share it; rank 0 prints.
+
+    Collective: call it on every rank.
+    """
     report: PlaceReport | None = None
     with ranks.deferring_error() as examining:
         if ranks.is_main:

@@ -191,8 +191,9 @@ def has_our_state(place: Place) -> bool:
 def load_best_weights(model: nn.Module, best: Place, deep: bool, ranks: Ranks) -> None:
     """Load the weights of rank 0's checkpoint `best` into `model`.
 
-    Ranks that do not see it get a copy. Collective. `deep` compares the digests of all its files.
-    Raises CorruptError naming damaged files, LoadError when the weights do not fit.
+    Collective: call it on every rank. Ranks that do not see the checkpoint get a copy. `deep`
+    compares the digests of all its files. Raises CorruptError naming damaged files, LoadError when
+    the weights do not fit.
     """
     with ExitStack() as stack:
         # all ranks have loaded before the stack deletes the copies on other nodes

@@ -45,9 +45,9 @@ _CURVE_UNITS = 1000  # width of a curve's own coordinates
 
 @dataclass(frozen=True)
 class Mark:
-    """One value, which `title` says in words.
+    """One value, which `title` describes.
 
-    `is_hollow`: its checkpoint was deleted. `is_ringed`: it is the best.
+    With `is_hollow`, the checkpoint of the value was deleted. With `is_ringed`, it is the best.
     """
 
     x: float

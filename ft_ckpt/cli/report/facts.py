@@ -59,7 +59,7 @@ class StoredModel:
 
 @dataclass(frozen=True)
 class Training:
-    """The training as its newest state says it; empty without a state."""
+    """The training as described in its newest state; empty without a state."""
 
     ranks: int | None = None
     wrapper: str = ""

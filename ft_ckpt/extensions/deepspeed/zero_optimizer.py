@@ -145,11 +145,11 @@ class ZeroOptimizers(TorchOptimizers):
         return ()
 
     def after_restore(self, optimizer: Any) -> None:
-        """Make all copies of the weights equal to the restored masters and shards. Collective.
+        """Make all copies of the weights equal to the restored masters and shards.
 
-        Under stages 1 and 2 each rank makes its part of the live weights from its masters and sends
-        it to the others; under stage 3 it makes its shards, and small parameters that every rank
-        keeps whole are gathered again.
+        Collective: call it on every rank. Under stages 1 and 2 each rank makes its part of the live
+        weights from its masters and sends it to the others; under stage 3 it makes its shards, and
+        small parameters that every rank keeps whole are gathered again.
         """
         if hasattr(optimizer, "update_lp_params"):
             optimizer.update_lp_params()

@@ -352,7 +352,7 @@ class DataPosition:
         return batches * cut_of(self.loader, self.shares).per_step >= self._min_items
 
     def _prove_order(self) -> None:
-        """Warn or raise LoadError if the sampler yields other samples, as `on_difference` says."""
+        """Warn or raise LoadError, by `on_difference`, if the sampler yields other samples."""
         self._order.take(self.batch * batches_per_call(self.loader))
         if (
             None in (self._saved_order, self._order.digest)

@@ -65,7 +65,10 @@ class RunObjects:
         self.watched[name] = watch_model(model)
 
     def take_changed(self, ranks: Ranks) -> dict[str, nn.Module]:
-        """Stop watching the models whose values have changed, and return them. Collective."""
+        """Stop watching the models whose values have changed, and return them.
+
+        Collective: call it on every rank.
+        """
         names = changed_models(self.watched, ranks)
         return {name: self.watched.pop(name).model for name in names}
 

@@ -19,9 +19,9 @@ _watches: "weakref.WeakSet[SignalWatch]" = weakref.WeakSet()
 
 
 def exit_code(name: str, chosen: int | None = None) -> int:
-    """The code to exit with after a save on the signal `name`.
+    """Return the code to exit with after a save on the signal `name`.
 
-    It is `chosen`, or else 128 and the number of the signal. On Linux:
+    The code is `chosen`, or else 128 and the number of the signal. On Linux:
 
         SIGHUP  129      SIGUSR1  138
         SIGINT  130      SIGUSR2  140

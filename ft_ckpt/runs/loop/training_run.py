@@ -76,7 +76,10 @@ class TrainingRun:
         self.note_base()
 
     def register_changed(self, ranks: Ranks) -> None:
-        """Register the watched models whose values have changed. Collective."""
+        """Register the watched models whose values have changed.
+
+        Collective: call it on every rank.
+        """
         changed = self.objects.take_changed(ranks)
         if changed:
             self.register(changed)
@@ -114,10 +117,10 @@ class TrainingRun:
         local_state(items, sources, {})
 
     def check_first_step(self, ranks: Ranks) -> None:
-        """Raise SelectionError after the first step for state that cannot be saved. Collective.
+        """Raise SelectionError after the first step for state that cannot be saved.
 
-        Many optimizers make their state in the first step. Does nothing without a schedule, or if
-        failed saves are warnings.
+        Collective: call it on every rank. Many optimizers make their state in the first step.
+        Without a schedule, or if failed saves are warnings, nothing is checked.
         """
         if self.config.every is None or self.config.on_failure != "raise":
             return

@@ -14,7 +14,7 @@ _NOT_OBJECTS = ("adapter settings", "base", "data", "gradients", "rng")
 
 
 class AllowedItems:
-    """The items that may stay unrestored, as the argument `allow` of a resume says."""
+    """The items that may stay unrestored, by the argument `allow` of a resume."""
 
     def __init__(self, allow: Iterable[str] | bool) -> None:
         """Parse `allow`: names, True (any item) or False (none). Raises ConfigError otherwise."""

@@ -48,7 +48,7 @@ class MatchedRun:
 
 @dataclass(frozen=True, eq=False)
 class RunComparison:
-    """What a comparison of the run with the checkpoint has given."""
+    """The result of a comparison of the run with the checkpoint."""
 
     rank_trees: Mapping[str, Any]  # the state that this rank has for itself, read
     outcomes: tuple[Restored, ...]  # on this rank, also of settings that fit
@@ -57,9 +57,9 @@ class RunComparison:
 
 def match_items(run: TrainingRun, resume_point: ResumePoint, ranks: Ranks) -> MatchedRun:
     """Find the items of the run by the names of the checkpoint, and the tensors of its models.
-    Collective.
 
-    Raises LoadError if objects were prepared in another order that names do not tell apart.
+    Collective: call it on every rank. Raises LoadError if objects were prepared in another order,
+    and names do not distinguish them.
     """
     with ranks.deferring_error() as matching:
         signatures = resume_point.document.get("signatures", {})
@@ -72,11 +72,11 @@ def match_items(run: TrainingRun, resume_point: ResumePoint, ranks: Ranks) -> Ma
 def compare_state(
     run: TrainingRun, matched: MatchedRun, resume_point: ResumePoint, allowed: AllowedItems
 ) -> RunComparison:
-    """Compare the run with the checkpoint before anything is restored. Collective.
+    """Compare the run with the checkpoint before anything is restored.
 
-    Compares tensors, items, the settings of adapters and their base, and reads the state of each
-    rank. Raises LoadError for misfits that are not `allowed`, ConfigError for allowed names of no
-    item.
+    Collective: call it on every rank. Tensors, items, the settings of adapters and their base are
+    compared, and the state of each rank is read. Raises LoadError for misfits that are not
+    `allowed`, ConfigError for allowed names of no item.
     """
     attribute, document = run.config.attribute, resume_point.document
     ranks = matched.ranks

@@ -28,12 +28,12 @@ _CHECKPOINT = "checkpoint"  # the copy, in the temporary folder
 
 
 def copy_to_nodes(view: RankView, ranks: Ranks, stack: ExitStack) -> ResumePoint:
-    """Copy rank 0's open checkpoint to the nodes whose ranks do not see it. Collective.
+    """Copy rank 0's open checkpoint to the nodes whose ranks do not see it.
 
-    Returns the checkpoint that this rank reads, open until `stack` closes; a copy is deleted then.
-    Needs 32 MiB of memory. Raises NoSpaceError if a temporary folder has no room for the copy,
-    RankError if rank 0 cannot read the checkpoint, CorruptError if a file was damaged on its way,
-    and on all ranks the error of one.
+    Collective: call it on every rank. Returns the checkpoint that this rank reads, open until
+    `stack` closes; a copy is deleted then. The copy takes 32 MiB of memory. Raises NoSpaceError if
+    a temporary folder has too little space for the copy, RankError if rank 0 cannot read the
+    checkpoint, CorruptError if a file was damaged on its way, and on all ranks the error of one.
     """
     if not view.far_ranks:
         assert view.resume_point is not None, "every rank sees it"
@@ -140,8 +140,8 @@ def _broadcast_files(
 ) -> None:
     """Send the files of rank 0's checkpoint to all ranks; a rank with `writings` writes them.
 
-    The last byte of each broadcast says whether rank 0 could read: no rank waits for bytes that do
-    not come.
+    The last byte of each broadcast tells whether rank 0 could read, so that no rank waits for bytes
+    that do not come.
     """
     import torch.distributed as dist
 

@@ -32,10 +32,11 @@ def restore_state(
     allowed: AllowedItems,
     versions: Mapping[str, str],
 ) -> RestoreReport:
-    """Restore everything of `run` but its misfits. Collective.
+    """Restore everything of `run` but its misfits.
 
-    Restores weights, optimizers, objects, the state of each rank, and the progress. Raises
-    LoadError if an item fails that is not in `allowed`: the run is half restored then.
+    Collective: call it on every rank. Weights, optimizers, objects, the state of each rank, and the
+    progress are restored. Raises LoadError if an item fails that is not in `allowed`: the run is
+    half restored then.
     """
     ranks = matched.ranks
     label = f"resuming {resume_point.checkpoint.place.basename}"

@@ -34,9 +34,10 @@ def resume_run(
 ) -> None:
     """Restore `run` from the checkpoint that `request` selects.
 
-    Leave it as it is for a fresh start. Collective. Digests, items and settings are compared before
-    anything is overwritten; a damaged checkpoint is left out, and the next one chosen. If an item
-    fails afterwards, the run is half restored. `allow` and errors as for `CheckpointSaver.resume`.
+    Collective: call it on every rank. For a fresh start the run stays as it is. Digests, items and
+    settings are compared before anything is overwritten; a damaged checkpoint is left out, and the
+    next one chosen. If an item fails afterwards, the run is half restored. `allow` and errors are
+    those of `CheckpointSaver.resume`.
     """
     allowed = AllowedItems(allow)
     damage = Damage()
@@ -65,7 +66,8 @@ def resume_run(
 def report_resume(run: TrainingRun, report: RestoreReport) -> None:
     """Keep the report.
 
-    Warn about differences and notes, or raise LoadError for differences, as `on_difference` says.
+    Differences and notes are warnings with `on_difference="warn"`. Differences raise LoadError with
+    `on_difference="raise"`.
     """
     run.note_resumed(report)
     on_difference = run.config.on_difference
@@ -82,9 +84,9 @@ def report_resume(run: TrainingRun, report: RestoreReport) -> None:
 def _resume_without_checkpoint(
     run: TrainingRun, choice: Choice, ranks: Ranks, allowed: AllowedItems
 ) -> None:
-    """Let another program restore `run` from its folder, if one was chosen. Collective.
+    """Let another program restore `run` from its folder, if one was chosen.
 
-    Every rank must see the folder.
+    Collective: call it on every rank. Every rank must see the folder.
     """
     path = choice.foreign_folder
     if path is None:
@@ -118,8 +120,8 @@ def open_for_all(
 ) -> tuple[ResumePoint | None, Sequence[Problem]]:
     """Open on all ranks, until `stack` closes, what `open_on_leader` opens on rank 0.
 
-    Or None and the problems of its files. Collective. `what` names the call in errors; `deep`: all
-    digests are compared.
+    Collective: call it on every rank. If the files are damaged, None and their problems are
+    returned. `what` names the call in errors. With `deep`, all digests are compared.
     """
     resume_point: ResumePoint | None = None
     facts: dict[str, object] = {}

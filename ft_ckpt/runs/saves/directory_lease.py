@@ -20,12 +20,12 @@ class DirectoryLease:
     pid: int | None = None  # on every rank: its process when the lease was taken
 
     def take(self, config: SaverConfig) -> None:
-        """Take the lease, for the first save or resume of this process. Collective.
+        """Take the lease, for the first save or resume of this process.
 
-        A directory that cannot be written now gets no lease: the save says so itself. Saves that
-        are staged do not need the directory, so they ask for its lease once only. Raises
-        LeaseTakenError naming another process that trains into the directory, RanksDisagreeError if
-        this process has no group of its ranks.
+        Collective: call it on every rank. A directory that cannot be written now gets no lease,
+        because the save itself reports the error. Saves that are staged do not need the directory,
+        so they request its lease once only. Raises LeaseTakenError naming another process that
+        trains into the directory, RanksDisagreeError if this process has no group of its ranks.
         """
         if self.directory is None or not config.lease or self.pid == os.getpid():
             return

@@ -34,9 +34,10 @@ class InvitedWriters:
         timeout_seconds: float,
         ranks: Ranks,
     ) -> str:
-        """Open a session below `directory`, and close an earlier one; return its token. Collective.
+        """Open a session below `directory`, and close an earlier one; return its token.
 
-        The writers continue from the checkpoint `start`. Raises as `CheckpointSaver.invite` does.
+        Collective: call it on every rank. The writers continue from the checkpoint `start`. Raises
+        as `CheckpointSaver.invite` does.
         """
         self.is_optional, self.timeout_seconds = is_optional, timeout_seconds
         self.is_invited = True

@@ -68,7 +68,10 @@ class RunSaves:
         self.is_closed = True
 
     def take_lease(self) -> None:
-        """Take the lease of the run's directory, see `DirectoryLease.take`. Collective."""
+        """Take the lease of the run's directory, see `DirectoryLease.take`.
+
+        Collective: call it on every rank.
+        """
         if not self.is_rehearsal and not self.is_closed:
             self.lease.take(self.run.config)
 

@@ -72,11 +72,12 @@ class Captured:
 def capture_run(
     objects: Callable[[], tuple[nn.Module, Sequence[Item], Mapping[str, Any]]], ranks: Ranks
 ) -> Captured:
-    """Capture the state of a run. Collective. Moves nothing.
+    """Capture the state of a run, without copying tensors.
 
-    `objects` returns the model that is saved, the items with a state, and this rank's own trees.
-    Raises SelectionError naming state that cannot be saved, RanksDisagreeError naming objects that
-    differ. A later error of one rank is returned in the result.
+    Collective: call it on every rank. `objects` returns the model that is saved, the items with a
+    state, and this rank's own trees. Raises SelectionError naming state that cannot be saved,
+    RanksDisagreeError naming objects that differ. A later error of one rank is returned in the
+    result.
     """
     walked, error = try_action(partial(_walk_objects, objects, digest=ranks.size > 1))
     if walked is None:

@@ -68,14 +68,13 @@ def local_state(
 def exchange_facts(
     local: LocalState, items: Sequence[Item], ranks: Ranks, keys: Iterable[Key]
 ) -> tuple[Document, Sequence[Document]]:
-    """Exchange the facts of all ranks, which have all the tensors `keys`. Collective.
+    """Exchange the facts of all ranks, which have all the tensors `keys`.
 
-    Returns facts by item (of an optimizer merged from all ranks, of an object rank 0's) and each
-    rank's own trees in rank order: the same on every rank, except that only rank 0 has the trees.
-
-    Digests go first; facts are sent only if ranks differ, as under FSDP1, where a rank has no facts
-    of parameters that it holds no part of. Of a rank's own trees, rank 0 gets all, other ranks only
-    shapes and dtypes.
+    Collective: call it on every rank. Returns facts by item (of an optimizer merged from all ranks,
+    of an object rank 0's) and each rank's own trees in rank order: the same on every rank, except
+    that only rank 0 has the trees. Digests go first; facts are sent only if ranks differ, as under
+    FSDP1, where a rank has no facts of parameters that it holds no part of. Of a rank's own trees,
+    rank 0 gets all, other ranks only shapes and dtypes.
     """
     if ranks.size == 1:
         return local.items, [local.trees]

@@ -10,9 +10,9 @@ from ft_ckpt.ranks import Ranks, Values
 
 @dataclass(frozen=True)
 class Restored:
-    """The outcome of one item: `status` is "restored", "absent" (on one side) or "failed".
+    """The outcome of one item.
 
-    `detail` says why.
+    `status` is "restored", "absent" (on one side) or "failed", and `detail` gives the reason.
     """
 
     name: str
@@ -56,10 +56,11 @@ def agree_on_outcomes(
     requests: int = 0,
     error: BaseException | None = None,
 ) -> tuple[tuple[Restored, ...], int]:
-    """Agree on one outcome per item and on the sum of `requests`. Collective.
+    """Agree on one outcome per item and on the sum of `requests`.
 
-    The outcome is the first failure of any rank, or else a success. `error` is this rank's own, as
-    for `Ranks.agree`. The detail of a failure names the node, if there are several.
+    Collective: call it on every rank. The outcome is the first failure of any rank, or else a
+    success. `error` is this rank's own, as for `Ranks.agree`. The detail of a failure names the
+    node, if there are several.
     """
     if not_restored(outcomes):
         node = ranks.node

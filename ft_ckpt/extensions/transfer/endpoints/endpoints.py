@@ -63,7 +63,7 @@ class Endpoint(ABC):
     @property
     @abstractmethod
     def url(self) -> str:
-        """It as in messages and reports."""
+        """The place as it is shown in messages and reports."""
 
     @abstractmethod
     def push(self, checkpoint: OpenCheckpoint, options: PushOptions) -> PushReport:
