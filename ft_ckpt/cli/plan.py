@@ -278,14 +278,14 @@ def _measure_save(store: Store, size_bytes: int) -> float:
 
     Gathering shards is not included.
     """
-    from ft_ckpt.storage.io import Writer, region_of
+    from ft_ckpt.storage.io import WriterPool, region_of
 
     sample = max(1, min(size_bytes, _SAMPLE_BYTES))
     chunk = os.urandom(min(sample, _CHUNK_BYTES))  # incompressible
     name = f".ft_ckpt-plan-{secrets.token_hex(8)}/sample"
     start = time.perf_counter()
     try:
-        with Writer() as writer, writer.fill(store.create(name, sample)) as file:
+        with WriterPool() as writer, writer.fill(store.create(name, sample)) as file:
             for offset in range(0, sample, len(chunk)):
                 file.put_region(region_of(offset, chunk[: sample - offset]))
             file.finish()

@@ -9,7 +9,7 @@ from ft_ckpt.errors import IncompleteError
 from ft_ckpt.formats.layout import Layout, TensorRecord
 from ft_ckpt.storage import Writable
 from ft_ckpt.storage.digests import FileRecord, whole_digest
-from ft_ckpt.storage.io import DurableFile, Region, Writer, region_of
+from ft_ckpt.storage.io import DurableFile, Region, WriterPool, region_of
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class FilePlan:
 
 
 def write_file(
-    plan: FilePlan, regions: Iterable[Region], goal: Writable, writer: Writer
+    plan: FilePlan, regions: Iterable[Region], goal: Writable, writer: WriterPool
 ) -> FileRecord:
     """Write the planned file to `goal`.
 

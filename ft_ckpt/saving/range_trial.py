@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ft_ckpt.errors import reason_of
 from ft_ckpt.ranks import Ranks, Values, try_action
-from ft_ckpt.storage.io import ALIGNMENT, Region, Writer, WriteTuning, region_of
+from ft_ckpt.storage.io import ALIGNMENT, Region, WriterPool, WriteTuning, region_of
 from ft_ckpt.storage.local import TRIAL, LocalStore, temporary_store
 
 # written one after the other, every second one with direct I/O (bypassing the page cache)
@@ -84,7 +84,7 @@ def _write_pieces(store: LocalStore, number: int, ranks: Ranks) -> str:
     tuned = replace(store, direct_bytes=None if number % 2 else 0)
     try:
         writing = tuned.share(_name(number), len(content))
-        with Writer(_TUNING) as writer, writer.fill(writing) as file:
+        with WriterPool(_TUNING) as writer, writer.fill(writing) as file:
             for region in _regions_of_rank(content, ranks):
                 file.put_region(region)
             file.finish()

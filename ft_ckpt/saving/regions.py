@@ -19,7 +19,7 @@ from ft_ckpt.ranks.sharding import Source
 from ft_ckpt.saving.planning import GATHERED, FileWrites
 from ft_ckpt.storage import Store
 from ft_ckpt.storage.digests import Cut, chunk_of_rank
-from ft_ckpt.storage.io import BLOCK_BYTES, Region, Writer, digest_regions, region_of
+from ft_ckpt.storage.io import BLOCK_BYTES, Region, WriterPool, digest_regions, region_of
 
 _CAST_ELEMENTS = 4 << 20  # converted at a time
 SourceView = Callable[[Source], Source]  # a planned tensor -> the same with the elements to write
@@ -95,7 +95,7 @@ def cast_regions(
 
 
 def write_own_bytes(
-    writes: FileWrites, store: Store, writer: Writer, ranks: Ranks, sources: SourceView
+    writes: FileWrites, store: Store, writer: WriterPool, ranks: Ranks, sources: SourceView
 ) -> str:
     """Write this rank's bytes of one file, and return their digest.
 

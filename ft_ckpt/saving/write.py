@@ -24,7 +24,7 @@ from ft_ckpt.saving.stage import StagedSave, saver_tuning
 from ft_ckpt.schema import as_record
 from ft_ckpt.storage import Store, Writable
 from ft_ckpt.storage.digests import FileRecord
-from ft_ckpt.storage.io import Region, Writer
+from ft_ckpt.storage.io import Region, WriterPool
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import Place
 
@@ -106,9 +106,9 @@ def write_tensors(
     # shows none.
     with track_bytes(total if ranks.shows else 0, f"saving {target.basename}") as advance:
         if writes.mode is Mode.SHARED:
-            with Writer(tuning, advance=advance) as writer:
+            with WriterPool(tuning, advance=advance) as writer:
                 return {"digests": _write_shares(writes, sources, store, writer, ranks)}
-        with Writer(tuning, None if store.local_folder is None else total, advance) as writer:
+        with WriterPool(tuning, None if store.local_folder is None else total, advance) as writer:
             records = _write_whole_files(
                 writes, sources, store, writer, ranks, config.nonfinite == "raise"
             )
@@ -153,14 +153,19 @@ def _allocate_files(writes: WritePlan, store: Store, ranks: Ranks) -> None:
 
 
 def _write_shares(
-    writes: WritePlan, sources: SourceView, store: Store, writer: Writer, ranks: Ranks
+    writes: WritePlan, sources: SourceView, store: Store, writer: WriterPool, ranks: Ranks
 ) -> list[str]:
     """Write the bytes that this rank holds, and return one digest for each file."""
     return [write_own_bytes(file, store, writer, ranks, sources) for file in writes.files]
 
 
 def _write_whole_files(
-    writes: WritePlan, sources: SourceView, store: Store, writer: Writer, ranks: Ranks, finite: bool
+    writes: WritePlan,
+    sources: SourceView,
+    store: Store,
+    writer: WriterPool,
+    ranks: Ranks,
+    finite: bool,
 ) -> list[FileRecord]:
     """Write each file on one rank, which gathers its tensors; return this rank's records.
 
@@ -223,7 +228,7 @@ def _open_for_writing(store: Store, mode: Mode, file: FilePlan) -> Writable:
 def _write_in_order(
     files: Sequence[FileWrites],
     regions: Iterator[tuple[str, Region]],
-    writer: Writer,
+    writer: WriterPool,
     open_file: Callable[[FilePlan], Writable],
 ) -> list[FileRecord]:
     """Write files from their regions, which come file by file; all regions are consumed."""

@@ -28,7 +28,7 @@ from ft_ckpt.ranks import Ranks
 from ft_ckpt.saving import regions
 from ft_ckpt.saving.planning import write_plan
 from ft_ckpt.storage import libc
-from ft_ckpt.storage.io import BLOCK_BYTES, Writer, new_block, tuning_for
+from ft_ckpt.storage.io import BLOCK_BYTES, WriterPool, new_block, tuning_for
 from ft_ckpt.storage.local import LocalStore
 from ft_ckpt.storage.places import open_place
 
@@ -80,7 +80,7 @@ def by_ranks(values, folder, way="fsdp2", world=2, dtype=None, block_bytes=SMALL
             (mine,) = write_plan.divide_files([planned(values, way, world, rank, dtype)], world)
             assert mine.cuts == share.cuts
             ranks = Ranks(rank, world, store)
-            with Writer(tuning) as writer:
+            with WriterPool(tuning) as writer:
                 return regions.write_own_bytes(mine, store_of_files, writer, ranks, regions.live)
 
         record = share.record(list(pool.map(write, range(world))))

@@ -23,7 +23,7 @@ from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.io import (
     BLOCK_BYTES,
     Region,
-    Writer,
+    WriterPool,
     WriteTuning,
     direct_io,
     region_of,
@@ -77,7 +77,7 @@ def written(
     datas = [os.urandom(size) for size in sizes]
     one = plan(sizes, **layout)
     tuning = tuning_for(threads, direct, block_bytes)
-    with Writer(tuning, one.layout.size_bytes if alone else None) as writer:
+    with WriterPool(tuning, one.layout.size_bytes if alone else None) as writer:
         regions = feed(datas, one.layout.starts, pieces)
         goal = new_file(tmp_path, one, tuning.direct_bytes)
         record = write_file(one, regions, goal, writer)
@@ -130,7 +130,7 @@ def test_the_trailer_has_the_digest_of_every_tensor(tmp_path):
     told = {}
     one = plan([len(data) for data in datas], gap=3, trailer=b"index")
     layout = replace(one.layout, trailer=lambda found: told.update(found) or b"index")
-    with Writer(WriteTuning(threads=2)) as writer:
+    with WriterPool(WriteTuning(threads=2)) as writer:
         regions = feed(datas, layout.starts, pieces=3)
         file_plan = FilePlan("file.bin", layout)
         write_file(file_plan, regions, new_file(tmp_path, file_plan), writer)
@@ -235,7 +235,7 @@ def test_memory_may_change_once_appended(tmp_path):
     before = bytes(buffer)
     view = (ctypes.c_char * len(buffer)).from_buffer(buffer)
     with (
-        Writer(WriteTuning(threads=1)) as writer,
+        WriterPool(WriteTuning(threads=1)) as writer,
         writer.fill(LocalStore(tmp_path).create("f", len(buffer))) as file,
     ):
         file.put_region(Region(0, ctypes.addressof(view), len(buffer)))
@@ -256,7 +256,7 @@ def test_wrong_feed_is_refused(tmp_path, datas, words):
     """What arrives must be exactly what the live model promised."""
     file_plan = plan([3, 4])
     regions = feed(datas, (4, 7, 12)[: len(datas)])
-    with Writer() as writer, pytest.raises(IncompleteError, match=words):
+    with WriterPool() as writer, pytest.raises(IncompleteError, match=words):
         write_file(file_plan, regions, new_file(tmp_path, file_plan), writer)
     assert not list(tmp_path.iterdir())
 
@@ -264,7 +264,7 @@ def test_wrong_feed_is_refused(tmp_path, datas, words):
 def test_more_than_planned_is_refused(tmp_path):
     file_plan = plan([3])
     with (
-        Writer() as writer,
+        WriterPool() as writer,
         pytest.raises(IncompleteError, match="1 bytes for byte 7 of the file came after the last"),
     ):
         write_file(file_plan, feed([b"abc", b"d"], [4, 7]), new_file(tmp_path, file_plan), writer)
@@ -352,7 +352,7 @@ def test_a_file_is_closed_once_and_the_first_error_stays(tmp_path, monkeypatch, 
 
         return run
 
-    with Writer(WriteTuning(threads=1)) as writer:
+    with WriterPool(WriteTuning(threads=1)) as writer:
         goal = LocalStore(tmp_path, direct_bytes=0).create("f", 3)
         descriptors = [goal.direct, goal.plain]
         with writer.fill(goal) as file:
@@ -382,12 +382,12 @@ def test_memory_stays_bounded(tmp_path):
     code = """
 import ctypes, sys
 from pathlib import Path
-from ft_ckpt.storage.io import Region, Writer
+from ft_ckpt.storage.io import Region, WriterPool
 from ft_ckpt.storage.local import LocalStore
 from peak_memory import peak_memory
 block = ctypes.create_string_buffer(1 << 20)
 store = LocalStore(Path(sys.argv[1]))
-with Writer() as writer, writer.fill(store.create("f", 512 << 20)) as file:
+with WriterPool() as writer, writer.fill(store.create("f", 512 << 20)) as file:
     with peak_memory() as peak:
         for number in range(512):
             file.put_region(Region(number << 20, ctypes.addressof(block), 1 << 20))

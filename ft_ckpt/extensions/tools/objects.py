@@ -33,7 +33,7 @@ from ft_ckpt.formats.trees import Leaf, flatten, unflatten
 from ft_ckpt.messages import expected_one_of
 from ft_ckpt.storage import Readable
 from ft_ckpt.storage.digests import digest_of_open
-from ft_ckpt.storage.io import Region, Writer
+from ft_ckpt.storage.io import Region, WriterPool
 from ft_ckpt.storage.places import Place, open_place, replaced_object, scratch_file
 
 
@@ -197,7 +197,7 @@ def _describe_leaves(leaves: Sequence[Leaf]) -> tuple[list[Spec], list[int]]:
 
 
 def _write_plan(stage: Place, layout: Layout, leaves: Mapping[str, Leaf]) -> None:
-    with Writer(local_bytes=layout.size_bytes if stage.is_local else None) as writer:
+    with WriterPool(local_bytes=layout.size_bytes if stage.is_local else None) as writer:
         plan = FilePlan(stage.name, layout)
         goal = stage.store.create(plan.path, layout.size_bytes)
         write_file(plan, _regions_of(layout, leaves), goal, writer)

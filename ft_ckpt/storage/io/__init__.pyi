@@ -32,7 +32,7 @@ from .whole_files import (
 from .writer import (
     DurableFile as DurableFile,
     Region as Region,
-    Writer as Writer,
+    WriterPool as WriterPool,
     WriteTuning as WriteTuning,
     digest_regions as digest_regions,
     region_of as region_of,

@@ -93,7 +93,7 @@ class CallingThread(Executor):
         return done
 
 
-class Writer:
+class WriterPool:
     """Writer threads and the aligned blocks they share; one for all files of a save.
 
     `local_bytes`: the total to be written, if it is known and all of it goes to a local disk.
@@ -127,7 +127,7 @@ class Writer:
         # one is being filled, one is queued, the others are being written
         self.max_blocks = self.tuning.threads + 2
 
-    def __enter__(self) -> "Writer":
+    def __enter__(self) -> "WriterPool":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -162,7 +162,7 @@ class Writer:
 class DurableFile:
     """A new object that regions fill in the order of the file; it is durable after `finish`."""
 
-    writer: Writer
+    writer: WriterPool
     goal: Writable
     digest: Any = field(default_factory=xxhash.xxh3_128)
     # its state, if the tuning asks for it; the file's when all of it is written here

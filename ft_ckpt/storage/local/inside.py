@@ -10,7 +10,7 @@ from ft_ckpt.storage.store import Store
 
 
 def leads_out(folder: Store, name: str) -> bool:
-    """Whether a link in the path of `name` leads out of `folder`.
+    """Check whether a link in the path of `name` leads out of `folder`.
 
     Links into the blobs of the Hub's cache are allowed.
     """
@@ -25,9 +25,8 @@ def leads_out(folder: Store, name: str) -> bool:
 def check_files_inside(folder: Store, names: Iterable[str] | None = None) -> None:
     """Raise CorruptError if some of `names` are not regular files inside `folder`.
 
-    None stands for everything in `folder`.
-
-    Links within the folder are followed. Names that do not exist are skipped.
+    None stands for everything in `folder`. Links within the folder are followed. Names that do not
+    exist are skipped.
     """
     top = folder.local_folder
     if top is None:
@@ -51,7 +50,7 @@ def check_files_inside(folder: Store, names: Iterable[str] | None = None) -> Non
 
 
 def check_prefix_inside(folder: Store, prefix: str) -> None:
-    """As `check_files_inside`, for the files whose names begin with `prefix`."""
+    """Check the files whose names begin with `prefix`, as `check_files_inside` does."""
     if folder.local_folder is None:
         return
     above, _, start = prefix.rpartition("/")
@@ -61,7 +60,7 @@ def check_prefix_inside(folder: Store, prefix: str) -> None:
 
 
 def _all_names(top: Path) -> list[str]:
-    """Everything below `top` but its real folders."""
+    """List everything below `top` except its real folders."""
     names = []
     with damaged_input(top):
         for path in walk_tree(top):

@@ -97,9 +97,9 @@ class LocalStore:
         return str(Path(self.url, name))
 
     def path(self, name: str) -> Path:
-        """The path of an object; any file name is allowed.
+        """Return the path of an object; any file name is allowed.
 
-        Raises ConfigError for one that leads out of the store.
+        Raises ConfigError for a name that leads out of the store.
         """
         return self.folder / checked_name(name, is_name)
 
@@ -114,7 +114,7 @@ class LocalStore:
             return LocalFile(name, Path(self.where(name)), regular_descriptor(path))
 
     def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:
-        """A file that replaces another keeps its permissions."""
+        """Write a small file; one that replaces another keeps its permissions."""
         path, draft = self.path(name), None
         if self.syncs and not create_only:
             draft = path.with_name(f"{PREFIX}{path.name.lstrip('.')}{_DRAFT}")
@@ -146,13 +146,13 @@ class LocalStore:
     def share(self, name: str, size_bytes: int) -> LocalWriting:
         """Open a file of which other processes write other ranges; the first process creates it.
 
-        It is visible from the start. `finish` makes the bytes of this process durable and does not
-        check that all bytes were written; `abandon` keeps the file.
+        The file is visible from the start. `finish` makes the bytes of this process durable and
+        does not check that all bytes were written; `abandon` keeps the file.
         """
         return self._begin_file(name, size_bytes, self.path(name), shared=True)
 
     def list(self, prefix: str = "") -> list[Stored]:
-        """Without drafts; folders that are links are not entered."""
+        """List all files without drafts; folders that are links are not entered."""
         top = self.path(prefix) if prefix else self.folder
         objects = []
         with _reading(self.where(prefix)):
@@ -180,7 +180,7 @@ class LocalStore:
         return FolderListing(os.path.lexists(top), tuple(folders), tuple(objects))
 
     def stat(self, name: str) -> Stored | None:
-        """None also for a folder, or anything else that is not a regular file."""
+        """Describe a regular file; return None for a folder, or anything else."""
         path = self.path(name)
         with _reading(self.where(name)):
             facts = _regular(path)
@@ -189,7 +189,8 @@ class LocalStore:
     def copy(self, name: str, other: str, source: Store | None = None) -> bool:
         """Link the file under another name.
 
-        False also for a link, and for a file with more permissions for other users than `max_mode`.
+        Returns False also for a link, and for a file with more permissions for other users than
+        `max_mode`.
         """
         store = self if source is None else source
         if store.local_folder is None:
@@ -278,7 +279,7 @@ class LocalStore:
 
 
 def folder_of(store: Store) -> Path:
-    """The local path of a store's folder.
+    """Return the local path of a store's folder.
 
     Raises ConfigError when the store is not a local folder.
     """
@@ -288,16 +289,16 @@ def folder_of(store: Store) -> Path:
 
 
 def linked_path(path: Path) -> Path | None:
-    """The destination of a symbolic link; None for any other file and for a loop of links."""
+    """Return the destination of a symbolic link; None for another file and for a loop of links."""
     with contextlib.suppress(OSError, RuntimeError):
         return path.resolve() if path.is_symlink() else None
     return None
 
 
 def readable_mode(path: Path, goal: Path) -> int:
-    """The permission bits common to all files at `path`.
+    """Return the permission bits that all files at `path` have in common.
 
-    None for a class of users that may not enter their folders. The folders are those at and below
+    A class of users that may not enter their folders has none. The folders are those at and below
     `path`, and its parent unless `goal` is below the parent.
     """
     top = path.resolve()
@@ -313,7 +314,7 @@ def readable_mode(path: Path, goal: Path) -> int:
 
 
 def _files_at(path: Path) -> Iterator[Path]:
-    """A file, or all files below a folder except marks."""
+    """Yield a file, or all files below a folder except marks."""
     if not path.is_dir():
         yield path
         return
@@ -324,7 +325,7 @@ def _files_at(path: Path) -> Iterator[Path]:
 
 
 def _mode_of(path: Path) -> int:
-    """The permission bits of a file or folder; all for a link that leads nowhere."""
+    """Return the permission bits of a file or folder; all bits for a link that leads nowhere."""
     try:
         return permission_bits(path) & 0o777
     except OSError as error:
@@ -347,11 +348,10 @@ def make_like(store: Store, other: Store) -> None:
 def temporary_store(
     folder: str | Path | None = None, prefix: str = "ft_ckpt-copy-"
 ) -> Iterator[LocalStore]:
-    """A new folder that is deleted with its contents after the block.
+    """Yield a new folder that is deleted with its contents after the block.
 
-    It lies in `folder`; None is the system's temporary folder.
-
-    Only this user can read it. Leftovers of killed processes are deleted too.
+    The folder lies in `folder`; None is the system's temporary folder. Only this user can read it.
+    Leftovers of killed processes are deleted too.
     """
     import tempfile  # lazily: listing does not need it
 
@@ -391,7 +391,10 @@ def _draft_name(path: Path) -> Path:
 
 
 def _may_be_folder(entry: os.DirEntry[str]) -> bool:
-    """True also for a link that cannot be followed now: reading it will raise the reason."""
+    """Check for a folder, or a link that cannot be followed now.
+
+    Reading that link will raise the reason.
+    """
     try:
         return entry.is_dir()
     except OSError:
@@ -417,7 +420,7 @@ def clear_old_drafts(folder: Path) -> None:
 
 @retrying_stale
 def _files_below(top: Path) -> list[Path]:
-    """All files below a folder; folders that are links are not entered."""
+    """List all files below a folder; folders that are links are not entered."""
     paths: list[Path] = []
     for folder, _, names in os.walk(top, onerror=raise_unless_absent):
         paths += [Path(folder, name) for name in names]
@@ -426,7 +429,7 @@ def _files_below(top: Path) -> list[Path]:
 
 @retrying_stale
 def _regular(path: str | Path) -> os.stat_result | None:
-    """The stat result of a regular file, through links; None for anything else, or nothing."""
+    """Return the stat result of a regular file, through links; None for anything else."""
     try:
         facts = os.stat(path)  # noqa: PTH116 - of each file of each listing: a Path would cost more than the call
     except OSError as error:

@@ -36,8 +36,8 @@ _change = threading.Lock()
 def hold_lock(path: Path) -> bool | None:
     """Lock the file or folder `path` until `release_lock`.
 
-    False if another process has it or `path` is missing. None if unknown: the file system has no
-    locks, or `path` cannot be opened.
+    Returns False if another process has it or `path` is missing, and None if that is unknown: the
+    file system has no locks, or `path` cannot be opened.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -102,18 +102,18 @@ def claim_leftover(path: Path, owner: str, seconds: float) -> Iterator[bool]:
 
 
 def _sees_locks_of(owner: str, path: Path) -> bool:
-    """Whether a lock on `path` that its `owner` holds is seen, or the owner is known to be gone."""
+    """Check whether a lock of `owner` on `path` is seen, or the owner is known to be gone."""
     if is_on_local_disk(path):
         return is_owner_of_this_machine(owner)
     return is_owner_gone(owner)
 
 
 def has_ended(path: Path, facts: Mapping[str, Any], seconds: float) -> bool:
-    """Whether the process that keeps the file `path` locked has ended, without taking its lock.
+    """Check whether the process that keeps `path` locked has ended, without taking its lock.
 
-    `facts` are the `process_facts` that it recorded, with the machine None if it got no lock. The
-    rule is that of `claim_leftover`; True for a file that does not exist, False for one that cannot
-    be asked now.
+    `facts` are the `process_facts` that the process recorded, with the machine None if it got no
+    lock. The rule is that of `claim_leftover`. Returns True for a file that does not exist, False
+    for one that cannot be examined now.
     """
     try:
         age = _age_seconds(path)
@@ -140,7 +140,7 @@ def lock_descriptor(descriptor: int) -> bool:
 
 
 def _has_ended(age: float, is_free: bool | None, is_local: bool, seconds: float) -> bool:
-    """Whether the holder has ended.
+    """Check whether the holder of a lock has ended.
 
     It has if the lock is free and this machine sees it, or if there is no lock information and the
     mark is old enough.
@@ -152,7 +152,7 @@ def _has_ended(age: float, is_free: bool | None, is_local: bool, seconds: float)
 
 
 def _can_lock(path: Path) -> bool | None:
-    """Whether no process has a lock on the file `path`; None if unknown, as in `hold_lock`."""
+    """Check that no process has a lock on the file `path`; None if unknown, as in `hold_lock`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -168,7 +168,7 @@ def _can_lock(path: Path) -> bool | None:
 
 
 def _age_seconds(path: Path) -> float:
-    """By the clock of this machine, which may differ from that of the one that wrote the file."""
+    """Return the age by the clock of this machine, which may differ from the writer's."""
     return time.time() - path.lstat().st_mtime
 
 

@@ -85,14 +85,14 @@ def refuse_unfit(folder: Path) -> None:
 
 
 def is_on_bucket(folder: Path) -> bool:
-    """Whether `folder` is in a bucket that is mounted as a folder."""
+    """Check whether `folder` is in a bucket that is mounted as a folder."""
     mount = mount_of(folder)
     return mount is not None and mount.is_bucket
 
 
 @contextmanager
 def _trial_folder(store: Store) -> Iterator[Store]:
-    """A new hidden folder in `store` with one file, deleted after the block."""
+    """Yield a new hidden folder in `store` with one file, deleted after the block."""
     folder = store.local_folder
     if folder is not None:
         with explained(folder), temporary_store(folder, TRIAL) as local:

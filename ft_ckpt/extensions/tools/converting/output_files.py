@@ -13,7 +13,7 @@ from ft_ckpt.formats.files import TensorFile
 from ft_ckpt.progress_bars import track_bytes
 from ft_ckpt.storage import Store
 from ft_ckpt.storage.digests import FileRecord
-from ft_ckpt.storage.io import ByteRun, Region, Writer, read_ahead
+from ft_ckpt.storage.io import ByteRun, Region, WriterPool, read_ahead
 
 _Item = TypeVar("_Item")
 
@@ -52,7 +52,7 @@ def write_outputs(outputs: Sequence[Output], store: Store, progress: bool) -> li
     total_bytes = sum(output.plan.layout.size_bytes for output in outputs)
     with (
         track_bytes(total_bytes if progress else 0, "converting") as advance,
-        Writer(advance=advance) as writer,
+        WriterPool(advance=advance) as writer,
     ):
         records = []
         for output in outputs:
