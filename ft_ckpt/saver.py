@@ -36,7 +36,7 @@ from ft_ckpt.runs.loop import (
     check_loop,
     check_mappings,
     check_schedule,
-    check_tokenizer,
+    check_tokenizer_argument,
     start_recorder,
 )
 from ft_ckpt.runs.resume import ResumeRequest, parse_mode, resume_run
@@ -156,7 +156,7 @@ class CheckpointSaver(Generic[SaveResult]):
             directory = self._rehearsal.directory
             self.config = replace(self.config, staging=None, publish=None)
         check_accelerator(accelerator)
-        check_tokenizer(tokenizer)
+        check_tokenizer_argument(tokenizer)
         check_schedule(self.config, directory)
         self.accelerator = accelerator
         self.tokenizer = tokenizer
@@ -286,7 +286,7 @@ class CheckpointSaver(Generic[SaveResult]):
         )
         target = None if path is None else open_place(path, **config.client_options)
         push_to = None if push_to_hub is None else push_goal(push_to_hub, **config.client_options)
-        check_tokenizer(tokenizer)
+        check_tokenizer_argument(tokenizer)
         check_mappings(state_dict=state_dict, extra_files=extra_files)
         step = optional_step(step)
         facts = self._run.facts_of_save(step, metrics_as_floats(metrics))

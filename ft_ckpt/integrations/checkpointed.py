@@ -20,12 +20,12 @@ from ft_ckpt.integrations.trainer_files import (
     chosen_by,
     has_our_state,
     load_best_weights,
-    metrics_of,
+    logged_metrics,
     prune_older,
     requested_checkpoint,
     state_text,
 )
-from ft_ckpt.integrations.trainer_layout import WrittenFiles, collect_files, defining_classes
+from ft_ckpt.integrations.trainer_layout import AddedFiles, collect_files, defining_classes
 from ft_ckpt.integrations.trainer_models import HeldState, held_state, unsaved_state
 from ft_ckpt.integrations.trainer_push import push_checkpoint, push_saved
 from ft_ckpt.messages import warn
@@ -180,7 +180,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         )
         if not isinstance(error, CheckpointError):
             error = None  # a method of the subclass that does not work before the first step
-        attribute = (written or WrittenFiles()).attribute or self.ft_ckpt.config.attribute
+        attribute = (written or AddedFiles()).attribute or self.ft_ckpt.config.attribute
         if error is None:
             _, error = try_action(lambda: self.__refuse_unsaveable(attribute))
         self.__current_ranks().agree("the layout of the checkpoints", {}, error)
@@ -361,12 +361,12 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             target,
             **self.__selection(written),
             step=self.state.global_step or None,
-            metrics=metrics_of(self.state),
+            metrics=logged_metrics(self.state),
             extra_files=written.files,
             background=False,
         )
 
-    def __selection(self, written: WrittenFiles) -> dict[str, Any]:
+    def __selection(self, written: AddedFiles) -> dict[str, Any]:
         """Return the arguments that say which weights are saved.
 
         Adapters are saved without their base, if the base can be made again.
@@ -378,7 +378,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             "attribute": attribute,
         }
 
-    def __added_files(self, target: Path) -> WrittenFiles:
+    def __added_files(self, target: Path) -> AddedFiles:
         """Return the files that a subclass adds to `target` in its own `save_model` or `_save`.
 
         Collective: call it on every rank. Raises SelectionError for weights in a layout of the
@@ -386,14 +386,14 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         """
         written, error = try_action(lambda: self.__collect_files(target))
         self.__current_ranks().agree("save_model()", {}, error)
-        return written or WrittenFiles()
+        return written or AddedFiles()
 
-    def __collect_files(self, target: Path) -> WrittenFiles:
+    def __collect_files(self, target: Path) -> AddedFiles:
         methods = []
         for name in ("save_model", "_save"):
             methods += [f"{kind.__name__}.{name}" for kind in overriding(type(self), name)]
         if not methods:
-            return WrittenFiles()
+            return AddedFiles()
         self.__collects = True
         try:
             return collect_files(
@@ -418,7 +418,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         written = self.__added_files(target)
         self.__name_unsaved(self.__saver)
         arguments: dict[str, Any] = {
-            "metrics": metrics_of(self.state),
+            "metrics": logged_metrics(self.state),
             "extra_files": {**written.files, TRAINER_STATE_NAME: state_text(self)},
             # _save_checkpoint then pushes this checkpoint and deletes older ones
             "background": False,

@@ -46,7 +46,7 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 def _checkpoint_classes() -> tuple[type, ...]:
     """Return the base classes by which a trainer recognizes checkpoint callbacks.
 
-    They are those of the imported packages, else of all.
+    Only imported packages are considered, or all packages if none is imported.
     """
     names = [name for name in _PACKAGES if name in sys.modules]
     if not names:

@@ -266,7 +266,7 @@ def state_text(trainer: Trainer) -> str:
     return files[TRAINER_STATE_NAME].decode()
 
 
-def metrics_of(state: Any) -> dict[str, float]:
+def logged_metrics(state: Any) -> dict[str, float]:
     """Return the finite numbers that the Trainer has logged at the current step."""
     logged: dict[str, Any] = {}
     for row in state.log_history:

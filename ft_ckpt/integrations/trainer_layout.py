@@ -37,7 +37,7 @@ _PLAIN_ARGUMENTS = frozenset(
 
 
 @dataclass(frozen=True)
-class WrittenFiles:
+class AddedFiles:
     """The files that a trainer adds to a checkpoint."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)  # by path in the checkpoint
@@ -67,7 +67,7 @@ def ends_chain(kind: type, method: str) -> bool:
 
 def collect_files(
     model: nn.Module, target: Path, write: Callable[[str], object], writer: str
-) -> WrittenFiles:
+) -> AddedFiles:
     """Return the files that `write` puts into a folder in the place of `target`, without weights.
 
     ft_ckpt writes the weights. The folder has the name of `target` and stands next to links to the
@@ -99,7 +99,7 @@ def collect_files(
             f"{listing(weights, ', ')}: written by {writer} itself, in a layout of its own that "
             "ft_ckpt does not know; train without ft_ckpt, or let it call super() for the weights"
         )
-    return WrittenFiles(written, attribute)
+    return AddedFiles(written, attribute)
 
 
 def _link_neighbours(target: Path, folder: Path) -> None:

@@ -22,7 +22,7 @@ OF_OBJECTS = re.compile(
 )
 
 
-def file_problems(path: Path, accelerator: Any) -> list[str]:
+def folder_problems(path: Path, accelerator: Any) -> list[str]:
     """Name the files that Accelerate would miss, and those that it would leave unread."""
     expected = [_weights_name(path, number) for number in range(len(accelerator._models))]
     expected += _numbered_names("optimizer", accelerator._optimizers)

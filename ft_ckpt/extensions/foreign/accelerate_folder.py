@@ -16,7 +16,7 @@ from ft_ckpt.checkpoint.manifest import ACCELERATE_MARKER, MANIFEST_NAME
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.extensions.foreign.accelerate_files import (
     OF_OBJECTS,
-    file_problems,
+    folder_problems,
     numbered,
     optimizer_problems,
     read_values,
@@ -127,7 +127,7 @@ def read_accelerate_folder(path: Path, run: TrainingRun, ranks: Ranks) -> Accele
     refusal = _why_refused(path, accelerator, ranks)
     if refusal is not None:
         raise LoadError(f"{path}: {refusal}")
-    problems = file_problems(path, accelerator)
+    problems = folder_problems(path, accelerator)
     if not problems:
         problems += weight_problems(path, accelerator._models)
         problems += optimizer_problems(path, accelerator)

@@ -58,7 +58,7 @@ def is_warm(loader: Any) -> bool:
 def forget_premade(loader: Any) -> None:
     """Drop the iterator that a stateful loader creates for its state before the first pass.
 
-    Its random draws would be unknown. The next iterator draws again.
+    The random draws of that iterator would be unknown. The next iterator draws again.
     """
     inner = base_loader(loader)
     if getattr(inner, "_initial_iter_for_state_dict", False):

@@ -3,7 +3,7 @@ from .arguments import (
     check_loop as check_loop,
     check_mappings as check_mappings,
     check_schedule as check_schedule,
-    check_tokenizer as check_tokenizer,
+    check_tokenizer_argument as check_tokenizer_argument,
     in_words as in_words,
 )
 from .progress import (

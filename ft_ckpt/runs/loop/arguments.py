@@ -33,7 +33,7 @@ def check_accelerator(accelerator: Any) -> None:
         )
 
 
-def check_tokenizer(tokenizer: Any) -> None:
+def check_tokenizer_argument(tokenizer: Any) -> None:
     """Raise ConfigError for an object that is not a tokenizer or processor."""
     if tokenizer is None:
         return

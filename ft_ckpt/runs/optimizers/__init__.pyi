@@ -1,5 +1,5 @@
 from .descriptions import (
-    differing_settings as differing_settings,
+    differing_optimizer_settings as differing_optimizer_settings,
     merge_descriptions as merge_descriptions,
     settings_by_rank as settings_by_rank,
 )

@@ -45,7 +45,7 @@ def settings_by_rank(description: Description) -> Mapping[str, Sequence[int]]:
     return by_setting
 
 
-def differing_settings(document: Mapping[str, Any]) -> Differences:
+def differing_optimizer_settings(document: Mapping[str, Any]) -> Differences:
     """Return the settings and numbers of optimizers that differ between ranks of a run."""
     differing = {}
     for item, entry in document.get("items", {}).items():

@@ -21,7 +21,7 @@ from ft_ckpt.runs.folder import (
 )
 from ft_ckpt.runs.items import model_sources
 from ft_ckpt.runs.loop import TrainingRun, exit_code
-from ft_ckpt.runs.optimizers import differing_settings
+from ft_ckpt.runs.optimizers import differing_optimizer_settings
 from ft_ckpt.runs.saves.directory_lease import DirectoryLease
 from ft_ckpt.runs.saves.extension_parts import UploadTerms
 from ft_ckpt.runs.saves.follow_up import FollowUp, FollowUps
@@ -155,7 +155,7 @@ class RunSaves:
             # first: the writers prepare their files meanwhile
             self.writers.ask(run.step, self._current_ranks())
             captured = run.capture_state(self._current_ranks(), library_versions())
-            differing = differing_settings(captured.document)
+            differing = differing_optimizer_settings(captured.document)
             if differing:
                 text = describe_differences(differing)
                 report_differences(text, f"step {run.step}", self._current_ranks(), config)

@@ -91,7 +91,7 @@ def load_torch_value(
 def load_torch_part(file: RawFile, start: int, size_bytes: int) -> Any:
     """Load the value in the torch zip file at [start, start + size_bytes) of `file`, in memory.
 
-    Its checksums are compared. Raises as `load_torch_value` does.
+    The checksums of that file are compared. Raises as `load_torch_value` does.
     """
     with damaged_input(f"{file.name}: saved by torch"):
         part = io.BufferedReader(FileStream(file, start, size_bytes), STREAM_BYTES)

@@ -98,7 +98,7 @@ def _whole_store(
 ) -> Store:
     """Return the files of the checkpoint that the last of `entries` stands for.
 
-    Its bases are appended to `entries`.
+    The bases of that entry are appended to `entries`.
     """
     entry = entries[-1]
     copy = _place_near(near, entry.place.basename, content_digest(manifest))

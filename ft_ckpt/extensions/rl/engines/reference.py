@@ -14,7 +14,7 @@ _TOP = 5
 def reference_answers(checkpoint: Path, part: str, base: Any) -> tuple[Answers, Answers]:
     """Compute the highest log probabilities after PROBE_PROMPTS: of the base, and with adapter.
 
-    They are computed in float32 on the CPU. Raises the errors of `load_model`.
+    The computation is in float32 on the CPU. Raises the errors of `load_model`.
     """
     model = load_model(checkpoint, part=part or None, base=base).float().eval()
     with model.disable_adapter():
@@ -25,7 +25,7 @@ def reference_answers(checkpoint: Path, part: str, base: Any) -> tuple[Answers, 
 def model_answers(checkpoint: Path, part: str) -> Answers:
     """Compute the highest log probabilities of full weights after each of PROBE_PROMPTS.
 
-    They are computed as by `reference_answers`.
+    The computation is that of `reference_answers`.
     """
     return _answers(load_model(checkpoint, part=part or None).float().eval())
 

@@ -20,7 +20,7 @@ from ft_ckpt.extensions.rl.publishing.weights_update import (
     VERSION_ONLY,
     Update,
     Weights,
-    base_folder,
+    base_folder_of_server,
     difference,
     expect_last_version,
     expect_version,
@@ -131,7 +131,7 @@ def _prepare(update: Update, weights: Weights) -> None:
 
 def _refuse_other_config(update: Update, weights: Weights) -> None:
     """Compare the config with the one from which the server built its model when it started."""
-    base = base_folder(update, weights.options)
+    base = base_folder_of_server(update, weights.options)
     if base is None:
         path = update.base_path or "the path of the served model"
         update.notes.append(

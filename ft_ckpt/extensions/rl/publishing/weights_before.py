@@ -15,7 +15,7 @@ from ft_ckpt.extensions.rl.publishing.weights_update import (
     FIRST_VERSION,
     Update,
     Weights,
-    base_folder,
+    base_folder_of_server,
     difference,
 )
 from ft_ckpt.model.files import open_folder
@@ -70,7 +70,7 @@ def open_weights_before(
 
 @contextmanager
 def _initial_weights(update: Update, weights: Weights) -> Iterator[WeightsBefore]:
-    base = base_folder(update, weights.options)
+    base = base_folder_of_server(update, weights.options)
     if base is None:
         yield update.base_path
         return

@@ -91,7 +91,7 @@ class Update:
         return self.server.client.url
 
 
-def base_folder(update: Update, options: ServerOptions) -> Path | None:
+def base_folder_of_server(update: Update, options: ServerOptions) -> Path | None:
     """Return the folder that the server was started with, if this machine sees it."""
     base = Path(path_on_this_machine(update.base_path, options.visible_at))
     is_seen = base.is_absolute() and LocalStore(base).stat("config.json") is not None

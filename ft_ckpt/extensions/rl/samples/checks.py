@@ -13,7 +13,7 @@ _PLAIN_IDS = {str, int, bytes}  # with a repr that is the same in every process 
 _KEYS = ("version", "samples", "ids", "seed", "epochs", "low", "runs", "dropped")
 
 
-def count_of(samples: Any) -> int:
+def count_samples(samples: Any) -> int:
     """Count the samples; return -1 for what is neither a number nor has a length."""
     if isinstance(samples, (bool, str, bytes)):
         return -1

@@ -22,7 +22,7 @@ from ft_ckpt.extensions.rl.samples.checks import (
     VERSION,
     check_frontier_settings,
     check_state,
-    count_of,
+    count_samples,
     digest_of,
 )
 from ft_ckpt.extensions.rl.samples.shuffling import shuffled
@@ -61,7 +61,7 @@ class Frontier:
 
         Raises ConfigError for invalid values.
         """
-        count = count_of(samples)
+        count = count_samples(samples)
         check_frontier_settings(samples, count, epochs, shuffle, seed)
         self.samples, self.epochs = count, epochs
         self._ids: Sequence[Any] | None = None
