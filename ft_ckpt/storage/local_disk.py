@@ -195,7 +195,7 @@ def _is_in(folder: int, name: str) -> bool:
 def movable_pieces(source: Path, goal: Path, excluded: set[str]) -> list[str]:
     """Find the largest subtrees of `source` that can be moved into `goal` at once.
 
-    They contain no path that is `excluded`.
+    A folder that holds an `excluded` path is divided further.
     """
     shared: set[str] = set()  # folders that hold an excluded path
     for path in excluded:

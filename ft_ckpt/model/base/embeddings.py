@@ -74,7 +74,7 @@ def _shapes_with_words(cls: type, config: str, words: int) -> Shapes:
 def _rows_of_base(module: Any, model: Any) -> int | None:
     """Return the vocabulary size of the base before a resize.
 
-    It comes from the base's config on this machine, else from the inner modules:
+    The size comes from the base's config on this machine, else from the inner modules:
     `resize_token_embeddings` changes the config and the outermost module only, and the decoder
     inside keeps the old size.
     """

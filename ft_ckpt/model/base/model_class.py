@@ -84,7 +84,7 @@ def _with_changes(cls: Any, config: Any, changes: Mapping[str, Any]) -> BaseClas
 def _guess_class(config: Any, settings: Mapping[str, Any], record: PartRecord) -> BaseClass:
     """Find the first class that has the modules of the adapter's tensors.
 
-    Its config gets as many labels as the head of the adapter has rows. Adapters of PEFT and of
+    The config gets as many labels as the head of the adapter has rows. Adapters of PEFT and of
     earlier versions do not name their class.
     """
     from transformers import AutoModel

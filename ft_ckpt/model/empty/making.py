@@ -119,8 +119,9 @@ class _BoundedFactories(TorchFunctionMode):
 def listing_own(record: PartRecord) -> Iterator[None]:
     """Limit state dicts of transformers models in the block to parameters and buffers.
 
-    They have the stored dtypes. transformers' loader assigns every entry of a state dict as a
-    tensor, and rounds each tensor to the config's dtype unless the state dict has the stored dtype.
+    The tensors have the stored dtypes. transformers' loader assigns every entry of a state dict as
+    a tensor, and rounds each tensor to the config's dtype unless the state dict has the stored
+    dtype.
     """
     whole_state_dict = nn.Module.state_dict
 

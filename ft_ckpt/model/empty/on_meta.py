@@ -113,8 +113,8 @@ class _AsFromPretrained(TorchFunctionMode):
 def _without_partitions() -> Any:
     """Keep transformers from partitioning a new model over the ranks in the block.
 
-    It would do so under DeepSpeed's ZeRO-3. The flag holds for the process; only a model that the
-    script makes at this moment would notice.
+    Under DeepSpeed's ZeRO-3 transformers would do so. The flag holds for the process; only a model
+    that the script makes at this moment would notice.
     """
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.modeling_utils import set_zero3_state

@@ -94,7 +94,6 @@ def adapter_parts(
 
 
 def _joined(*steps: str) -> str:
-    """The path of these steps, without the empty ones."""
     return "/".join(step for step in steps if step)
 
 
@@ -106,7 +105,7 @@ def _notes_on_extra(view: View) -> list[str]:
 
 
 def _frozen_of_adapters(view: View) -> list[Source]:
-    """The frozen tensors of adapters, which PEFT leaves out of its files."""
+    """Return the frozen tensors of adapters, which PEFT leaves out of its files."""
     base_ids = {id(source) for _, source in view.base_sources()}
     frozen = []
     for source in view.sources.values():
@@ -188,7 +187,7 @@ def _entries_left_out(
 def _absent_entries(view: View) -> tuple[list[Entry], list[str]]:
     """Return the parameters that the files of the base lack, as PEFT loads them, with notes.
 
-    They are random at each load, such as the head of a classifier on a causal base.
+    Such parameters are random at each load, as the head of a classifier on a causal base.
     """
     base = dict(view.base_sources())
     model = model_below(view.module)

@@ -108,7 +108,7 @@ def token_id(model: nn.Module, tokenizer: Any, token: str) -> int:
 def embedding_rows(model: nn.Module) -> int | None:
     """Return the rows of the input embedding, or None if they are unknown.
 
-    They are its declared size, global shape, or the config's vocab_size.
+    Sources of the number are the declared size, the global shape, and the config's vocab_size.
     """
     embedding = embedding_of(model)
     rows = getattr(embedding, "num_embeddings", None)

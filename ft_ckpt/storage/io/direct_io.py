@@ -123,7 +123,7 @@ def create_file(
 ) -> LocalWriting:
     """Create `draft`, which will be moved to `path`.
 
-    Its space is allocated, unless it is `shared`; see `allocate_file`. The draft gets the
+    The space is allocated, unless the draft is `shared`; see `allocate_file`. The draft gets the
     permissions of the file that it replaces, if there is one, limited by `max_mode`. Raises
     NoSpaceError when there is not enough space, TargetError when `draft` cannot be created, or
     exists and is not `shared`.

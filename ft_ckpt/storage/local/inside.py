@@ -25,8 +25,8 @@ def leads_out(folder: Store, name: str) -> bool:
 def check_files_inside(folder: Store, names: Iterable[str] | None = None) -> None:
     """Raise CorruptError if some of `names` are not regular files inside `folder`.
 
-    None stands for everything in `folder`. Links within the folder are followed. Names that do not
-    exist are skipped.
+    With None for `names`, everything in `folder` is checked. Links within the folder are followed.
+    Names that do not exist are skipped.
     """
     top = folder.local_folder
     if top is None:

@@ -142,8 +142,8 @@ def lock_descriptor(descriptor: int) -> bool:
 def _has_ended(age: float, is_free: bool | None, is_local: bool, seconds: float) -> bool:
     """Check whether the holder of a lock has ended.
 
-    It has if the lock is free and this machine sees it, or if there is no lock information and the
-    mark is old enough.
+    The holder has ended if the lock is free and this machine sees it, or if there is no lock
+    information and the mark is old enough.
     """
     if is_free is False:
         return False
