@@ -139,6 +139,21 @@ def test_a_folder_whose_kind_is_not_told(run, monkeypatch, code):
         load_model(folder, into=models.build("llama"))
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE])
+def test_a_run_whose_names_are_not_told(run, monkeypatch, code):
+    """A resume looks for leftovers of killed saves first."""
+    real = os.listdir
+
+    def refusing(path="."):
+        if path == run:
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", refusing)
+    with pytest.raises(UnreadableError, match=r"run: cannot be read"):
+        resume(run)
+
+
 def test_damage_is_no_passing_fault(run):
     """What is known to be damaged is passed over, as ever."""
     (run / "checkpoint-3" / "config.json").write_text("{}")

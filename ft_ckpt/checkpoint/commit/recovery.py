@@ -25,6 +25,7 @@ from ft_ckpt.errors import (
     CorruptError,
     ManifestError,
     UnreadableError,
+    damaged_input,
     explained,
 )
 from ft_ckpt.messages import warn
@@ -206,10 +207,13 @@ def _find_leftovers(folder: Path, target: Path | None) -> list[_Leftover]:
     If `target` is not None, return the leftovers of saves to it alone.
     """
     leftovers: dict[str, _Leftover] = {}
-    for entry_name in list_names(folder):
-        name, entry = parse_leftover(entry_name), folder / entry_name
-        if name is None or not is_folder(entry):
-            continue
+    entries: list[tuple[Path, LeftoverName]] = []
+    with damaged_input(folder):
+        for entry_name in list_names(folder):
+            entry, parsed_name = folder / entry_name, parse_leftover(entry_name)
+            if parsed_name is not None and is_folder(entry):
+                entries.append((entry, parsed_name))
+    for entry, name in entries:
         save_target = folder / name.target if name.target else folder
         if target is not None and save_target != target:
             continue

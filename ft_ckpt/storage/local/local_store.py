@@ -411,7 +411,8 @@ def clear_old_drafts(folder: Path) -> None:
     Their processes were killed.
     """
     abandoned_at = time.time() - local_disk.ABANDONED_SECONDS
-    drafts = [folder / name for name in list_names(folder) if _is_draft(name)]
+    with damaged_input(folder):
+        drafts = [folder / name for name in list_names(folder) if _is_draft(name)]
     for draft in drafts:
         with contextlib.suppress(OSError):
             if draft.lstat().st_mtime < abandoned_at:
