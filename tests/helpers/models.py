@@ -45,6 +45,15 @@ SIZES: dict[str, Any] = {
 CHAT_TEMPLATE = "{% for m in messages %}<|im_start|> {{ m['content'] }} <|im_end|> {% endfor %}"
 
 
+class Two(nn.Module):
+    """Two parameters, all of whose elements are `value`."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.full((300, 50), float(value)))
+        self.two = nn.Parameter(torch.full((7,), float(value)))
+
+
 class ValueHead(nn.Module):
     """A scalar per position, and a running mean in a persistent buffer."""
 

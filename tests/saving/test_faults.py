@@ -8,24 +8,20 @@ By default one fault of each of two saves, which FT_CKPT_SEED chooses; the slow 
 
 import json
 import logging
-import multiprocessing
-import os
 import random
 import shutil
-import socket
-import time
 import warnings
-from datetime import timedelta
 from functools import partial
 
 import models
 import pytest
 import torch
 from faults import try_worlds
-from preloaded import REFUSED, RUN_SECONDS, Preloaded, System, disarm
+from faulty_nodes import on_two_nodes
+from preloaded import REFUSED, Preloaded, System
 from seeds import chosen_seed, examples
 from small_checkpoints import contents
-from torch import distributed, nn
+from torch import nn
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep, verify
@@ -55,15 +51,6 @@ def preloaded(shim):
 # Saves: what each does in a folder with a value, in the preloaded process
 
 
-class Two(nn.Module):
-    """Two tensors, with different values for each save."""
-
-    def __init__(self, value):
-        super().__init__()
-        self.one = nn.Parameter(torch.full((300, 50), float(value)))
-        self.two = nn.Parameter(torch.full((7,), float(value)))
-
-
 def state(value):
     return {
         "a": torch.full((300, 50), float(value)),
@@ -75,18 +62,18 @@ def state(value):
 def full(folder, value):
     with CheckpointSaver(max_shard_size=20_000) as saver:
         saver.save(
-            models.llama() if value else Two(1.0), folder / "out", step=value, tokenizer=None
+            models.llama() if value else models.Two(1.0), folder / "out", step=value, tokenizer=None
         )
 
 
 def hdf5(folder, value):
     with CheckpointSaver(format="h5", compression="gzip" if value % 2 else None) as saver:
-        saver.save(Two(value), folder / "out", step=value)
+        saver.save(models.Two(value), folder / "out", step=value)
 
 
 def background(folder, value):
     with CheckpointSaver(background=True) as saver:
-        saver.save(Two(value), folder / "out", step=value).result()
+        saver.save(models.Two(value), folder / "out", step=value).result()
 
 
 def direct(folder, value, faulty_rank=0):
@@ -94,65 +81,11 @@ def direct(folder, value, faulty_rank=0):
 
     def save_share():
         with CheckpointSaver(each_rank_writes="on") as saver:
-            saver.save(nn.parallel.DistributedDataParallel(Two(value)), folder / "out", step=value)
+            saver.save(
+                nn.parallel.DistributedDataParallel(models.Two(value)), folder / "out", step=value
+            )
 
-    on_two_nodes(folder, save_share, faulty_rank)
-
-
-def on_two_nodes(folder, act, faulty_rank):
-    """What `act` returns on rank 0 of two nodes; only calls of one of the ranks fail.
-
-    An error is raised on both, and names the node.
-    """
-    store = folder.with_name(f"{folder.name}.store-{time.monotonic_ns()}")
-    context = multiprocessing.get_context("fork")
-    outcomes = [context.SimpleQueue() for _ in (0, 1)]
-    ranks = [
-        context.Process(target=be_rank, args=(rank, store, act, faulty_rank, outcomes[rank]))
-        for rank in (0, 1)
-    ]
-    for rank in ranks:
-        rank.start()
-    codes = []
-    for rank in ranks:
-        rank.join(RUN_SECONDS / 3)
-        codes.append(rank.exitcode)  # None: it hangs
-        rank.kill()
-    assert codes == [0, 0]
-    store.unlink(missing_ok=True)
-    (error, value), (other_error, _) = (outcome.get() for outcome in outcomes)
-    assert bool(error) == bool(other_error), (error, other_error)
-    for text in filter(None, (error, other_error)):
-        assert f"(on node-{faulty_rank})" in text, f"names no node: {text}"
-    if error:
-        raise CheckpointError(error)
-    return value
-
-
-def be_rank(rank, store, act, faulty_rank, outcome):
-    if rank != faulty_rank:
-        disarm()
-    names = {
-        "RANK": rank,
-        "WORLD_SIZE": 2,
-        "LOCAL_RANK": rank,
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": 1,
-    }
-    os.environ |= {name: str(value) for name, value in names.items()}
-    socket.gethostname = lambda: f"node-{rank}"
-    group = distributed.FileStore(str(store), 2)
-    distributed.init_process_group(
-        "gloo", store=group, rank=rank, world_size=2, timeout=timedelta(seconds=30)
-    )
-    error, value = "", None
-    try:
-        value = act()
-    except CheckpointError as raised:
-        error = f"ours: {raised}"
-    disarm()
-    outcome.put((error, value))
-    os._exit(0)
+    on_two_nodes(save_share, faulty_rank)
 
 
 def file_of(suffix, **options):
@@ -176,7 +109,7 @@ def prune(folder, value):
     if not value:
         with CheckpointSaver() as saver:
             for step in (3, 4, 5):
-                saver.save(Two(step), folder / f"checkpoint-{step}", step=step)
+                saver.save(models.Two(step), folder / f"checkpoint-{step}", step=step)
         (folder / "checkpoint-3" / "notes.txt").write_text("mine")
     else:
         for problem in prune_run(open_place(folder), Keep(last=1)).problems:
@@ -345,7 +278,7 @@ def read_run(folder):
 
 
 def read_run_on_two_nodes(folder, faulty_rank):
-    return on_two_nodes(folder, lambda: said_of(read_run(folder)), faulty_rank)
+    return on_two_nodes(lambda: said_of(read_run(folder)), faulty_rank)
 
 
 def read_verdict(folder):
