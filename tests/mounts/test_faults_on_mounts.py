@@ -1,4 +1,4 @@
-"""An error at every call of one of two ranks that save onto a network file system.
+"""An error at any call of one of two ranks that save onto a network file system.
 
 The ranks are on two nodes, each with its client. The error is raised on both and names the file and
 the node. A third client finds the earlier checkpoint whole, and the next save works.
@@ -21,6 +21,7 @@ from ft_ckpt.storage.places import open_place
 
 pytestmark = pytest.mark.slow
 ERRORS = ("EIO", "ESTALE", "ENOTCONN", "EDQUOT")
+WORLDS = 60  # that are drawn on each file system but the first, where every call is met
 
 
 def save_step(folder, clients, step, faulty_rank, background):
@@ -54,7 +55,7 @@ def steps_in(folder):
     ids=["rank 0", "rank 1", "rank 1 in the background"],
 )
 @pytest.mark.parametrize("kind", NETWORK_DISKS, ids=lambda kind: kind.name)
-def test_every_fault_of_a_save_by_two_nodes(shim, kind, tmp_path, faulty_rank, background):
+def test_a_fault_of_a_save_by_two_nodes(shim, kind, tmp_path, faulty_rank, background):
     with closing(Preloaded(shim, __file__)) as preloaded, kind(tmp_path / "disk") as disk:
         *clients, reader = disk.clients(3)
         place = tmp_path / "shared"
@@ -81,6 +82,7 @@ def test_every_fault_of_a_save_by_two_nodes(shim, kind, tmp_path, faulty_rank, b
 
         (reader / "origin").mkdir()
         assert save("origin", 1).status == 0
-        report = try_worlds(trial, System(preloaded, *ERRORS))
+        max_worlds = 0 if kind is NETWORK_DISKS[0] else WORLDS
+        report = try_worlds(trial, System(preloaded, *ERRORS), max_worlds=max_worlds)
     assert report.calls > 20
     print(kind.name, report)
