@@ -341,10 +341,18 @@ def read(folder, case):
 
 
 @pytest.fixture(scope="module")
-def readable(preloaded, tmp_path_factory):
+def unread(preloaded, tmp_path_factory):
     folder = tmp_path_factory.mktemp("reads") / "folder"
     assert preloaded.run(prepare_reads, folder).status == 0
     return folder
+
+
+@pytest.fixture
+def readable(unread, tmp_path):
+    """A folder of its own for each case: a fault may leave the lease of a run, and processes of
+    another host wait for it.
+    """
+    return shutil.copytree(unread, tmp_path / "folder", symlinks=True)
 
 
 @pytest.mark.slow
