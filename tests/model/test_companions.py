@@ -513,6 +513,12 @@ def test_a_processor_of_transformers_is_stored_without_a_note(tmp_path: Path) ->
         assert saver.save(models.llama(), tmp_path / "out").notes == ()
 
 
+def test_a_tokenizer_that_no_module_could_load_is_named_in_the_notes(tmp_path: Path) -> None:
+    with CheckpointSaver(tokenizer=models.tokenizer()) as saver:
+        report = saver.save(nn.Linear(2, 2), tmp_path / "out")
+    assert report.notes == ("tokenizer: not written, because no saved module has a config",)
+
+
 def test_modules_without_embeddings_take_any_tokenizer() -> None:
     assert check_tokenizer(nn.Linear(2, 2), models.tokenizer()) == ()
     assert check_tokenizer(models.llama(), None) == ()

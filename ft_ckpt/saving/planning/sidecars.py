@@ -82,7 +82,9 @@ def companions_of(request: SaveRequest, plans: Sequence[PartPlan], ranks: Ranks)
             chat_template_name=request.chat_template_name,
         )
         files |= _placed_in(part, files_made_by(write))
-    if request.tokenizer is not None and described:
+    if request.tokenizer is not None and not described:
+        notes.append("tokenizer: not written, because no saved module has a config")
+    elif request.tokenizer is not None:
         contents = files_made_by(partial(write_tokenizer, tokenizer=request.tokenizer))
         for part in described:
             files |= _placed_in(part, contents)
