@@ -2,9 +2,9 @@
 
 Agreement uses the process group's key-value store, not a collective. So no rank waits in a GPU
 operation while rank 0 writes (no watchdog fires), and errors name a missing rank by number. An
-error on one rank reaches the others within a second: the failed rank reports it under the next
-agreement, and the others poll for such reports wherever they wait. The same calls work with one
-process and no process group.
+error on one rank reaches the others within a second (with more than 1,000 ranks, a second for each
+1,000): the failed rank reports it under the next agreement, and the others poll for such reports
+wherever they wait. The same calls work with one process and no process group.
 """
 
 import json
@@ -276,7 +276,11 @@ class Ranks:
         return verdict, values
 
     def _await_verdict(self, what: str, limit: float) -> dict[str, Any]:
-        """Wait for rank 0 while it is alive, and then at most `limit` for its verdict."""
+        """Wait for rank 0 to arrive, then for its verdict.
+
+        Each sign of life of rank 0 begins the wait again: `limit` seconds until it arrives, and a
+        minute more for the verdict.
+        """
         has_arrived = self._await_names([f"{self.rounds}/0"], [0], limit)
         if has_arrived and self._await_names([f"{self.rounds}/verdict"], [0], limit + 60.0):
             return self._read_verdict()

@@ -117,7 +117,8 @@ class SaveRunner:
         """Start a save in the background, or run it in the foreground if it needs that.
 
         A save runs in the foreground if its copies exceed `snapshot_bytes`, if tensors must move
-        between ranks while files are written, or if some ranks do not see the target folder.
+        between ranks while files are written, or if rank 0 must write everything: some ranks do not
+        see the target folder, or it is a mounted bucket.
         """
         attempt, snapshot = self._plan_and_agree(make_request, context)
         request, ranks = attempt.make_request(), context.ranks
@@ -209,7 +210,7 @@ class SaveRunner:
     ) -> tuple[Attempt, SnapshotPlan | None]:
         """Plan the save and its snapshot on this rank.
 
-        From here on the next step of the run's optimizers waits for the copies. The snapshot is
+        Once copies begin, the next step of the run's optimizers waits for them. The snapshot is
         None if tensors must move between ranks while files are written.
         """
         ranks, config = context.ranks, context.config

@@ -77,9 +77,11 @@ def try_save(attempt: Attempt, context: SaveContext) -> SaveReport | Attempt:
         with ranks.deferring_error() as preparing:
             request = attempt.make_request()
             plan = attempt.plan or plan_save(request, ranks, config)
-            gathers = attempt.writes is None  # a snapshot is written without gathering
+            gathers = (
+                attempt.writes is None
+            )  # a snapshot brings its writes; its thread never gathers
             stage = open_stage(plan, context, attempt.tries, attempt.changed, gathers)
-        # Everything that can be refused is refused here, before a tensor moves: later, ranks depend
+        # What plans and replicas show is refused here, before a tensor moves: later, ranks depend
         # on each other.
         agreed = agree_on_plan("save()", plan, stage, preparing.error, context)
         plan = agreed.plan

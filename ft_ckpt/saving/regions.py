@@ -22,7 +22,9 @@ from ft_ckpt.storage.digests import Cut, chunk_of_rank
 from ft_ckpt.storage.io import BLOCK_BYTES, Region, WriterPool, digest_regions, region_of
 
 _CAST_ELEMENTS = 4 << 20  # converted at a time
-SourceView = Callable[[Source], Source]  # a planned tensor -> the same with the elements to write
+SourceView = Callable[
+    [Source], Source
+]  # maps a planned source to the one to read: itself, or its copy in a snapshot
 
 
 def live(source: Source) -> Source:

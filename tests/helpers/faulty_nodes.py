@@ -22,35 +22,45 @@ _GROUP_SECONDS = 30.0
 _Enter = Callable[[int], object]
 
 
+class SaverNotMadeError(Exception):
+    """A rank has no saver. It makes one alone, so the other rank waits until a launcher ends it."""
+
+
 def on_two_nodes(
     act: Callable[[], Any], faulty_rank: int, enter: _Enter = lambda rank: None
 ) -> Any:
     """What `act` returns on rank 0 of two nodes; only calls of `faulty_rank` fail.
 
-    Each rank calls `enter` with its number first. An error is raised on both, and names the node.
+    Each rank calls `enter` with its number first. An error is raised on both, and names the node;
+    after a `SaverNotMadeError` the other rank is ended.
     """
     with tempfile.TemporaryDirectory() as local:
         store = Path(local, "store")
         outcomes: list[SimpleQueue[Any]] = [_FORK.SimpleQueue() for _ in (0, 1)]
-        ranks = []
+        processes = []
         for rank, outcome in enumerate(outcomes):
             arguments = (rank, store, act, faulty_rank, enter, outcome)
-            ranks.append(_FORK.Process(target=_be_rank, args=arguments))
-        for process in ranks:
+            processes.append(_FORK.Process(target=_be_rank, args=arguments))
+        for process in processes:
             process.start()
-        codes = []
-        for process in ranks:
-            process.join(RUN_SECONDS / 3)
-            codes.append(process.exitcode)  # None: it hangs
+        results: dict[int, tuple[str, Any, bool]] = {}
+        for rank in (faulty_rank, 1 - faulty_rank):
+            processes[rank].join(RUN_SECONDS / 3)
+            assert processes[rank].exitcode == 0, f"rank {rank}: {processes[rank].exitcode}"
+            results[rank] = outcomes[rank].get()
+            if results[rank][2]:  # it has no saver
+                break
+        for process in processes:
             process.kill()
-    assert codes == [0, 0]
-    (error, value), (other_error, _) = (outcome.get() for outcome in outcomes)
-    assert bool(error) == bool(other_error), (error, other_error)
-    for text in filter(None, (error, other_error)):
-        assert f"(on node-{faulty_rank})" in text, f"names no node: {text}"
+    error, _, has_no_saver = results[faulty_rank]
+    if not has_no_saver:
+        errors = [results[rank][0] for rank in (0, 1)]
+        assert bool(errors[0]) == bool(errors[1]), errors
+        for text in filter(None, errors):
+            assert f"(on node-{faulty_rank})" in text, f"names no node: {text}"
     if error:
         raise CheckpointError(error)
-    return value
+    return results[0][1]
 
 
 def on_client(clients: list[str], place: Path) -> _Enter:
@@ -93,11 +103,13 @@ def _be_rank(
         world_size=2,
         timeout=timedelta(seconds=_GROUP_SECONDS),
     )
-    error, value = "", None
+    error, value, has_no_saver = "", None, False
     try:
         value = act()
+    except SaverNotMadeError as raised:
+        error, has_no_saver = str(raised), True
     except CheckpointError as raised:
         error = f"ours: {raised}"
     disarm()
-    outcome.put((error, value))
+    outcome.put((error, value, has_no_saver))
     os._exit(0)

@@ -17,7 +17,7 @@ import models
 import pytest
 import torch
 from faults import try_worlds
-from faulty_nodes import on_two_nodes
+from faulty_nodes import SaverNotMadeError, on_two_nodes
 from preloaded import REFUSED, Preloaded, System
 from seeds import chosen_seed, examples
 from small_checkpoints import contents
@@ -270,15 +270,26 @@ def read_adapter(folder):
 
 
 def read_run(folder):
+    return resumed(CheckpointSaver(None, folder / "run"))
+
+
+def resumed(saver):
     model, optimizer = fresh()
-    with CheckpointSaver(None, folder / "run") as saver:
+    with saver:
         saver.register(model=model, optimizer=optimizer)
         progress = saver.resume()
         return [progress.step, model.state_dict(), optimizer.state_dict()["state"]]
 
 
 def read_run_on_two_nodes(folder, faulty_rank):
-    return on_two_nodes(lambda: said_of(read_run(folder)), faulty_rank)
+    def act():
+        try:
+            saver = CheckpointSaver(None, folder / "run")
+        except CheckpointError as error:
+            raise SaverNotMadeError(error) from error
+        return said_of(resumed(saver))
+
+    return on_two_nodes(act, faulty_rank)
 
 
 def read_verdict(folder):

@@ -169,7 +169,7 @@ def discard_stage(stage: Path) -> None:
     """
     name = parse_leftover(stage.name)
     if name is None:
-        raise TargetError(f"{stage}: not a stage made by open_stage; nothing was deleted")
+        raise TargetError(f"{stage}: not a stage made by make_stage; nothing was deleted")
     # for other stages `commit_stage` is finished, and what it has left is for the next save
     if stage in _open_stages:
         target = stage.parent / name.target if name.target else stage.parent

@@ -47,8 +47,8 @@ class RunObjects:
     def register(self, objects: Mapping[str, Any]) -> None:
         """Add objects by name; "model" is the one whose weights are saved.
 
-        Raises SelectionError for an object whose state cannot be saved, ConfigError for a name that
-        is taken.
+        An object replaces an earlier one of its name. Raises SelectionError for an object whose
+        state cannot be saved, ConfigError for a name that Accelerate's objects or ft_ckpt use.
         """
         if "model" in objects:
             check_model(objects["model"])
@@ -57,7 +57,7 @@ class RunObjects:
         self.registered.update(objects)
 
     def watch(self, name: str, model: nn.Module) -> None:
-        """Watch a model that the script makes at each start.
+        """Track a model that the script rebuilds at each start.
 
         The script must register the model once its values have changed. Raises as
         `ModelTensors.sources` for tensors that cannot be stored.

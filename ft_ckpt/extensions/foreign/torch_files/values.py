@@ -2,7 +2,7 @@
 
 `torch.load(weights_only=True)` reads them: it maps zip files, and reads those of torch before 1.6
 as a whole. Objects of classes that are not imported become stand-ins; nothing in a pickle is run.
-The checksums of the small records of a zip file are compared first (`torch_sums`).
+The checksums of the small records of a zip file are compared first (`sums`).
 """
 
 import io
