@@ -10,8 +10,8 @@ import textwrap
 import pytest
 from places import ROOT
 
-# Each road: the function whose body is its steps, the paragraph of ft_ckpt/README.md and the
-# section of docs/how-it-works.md that list them.
+# Each road: the function whose body is its steps, the column of ft_ckpt/README.md and the section
+# of docs/how-it-works.md that list them.
 ROADS = {
     "save": ("ft_ckpt.saving.execute:try_save", "Save", "A save"),
     "load": ("ft_ckpt.model.load.loading:load_model", "Load", "Load"),
@@ -20,10 +20,12 @@ ROADS = {
 }
 MAX_STEPS = 8
 ITEM = re.compile(r"^ *\d+\. `(\w+)`", re.MULTILINE)
+ROW = re.compile(r"^\| \d+ \|(.*)\|$", re.MULTILINE)
+STEP = re.compile(r" *`(\w+)`")
 
 
 def steps_of(function):
-    """The names of the public functions that the body of `function` calls, in order.
+    """Returns the names of the public functions that the body of `function` calls, in order.
 
     Methods, classes, builtins and private functions are no steps, nor is opening the place of an
     argument.
@@ -40,14 +42,17 @@ def steps_of(function):
     return list(dict.fromkeys(public))
 
 
-def paragraph(title):
-    """The paragraph of ft_ckpt/README.md with this title."""
+def column(title):
+    """Returns the steps that the table of ft_ckpt/README.md lists under this title."""
     text = (ROOT / "ft_ckpt/README.md").read_text(encoding="utf-8")
-    return re.search(rf"^- \*\*{title}\.\*\*.*?(?=^- \*\*|^## )", text, re.M | re.S)[0]
+    header = re.search(r"^\| \|(.* Publish: .*)\|$", text, re.MULTILINE)[1].split("|")
+    titles = [cell.partition(":")[0].strip() for cell in header]
+    cells = [row.split("|")[titles.index(title)] for row in ROW.findall(text)]
+    return [STEP.match(cell)[1] for cell in cells]
 
 
 def section(title):
-    """The section of docs/how-it-works.md with this title."""
+    """Returns the section of docs/how-it-works.md with this title."""
     text = (ROOT / "docs/how-it-works.md").read_text(encoding="utf-8")
     return re.search(rf"^## {title}\n.*?(?=^## |\Z)", text, re.M | re.S)[0]
 
@@ -58,5 +63,5 @@ def test_pages_list_the_steps_of_a_road(road):
     module, _, name = place.partition(":")
     steps = steps_of(getattr(importlib.import_module(module), name))
     assert len(steps) <= MAX_STEPS
-    assert ITEM.findall(paragraph(in_plan)) == steps
+    assert column(in_plan) == steps
     assert ITEM.findall(section(in_docs)) == steps
