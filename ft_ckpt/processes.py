@@ -21,7 +21,7 @@ _OWNER_PARTS = re.compile(
 
 
 def new_owner() -> str:
-    """The suffix of a new hidden name: host, machine, process, random digits.
+    """Make the suffix of a new hidden name: host, machine, process, random digits.
 
     At most 60 bytes, in ASCII.
     """
@@ -29,7 +29,7 @@ def new_owner() -> str:
 
 
 def machine_id() -> str | None:
-    """The boot id, equal for all containers of this machine, which see each other's locks.
+    """Return the boot id, equal for all containers of this machine, which see each other's locks.
 
     None if unknown.
     """
@@ -40,13 +40,13 @@ def machine_id() -> str | None:
 
 
 def is_owner_of_this_machine(owner: str) -> bool:
-    """Whether this result of `new_owner` is of a process of this machine."""
+    """Check whether this result of `new_owner` is of a process of this machine."""
     match = _OWNER_PARTS.fullmatch(owner)
     return match is not None and match["machine"] == _machine_mark()
 
 
 def is_owner_gone(owner: str) -> bool:
-    """Whether the process of this result of `new_owner` has ended; False if unknown.
+    """Check whether the process of this result of `new_owner` has ended; False if unknown.
 
     Containers of one machine have several host names, and do not see each other's processes.
     """
@@ -57,7 +57,7 @@ def is_owner_gone(owner: str) -> bool:
 
 
 def process_facts() -> dict[str, Any]:
-    """The identity of this process for `is_gone`.
+    """Return the identity of this process for `is_gone`.
 
     Its PID, start time, PID namespace, machine and host name.
     """
@@ -70,7 +70,7 @@ def process_facts() -> dict[str, Any]:
 
 
 def is_gone(facts: Mapping[str, Any]) -> bool:
-    """Whether the process of these `process_facts` has ended.
+    """Check whether the process of these `process_facts` has ended.
 
     False if unknown, as for one of another machine.
     """
@@ -87,14 +87,17 @@ def is_gone(facts: Mapping[str, Any]) -> bool:
 
 
 def is_of_this_machine(facts: Mapping[str, Any]) -> bool:
-    """Whether these `process_facts` are of a process that this one could see; False if unknown."""
+    """Check whether these `process_facts` are of a process that this one could see.
+
+    False if unknown.
+    """
     identity = process_facts()
     same = all(facts.get(name) == identity[name] for name in ("host", "machine", "namespace"))
     return same and None not in identity.values()
 
 
 def steady_seconds() -> float:
-    """Seconds since the boot of the machine, equal for all its processes.
+    """Return the seconds since the boot of the machine, equal for all its processes.
 
     They go on while it is suspended.
     """
@@ -102,7 +105,7 @@ def steady_seconds() -> float:
 
 
 def _start_time(pid: int) -> str | None:
-    """Start time of a process in clock ticks since boot; "" for a zombie, None if unknown."""
+    """Return a process's start time in clock ticks since boot; "" for a zombie, None if unknown."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -112,7 +115,7 @@ def _start_time(pid: int) -> str | None:
 
 
 def _is_running(pid: int) -> bool:
-    """Whether there is a process of this number, which may be another user's.
+    """Check whether there is a process of this number, which may be another user's.
 
     A zombie has ended.
     """
@@ -126,10 +129,10 @@ def _is_running(pid: int) -> bool:
 
 
 def _host_mark() -> str:
-    """The host name in at most 20 characters; containers of one machine have several."""
+    """Return the host name in at most 20 characters; containers of one machine have several."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", socket.gethostname())[:20]
 
 
 def _machine_mark() -> str:
-    """A hash of the machine id, eight hex digits."""
+    """Return a hash of the machine id, eight hex digits."""
     return f"{zlib.crc32((machine_id() or socket.gethostname()).encode()):08x}"

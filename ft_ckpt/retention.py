@@ -82,7 +82,7 @@ class Keep:
 
 
 def _best_rules(best: Any) -> list[Any]:
-    """The rules in the setting `best`: several, or one alone."""
+    """Return the rules in the setting `best`: several, or one alone."""
     if not best:
         return []
     is_single = not isinstance(best, Sequence) or isinstance(best[0], str)
@@ -90,7 +90,7 @@ def _best_rules(best: Any) -> list[Any]:
 
 
 def keep_from_record(record: Mapping[str, Any] | None) -> Keep:
-    """The rules that a training state records; without rules for None.
+    """Return the rules that a training state records; without rules for None.
 
     Raises ConfigError, KeyError, TypeError.
     """
@@ -205,7 +205,7 @@ def check_metrics(
 
 
 def metrics_of(checkpoints: Iterable[HeldCheckpoint]) -> set[str]:
-    """The metrics that a valid one of the checkpoints has, as a number."""
+    """Return the metrics that a valid one of the checkpoints has, as a number."""
     names: set[str] = set()
     for checkpoint in checkpoints:
         if not checkpoint.valid:
@@ -217,7 +217,7 @@ def metrics_of(checkpoints: Iterable[HeldCheckpoint]) -> set[str]:
 
 
 def name_metrics(unmeasured: Sequence[str], measured: Iterable[str]) -> str:
-    """A text that names missing metrics, and those there are, the nearest names first."""
+    """Name missing metrics in a text, and those there are, the nearest names first."""
     choices = sorted(measured)
     names = listing([repr(metric) for metric in unmeasured], ", ")
     question = did_you_mean(unmeasured, choices)
@@ -230,7 +230,7 @@ def name_metrics(unmeasured: Sequence[str], measured: Iterable[str]) -> str:
 def _judged_runs(
     checkpoints: Sequence[HeldCheckpoint], run_id: str | None
 ) -> list[list[HeldCheckpoint]]:
-    """The checkpoints that the rules apply to, grouped by run."""
+    """Group the checkpoints that the rules apply to by run."""
     saved = [checkpoint for checkpoint in checkpoints if not checkpoint.is_export]
     by_run: dict[str | None, list[HeldCheckpoint]] = {}
     for checkpoint in saved:
@@ -244,7 +244,7 @@ def _judged_runs(
 
 
 def newest_valid(checkpoints: Iterable[HeldCheckpoint]) -> dict[Path | str, str]:
-    """The reasons by path to keep the newest valid checkpoints, with and without training state."""
+    """Return the reasons by path to keep the newest valid checkpoints, with and without state."""
     valid = sorted((checkpoint for checkpoint in checkpoints if checkpoint.valid), key=_age_key)
     with_state = [checkpoint for checkpoint in valid if checkpoint.has_state]
     reasons: dict[Path | str, str] = {}
@@ -256,7 +256,7 @@ def newest_valid(checkpoints: Iterable[HeldCheckpoint]) -> dict[Path | str, str]
 
 
 def _age_key(checkpoint: HeldCheckpoint) -> tuple[int, int, float, str]:
-    """Sort key of a run's checkpoints, as in `catalog.in_run_order`.
+    """Return the key that sorts a run's checkpoints as `catalog.in_run_order` does.
 
     It is the step, the number and the time of creation; then the path.
     """
@@ -267,7 +267,7 @@ def _age_key(checkpoint: HeldCheckpoint) -> tuple[int, int, float, str]:
 def _firm_reasons(
     checkpoints: Sequence[HeldCheckpoint], runs: Sequence[Sequence[HeldCheckpoint]]
 ) -> dict[Path | str, tuple[str, ...]]:
-    """The reasons to keep each checkpoint regardless of the rules.
+    """Return the reasons to keep each checkpoint regardless of the rules.
 
     `runs` are the checkpoints that rules apply to.
     """
@@ -290,7 +290,7 @@ def _firm_reasons(
 def _losing_state(
     run: Sequence[HeldCheckpoint], keep: Keep, firm: Mapping[Path | str, tuple[str, ...]]
 ) -> list[HeldCheckpoint]:
-    """The checkpoints of a run whose training state no rule keeps."""
+    """Return the checkpoints of a run whose training state no rule keeps."""
     if keep.state is None:
         return []
     stateful = [checkpoint for checkpoint in run if checkpoint.has_state]
@@ -305,7 +305,7 @@ def _losing_state(
 def _chosen_by_rules(
     checkpoints: Sequence[HeldCheckpoint], keep: Keep
 ) -> dict[Path | str, tuple[str, ...]]:
-    """The checkpoints that a rule selects, each with those rules, oldest first."""
+    """Return the checkpoints that a rule selects, each with those rules, oldest first."""
     if not keep.has_rules:
         return {checkpoint.path: ("no rule drops it",) for checkpoint in checkpoints}
     unmeasured = sorted(set(keep.metrics) - metrics_of(checkpoints))
@@ -325,7 +325,7 @@ def _chosen_by_rules(
 def _selections(
     checkpoints: Sequence[HeldCheckpoint], keep: Keep
 ) -> Iterator[tuple[HeldCheckpoint, str]]:
-    """Each checkpoint that a rule selects, with the rule; several times if several rules do."""
+    """Yield each checkpoint that a rule selects, with the rule: once for each such rule."""
     for checkpoint in _last_of(checkpoints, keep.last):
         yield checkpoint, f"last {keep.last}"
     for checkpoint in checkpoints:
@@ -350,7 +350,7 @@ def _has_metric(checkpoint: HeldCheckpoint, metric: str) -> bool:
 
 
 def _ranked(checkpoints: Iterable[HeldCheckpoint], metric: str, mode: str) -> list[HeldCheckpoint]:
-    """The checkpoints that have the metric, the best first."""
+    """Return the checkpoints that have the metric, the best first."""
     measured = [checkpoint for checkpoint in checkpoints if _has_metric(checkpoint, metric)]
     sign = 1 if mode == "min" else -1
     return sorted(measured, key=lambda checkpoint: sign * checkpoint.metrics[metric])
@@ -359,9 +359,10 @@ def _ranked(checkpoints: Iterable[HeldCheckpoint], metric: str, mode: str) -> li
 def _newest_by_period(
     checkpoints: Iterable[HeldCheckpoint], pattern: str
 ) -> dict[str, HeldCheckpoint]:
-    """The newest checkpoint of each period, which `pattern` names; the oldest period first.
+    """Return the newest checkpoint of each period, the oldest period first.
 
-    Within a period the order is that of the run: its nodes' clocks may differ.
+    `pattern` names a period. Within a period the order is that of the run: its nodes' clocks may
+    differ.
     """
     newest: dict[str, HeldCheckpoint] = {}
     for checkpoint in sorted(checkpoints, key=_age_key):
@@ -371,7 +372,10 @@ def _newest_by_period(
 
 
 def missed_rules(checkpoint: HeldCheckpoint, keep: Keep) -> tuple[str, ...]:
-    """Why no rule of `keep` selects `checkpoint`, which `plan_pruning` drops: a phrase a rule."""
+    """Return why no rule of `keep` selects `checkpoint`: a phrase for each rule.
+
+    `plan_pruning` drops it.
+    """
     if keep.state is not None and not checkpoint.has_weights:
         keep = keep.state
     reasons = []

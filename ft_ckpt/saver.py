@@ -720,7 +720,7 @@ def _invited_writers(
 def _merge_step(
     merged: Merged, excluded: Mapping[str, Any], dtype: str
 ) -> Callable[[View], Part] | None:
-    """Merges the adapters that `merged` chooses; None if it chooses none.
+    """Return the step that merges the adapters that `merged` chooses; None if it chooses none.
 
     Raises ConfigError for an invalid choice, and for arguments that a merge excludes.
     """
@@ -735,7 +735,10 @@ def _merge_step(
 def _logits_check(
     model: nn.Module, check: str | Mapping[str, Any] | None
 ) -> Callable[[Path], str] | None:
-    """Compares the logits of the saved model with the current ones of `model`. Collective."""
+    """Return the step that compares the saved model's logits with the current ones of `model`.
+
+    None without a `check`. Collective.
+    """
     if check is None:
         return None
     from ft_ckpt.extensions.tools.merging import live_logits

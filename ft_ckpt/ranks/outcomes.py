@@ -26,7 +26,7 @@ class Outcome:
 
 
 def try_action(action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """The result of `action` and None, or None and its error.
+    """Return the result of `action` and None, or None and its error.
 
     For steps on whose outcome the ranks agree next.
     """

@@ -164,14 +164,14 @@ class Ranks:
         self._report_failure(self._facts_of(outcome.error))
 
     def attempt(self, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        """The result of `action` and None, or None and its error; see `deferring_error`."""
+        """Return the result of `action` and None, or None and its error; see `deferring_error`."""
         result = None
         with self.deferring_error() as outcome:
             result = action()
         return result, outcome.error
 
     def run(self, what: str, action: Callable[[], T]) -> T:
-        """The result of `action` on this rank, once it has succeeded on all ranks.
+        """Return the result of `action` on this rank, once it has succeeded on all ranks.
 
         `what` names it in errors. Raises as `agree` does.
         """
@@ -230,10 +230,10 @@ class Ranks:
         self.store.set(self._store_key(turn), "")
 
     def await_receive_slot(self, sends: bool, to: int = 0) -> None:
-        """On other ranks: wait until the rank `to` is ready, if this one `sends` tensors.
+        """Wait, if this rank `sends` tensors, until the rank `to` is ready to receive them.
 
-        Raises the failure of another rank; RankError if the rank `to` falls silent or has entered a
-        later agreement.
+        All ranks other than `to` call it. Raises the failure of another rank; RankError if the rank
+        `to` falls silent or has entered a later agreement.
         """
         self.slots += 1
         turn = f"{self.rounds}/turn/{self.slots}"
@@ -328,7 +328,7 @@ class Ranks:
         return True
 
     def _beats_of(self, ranks: Iterable[int]) -> list[bytes]:
-        """The last signs of life of those of `ranks` that have sent any."""
+        """Return the last signs of life of those of `ranks` that have sent any."""
         beats = []
         for rank in ranks:
             key = self._beat_key(rank)
@@ -353,7 +353,7 @@ class Ranks:
             )
 
     def _facts_of(self, error: BaseException | None) -> dict[str, Any]:
-        """The error of this rank for the others, with its node from now on if there are several."""
+        """Describe the error of this rank to the others, with its node if there are several."""
         return agreement.error_facts(error, None if error is None else self.node)
 
     def _report_failure(self, facts: Mapping[str, Any]) -> None:

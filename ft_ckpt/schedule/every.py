@@ -77,7 +77,7 @@ class Every:
         return cls(mtbf=mtbf, max_overhead=max_overhead, **settings)
 
     def deadline_unix(self) -> float | None:
-        """The deadline in unix seconds; None when there is none."""
+        """Return the deadline in unix seconds; None when there is none."""
         if self.deadline == "auto":
             end = os.environ.get(DEADLINE_VARIABLE, "")
             return float(end) if end.isdecimal() else None

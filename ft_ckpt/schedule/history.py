@@ -36,7 +36,7 @@ class History:
     saves: tuple[LoggedSave, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The values with which a resumed run continues.
+        """Return the values with which a resumed run continues.
 
         They are best metrics, measurements, failures, and the log of its saves.
         """
@@ -63,7 +63,7 @@ _KEPT_FIELDS = tuple(declared.name for declared in fields(_KeptHistory))
 def begin_history(
     step: int, epochs_done: int, now: float, kept: Mapping[str, Any] | None = None
 ) -> History:
-    """The history of a run that begins at `step`, or resumes there.
+    """Begin the history of a run at `step`, where it starts or resumes.
 
     `kept` is the `History.to_json` of the resumed run. Its epochs were counted for that save and
     take precedence over `epochs_done`. A resume from a routine save counts as a failure after that
@@ -87,7 +87,7 @@ def begin_history(
 
 
 def after_step(history: History, step: int, now: float) -> History:
-    """The history after `step` ended at `now`; unchanged when that step is already in it."""
+    """Return the history after `step` ended at `now`; unchanged when that step is already in it."""
     if step <= history.step:
         return history
     passed = now - history.seen_at
@@ -112,7 +112,7 @@ def after_save(
     metrics: Mapping[str, float] | None = None,
     reason: str | None = None,
 ) -> History:
-    """The history after a save at `step` that ended at `now`.
+    """Return the history after a save at `step` that ended at `now`.
 
     The save stopped the training for `cost_seconds`. Without a cost the mean stays: in the history
     that the checkpoint itself stores, and after a failed save (without metrics too), so that the
@@ -139,7 +139,7 @@ def after_save(
 def after_commit(
     history: History, seconds: float, size_bytes: int, waited_seconds: float
 ) -> History:
-    """The history once a background save of `size_bytes` is committed.
+    """Return the history once a background save of `size_bytes` is committed.
 
     `seconds`: of the whole save. `waited_seconds`: that optimizers waited for its copies after the
     call.
@@ -153,7 +153,7 @@ def after_commit(
 
 
 def is_improvement(every: Every, history: History, metrics: Mapping[str, float]) -> bool:
-    """Whether the metric of `every.best` is finite and better than at all earlier saves."""
+    """Check whether the metric of `every.best` is finite and better than at all earlier saves."""
     if every.best is None:
         return False
     name, mode = every.best

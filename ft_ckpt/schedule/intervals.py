@@ -16,7 +16,7 @@ _DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*")  # number, uni
 
 
 def optimal_interval(save_seconds: float, mtbf_seconds: float, order: str = "daly") -> float:
-    """The work between two saves, in seconds, that minimises the expected loss.
+    """Return the work between two saves, in seconds, that minimises the expected loss.
 
     It lies between the end of a save and the start of the next. `order` "young" is the first-order
     result sqrt(2 C M), with C the save time and M the time between failures. "daly" adds higher
@@ -40,9 +40,9 @@ def optimal_interval(save_seconds: float, mtbf_seconds: float, order: str = "dal
 
 
 def bounded_interval(save_seconds: float, max_overhead: float) -> float:
-    """The shortest interval in seconds at which saves take at most `max_overhead` of the time.
+    """Return the shortest interval in seconds at which saves cost at most `max_overhead`.
 
-    `max_overhead` is a fraction in (0, 1].
+    `max_overhead` is a fraction of the time, in (0, 1].
     """
     return save_seconds * (1 - max_overhead) / max_overhead
 
@@ -50,7 +50,7 @@ def bounded_interval(save_seconds: float, max_overhead: float) -> float:
 def expected_overhead(
     interval_seconds: float, save_seconds: float, mtbf_seconds: float, restart_seconds: float = 0.0
 ) -> float:
-    """Time spent on saving, repeated work and restarts, as a multiple of the time of useful work.
+    """Return the time of saves, repeated work and restarts, as a multiple of that of useful work.
 
     Exact for failures at a constant rate, also during saves and restarts; infinite when the run
     would in practice never reach the next checkpoint. `mtbf_seconds` may be infinite.
@@ -66,7 +66,7 @@ def expected_overhead(
 
 
 def parse_seconds(duration: float | timedelta | str) -> float:
-    """Seconds in a number of seconds, a timedelta, or text such as "90s", "45min", "24h", "7d".
+    """Return seconds from a number, a timedelta, or text such as "90s", "45min", "24h", "7d".
 
     Raises ConfigError for any other value, and for one that is not above 0.
     """

@@ -29,7 +29,7 @@ def own_reason(
     epochs_done: int,
     metrics: Mapping[str, float] | None = None,
 ) -> str | None:
-    """The reason to save after `step` from values that all ranks share.
+    """Return the reason to save after `step` from values that all ranks share.
 
     It is "steps", "epochs", "best" or None, equal on every rank if `metrics` are. Never twice for
     one step.
@@ -46,7 +46,7 @@ def own_reason(
 def shared_reason(
     every: Every, history: History, now: float, now_unix: float, signal: str | None = None
 ) -> str | None:
-    """The reason of this rank to save, from clocks and signals.
+    """Return the reason of this rank to save, from clocks and signals.
 
     It is the `signal`, "deadline", "minutes", "optimum" or None. Reasons differ between ranks,
     which agree at polls. A signal is returned even if the step is already saved, so that the caller
@@ -66,7 +66,7 @@ def shared_reason(
 
 
 def interval_seconds(every: Every, history: History) -> float | None:
-    """The current interval for `every.mtbf`, in seconds from the end of a save; None without it.
+    """Return the interval for `every.mtbf`, in seconds from the end of a save; None without it.
 
     The estimated time between failures starts from one assumed failure in `every.mtbf` and
     approaches the rate of the run, in which several failures between two saves count as one.
@@ -79,7 +79,7 @@ def interval_seconds(every: Every, history: History) -> float | None:
 
 
 def needs_poll(every: Every) -> bool:
-    """Whether ranks have to poll.
+    """Check whether ranks have to poll.
 
     Rank 0's answer holds for all, because environments may differ.
     """
@@ -87,7 +87,7 @@ def needs_poll(every: Every) -> bool:
 
 
 def next_poll(history: History, step: int, poll_seconds: float) -> int:
-    """The step of the next poll, after `step`: about once a second, for at most 0.5 % of the time.
+    """Return the step of the next poll: in about a second, for at most 0.5 % of the time.
 
     Every step until steps are measured, never more than 100 steps later. `poll_seconds`: the
     shortest measured poll, without the wait for slow ranks. Ranks measure different times, so the
@@ -102,7 +102,7 @@ def next_poll(history: History, step: int, poll_seconds: float) -> int:
 
 
 def _before_deadline(every: Every, history: History, now: float, now_unix: float) -> bool:
-    """Whether to save for the deadline.
+    """Check whether to save for the deadline.
 
     It is at the start of the margin, then when the unsaved work equals the time left. The second
     case covers work inside the margin and jobs as short as the margin; only while two saves fit.

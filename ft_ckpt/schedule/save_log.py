@@ -30,7 +30,7 @@ class LoggedSave:
 
 
 def append_save(log: Sequence[LoggedSave], entry: LoggedSave) -> tuple[LoggedSave, ...]:
-    """The log with one more entry; a long log is thinned out at its older end."""
+    """Return the log with one more entry; a long log is thinned out at its older end."""
     entries = [save for save in log if save.step != entry.step]
     entries.append(entry)
     if len(entries) <= _MAX_LOGGED:
@@ -42,7 +42,7 @@ def append_save(log: Sequence[LoggedSave], entry: LoggedSave) -> tuple[LoggedSav
 def finish_last(
     log: Sequence[LoggedSave], seconds: float, size_bytes: int, waited_seconds: float
 ) -> tuple[LoggedSave, ...]:
-    """The log after the commit of the last save.
+    """Return the log after the commit of the last save.
 
     It was in the background, and optimizers have waited for it.
     """
@@ -55,7 +55,7 @@ def finish_last(
 
 
 def log_to_json(log: Sequence[LoggedSave]) -> list[dict[str, Any]]:
-    """The log as JSON values; metrics that are not finite are text."""
+    """Return the log as JSON values; metrics that are not finite are text."""
     entries = []
     for save in log:
         metrics = {
@@ -67,7 +67,7 @@ def log_to_json(log: Sequence[LoggedSave]) -> list[dict[str, Any]]:
 
 
 def log_from_json(document: Any) -> tuple[LoggedSave, ...]:
-    """The log from the result of `log_to_json`. Raises LoadError for another document."""
+    """Read the log from the result of `log_to_json`. Raises LoadError for another document."""
     try:
         stored = as_record(document, tuple[_StoredSave, ...])
         return tuple(save.logged() for save in stored)

@@ -198,7 +198,7 @@ class Store(Protocol):
         ...
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes [start, stop) of an object; `stop` None is its end.
+        """Return the bytes [start, stop) of an object; `stop` None is its end.
 
         Raises CorruptError when it is shorter.
         """
@@ -264,7 +264,7 @@ class Store(Protocol):
         ...
 
     def free_bytes(self) -> int | None:
-        """Bytes that can still be written; None if there is no limit."""
+        """Return the bytes that can still be written; None if there is no limit."""
         ...
 
 

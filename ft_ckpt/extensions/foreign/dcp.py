@@ -84,7 +84,7 @@ class DcpFile(TensorFile):
         self._assembled = _NOTHING
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) of tensor `name` in row-major order: 1-D, on the CPU.
+        """Return the flat elements [start, stop) of tensor `name`: 1-D, row-major, on the CPU.
 
         Raises CorruptError when a file has changed, is damaged or does not match the metadata.
         """

@@ -64,7 +64,7 @@ class OrbaxFile(TensorFile):
             self.specs[name], self.arrays[name] = spec, array
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU.
+        """Return the flat elements [start, stop) of tensor `name`: 1-D, on the CPU.
 
         Raises CorruptError for a damaged array.
         """

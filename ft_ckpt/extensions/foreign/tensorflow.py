@@ -115,7 +115,7 @@ class TensorFlowFile(TensorFile):
                 self.skipped.append(f"{name}: {types[name].name}")
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU.
+        """Return the flat elements [start, stop) of tensor `name`: 1-D, on the CPU.
 
         Raises CorruptError when bytes differ.
         """

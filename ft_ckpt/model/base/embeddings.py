@@ -25,7 +25,7 @@ def embedding_of(model: Any, getter: str = "get_input_embeddings") -> Any:
 
 
 def resized_embeddings(view: View, model: Any) -> set[str]:
-    """Names of embedding weights with another number of rows than the loaded base had.
+    """Name the embedding weights with another number of rows than the loaded base had.
 
     `model`: the base model.
     """

@@ -281,7 +281,7 @@ def _differing_files(first: Store, second: Store) -> list[Difference]:
 
 
 def _differing_tokens(first: Store, second: Store) -> list[Difference]:
-    """Ids of different tokens, whose embedding rows must not be mixed.
+    """Return the differing tokens by id: their embedding rows must not be mixed.
 
     Ids in one tokenizer only are ignored.
     """

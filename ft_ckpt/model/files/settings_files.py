@@ -60,7 +60,7 @@ def quantisation_of(store: Store) -> str | None:
 
 
 def absurd_counts(config: Mapping[str, Any]) -> list[str]:
-    """Counts in a config that are too large for any model, as text."""
+    """Return the counts in a config that are too large for any model, as text."""
     return [f"{name}: {value:,}" for name, value in _counts_in(config) if value > _MAX_COUNT]
 
 

@@ -17,7 +17,7 @@ from ft_ckpt.model.tensors import Part
 def check_companions(
     module: nn.Module, tokenizer: Any, chat_template_name: str | None
 ) -> tuple[str, ...]:
-    """Notes on a tokenizer that does not fit the module in all.
+    """Check the tokenizer and the generation settings; return notes on what does not fit in all.
 
     Raises CompanionError when the tokenizer, or generation settings made from it, do not fit.
     """

@@ -140,7 +140,7 @@ def write_tokenizer(folder: Path, tokenizer: Any) -> None:
 
 
 def notes_on_classes(tokenizer: Any) -> tuple[str, ...]:
-    """Notes on the classes of a tokenizer or processor that `write_tokenizer` stores as others."""
+    """Note the classes of a tokenizer or processor that `write_tokenizer` stores as others."""
     notes = []
     for part, substitute in _substitutes(tokenizer):
         notes.append(
@@ -151,7 +151,7 @@ def notes_on_classes(tokenizer: Any) -> tuple[str, ...]:
 
 
 def _substitutes(tokenizer: Any) -> list[tuple[Any, type]]:
-    """Ancestors to write instead of classes that an Auto class cannot find.
+    """Return the parts whose class no Auto class finds, each with the ancestor to write instead.
 
     Such a class is of the script, or a library made it at run time. It is that of a tokenizer or
     processor, or of a part of one.

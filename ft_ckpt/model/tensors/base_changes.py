@@ -15,12 +15,12 @@ _REPEATS = frozenset({"pissa", "olora", "kasa", "loftq"})
 
 
 def keeps_base(config: Any) -> bool:
-    """Whether the initialisation of an adapter with this config leaves the base unchanged."""
+    """Check whether the initialisation of an adapter with this config leaves the base unchanged."""
     return not _changes_of_base(config)
 
 
 def start_keeps_base(init_lora_weights: Any) -> bool:
-    """Whether LoRA matrices that are initialised so leave the base unchanged.
+    """Check whether LoRA matrices that are initialised so leave the base unchanged.
 
     False for an unknown initialisation.
     """
@@ -28,7 +28,7 @@ def start_keeps_base(init_lora_weights: Any) -> bool:
 
 
 def _changes_of_base(config: Any) -> list[str]:
-    """The initialisations in the config that change the base, in PEFT's order."""
+    """Return the initialisations in the config that change the base, in PEFT's order."""
     changes = []
     init = getattr(config, "init_lora_weights", True)
     if not start_keeps_base(init):
@@ -39,7 +39,7 @@ def _changes_of_base(config: Any) -> list[str]:
 
 
 def irreproducible(configs: Mapping[str, Any]) -> str:
-    """Why the base of adapters with these configs cannot be recreated; "" if it can.
+    """Return why the base of adapters with these configs cannot be recreated; "" if it can.
 
     LoftQ is repeatable in its first iteration only: later ones quantise the residual of a
     decomposition, whose last digits differ between machines.

@@ -31,7 +31,7 @@ def load_conversion_table() -> None:
 
 
 def stored_as_in_memory(module: nn.Module, sources: Mapping[str, Source]) -> bool:
-    """Whether transformers writes this model's tensors with the names and forms of memory."""
+    """Check whether transformers stores this model's tensors by their names and forms in memory."""
     for entry in converted_entries(module, sources):
         if sources.get(entry.name) is not entry.source:
             return False
@@ -39,7 +39,7 @@ def stored_as_in_memory(module: nn.Module, sources: Mapping[str, Source]) -> boo
 
 
 def converted_entries(module: Any, sources: Mapping[str, Source]) -> list[Entry]:
-    """Entries under the names that transformers writes.
+    """Return the entries under the names that transformers writes.
 
     For some architectures they differ from those in memory. The conversion runs on meta tensors: a
     tensor returned as the same object was only renamed and is streamed. The others are converted in
@@ -70,7 +70,7 @@ def converted_entries(module: Any, sources: Mapping[str, Source]) -> list[Entry]
 
 
 def _placeholders_for(sources: Mapping[str, Source]) -> dict[str, Tensor]:
-    """A meta tensor for each name.
+    """Make a meta tensor for each name.
 
     Tensors of one shape and dtype are made from one, which is faster.
     """
@@ -85,7 +85,7 @@ def _placeholders_for(sources: Mapping[str, Source]) -> dict[str, Tensor]:
 
 
 def _has_conversions_of_adapter(module: Any) -> bool:
-    """Whether transformers read an adapter into the model, and kept the conversions of its file.
+    """Check whether transformers read an adapter into the model and kept its conversions.
 
     Then it has lost those of the base.
     """
@@ -96,7 +96,7 @@ def _has_conversions_of_adapter(module: Any) -> bool:
 
 
 def with_whole_parameters(module: nn.Module, placeholders: Mapping[str, Tensor]) -> Any:
-    """A copy of the model that gives transformers the whole parameter of a name.
+    """Copy the model, so that it gives transformers the whole parameter of a name.
 
     transformers asks a model for the shapes of parameters. In the model itself one may be inside a
     PEFT layer or a wrapper, or an engine has cut or flattened it.
@@ -115,7 +115,7 @@ class _RevertedConversion:
     revert: Callable[..., dict[str, Tensor]]
 
     def convert(self, full: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The stored tensors by name, from the full live tensors by name."""
+        """Return the stored tensors by name, from the full live tensors by name."""
         return self.revert(self.module, {self.names[name]: tensor for name, tensor in full.items()})
 
 
@@ -125,7 +125,7 @@ def _conversion_groups(
     computed_names: Iterable[str],
     revert: Callable[..., dict[str, Tensor]],
 ) -> dict[str, Group]:
-    """Stored name -> the group that computes it.
+    """Return the group that computes each stored name.
 
     One group for all if layers do not convert independently.
     """
@@ -161,7 +161,7 @@ def _empty_tensors(sources: Iterable[Source]) -> dict[str, Tensor]:
 
 
 def cast_entries(entries: Sequence[Entry], module: nn.Module, dtype: str) -> tuple[Entry, ...]:
-    """The entries in the dtype of the policy `dtype`: a dtype of torch, "config" or "as_is"."""
+    """Cast the entries by the policy `dtype`: a dtype of torch, "config" or "as_is"."""
     target: Any = dtype
     if dtype == "config":
         target = getattr(getattr(module, "config", None), "dtype", None)
@@ -182,7 +182,7 @@ def cast_entries(entries: Sequence[Entry], module: nn.Module, dtype: str) -> tup
 
 
 def kept_in_float32(module: nn.Module, target: torch.dtype) -> tuple[str, ...]:
-    """Steps in the names of tensors that the class keeps in float32 when others are in `target`."""
+    """Return name steps of tensors that the class keeps in float32 when others are in `target`."""
     steps = tuple(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
     if target == torch.float16:
         steps += tuple(getattr(module, "_keep_in_fp32_modules", None) or ())

@@ -40,7 +40,7 @@ class Entry(NamedTuple):
 
 
 def unchanged_entry(name: str, source: Source) -> Entry:
-    """The entry of a tensor that is stored unchanged under the given name."""
+    """Return the entry of a tensor that is stored unchanged under the given name."""
     return Entry(name, source.shape, source.dtype, source.dtype, source)
 
 

@@ -30,7 +30,7 @@ _LIBRARIES = (TRANSFORMERS, DIFFUSERS)
 
 
 def library_of(module: nn.Module) -> Library | None:
-    """The library whose model class `module` has; None for a plain module."""
+    """Return the library whose model class `module` has; None for a plain module."""
     for library in _LIBRARIES:
         prefix = f"{library.package}."
         classes = [cls for cls in type(module).__mro__ if cls.__module__.startswith(prefix)]
@@ -40,5 +40,5 @@ def library_of(module: nn.Module) -> Library | None:
 
 
 def is_config_of_diffusers(config: Mapping[str, Any]) -> bool:
-    """Whether diffusers wrote this content of config.json."""
+    """Check whether diffusers wrote this content of config.json."""
     return "_diffusers_version" in config

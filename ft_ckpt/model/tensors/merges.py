@@ -63,7 +63,7 @@ def merge_choice(
 
 
 def finite_numbers(values: Any) -> list[float]:
-    """The values as floats.
+    """Return the values as floats.
 
     Empty unless they are finite numbers in an order: no string, mapping or set.
     """

@@ -16,18 +16,18 @@ BASE_STEPS = (*TO_BASE, "token_adapter")  # children of PEFT layers on the path 
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether the module carries PEFT adapters, wrapped in a PeftModel or injected."""
+    """Check whether the module carries PEFT adapters, wrapped in a PeftModel or injected."""
     return bool(getattr(module, "peft_config", None))
 
 
 def is_peft_model(module: nn.Module) -> bool:
-    """Whether the module is a PeftModel, not a model with adapters injected into it."""
+    """Check whether the module is a PeftModel, not a model with adapters injected into it."""
     has_base = hasattr(module, "base_model") and hasattr(module, "get_base_model")
     return has_adapters(module) and has_base
 
 
 def active_adapters(module: Any) -> list[str]:
-    """Names of the active adapters, of a PeftModel or injected."""
+    """Name the active adapters, of a PeftModel or injected."""
     active = getattr(module, "active_adapters", None)
     if not active or callable(active):
         # Injected: transformers' method raises if PEFT did it, or is older than transformers asks
@@ -46,12 +46,12 @@ def _active_on_layers(module: nn.Module) -> Any:
 
 
 def model_below(module: Any) -> Any:
-    """The base model, which has the adapters' layers in it."""
+    """Return the base model, which has the adapters' layers in it."""
     return module.get_base_model() if is_peft_model(module) else module
 
 
 def entries_of_base(module: nn.Module, entries: Mapping[str, Value]) -> Iterator[tuple[str, Value]]:
-    """The entries of a model's state dict that belong to its base, by their names there."""
+    """Yield the entries of a model's state dict that belong to its base, by their names there."""
     base_steps_at = layers_with_base(module)
     root = root_steps(module)
     for name, value in entries.items():
@@ -66,7 +66,7 @@ def entries_of_base(module: nn.Module, entries: Mapping[str, Value]) -> Iterator
 def _without_peft_layers(
     steps: list[str], base_steps_at: Mapping[str, tuple[str, ...]]
 ) -> list[str] | None:
-    """The path without the steps of PEFT layers; None if it belongs to an adapter."""
+    """Return the path without the steps of PEFT layers; None if it belongs to an adapter."""
     steps_in_base = []
     path = ""
     for step in steps:
@@ -80,7 +80,7 @@ def _without_peft_layers(
 
 
 def root_steps(module: Any) -> list[str]:
-    """The steps from a PeftModel to its base; none where adapters are injected."""
+    """Return the steps from a PeftModel to its base; none where adapters are injected."""
     if not is_peft_model(module):
         return []
     if hasattr(module.base_model, "peft_config"):
@@ -89,7 +89,7 @@ def root_steps(module: Any) -> list[str]:
 
 
 def layers_with_base(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """The paths of PEFT layers, each with the names of the children that contain base tensors."""
+    """Return, by path, the names of each PEFT layer's children that contain base tensors."""
     layers = {}
     for path, _, layer in walk_modules(module):
         steps = _steps_to_base(layer)
@@ -99,7 +99,7 @@ def layers_with_base(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _steps_to_base(module: nn.Module) -> tuple[str, ...]:
-    """The names of the children of a PEFT layer that contain base tensors.
+    """Name the children of a PEFT layer that contain base tensors.
 
     () for another module.
     """
@@ -113,7 +113,7 @@ def _steps_to_base(module: nn.Module) -> tuple[str, ...]:
 
 
 def without_adapters(module: nn.Module) -> nn.Module:
-    """The base layer, unwrapped, inside a PEFT layer; any other module unwrapped."""
+    """Return the base layer, unwrapped, inside a PEFT layer; any other module unwrapped."""
     module = unwrap(module)
     for step in _steps_to_base(module):
         child = module._modules.get(step)
@@ -123,7 +123,7 @@ def without_adapters(module: nn.Module) -> nn.Module:
 
 
 def peft_name(name: str, file: str) -> str:
-    """PEFT's name of the tensor `name` in an adapter's weight file `file`.
+    """Return PEFT's name of the tensor `name` in an adapter's weight file `file`.
 
     The file may be in the layout of diffusers.
     """
@@ -133,13 +133,13 @@ def peft_name(name: str, file: str) -> str:
 
 
 def base_name(stored_name: str) -> str:
-    """The name of an adapter's stored tensor in the base, without the steps that PEFT adds."""
+    """Return the base's name of an adapter's stored tensor, without the steps that PEFT adds."""
     steps = stored_name.removeprefix(PREFIX).split(".")
     return ".".join(step for step in steps if step not in BASE_STEPS)
 
 
 def stored_base_names(record: PartRecord) -> set[str]:
-    """The names in the base model of all stored tensors of an adapter.
+    """Return the names in the base model of all stored tensors of an adapter.
 
     Those of base tensors are among them.
     """

@@ -23,7 +23,7 @@ from ft_ckpt.ranks.wrappers import walk_modules
 
 
 def tensor_at(module: nn.Module, name: str) -> Any:
-    """The attribute of `module` under a dotted name; None if there is none."""
+    """Return the attribute of `module` under a dotted name; None if there is none."""
     path, _, key = name.rpartition(".")
     try:
         return getattr(module.get_submodule(path), key)
@@ -38,7 +38,7 @@ def put_at(module: nn.Module, name: str, value: Any) -> None:
 
 
 def model_part(view: View, name: str, path: str, dtype: str) -> Part:
-    """The part for a module saved in full.
+    """Make the part for a module saved in full.
 
     It has the tensors that `save_pretrained` writes, or all of a plain module.
     """
@@ -108,7 +108,7 @@ def _rounded_by_others(part: Part) -> tuple[str, ...]:
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Whether it is a transformers model."""
+    """Check whether it is a transformers model."""
     return library_of(module) is TRANSFORMERS
 
 
@@ -123,7 +123,7 @@ def made_by_class(module: Any) -> frozenset[str]:
 
 
 def without_own_layouts(parts: Sequence[Part], is_run: bool) -> list[Part]:
-    """The parts of a run's checkpoint, with a note on modules with their own `save_pretrained`.
+    """Return the parts, with a note on each module that has its own `save_pretrained`.
 
     Such classes (SentenceTransformer, wrappers with a value head) read only the layout that they
     write. Unless `is_run`, raises SelectionError naming them, or PEFT models whose adapters PEFT
@@ -165,7 +165,7 @@ def _refuse_stacked(parts: Sequence[Part]) -> None:
 
 
 def _is_stacked(module: nn.Module) -> bool:
-    """Whether it is a PeftMixedModel, or contains a PeftModel."""
+    """Check whether it is a PeftMixedModel, or contains a PeftModel."""
     if "PeftMixedModel" in _class_names(module):
         return True
     for child in module.modules():
@@ -197,7 +197,7 @@ def _refuse_own_layouts(parts: Sequence[Part]) -> None:
 
 
 def _pretrained_below(part: Part) -> list[str]:
-    """Paths of the outermost models of known libraries in the part's module."""
+    """Return the paths of the outermost models of known libraries in the part's module."""
     paths: list[str] = []
     for path, _, module in walk_modules(part.module):
         is_inner = any(path.startswith(f"{outer}.") for outer in paths)
@@ -223,7 +223,7 @@ def _refuse_unserialisable(module: Any) -> None:
 
 
 def _makes_subclasses(quantizer: Any) -> bool:
-    """Whether the quantiser describes its tensors itself, instead of by the base class."""
+    """Check whether the quantiser describes its tensors itself, instead of by the base class."""
     for cls in type(quantizer).__mro__:
         if "get_state_dict_and_metadata" in vars(cls):
             return cls.__name__ != "HfQuantizer"
@@ -244,7 +244,7 @@ class _Selection:
 
 
 def _tied_names(view: View, names: Sequence[str]) -> list[list[str]]:
-    """The names of each tensor that has several.
+    """Return the names of each tensor that has several.
 
     Ties are found by parameter identity, never by storage.
     """
@@ -257,7 +257,7 @@ def _tied_names(view: View, names: Sequence[str]) -> list[list[str]]:
 
 
 def _without_aliases(view: View) -> _Selection:
-    """All tensors of a plain module, under their first names."""
+    """Select all tensors of a plain module, under their first names."""
     ties = [tuple(group) for group in _tied_names(view, list(view.sources))]
     sources = dict(view.sources)
     for _, *aliases in ties:
@@ -267,7 +267,7 @@ def _without_aliases(view: View) -> _Selection:
 
 
 def _without_class_aliases(view: View) -> _Selection:
-    """The tensors of a transformers model under the names that its class does not tie to others."""
+    """Select the tensors of a transformers model by the names that its class ties to no others."""
     recomputed = made_by_class(view.module)
     names = []
     for name, source in view.sources.items():
@@ -299,7 +299,7 @@ def _without_class_aliases(view: View) -> _Selection:
 
 
 def diverged_ties(view: View) -> list[tuple[Source, Source]]:
-    """Pairs (alias, main) that the model declares tied but that are two tensors in memory.
+    """Return pairs (alias, main) that the model declares tied but that are two tensors in memory.
 
     Compared at the save.
     """
@@ -320,7 +320,7 @@ def _is_alias(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _alias_patterns(module: nn.Module) -> list[str]:
-    """Patterns of the names that transformers ties to others when it loads `module`.
+    """Return patterns of the names that transformers ties to others when it loads `module`.
 
     The config decides. transformers does not tie again parameters that were tied by hand: a name in
     no file would be initialised randomly.

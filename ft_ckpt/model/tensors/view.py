@@ -43,11 +43,11 @@ class View:
         return View(model_below(self.module), dict(self.base_sources()), extra)
 
     def base_sources(self) -> Iterator[tuple[str, Source]]:
-        """(name in the base model, source) of every tensor of the base model."""
+        """Yield (name in the base model, source) of every tensor of the base model."""
         return entries_of_base(self.module, self.sources)
 
     def path_in_base(self, path: str) -> str:
-        """The path in the base model of the module at `path`, which is not inside a PEFT layer."""
+        """Return the path in the base model of the module at `path`, which is in no PEFT layer."""
         return ".".join(path.split(".")[len(root_steps(self.module)) :])
 
 
@@ -57,7 +57,7 @@ def view_of(
     attribute: str = "",
     extra: Mapping[str, Any] | None = None,
 ) -> View:
-    """A view of the whole model, or of the submodule at the dotted path `attribute`.
+    """Return a view of the whole model, or of the submodule at the dotted path `attribute`.
 
     `sources`: the tensors of the model. Raises UnknownAttributeError naming the existing
     submodules, SelectionError when it is not a module, IncompleteError when it has no tensors.
@@ -81,7 +81,7 @@ def view_of(
 
 
 def module_at(model: nn.Module, attribute: str) -> nn.Module:
-    """The model, or its submodule at the dotted path `attribute`, unwrapped.
+    """Return the model, or its submodule at the dotted path `attribute`, unwrapped.
 
     Raises errors as `view_of`.
     """
@@ -104,7 +104,7 @@ def module_at(model: nn.Module, attribute: str) -> nn.Module:
 
 
 def _with_raw_below(source: Source, depth: int) -> Source:
-    """The source with its raw name relative to the unwrapped submodule `depth` attributes down."""
+    """Make the source's raw name relative to the unwrapped submodule `depth` attributes down."""
     if not depth and source.raw_name == source.name:
         return source
     steps, names = source.raw_name.split("."), source.name.split(".")

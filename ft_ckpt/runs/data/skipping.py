@@ -48,7 +48,7 @@ class SampleOrder:
 
     @property
     def digest(self) -> str | None:
-        """Digest of all taken items.
+        """Return the digest of all taken items.
 
         The digest is None if items are not plain values, or no sampler was followed.
         """

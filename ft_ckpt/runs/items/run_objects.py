@@ -93,7 +93,7 @@ class RunObjects:
         return items_in_saved_order(self.accelerator, self.registered, saved)
 
     def signatures(self, sources: Mapping[Key, Source]) -> Signatures:
-        """Signatures that distinguish several unnamed prepared objects of one kind, by item.
+        """Return signatures that tell several unnamed prepared objects of one kind apart, by item.
 
         `sources` are the tensors of the run's models. Raises ConfigError for equal signatures.
         """

@@ -30,7 +30,7 @@ def object_signatures(
     registered: Mapping[str, Any],
     sources_of_run: Callable[[], Mapping[Key, Source]],
 ) -> Signatures:
-    """Signatures that distinguish several unnamed prepared objects of one kind, by item.
+    """Return signatures that tell several unnamed prepared objects of one kind apart, by item.
 
     "" is the saved model. A signature is the class and a digest of the tensors or parameters;
     `sources_of_run` gives the tensors of all models. Raises ConfigError naming objects with equal

@@ -83,7 +83,7 @@ def available_bytes() -> int:
 
 
 def group_bytes(groups: Path, mounted: Path) -> Iterator[int]:
-    """Free bytes of each control group that has a memory limit, parents included.
+    """Return the free bytes of each control group that has a memory limit, parents included.
 
     `groups` is a file like /proc/self/cgroup, `mounted` a folder like /sys/fs/cgroup. Groups that
     cannot be read are left out.

@@ -108,7 +108,7 @@ class LocalStore:
         return read_object(self, name, start, stop)
 
     def open(self, name: str) -> Readable:
-        """Raises CorruptError for anything but a regular file."""
+        """Open a file for reading. Raises CorruptError for anything but a regular file."""
         path = self.path(name)
         with _reading(self.where(name)):
             return LocalFile(name, Path(self.where(name)), regular_descriptor(path))
@@ -130,7 +130,7 @@ class LocalStore:
             raise
 
     def create(self, name: str, size_bytes: int) -> LocalWriting:
-        """Allocates the space at once. Raises NoSpaceError when there is none."""
+        """Create a file and allocate its space at once. Raises NoSpaceError when there is none."""
         return self._begin_file(name, size_bytes)
 
     def allocate(self, name: str, size_bytes: int) -> None:
@@ -221,7 +221,7 @@ class LocalStore:
         return True
 
     def delete(self, names: Iterable[str]) -> None:
-        """Folders that become empty are deleted too."""
+        """Delete files, and the folders that become empty."""
         names = [checked_name(name) for name in names]
         with explained(self.folder), contextlib.suppress(FileNotFoundError):
             local_disk.delete_files(names, self.folder)
@@ -232,7 +232,7 @@ class LocalStore:
         local_disk.rmtree(self.folder)
 
     def free_bytes(self) -> int | None:
-        """Free bytes for this user on the device of the folder or its nearest existing parent."""
+        """Return this user's free bytes on the device of the folder or its nearest parent."""
         with explained(self.folder):
             folder = self.folder.absolute()
             while not folder.exists():
