@@ -163,15 +163,16 @@ ARCHITECTURES = {
 
 
 def make(architecture: Architecture) -> nn.Module:
+    """Make a model in evaluation mode whose elements are distinct."""
     config = getattr(transformers, architecture.config)(**architecture.settings)
     model = getattr(transformers, architecture.model)(config)
     models.fill(model)
-    found: nn.Module = model.eval()
-    return found
+    tiny: nn.Module = model.eval()
+    return tiny
 
 
 def inputs(kind: str) -> dict[str, torch.Tensor]:
-    """A small fixed batch for that kind of model."""
+    """Return a fixed batch of two samples for models with this kind of inputs."""
     ids = models.batch(3)["input_ids"] % 90
     image = torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)
     return {

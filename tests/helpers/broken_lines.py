@@ -1,6 +1,4 @@
-"""Failing requests to object stores: count the client's calls, and break one of them or all from
-that one on.
-"""
+"""Failing requests to object stores: one request of a client fails, or all from that one on."""
 
 import threading
 from collections.abc import Iterator
@@ -13,12 +11,10 @@ REQUESTS = ("put", "get", "head", "list", "list_with_delimiter", "copy", "delete
 
 
 class BrokenLine:
-    """Counts requests; the `at`-th fails, with `for_good` all later ones too; `acts_first` loses
-    only the response.
-    """
+    """Counts requests: the `at`-th fails, and with `for_good` all later ones."""
 
-    def __init__(self, at: int, *, for_good: bool = False, acts_first: bool = False) -> None:
-        self.at, self.for_good, self.acts_first, self.count = at, for_good, acts_first, 0
+    def __init__(self, at: int, *, for_good: bool = False) -> None:
+        self.at, self.for_good, self.count = at, for_good, 0
         self._lock = threading.Lock()
 
     @property
@@ -37,19 +33,21 @@ class BrokenLine:
 def broken_line(
     at: int, *, for_good: bool = False, acts_first: bool = False
 ) -> Iterator[BrokenLine]:
-    """The `at`-th request (1 is the first) of any client in this process fails while the block
-    runs.
+    """Fail the `at`-th request (1 is the first) of all clients in this process during the block.
+
+    With `for_good` all later requests fail, too. With `acts_first` the service has done what is
+    requested, and the response is lost.
     """
     import obstore
 
-    line = BrokenLine(at, for_good=for_good, acts_first=acts_first)
+    line = BrokenLine(at, for_good=for_good)
 
-    def counted(real: Any) -> Any:
-        def request(*args: Any, **more: Any) -> Any:
+    def counted(call: Any) -> Any:
+        def request(*args: Any, **options: Any) -> Any:
             if line.takes():
-                return real(*args, **more)
+                return call(*args, **options)
             if acts_first:
-                real(*args, **more)
+                call(*args, **options)
             raise obstore.exceptions.GenericError("connection reset by peer")
 
         return request

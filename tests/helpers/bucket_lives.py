@@ -1,6 +1,4 @@
-"""Training runs that save to a bucket on loopback, in processes that end or are killed at a chosen
-request.
-"""
+"""Training runs that save to a bucket on loopback; a process may be killed at a chosen request."""
 
 import json
 from dataclasses import dataclass, field
@@ -37,26 +35,29 @@ def live(
     saver.
     """
 
-    def begun(process: int) -> None:
+    def begin_faults(process: int) -> None:
         if world is not None:
             world.begin(process)
         if fault is not None:
             s3.faults = [fault]
 
-    done = run_python(TRAIN, steps, json.dumps(settings, default=str), begun=begun)
+    ended = run_python(TRAIN, steps, json.dumps(settings, default=str), begun=begin_faults)
     if fault is not None:
         s3.faults = []
-    # a kill may cut the last
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.endswith("]")]
-    return Life(
-        done.returncode,
-        "".join(said for step, said in told if not step),
-        {n: said for n, said in told if n},
-    )
+    life = Life(ended.returncode)
+    for line in ended.stdout.splitlines():
+        if not line.endswith("]"):  # a kill has cut the last one
+            continue
+        step, text = json.loads(line)
+        if step:
+            life.losses[step] = text
+        else:
+            life.error = text
+    return life
 
 
 def committed(s3: S3) -> set[int]:
-    """Steps of the committed checkpoints; each is verified by reading all of its bytes."""
+    """Return the steps of the committed checkpoints, after reading all of their bytes."""
     names = [name.split("/")[1] for name in s3.names(PREFIX) if name.endswith("/ft_ckpt.json")]
     for name in names:
         assert verify(open_place(f"{BUCKET_RUN}/{name}", **FAST)).ok, name

@@ -12,18 +12,20 @@ from ft_ckpt.storage.places import Place, open_place
 
 
 def new_bucket(prefix: str = "team/runs") -> Store:
-    """An empty bucket below a prefix."""
+    """Make an empty bucket; return a folder in it."""
     pytest.importorskip("obstore")
     return open_place(f"memory://{uuid.uuid4().hex}").folder.within(prefix)
 
 
 def in_bucket(path: str | os.PathLike[str], bucket: Store | None = None) -> Place:
-    """The file or folder at `path`, copied into a bucket under its name."""
-    source, bucket = Path(path), new_bucket() if bucket is None else bucket
+    """Copy the file or folder at `path` into a bucket, a new one by default, under its name."""
+    source = Path(path)
+    if bucket is None:
+        bucket = new_bucket()
     if source.is_file():
         bucket.write(source.name, source.read_bytes())
     else:
-        local, there = LocalStore(source), bucket.within(source.name)
-        for each in local.list():
-            there.write(each.name, local.read(each.name))
+        folder, target = LocalStore(source), bucket.within(source.name)
+        for stored in folder.list():
+            target.write(stored.name, folder.read(stored.name))
     return Place(bucket, source.name)

@@ -11,7 +11,7 @@ ROWS = 24
 
 
 def make_base(folder: Path) -> Path:
-    """A Llama with its tokenizer in `folder/base`."""
+    """Write a Llama and its tokenizer to `folder/base`; return that folder."""
     torch.manual_seed(0)
     base: Any = models.llama(vocab_size=128)
     base.save_pretrained(folder / "base")
@@ -20,21 +20,19 @@ def make_base(folder: Path) -> Path:
 
 
 def sentence(number: int, words: int = 5) -> str:
-    """Words of the tokenizer that depend on `number`."""
+    """Return words of the tokenizer that depend on `number`."""
     return " ".join(f"w{(7 * number + 3 * word) % 80}" for word in range(words))
 
 
 def write_llama_factory_data(folder: Path) -> Path:
-    """The data sets `rows` (instructions) and `pairs` (preferences) in `folder/data`."""
+    """Write the data sets `rows` (instructions) and `pairs` (preferences) to `folder/data`."""
     data = folder / "data"
     data.mkdir()
-    rows = [
-        {"instruction": sentence(i), "input": "", "output": sentence(i + 1)} for i in range(ROWS)
-    ]
-    pairs = [
-        {**row, "chosen": sentence(i + 2), "rejected": sentence(i + 3)}
-        for i, row in enumerate(rows)
-    ]
+    rows, pairs = [], []
+    for i in range(ROWS):
+        row = {"instruction": sentence(i), "input": "", "output": sentence(i + 1)}
+        rows.append(row)
+        pairs.append({**row, "chosen": sentence(i + 2), "rejected": sentence(i + 3)})
     (data / "rows.json").write_text(json.dumps(rows))
     (data / "pairs.json").write_text(json.dumps(pairs))
     columns = {
@@ -50,7 +48,7 @@ def write_llama_factory_data(folder: Path) -> Path:
 
 
 def write_swift_data(folder: Path) -> Path:
-    """Conversations in `folder/data.jsonl`."""
+    """Write conversations of two turns to `folder/data.jsonl`."""
     lines = []
     for i in range(ROWS):
         turns = [

@@ -17,13 +17,11 @@ KILLED = -signal.SIGKILL
 def needs(*packages: str) -> pytest.MarkDecorator:
     """Skip a test unless the environment has these distributions."""
     folders = [str(path) for path in ENVIRONMENT.glob("lib/python3*/site-packages")]
-    installed = {
-        found.metadata["Name"].replace("_", "-").lower() for found in distributions(path=folders)
-    }
+    names = [distribution.metadata["Name"] for distribution in distributions(path=folders)]
+    installed = {name.replace("_", "-").lower() for name in names}
     missing = sorted({*packages} - installed)
-    return pytest.mark.skipif(
-        bool(missing), reason=f"no {', '.join(missing)}: run scripts/clients_environment"
-    )
+    reason = f"no {', '.join(missing)}: run scripts/clients_environment"
+    return pytest.mark.skipif(bool(missing), reason=reason)
 
 
 def run_client(
@@ -33,11 +31,10 @@ def run_client(
     python = [str(ENVIRONMENT / "bin/python")]
     if ranks > 1:
         python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    programs = [str(ENVIRONMENT / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
     environment = {
         **os.environ,
-        "PATH": os.pathsep.join(
-            [str(ENVIRONMENT / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
-        ),
+        "PATH": os.pathsep.join(programs),
         "PYTHONPATH": python_path(),
         "PYTHONWARNINGS": "ignore",
         "DISABLE_VERSION_CHECK": "1",  # LLaMA-Factory's, which knows older libraries
@@ -50,6 +47,6 @@ def run_client(
     )
 
 
-def log_of(done: subprocess.CompletedProcess[str]) -> str:
-    """The end of what a program printed, for a failed assertion."""
-    return f"exit status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+def log_of(ended: subprocess.CompletedProcess[str]) -> str:
+    """Return the exit status and the end of the output of a program, for a failed assertion."""
+    return f"exit status {ended.returncode}\n{ended.stdout[-3000:]}\n{ended.stderr[-6000:]}"

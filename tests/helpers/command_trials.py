@@ -1,5 +1,4 @@
-"""Commands that are killed at a call that changes the disk, or at a request to a bucket, and run
-again.
+"""Commands that are killed at a call that changes the disk, or at a request to a bucket.
 
 At each kill, readers see the old or the new checkpoint, whole, while the process is stopped and
 after its end. The next call of the same command completes the work and leaves nothing behind.
@@ -30,7 +29,7 @@ from ft_ckpt.runs.folder import recover_all
 from ft_ckpt.storage.local import temporary_store
 from ft_ckpt.storage.places import open_place
 
-THERE = "there"  # target folder, or prefix in the bucket
+TARGET = "there"  # the folder that a command writes, or its prefix in the bucket
 IN_BUCKET = "bucket:"  # prefix of the names of objects, in mappings that also have files
 Files = Mapping[str, bytes]  # by path, relative to the folder of the trial
 
@@ -57,22 +56,24 @@ class CommandTrials:
         self.after: Files = {}
 
     def trial(self, world: World) -> None:
-        """Kill the command in one world, with a reader beside it; the old or the new is whole, the
-        next call works.
+        """Kill the command in one world, while a reader opens its target.
+
+        The old or the new checkpoint is whole, and the next call works.
         """
         with self._fresh_folder() as root:
-            wrong: list[str] = []
+            problems: list[str] = []
             if world.fault != "killed before":
-                world.meanwhile = lambda: wrong.extend(self._read_beside(root))
+                world.meanwhile = lambda: problems.extend(self._read_meanwhile(root))
             ended = self._disturbed(world, root)
             if ended.status == 0:  # undisturbed, or with fewer calls
                 self.after = self.after or self._files(root)
                 return
             assert ended.status == -signal.SIGKILL, ended
-            wrong += self._check_death(root)
-            assert wrong == []
+            problems += self._check_kill(root)
+            assert problems == []
 
     def _disturbed(self, world: World, root: Path) -> Ended:
+        """Run the command with the fault of the world."""
         action: Callable[..., Ended] = partial(world.run, self.act)
         # the fake kills the process, and not the preloaded layer
         if isinstance(world.calls, Server):
@@ -83,9 +84,7 @@ class CommandTrials:
 
     @contextmanager
     def _fresh_folder(self) -> Iterator[Path]:
-        """The folder of a trial; folder and bucket are reset to their content before the
-        command.
-        """
+        """Yield the folder of a trial: it and the bucket are as before the command."""
         root = self.folder / "trial"
         shutil.copytree(self._template, root, symlinks=True)
         self._set_bucket(self._objects)
@@ -98,140 +97,141 @@ class CommandTrials:
         self.s3.buckets[BUCKET], self.s3.uploads = dict(objects), {}
 
     def _arguments(self, root: Path, step: int = 1) -> list[Any]:
-        there = f"s3://{BUCKET}/{THERE}" if self.to_bucket else str(root / THERE)
-        return [self.command, step, there, {**self.s3.environment(), **self.environment}]
+        target = f"s3://{BUCKET}/{TARGET}" if self.to_bucket else str(root / TARGET)
+        return [self.command, step, target, {**self.s3.environment(), **self.environment}]
 
     def _run(self, root: Path, *, step: int = 1) -> None:
         """Run the command to its end."""
         ended = self.preloaded.run(self.act, root, *self._arguments(root, step))
         assert ended.status == 0, ended
 
-    def _check_death(self, root: Path) -> list[str]:
-        """Problems after a kill, and after the next call."""
-        wrong = self._half_done(root)
+    def _check_kill(self, root: Path) -> list[str]:
+        """Return the problems after a kill, and those after the next call."""
+        problems = self._half_done(root)
         try:
             self._run(root)
         except AssertionError as error:
             if not self._is_refused_as_done(str(error), root):
-                wrong.append(f"the next call: {error}")
-        found = self._files(root)
-        come_by_later(root)
-        for unit in {
-            name.rpartition("/")[0]
-            for name in found
-            if name.startswith(IN_BUCKET) and "/.ft_ckpt-lease-" in name
-        }:
+                problems.append(f"the next call: {error}")
+        files = self._files(root)
+        remove_expired(root)
+        leased = set()
+        for name in files:
+            if name.startswith(IN_BUCKET) and "/.ft_ckpt-lease-" in name:
+                leased.add(name.rpartition("/")[0])
+        for checkpoint in leased:
             # as the next save or sweep there does
-            recover_all(open_place(str(self._location(unit, root)).rpartition("/")[0]))
-        wrong += [
-            f"left or lost: {name}" for name in sorted(self._files(root).keys() ^ self.after.keys())
-        ]
-        wrong += [f"not the new: {name}" for name in sorted(self._differing(found, self.after))]
-        return wrong + [f"afterwards {each}" for each in self._damaged(root)]
+            recover_all(open_place(str(self._location(checkpoint, root)).rpartition("/")[0]))
+        for name in sorted(self._files(root).keys() ^ self.after.keys()):
+            problems.append(f"left or lost: {name}")
+        for name in sorted(self._differing(files, self.after)):
+            problems.append(f"not the new: {name}")
+        return problems + [f"afterwards {problem}" for problem in self._damaged(root)]
 
-    def _is_refused_as_done(self, said: str, root: Path) -> bool:
-        """Without overwrite, a bucket refuses the next call if the killed one had committed."""
-        is_new = not self._differing(self._files(root), self.after) and "NameTakenError" in said
+    def _is_refused_as_done(self, error: str, root: Path) -> bool:
+        """Check for the refusal of a bucket, without overwrite, after a kill behind the commit."""
+        is_new = not self._differing(self._files(root), self.after) and "NameTakenError" in error
         return self.to_bucket and is_new and "overwrite" not in self.command
 
     def _half_done(self, root: Path) -> list[str]:
-        """Problems after a kill: checkpoints that are damaged, or neither old nor new, and lost
-        foreign files.
+        """Return the problems after a kill.
+
+        Those are checkpoints that are damaged, or neither old nor new, and lost foreign files.
         """
-        found = self._files(root)
-        wrong = [f"at the death {each}" for each in self._damaged(root)]
-        for unit in sorted({*checkpoints_in(self.before), *checkpoints_in(self.after)}):
-            versions = [self._checkpoint(files, unit) for files in (found, self.before, self.after)]
-            if versions[0] not in versions[1:] and not self._may_be_absent(unit, versions):
-                wrong.append(f"at the death neither the old nor the new: {unit}")
-        wrong += [
-            f"at the death lost: {name}" for name in self._foreign() if not _is_kept(found, name)
-        ]
-        return wrong
+        files = self._files(root)
+        problems = self._damaged(root)
+        for checkpoint in self._all_checkpoints():
+            found, old, new = (
+                self._checkpoint(version, checkpoint)
+                for version in (files, self.before, self.after)
+            )
+            if found not in (old, new) and not self._may_be_absent(checkpoint, found):
+                problems.append(f"neither the old nor the new: {checkpoint}")
+        for name in self.before:
+            is_foreign = name.rpartition("/")[2] in ("notes.txt", "mine.txt")
+            if is_foreign and not _is_kept(files, name):
+                problems.append(f"lost: {name}")
+        return [f"after the kill {problem}" for problem in problems]
 
-    def _may_be_absent(self, unit: str, versions: list[Files | None]) -> bool:
-        """A bucket cannot replace a checkpoint in one step: the old one is deleted first."""
-        return unit.startswith(IN_BUCKET) and versions[0] is None
+    def _all_checkpoints(self) -> list[str]:
+        return sorted({*checkpoints_in(self.before), *checkpoints_in(self.after)})
 
-    def _foreign(self) -> list[str]:
-        return [
-            name for name in self.before if name.rpartition("/")[2] in ("notes.txt", "mine.txt")
-        ]
+    def _may_be_absent(self, checkpoint: str, files: Files | None) -> bool:
+        """Check whether a checkpoint is absent in a bucket, which deletes the old one first."""
+        return checkpoint.startswith(IN_BUCKET) and files is None
 
     def _damaged(self, root: Path) -> list[str]:
-        found = {
-            unit: verify(self._location(unit, root)) for unit in checkpoints_in(self._files(root))
-        }
-        return [
-            f"damaged: {unit}: {report.problems}" for unit, report in found.items() if not report.ok
-        ]
+        problems = []
+        for checkpoint in checkpoints_in(self._files(root)):
+            report = verify(self._location(checkpoint, root))
+            if not report.ok:
+                problems.append(f"damaged: {checkpoint}: {report.problems}")
+        return problems
 
-    def _read_beside(self, root: Path) -> list[str]:
-        """Problems that a reader sees while the process is stopped."""
-        wrong = []
-        for unit in sorted({*checkpoints_in(self.before), *checkpoints_in(self.after)}):
-            old, new = (self._checkpoint(files, unit) for files in (self.before, self.after))
-            if old == new and old is not None and not unit.startswith(IN_BUCKET):
+    def _read_meanwhile(self, root: Path) -> list[str]:
+        """Return the problems that a reader sees while the process is stopped."""
+        problems = []
+        for checkpoint in self._all_checkpoints():
+            old, new = (self._checkpoint(files, checkpoint) for files in (self.before, self.after))
+            if old == new and old is not None and not checkpoint.startswith(IN_BUCKET):
                 continue
             try:
-                with (
-                    patch.object(marks, "_PATIENCE_SECONDS", 0.0),
-                    open_checkpoint(open_place(self._location(unit, root))) as held,
-                ):
-                    seen: Files | None = {
-                        file.path: held.store.read(file.path) for file in held.manifest.files
-                    }
-            except NotACheckpointError:
-                seen = None
+                files = self._read_checkpoint(checkpoint, root)
             except CheckpointError as error:
                 if "being deleted" not in str(error):
-                    wrong.append(f"a reader of {unit}: {error}")
+                    problems.append(f"a reader of {checkpoint}: {error}")
                 continue
-            if not any(
-                _agree(self.command, seen, each) for each in (old, new)
-            ) and not self._may_be_absent(unit, [seen]):
-                wrong.append(f"a reader sees neither the old nor the new: {unit}")
-        return wrong
+            is_whole = any(_agree(self.command, files, version) for version in (old, new))
+            if not is_whole and not self._may_be_absent(checkpoint, files):
+                problems.append(f"a reader sees neither the old nor the new: {checkpoint}")
+        return problems
+
+    def _read_checkpoint(self, checkpoint: str, root: Path) -> Files | None:
+        """Read the files of a checkpoint without waiting for a removal; None if there is none."""
+        place = open_place(self._location(checkpoint, root))
+        with patch.object(marks, "_PATIENCE_SECONDS", 0.0):
+            try:
+                with open_checkpoint(place) as opened:
+                    paths = [file.path for file in opened.manifest.files]
+                    return {path: opened.store.read(path) for path in paths}
+            except NotACheckpointError:
+                return None
 
     # Contents
 
     def _files(self, root: Path) -> dict[str, bytes]:
-        """All files, objects and empty folders, hidden ones too, but not the folder of temporary
-        files itself.
-        """
-        found = {name: content for name, content in contents(root).items() if name != "tmp"}
-        found = {
-            name: content
-            for name, content in found.items()
-            if not (root / name).is_dir() or _is_empty(root / name)
-        }
-        objects = self.s3.buckets[BUCKET].items()
-        return found | {f"{IN_BUCKET}{name}": each.content for name, each in objects}
+        """Return all files, objects and empty folders by path, hidden ones too.
 
-    def _location(self, unit: str, root: Path) -> str | Path:
-        return (
-            f"s3://{BUCKET}/{unit.removeprefix(IN_BUCKET)}"
-            if unit.startswith(IN_BUCKET)
-            else root / unit
-        )
-
-    def _checkpoint(self, files: Files, unit: str) -> Files | None:
-        """The files of a checkpoint without manifest, `.ft_ckpt-*` and foreign files; None if it
-        has no manifest.
+        The folder of temporary files itself is left out.
         """
-        if f"{unit}/{MANIFEST_NAME}" not in files:
+        files = {}
+        for name, content in contents(root).items():
+            is_full_folder = (root / name).is_dir() and not _is_empty(root / name)
+            if name != "tmp" and not is_full_folder:
+                files[name] = content
+        for name, stored in self.s3.buckets[BUCKET].items():
+            files[f"{IN_BUCKET}{name}"] = stored.content
+        return files
+
+    def _location(self, checkpoint: str, root: Path) -> str | Path:
+        if checkpoint.startswith(IN_BUCKET):
+            return f"s3://{BUCKET}/{checkpoint.removeprefix(IN_BUCKET)}"
+        return root / checkpoint
+
+    def _checkpoint(self, files: Files, checkpoint: str) -> Files | None:
+        """Return the files of a checkpoint, by path in it; None if it has no manifest.
+
+        The manifest, `.ft_ckpt-*`, foreign files and empty ones are left out.
+        """
+        if f"{checkpoint}/{MANIFEST_NAME}" not in files:
             return None
-        inside = {
-            name.removeprefix(f"{unit}/"): files[name]
-            for name in files
-            if name.startswith(f"{unit}/")
-        }
-        names = [
-            name
-            for name in inside
-            if not name.startswith((".ft_ckpt-", "notes.txt", MANIFEST_NAME)) and inside[name]
-        ]
-        return {name: b"" if self._varies else inside[name] for name in names}
+        inside = {}
+        for name, content in files.items():
+            path = name.removeprefix(f"{checkpoint}/")
+            is_listed = not path.startswith((".ft_ckpt-", "notes.txt", MANIFEST_NAME))
+            if path != name and is_listed and content:
+                inside[path] = b"" if self._varies else content
+        return inside
 
     @property
     def _varies(self) -> bool:
@@ -239,30 +239,29 @@ class CommandTrials:
         return "library" in self.command
 
     def _differing(self, files: Files, expected: Files) -> set[str]:
-        """Names of files whose bytes differ from the expected ones, except files that contain
-        times.
-        """
-        names = (name for name in files.keys() & expected.keys() if files[name] != expected[name])
-        names = (name for name in names if not name.endswith((MANIFEST_NAME, "README.md")))
-        return {name for name in names if not (self._varies and "/out/" in name)}
+        """Name the files whose bytes differ from the expected ones, except files with times."""
+        names = set()
+        for name in files.keys() & expected.keys():
+            has_times = name.endswith((MANIFEST_NAME, "README.md"))
+            may_differ = has_times or (self._varies and "/out/" in name)
+            if files[name] != expected[name] and not may_differ:
+                names.add(name)
+        return names
 
 
 def checkpoints_in(files: Files) -> list[str]:
-    """The folders of committed checkpoints that are not hidden."""
-    found = [
-        name.removesuffix(f"/{MANIFEST_NAME}")
-        for name in files
-        if name.endswith(f"/{MANIFEST_NAME}")
-    ]
-    return [
-        name for name in found if not any(step.startswith((".", "tmp")) for step in name.split("/"))
-    ]
+    """Return the folders of committed checkpoints that are not hidden."""
+    folders = []
+    for name in files:
+        folder = name.removesuffix(f"/{MANIFEST_NAME}")
+        is_hidden = any(step.startswith((".", "tmp")) for step in folder.split("/"))
+        if folder != name and not is_hidden:
+            folders.append(folder)
+    return folders
 
 
-def come_by_later(root: Path) -> None:
-    """Have the next reader remove leases and temporary folders of killed processes, as after ten
-    minutes.
-    """
+def remove_expired(root: Path) -> None:
+    """Remove leases and temporary folders of killed processes, as a reader does in ten minutes."""
     for lease in root.rglob(".ft_ckpt-lease-*"):
         os.utime(lease, (0, 0))
         with open_checkpoint(open_place(lease.parent)):
@@ -272,14 +271,14 @@ def come_by_later(root: Path) -> None:
             pass
 
 
-def _agree(command: str, seen: Files | None, expected: Files | None) -> bool:
-    if seen is None or expected is None or "library" not in command:
-        return seen == expected
-    return seen.keys() == expected.keys()
+def _agree(command: str, files: Files | None, expected: Files | None) -> bool:
+    if files is None or expected is None or "library" not in command:
+        return files == expected
+    return files.keys() == expected.keys()
 
 
 def _is_kept(files: Files, name: str) -> bool:
-    """True if a foreign file is there: at worst in a hidden folder, until the next call."""
+    """Check for a foreign file: at worst it is in a hidden folder, until the next call."""
     return any(other.rpartition("/")[2] == name.rpartition("/")[2] for other in files)
 
 

@@ -1,4 +1,4 @@
-"""`ft-ckpt` in this process, in one of its own or on a terminal; and what no terminal may get."""
+"""`ft-ckpt` in this process, in another or on a terminal, and checks of what it prints."""
 
 import contextlib
 import io
@@ -86,13 +86,14 @@ def ft_ckpt_alone(*words: object, code: str = PROGRAM, **variables: str) -> Answ
     """Run the command, or Python `code`, in a fresh interpreter, with further variables."""
     command = [sys.executable, "-c", code, *map(str, words)]
     environment = {**os.environ, **variables}
-    done = subprocess.run(command, capture_output=True, env=environment, check=False)
-    texts = (stream.decode("utf-8", "surrogateescape") for stream in (done.stdout, done.stderr))
-    return Answer(done.returncode, *texts)
+    ended = subprocess.run(command, capture_output=True, env=environment, check=False)
+    out = ended.stdout.decode("utf-8", "surrogateescape")
+    err = ended.stderr.decode("utf-8", "surrogateescape")
+    return Answer(ended.returncode, out, err)
 
 
 def ft_ckpt_on_terminal(*words: object, columns: int = 80) -> tuple[int, list[str]]:
-    """The exit code, and the lines that a person sees: as the terminal has them, with its codes."""
+    """Run the command on a terminal; return its exit code and the lines there, with their codes."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *map(str, words)],
@@ -101,17 +102,17 @@ def ft_ckpt_on_terminal(*words: object, columns: int = 80) -> tuple[int, list[st
         env={**os.environ, "COLUMNS": str(columns), "TERM": "xterm"},
     )
     os.close(theirs)
-    seen = b""
+    output = b""
     with contextlib.suppress(OSError):  # the other end is closed
         while block := os.read(ours, 1 << 16):
-            seen += block
+            output += block
     os.close(ours)
-    text = seen.decode("utf-8", "surrogateescape").replace("\r\n", "\n")
+    text = output.decode("utf-8", "surrogateescape").replace("\r\n", "\n")
     return process.wait(), text.splitlines()
 
 
 def problems_in(text: str, *, lines: bool = True) -> list[str]:
-    """What a terminal, or a log if not `lines`, must not get."""
+    """Return what is wrong with a text for a terminal, or for a line of a log if not `lines`."""
     checked = text.replace("\n", "") if lines else text
     controls = {letter for letter in checked if not letter.isprintable()}
     problems = [f"{letter!r} printed" for letter in sorted(controls)]

@@ -1,6 +1,4 @@
-"""Read the tensors of a folder with safetensors alone, and rebuild the model that should have been
-saved there.
-"""
+"""Tensors of saved folders, read with safetensors alone, and the models they should equal."""
 
 import json
 from pathlib import Path
@@ -14,7 +12,7 @@ from torch import nn
 
 
 def stored(folder: Path, pattern: str = "*.safetensors") -> dict[str, torch.Tensor]:
-    """Every tensor of the folder's weight files by name; a name in two files is an error."""
+    """Read every tensor of the folder's weight files by name; a name in two files is an error."""
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob(pattern)):
         with safe_open(path, "pt") as file:
@@ -26,7 +24,7 @@ def stored(folder: Path, pattern: str = "*.safetensors") -> dict[str, torch.Tens
 
 
 def assert_same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    """The same names, and for each the same dtype, shape and bytes."""
+    """Assert the same names, and for each the same dtype, shape and bytes."""
     assert theirs
     assert set(ours) == set(theirs), f"names in one only: {sorted(set(ours) ^ set(theirs))}"
     for name, tensor in theirs.items():
@@ -36,8 +34,9 @@ def assert_same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.T
 
 
 def assert_close_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    """The same names and dtypes, and values that differ only by rounding; shapes need only be
-    broadcastable.
+    """Assert the same names and dtypes, and values that differ only by rounding.
+
+    Shapes need only be broadcastable.
     """
     assert theirs
     assert set(ours) == set(theirs), f"names in one only: {sorted(set(ours) ^ set(theirs))}"
@@ -48,47 +47,46 @@ def assert_close_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.
 
 
 def assert_agree(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Outputs of equal weights: equal but for rounding, which depends on where in memory the
-    weights lie.
+    """Assert that outputs of equal weights agree.
+
+    They are equal but for rounding, which depends on where in memory the weights lie.
     """
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
 def raw(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of the elements in row-major order."""
     return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def true_model(model: str, folder: Path) -> nn.Module:
-    """The bare model of that name with the parameters the wrapped one had when it was saved."""
-    built = models.build(model, seed=99)  # other values than the worker started from
+    """Build the bare model of that name with the parameters that the wrapped one was saved with."""
+    bare = models.build(model, seed=99)  # other values than the worker started from
     truth = load_file(folder / "truth.safetensors")
-    tensors = {
-        **dict(built.named_parameters(remove_duplicate=False)),
-        **dict(built.named_buffers()),
-    }
-    wanted = {name for name in tensors if "rotary_emb" not in name}
-    assert set(truth) == wanted
+    tensors = dict(bare.named_parameters(remove_duplicate=False))
+    tensors.update(bare.named_buffers())
+    assert set(truth) == {name for name in tensors if "rotary_emb" not in name}
     with torch.no_grad():
         for name, tensor in truth.items():
             assert tensors[name].shape == tensor.shape, name
             tensors[name].copy_(tensor)
-    return built.eval()
+    return bare.eval()
 
 
 def base_of(state: dict[str, torch.Tensor]) -> nn.Module:
-    """The bare qwen3 below a PEFT model, from that model's tensors."""
-    plain = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
-    own = {
-        name.replace(".base_layer.", ".").replace(".original_module.", "."): t
-        for name, t in plain.items()
-    }
+    """Build the bare qwen3 below a PEFT model, from that model's state dict."""
+    base_tensors = {}
+    for name, tensor in state.items():
+        path = name.removeprefix("base_model.model.")
+        path = path.replace(".base_layer.", ".").replace(".original_module.", ".")
+        base_tensors[path] = tensor
     base = models.build("qwen3", seed=98)
-    base.load_state_dict({name: own[name] for name in base.state_dict()})
+    base.load_state_dict({name: base_tensors[name] for name in base.state_dict()})
     return base
 
 
 def reference(model: Any, folder: Path, **settings: Any) -> dict[str, torch.Tensor]:
-    """What `save_pretrained` writes for `model`."""
+    """Save `model` with `save_pretrained`; return the stored tensors by name."""
     model.save_pretrained(folder, **settings)
     return stored(folder)
 
@@ -99,7 +97,10 @@ def logits(model: nn.Module, seed: int = 5) -> torch.Tensor:
 
 
 def adapter_config(folder: Path) -> dict[str, Any]:
-    """The adapter's configuration; PEFT writes sets, whose order differs between processes."""
+    """Read the adapter's config with its lists sorted.
+
+    PEFT writes sets, whose order differs between processes.
+    """
     config = json.loads((folder / "adapter_config.json").read_text())
     return {
         key: sorted(value) if isinstance(value, list) else value for key, value in config.items()
@@ -107,4 +108,5 @@ def adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def files(folder: Path) -> set[str]:
+    """Return the paths of all files below the folder, relative to it."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}

@@ -1,6 +1,4 @@
-"""Contract tests of every format of `save` and `load`; a format's test class inherits them and
-names its format.
-"""
+"""Contract tests of the formats of `save` and `load`: a class that inherits them names a format."""
 
 import os
 import signal
@@ -44,8 +42,9 @@ except OSError as error:
 
 
 def state() -> dict[str, torch.Tensor]:
-    """A flat state dict that every format keeps: usual types, no elements, no dimensions, gaps
-    between elements.
+    """Make a flat state dict that every format keeps.
+
+    It has usual dtypes, tensors without elements or dimensions, and gaps between elements.
     """
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(40, 50, 60, generator=generator)
@@ -61,17 +60,17 @@ def state() -> dict[str, torch.Tensor]:
     }
 
 
-def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit, shape and type included."""
-    same = one.shape == other.shape and one.dtype == other.dtype
-    return same and (one.numel() == 0 or bool((bits(one) == bits(other)).all()))
+def equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Compare bit for bit, shape and dtype included."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    return first.numel() == 0 or torch.equal(bits(first), bits(second))
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor."""
-    return (
-        tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-    )
+    """Copy the bytes of a tensor in row-major order: 1-D, uint8."""
+    copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return copy.reshape(-1).view(torch.uint8)
 
 
 class FormatContract:
@@ -88,21 +87,21 @@ class FormatContract:
 
     def test_round_trip(self, path: Path) -> None:
         save(state(), path, self.kind)
-        found = load(path)
-        assert list(found) == list(state()) or (not self.ordered and set(found) == set(state()))
-        assert all(equal(found[name], value) for name, value in state().items())
+        loaded = load(path)
+        if self.ordered:
+            assert list(loaded) == list(state())
+        assert set(loaded) == set(state())
+        assert all(equal(loaded[name], value) for name, value in state().items())
 
     def test_from_a_bucket(self, path: Path) -> None:
         """Lazily by ranges, all at once, and as the source of a conversion."""
         save(state(), path, self.kind)
         place = in_bucket(path)
         for options in ({}, {"mapped": False}, {"map_location": "cpu"}):
-            found = load(place, **options)
-            assert all(equal(found[name], value) for name, value in state().items())
-            assert equal(
-                load(place, **options)["model.layers.0.weight"][7:9],
-                state()["model.layers.0.weight"][7:9],
-            )
+            loaded = load(place, **options)
+            assert all(equal(loaded[name], value) for name, value in state().items())
+            rows = load(place, **options)["model.layers.0.weight"][7:9]
+            assert equal(rows, state()["model.layers.0.weight"][7:9])
         with closing(open_source(open_place(place))) as file:
             for name, value in state().items():
                 assert equal(file.read(name), value.reshape(-1))
@@ -122,38 +121,37 @@ class FormatContract:
     def test_tied_once_and_again(self, path: Path) -> None:
         weight = torch.randn(1000, 100)
         save({"a": weight, "b": weight, "c": weight[:], "d": weight[1:]}, path, self.kind)
-        found = load(path)
+        loaded = load(path)
         assert path.stat().st_size < 2.5 * weight.nbytes
-        found["a"][0, 0] = 7
-        assert found["b"][0, 0] == found["c"][0, 0] == 7
+        loaded["a"][0, 0] = 7
+        assert loaded["b"][0, 0] == loaded["c"][0, 0] == 7
 
     def test_eager(self, path: Path) -> None:
         save(state(), path, self.kind)
-        found = load(path, map_location="cpu")
+        loaded = load(path, map_location="cpu")
         path.write_bytes(b"")
-        assert {type(value) for value in found.values()} == {torch.Tensor}
-        assert equal(found["turned"], state()["turned"])
+        assert {type(value) for value in loaded.values()} == {torch.Tensor}
+        assert equal(loaded["turned"], state()["turned"])
 
     def test_deleted_and_replaced_files_keep_their_values(self, path: Path) -> None:
         save(state(), path, self.kind)
         deleted, replaced = load(path), load(path)
         save({"number": torch.tensor(8)}, path, self.kind)
         path.unlink()
-        assert all(
-            equal(deleted[name], value) and equal(replaced[name], value)
-            for name, value in state().items()
-        )
+        for name, value in state().items():
+            assert equal(deleted[name], value)
+            assert equal(replaced[name], value)
 
     def test_cut_short_while_open(self, path: Path) -> None:
         if not self.lazy:
             pytest.skip("torch.load maps what it gives")
         save(state(), path, self.kind)
-        found = load(path)
-        found["model.layers.0.weight"].sum()
+        loaded = load(path)
+        loaded["model.layers.0.weight"].sum()
         os.truncate(path, path.stat().st_size // 2)
         for name in state().keys() - {"none"}:  # it has no bytes in the file
             with pytest.raises(CorruptError, match="changed while it was open"):
-                found[name].clone()
+                loaded[name].clone()
 
     def test_cut_short_before(self, path: Path) -> None:
         save(state(), path, self.kind)
@@ -193,18 +191,19 @@ class FormatContract:
         """Killed at any moment, the file is the old one or the new one."""
         save({"number": torch.tensor(1), "big": torch.full((300_000,), 1)}, path, self.kind)
         for moment in range(4):
-            done = [1]
+            saved = [1]
 
-            def until(said: TextIO, moment: int = moment, done: list[int] = done) -> None:
-                done += [int(said.readline() or 1) for _ in range(1 + moment)]
+            def until(output: TextIO, moment: int = moment, saved: list[int] = saved) -> None:
+                for _ in range(1 + moment):
+                    saved.append(int(output.readline() or 1))
                 time.sleep(0.003 * moment)
 
             killed = run_and_signal(SAVE_FOREVER, path, self.kind, until=until)
             assert killed.returncode == -signal.SIGKILL, killed.stderr
-            last = max([*done, *map(int, killed.stdout.split())])
-            found = load(path)
-            assert int(found["number"]) in (last, last + 1)
-            assert bool((found["big"] == found["number"]).all())
+            last = max([*saved, *map(int, killed.stdout.split())])
+            loaded = load(path)
+            assert int(loaded["number"]) in (last, last + 1)
+            assert bool((loaded["big"] == loaded["number"]).all())
         save({}, path, self.kind)
         assert list(path.parent.iterdir()) == [path]
 
@@ -218,14 +217,17 @@ class FormatContract:
 
 
 def filled(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    """Any bits at all, NaN and denormals included; bool only has two."""
-    size = torch.Size(shape).numel() * ITEM_BYTES[dtype]
-    if size == 0:
-        return torch.empty(shape, dtype=getattr(torch, dtype))
-    data = torch.frombuffer(bytearray(os.urandom(size)), dtype=torch.uint8)
-    return ((data & 1) if dtype == "bool" else data).view(getattr(torch, dtype)).reshape(shape)
+    """Make a tensor of random bits, NaN and denormals included; a bool has the two values only."""
+    torch_dtype = getattr(torch, dtype)
+    size_bytes = torch.Size(shape).numel() * ITEM_BYTES[dtype]
+    if size_bytes == 0:
+        return torch.empty(shape, dtype=torch_dtype)
+    data = torch.frombuffer(bytearray(os.urandom(size_bytes)), dtype=torch.uint8)
+    if dtype == "bool":
+        data = data & 1
+    return data.view(torch_dtype).reshape(shape)
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor as `bytes`."""
+    """Return the bytes of a tensor in row-major order."""
     return bytes(bits(tensor).numpy()) if tensor.numel() else b""

@@ -1,5 +1,7 @@
-"""Contract tests of every way of a training into ft_ckpt: inherit `IntegrationContract`, or
-`WeightsContract` if it saves weights alone, and define a fixture `integration`.
+"""Contract tests of the ways in which trainings use ft_ckpt.
+
+Inherit `IntegrationContract`, or `WeightsContract` if weights alone are saved, and define a fixture
+`integration`.
 """
 
 from abc import ABC, abstractmethod
@@ -39,28 +41,29 @@ class Integration(ABC):
         background: bool = False,
         keep: int | None = None,
     ) -> list[Any]:
-        """What was seen and computed at each step, until the end or to a kill after so many steps.
+        """Train to the end, or until a kill after `stop_after` steps; return a value for each step.
 
-        `folder` None is the training without ft_ckpt. `seed` is that of the first weights. `resume`
-        is as for `CheckpointSaver.resume`; None does not resume.
+        The value has what was read and computed in the step. `folder` None trains without ft_ckpt.
+        `seed` is that of the first weights. `resume` is as for `CheckpointSaver.resume`; None does
+        not resume.
         """
 
 
 def checkpoints(folder: Path) -> list[CheckpointInfo]:
-    """Those that can be listed, from the oldest to the newest."""
+    """List the checkpoints in the folder, from the oldest to the newest."""
     return discover(open_place(folder))
 
 
 def assert_loads_as(folder: Path, model: nn.Module) -> None:
-    """The checkpoint gives the model, by our function and by that of the library."""
+    """Assert that a checkpoint in `folder`, loaded, has the outputs of `model`."""
     batch = torch.arange(8)[None]
     expected = model.eval()(batch).logits
     loaded = ft_ckpt.load_model(folder)
     assert torch.equal(loaded.eval()(batch).logits, expected)
 
 
-def rot(file: Path) -> None:
-    """Turn the last bit of a file."""
+def flip_last_bit(file: Path) -> None:
+    """Change the last bit of a file, as a failing disk may."""
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
@@ -119,7 +122,7 @@ class WeightsContract:
         assert 0 < min(counts) < steps
 
     def check_the_rest(self, integration: Integration, folder: Path, steps: int) -> None:
-        """Of a run that ended with an error, whose first steps are saved."""
+        """Check a run that ended with an error after its first `steps` were saved."""
 
 
 class IntegrationContract(WeightsContract):
@@ -176,7 +179,7 @@ class IntegrationContract(WeightsContract):
         half = newest.with_name(newest.name.replace(str(STOP), str(STOP + 1)))
         half.mkdir()
         (half / "model.safetensors").write_bytes(b"half")
-        rot(newest / "state" / "training.safetensors")
+        flip_last_bit(newest / "state" / "training.safetensors")
         with pytest.warns(UserWarning, match=f"{newest.name}: .*(not whole|damaged)"):
             steps = integration.train(tmp_path, stop_after=STOP, resume="auto", seed=1)
         assert steps == expected[STOP - 1 :]

@@ -33,7 +33,7 @@ def put(store: Store, name: str, data: bytes, pieces: int = 3) -> None:
 
 
 def names(store: Store, prefix: str = "") -> list[str]:
-    return [each.name for each in store.list(prefix)]
+    return [stored.name for stored in store.list(prefix)]
 
 
 class StoreContract:
@@ -57,18 +57,16 @@ class StoreContract:
         put(store, "data", data)
         with contextlib.closing(store.open("data")) as file:
             assert (file.name, file.size_bytes) == ("data", len(data))
-            found = store.stat("data")
-            assert found is not None
-            assert file.version == found.version
+            stored = store.stat("data")
+            assert stored is not None
+            assert file.version == stored.version
             memory = bytearray(50_000)
+
+            def read_range(offset: int) -> None:
+                file.read_into(memoryview(memory)[offset : offset + 5_000], 20_000 + offset)
+
             with ThreadPoolExecutor(4) as pool:
-                offsets = range(0, 50_000, 5_000)
-                list(
-                    pool.map(
-                        lambda at: file.read_into(memoryview(memory)[at : at + 5_000], 20_000 + at),
-                        offsets,
-                    )
-                )
+                list(pool.map(read_range, range(0, 50_000, 5_000)))
             assert memory == data[20_000:70_000]
             mapped = file.map()
             assert (mapped is not None) == file.can_map
@@ -87,11 +85,11 @@ class StoreContract:
                 assert memory == b"old" * 1000
 
     def test_versions_differ(self, store: Store) -> None:
-        seen: set[str] = set()
+        versions: set[str] = set()
         for number in range(3):
             store.write("a", f"number {number}, {'longer' * number}".encode())
-            seen.update(each.version for each in store.list())
-        assert len(seen) == 3
+            versions.update(stored.version for stored in store.list())
+        assert len(versions) == 3
 
     def test_parallel_writes_in_any_order(self, store: Store) -> None:
         data = os.urandom((1 << 20) + 17)
@@ -99,10 +97,12 @@ class StoreContract:
         assert store.stat("a/large") is None
         offsets = list(range(0, len(data), 100_000))
         offsets = offsets[1::2] + offsets[::2]
+
+        def write_range(offset: int) -> None:
+            writing.write(offset, memoryview(data)[offset : offset + 100_000])
+
         with ThreadPoolExecutor(4) as pool:
-            list(
-                pool.map(lambda at: writing.write(at, memoryview(data)[at : at + 100_000]), offsets)
-            )
+            list(pool.map(write_range, offsets))
         stored = writing.finish()
         assert (stored.name, stored.size_bytes) == ("a/large", len(data))
         assert store.stat("a/large") == stored
@@ -150,25 +150,25 @@ class StoreContract:
     def test_empty_objects(self, store: Store) -> None:
         store.write("small", b"")
         store.create("large", 0).finish()
-        assert [each.size_bytes for each in store.list()] == [0, 0]
+        assert [stored.size_bytes for stored in store.list()] == [0, 0]
         assert store.read("small") == store.read("large") == b""
         with contextlib.closing(store.open("large")) as file:
             file.read_into(memoryview(bytearray(0)))
             file.check()
 
     def test_create_only_has_one_winner(self, store: Store) -> None:
-        begin, won = threading.Barrier(8), []
+        start, winners = threading.Barrier(8), []
 
         def race(number: int) -> None:
-            begin.wait()
+            start.wait()
             with contextlib.suppress(NameTakenError):
                 store.write("lock/one", f"number {number}".encode(), create_only=True)
-                won.append(number)
+                winners.append(number)
 
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(race, range(8)))
-        assert len(won) == 1
-        assert store.read("lock/one") == f"number {won[0]}".encode()
+        assert len(winners) == 1
+        assert store.read("lock/one") == f"number {winners[0]}".encode()
         assert names(store) == ["lock/one"]
 
     def test_list_and_folders(self, store: Store) -> None:
@@ -176,21 +176,17 @@ class StoreContract:
         for name in ("top", *below, "runner/x"):
             store.write(name, name.encode())
         assert names(store, "run") == below
-        assert {each.name: each.size_bytes for each in store.list()}["runner/x"] == 8
-        found = store.list_folder("run")
-        assert [each.name for each in found.folders] == ["checkpoint-1", "checkpoint-10"]
-        assert [each.name for each in found.objects] == ["run/file"]
+        assert {stored.name: stored.size_bytes for stored in store.list()}["runner/x"] == 8
+        run = store.list_folder("run")
+        assert [folder.name for folder in run.folders] == ["checkpoint-1", "checkpoint-10"]
+        assert [stored.name for stored in run.objects] == ["run/file"]
         top = store.list_folder()
-        assert [each.name for each in top.folders] == ["run", "runner"]
-        assert [each.name for each in top.objects] == ["top"]
+        assert [folder.name for folder in top.folders] == ["run", "runner"]
+        assert [stored.name for stored in top.objects] == ["top"]
         assert top.folders[0].identity == store.within("run").identity
         absent = store.list_folder("absent")
-        assert (absent.exists, absent.folders, absent.objects, names(store, "absent")) == (
-            False,
-            (),
-            (),
-            [],
-        )
+        assert (absent.exists, absent.folders, absent.objects) == (False, (), ())
+        assert names(store, "absent") == []
 
     def test_within(self, store: Store) -> None:
         store.write("run/checkpoint-1/a", b"x")
@@ -215,10 +211,10 @@ class StoreContract:
 
     def test_stat(self, store: Store) -> None:
         store.write("a/b", b"12345")
-        found = store.stat("a/b")
-        assert found is not None
-        assert (found.name, found.size_bytes) == ("a/b", 5)
-        assert found in store.list()
+        stored = store.stat("a/b")
+        assert stored is not None
+        assert (stored.name, stored.size_bytes) == ("a/b", 5)
+        assert stored in store.list()
         assert store.stat("a") is None
         assert store.stat("a/c") is None
 
@@ -238,14 +234,15 @@ class StoreContract:
         store.delete([f"many/{number}" for number in range(40)])
         store.delete([])
         assert names(store) == ["other"]
-        assert [each.name for each in store.list_folder().folders] == []
+        assert store.list_folder().folders == ()
 
     @pytest.mark.parametrize("call", ["read", "open", "copy"])
     def test_missing_names(self, store: Store, call: str) -> None:
         store.write("there", b"x")
         for name in ("absent", "no/such/folder"):
+            arguments = [name, "other"] if call == "copy" else [name]
             with pytest.raises(MissingError, match=name) as caught:
-                getattr(store, call)(name, *(["other"] if call == "copy" else []))
+                getattr(store, call)(*arguments)
             assert isinstance(caught.value, FileNotFoundError)
         assert store.stat("absent") is None
 
@@ -273,17 +270,14 @@ class StoreContract:
                 call()
 
     def test_errors_are_ours(self, store: Store) -> None:
-        """An object name used as a folder, or a folder as an object: a call succeeds or raises a
-        CheckpointError.
-        """
+        """An object is used as a folder, a folder as an object: no other error is raised."""
         store.write("a/b", b"x")
-        calls: list[Callable[[], object]] = [lambda: store.read("a"), lambda: store.write("a", b"")]
-        calls += [
+        calls: list[Callable[[], object]] = [
+            lambda: store.read("a"),
+            lambda: store.write("a", b""),
             lambda: store.write("a/b/c", b""),
             lambda: store.stat("a/b/c"),
             lambda: store.read("a/b/c"),
-        ]
-        calls += [
             lambda: store.list("a/b"),
             lambda: store.create("a/b/d", 0).finish(),
             lambda: store.copy("a", "e"),

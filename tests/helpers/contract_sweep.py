@@ -1,5 +1,7 @@
-"""Contract tests of sweeps in every kind of store: inherit `SweepContract` and define a fixture
-`run`, the place of a run with the files of `run_of_four`.
+"""Contract tests of sweeps in every kind of store.
+
+Inherit `SweepContract` and define a fixture `run`, the place of a run with the files of
+`run_of_four`.
 """
 
 from collections.abc import Iterable
@@ -22,7 +24,7 @@ LAST_ONE = Keep(last=1, state=Keep(last=1))
 
 
 def run_of_four(root: Path) -> None:
-    """Four checkpoints with a state, of which the third is the best, and files of others."""
+    """Write four checkpoints with a state, of which the third is the best, and files of others."""
     for step in (1, 2, 3, 4):
         metrics = {"loss": abs(3 - step)}
         save_with_state(root / f"checkpoint-{step}", step, world=1, run_id="mine", metrics=metrics)
@@ -40,7 +42,7 @@ def stateful(run: Place) -> list[int | None]:
 
 
 def files_of(run: Place) -> dict[str, bytes]:
-    """Names and bytes of all but marks."""
+    """Return the bytes of all files but marks, by name."""
     names = [stored.name for stored in run.folder.list()]
     return {name: run.folder.read(name) for name in names if "/.ft_ckpt-" not in f"/{name}"}
 
@@ -50,7 +52,13 @@ def below(files: dict[str, bytes], *folders: str) -> dict[str, bytes]:
 
 
 def names_of(places: Iterable[Path | str]) -> list[str]:
+    """Return the last step of each path or URL."""
     return [str(place).rpartition("/")[2] for place in places]
+
+
+def first_reasons(report: PruneReport) -> list[str]:
+    """Return why each checkpoint is kept, without the process that guards it."""
+    return [reasons[0].partition(" by ")[0] for reasons in report.kept.values()]
 
 
 class SweepContract:
@@ -67,7 +75,7 @@ class SweepContract:
         untouched = ("checkpoint-4", "checkpoint-old")
         assert below(after, *untouched) == below(before, *untouched)
         assert [*below(after, "checkpoint-1", "checkpoint-2")] == ["checkpoint-2/notes.txt"]
-        deleted = [name for name in before if name not in after and "ft_ckpt.json" not in name]
+        deleted = {name for name in before.keys() - after.keys() if "ft_ckpt.json" not in name}
         assert report.freed_bytes == sum(len(before[name]) for name in deleted)
         assert prune_run(open_place(run), KEEP) == PruneReport(report.kept)
         assert len(files_of(run)) == len([*run.folder.list()]), "no marks are left"
@@ -81,13 +89,13 @@ class SweepContract:
             name = f"checkpoint-{step}"
             assert verify(Place(run.folder, name)).ok
             assert "training state" in read_manifest(Place(run.folder, name)).notes[-1]
-            weights = {
-                path: data
-                for path, data in below(before, name).items()
-                if not path.startswith((f"{name}/state", f"{name}/ft_ckpt.json"))
-            }
+            manifest = f"{name}/ft_ckpt.json"
+            weights = below(before, name)
+            for path in list(weights):
+                if path.startswith((f"{name}/state", manifest)):
+                    del weights[path]
             assert below(after, name).items() >= weights.items()
-            assert below(after, name).keys() == weights.keys() | {f"{name}/ft_ckpt.json"}
+            assert below(after, name).keys() == weights.keys() | {manifest}
 
     def test_a_dry_run_foretells_and_does_nothing(self, run: Place) -> None:
         before = files_of(run)
@@ -107,11 +115,10 @@ class SweepContract:
         with open_checkpoint(places[2]):
             report = prune_run(open_place(run), LAST_ONE, protect=[open_place(places[3])])
             unpin(places[2])
-            again = prune_run(open_place(run), Keep(last=1), protect=[open_place(places[3])])
+            unpinned = prune_run(open_place(run), Keep(last=1), protect=[open_place(places[3])])
         assert (steps(run), files_of(run)) == ([1, 2, 3, 4], before)
-        reasons = [why[0].partition(" by ")[0] for why in report.kept.values()]
-        assert reasons == ["pinned", "pinned", "protected", "newest valid"]
-        assert [why[0].partition(" by ")[0] for why in again.kept.values()][1] == "in use"
+        assert first_reasons(report) == ["pinned", "pinned", "protected", "newest valid"]
+        assert first_reasons(unpinned)[1] == "in use"
         prune_run(open_place(run), Keep(last=1))
         assert steps(run) == [1, 4]
         reason = pin_reason(places[1])
@@ -128,9 +135,7 @@ class SweepContract:
         assert steps(run) == [3, 4]  # none is valid: nothing is certain
 
     def test_room_is_made_for_the_one_to_come(self, run: Place) -> None:
-        """The disk is full, so what the next checkpoint will push out goes now; never the last that
-        is valid.
-        """
+        """On a full disk, what the next checkpoint replaces goes now, except the last valid one."""
         report = make_room(open_place(run), Keep(last=4), 5, run_id="mine")
         assert names_of(report.dropped) == ["checkpoint-1"]
         report = make_room(open_place(run), LAST_ONE, 5, run_id="mine")

@@ -18,16 +18,17 @@ class CollectiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
-        self.by_op: Counter[str] = Counter()
+        self.by_operator: Counter[str] = Counter()
 
     @property
     def bytes(self) -> int:
-        return sum(self.by_op.values())
+        return sum(self.by_operator.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
-            self.by_op[str(func)] += max((_size(arg) for arg in [*args, out]), default=0)
+            sizes = [_size(argument) for argument in (*args, out)]
+            self.by_operator[str(func)] += max(sizes)
         return out
 
 

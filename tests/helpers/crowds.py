@@ -1,4 +1,4 @@
-"""Measured cost of a save and a resume with many ranks: see tests/workers/crowd.py."""
+"""Measured costs of a save and a resume with many ranks: see tests/workers/crowd.py."""
 
 import json
 from collections.abc import Mapping
@@ -27,26 +27,33 @@ class CrowdFigures:
 def crowd(
     size: int, folder: Path, way: str = "whole", processes: int = 3, timeout: float = 110
 ) -> dict[str, CrowdFigures]:
-    """The figures of each phase with `size` ranks; `way` is an argument of the worker."""
+    """Measure each phase with `size` ranks; `way` is an argument of the worker."""
     folder.mkdir(parents=True)
     result = launch("crowd", processes, [folder / "run", folder / "figures", size, way], timeout)
     if result.returncode:
         raise AssertionError(result.log[-6000:])
-    found = [json.loads((folder / f"figures.{number}").read_text()) for number in range(processes)]
-    return {phase: _of_phase(phase, found) for phase in ("first save", "second save", "resume")}
+    figures = []
+    for number in range(processes):
+        figures.append(json.loads((folder / f"figures.{number}").read_text()))
+    return {phase: _of_phase(phase, figures) for phase in ("first save", "second save", "resume")}
 
 
-def _of_phase(phase: str, found: list[Mapping[str, Any]]) -> CrowdFigures:
-    counts = {int(rank): each for one in found for rank, each in one[f"{phase} counts"].items()}
-    others = [each.get("got", 0) for rank, each in counts.items() if rank]
+def _of_phase(phase: str, figures: list[Mapping[str, Any]]) -> CrowdFigures:
+    """Combine the figures of all processes; the ranks but the first share all but the first."""
+    counts: dict[int, Mapping[str, int]] = {}
+    for of_process in figures:
+        for rank, of_rank in of_process[f"{phase} counts"].items():
+            counts[int(rank)] = of_rank
+    received = {rank: of_rank.get("got", 0) for rank, of_rank in counts.items()}
+    leader, *others = figures
     return CrowdFigures(
-        put=sum(each.get("put", 0) for each in counts.values()),
-        got=sum(each.get("got", 0) for each in counts.values()),
-        most_got=max(others),
-        leader_got=counts[0].get("got", 0),
-        calls=sum(each["calls"] for each in counts.values()),
-        leader_seconds=found[0][phase]["cpu"],
-        rank_seconds=sum(one[phase]["cpu"] for one in found[1:]) / len(others),
-        wall_seconds=max(one[phase]["wall"] for one in found),
-        leader_peak=found[0][phase]["peak"] - found[0]["base"],
+        put=sum(of_rank.get("put", 0) for of_rank in counts.values()),
+        got=sum(received.values()),
+        most_got=max(received[rank] for rank in received if rank),
+        leader_got=received[0],
+        calls=sum(of_rank["calls"] for of_rank in counts.values()),
+        leader_seconds=leader[phase]["cpu"],
+        rank_seconds=sum(process[phase]["cpu"] for process in others) / (len(counts) - 1),
+        wall_seconds=max(process[phase]["wall"] for process in figures),
+        leader_peak=leader[phase]["peak"] - leader["base"],
     )

@@ -21,19 +21,19 @@ class EngineFiles:
     qwen_weights: Path
 
     def versions(self, what: str) -> tuple[Path, ...]:
-        """The "weights" or the "adapter", oldest first."""
+        """Return the checkpoints of the "weights" or the "adapter", oldest first."""
         return self.weights if what == "weights" else self.adapters
 
 
 def save(model: Any, path: Path, **options: Any) -> Path:
-    """Save a checkpoint; its path."""
+    """Save a checkpoint; return its path."""
     with CheckpointSaver(None) as saver:
         saver.save(model, path, **options)
     return path
 
 
 def engine_files(root: Path, **sizes: int) -> EngineFiles:
-    """Save them in `root`; `sizes` as `base_model` takes them."""
+    """Save all checkpoints in `root`; `sizes` are settings of `base_model`."""
     words = tokenizer()
     base = base_model("llama", **sizes)
     weights, adapters = [], []

@@ -1,6 +1,4 @@
-"""Small models that an inference server loads: a Llama, and a Qwen with grouped heads and a tied
-head.
-"""
+"""Small models for inference servers: a Llama, and a Qwen with grouped heads and a tied head."""
 
 import json
 from pathlib import Path
@@ -32,25 +30,23 @@ LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 def base_model(kind: str, seed: int = 0, **settings: Any) -> Any:
-    """A random model in bfloat16, "llama" or "qwen"; `settings` are of its config."""
+    """Make a random model in bfloat16, "llama" or "qwen"; `settings` are of its config."""
     torch.manual_seed(seed)
-    made: nn.Module
+    model: nn.Module
     if kind == "llama":
         llama = {**_SIZES, "num_key_value_heads": 4, "tie_word_embeddings": False, **settings}
-        made = LlamaForCausalLM(LlamaConfig(**llama))
+        model = LlamaForCausalLM(LlamaConfig(**llama))
     else:
         qwen = {**_SIZES, "num_key_value_heads": 2, "tie_word_embeddings": True, **settings}
-        made = Qwen2ForCausalLM(Qwen2Config(**qwen))
-    return made.to(torch.bfloat16).eval()
+        model = Qwen2ForCausalLM(Qwen2Config(**qwen))
+    return model.to(torch.bfloat16).eval()
 
 
 def with_adapter(base: Any, seed: int, **settings: Any) -> Any:
-    """A LoRA adapter on all linear layers, with trained values."""
+    """Put a LoRA adapter on all linear layers of `base`, with values as after a training."""
     torch.manual_seed(seed)
-    config = LoraConfig(
-        **{"r": 8, "lora_alpha": 16, "target_modules": LAYERS, "task_type": "CAUSAL_LM", **settings}
-    )
-    model = get_peft_model(base, config)
+    defaults = {"r": 8, "lora_alpha": 16, "target_modules": LAYERS, "task_type": "CAUSAL_LM"}
+    model = get_peft_model(base, LoraConfig(**{**defaults, **settings}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -59,11 +55,12 @@ def with_adapter(base: Any, seed: int, **settings: Any) -> Any:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of VOCABULARY tokens, from the standard library's sources."""
-    made = Tokenizer(models.BPE(unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    """Train a tokenizer of VOCABULARY tokens on sources of the standard library."""
+    bpe = Tokenizer(models.BPE(unk_token="<unk>"))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<unk>", "<s>", "</s>"])
-    made.train([str(path) for path in sorted(Path(json.__file__).parent.glob("*.py"))], trainer)
+    sources = sorted(Path(json.__file__).parent.glob("*.py"))
+    bpe.train([str(path) for path in sources], trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+        tokenizer_object=bpe, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     )

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import trainers
 from accelerate import ParallelismConfig
-from contract_integration import rot
+from contract_integration import flip_last_bit
 from on_ranks import RANK, call_on_ranks, on_ranks
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
@@ -135,7 +135,7 @@ def test_later_passes_over_a_stream_keep_their_order(tmp_path, accumulate):
 def test_training_does_not_begin_afresh_where_no_checkpoint_of_ours_is_whole(tmp_path):
     run(ours(tmp_path, stop_after=2))
     for checkpoint in tmp_path.glob("checkpoint-*"):
-        rot(checkpoint / "state" / "training.safetensors")
+        flip_last_bit(checkpoint / "state" / "training.safetensors")
     with pytest.raises(CorruptError, match=r"training\.safetensors"):
         run(ours(tmp_path), tmp_path / "checkpoint-2")
     with (
@@ -214,7 +214,7 @@ def test_what_is_verified_is_what_is_read(tmp_path, monkeypatch):
 
     def damaged_after(*arguments):
         chosen = trainer_files.chosen_by(*arguments)
-        rot(Path(chosen.path) / "model.safetensors")
+        flip_last_bit(Path(chosen.path) / "model.safetensors")
         return chosen
 
     with monkeypatch.context() as patch:
@@ -223,7 +223,7 @@ def test_what_is_verified_is_what_is_read(tmp_path, monkeypatch):
             run(ours(tmp_path / "run", stop_after=3), True)
     best = ours(tmp_path / "best", stop_after=1)
     run(best)
-    rot(tmp_path / "best" / "checkpoint-1" / "model.safetensors")
+    flip_last_bit(tmp_path / "best" / "checkpoint-1" / "model.safetensors")
     best.state.best_model_checkpoint = str(tmp_path / "best" / "checkpoint-1")
     with pytest.raises(CorruptError, match=r"model\.safetensors.*best model"):
         best._load_best_model()

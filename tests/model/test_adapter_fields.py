@@ -25,13 +25,13 @@ ALL = sorted({**METHODS, **UNMERGEABLE})
 def test_some_fields(tmp_path, method):
     trials = FieldTrials(method, tmp_path)
     some = random.Random(7).sample(trials.all_changes(), 6)
-    assert not [wrong for field, value in some for wrong in trials.finds(field, value)]
+    assert not [wrong for field, value in some for wrong in trials.problems_with(field, value)]
 
 
 def test_an_adapter_that_is_drawn_anew_at_each_load_is_refused(tmp_path):
     """UniLora's indices without a seed, and not in its file."""
     trials = FieldTrials("unilora", tmp_path)
-    assert not [*trials.finds("proj_seed", None)]
+    assert not [*trials.problems_with("proj_seed", None)]
 
 
 @pytest.mark.slow
@@ -45,7 +45,7 @@ def test_many_fields(tmp_path, method):
     some = random.Random(f"{os.environ['FT_CKPT_SEED']}/{method}").sample(
         changes, min(25, len(changes))
     )
-    assert not [wrong for field, value in some for wrong in trials.finds(field, value)]
+    assert not [wrong for field, value in some for wrong in trials.problems_with(field, value)]
 
 
 @pytest.fixture(scope="module")

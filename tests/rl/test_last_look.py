@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract_server import WHATS, check_label, holding, is_true, publish_to, send
+from contract_server import PUBLISHED, check_label, holding, is_true, publish_to, send
 from engine_files import EngineFiles, save
 from engine_models import VOCABULARY, base_model, tokenizer
 from engine_server import Engine, State, serving
@@ -103,7 +103,7 @@ def requests_of(files: EngineFiles, engine: Engine, what: str, old: State) -> li
     return requests
 
 
-PAIRS = [(one, other) for one in WHATS for other in WHATS]
+PAIRS = [(one, other) for one in PUBLISHED for other in PUBLISHED]
 
 
 @pytest.mark.slow

@@ -414,7 +414,7 @@ def adapter_bytes(live, folder, settings):
     with CollectiveBytes() as moved:
         saver_only(live, folder, settings)
     assert moved.bytes <= adapter + 65536, (
-        f"moved {moved.bytes} bytes for an adapter of {adapter}: {moved.by_op}"
+        f"moved {moved.bytes} bytes for an adapter of {adapter}: {moved.by_operator}"
     )
     with CollectiveBytes() as moved, CheckpointSaver(live.accelerator) as saver:
         saver.save(live.model, folder / "all", adapter_only=False)
