@@ -63,7 +63,7 @@ def true_model(model: str, folder: Path) -> nn.Module:
     """Build the bare model of that name with the parameters that the wrapped one was saved with."""
     bare = models.build(model, seed=99)  # other values than the worker started from
     truth = load_file(folder / "truth.safetensors")
-    tensors = dict(bare.named_parameters(remove_duplicate=False))
+    tensors: dict[str, torch.Tensor] = dict(bare.named_parameters(remove_duplicate=False))
     tensors.update(bare.named_buffers())
     assert set(truth) == {name for name in tensors if "rotary_emb" not in name}
     with torch.no_grad():

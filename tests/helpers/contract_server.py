@@ -378,12 +378,11 @@ class ServerContract:
             engine.adapters.clear()
             load_once = engine.load_adapter
 
-            def load_twice(*arguments: Any) -> Any:
-                answer = load_once(*arguments)
-                load_once(*arguments)
-                return answer
+            def load_after_another(name: str, path: str) -> None:
+                load_once(name, path)  # by the other publisher
+                load_once(name, path)
 
-            engine.load_adapter = load_twice  # type: ignore[method-assign]
+            engine.load_adapter = load_after_another  # type: ignore[method-assign]
             send(files.adapters[0], engine)
             assert list(engine.adapters) == [name]
 
